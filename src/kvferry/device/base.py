@@ -18,7 +18,7 @@ class CopyEngine(Protocol):
     """
 
     def submit(self, transfer: Transfer) -> Ticket:
-        """Queue one transfer and return at once. A fault becomes a failed receipt, never a raise."""
+        """Queue one transfer and return at once. A fault is a failed receipt, never a raise."""
 
     def poll(self) -> list[Receipt]:
         """Receipts of transfers that ended since the last call; never blocks."""

@@ -42,7 +42,7 @@ class Path(Protocol):
     name: str
 
     def enqueue(self, job: CopyJob, stream: int) -> None:
-        """Queue the whole job on ``stream`` (a raw driver handle); raises DriverError on refusal."""
+        """Queue the whole job on ``stream`` (a raw driver handle); DriverError on refusal."""
 
     def close(self) -> None:
         """Give back staging memory and pinned buffers. Safe to call twice."""
