@@ -1,0 +1,99 @@
+# One door in. Needs python3 (3.10 to 3.13) and a package index, nothing else: the environment is
+# made in .venv on first use and reused until pyproject.toml changes.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
+
+# Arguments for `make demo`, `make test` and `make bench`, as in: make test ARGS="-k identity"
+ARGS ?=
+
+# The GPU code is tested without a card: Triton's interpreter on a CPU build of torch. The two
+# versions belong together. auto: install them if they can be had; required: fail if not; off: do
+# not try.
+GPU_SIM        ?= auto
+TORCH_VERSION  := 2.13.0
+TRITON_VERSION := 3.7.1
+TORCH_INDEX    ?= https://download.pytorch.org/whl/cpu
+
+CLI_READY := $(VENV)/.ready-cli
+DEV_READY := $(VENV)/.ready-dev
+SIM_READY := $(VENV)/.ready-gpu-sim-$(TORCH_VERSION)-$(TRITON_VERSION)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test check format bench env gpu-sim hooks clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(CLI_READY) ## show KV blocks leave a small device cache, come back and save prefill
+	@$(BIN)/kvferry demo $(ARGS)
+
+test: $(DEV_READY) gpu-sim ## run every test that needs no GPU
+	@$(BIN)/python -m pytest --durations=10 $(ARGS)
+
+check: $(DEV_READY) ## formatting, lint, types, import contracts
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@PYTHONPATH=src $(BIN)/lint-imports
+
+format: $(DEV_READY) ## fix formatting and whatever lint can fix
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+# A benchmark that needs what this machine lacks (a GPU, a disk) exits with 77: skipped, not failed.
+bench: $(CLI_READY) ## run every benchmark this machine can run
+	@set -e; for script in bench/*.py; do \
+	    case "$$script" in */_*|*/\*.py) continue;; esac; \
+	    echo "== $$script"; status=0; $(BIN)/python "$$script" $(ARGS) || status=$$?; \
+	    if [ $$status -eq 77 ]; then echo "   skipped"; elif [ $$status -ne 0 ]; then exit $$status; fi; \
+	done
+
+env: $(DEV_READY) gpu-sim ## make the development environment, and nothing else
+
+hooks: $(DEV_READY) ## run the checks before every git commit
+	@$(BIN)/pre-commit install
+
+clean: ## remove the environment, caches and reports
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -f kvferry-demo.html kvferry-demo.json
+	find src tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# -- the environment ---------------------------------------------------------------------------
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 10) <= v < (3, 14) else \
+	    "kvferry needs Python 3.10 to 3.13, $(PYTHON) is %d.%d; name another: make PYTHON=python3.12" % v)'
+	@echo "making $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(CLI_READY): pyproject.toml | $(BIN)/python
+	@echo "installing kvferry and its command line into $(VENV)"
+	@$(PIP) -e '.[cli]'
+	@touch $@
+
+$(DEV_READY): pyproject.toml | $(BIN)/python
+	@echo "installing kvferry and its development tools into $(VENV)"
+	@$(PIP) -e '.[dev]'
+	@touch $@ $(CLI_READY)
+
+gpu-sim: $(DEV_READY)
+	@if [ "$(GPU_SIM)" = off ] || [ -e $(SIM_READY) ]; then exit 0; fi; \
+	if $(MAKE) --no-print-directory $(SIM_READY); then exit 0; fi; \
+	echo "torch $(TORCH_VERSION) (CPU) and triton $(TRITON_VERSION) could not be installed:" \
+	     "tests of the GPU code will be skipped. TORCH_INDEX names another index." >&2; \
+	[ "$(GPU_SIM)" != required ]
+
+# A CPU build that pip can already see goes first (a mirror, PIP_FIND_LINKS): it fails at once where
+# there is none, while plain `torch` on Linux would bring gigabytes of CUDA. Then PyTorch's own
+# index, by itself, so that nothing else is looked up there and no CUDA build can win.
+$(SIM_READY): | $(DEV_READY)
+	@echo "installing torch $(TORCH_VERSION) (CPU) and triton $(TRITON_VERSION) into $(VENV)"
+	@$(PIP) 'torch==$(TORCH_VERSION)+cpu' 2>/dev/null \
+	    || $(PIP) --retries 1 --timeout 20 --index-url $(TORCH_INDEX) 'torch==$(TORCH_VERSION)'
+	@$(PIP) 'triton==$(TRITON_VERSION)'
+	@$(BIN)/python -c 'import torch, triton'
+	@touch $@
