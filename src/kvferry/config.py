@@ -1,0 +1,348 @@
+"""Every setting of kvferry: its name, its default, what it accepts and what it does.
+
+A setting is one line in :class:`Config`; its reading, its refusals, its environment variable and
+its line in :func:`describe` follow from that line. Whichever door a value comes through (arguments,
+a dict, a file, the environment), the same reader checks it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import operator
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast
+
+from kvferry.errors import ConfigError, UnknownSettingError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+KiB, MiB, GiB, TiB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+
+ENV_PREFIX = "KVFERRY_"
+CONFIG_FILE_ENV = "KVFERRY_CONFIG"
+"""Names the file to read where no file is given."""
+
+# Not settings: the file's name, our tests' own switches, and what Kubernetes puts into every pod
+# beside a service called kvferry (KVFERRY_PORT=tcp://..., KVFERRY_SERVICE_HOST=...).
+_NOT_A_SETTING = re.compile(r"KVFERRY_(CONFIG$|TEST_|PORT$|PORT_\d|SERVICE_(HOST|PORT))")
+
+_SIZE_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": KiB,
+    "mib": MiB,
+    "gib": GiB,
+    "tib": TiB,
+}
+_TIME_UNITS = {
+    "": Decimal(1),
+    "us": Decimal("1e-6"),
+    "ms": Decimal("1e-3"),
+    "s": Decimal(1),
+    "min": Decimal(60),
+    "h": Decimal(3600),
+}
+_QUANTITY = re.compile(r"\s*([+-]?[0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_MOST_BYTES = 2**63 - 1
+
+T = TypeVar("T")
+
+
+def parse_size(value: object, *, name: str = "size", minimum: int = 1) -> int:
+    """Bytes from an int or from "64GiB" (powers of 1024), "1.5 GB" (powers of 1000), "4096".
+
+    A fraction of a byte is dropped. Refuses less than ``minimum``, and units that do not say which
+    power they mean ("64G").
+    """
+    if isinstance(value, str):
+        number, unit = _quantity(name, value, "a size such as 64GiB or 1.5 GB")
+        if unit not in _SIZE_UNITS:
+            hint = f"; say {unit}ib or {unit}b" if f"{unit}ib" in _SIZE_UNITS else ""
+            raise ConfigError(
+                f"{name}: unknown unit in {value!r}{hint}; units: B, kB, KiB, MB, ..."
+            )
+        size = math.floor(number * _SIZE_UNITS[unit])
+    else:
+        size = _whole(name, value, "a number of bytes or a size such as 64GiB")
+    return _between(name, value, size, minimum, _MOST_BYTES, "bytes")
+
+
+def parse_seconds(value: object, *, name: str = "time") -> float:
+    """Seconds from a number or from "30s", "500ms", "2min", "1h". Must be finite and above zero."""
+    seconds: float
+    if isinstance(value, str):
+        number, unit = _quantity(name, value, "a time such as 30s or 500ms")
+        if unit not in _TIME_UNITS:
+            raise ConfigError(f"{name}: unknown unit in {value!r}; units: us, ms, s, min, h")
+        seconds = float(number * _TIME_UNITS[unit])
+    elif isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"{name}: expected seconds or a time such as 30s, got {_shown(value)}")
+    else:
+        seconds = float(value) if abs(value) < _MOST_BYTES else math.inf  # a huge int overflows
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise ConfigError(f"{name}: must be above zero and finite, got {_shown(value)}")
+    return seconds
+
+
+def parse_count(value: object, *, name: str = "count", minimum: int = 1) -> int:
+    """A whole number of at least ``minimum``, from an int or from its digits."""
+    if isinstance(value, str):
+        if not re.fullmatch(r"\s*[+-]?[0-9]{1,30}\s*", value):
+            raise ConfigError(f"{name}: expected a whole number, got {value!r}")
+        count = int(value)
+    else:
+        count = _whole(name, value, "a whole number")
+    return _between(name, value, count, minimum, _MOST_BYTES, "")
+
+
+def format_size(size: int) -> str:
+    """A size as :func:`parse_size` reads it back exactly, in the largest unit that divides it."""
+    for unit, factor in (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
+        if size and size % factor == 0:
+            return f"{size // factor}{unit}"
+    return f"{size}B"
+
+
+@dataclass(frozen=True)
+class Kind(Generic[T]):
+    """What a setting accepts: in words, how it is read, how a value is shown."""
+
+    words: str
+    read: Callable[[str, object], T]
+    show: Callable[[T], str] = str
+
+
+SIZE = Kind("size", lambda name, value: parse_size(value, name=name), format_size)
+SECONDS = Kind("seconds", lambda name, value: parse_seconds(value, name=name), "{:g}s".format)
+COUNT = Kind("count", lambda name, value: parse_count(value, name=name))
+
+
+def one_of(*choices: str) -> Kind[str]:
+    """One of a few words, whatever their case."""
+
+    def read(name: str, value: object) -> str:
+        word = value.strip().lower() if isinstance(value, str) else None
+        if word not in choices:
+            near = _nearest(word or "", choices)
+            raise ConfigError(
+                f"{name}: expected one of {', '.join(choices)}, got {_shown(value)}{near}"
+            )
+        return word
+
+    return Kind("|".join(choices), read)
+
+
+def optional(kind: Kind[T]) -> Kind[T | None]:
+    """The same, or None; files and the environment write None as "none"."""
+
+    def read(name: str, value: object) -> T | None:
+        if value is None or (isinstance(value, str) and value.strip().lower() == "none"):
+            return None
+        return kind.read(name, value)
+
+    def show(value: T | None) -> str:
+        return "none" if value is None else kind.show(value)
+
+    return Kind(f"{kind.words}|none", read, show)
+
+
+def setting(default: T, kind: Kind[T], help: str) -> T:
+    """One field of :class:`Config`."""
+    return field(default=default, metadata={"kind": kind, "help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """All settings, checked and in normal form: sizes in bytes, times in seconds.
+
+    Owns what may be said, not what is done with it. Frozen; ``dataclasses.replace`` checks again.
+    """
+
+    host: int = setting(1 * GiB, SIZE, "Host memory that holds blocks.")
+    block_tokens: int = setting(16, COUNT, "Tokens in one block.")
+    copy_path: str = setting(
+        "auto",
+        one_of("auto", "loop", "dma", "kernel", "staged"),
+        "How blocks are copied; auto picks by measurement on this machine.",
+    )
+    staging_ring: int = setting(64 * MiB, SIZE, "Device memory of the staged path's ring.")
+    load_deadline: float = setting(30.0, SECONDS, "A load not finished by then is given up.")
+    store_deadline: float = setting(30.0, SECONDS, "A store not finished by then is given up.")
+    match_deadline: float = setting(60.0, SECONDS, "A hit not loaded by then is let go.")
+    max_loading_blocks: int | None = setting(
+        None, optional(COUNT), "Device blocks that loads may hold at one time; none: no bound."
+    )
+    log_level: str = setting(
+        "warning", one_of("debug", "info", "warning", "error", "critical"), "What is logged."
+    )
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            object.__setattr__(self, f.name, _kind(f.name).read(f.name, getattr(self, f.name)))
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, object]) -> Config:
+        """From names and values; refuses a name we do not have."""
+        return cls(**_read(settings, "settings"))
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> Config:
+        """From a ``.toml`` or ``.json`` file: its table ``kvferry`` if there is one, or all of it."""
+        return cls(**_read_file(path))
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> Config:
+        """From ``KVFERRY_HOST`` and its like; an empty variable counts as not set."""
+        return cls(**_read_env(os.environ if env is None else env))
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        overrides: Mapping[str, object] | None = None,
+    ) -> Config:
+        """From everywhere: overrides, then the environment, then the file, then the defaults.
+
+        Without ``path`` the file is the one ``KVFERRY_CONFIG`` names, if any. An override of None
+        was not given (as a command line leaves it); "none" sets None.
+        """
+        env = os.environ if env is None else env
+        path = path if path is not None else env.get(CONFIG_FILE_ENV) or None
+        given = {name: value for name, value in (overrides or {}).items() if value is not None}
+        layers = [
+            _read_file(path) if path is not None else {},
+            _read_env(env),
+            _read(given, "overrides"),
+        ]
+        return cls(**{name: value for layer in layers for name, value in layer.items()})
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting, described for people: everything is text."""
+
+    name: str
+    env: str
+    accepts: str
+    default: str
+    help: str
+
+    def __str__(self) -> str:
+        return f"{self.name} = {self.default}  ({self.accepts}; {self.env})  {self.help}"
+
+
+def describe() -> tuple[Setting, ...]:
+    """Every setting with its variable, what it accepts, its default and what it does."""
+    return tuple(
+        Setting(
+            name=f.name,
+            env=ENV_PREFIX + f.name.upper(),
+            accepts=_kind(f.name).words,
+            default=_kind(f.name).show(f.default),
+            help=f.metadata["help"],
+        )
+        for f in fields(Config)
+    )
+
+
+def _kind(name: str) -> Kind[Any]:
+    return cast("Kind[Any]", Config.__dataclass_fields__[name].metadata["kind"])
+
+
+def _read(settings: Mapping[str, object], where: str) -> dict[str, Any]:
+    """The settings in normal form; an error says ``where`` they came from."""
+    known = [f.name for f in fields(Config)]
+    read = {}
+    for name, value in settings.items():
+        if name not in known:
+            raise UnknownSettingError(
+                f"{where}: there is no setting {name!r}{_nearest(str(name), known)}; "
+                f"settings: {', '.join(known)}"
+            )
+        try:
+            read[name] = _kind(name).read(name, value)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+    return read
+
+
+def _read_env(env: Mapping[str, str]) -> dict[str, Any]:
+    return _read(
+        {
+            name.removeprefix(ENV_PREFIX).lower(): value
+            for name, value in env.items()
+            if name.startswith(ENV_PREFIX) and value.strip() and not _NOT_A_SETTING.match(name)
+        },
+        f"environment ({ENV_PREFIX}*)",
+    )
+
+
+def _read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
+    path = Path(path)
+    parsers: dict[str, Callable[[str], object]] = {".toml": tomllib.loads, ".json": json.loads}
+    parse = parsers.get(path.suffix.lower())
+    if parse is None:
+        raise ConfigError(f"{path}: a configuration file ends in .toml or .json")
+    try:
+        data = parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:  # both parsers' errors, and bytes that are not UTF-8
+        raise ConfigError(
+            f"{path}: not valid {path.suffix.lower()[1:].upper()}: {error}"
+        ) from error
+    if isinstance(data, dict) and "kvferry" in data:
+        data = data["kvferry"]
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected a table of settings, got {_shown(data)}")
+    return _read(data, str(path))
+
+
+def _quantity(name: str, text: str, expected: str) -> tuple[Decimal, str]:
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"{name}: expected {expected}, got {text!r}")
+    return Decimal(match[1]), match[2].lower()
+
+
+def _whole(name: str, value: object, expected: str) -> int:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if not isinstance(value, bool):
+        try:
+            return operator.index(cast(int, value))
+        except TypeError:
+            pass
+    raise ConfigError(f"{name}: expected {expected}, got {_shown(value)}")
+
+
+def _between(name: str, given: object, value: int, least: int, most: int, unit: str) -> int:
+    if not least <= value <= most:
+        bound = f"at least {least}" if value < least else f"at most {most}"
+        raise ConfigError(f"{name}: must be {bound} {unit}".rstrip() + f", got {_shown(given)}")
+    return value
+
+
+def _nearest(name: str, known: tuple[str, ...] | list[str]) -> str:
+    near = difflib.get_close_matches(name.lower(), known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _shown(value: object) -> str:
+    return f"{value!r} ({type(value).__name__})"
