@@ -69,7 +69,15 @@ class TransferError(KvferryError, RuntimeError):
 
 
 class DriverError(TransferError):
-    """The GPU driver refused a call; the message has its name, code, words and what was asked."""
+    """The GPU driver refused a call; the message has its name, code, words and what was asked.
+
+    ``unsupported`` is true when this driver or card lacks the call, so that asking again is vain.
+    """
+
+    def __init__(self, message: str, *, code: int = 0, unsupported: bool = False) -> None:
+        super().__init__(message)
+        self.code = code
+        self.unsupported = unsupported
 
 
 class DeadlineError(TransferError, TimeoutError):

@@ -21,7 +21,10 @@ class Direction(Enum):
 class CopyJob:
     """Block ``device_blocks[i]`` from or to host slot ``host_slots[i]``, all segments.
 
-    Host slot ``h`` is the ``layout.block_bytes`` bytes at ``host_base + h * host_pitch``.
+    Host slot ``h`` is the ``layout.block_bytes`` bytes at ``host_base + h * host_pitch``. Host
+    memory is registered with the driver in chunks of ``host_chunk`` bytes counted from
+    ``host_base``; one copy that crosses from chunk to chunk is refused by the driver, so neighbour
+    slots may be joined into one copy only within a chunk. None means one chunk.
     """
 
     direction: Direction
@@ -30,6 +33,7 @@ class CopyJob:
     host_slots: SlotArray
     host_base: int
     host_pitch: int
+    host_chunk: int | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -37,12 +41,45 @@ class CopyJob:
 
 
 class Path(Protocol):
-    """One way to copy. Enqueues on a stream and returns; completion is the engine's event."""
+    """One way to copy. Enqueues on a stream and returns; completion is the engine's event.
+
+    ``enqueue`` is called from one thread at a time per direction, but from two threads at once if
+    both directions use the same path: what it keeps between calls must be kept per direction.
+    """
 
     name: str
 
     def enqueue(self, job: CopyJob, stream: int) -> None:
-        """Queue the whole job on ``stream`` (a raw driver handle); DriverError on refusal."""
+        """Queue the whole job on ``stream`` (a raw driver handle); DriverError on refusal.
+
+        Whatever was queued before a raise, also on streams of the path's own, must come before
+        anything queued on ``stream`` from then on: the engine holds the failed receipt back until
+        that part has run, so that nobody reuses memory a copy is still writing to.
+        """
+
+    def is_quick(self, job: CopyJob) -> bool:
+        """Whether ``enqueue`` would return within some tens of microseconds.
+
+        The engine then calls it on the thread of ``submit``; else it hands the job to its own.
+        """
 
     def close(self) -> None:
         """Give back staging memory and pinned buffers. Safe to call twice."""
+
+
+class Planner(Protocol):
+    """Picks the path of each transfer."""
+
+    def choose(self, direction: Direction, layout: GroupLayout, num_blocks: int, busy: bool) -> str:
+        """The name of a path; ``busy`` says that the model runs on the device now."""
+
+
+@dataclass(frozen=True)
+class FixedPlanner:
+    """Always the same path per direction: for tests, and for users who pin their choice."""
+
+    store: str
+    load: str
+
+    def choose(self, direction: Direction, layout: GroupLayout, num_blocks: int, busy: bool) -> str:
+        return self.store if direction is Direction.STORE else self.load
