@@ -1,0 +1,205 @@
+"""The decoder computes what a plain one computes, and its KV bytes ignore the schedule."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from kvferry.errors import InputError
+from kvferry.playground.model import KEY_TILE, TILE, Decoder, ModelShape, Span, Tiling
+
+BLOCK_TOKENS = 16
+SMALL = ModelShape(
+    vocab=199, width=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, hidden=96, seed=5
+)
+HYBRID = ModelShape(
+    vocab=199,
+    width=64,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    hidden=96,
+    windows=(None, 24, None, 100),
+    seed=5,
+)
+
+
+def prompt(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 199, length)
+
+
+def poisoned_kv(shape: ModelShape, num_blocks: int) -> list[np.ndarray]:
+    """KV tensors of NaN: whatever reads a byte nobody wrote shows it."""
+    return [
+        np.full(shape.kv_shape(num_blocks, BLOCK_TOKENS), np.nan, np.float32)
+        for _ in range(shape.num_layers)
+    ]
+
+
+def kv_of(kv: list[np.ndarray], blocks: np.ndarray, length: int) -> list[np.ndarray]:
+    at = np.arange(length)
+    return [layer[blocks[at // BLOCK_TOKENS], :, at % BLOCK_TOKENS] for layer in kv]
+
+
+def dense_reference(decoder: Decoder, tokens: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Logits of the last token and each layer's (token, 2, head, dim) KV: whole sequence, float64.
+
+    Written from the definitions, one head and one row at a time; shares no code with the decoder.
+    """
+    shape = decoder.shape
+    length, dim = len(tokens), shape.head_dim
+    group = shape.num_heads // shape.num_kv_heads
+    x = decoder.embedding[tokens].astype(np.float64)
+
+    def norm(rows: np.ndarray) -> np.ndarray:
+        return rows / np.sqrt(np.mean(rows**2, axis=1, keepdims=True) + 1e-5)
+
+    def rope(row: np.ndarray, position: int) -> np.ndarray:
+        out = np.empty_like(row)
+        for i in range(dim // 2):
+            angle = position / shape.rope_theta ** (2 * i / dim)
+            a, b = row[i], row[i + dim // 2]
+            out[i] = a * np.cos(angle) - b * np.sin(angle)
+            out[i + dim // 2] = a * np.sin(angle) + b * np.cos(angle)
+        return out
+
+    caches = []
+    for layer in decoder.layers:
+        projected = norm(x) @ layer.query_key_value.astype(np.float64)
+        heads = projected.reshape(length, -1, dim)
+        query = heads[:, : shape.num_heads]
+        key = heads[:, shape.num_heads : shape.num_heads + shape.num_kv_heads]
+        value = heads[:, shape.num_heads + shape.num_kv_heads :]
+        query = np.array([[rope(head, p) for head in query[p]] for p in range(length)])
+        key = np.array([[rope(head, p) for head in key[p]] for p in range(length)])
+        caches.append(np.stack((key, value), axis=1))
+        mixed = np.zeros((length, shape.num_heads, dim))
+        for p in range(length):
+            start = 0 if layer.window is None else max(0, p - layer.window + 1)
+            for head in range(shape.num_heads):
+                scores = key[start : p + 1, head // group] @ query[p, head] / np.sqrt(dim)
+                weights = np.exp(scores - scores.max())
+                mixed[p, head] = weights / weights.sum() @ value[start : p + 1, head // group]
+        x = x + mixed.reshape(length, -1) @ layer.output.astype(np.float64)
+        gate, up = np.split(norm(x) @ layer.gate_up.astype(np.float64), 2, axis=1)
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ layer.down.astype(np.float64)
+    return norm(x[-1:])[0] @ decoder.head.astype(np.float64), caches
+
+
+@pytest.mark.parametrize("shape", [SMALL, HYBRID], ids=["full", "hybrid"])
+@pytest.mark.parametrize("length", [1, TILE, KEY_TILE + 1, 150])
+def test_agrees_with_a_dense_reference(shape: ModelShape, length: int) -> None:
+    decoder = Decoder(shape)
+    tokens = prompt(length)
+    kv = poisoned_kv(shape, 16)
+    blocks = np.random.default_rng(1).permutation(16)[: -(-length // BLOCK_TOKENS)]
+
+    (token,) = decoder.forward([Span(tokens, 0, blocks)], kv)
+
+    logits, caches = dense_reference(decoder, tokens)
+    assert token == int(np.argmax(logits))
+    for ours, theirs in zip(kv_of(kv, blocks, length), caches, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-4)
+
+
+def served(shape: ModelShape, tokens: np.ndarray, cuts: list[int], *, mixed: bool) -> list[bytes]:
+    """The KV bytes of ``tokens`` computed in chunks, alone or beside other requests."""
+    decoder = Decoder(shape)
+    kv = poisoned_kv(shape, 40)
+    blocks = np.random.default_rng(len(cuts)).permutation(30)[: -(-len(tokens) // BLOCK_TOKENS)]
+    other, other_at = prompt(120, seed=9), 0
+    other_blocks = np.arange(30, 40)
+    for start, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
+        spans = [Span(tokens[start:end], start, blocks)]
+        if mixed and other_at < len(other):
+            step = min(1 + end % 37, len(other) - other_at)
+            spans.insert(0, Span(other[other_at : other_at + step], other_at, other_blocks))
+            other_at += step
+        last = decoder.forward(spans, kv)[-1]
+    return [*(layer.tobytes() for layer in kv_of(kv, blocks, len(tokens))), b"%d" % last]
+
+
+@pytest.mark.parametrize("shape", [SMALL, HYBRID], ids=["full", "hybrid"])
+@pytest.mark.parametrize("mixed", [False, True], ids=["alone", "mixed"])
+@pytest.mark.parametrize(
+    "cuts",
+    [[64, 128], [1, 2, 3], list(range(7, 200, 7)), [199], list(range(150, 200))],
+    ids=["tiles", "tiny", "sevens", "last", "decode"],
+)
+def test_kv_bytes_ignore_chunks_and_batch(shape: ModelShape, cuts: list[int], mixed: bool) -> None:
+    tokens = prompt(200)
+    assert served(shape, tokens, cuts, mixed=mixed) == served(shape, tokens, [], mixed=False)
+
+
+def test_kv_bytes_ignore_chunks_at_the_demo_size() -> None:
+    """The sizes users see take other code paths in the matrix library than tiny ones."""
+    shape = ModelShape(num_layers=2, windows=(None, 64))
+    tokens = prompt(330)
+    whole = served(shape, tokens, [], mixed=False)
+    assert served(shape, tokens, [100, 101, 300], mixed=True) == whole
+    assert served(shape, tokens, list(range(310, 330)), mixed=False) == whole
+
+
+@pytest.mark.parametrize("threads", ["1", "2"])
+def test_kv_bytes_ignore_the_schedule_for_any_number_of_threads(threads: str) -> None:
+    """Within one process, however many threads its matrix library was given."""
+    names = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
+    subprocess.run(
+        [sys.executable, __file__],
+        env=os.environ | dict.fromkeys(names, threads),
+        check=True,
+        timeout=60,
+    )
+
+
+def test_a_changed_kv_byte_changes_the_outcome() -> None:
+    """The check that tokens are equal can fail: KV that is wrong is seen."""
+    decoder = Decoder(SMALL)
+    tokens, blocks = prompt(100), np.arange(7)
+    outcomes = set()
+    for broken in (False, True):
+        kv = poisoned_kv(SMALL, 7)
+        decoder.forward([Span(tokens[:96], 0, blocks)], kv)
+        if broken:
+            for layer in kv:
+                layer[2] = layer[3]
+        decoder.forward([Span(tokens[96:], 96, blocks)], kv)
+        outcomes.add(hashlib.sha256(kv_of(kv, blocks, 100)[-1][96:].tobytes()).hexdigest())
+    assert len(outcomes) == 2
+
+
+def test_a_row_sits_where_its_position_says() -> None:
+    positions = np.array([3, 4, 3, 3 + TILE, 4])
+    tiling = Tiling(positions)
+    rows = np.arange(5, dtype=np.float32).reshape(5, 1) + 1
+    tiles = tiling.to_tiles(rows)
+    assert tiles.shape == (3, TILE, 1)
+    assert tiles[:, 3, 0].tolist() == [1, 3, 4]
+    assert tiles[:, 4, 0].tolist() == [2, 5, 0]
+    assert np.array_equal(tiling.to_rows(tiles), rows)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
+        ({"num_heads": 3}, "3 query heads cannot share 2 KV heads"),
+        ({"head_dim": 15}, "head_dim must be even"),
+        ({"windows": (None,)}, "1 windows for 6 layers"),
+        ({"windows": (0,) * 6}, "at least 1 token"),
+    ],
+)
+def test_refuses_shapes_that_cannot_be(change: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        ModelShape(**change)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    test_kv_bytes_ignore_chunks_at_the_demo_size()
+    test_kv_bytes_ignore_chunks_and_batch(HYBRID, [1, 50, 151], mixed=True)
