@@ -1,0 +1,91 @@
+"""A batch of Keys as one array, so that a whole request's keys cost one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import KeyFormatError
+from kvferry.types import KEY_BYTES, Key
+
+KEY_WORDS = KEY_BYTES // 8
+KeyArray = npt.NDArray[np.uint64]
+
+
+class Keys:
+    """An immutable batch of keys, one row of ``KEY_WORDS`` little-endian words each.
+
+    Owns its array and nothing else; order is the order of the blocks in the request.
+    """
+
+    __slots__ = ("array",)
+
+    array: KeyArray
+
+    def __init__(self, array: npt.NDArray[Any]) -> None:
+        """Take rows of words as they are; use :meth:`from_bytes` for keys in bytes."""
+        if array.dtype != np.dtype("<u8") or array.ndim != 2 or array.shape[1] != KEY_WORDS:
+            raise KeyFormatError(
+                f"keys must be a (n, {KEY_WORDS}) array of little-endian uint64, "
+                f"got shape {array.shape} of {array.dtype}; use Keys.from_bytes for bytes"
+            )
+        view = np.ascontiguousarray(array)
+        if view is array and array.flags.writeable:
+            view = array.view()
+        view.setflags(write=False)
+        self.array = view
+
+    @classmethod
+    def from_bytes(cls, keys: Iterable[bytes]) -> Keys:
+        """Keys from bytes objects of ``KEY_BYTES`` each; refuses any other length by position."""
+        items = list(keys)
+        for position, key in enumerate(items):
+            if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+                what = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
+                raise KeyFormatError(f"key {position} must be {KEY_BYTES} bytes, got {what}")
+        return cls(np.frombuffer(b"".join(items), dtype="<u8").reshape(-1, KEY_WORDS))
+
+    @classmethod
+    def empty(cls) -> Keys:
+        return cls(np.empty((0, KEY_WORDS), dtype="<u8"))
+
+    def masked(self, mask: bytes) -> Keys:
+        """Every key XORed with a ``KEY_BYTES`` mask: the same blocks under another scope."""
+        if len(mask) != KEY_BYTES:
+            raise KeyFormatError(f"a mask must be {KEY_BYTES} bytes, got {len(mask)}")
+        return Keys(self.array ^ np.frombuffer(mask, dtype="<u8"))
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    @overload
+    def __getitem__(self, item: int) -> Key: ...
+    @overload
+    def __getitem__(self, item: slice) -> Keys: ...
+    def __getitem__(self, item: int | slice) -> Key | Keys:
+        if isinstance(item, slice):
+            return Keys(self.array[item])
+        return Key(self.array[item].tobytes())
+
+    def take(self, positions: npt.NDArray[Any]) -> Keys:
+        """The keys at ``positions`` (numbers or a boolean mask), in that order."""
+        return Keys(self.array[positions])
+
+    def __iter__(self) -> Iterator[Key]:
+        data = self.array.tobytes()
+        return (Key(data[at : at + KEY_BYTES]) for at in range(0, len(data), KEY_BYTES))
+
+    def __add__(self, other: Keys) -> Keys:
+        return Keys(np.concatenate((self.array, other.array)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Keys) and np.array_equal(self.array, other.array)
+
+    def __hash__(self) -> int:
+        return hash(self.array.tobytes())
+
+    def __repr__(self) -> str:
+        return f"Keys({len(self)})"

@@ -1,0 +1,89 @@
+"""A claim on slots while bytes move: one object, ended exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+
+import numpy as np
+
+from kvferry.errors import LeaseError
+from kvferry.types import SlotArray
+
+
+class Purpose(Enum):
+    """Why slots are claimed."""
+
+    WRITE = "write"  # bytes are arriving: not matchable, not evictable
+    READ = "read"  # bytes are leaving: matchable, not evictable
+
+
+class Ending(Enum):
+    """How a lease ends. WRITE: commit or abort. READ: release."""
+
+    COMMIT = "commit"
+    ABORT = "abort"
+    RELEASE = "release"
+
+
+_ENDINGS = {
+    Purpose.WRITE: (Ending.COMMIT, Ending.ABORT),
+    Purpose.READ: (Ending.RELEASE,),
+}
+
+
+class Lease:
+    """A claim on ``slots``, made by a pool and given back to it exactly once.
+
+    ``positions[i]`` says which of the keys that were asked for got ``slots[i]``. The pool owns the
+    slots' state; the lease owns only the right to end the claim.
+    """
+
+    __slots__ = ("_end", "ended", "positions", "purpose", "slots")
+
+    def __init__(
+        self,
+        purpose: Purpose,
+        slots: SlotArray,
+        positions: SlotArray,
+        end: Callable[[Lease, Ending], None],
+    ) -> None:
+        self.purpose = purpose
+        self.slots = slots
+        self.positions = positions
+        self.ended: Ending | None = None
+        self._end = end
+
+    @classmethod
+    def leading(
+        cls, purpose: Purpose, slots: SlotArray, end: Callable[[Lease, Ending], None]
+    ) -> Lease:
+        """A lease on the slots of the first ``len(slots)`` keys that were asked for."""
+        return cls(purpose, slots, np.arange(len(slots)), end)
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def commit(self) -> None:
+        """The bytes are all there: the blocks may be matched from now on."""
+        self._finish(Ending.COMMIT)
+
+    def abort(self) -> None:
+        """The bytes did not come: the slots go back as if never asked for."""
+        self._finish(Ending.ABORT)
+
+    def release(self) -> None:
+        """The bytes were read: the slots may be evicted again."""
+        self._finish(Ending.RELEASE)
+
+    def _finish(self, ending: Ending) -> None:
+        if self.ended is not None:
+            raise LeaseError(f"{self!r} cannot {ending.value}: it ended by {self.ended.value}")
+        if ending not in _ENDINGS[self.purpose]:
+            allowed = " or ".join(e.value for e in _ENDINGS[self.purpose])
+            raise LeaseError(f"{self!r} cannot {ending.value}: it ends by {allowed}")
+        self.ended = ending
+        self._end(self, ending)
+
+    def __repr__(self) -> str:
+        return f"Lease({self.purpose.value}, {len(self)} slots)"

@@ -1,0 +1,79 @@
+"""Least recently used, for whole batches at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.types import SlotArray
+
+_ABSENT = -1
+_LOOK = 256  # queue entries looked at together when most of them may be stale
+
+
+class LruOrder:
+    """A queue of touches in which only the newest touch of a slot counts.
+
+    ::
+
+        queue   3 7 3 1 7        positions 10 11 12 13 14, head = 10, tail = 15
+        where   1 -> 13, 3 -> 12, 7 -> 14      the touches at 10 and 11 are stale
+
+    A touch appends and leaves the older entry behind; the entry is skipped when the head reaches
+    it. No links to mend, so a batch of any size is a few array operations.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._queue = np.empty(1 << (4 * num_slots + _LOOK).bit_length(), dtype=np.int64)
+        self._mask = len(self._queue) - 1
+        self._where = np.full(num_slots, _ABSENT, dtype=np.int64)
+        self._head = 0
+        self._tail = 0
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def holds(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
+        return self._where.take(slots) != _ABSENT
+
+    def touch(self, slots: SlotArray) -> None:
+        if self._tail + len(slots) - self._head > len(self._queue):
+            self._compact()
+        positions = np.arange(self._tail, self._tail + len(slots))
+        self._size += int((self._where.take(slots) == _ABSENT).sum())
+        self._queue[positions & self._mask] = slots
+        self._where[slots] = positions
+        self._tail += len(slots)
+
+    def discard(self, slots: SlotArray) -> None:
+        self._size -= int((self._where.take(slots) != _ABSENT).sum())
+        self._where[slots] = _ABSENT
+
+    def take_oldest(self, count: int) -> SlotArray:
+        taken: list[SlotArray] = []
+        while count > 0 and self._head < self._tail:
+            end = min(self._tail, self._head + max(count, _LOOK))
+            positions = np.arange(self._head, end)
+            slots = self._queue.take(positions & self._mask)
+            live = np.flatnonzero(self._where.take(slots) == positions)[:count]
+            self._head = self._head + int(live[-1]) + 1 if len(live) == count else end
+            count -= len(live)
+            taken.append(slots.take(live))
+            self._where[taken[-1]] = _ABSENT
+        self._size -= sum(map(len, taken))
+        return np.concatenate(taken) if taken else np.empty(0, dtype=np.int64)
+
+    def clear(self) -> None:
+        self._where.fill(_ABSENT)
+        self._head = self._tail = self._size = 0
+
+    def _compact(self) -> None:
+        # The queue is four times the slots, so at least three quarters of it are stale by now:
+        # the walk is paid for by the touches that filled it.
+        positions = np.arange(self._head, self._tail)
+        slots = self._queue.take(positions & self._mask)
+        slots = slots[self._where.take(slots) == positions]
+        self._head, self._tail = 0, len(slots)
+        self._queue[: self._tail] = slots
+        self._where[slots] = np.arange(self._tail)

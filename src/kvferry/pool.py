@@ -1,0 +1,360 @@
+"""The slots of one tier: which are free, which hold what, which are claimed.
+
+A slot's life::
+
+    FREE --reserve--> WRITING --commit--> CACHED --evict--> FREE
+                         |                  |  ^
+                         +--abort--> FREE   +--+ pin / release (counted in readers)
+
+    reset or forget while claimed: -> DOOMED, not in the index, FREE when the claim ends
+
+Chained keys remember their parent's slot. A slot with children is never evicted, so what is left
+of a conversation is always a prefix of it, and a match stops at a hole only if bytes were lost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import InputError, IntegrityError
+from kvferry.index import NO_SLOT, Index
+from kvferry.keys import Keys
+from kvferry.lease import Ending, Lease, Purpose
+from kvferry.policy import EvictionOrder, LruOrder
+from kvferry.types import Key, SlotArray
+
+
+class SlotState(IntEnum):
+    """What a slot is; see the drawing at the top of the module."""
+
+    FREE = 0
+    WRITING = 1
+    CACHED = 2
+    DOOMED = 3
+
+
+@dataclass(frozen=True)
+class PoolCounts:
+    """How the slots of a pool are used; ``free + cached + leased == total``, always."""
+
+    free: int
+    cached: int
+    leased: int
+    total: int
+    evicted: int
+
+
+class Pool:
+    """The slots of one tier. Owns states, index and claims; leaves the bytes to the tier.
+
+    Every call takes a whole request's keys. Not thread-safe: it belongs to the scheduler's thread.
+    """
+
+    def __init__(self, num_slots: int, order: EvictionOrder | None = None) -> None:
+        if num_slots <= 0:
+            raise InputError(f"a pool needs at least one slot, got {num_slots}")
+        self.num_slots = num_slots
+        self.generation = 0
+        """Grows whenever blocks become matchable: an unchanged value means no new hits."""
+        self._order: EvictionOrder = order if order is not None else LruOrder(num_slots)
+        self._index = Index(num_slots)
+        self._state = np.zeros(num_slots, dtype=np.int8)
+        self._readers = np.zeros(num_slots, dtype=np.int32)
+        self._parent = np.full(num_slots, NO_SLOT, dtype=np.int64)
+        self._children = np.zeros(num_slots, dtype=np.int32)
+        self._place = np.full(num_slots, NO_SLOT, dtype=np.int64)  # scratch, NO_SLOT between calls
+        self._free = np.arange(num_slots - 1, -1, -1, dtype=np.int64)
+        self._num_free = num_slots
+        self._leases: set[Lease] = set()
+        self._evicted = 0
+
+    # -- asking ---------------------------------------------------------------------------------
+
+    def cached(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        """For each key, whether its block can be read now."""
+        return self._readable(self._index.find(keys))
+
+    def known(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        """For each key, whether its block is cached or on its way in."""
+        return self._index.find(keys) != NO_SLOT
+
+    def match(self, keys: Keys) -> int:
+        """How many leading keys can be read now."""
+        return _num_leading(self.cached(keys))
+
+    # -- claiming -------------------------------------------------------------------------------
+
+    def pin(self, keys: Keys) -> Lease | None:
+        """Claim the leading cached keys for reading; None when the first is not cached."""
+        found = self._index.find(keys)
+        slots = found[: _num_leading(self._readable(found))]
+        if not len(slots):
+            return None
+        self._readers[slots] += 1
+        return self._open(Lease.leading(Purpose.READ, slots, self._end))
+
+    def reserve(
+        self, keys: Keys, *, parent: Key | None = None, chained: bool = True
+    ) -> Lease | None:
+        """Claim slots to write the keys that are neither cached nor on their way in.
+
+        Evicts as needed. What does not fit is not stored: the lease covers the leading missing
+        keys that got a slot (see ``Lease.positions``), None if there are none. ``parent`` is the
+        key before the first; ``chained=False`` says that the keys do not depend on each other.
+        """
+        _require_distinct(keys)
+        found = self._index.find(keys)
+        missing = np.flatnonzero(found == NO_SLOT)
+        above = self._slot_of(parent) if chained and parent is not None else NO_SLOT
+        own = np.concatenate(([above], found))
+        own = own[own != NO_SLOT]
+        # A chain must not push out its own beginning to make room for its end.
+        self._readers[own] += 1
+        room = self._make_room(len(missing))
+        self._readers[own] -= 1
+        self._touch(own)
+        positions = missing[:room]
+        if not len(positions):
+            return None
+        slots = self._pop_free(len(positions))
+        self._state[slots] = SlotState.WRITING
+        self._index.insert(keys.take(positions), slots)
+        if chained:
+            found[positions] = slots
+            before = np.concatenate(([above], found[:-1]))
+            self._link(slots, before.take(positions))
+        return self._open(Lease(Purpose.WRITE, slots, positions, self._end))
+
+    def touch(self, keys: Keys) -> None:
+        """These keys were used (a hit elsewhere, say): keep them longer."""
+        found = self._index.find(keys)
+        self._touch(found[found != NO_SLOT])
+
+    # -- letting go -----------------------------------------------------------------------------
+
+    def evict(self, count: int) -> int:
+        """Free up to ``count`` cached slots, the least valuable first; returns how many."""
+        before = self._num_free
+        self._make_room(before + count)
+        return self._num_free - before
+
+    def forget(self, keys: Keys) -> None:
+        """These blocks' bytes are not to be trusted: never match them again."""
+        found = self._index.find(keys)
+        slots = np.unique(found[found != NO_SLOT])
+        writing = self._state.take(slots) == SlotState.WRITING
+        claimed = writing | (self._readers.take(slots) > 0)
+        self._unindex(slots)
+        self._state[slots[claimed]] = SlotState.DOOMED
+        self._push_free(slots[~claimed])
+
+    def reset(self) -> None:
+        """Forget everything at once. Claimed slots come back when their leases end."""
+        idle = (self._state == SlotState.CACHED) & (self._readers == 0)
+        claimed = (self._state != SlotState.FREE) & ~idle
+        self._index.clear()
+        self._order.clear()
+        self._parent.fill(NO_SLOT)
+        self._children.fill(0)
+        self._state[claimed] = SlotState.DOOMED
+        self._push_free(np.flatnonzero(idle))
+
+    # -- looking --------------------------------------------------------------------------------
+
+    @property
+    def counts(self) -> PoolCounts:
+        cached = int(((self._state == SlotState.CACHED) & (self._readers == 0)).sum())
+        leased = self.num_slots - self._num_free - cached
+        return PoolCounts(self._num_free, cached, leased, self.num_slots, self._evicted)
+
+    @property
+    def num_leases(self) -> int:
+        return len(self._leases)
+
+    def check_integrity(self) -> None:
+        """Prove the bookkeeping from scratch; raises IntegrityError with what is wrong.
+
+        free + cached + leased == total; every index entry names a slot that owns its key; the
+        reader counts are those of the open leases; parents outlive their children.
+        """
+        state = self._state
+        free = self._free[: self._num_free]
+        _require(len(np.unique(free)) == len(free), "a slot is on the free list twice")
+        _require(bool((state[free] == SlotState.FREE).all()), "a slot in use is on the free list")
+        _require(
+            int((state == SlotState.FREE).sum()) == self._num_free, "a free slot is not listed"
+        )
+        indexed = np.sort(self._index.slots())
+        owned = np.flatnonzero((state == SlotState.WRITING) | (state == SlotState.CACHED))
+        _require(np.array_equal(indexed, owned), "index and slot states disagree")
+        _require(len(self._index) == len(indexed), "the index miscounts itself")
+        again = self._index.find(self._index.keys_of(indexed))
+        _require(np.array_equal(again, indexed), "an index entry points at a slot of another key")
+        self._check_claims()
+        self._check_family()
+        evictable = np.flatnonzero((state == SlotState.CACHED) & (self._readers == 0))
+        _require(bool(self._order.holds(evictable).all()), "a cached slot is not in the order")
+
+    def _check_claims(self) -> None:
+        readers = np.zeros_like(self._readers)
+        writing: list[SlotArray] = [np.empty(0, dtype=np.int64)]
+        for lease in self._leases:
+            _require(lease.ended is None, "an ended lease is still open in the pool")
+            if lease.purpose is Purpose.READ:
+                readers[lease.slots] += 1
+            else:
+                writing.append(lease.slots)
+        written = np.concatenate(writing)
+        _require(np.array_equal(readers, self._readers), "reader counts and leases disagree")
+        _require(len(np.unique(written)) == len(written), "two leases write one slot")
+        claimed = np.zeros(self.num_slots, dtype=bool)
+        claimed[written] = True
+        claimed |= readers > 0
+        unclaimed = self._state[~claimed]
+        _require(
+            bool(np.isin(unclaimed, (SlotState.FREE, SlotState.CACHED)).all()),
+            "a slot is neither free nor cached though nobody claims it",
+        )
+        counts = self.counts
+        _require(counts.leased == int(claimed.sum()), "leased slots and leases disagree")
+        _require(
+            counts.free + counts.cached + counts.leased == counts.total,
+            "free + cached + leased != total",
+        )
+
+    def _check_family(self) -> None:
+        linked = np.flatnonzero(self._parent != NO_SLOT)
+        parents = self._parent[linked]
+        living = (SlotState.WRITING, SlotState.CACHED)
+        _require(bool(np.isin(self._state[linked], living).all()), "a dead slot has a parent")
+        _require(bool(np.isin(self._state[parents], living).all()), "a parent died before its child")
+        counted = np.bincount(parents, minlength=self.num_slots)
+        _require(np.array_equal(counted, self._children), "children are miscounted")
+
+    # -- the parts ------------------------------------------------------------------------------
+
+    def _open(self, lease: Lease) -> Lease:
+        self._leases.add(lease)
+        return lease
+
+    def _end(self, lease: Lease, ending: Ending) -> None:
+        self._leases.remove(lease)
+        slots = lease.slots
+        if ending is Ending.RELEASE:
+            self._readers[slots] -= 1
+            slots = slots[self._readers.take(slots) == 0]
+        doomed = self._state.take(slots) == SlotState.DOOMED
+        self._push_free(slots[doomed])
+        slots = slots[~doomed]
+        if ending is Ending.ABORT:
+            self._unindex(slots)
+            self._push_free(slots)
+            return
+        if ending is Ending.COMMIT:
+            self._state[slots] = SlotState.CACHED
+            self.generation += 1
+        self._touch(slots)
+
+    def _touch(self, slots: SlotArray) -> None:
+        # Reversed: the end of a conversation goes before its beginning.
+        self._order.touch(slots[self._state.take(slots) == SlotState.CACHED][::-1])
+
+    def _make_room(self, count: int) -> int:
+        """Evict until ``count`` slots are free or nothing more can go; returns how many to use."""
+        looks_left = len(self._order)
+        while self._num_free < count and looks_left > 0:
+            oldest = self._order.take_oldest(min(count - self._num_free, looks_left))
+            if not len(oldest):
+                break
+            looks_left -= len(oldest)
+            # Slots being read fall out of the order here; their release puts them back.
+            idle = oldest[self._readers.take(oldest) == 0]
+            gone = self._without_survivors(idle)
+            self._evicted += int(gone.sum())
+            self._unindex(idle[gone])
+            self._push_free(idle[gone])
+            # A parent whose children stay was used when they were: it goes behind them.
+            self._order.touch(idle[~gone])
+        return min(count, self._num_free)
+
+    def _without_survivors(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
+        """Which of these slots can go together: no descendant of theirs stays behind."""
+        children = self._children.take(slots)
+        if not children.any():
+            return np.ones(len(slots), dtype=bool)
+        self._place[slots] = np.arange(len(slots))
+        parents = self._parent.take(slots)
+        above = np.where(parents == NO_SLOT, NO_SLOT, self._place.take(parents, mode="wrap"))
+        self._place[slots] = NO_SLOT
+        going = np.bincount(above[above != NO_SLOT], minlength=len(slots))
+        stays = going != children
+        # A slot that stays keeps all its ancestors. Doubling the step reaches those of any depth
+        # in a few rounds; one level a round would take as many rounds as the chain is long.
+        while stays.any() and (above != NO_SLOT).any():
+            linked = np.flatnonzero(above != NO_SLOT)
+            stays[above[linked[stays[linked]]]] = True
+            above[linked] = above.take(above[linked])
+        return ~stays
+
+    def _unindex(self, slots: SlotArray) -> None:
+        """Nothing matches these slots any more; their state is the caller's to set."""
+        if len(slots):
+            self._index.remove(slots)
+            self._order.discard(slots)
+            self._unlink(slots)
+
+    def _readable(self, found: SlotArray) -> npt.NDArray[np.bool_]:
+        return (found != NO_SLOT) & (self._state.take(found, mode="wrap") == SlotState.CACHED)
+
+    def _link(self, slots: SlotArray, parents: SlotArray) -> None:
+        self._parent[slots] = parents
+        self._children[parents[parents != NO_SLOT]] += 1  # distinct: each has one next block here
+
+    def _unlink(self, slots: SlotArray) -> None:
+        parents = self._parent.take(slots)
+        self._lose_child(parents[parents != NO_SLOT])
+        self._parent[slots] = NO_SLOT
+        bereft = slots[self._children.take(slots) > 0]
+        if len(bereft):  # only when bytes were lost: a look at every slot is fair then
+            self._parent[np.isin(self._parent, bereft)] = NO_SLOT
+            self._children[bereft] = 0
+
+    def _lose_child(self, parents: SlotArray) -> None:
+        # np.subtract.at counts repeats but is slow: use it only for the few that do repeat.
+        at = np.arange(len(parents))
+        self._place[parents] = at
+        once = self._place.take(parents) == at
+        self._place[parents] = NO_SLOT
+        self._children[parents[once]] -= 1
+        np.subtract.at(self._children, parents[~once], 1)
+
+    def _pop_free(self, count: int) -> SlotArray:
+        self._num_free -= count
+        return self._free[self._num_free : self._num_free + count][::-1].copy()
+
+    def _push_free(self, slots: SlotArray) -> None:
+        self._state[slots] = SlotState.FREE
+        self._free[self._num_free : self._num_free + len(slots)] = slots
+        self._num_free += len(slots)
+
+    def _slot_of(self, key: Key) -> int:
+        return int(self._index.find(Keys.from_bytes((key,)))[0])
+
+
+def _num_leading(flags: npt.NDArray[np.bool_]) -> int:
+    return len(flags) if flags.all() else int(flags.argmin())
+
+
+def _require_distinct(keys: Keys) -> None:
+    first_words = np.sort(keys.array[:, 0])
+    if (first_words[1:] == first_words[:-1]).any() and len(set(keys)) != len(keys):
+        raise InputError(f"{len(keys)} keys to reserve are not distinct; a chain never repeats")
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise IntegrityError(f"pool: {what}")
