@@ -202,7 +202,7 @@ class Config:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Config:
-        """From a ``.toml`` or ``.json`` file: its table ``kvferry`` if there is one, or all of it."""
+        """From a ``.toml`` or ``.json`` file: its table ``kvferry`` if it has one."""
         return cls(**_read_file(path))
 
     @classmethod
