@@ -1,0 +1,309 @@
+"""Settings: one checked door, whichever way a value comes in."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.config import (
+    Config,
+    GiB,
+    KiB,
+    MiB,
+    TiB,
+    describe,
+    format_size,
+    parse_count,
+    parse_seconds,
+    parse_size,
+)
+from kvferry.errors import ConfigError, UnknownSettingError
+
+# -- sizes, times, counts
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (4096, 4096),
+        (np.int64(4096), 4096),
+        (1e9, 10**9),
+        ("4096", 4096),
+        ("1B", 1),
+        ("64GiB", 64 * GiB),
+        ("64 gib", 64 * GiB),
+        (" 1.5 GB ", 1_500_000_000),
+        ("2kB", 2000),
+        ("2KiB", 2 * KiB),
+        ("0.5MiB", MiB // 2),
+        ("1TiB", TiB),
+        ("3tb", 3 * 10**12),
+        ("1.1KiB", 1126),
+    ],
+)
+def test_sizes(text, size):
+    assert parse_size(text) == size
+    assert type(parse_size(text)) is int
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        0,
+        -1,
+        "0",
+        "-1GiB",
+        "0.1B",
+        1.5,
+        True,
+        None,
+        "",
+        "GiB",
+        "1 GiB 2",
+        "1,5GB",
+        "1e9",
+        "64G",
+        "64 furlongs",
+        b"1",
+        [1],
+        float("nan"),
+        float("inf"),
+        2**63,
+        "9" * 5000 + "GiB",
+        "٣GiB",
+    ],
+)
+def test_sizes_that_cannot_be_right(bad):
+    with pytest.raises(ConfigError, match=r"^ring: "):
+        parse_size(bad, name="ring")
+
+
+def test_zero_is_a_size_where_asked_for():
+    assert parse_size("0", minimum=0) == 0
+
+
+def test_a_bare_letter_is_answered_with_both_meanings():
+    with pytest.raises(ConfigError, match="say gib or gb"):
+        parse_size("64G")
+
+
+@given(st.integers(min_value=1, max_value=2**63 - 1))
+def test_a_formatted_size_reads_back_exactly(size):
+    assert parse_size(format_size(size)) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        (30, 30.0),
+        (0.5, 0.5),
+        ("30", 30.0),
+        ("500ms", 0.5),
+        ("2 min", 120.0),
+        ("1h", 3600.0),
+        ("1.5S", 1.5),
+        ("250us", 0.00025),
+    ],
+)
+def test_seconds(text, seconds):
+    assert parse_seconds(text) == seconds
+    assert type(parse_seconds(text)) is float
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        0,
+        -1,
+        "0s",
+        "-3s",
+        True,
+        None,
+        "",
+        "soon",
+        "inf",
+        "never",
+        "3 fortnights",
+        float("inf"),
+        float("nan"),
+        10**400,
+    ],
+)
+def test_times_that_cannot_be_right(bad):
+    with pytest.raises(ConfigError, match=r"^wait: "):
+        parse_seconds(bad, name="wait")
+
+
+@pytest.mark.parametrize("bad", [0, -1, "0", "1.5", 1.5, "many", "", True, None, "9" * 5000])
+def test_counts_that_cannot_be_right(bad):
+    with pytest.raises(ConfigError, match=r"^blocks: "):
+        parse_count(bad, name="blocks")
+
+
+# -- the doors
+
+
+def test_defaults():
+    config = Config()
+    assert config.host == GiB
+    assert config.block_tokens == 16
+    assert config.copy_path == "auto"
+    assert config.staging_ring == 64 * MiB
+    assert (config.load_deadline, config.store_deadline, config.match_deadline) == (30, 30, 60)
+    assert config.max_loading_blocks is None
+
+
+def test_frozen_picklable_and_checked_again_on_replace():
+    config = Config(host=2 * GiB)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.host = 1  # type: ignore[misc]
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert hash(config) == hash(Config(host=2 * GiB))
+    with pytest.raises(ConfigError, match="host: must be at least 1 bytes, got 0"):
+        dataclasses.replace(config, host=0)
+
+
+def test_from_dict():
+    config = Config.from_dict(
+        {"host": "64GiB", "load_deadline": "500ms", "max_loading_blocks": "8", "copy_path": "DMA"}
+    )
+    assert config == Config(host=64 * GiB, load_deadline=0.5, max_loading_blocks=8, copy_path="dma")
+    assert Config.from_dict({"max_loading_blocks": "None"}).max_loading_blocks is None
+    assert Config.from_dict({"max_loading_blocks": None}).max_loading_blocks is None
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_and_all():
+    with pytest.raises(UnknownSettingError) as caught:
+        Config.from_dict({"load-deadlin": 3})
+    message = str(caught.value)
+    assert "'load-deadlin'; did you mean 'load_deadline'?" in message
+    for field in dataclasses.fields(Config):
+        assert field.name in message
+
+
+@pytest.mark.parametrize("name", ["zzz", 3, None, ""])
+def test_an_unknown_name_like_nothing_we_have(name):
+    with pytest.raises(UnknownSettingError, match="settings: host"):
+        Config.from_dict({name: 1})
+
+
+@pytest.mark.parametrize("bad", ["teleport", None, 3, ""])
+def test_a_choice_names_the_choices(bad):
+    with pytest.raises(ConfigError, match="copy_path: expected one of auto, loop, dma, kernel"):
+        Config.from_dict({"copy_path": bad})
+
+
+def test_a_near_choice_is_named():
+    with pytest.raises(ConfigError, match="did you mean 'kernel'"):
+        Config.from_dict({"copy_path": "kernal"})
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.toml", 'host = "2GiB"\nblock_tokens = 32\n'),
+        ("b.toml", '[other]\nx = 1\n[kvferry]\nhost = "2GiB"\nblock_tokens = 32\n'),
+        ("c.json", json.dumps({"host": 2 * GiB, "block_tokens": 32})),
+        ("d.JSON", json.dumps({"kvferry": {"host": "2GiB", "block_tokens": 32}, "other": 1})),
+    ],
+)
+def test_from_file(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_text(text)
+    assert Config.from_file(path) == Config(host=2 * GiB, block_tokens=32)
+    assert Config.from_file(str(path)) == Config(host=2 * GiB, block_tokens=32)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.toml", b"host = \n", "not valid TOML"),
+        ("a.json", b"{", "not valid JSON"),
+        ("a.toml", b"\xff\xfe", "not valid TOML"),
+        ("a.yaml", b"host: 1", "ends in .toml or .json"),
+        ("a.json", b"[1]", "expected a table"),
+        ("a.json", b'{"kvferry": 3}', "expected a table"),
+        ("a.toml", b"host = -1\n", "host: must be at least 1 bytes, got -1"),
+        ("a.toml", b"hots = 1\n", "did you mean 'host'"),
+    ],
+)
+def test_a_bad_file_is_named_with_what_is_wrong(tmp_path, name, content, says):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        Config.from_file(path)
+    assert str(caught.value).startswith(str(path))
+    assert says in str(caught.value)
+
+
+def test_a_missing_file_is_our_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent\.toml: cannot be read"):
+        Config.from_file(tmp_path / "absent.toml")
+
+
+def test_from_env():
+    env = {
+        "KVFERRY_HOST": "3GiB",
+        "KVFERRY_STORE_DEADLINE": "5",
+        "KVFERRY_LOG_LEVEL": "",
+        "PATH": "/",
+    }
+    assert Config.from_env(env) == Config(host=3 * GiB, store_deadline=5.0)
+    with pytest.raises(UnknownSettingError, match=r"KVFERRY_.*did you mean 'host'"):
+        Config.from_env({"KVFERRY_HOTS": "1"})
+
+
+def test_from_the_real_environment(monkeypatch):
+    monkeypatch.setenv("KVFERRY_BLOCK_TOKENS", "64")
+    assert Config.from_env().block_tokens == 64
+    assert Config.load().block_tokens == 64
+
+
+def test_what_kubernetes_puts_beside_a_service_called_kvferry_is_no_setting():
+    env = {
+        "KVFERRY_PORT": "tcp://10.0.0.1:80",
+        "KVFERRY_PORT_80_TCP": "tcp://10.0.0.1:80",
+        "KVFERRY_PORT_80_TCP_ADDR": "10.0.0.1",
+        "KVFERRY_SERVICE_HOST": "10.0.0.1",
+        "KVFERRY_SERVICE_PORT": "80",
+        "KVFERRY_TEST_PROFILE": "ci",
+    }
+    assert Config.from_env(env) == Config()
+
+
+def test_precedence(tmp_path):
+    path = tmp_path / "kvferry.toml"
+    path.write_text("host = 1\nblock_tokens = 1\nstaging_ring = 1\n")
+    env = {"KVFERRY_HOST": "2", "KVFERRY_BLOCK_TOKENS": "2"}
+    config = Config.load(path, env, {"host": 3, "staging_ring": None})
+    assert (config.host, config.block_tokens, config.staging_ring) == (3, 2, 1)
+    assert config.load_deadline == 30
+    assert Config.load(None, {**env, "KVFERRY_CONFIG": str(path)}).staging_ring == 1
+    assert Config.load(None, {"KVFERRY_CONFIG": ""}) == Config()
+
+
+def test_an_error_says_which_door_it_came_through(tmp_path):
+    with pytest.raises(ConfigError, match=r"^environment .*host"):
+        Config.load(None, {"KVFERRY_HOST": "lots"})
+    with pytest.raises(ConfigError, match=r"^overrides: host"):
+        Config.load(None, {}, {"host": "lots"})
+
+
+# -- describing
+
+
+def test_describe_covers_every_field_and_its_defaults_read_back():
+    described = describe()
+    assert [s.name for s in described] == [f.name for f in dataclasses.fields(Config)]
+    assert Config.from_dict({s.name: s.default for s in described}) == Config()
+    assert Config.from_env({s.env: s.default for s in described}) == Config()
+    for s in described:
+        assert s.help
+        assert s.accepts
+        assert s.name in str(s)
