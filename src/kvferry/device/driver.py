@@ -143,10 +143,11 @@ def open_driver(device: int = 0) -> Driver:
     from kvferry.device.cuda import CudaDriver
     from kvferry.device.hip import HipDriver
 
-    tried = []
-    for binding in (CudaDriver, HipDriver):
-        try:
-            return binding.open(device)
-        except OSError as error:
-            tried.append(str(error))
-    raise DriverError(f"no GPU driver could be loaded: {'; '.join(tried)}")
+    try:
+        return CudaDriver.open(device)
+    except OSError as error:
+        without_cuda = error
+    try:
+        return HipDriver.open(device)
+    except OSError as error:
+        raise DriverError(f"no GPU driver could be loaded: {without_cuda}; {error}") from None
