@@ -34,7 +34,7 @@ from kvferry.types import KEY_BYTES, Key
 FORMAT_VERSION = 1
 """Part of every fingerprint. Raise it when keys or the bytes of a slot change their meaning."""
 
-Described = str | Mapping[str, Any] | Sequence[Any]
+Described = str | Mapping[str, Any] | list[Any] | tuple[Any, ...]
 """Text, or plain data (numbers, text, None, lists, mappings by name) with one canonical text."""
 
 # One digest, four uses that can never be mistaken for each other.
@@ -199,7 +199,11 @@ def _canonical(name: str, value: Described) -> str:
     """One text for plain data, whatever the order its mappings were built in."""
     if isinstance(value, str):
         return _require_text(name, value)
-    if not value and isinstance(value, (Mapping, Sequence)):
+    if not isinstance(value, (Mapping, list, tuple)):
+        raise InputError(
+            f"namespace: {name} must be text, a mapping or a list, got {type(value).__name__}"
+        )
+    if not value:
         return ""
     return json.dumps(_plain(name, value), sort_keys=True, separators=(",", ":"), allow_nan=False)
 

@@ -1,0 +1,411 @@
+"""Keys: the same everywhere, equal exactly as far as the tokens are, different under any doubt."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import time
+from hashlib import blake2b
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.errors import InputError, KeyFormatError
+from kvferry.identity import FORMAT_VERSION, Namespace, adopt, chain, scope
+from kvferry.keys import Keys
+from kvferry.types import KEY_BYTES, Key
+
+
+def namespace(**changes) -> Namespace:
+    given: dict = {
+        "model": "org/model-8b",
+        "revision": "a1b2c3",
+        "weights_digest": "",
+        "dtype": "bfloat16",
+        "layout": "NHD",
+        "geometry": {"layers": 32, "kv_heads": 8, "head_size": 128},
+        "block_tokens": 4,
+        "overrides": {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+        "salt": "tenant",
+    }
+    return Namespace(**{**given, **changes})
+
+
+TOKENS = st.lists(st.integers(min_value=0, max_value=2**63 - 1), max_size=40)
+
+# -- the same everywhere
+
+GOLDEN_FINGERPRINT = "d5c661d40c9d6531597f2a090e01e91c5887a44d6fba66607195012596f72e4e"
+GOLDEN_KEYS = [
+    "727888674126310b2e9fa28e95e4120ac85542b5dcd9249aa68745a55f512acd",
+    "1dce292ff5cf38d494841e86691bca5354d4eeb2d8e89d09d094d99e5dfafca8",
+]
+GOLDEN_ADOPTED = "e34b548a93b23fd7c43bc16ce83308ffbdc100efcda70d406248653c57a922de"
+GOLDEN_SCOPE = "a95557495fbe9bf4d1172345a8ddfca5640f869cde24c17c15653d469f256d70"
+
+
+def test_golden():
+    """These are on users' disks. If this fails, raise FORMAT_VERSION or take the change back."""
+    ns = namespace()
+    assert FORMAT_VERSION == 1
+    assert ns.fingerprint.hex() == GOLDEN_FINGERPRINT
+    assert [key.hex() for key in chain(ns, [1, 2, 3, 4, 5, 6, 7, 2**63 - 1, 9])] == GOLDEN_KEYS
+    assert adopt(ns, [b"content"])[0].hex() == GOLDEN_ADOPTED
+    assert scope(1, 2).hex() == GOLDEN_SCOPE
+
+
+def test_the_format_written_out_by_hand():
+    """A second implementation from the description, with none of the first one's code."""
+    ns = namespace(overrides={"b": 1, "a": [True, None]})
+    record = {
+        "block_tokens": "4",
+        "dtype": "bfloat16",
+        "epoch": "0",
+        "format_version": "1",
+        "geometry": '{"head_size":128,"kv_heads":8,"layers":32}',
+        "layout": "NHD",
+        "model": "org/model-8b",
+        "overrides": '{"a":[true,null],"b":1}',
+        "revision": "a1b2c3",
+        "salt": "tenant",
+        "weights_digest": "",
+    }
+    text = b"".join(
+        struct.pack("<Q", len(part)) + part.encode() for entry in record.items() for part in entry
+    )
+    fingerprint = blake2b(text, digest_size=32, person=b"kvferry.ns").digest()
+    assert ns.fingerprint == fingerprint
+
+    def key(parent: bytes, tokens: list[int]) -> bytes:
+        return blake2b(
+            parent + struct.pack("<4q", *tokens), digest_size=32, person=b"kvferry.chain"
+        ).digest()
+
+    first = key(fingerprint, [7, 0, 1, 2])
+    assert list(chain(ns, [7, 0, 1, 2, 3, 4, 5, 6])) == [first, key(first, [3, 4, 5, 6])]
+
+
+PRINT_KEYS = """
+from kvferry.identity import Namespace, adopt, chain, scope
+ns = Namespace(
+    model="m", dtype="bf16", layout="NHD", geometry=dict.fromkeys({"a", "b", "c", "d"}, 1),
+    block_tokens=2, overrides={name: name for name in {"x", "y", "z", "rope"}},
+)
+print(chain(ns, range(20)).array.tobytes().hex(), adopt(ns, [b"h"])[0].hex(), scope(3, 1).hex())
+"""
+
+
+def test_every_process_agrees_whatever_its_hash_seed():
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", PRINT_KEYS],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout
+        for seed in ("0", "1", "4242", "random")
+    }
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("dtype", ["<i8", ">i8", "<i4", ">i4", "<u2", ">u8", "u1"])
+def test_width_and_byte_order_of_the_array_mean_nothing(dtype):
+    tokens = [3, 1, 4, 1, 5, 9, 2, 6]
+    assert chain(namespace(), np.array(tokens, dtype=dtype)) == chain(namespace(), tokens)
+
+
+@pytest.mark.parametrize("form", [tuple, np.array, lambda t: np.repeat(t, 2)[::2], list])
+def test_the_form_of_the_sequence_means_nothing(form):
+    tokens = list(range(12))
+    assert chain(namespace(), form(tokens)) == chain(namespace(), range(12))
+
+
+def test_integers_of_other_types_are_integers():
+    class Special(enum.IntEnum):
+        BOS = 1
+
+    mixed: list = [Special.BOS, np.int32(2), 3, 4]
+    assert chain(namespace(), mixed) == chain(namespace(), [1, 2, 3, 4])
+
+
+# -- the chain
+
+
+@given(TOKENS, st.integers(min_value=1, max_value=7))
+def test_one_key_per_full_block(tokens, block_tokens):
+    keys = chain(namespace(block_tokens=block_tokens), tokens)
+    assert isinstance(keys, Keys)
+    assert len(keys) == len(tokens) // block_tokens
+    assert len(set(keys)) == len(keys)
+
+
+@given(TOKENS, TOKENS, TOKENS)
+def test_two_chains_agree_exactly_as_far_as_their_full_blocks_do(shared, one, other):
+    ns, one, other = namespace(), shared + one, shared + other
+    same = 0
+    while (
+        same < min(len(one), len(other)) // 4
+        and one[same * 4 : same * 4 + 4] == other[same * 4 : same * 4 + 4]
+    ):
+        same += 1
+    left, right = chain(ns, one), chain(ns, other)
+    assert left[:same] == right[:same]
+    assert not set(left[same:]) & set(right)
+
+
+@given(TOKENS, st.data())
+def test_a_chain_goes_on_where_it_stopped(tokens, data):
+    ns = namespace()
+    whole = chain(ns, tokens)
+    cut = data.draw(st.integers(min_value=0, max_value=len(whole)))
+    parent = whole[cut - 1] if cut else None
+    assert chain(ns, tokens[: cut * 4]) + chain(ns, tokens[cut * 4 :], parent=parent) == whole
+
+
+def test_one_changed_token_changes_its_block_and_all_after():
+    tokens = list(range(40))
+    before = chain(namespace(), tokens)
+    tokens[13] += 1
+    after = chain(namespace(), tokens)
+    assert before[:3] == after[:3]
+    assert not set(before[3:]) & set(after)
+
+
+def test_no_full_block_is_no_key():
+    assert chain(namespace(), []) == Keys.empty()
+    assert chain(namespace(), [1, 2, 3]) == Keys.empty()
+    assert chain(namespace(), np.empty(0, dtype=np.int64)) == Keys.empty()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        [-1],
+        [1, 2, 3, -(2**63)],
+        [2**63],
+        [-(2**70)],
+        [1.0],
+        [1, 2, 3, 4.5],
+        [True, False],
+        [1, True],
+        [np.bool_(True)],
+        [None],
+        ["1"],
+        [[1, 2], [3, 4]],
+        "1234",
+        b"1234",
+        bytearray(b"1234"),
+        7,
+        None,
+        np.array([1.0]),
+        np.array([True]),
+        np.array([[1]]),
+        np.array(1),
+        np.array([-1]),
+        np.array([2**63], dtype=np.uint64),
+        np.array([1], dtype=object),
+        np.empty(0),
+    ],
+    ids=repr,
+)
+def test_tokens_that_would_be_a_guess_are_refused(bad):
+    with pytest.raises(InputError, match="token"):
+        chain(namespace(), bad)
+
+
+@pytest.mark.parametrize("bad", [b"", b"short", bytes(33), "x" * 32, 3])
+def test_a_parent_must_be_a_key(bad):
+    with pytest.raises(KeyFormatError, match="parent must be a key of 32 bytes"):
+        chain(namespace(), [1, 2, 3, 4], parent=bad)
+
+
+def test_a_long_prompt_takes_milliseconds():
+    """8192 blocks of 16 tokens: about 8 ms from a list, 4 from an array, on a 2-core machine."""
+    tokens = list(range(8192 * 16))
+    ns = namespace(block_tokens=16)
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        chain(ns, tokens)
+        best = min(best, time.perf_counter() - start)
+    assert best < 0.08  # ten times the cost, so that a busy machine does not fail it
+
+
+# -- the namespace
+
+CHANGES = {
+    "model": "org/model-70b",
+    "revision": "a1b2c4",
+    "weights_digest": "sha256:00",
+    "dtype": "float16",
+    "layout": "HND",
+    "geometry": {"layers": 32, "kv_heads": 8, "head_size": 64},
+    "block_tokens": 5,
+    "overrides": {"rope_scaling": {"type": "yarn", "factor": 8.0}},
+    "salt": "another tenant",
+    "epoch": 1,
+    "format_version": FORMAT_VERSION + 1,
+}
+
+
+def test_every_field_is_covered_here():
+    assert set(CHANGES) == {field.name for field in dataclasses.fields(Namespace)}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_any_changed_field_changes_every_key(name):
+    one, other = namespace(), namespace(**{name: CHANGES[name]})
+    assert one.fingerprint != other.fingerprint
+    assert one != other
+    tokens = list(range(40))
+    assert not set(chain(one, tokens)) & set(chain(other, tokens))
+    hashes = [bytes([i]) * 32 for i in range(10)]
+    assert not set(adopt(one, hashes)) & set(adopt(other, hashes))
+
+
+NAMES = ["model", "revision", "weights_digest", "dtype", "layout", "overrides", "salt"]
+
+
+@given(st.lists(st.text("ab:=,\0", min_size=1, max_size=4), min_size=7, max_size=7), st.data())
+def test_text_cannot_slip_from_one_field_into_the_next(values, data):
+    """Length-prefixed: moving characters across a field boundary always changes the fingerprint."""
+    at = data.draw(st.integers(min_value=0, max_value=5))
+    moved = list(values)
+    moved[at], moved[at + 1] = moved[at] + moved[at + 1][0], moved[at + 1][1:]
+    one = namespace(**dict(zip(NAMES, values, strict=True)))
+    try:
+        other = namespace(**dict(zip(NAMES, moved, strict=True)))
+    except InputError:  # a field that must not be empty became empty
+        return
+    assert one.fingerprint != other.fingerprint
+
+
+def test_the_order_of_a_mapping_means_nothing():
+    one = namespace(overrides={"a": 1, "b": {"c": [1, 2], "d": None}})
+    other = namespace(overrides={"b": {"d": None, "c": (1, 2)}, "a": 1})
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one.fingerprint == other.fingerprint
+    assert namespace(overrides={}) == namespace(overrides="")
+
+
+@pytest.mark.parametrize("pair", [([1, 2], [2, 1]), (1, True), (1, "1"), ([1, [2]], [[1], 2])])
+def test_values_that_differ_are_told_apart(pair):
+    one, other = (namespace(overrides={"x": value}) for value in pair)
+    assert one.fingerprint != other.fingerprint
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"model": ""},
+        {"model": None},
+        {"dtype": ""},
+        {"dtype": np.dtype("f4")},
+        {"layout": ""},
+        {"geometry": ()},
+        {"geometry": object()},
+        {"geometry": {1: 2}},
+        {"geometry": {"a": {1, 2}}},
+        {"block_tokens": 0},
+        {"block_tokens": 1.0},
+        {"block_tokens": True},
+        {"epoch": -1},
+        {"epoch": 2**63},
+        {"overrides": {"x": float("nan")}},
+        {"overrides": {"x": np.int64(1)}},
+        {"overrides": {"x": b"bytes"}},
+        {"overrides": 3},
+        {"overrides": b""},
+        {"salt": b"bytes"},
+        {"salt": "\ud800"},
+        {"format_version": 0},
+    ],
+    ids=repr,
+)
+def test_a_namespace_that_cannot_be_right(bad):
+    (name,) = bad
+    with pytest.raises(InputError, match=name):
+        namespace(**bad)
+
+
+def test_bump_forgets_everything():
+    ns = namespace()
+    assert ns.bump().epoch == 1
+    assert ns.bump().bump().epoch == 2
+    assert dataclasses.replace(ns.bump(), epoch=0) == ns
+    assert not set(chain(ns, range(40))) & set(chain(ns.bump(), range(40)))
+
+
+def test_travels_between_processes():
+    ns = namespace()
+    fingerprint = ns.fingerprint
+    again = pickle.loads(pickle.dumps(ns))
+    assert again == ns
+    assert again.fingerprint == fingerprint
+    assert dataclasses.replace(again, salt="x").fingerprint != fingerprint
+
+
+# -- adopt
+
+
+def test_adopted_hashes_keep_their_order_and_number():
+    hashes = [b"a", b"b" * 32, b"a"]
+    keys = adopt(namespace(), hashes)
+    assert len(keys) == 3
+    assert keys[0] == keys[2] != keys[1]
+    assert adopt(namespace(), []) == Keys.empty()
+    assert adopt(namespace(), hashes[1:]) == keys[1:]
+
+
+def test_an_adopted_hash_is_never_a_chained_key():
+    ns = namespace()
+    (key,) = chain(ns, [1, 2, 3, 4])
+    (adopted,) = adopt(ns, [struct.pack("<4q", 1, 2, 3, 4)])
+    assert key != adopted
+
+
+@pytest.mark.parametrize("bad", [[b""], [123], ["text"], [None], [b"ok", bytearray(b"x")]])
+def test_hashes_that_cannot_be_right(bad):
+    with pytest.raises(InputError, match=r"hash \d must be bytes"):
+        adopt(namespace(), bad)
+
+
+# -- scope
+
+
+def test_the_first_scope_changes_nothing():
+    keys = chain(namespace(), range(40))
+    assert scope(0, 0) == bytes(KEY_BYTES)
+    assert keys.masked(scope(0, 0)) == keys
+
+
+def test_scopes_share_no_key_and_a_mask_undoes_itself():
+    keys = chain(namespace(), range(40))
+    seen: set[Key] = set()
+    for epoch in range(8):
+        for group in range(8):
+            masked = keys.masked(scope(epoch, group))
+            assert masked.masked(scope(epoch, group)) == keys
+            assert not seen & set(masked)
+            seen |= set(masked)
+    assert len(seen) == 64 * len(keys)
+
+
+def test_scope_takes_any_integer_type():
+    assert scope(np.int64(3), np.int32(2)) == scope(3, 2)
+
+
+@pytest.mark.parametrize("bad", [(-1, 0), (0, -1), (1.5, 0), ("1", 0), (2**63, 0)])
+def test_scopes_that_cannot_be_right(bad):
+    with pytest.raises(InputError, match=r"epoch|group"):
+        scope(*bad)
