@@ -8,7 +8,7 @@ fixed shape, chosen by the token's position alone:
 
     position   0 1 2 ... 15 | 16 17 ... 31 | ...        row of a tile = position % TILE
     tile       [ TILE rows x fan_in ] @ [ fan_in x fan_out ]         always this shape
-    attention  [ TILE query rows ] x [ KEY_TILE keys ], key tiles counted from position 0,
+    attention  [ QUERY_TILE rows ] x [ KEY_TILE keys ], both counted from position 0,
                partial sums added from the first key tile to the last
 
 Rows and keys that are absent are zero or masked to an exact zero, so what else is in the batch, how
@@ -30,6 +30,7 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 
 TILE = 16
+QUERY_TILE = 4
 KEY_TILE = 64
 EPSILON = np.float32(1e-5)
 
@@ -189,49 +190,53 @@ class Decoder:
 
 def paged_attention(query: Floats, span: Span, cache: Floats, window: int | None) -> Floats:
     """Causal attention of one span's rows over its block table; rows of heads * head_dim."""
-    _, _, block_tokens, kv_heads, head_dim = cache.shape
+    _, _, _, kv_heads, head_dim = cache.shape
     num_rows, heads, _ = query.shape
-    first_row = span.start - span.start % TILE
-    num_query_tiles = -(-(span.end - first_row) // TILE)
+    first_row = span.start - span.start % QUERY_TILE
+    num_query_tiles = -(-(span.end - first_row) // QUERY_TILE)
     first_key = 0 if window is None else max(0, span.start - window + 1) // KEY_TILE * KEY_TILE
     num_key_tiles = -(-(span.end - first_key) // KEY_TILE)
 
-    # Queries as (query tile, 1, KV head, heads of the group * TILE, head_dim), absent rows zero.
-    tiles = np.zeros((num_query_tiles * TILE, heads, head_dim), np.float32)
+    # Queries as (query tile, 1, KV head, heads of the group * QUERY_TILE, head_dim).
+    tiles = np.zeros((num_query_tiles * QUERY_TILE, heads, head_dim), np.float32)
     tiles[span.start - first_row : span.end - first_row] = query
-    tiles = tiles.reshape(num_query_tiles, TILE, kv_heads, heads // kv_heads, head_dim)
+    tiles = tiles.reshape(num_query_tiles, QUERY_TILE, kv_heads, heads // kv_heads, head_dim)
     tiles = tiles.transpose(0, 2, 3, 1, 4).reshape(num_query_tiles, 1, kv_heads, -1, head_dim)
+    key, value = _gather(span, cache, first_key, num_key_tiles)
 
-    # Keys and values as (key tile, KEY_TILE, KV head, head_dim). What lies behind the last token
-    # is someone's old bytes: it must not reach a sum, so it becomes zero here.
-    keys = np.zeros((2, num_key_tiles * KEY_TILE, kv_heads, head_dim), np.float32)
-    wanted = np.arange(first_key, span.end)
-    table = span.blocks[wanted // block_tokens]
-    keys[0, : len(wanted)] = cache[table, 0, wanted % block_tokens]
-    keys[1, : len(wanted)] = cache[table, 1, wanted % block_tokens]
-    key, value = keys.reshape(2, num_key_tiles, KEY_TILE, kv_heads, head_dim)
-
-    scores = np.matmul(tiles, key.transpose(0, 2, 3, 1)) * np.float32(head_dim**-0.5)
-    scores = scores.reshape(num_query_tiles, num_key_tiles, kv_heads, -1, TILE, KEY_TILE)
-    at = first_row + np.arange(num_query_tiles * TILE).reshape(num_query_tiles, 1, TILE, 1)
-    back = first_key + np.arange(num_key_tiles * KEY_TILE).reshape(1, num_key_tiles, 1, KEY_TILE)
+    scores = np.matmul(tiles, key.transpose(0, 2, 3, 1))
+    scores *= np.float32(head_dim**-0.5)
+    at = first_row + np.arange(num_query_tiles * QUERY_TILE).reshape(-1, 1, QUERY_TILE, 1)
+    back = first_key + np.arange(num_key_tiles * KEY_TILE).reshape(1, -1, 1, KEY_TILE)
     hidden = back > at if window is None else (back > at) | (back <= at - window)
-    np.copyto(scores, np.float32(-np.inf), where=hidden[:, :, None, None])
-    # Rows before the span's window start may see nothing at all; their result is not used.
-    peak = np.maximum(scores.max(axis=(1, 5), keepdims=True), np.float32(-1e30))
-    weights = np.exp(scores - peak)
-    partial_sums = weights.sum(axis=-1, keepdims=True)
-    mixed = np.matmul(
-        weights.reshape(num_query_tiles, num_key_tiles, kv_heads, -1, KEY_TILE),
-        value.transpose(0, 2, 1, 3),
-    ).reshape(num_query_tiles, num_key_tiles, kv_heads, -1, TILE, head_dim)
-    total, result = partial_sums[:, 0], mixed[:, 0]
+    by_head = scores.reshape(num_query_tiles, num_key_tiles, heads, QUERY_TILE, KEY_TILE)
+    np.copyto(by_head, np.float32(-np.inf), where=hidden[:, :, None])
+    # Rows of the tile outside the span may see nothing at all; their result is not used.
+    peak = scores.max(axis=-1, keepdims=True).max(axis=1, keepdims=True)
+    scores -= np.maximum(peak, np.float32(-1e30))
+    np.exp(scores, out=scores)
+    sums = scores.sum(axis=-1, keepdims=True)
+    mixed = np.matmul(scores, value.transpose(0, 2, 1, 3))
+    total, result = sums[:, 0], mixed[:, 0]
     for tile in range(1, num_key_tiles):  # the order of these additions is part of the contract
-        total = total + partial_sums[:, tile]
-        result = result + mixed[:, tile]
+        total += sums[:, tile]
+        result += mixed[:, tile]
     result = result / np.maximum(total, np.float32(1e-30))
-    rows = result.transpose(0, 3, 1, 2, 4).reshape(num_query_tiles * TILE, heads * head_dim)
-    return rows[span.start - first_row :][:num_rows]
+    rows = result.reshape(num_query_tiles, heads, QUERY_TILE, head_dim).transpose(0, 2, 1, 3)
+    return rows.reshape(-1, heads * head_dim)[span.start - first_row :][:num_rows]
+
+
+def _gather(span: Span, cache: Floats, first_key: int, num_key_tiles: int) -> tuple[Floats, Floats]:
+    """Keys and values from ``first_key`` on as (key tile, KEY_TILE, KV head, head_dim)."""
+    _, _, block_tokens, kv_heads, head_dim = cache.shape
+    first, last = first_key // block_tokens, -(-span.end // block_tokens)
+    flat = np.zeros((2, num_key_tiles * KEY_TILE, kv_heads, head_dim), np.float32)
+    paged = flat.reshape(2, -1, block_tokens, kv_heads, head_dim)
+    paged[:, : last - first] = cache[span.blocks[first:last]].swapaxes(0, 1)
+    # Behind the last token lie someone's old bytes; they must not reach a sum, not even times 0.
+    flat[:, span.end - first_key :] = 0
+    key, value = flat.reshape(2, num_key_tiles, KEY_TILE, kv_heads, head_dim)
+    return key, value
 
 
 class _Batch:

@@ -1,0 +1,85 @@
+"""One request and where it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from kvferry.errors import InputError
+from kvferry.keys import Keys
+from kvferry.types import RequestId
+
+
+class State(Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"  # has no blocks
+    LOADING = "loading"  # has blocks, a transfer is filling them
+    RUNNING = "running"  # has blocks, is computed
+    FINISHED = "finished"
+    ABORTED = "aborted"
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt, what was generated so far, and the blocks that hold its KV.
+
+    ::
+
+        tokens   | prompt ................ | generated ... |
+        computed | on device | loaded | computed here |    ^ next token to feed
+        blocks   | b0 | b1 | b2 | ...                 |
+    """
+
+    id: RequestId
+    prompt: Sequence[int]
+    max_new_tokens: int
+    arrival: float = 0.0
+    """When it may first be looked at, on the engine's clock."""
+
+    state: State = State.WAITING
+    tokens: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    keys: Keys = field(default_factory=Keys.empty)
+    num_computed: int = 0
+    num_published: int = 0
+    """Blocks, from the first, whose content the device prefix cache has been told."""
+
+    first_token_at: float | None = None
+    finished_at: float | None = None
+    num_device_hits: int = 0
+    num_loaded: int = 0
+    num_prefilled: int = 0
+    num_preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        if not len(self.prompt):
+            raise InputError(f"request {self.id} has an empty prompt")
+        if self.max_new_tokens < 1:
+            raise InputError(
+                f"request {self.id} must generate at least 1 token, got {self.max_new_tokens}"
+            )
+        self.tokens = [int(token) for token in self.prompt]
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether its next step feeds only the token sampled last."""
+        return self.num_uncomputed == 1 and len(self.tokens) > len(self.prompt)
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.tokens) - len(self.prompt) >= self.max_new_tokens
+
+    def block_table(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        return np.array(self.blocks, dtype=np.int64)

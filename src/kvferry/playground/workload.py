@@ -1,0 +1,109 @@
+"""Conversations that come back: the traffic that makes a small device cache forget too much."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvferry.errors import InputError
+from kvferry.playground.engine import Engine
+from kvferry.playground.request import Request
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Multi-turn conversations, served in rounds.
+
+    Every conversation opens with a text of its own, then asks short questions about it. Round t
+    has the t-th turn of each conversation in a shuffled order, so that between two turns of one
+    conversation all others come by. At most ``num_users`` turns are under way at a time.
+    """
+
+    num_conversations: int = 16
+    num_turns: int = 6
+    opening_tokens: int = 384
+    question_tokens: int = 48
+    answer_tokens: int = 16
+    num_users: int = 4
+    vocab: int = 1024
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_conversations",
+            "num_turns",
+            "opening_tokens",
+            "question_tokens",
+            "answer_tokens",
+            "num_users",
+            "vocab",
+        ):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    @property
+    def longest(self) -> int:
+        """Tokens of one conversation after its last turn."""
+        return self.opening_tokens + self.num_turns * (self.question_tokens + self.answer_tokens)
+
+    def num_blocks(self, block_tokens: int) -> int:
+        """Blocks of all conversations at their longest: the working set."""
+        return self.num_conversations * -(-self.longest // block_tokens)
+
+    def rounds(self) -> list[list[int]]:
+        """For each round, the order in which the conversations take their turn."""
+        rng = np.random.default_rng((self.seed, 1))
+        everyone = np.arange(self.num_conversations)
+        return [rng.permutation(everyone).tolist() for _ in range(self.num_turns)]
+
+    def opening(self, conversation: int) -> list[int]:
+        rng = np.random.default_rng((self.seed, 2, conversation))
+        tokens: list[int] = rng.integers(0, self.vocab, self.opening_tokens).tolist()
+        return tokens
+
+    def question(self, conversation: int, turn: int) -> list[int]:
+        rng = np.random.default_rng((self.seed, 3, conversation, turn))
+        tokens: list[int] = rng.integers(0, self.vocab, self.question_tokens).tolist()
+        return tokens
+
+
+@dataclass(frozen=True)
+class Served:
+    """What became of a workload: one request per turn, in the order they finished."""
+
+    requests: list[Request] = field(repr=False)
+    seconds: float
+
+    def answers(self) -> dict[str, list[int]]:
+        """Every turn's generated tokens by request id."""
+        return {request.id: request.generated for request in self.requests}
+
+
+def serve(engine: Engine, chat: Chat, on_finish: Callable[[Request], None] | None = None) -> Served:
+    """Run all turns through the engine; a turn is asked once its user has the previous answer."""
+    histories = [chat.opening(number) for number in range(chat.num_conversations)]
+    turns = deque((number, turn) for turn, order in enumerate(chat.rounds()) for number in order)
+    under_way: dict[str, int] = {}
+    done: list[Request] = []
+    start = engine.clock()
+    while turns or under_way:
+        while turns and len(under_way) < chat.num_users and turns[0][0] not in under_way.values():
+            number, turn = turns.popleft()
+            histories[number] += chat.question(number, turn)
+            request = Request(
+                id=f"conversation-{number:03d}-turn-{turn:02d}",
+                prompt=tuple(histories[number]),
+                max_new_tokens=chat.answer_tokens,
+                arrival=engine.clock(),
+            )
+            engine.submit(request)
+            under_way[request.id] = number
+        for request in engine.step():
+            histories[under_way.pop(request.id)] += request.generated
+            done.append(request)
+            if on_finish:
+                on_finish(request)
+    return Served(done, engine.clock() - start)

@@ -1,0 +1,114 @@
+"""Device blocks: holders, the prefix cache over free blocks, and its bookkeeping."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvferry.errors import InputError, IntegrityError, StateError
+from kvferry.playground.blocks import BlockPool
+from kvferry.types import KEY_BYTES, Key
+
+
+def key(number: int) -> Key:
+    return Key(number.to_bytes(KEY_BYTES, "little"))
+
+
+def test_a_released_block_is_found_again_until_it_is_handed_out() -> None:
+    pool = BlockPool(3)
+    blocks = pool.allocate(2)
+    for number, block in enumerate(blocks):
+        pool.publish(block, key(number))
+    pool.release(blocks)
+    assert pool.acquire_prefix([key(0), key(1), key(2)]) == blocks
+    pool.release(blocks)
+    pool.allocate(2)  # the block that never held anything, then the last of the released
+    assert pool.acquire_prefix([key(0), key(1)]) == blocks[:1]
+
+
+def test_a_prefix_stops_at_the_first_gap() -> None:
+    pool = BlockPool(2)
+    (block,) = pool.allocate(1)
+    pool.publish(block, key(1))
+    assert pool.acquire_prefix([key(0), key(1)]) == []
+    pool.check_integrity(num_held=1)
+
+
+def test_the_first_block_with_a_content_keeps_the_key() -> None:
+    pool = BlockPool(2)
+    first, second = pool.allocate(2)
+    pool.publish(first, key(0))
+    pool.publish(second, key(0))
+    assert pool.acquire_prefix([key(0)]) == [first]
+    pool.check_integrity(num_held=2)
+
+
+def test_a_block_held_by_a_transfer_is_not_handed_out() -> None:
+    pool = BlockPool(1)
+    blocks = pool.allocate(1)
+    pool.hold(blocks)
+    pool.release(blocks)
+    assert not pool.can_allocate(1)
+    pool.release(blocks)
+    assert pool.can_allocate(1)
+
+
+def test_refuses_what_cannot_be() -> None:
+    with pytest.raises(InputError, match="at least 1 block, got 0"):
+        BlockPool(0)
+    pool = BlockPool(1)
+    with pytest.raises(StateError, match="2 device blocks asked for, 1 are free"):
+        pool.allocate(2)
+    with pytest.raises(StateError, match="released by nobody"):
+        pool.release([0])
+    with pytest.raises(StateError, match="held by nobody"):
+        pool.publish(0, key(0))
+
+
+def test_integrity_sees_a_leak() -> None:
+    pool = BlockPool(2)
+    pool.allocate(1)
+    with pytest.raises(IntegrityError, match="1 device blocks are held, expected 0"):
+        pool.check_integrity(num_held=0)
+
+
+class Holders(RuleBasedStateMachine):
+    """Random holders against a plain list of who holds what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(6)
+        self.held: list[list[int]] = []
+
+    @rule(count=st.integers(0, 4))
+    def allocate(self, count: int) -> None:
+        if self.pool.can_allocate(count):
+            blocks = self.pool.allocate(count)
+            taken = {block for holder in self.held for block in holder}
+            assert not taken & set(blocks)
+            self.held.append(blocks)
+
+    @rule(start=st.integers(0, 5), count=st.integers(1, 4))
+    def acquire(self, start: int, count: int) -> None:
+        self.held.append(self.pool.acquire_prefix(key(n) for n in range(start, start + count)))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        at = data.draw(st.integers(0, len(self.held) - 1))
+        self.pool.release(self.held.pop(at))
+
+    @precondition(lambda self: any(self.held))
+    @rule(data=st.data(), number=st.integers(0, 8))
+    def publish(self, data: st.DataObject, number: int) -> None:
+        blocks = sorted({block for holder in self.held for block in holder})
+        self.pool.publish(data.draw(st.sampled_from(blocks)), key(number))
+
+    @invariant()
+    def agrees(self) -> None:
+        blocks = {block for holder in self.held for block in holder}
+        self.pool.check_integrity(num_held=len(blocks))
+
+
+TestHolders = Holders.TestCase

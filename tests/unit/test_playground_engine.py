@@ -1,0 +1,201 @@
+"""The serving loop: batching, chunks, the prefix cache, preemption. Tokens never change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvferry.errors import InputError
+from kvferry.playground.engine import Engine, Limits
+from kvferry.playground.model import Decoder, ModelShape
+from kvferry.playground.request import Request, State
+from kvferry.playground.runner import Runner
+from kvferry.playground.workload import Chat, serve
+
+SHAPE = ModelShape(
+    vocab=97, width=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, hidden=48, seed=3
+)
+HYBRID = ModelShape(
+    vocab=97,
+    width=32,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    hidden=48,
+    windows=(20, None, 70),
+    seed=3,
+)
+CHAT = Chat(
+    num_conversations=5,
+    num_turns=3,
+    opening_tokens=50,
+    question_tokens=13,
+    answer_tokens=9,
+    num_users=3,
+    vocab=97,
+)
+
+
+@pytest.fixture
+def runners() -> Iterator[list[Runner]]:
+    made: list[Runner] = []
+    yield made
+    for runner in made:
+        runner.close()
+
+
+def engine(
+    runners: list[Runner], num_blocks: int, *, shape: ModelShape = SHAPE, **limits: int
+) -> Engine:
+    runners.append(Runner(Decoder(shape), num_blocks=num_blocks))
+    return Engine(runners[-1], limits=Limits(**limits))
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(0, 97, length).tolist())
+
+
+def alone(runners: list[Runner], request: Request) -> list[int]:
+    """What the request generates with a device of its own."""
+    own = engine(runners, 40)
+    copy = Request(request.id, request.prompt, request.max_new_tokens)
+    own.submit(copy)
+    own.run()
+    return copy.generated
+
+
+@pytest.mark.parametrize("shape", [SHAPE, HYBRID], ids=["full", "hybrid"])
+@pytest.mark.parametrize("step_tokens", [5, 16, 1000])
+def test_tokens_ignore_device_size_and_step_size(
+    runners: list[Runner], shape: ModelShape, step_tokens: int
+) -> None:
+    roomy = engine(runners, CHAT.num_blocks(16), shape=shape)
+    tight = engine(runners, 20, shape=shape, step_tokens=step_tokens)
+    assert serve(roomy, CHAT).answers() == serve(tight, CHAT).answers()
+    assert tight.counts.num_prefill_tokens > roomy.counts.num_prefill_tokens
+    roomy.pool.check_integrity(num_held=0)
+    tight.pool.check_integrity(num_held=0)
+
+
+def test_a_step_keeps_to_its_budget_and_mixes_prefill_with_decode(runners: list[Runner]) -> None:
+    loop = engine(runners, 40, step_tokens=20)
+    loop.submit(Request("a", prompt(8), 30))
+    loop.step()
+    loop.submit(Request("b", prompt(100, seed=1), 2))
+    before = loop.counts.num_prefill_tokens
+    loop.step()
+    assert loop.counts.num_prefill_tokens - before == 19
+    assert loop.counts.num_decode_tokens == 1
+    loop.run()
+
+
+def test_a_shared_prefix_is_computed_once(runners: list[Runner]) -> None:
+    loop = engine(runners, 40)
+    first = Request("a", (*prompt(64), 1, 2), 2)
+    second = Request("b", (*prompt(64), 3, 4), 2)
+    loop.submit(first)
+    loop.run()
+    loop.submit(second)
+    loop.run()
+    assert second.num_device_hits == 64
+    assert second.num_prefilled == 2
+    assert second.generated == alone(runners, second)
+
+
+def test_a_prompt_fully_cached_still_computes_its_last_token(runners: list[Runner]) -> None:
+    loop = engine(runners, 40)
+    first, second = Request("a", prompt(64), 2), Request("b", prompt(64), 2)
+    loop.submit(first)
+    loop.run()
+    loop.submit(second)
+    loop.run()
+    assert second.num_device_hits == 48
+    assert second.generated == first.generated
+
+
+def test_preemption_takes_the_latest_and_tokens_stay(runners: list[Runner]) -> None:
+    loop = engine(runners, 9)
+    requests = [
+        Request(f"r{n}", prompt(40, seed=n), 40, arrival=loop.clock() + n * 1e-6) for n in range(3)
+    ]
+    for request in requests:
+        loop.submit(request)
+    while loop.has_work:
+        loop.step()
+        loop.pool.check_integrity()
+    assert loop.counts.num_preemptions > 0
+    assert requests[0].num_preemptions == 0
+    assert requests[2].num_preemptions > 0
+    for request in requests:
+        assert request.state is State.FINISHED
+        assert request.generated == alone(runners, request)
+    loop.pool.check_integrity(num_held=0)
+
+
+def test_a_request_waits_for_its_arrival(runners: list[Runner]) -> None:
+    now = [0.0]
+    runners.append(Runner(Decoder(SHAPE), num_blocks=8))
+    loop = Engine(runners[-1], clock=lambda: now[0])
+    request = Request("late", prompt(5), 1, arrival=0.001)
+    loop.submit(request)
+    assert loop.step() == []
+    assert request.state is State.WAITING
+    now[0] = 0.001
+    assert loop.step() == [request]
+    assert request.first_token_at == 0.001
+
+
+def test_aborts_leave_nothing_behind(runners: list[Runner]) -> None:
+    loop = engine(runners, 12, step_tokens=16, max_running=3)
+    rng = np.random.default_rng(11)
+    survivors = []
+    for number in range(24):
+        request = Request(f"r{number:02d}", prompt(int(rng.integers(5, 70)), seed=number), 12)
+        loop.submit(request)
+        for _ in range(int(rng.integers(0, 4))):
+            loop.step()
+        if rng.random() < 0.5 and request.state is not State.FINISHED:
+            loop.abort(request.id)
+            assert request.state is State.ABORTED
+        else:
+            survivors.append(request)
+        loop.pool.check_integrity()
+    loop.run()
+    loop.pool.check_integrity(num_held=0)
+    assert len(survivors) > 5
+    for request in survivors:
+        assert request.generated == alone(runners, request)
+
+
+def test_refuses_what_cannot_be_served(runners: list[Runner]) -> None:
+    loop = engine(runners, 4)
+    with pytest.raises(InputError, match="may grow to 70 tokens, which need 5 device blocks"):
+        loop.submit(Request("big", prompt(60), 10))
+    loop.submit(Request("a", prompt(5), 3))
+    with pytest.raises(InputError, match="already being served"):
+        loop.submit(Request("a", prompt(5), 3))
+    with pytest.raises(InputError, match="empty prompt"):
+        Request("none", (), 1)
+    with pytest.raises(InputError, match="at least 1 token, got 0"):
+        Request("zero", (1,), 0)
+    with pytest.raises(InputError, match="not being served"):
+        loop.abort("unknown")
+    with pytest.raises(InputError, match="step_tokens must be at least 1, got 0"):
+        Limits(step_tokens=0)
+    with pytest.raises(InputError, match="block_tokens must divide 64, got 24"):
+        Runner(Decoder(SHAPE), num_blocks=4, block_tokens=24)
+
+
+def test_a_fault_in_the_model_reaches_the_caller(runners: list[Runner]) -> None:
+    loop = engine(runners, 4)
+    loop.submit(Request("bad", (96, 97), 1))
+    with pytest.raises(IndexError):
+        loop.step()
+
+
+def test_a_workload_refuses_empty_conversations() -> None:
+    with pytest.raises(InputError, match="num_turns must be at least 1, got 0"):
+        Chat(num_turns=0)
