@@ -19,16 +19,17 @@ class Purpose(Enum):
 
 
 class Ending(Enum):
-    """How a lease ends. WRITE: commit or abort. READ: release."""
+    """How a lease ends. WRITE: commit or abort. READ: release or spoil."""
 
     COMMIT = "commit"
     ABORT = "abort"
     RELEASE = "release"
+    SPOIL = "spoil"
 
 
 _ENDINGS = {
     Purpose.WRITE: (Ending.COMMIT, Ending.ABORT),
-    Purpose.READ: (Ending.RELEASE,),
+    Purpose.READ: (Ending.RELEASE, Ending.SPOIL),
 }
 
 
@@ -75,6 +76,10 @@ class Lease:
     def release(self) -> None:
         """The bytes were read: the slots may be evicted again."""
         self._finish(Ending.RELEASE)
+
+    def spoil(self) -> None:
+        """The bytes could not be read: the blocks must never be matched again."""
+        self._finish(Ending.SPOIL)
 
     def _finish(self, ending: Ending) -> None:
         if self.ended is not None:

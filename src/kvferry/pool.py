@@ -152,6 +152,13 @@ class Pool:
         self._state[slots[claimed]] = SlotState.DOOMED
         self._push_free(slots[~claimed])
 
+    def disown(self, lease: Lease) -> None:
+        """Stop believing in a lease that is still open: its keys may be stored elsewhere now.
+
+        The slots stay claimed until the lease ends, because a slow rank may still touch them.
+        """
+        self._disown(lease.slots)
+
     def reset(self) -> None:
         """Forget everything at once. Claimed slots come back when their leases end."""
         idle = (self._state == SlotState.CACHED) & (self._readers == 0)
@@ -231,7 +238,9 @@ class Pool:
         parents = self._parent[linked]
         living = (SlotState.WRITING, SlotState.CACHED)
         _require(bool(np.isin(self._state[linked], living).all()), "a dead slot has a parent")
-        _require(bool(np.isin(self._state[parents], living).all()), "a parent died before its child")
+        _require(
+            bool(np.isin(self._state[parents], living).all()), "a parent died before its child"
+        )
         counted = np.bincount(parents, minlength=self.num_slots)
         _require(np.array_equal(counted, self._children), "children are miscounted")
 
@@ -244,8 +253,10 @@ class Pool:
     def _end(self, lease: Lease, ending: Ending) -> None:
         self._leases.remove(lease)
         slots = lease.slots
-        if ending is Ending.RELEASE:
+        if lease.purpose is Purpose.READ:
             self._readers[slots] -= 1
+            if ending is Ending.SPOIL:
+                self._disown(slots)
             slots = slots[self._readers.take(slots) == 0]
         doomed = self._state.take(slots) == SlotState.DOOMED
         self._push_free(slots[doomed])
@@ -258,6 +269,11 @@ class Pool:
             self._state[slots] = SlotState.CACHED
             self.generation += 1
         self._touch(slots)
+
+    def _disown(self, slots: SlotArray) -> None:
+        slots = slots[self._state.take(slots) != SlotState.DOOMED]
+        self._unindex(slots)
+        self._state[slots] = SlotState.DOOMED
 
     def _touch(self, slots: SlotArray) -> None:
         # Reversed: the end of a conversation goes before its beginning.

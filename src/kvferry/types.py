@@ -24,6 +24,7 @@ KEY_BYTES = 32
 RequestId = str
 TransferId = NewType("TransferId", int)
 Rank = NewType("Rank", int)
+FIRST_RANK = Rank(0)
 
 TierName = NewType("TierName", str)
 DEVICE = TierName("device")
@@ -46,7 +47,7 @@ def as_slots(slots: Sequence[int] | npt.NDArray[np.integer]) -> SlotArray:
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """One order to copy blocks: slot ``src_slots[i]`` of ``src`` to slot ``dst_slots[i]`` of ``dst``.
+    """One order to copy blocks: ``src_slots[i]`` of tier ``src`` to ``dst_slots[i]`` of ``dst``.
 
     ``group`` names the layers whose blocks these are (it selects the device layout).
     """

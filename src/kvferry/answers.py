@@ -1,0 +1,64 @@
+"""What the scheduler half answers its engine with: plain, frozen facts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from kvferry.types import RequestId, SlotArray
+
+
+class MatchState(Enum):
+    """What to do about a request that was looked up."""
+
+    MISS = "miss"  # nothing to load: compute
+    HIT = "hit"  # blocks are pinned: allocate device blocks, then load
+    WAIT = "wait"  # another request is loading these blocks: ask again after the next settle
+
+
+@dataclass(frozen=True)
+class Match:
+    """The answer for one request: ``num_tokens`` in all can be had without computing them.
+
+    Those include the ``computed_tokens`` the engine already has, so ``to_load`` are new.
+    """
+
+    state: MatchState
+    num_tokens: int
+    computed_tokens: int
+
+    @property
+    def to_load(self) -> int:
+        return self.num_tokens - self.computed_tokens
+
+
+class DeviceBlocks(NamedTuple):
+    """Device blocks of one group that a transfer reads or writes."""
+
+    group: int
+    blocks: SlotArray
+
+
+@dataclass(frozen=True)
+class FailedLoad:
+    """A load that did not bring its bytes: the request must compute these tokens."""
+
+    request_id: RequestId
+    first_token: int
+    num_tokens: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What changed by the receipts just taken.
+
+    ``loaded`` requests may run. ``failed`` ones must compute what they hoped to load. ``released``
+    device blocks are touched by no transfer any more: drop the hold taken when ``load`` or
+    ``store`` returned them (one hold per mention).
+    """
+
+    loaded: tuple[RequestId, ...] = ()
+    failed: tuple[FailedLoad, ...] = ()
+    released: tuple[DeviceBlocks, ...] = ()

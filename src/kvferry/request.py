@@ -1,0 +1,107 @@
+"""What the scheduler remembers of one request: its hit, its loads, how far it is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvferry import reach
+from kvferry.answers import Match, MatchState
+from kvferry.errors import InputError
+from kvferry.identity import scope
+from kvferry.keys import Keys
+from kvferry.lease import Lease
+from kvferry.types import Key, SlotArray, TransferId
+
+
+class GroupKeys:
+    """The pool keys of one group's slots, cut from a request's chain of hash blocks.
+
+    ::
+
+        chain    k0 k1 k2 k3 k4 k5 k6 k7      one key per hash block, each covers all before it
+        slots    [    k3    ][    k7    ]     a slot of four hash blocks has the last one's key
+    """
+
+    def __init__(self, group: reach.Group, number: int, hash_block_tokens: int) -> None:
+        if group.slot_tokens % hash_block_tokens:
+            raise InputError(
+                f"group {number} has slots of {group.slot_tokens} tokens, which is not a multiple "
+                f"of the hash block of {hash_block_tokens}: no key ends where a slot does"
+            )
+        self._number = number
+        self._ratio = group.slot_tokens // hash_block_tokens
+
+    def count(self, chain: Keys) -> int:
+        """How many whole slots the chain covers."""
+        return len(chain) // self._ratio
+
+    def cut(self, chain: Keys, slots: range, epoch: int) -> Keys:
+        """The keys of these slots of the request, in this epoch."""
+        ends = chain[(slots.start + 1) * self._ratio - 1 : slots.stop * self._ratio : self._ratio]
+        return ends.masked(scope(epoch, self._number))
+
+    def before(self, chain: Keys, slots: range, epoch: int) -> Key | None:
+        """The key of the slot before these, None at the start of the request."""
+        if slots.start == 0:
+            return None
+        return self.cut(chain, range(slots.start - 1, slots.start), epoch)[0]
+
+
+@dataclass(eq=False)
+class Hit:
+    """A pinned hit: the leases, by group, of the slots a load would read.
+
+    ``watch`` are keys that must all be cached before a longer hit is possible; while the pool's
+    generation is ``generation``, or any of them is missing, the answer stands. ``joined`` are
+    slots that another request was loading when we looked.
+    """
+
+    match: Match
+    max_tokens: int
+    leases: tuple[Lease | None, ...]
+    joined: SlotArray
+    watch: Keys
+    generation: int
+    deadline: float
+
+    def release(self) -> None:
+        leases, self.leases = self.leases, ()
+        for lease in leases:
+            if lease is not None:
+                lease.release()
+
+    def decline(self, state: MatchState) -> None:
+        """Nothing is loaded for now: let the slots go and answer with ``state``."""
+        self.release()
+        self.match = Match(state, self.match.computed_tokens, self.match.computed_tokens)
+
+
+@dataclass(eq=False)
+class Loading:
+    """The loads of one request that are on their way, one per group at most."""
+
+    match: Match
+    waiting: set[TransferId]
+    reason: str = ""
+
+
+@dataclass(eq=False)
+class RequestRecord:
+    """One request as the scheduler sees it. Owns its pinned hit until a load takes it over."""
+
+    stored: list[int]
+    counted: bool = False
+    outdated: bool = False  # its device blocks are from before a reset
+    hit: Hit | None = None
+    loading: Loading | None = None
+
+    @classmethod
+    def new(cls, groups: Sequence[reach.Group]) -> RequestRecord:
+        return cls(stored=[0] * len(groups))
+
+    def let_go(self) -> None:
+        """Drop the pinned hit, if any."""
+        if self.hit is not None:
+            hit, self.hit = self.hit, None
+            hit.release()
