@@ -1,0 +1,216 @@
+"""One direction's stream and what is in flight on it.
+
+A flight's life::
+
+    submit -> [handed to the lane's thread] -> queued -> fenced -> over
+                        wait for compute, start, the copy | end
+
+The fence is the ``end`` event. It is recorded after a failure too: part of the copy may already be
+queued, and a receipt given before that part has run would let someone reuse memory the card is
+still writing to.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from kvferry.device.driver import Driver
+from kvferry.device.events import EventPool
+from kvferry.device.job import CopyJob, Path
+from kvferry.types import TransferId
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Flight:
+    """One transfer between submit and receipt."""
+
+    transfer_id: TransferId
+    path: str = ""
+    num_bytes: int = 0
+    ready: int | None = None
+    """Event recorded on the compute stream at submit; the copy comes after it."""
+    start: int | None = None
+    end: int | None = None
+    queued: bool = False
+    """Nothing more will be queued for it; only its end is awaited."""
+    reason: str = ""
+    """Why it failed: the first fault, empty while there is none."""
+    seconds: float = 0.0
+    trouble_since: float | None = None
+    submitted: float = field(default_factory=time.perf_counter)
+
+    def fail(self, error: BaseException) -> None:
+        if not self.reason:
+            self.reason = f"{type(error).__name__}: {error}"
+
+
+class Lane:
+    """Owns one direction's flights and its thread; leaves the stream to the engine.
+
+    Submissions that take long (a driver call per segment, or a batch of thousands) go to the
+    thread, so that ``submit`` never holds the serving loop. ``patience`` is how long a driver may
+    refuse to say whether a flight is over before we stop asking.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        driver: Driver,
+        stream: int,
+        order_events: EventPool,
+        timing_events: EventPool,
+        *,
+        patience: float,
+    ) -> None:
+        self.stream = stream
+        self._name = name
+        self._driver = driver
+        self._order_events = order_events
+        self._timing_events = timing_events
+        self._patience = patience
+        self._flights: deque[Flight] = deque()
+        self._changed = threading.Condition()
+        self._num_unqueued = 0
+        self._turn = threading.Lock()
+        self._orders: queue.SimpleQueue[tuple[Flight, CopyJob, Path] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def num_flights(self) -> int:
+        """Transfers submitted and not yet settled."""
+        return len(self._flights)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the thread is still inside a driver call after ``close``."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def submit(self, flight: Flight, job: CopyJob, path: Path, *, quick: bool) -> None:
+        """Queue the flight now if that is quick and nothing waits before it, else on the thread."""
+        with self._changed:
+            here = quick and not self._num_unqueued
+            self._flights.append(flight)
+            self._num_unqueued += 1
+        if here:
+            self._queue(flight, job, path)
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._work, name=f"kvferry-{self._name}", daemon=True
+            )
+            self._thread.start()
+        self._orders.put((flight, job, path))
+
+    def settle(self) -> list[Flight]:
+        """Take out the flights that are over, in order; never blocks on the device."""
+        over: list[Flight] = []
+        with self._changed:
+            while self._flights and self._flights[0].queued and self._is_over(self._flights[0]):
+                over.append(self._flights.popleft())
+        return over
+
+    def flush(self, timeout: float | None) -> bool:
+        """Wait until everything submitted so far is queued on the stream; False on timeout."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._num_unqueued, timeout)
+
+    def close(self, timeout: float) -> list[Flight]:
+        """End the thread; returns the flights nobody will wait for any more."""
+        if self._thread is not None:
+            self._orders.put(None)
+            self._thread.join(timeout)
+        with self._changed:
+            left = list(self._flights)
+            self._flights.clear()
+        return left
+
+    def _work(self) -> None:
+        while (order := self._orders.get()) is not None:
+            self._queue(*order)
+
+    def _queue(self, flight: Flight, job: CopyJob, path: Path) -> None:
+        """Wait for compute, copy, fence. Never raises: a thread that dies leaves others waiting."""
+        try:
+            with self._turn, self._driver.current():
+                self._queue_copy(flight, job, path)
+                self._fence(flight)
+        except Exception as error:
+            flight.fail(error)
+        finally:
+            with self._changed:
+                flight.queued = True
+                self._num_unqueued -= 1
+                self._changed.notify_all()
+
+    def _queue_copy(self, flight: Flight, job: CopyJob, path: Path) -> None:
+        try:
+            if flight.ready is not None:
+                # Before the copy, in both directions: a store must not read blocks that are still
+                # being written, a load must not write blocks that are still being read.
+                self._driver.stream_wait_event(self.stream, flight.ready)
+            flight.start = self._timing_events.take()
+            self._driver.record_event(flight.start, self.stream)
+            path.enqueue(job, self.stream)
+        except Exception as error:
+            flight.fail(error)
+        finally:
+            # The wait has captured the record, so the event is free for the next submit.
+            if flight.ready is not None:
+                self._order_events.give(flight.ready)
+                flight.ready = None
+
+    def _fence(self, flight: Flight) -> int:
+        if flight.end is None:
+            event = self._timing_events.take()
+            try:
+                self._driver.record_event(event, self.stream)
+            except Exception:
+                self._timing_events.give(event)
+                raise
+            flight.end = event
+        return flight.end
+
+    def _is_over(self, flight: Flight) -> bool:
+        try:
+            with self._driver.current():
+                if not self._driver.event_is_done(self._fence(flight)):
+                    return False
+                self._measure(flight)
+        except Exception as error:
+            flight.fail(error)
+            return self._give_up(flight)
+        for event in (flight.start, flight.end):
+            if event is not None:
+                self._timing_events.give(event)
+        return True
+
+    def _measure(self, flight: Flight) -> None:
+        if flight.start is None or flight.end is None or flight.reason:
+            return
+        try:
+            flight.seconds = self._driver.elapsed_seconds(flight.start, flight.end)
+        except Exception as error:
+            # Often the late news of a copy that went wrong: not a receipt to call good.
+            flight.fail(error)
+
+    def _give_up(self, flight: Flight) -> bool:
+        """Whether the driver has refused to answer for so long that it never will.
+
+        Its events stay with the pool, unused, until the engine closes: they may be pending.
+        """
+        now = time.monotonic()
+        if flight.trouble_since is None:
+            flight.trouble_since = now
+        if now - flight.trouble_since < self._patience:
+            return False
+        log.error(
+            "%s lane: gave up on transfer %d: %s", self._name, flight.transfer_id, flight.reason
+        )
+        return True

@@ -1,0 +1,139 @@
+"""A whole copy engine on the fake driver: KV tensors, host slots, streams, and a compute stream."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from tests.fakes.driver import FakeDriver
+from tests.fakes.kv import Kv, make_kv
+
+from kvferry.device.driver import Driver, Priority
+from kvferry.device.engine import GpuEngine
+from kvferry.device.hostmem import HostRegistration
+from kvferry.device.job import Direction, FixedPlanner, Path
+from kvferry.device.paths import DmaPath, LoopPath
+from kvferry.types import DEVICE, HOST, Outcome, Receipt, Transfer, TransferId, as_slots
+
+PathMaker = Callable[[Any], Path]
+
+PATHS: dict[str, PathMaker] = {"loop": LoopPath, "dma": DmaPath}
+"""Every path the contract holds for; a path that needs the fake's own launches adds itself."""
+
+SLOT_GUARD = 40
+"""Bytes between the block in a slot and the next slot: a copy that runs over lands here."""
+
+
+class Rig:
+    """Owns everything an engine needs, on a fake device."""
+
+    def __init__(
+        self,
+        kv: Kv | Sequence[Kv] | None = None,
+        *,
+        path: str = "dma",
+        driver: FakeDriver | None = None,
+        num_slots: int = 9,
+        paths: Mapping[str, PathMaker] = PATHS,
+        patience: float = 0.05,
+        seed: int = 0,
+    ) -> None:
+        if kv is None:
+            kv = make_kv("layers", seed=seed)
+        self.groups = (kv,) if isinstance(kv, Kv) else tuple(kv)
+        self.kv = self.groups[0]
+        self.driver = driver or FakeDriver(seed=seed)
+        self.rng = np.random.default_rng(seed + 1)
+        for group in self.groups:
+            for memory in group.memory:
+                self.driver.adopt(memory)
+        self.num_slots = num_slots
+        self.pitch = max(group.layout.block_bytes for group in self.groups) + SLOT_GUARD
+        mapping = mmap.mmap(-1, num_slots * self.pitch)
+        self.host = np.frombuffer(mapping, dtype=np.uint8).reshape(num_slots, self.pitch)
+        self.host[...] = self.rng.integers(0, 256, self.host.shape, dtype=np.uint8)
+        self.registration = HostRegistration(
+            self.driver, self.host.ctypes.data, self.host.nbytes, slot_bytes=self.pitch
+        ).wait()
+        with self.driver.current():
+            self.compute = self.driver.create_stream(Priority.HIGH)
+        self._ids = itertools.count(1)
+        driver_for_paths: Driver = self.driver
+        try:
+            self.engine = GpuEngine(
+                self.driver,
+                [group.layout for group in self.groups],
+                host_base=self.host.ctypes.data,
+                host_pitch=self.pitch,
+                num_slots=num_slots,
+                compute_stream=lambda: self.compute,
+                planner=FixedPlanner(path, path),
+                paths={name: make(driver_for_paths) for name, make in paths.items()},
+                host_chunk=self.registration.chunk_bytes,
+                patience=patience,
+                close_timeout=5.0,
+            )
+        except Exception:
+            self.let_go()
+            raise
+
+    # -- what a test does --------------------------------------------------------------------
+
+    def store(self, blocks: Sequence[int], slots: Sequence[int], group: int = 0) -> TransferId:
+        return self._submit(DEVICE, HOST, blocks, slots, group)
+
+    def load(self, slots: Sequence[int], blocks: Sequence[int], group: int = 0) -> TransferId:
+        return self._submit(HOST, DEVICE, slots, blocks, group)
+
+    def launch(self, function: Callable[[], None]) -> None:
+        """Queue work on the compute stream."""
+        with self.driver.current():
+            self.driver.enqueue_host_function(self.compute, function)
+
+    def wait_until_queued(self) -> None:
+        """Until the engine's threads have handed everything to the driver."""
+        for lane in self.engine._lanes.values():
+            assert lane.flush(5.0)
+
+    def drain(self) -> dict[TransferId, Receipt]:
+        receipts = self.engine.drain(5.0)
+        assert not self.engine.num_in_flight
+        by_id = {receipt.transfer_id: receipt for receipt in receipts}
+        assert len(by_id) == len(receipts), "a transfer has two receipts"
+        return by_id
+
+    def drain_ok(self) -> None:
+        for receipt in self.drain().values():
+            assert receipt.outcome is Outcome.OK, receipt.reason
+
+    def stream(self, direction: Direction) -> int:
+        return self.engine._lanes[direction].stream
+
+    def slot(self, slot: int, group: int = 0) -> bytes:
+        return self.host[slot, : self.groups[group].layout.block_bytes].tobytes()
+
+    def fresh(self, group: int = 0) -> bytes:
+        """Random bytes for one block, never the same twice."""
+        return self.rng.bytes(self.groups[group].layout.block_bytes)
+
+    def close(self) -> None:
+        self.engine.close()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Give back what the rig itself took; what is left then is the engine's leak."""
+        with self.driver.current():
+            self.driver.destroy_stream(self.compute)
+        self.registration.close()
+
+    def _submit(
+        self, src: Any, dst: Any, src_slots: Sequence[int], dst_slots: Sequence[int], group: int
+    ) -> TransferId:
+        transfer_id = TransferId(next(self._ids))
+        self.engine.submit(
+            Transfer(transfer_id, src, dst, as_slots(src_slots), as_slots(dst_slots), group)
+        )
+        return transfer_id

@@ -1,0 +1,94 @@
+"""Streams and events that behave as badly as the rules allow.
+
+Work queued on a stream runs in its order, and not before the events it waits for. Nothing else is
+promised, so nothing else is given: streams run when someone looks, in an order drawn from a seed,
+and the streams named in ``late`` run only when nothing else can.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass
+class FakeEvent:
+    timing: bool
+    num_records: int = 0
+    num_done: int = 0
+    clock: int = 0
+
+    @property
+    def is_done(self) -> bool:
+        return self.num_done >= self.num_records
+
+
+@dataclass
+class Work:
+    run: Callable[[], None]
+    may_run: Callable[[], bool] = lambda: True
+
+
+@dataclass
+class FakeStream:
+    queue: deque[Work] = field(default_factory=deque)
+
+    @property
+    def can_run(self) -> bool:
+        return bool(self.queue) and self.queue[0].may_run()
+
+
+class Timeline:
+    """Owns the queues; leaves memory and errors to the driver."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.late: set[int] = set()
+        self.frozen: set[int] = set()
+        self.clock = 0
+        self.streams: dict[int, FakeStream] = {0: FakeStream()}
+
+    def put(self, stream: int, run: Callable[[], None]) -> None:
+        self.streams[stream].queue.append(Work(run))
+
+    def put_record(self, stream: int, event: FakeEvent) -> None:
+        event.num_records += 1
+        number = event.num_records
+
+        def run() -> None:
+            event.num_done = max(event.num_done, number)
+            event.clock = self.clock
+
+        self.streams[stream].queue.append(Work(run))
+
+    def put_wait(self, stream: int, event: FakeEvent) -> None:
+        # The last record so far, not one made later; never recorded means nothing to wait for.
+        number = event.num_records
+        self.streams[stream].queue.append(Work(lambda: None, lambda: event.num_done >= number))
+
+    def step(self) -> bool:
+        """Run one piece of work somewhere; False when nothing can run."""
+        ready = [s for s, stream in self.streams.items() if stream.can_run and s not in self.frozen]
+        ready = [s for s in ready if s not in self.late] or ready
+        if not ready:
+            return False
+        work = self.streams[self.rng.choice(ready)].queue.popleft()
+        self.clock += 1
+        work.run()
+        return True
+
+    def dawdle(self) -> None:
+        """Some progress, perhaps none: what happens while the host looks away."""
+        for _ in range(self.rng.randrange(4)):
+            self.step()
+
+    def run_until(self, done: Callable[[], bool]) -> None:
+        while not done():
+            if not self.step():
+                raise AssertionError("the device can never get there: a wait without its record")
+
+    def run_all(self) -> None:
+        while self.step():
+            pass
