@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from kvferry.types import RequestId, SlotArray
+from kvferry.types import RequestId, SlotArray, TransferId
 
 
 class MatchState(Enum):
@@ -50,15 +50,27 @@ class FailedLoad:
     reason: str
 
 
+class Landing(NamedTuple):
+    """A transfer that every rank has answered for; ``reason`` says why it failed, if it did."""
+
+    transfer_id: TransferId
+    reason: str
+
+    @property
+    def ok(self) -> bool:
+        return not self.reason
+
+
 @dataclass(frozen=True)
 class Settled:
     """What changed by the receipts just taken.
 
     ``loaded`` requests may run. ``failed`` ones must compute what they hoped to load. ``released``
     device blocks are touched by no transfer any more: drop the hold taken when ``load`` or
-    ``store`` returned them (one hold per mention).
+    ``store`` returned them (one hold per mention). ``landed`` are all transfers that ended.
     """
 
     loaded: tuple[RequestId, ...] = ()
     failed: tuple[FailedLoad, ...] = ()
     released: tuple[DeviceBlocks, ...] = ()
+    landed: tuple[Landing, ...] = ()

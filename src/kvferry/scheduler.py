@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry import reach
-from kvferry.answers import DeviceBlocks, FailedLoad, Match, MatchState, Settled
+from kvferry.answers import DeviceBlocks, FailedLoad, Landing, Match, MatchState, Settled
 from kvferry.config import Config
 from kvferry.errors import ClosedError, InputError
 from kvferry.flight import Flight, Flights
@@ -381,7 +381,8 @@ class Scheduler:
                 self._counts.expired_hits += 1
                 record.let_go()
         released, self._released = tuple(self._released), []
-        return Settled(tuple(loaded), tuple(failed), released)
+        landings = tuple(Landing(flight.transfer.id, flight.reason) for flight in landed)
+        return Settled(tuple(loaded), tuple(failed), released, landings)
 
     def _release(self, flight: Flight) -> None:
         transfer = flight.transfer

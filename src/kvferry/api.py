@@ -1,0 +1,304 @@
+"""The library: both halves in one process, for an engine that calls us directly.
+
+::
+
+    with kvferry.attach(kv, model="my-model", block_tokens=16, host="1GiB") as ferry:
+        keys = ferry.keys(tokens)               # one key per full block, from the first token on
+        hit = ferry.match(keys)                 # pinned: these blocks stay until loaded or released
+        ferry.load(hit, blocks[: len(hit)])     # asynchronous; poll() or wait() says when
+        ...compute the rest...
+        ferry.store(keys, blocks)               # asynchronous too; stores only what is new
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NewType
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.answers import MatchState, Settled
+from kvferry.config import Config
+from kvferry.device.cpu import CpuEngine
+from kvferry.device.layout import GroupLayout, describe
+from kvferry.device.stream import Stream
+from kvferry.errors import ClosedError, ConfigError, DeadlineError, InputError
+from kvferry.identity import Described, Namespace, chain
+from kvferry.keys import Keys
+from kvferry.pool import Pool
+from kvferry.reach import FullAttention
+from kvferry.scheduler import NO_BLOCK, Scheduler
+from kvferry.stats import SchedulerStats
+from kvferry.tiers import HostTier
+from kvferry.types import DEVICE, HOST, Key, RequestId, TransferId
+from kvferry.worker import Worker
+
+Ticket = NewType("Ticket", int)
+Blocks = Sequence[int] | npt.NDArray[np.integer]
+
+_POLL_SECONDS = 0.0005
+
+
+@dataclass(frozen=True, eq=False)
+class Hit:
+    """Blocks that can be loaded: ``len(hit)`` of them, after the ``on_device`` first ones.
+
+    They stay where they are until the hit is loaded, released, or left alone for
+    ``Config.match_deadline`` seconds.
+    """
+
+    request_id: RequestId
+    num_blocks: int
+    on_device: int
+
+    def __len__(self) -> int:
+        return self.num_blocks
+
+
+@dataclass(frozen=True)
+class Done:
+    """A load or store that ended. A failed load means: compute those blocks."""
+
+    ticket: Ticket
+    num_blocks: int
+    reason: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.reason
+
+
+def attach(
+    kv: Mapping[str, Any] | Sequence[Any],
+    *,
+    model: str,
+    block_axis: int = 0,
+    revision: str = "",
+    overrides: Described = "",
+    salt: str = "",
+    compute: Stream | None = None,
+    config: Config | None = None,
+    **settings: Any,
+) -> Ferry:
+    """Attach to an engine's paged KV tensors (one or more per layer, in layer order).
+
+    ``block_axis`` counts the blocks in every tensor. ``model``, ``revision``, ``overrides`` and
+    ``salt`` become part of every key: blocks of another model, revision, rope setting or tenant
+    never match. ``settings`` are those of :class:`Config`, e.g. ``host="8GiB"``.
+    """
+    if config is not None and settings:
+        raise ConfigError("give either a config or single settings, not both")
+    config = config if config is not None else Config.from_dict(settings)
+    layout = describe(kv, block_axis=block_axis)
+    tensors = list(kv.values()) if isinstance(kv, Mapping) else list(kv)
+    namespace = Namespace(
+        model=model,
+        revision=revision,
+        dtype=str(tensors[0].dtype),
+        layout=layout.format,
+        geometry={"block_bytes": layout.block_bytes, "segments": layout.sizes.tolist()},
+        block_tokens=config.block_tokens,
+        overrides=overrides,
+        salt=salt,
+    )
+    return Ferry(layout, namespace, config, compute=compute, keep_alive=tensors)
+
+
+class Ferry:
+    """Blocks of one engine, kept in host memory. Owns both halves and the memory; ends in close.
+
+    Call it from one thread. Nothing here waits, except :meth:`wait` and :meth:`close`.
+    """
+
+    def __init__(
+        self,
+        layout: GroupLayout,
+        namespace: Namespace,
+        config: Config,
+        *,
+        compute: Stream | None = None,
+        keep_alive: Sequence[Any] = (),
+    ) -> None:
+        num_slots = config.host // layout.block_bytes
+        if num_slots < 1:
+            raise ConfigError(
+                f"host: {config.host} bytes hold no block of {layout.block_bytes} bytes; "
+                "give it more"
+            )
+        self.namespace = namespace
+        self._layout = layout
+        self._keep_alive = tuple(keep_alive)  # the engine copies by address
+        self._host = HostTier(num_slots, layout.block_bytes)
+        self._engine = CpuEngine((layout,), self._host.rows, compute=compute)
+        self._worker = Worker({(DEVICE, HOST): self._engine, (HOST, DEVICE): self._engine})
+        group = FullAttention(config.block_tokens)
+        self._scheduler = Scheduler(Pool(num_slots), (group,), config=config, joins_loads=False)
+        self._names = itertools.count()
+        self._tickets = itertools.count()
+        self._loading: dict[RequestId, tuple[Ticket, int]] = {}
+        self._storing: dict[TransferId, tuple[Ticket, int]] = {}
+        self._done: list[Done] = []
+        self._closed = False
+
+    def keys(
+        self, tokens: Sequence[int] | npt.NDArray[np.integer], *, parent: Key | None = None
+    ) -> Keys:
+        """One key per full block of ``tokens``; each covers every token before it too.
+
+        With ``parent``, the key before these tokens, the chain goes on from there.
+        """
+        return chain(self.namespace, tokens, parent)
+
+    def match(self, keys: Keys, *, on_device: int = 0) -> Hit:
+        """How many of a request's blocks, after the ``on_device`` first ones, can be loaded now."""
+        self._require_open()
+        request_id = f"hit-{next(self._names)}"
+        tokens = self.namespace.block_tokens
+        match = self._scheduler.match(request_id, keys, computed_tokens=on_device * tokens)
+        if match.state is not MatchState.HIT:
+            self._scheduler.finish(request_id)
+        return Hit(request_id, match.to_load // tokens, on_device)
+
+    def load(self, hit: Hit, device_blocks: Blocks) -> Ticket:
+        """Bring a hit's blocks to ``device_blocks``, one for each.
+
+        Compute queued on the ``compute`` stream after this call comes after the load.
+        """
+        self._require_open()
+        if len(device_blocks) != len(hit):
+            raise InputError(
+                f"a hit of {len(hit)} blocks needs as many device blocks, got {len(device_blocks)}"
+            )
+        self._require_blocks(device_blocks)
+        ticket = Ticket(next(self._tickets))
+        table = np.concatenate((np.full(hit.on_device, NO_BLOCK), np.asarray(device_blocks)))
+        if len(hit) and self._scheduler.load(hit.request_id, (table,)):
+            self._loading[hit.request_id] = (ticket, len(hit))
+            self._worker.execute(self._scheduler.plan())
+            self._engine.order_compute_after_loads()
+        else:
+            lost = "the hit is gone: it was released, loaded, or too old" if len(hit) else ""
+            self._scheduler.finish(hit.request_id)
+            self._done.append(Done(ticket, 0, lost))
+        return ticket
+
+    def release(self, hit: Hit) -> None:
+        """Let a hit go that will not be loaded."""
+        self._require_open()
+        if hit.request_id not in self._loading:
+            self._scheduler.finish(hit.request_id)
+
+    def store(self, keys: Keys, device_blocks: Blocks, *, first: int = 0) -> Ticket:
+        """Keep ``device_blocks``, which hold the blocks of ``keys`` from number ``first`` on.
+
+        What is kept already is not copied again, and what finds no room is left out; ``Done`` says
+        how many blocks were copied. Do not overwrite the device blocks until then.
+        """
+        self._require_open()
+        if first < 0 or len(keys) != first + len(device_blocks):
+            raise InputError(
+                f"{len(device_blocks)} device blocks from block {first} on do not fit "
+                f"{len(keys)} keys; there must be one key per block, from the first block on"
+            )
+        self._require_blocks(device_blocks)
+        ticket = Ticket(next(self._tickets))
+        request_id = f"store-{next(self._names)}"
+        table = np.concatenate((np.full(first, NO_BLOCK), np.asarray(device_blocks, dtype=int)))
+        num_tokens = len(keys) * self.namespace.block_tokens
+        self._scheduler.store(request_id, keys, (table,), num_tokens)
+        self._scheduler.finish(request_id)
+        plan = self._scheduler.plan()
+        for transfer in plan.transfers:
+            self._storing[transfer.id] = (ticket, len(transfer))
+        if not plan:
+            self._done.append(Done(ticket, 0))
+        self._worker.execute(plan)
+        return ticket
+
+    def poll(self) -> list[Done]:
+        """What ended since the last call; never blocks."""
+        self._require_open()
+        self._take(self._scheduler.settle(self._worker.poll()))
+        done, self._done = self._done, []
+        return done
+
+    def wait(self, ticket: Ticket, timeout: float | None = None) -> Done:
+        """Wait for one ticket; what else ends meanwhile stays for :meth:`poll`."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            waiting = self.poll()
+            self._done = [done for done in waiting if done.ticket != ticket]
+            if len(self._done) < len(waiting):
+                return next(done for done in waiting if done.ticket == ticket)
+            if not self._is_open(ticket):
+                raise InputError(
+                    f"ticket {ticket} is not in flight: it was never given out, "
+                    "or its end was already told"
+                )
+            if end is not None and time.monotonic() >= end:
+                raise DeadlineError(f"ticket {ticket} did not end within {timeout} seconds")
+            time.sleep(_POLL_SECONDS)
+
+    def reset(self) -> None:
+        """Forget every block kept, at once."""
+        self._require_open()
+        self._scheduler.reset()
+
+    def stats(self) -> SchedulerStats:
+        """A snapshot of everything counted so far."""
+        return self._scheduler.stats()
+
+    def close(self) -> None:
+        """Finish the copies in flight and give the memory back. Safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            self._worker.close()
+            self._scheduler.close()
+            self._host.close()
+
+    def __enter__(self) -> Ferry:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _take(self, settled: Settled) -> None:
+        for request_id in settled.loaded:
+            ticket, count = self._loading.pop(request_id)
+            self._scheduler.finish(request_id)
+            self._done.append(Done(ticket, count))
+        for failure in settled.failed:
+            ticket, _ = self._loading.pop(failure.request_id)
+            self._scheduler.finish(failure.request_id)
+            self._done.append(Done(ticket, 0, failure.reason))
+        for landing in settled.landed:
+            if landing.transfer_id in self._storing:
+                ticket, count = self._storing.pop(landing.transfer_id)
+                self._done.append(Done(ticket, count if landing.ok else 0, landing.reason))
+
+    def _is_open(self, ticket: Ticket) -> bool:
+        flying = itertools.chain(self._loading.values(), self._storing.values())
+        return any(ticket == known for known, _ in flying)
+
+    def _require_blocks(self, blocks: Blocks) -> None:
+        array = np.asarray(blocks)
+        wrong = array[(array < 0) | (array >= self._layout.num_blocks)]
+        if len(wrong):
+            raise InputError(
+                f"device block {int(wrong[0])} does not exist: the tensors have blocks "
+                f"0 to {self._layout.num_blocks - 1}"
+            )
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this ferry is closed")
