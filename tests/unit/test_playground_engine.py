@@ -76,8 +76,8 @@ def test_tokens_ignore_device_size_and_step_size(
     tight = engine(runners, 20, shape=shape, step_tokens=step_tokens)
     assert serve(roomy, CHAT).answers() == serve(tight, CHAT).answers()
     assert tight.counts.num_prefill_tokens > roomy.counts.num_prefill_tokens
-    roomy.pool.check_integrity(num_held=0)
-    tight.pool.check_integrity(num_held=0)
+    roomy.memory.check_integrity(num_held=0)
+    tight.memory.check_integrity(num_held=0)
 
 
 def test_a_step_keeps_to_its_budget_and_mixes_prefill_with_decode(runners: list[Runner]) -> None:
@@ -125,14 +125,14 @@ def test_preemption_takes_the_latest_and_tokens_stay(runners: list[Runner]) -> N
         loop.submit(request)
     while loop.has_work:
         loop.step()
-        loop.pool.check_integrity()
+        loop.memory.check_integrity()
     assert loop.counts.num_preemptions > 0
     assert requests[0].num_preemptions == 0
     assert requests[2].num_preemptions > 0
     for request in requests:
         assert request.state is State.FINISHED
         assert request.generated == alone(runners, request)
-    loop.pool.check_integrity(num_held=0)
+    loop.memory.check_integrity(num_held=0)
 
 
 def test_a_request_waits_for_its_arrival(runners: list[Runner]) -> None:
@@ -162,9 +162,9 @@ def test_aborts_leave_nothing_behind(runners: list[Runner]) -> None:
             assert request.state is State.ABORTED
         else:
             survivors.append(request)
-        loop.pool.check_integrity()
+        loop.memory.check_integrity()
     loop.run()
-    loop.pool.check_integrity(num_held=0)
+    loop.memory.check_integrity(num_held=0)
     assert len(survivors) > 5
     for request in survivors:
         assert request.generated == alone(runners, request)
@@ -172,7 +172,7 @@ def test_aborts_leave_nothing_behind(runners: list[Runner]) -> None:
 
 def test_refuses_what_cannot_be_served(runners: list[Runner]) -> None:
     loop = engine(runners, 4)
-    with pytest.raises(InputError, match="may grow to 70 tokens, which need 5 device blocks"):
+    with pytest.raises(InputError, match="may grow to 70 tokens; 4 device blocks of 16"):
         loop.submit(Request("big", prompt(60), 10))
     loop.submit(Request("a", prompt(5), 3))
     with pytest.raises(InputError, match="already being served"):

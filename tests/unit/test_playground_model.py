@@ -42,6 +42,11 @@ def poisoned_kv(shape: ModelShape, num_blocks: int) -> list[np.ndarray]:
     ]
 
 
+def tables(shape: ModelShape, blocks: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The same block ids in every group: each layer has its own tensor."""
+    return (blocks,) * len(shape.group_windows)
+
+
 def kv_of(kv: list[np.ndarray], blocks: np.ndarray, length: int) -> list[np.ndarray]:
     at = np.arange(length)
     return [layer[blocks[at // BLOCK_TOKENS], :, at % BLOCK_TOKENS] for layer in kv]
@@ -100,7 +105,7 @@ def test_agrees_with_a_dense_reference(shape: ModelShape, length: int) -> None:
     kv = poisoned_kv(shape, 16)
     blocks = np.random.default_rng(1).permutation(16)[: -(-length // BLOCK_TOKENS)]
 
-    (token,) = decoder.forward([Span(tokens, 0, blocks)], kv)
+    (token,) = decoder.forward([Span(tokens, 0, tables(shape, blocks))], kv)
 
     logits, caches = dense_reference(decoder, tokens)
     assert token == int(np.argmax(logits))
@@ -116,10 +121,11 @@ def served(shape: ModelShape, tokens: np.ndarray, cuts: list[int], *, mixed: boo
     other, other_at = prompt(120, seed=9), 0
     other_blocks = np.arange(30, 40)
     for start, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
-        spans = [Span(tokens[start:end], start, blocks)]
+        spans = [Span(tokens[start:end], start, tables(shape, blocks))]
         if mixed and other_at < len(other):
             step = min(1 + end % 37, len(other) - other_at)
-            spans.insert(0, Span(other[other_at : other_at + step], other_at, other_blocks))
+            rows = other[other_at : other_at + step]
+            spans.insert(0, Span(rows, other_at, tables(shape, other_blocks)))
             other_at += step
         last = decoder.forward(spans, kv)[-1]
     return [*(layer.tobytes() for layer in kv_of(kv, blocks, len(tokens))), b"%d" % last]
@@ -165,11 +171,11 @@ def test_a_changed_kv_byte_changes_the_outcome() -> None:
     outcomes = set()
     for broken in (False, True):
         kv = poisoned_kv(SMALL, 7)
-        decoder.forward([Span(tokens[:96], 0, blocks)], kv)
+        decoder.forward([Span(tokens[:96], 0, (blocks,))], kv)
         if broken:
             for layer in kv:
                 layer[2] = layer[3]
-        decoder.forward([Span(tokens[96:], 96, blocks)], kv)
+        decoder.forward([Span(tokens[96:], 96, (blocks,))], kv)
         outcomes.add(hashlib.sha256(kv_of(kv, blocks, 100)[-1][96:].tobytes()).hexdigest())
     assert len(outcomes) == 2
 

@@ -37,14 +37,12 @@ class BlockPool:
     def num_cached(self) -> int:
         return len(self._index)
 
-    def acquire_prefix(self, keys: Iterable[Key]) -> list[int]:
-        """Hold and return the blocks of the longest prefix of ``keys`` that is on the device."""
-        blocks: list[int] = []
-        for key in keys:
-            block = self._index.get(key)
-            if block is None:
-                break
-            blocks.append(block)
+    def has(self, key: Key) -> bool:
+        return key in self._index
+
+    def acquire(self, keys: Iterable[Key]) -> list[int]:
+        """Hold and return the blocks of these keys, all of which are here."""
+        blocks = [self._index[key] for key in keys]
         self.hold(blocks)
         return blocks
 

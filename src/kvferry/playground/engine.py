@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
+from kvferry.answers import DeviceBlocks, MatchState
 from kvferry.errors import InputError
 from kvferry.identity import chain
-from kvferry.playground.blocks import BlockPool
-from kvferry.playground.model import Span
 from kvferry.playground.offload import Offloader
 from kvferry.playground.request import Request, State
 from kvferry.playground.runner import Runner
+from kvferry.playground.tables import Memory
 from kvferry.types import RequestId
 
-IDLE_WAIT = 0.002
+IDLE_SECONDS = 0.0005
+
+Work = list[tuple[Request, int]]
+"""One step's requests and how many tokens of each to compute."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much one step and one device may take."""
+    """How much one step may take."""
 
     step_tokens: int = 256
     max_running: int = 8
@@ -64,7 +65,7 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.runner = runner
-        self.pool = BlockPool(runner.num_blocks)
+        self.memory = Memory(runner.groups, runner.num_blocks)
         self.counts = Counts()
         self.limits = limits or Limits()
         self.offloader = offloader
@@ -84,16 +85,17 @@ class Engine:
         if request.id in self._requests:
             raise InputError(f"request {request.id} is already being served")
         longest = len(request.prompt) + request.max_new_tokens
-        if self._num_blocks_for(longest) > self.pool.num_blocks:
-            raise InputError(
-                f"request {request.id} may grow to {longest} tokens, which need "
-                f"{self._num_blocks_for(longest)} device blocks; there are {self.pool.num_blocks}"
-            )
         if longest > self.runner.max_tokens:
             raise InputError(
                 f"request {request.id} may grow to {longest} tokens; "
                 f"the model ends at {self.runner.max_tokens}"
             )
+        if not self.memory.can_ever_hold(longest, self.limits.step_tokens):
+            raise InputError(
+                f"request {request.id} may grow to {longest} tokens; "
+                f"{self.memory.num_blocks} device blocks of {self._block_tokens} cannot hold it"
+            )
+        request.tables = self.memory.new_tables()
         self._requests[request.id] = request
         insort(self._waiting, request, key=_turn)
 
@@ -109,106 +111,133 @@ class Engine:
         request.state = State.ABORTED
         if self.offloader:
             self.offloader.abort(request_id)
-        self._drop_blocks(request)
+        self._drop(request)
 
     def step(self) -> list[Request]:
         """Do one step's work; returns the requests that finished in it."""
         if self.offloader:
             self._settle(self.offloader)
         work = self._schedule()
-        if not work:
-            if self.offloader:
-                self.offloader.dispatch()
-            self._idle()
-            return []
-        pending = self.runner.submit([self._span(request, count) for request, count in work])
+        result = self.runner.submit([request.span(count) for request, count in work])
         for request, count in work:
             self._advance(request, count)
-        if self.offloader:  # after the compute was queued: stores are ordered behind it
+        if self.offloader:  # after the compute was queued: the copies are ordered behind it
             self.offloader.dispatch()
-        return self._postprocess(work, pending())
+        if not work:
+            self._idle()
+        return self._postprocess(work, result())
 
     def run(self) -> None:
         """Step until every request is done."""
         while self.has_work:
             self.step()
 
+    def drain(self) -> None:
+        """Wait until no transfer holds a device block; only between requests."""
+        while self.offloader and self.offloader.has_pending:
+            self._settle(self.offloader)
+            time.sleep(IDLE_SECONDS)
+
     # -- schedule
 
-    def _schedule(self) -> list[tuple[Request, int]]:
+    def _schedule(self) -> Work:
         budget = self.limits.step_tokens
-        work: list[tuple[Request, int]] = []
+        work: Work = []
         num_preemptions = self.counts.num_preemptions
         for request in tuple(self._running):
             count = min(request.num_uncomputed, budget)
             if request.state is State.RUNNING and count and self._make_room(request, count):
                 work.append((request, count))
                 budget -= count
-        while budget and num_preemptions == self.counts.num_preemptions:
-            request_or_none = self._next_arrival()
-            if request_or_none is None or not self._admit(request_or_none):
+        if num_preemptions != self.counts.num_preemptions:
+            return work  # no room to let anyone in
+        for request in self._arrived():
+            if not budget or not self._admit(request):
                 break
-            request = request_or_none
-            if request.state is State.RUNNING:
-                count = min(request.num_uncomputed, budget)
-                if self._make_room(request, count):
-                    work.append((request, count))
-                    budget -= count
+            count = min(request.num_uncomputed, budget)
+            if request.state is State.RUNNING and self._make_room(request, count):
+                work.append((request, count))
+                budget -= count
         return work
 
-    def _next_arrival(self) -> Request | None:
+    def _arrived(self) -> list[Request]:
+        """The waiting requests that may be looked at now, first come first."""
         num_admitted = len(self._requests) - len(self._waiting)
-        if not self._waiting or num_admitted >= self.limits.max_running:
-            return None
-        request = self._waiting[0]
-        return request if request.arrival <= self.clock() else None
+        now = self.clock()
+        first = self._waiting[: max(0, self.limits.max_running - num_admitted)]
+        return [request for request in first if request.arrival <= now]
 
     def _admit(self, request: Request) -> bool:
         """Give a waiting request what is cached of it, or leave it waiting if it does not fit."""
         self._extend_keys(request)
         # The last token is always computed: its logits are the next token.
         usable = request.keys[: (len(request.tokens) - 1) // self._block_tokens]
-        on_device = self.pool.acquire_prefix(usable)
-        missing = self._num_blocks_for(len(request.tokens)) - len(on_device)
-        if not self.pool.can_allocate(missing):
-            self.pool.release(on_device)
+        num_cached, request.tables = self.memory.acquire(usable)
+        num_tokens = num_cached
+        if self.offloader:
+            match = self.offloader.match(
+                request.id,
+                usable,
+                computed_tokens=num_cached,
+                max_tokens=len(usable) * self._block_tokens,
+            )
+            if match.state is MatchState.WAIT:  # another request is loading these very blocks
+                self._drop(request)
+                return False
+            num_tokens = match.num_tokens
+        if not self._fits(request):
+            self._drop(request)
             return False
         self._waiting.remove(request)
-        request.blocks = on_device
-        request.num_published = len(on_device)
-        request.num_computed = len(on_device) * self._block_tokens
-        request.num_device_hits += request.num_computed
-        self.counts.num_device_hit_tokens += request.num_computed
-        request.state = State.RUNNING
-        num_loadable = 0
-        if self.offloader:
-            num_loadable = self.offloader.match(request.id, usable, len(on_device))
-        if self.offloader and num_loadable:
-            request.state = State.LOADING
-            into = self.pool.allocate(num_loadable)
-            request.blocks += into
-            self.pool.hold(into)  # for the transfer; released when it is settled
-            self.offloader.load(request.id, into)
+        request.num_computed = num_cached
+        request.num_published = num_cached // self._block_tokens
+        request.num_device_hits += num_cached
+        self.counts.num_device_hit_tokens += num_cached
+        if num_tokens > num_cached:
+            self._load(request, num_tokens)
         else:
-            insort(self._running, request, key=_turn)
+            self._resume(request)
         return True
+
+    def _fits(self, request: Request) -> bool:
+        """Whether there is room for it beside what those let in before it are yet to take."""
+        admitted = (r for r in self._requests.values() if r.state is not State.WAITING)
+        return self.memory.can_hold(
+            ((r.tables, len(r.tokens)) for r in (*admitted, request)), self.limits.step_tokens
+        )
+
+    def _load(self, request: Request, num_tokens: int) -> None:
+        assert self.offloader is not None
+        self.memory.grow_for_load(request.tables, num_tokens, request.num_computed)
+        held = self.offloader.load(request.id, request.tables)
+        if held:
+            self._hold(held)
+            request.num_loading = num_tokens - request.num_computed
+            request.state = State.LOADING
+        else:  # the hit was lost since it was matched
+            self.memory.cut(request.tables, request.num_computed)
+            self._resume(request)
+
+    def _resume(self, request: Request) -> None:
+        request.state = State.RUNNING
+        insort(self._running, request, key=_turn)
 
     def _make_room(self, request: Request, count: int) -> bool:
         """Get blocks for ``count`` more tokens, preempting later requests if need be."""
-        missing = self._num_blocks_for(request.num_computed + count) - len(request.blocks)
-        while not self.pool.can_allocate(missing):
+        num_tokens = request.num_computed + count
+        while not self.memory.can_grow(request.tables, num_tokens):
             victim = self._running[-1]
             if victim is request:
                 return False  # blocks are held by transfers or earlier requests: wait a step
             self._preempt(victim)
-        request.blocks += self.pool.allocate(max(0, missing))
+        self.memory.grow(request.tables, num_tokens)
         return True
 
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)
         if self.offloader:
             self.offloader.preempt(request.id)
-        self._drop_blocks(request)
+        self._drop(request)
         request.state = State.WAITING
         request.num_preemptions += 1
         self.counts.num_preemptions += 1
@@ -216,13 +245,8 @@ class Engine:
 
     # -- run
 
-    def _span(self, request: Request, count: int) -> Span:
-        start = request.num_computed
-        tokens = np.array(request.tokens[start : start + count], dtype=np.int64)
-        return Span(tokens, start, request.block_table())
-
     def _advance(self, request: Request, count: int) -> None:
-        """Note that compute of ``count`` tokens is queued; full blocks can be found and stored."""
+        """Compute of ``count`` tokens is queued: full blocks can be found, stored, let go."""
         if request.is_decoding:
             self.counts.num_decode_tokens += 1
         else:
@@ -230,16 +254,18 @@ class Engine:
             request.num_prefilled += count
         request.num_computed += count
         self._extend_keys(request)
-        full = slice(request.num_published, request.num_computed // self._block_tokens)
-        self._publish(request, full.stop)
-        if self.offloader and full.start < full.stop:
-            taken = self.offloader.store(request.id, request.keys[full], request.blocks[full])
-            self.pool.hold(taken)  # until settled: the copy reads them after the request is gone
+        self._publish(request)
+        if self.offloader:
+            self._hold(
+                self.offloader.store(request.id, request.keys, request.tables, request.num_computed)
+            )
+        # Only after the stores have their hold: what a window has passed may be handed out again.
+        self.memory.trim(request.tables, request.num_computed)
 
     # -- postprocess
 
-    def _postprocess(self, work: list[tuple[Request, int]], tokens: list[int]) -> list[Request]:
-        self.counts.num_steps += 1
+    def _postprocess(self, work: Work, tokens: list[int]) -> list[Request]:
+        self.counts.num_steps += bool(work)
         now = self.clock()
         finished = []
         for (request, _), token in zip(work, tokens, strict=True):
@@ -260,39 +286,43 @@ class Engine:
         request.finished_at = now
         if self.offloader:
             self.offloader.finish(request.id)
-        self._drop_blocks(request)
+        self._drop(request)
 
     # -- transfers that ended
 
     def _settle(self, offloader: Offloader) -> None:
         settled = offloader.settle()
-        for request_id, num_loaded in settled.loads:
-            request = self._requests.get(request_id)
-            if request is None or request.state is not State.LOADING:
-                continue  # aborted meanwhile
-            num_before = request.num_computed // self._block_tokens
-            num_asked = len(request.blocks) - num_before
-            request.num_computed += num_loaded * self._block_tokens
-            request.num_loaded += num_loaded * self._block_tokens
-            self.counts.num_loaded_tokens += num_loaded * self._block_tokens
-            self.counts.num_failed_load_tokens += (num_asked - num_loaded) * self._block_tokens
-            self._publish(request, num_before + num_loaded)
-            request.state = State.RUNNING
-            insort(self._running, request, key=_turn)
-        self.pool.release(settled.released_blocks)
+        for request_id in settled.loaded:
+            request = self._requests[request_id]
+            request.num_computed += request.num_loading
+            request.num_loaded += request.num_loading
+            self.counts.num_loaded_tokens += request.num_loading
+            self._publish(request)
+            self._resume(request)
+        for failed in settled.failed:
+            request = self._requests[failed.request_id]
+            self.counts.num_failed_load_tokens += failed.num_tokens
+            self.memory.cut(request.tables, failed.first_token)
+            self._resume(request)
+        for group, blocks in settled.released:
+            self.memory.pools[group].release(blocks.tolist())
 
     def _idle(self) -> None:
-        if self.offloader and self.offloader.has_pending:
-            self.offloader.wait(IDLE_WAIT)
-        elif self._waiting:
-            time.sleep(max(0.0, min(IDLE_WAIT, self._waiting[0].arrival - self.clock())))
+        """Nothing to compute: wait for a transfer or an arrival, but not for long."""
+        if self._requests:
+            time.sleep(IDLE_SECONDS)
 
     # -- bookkeeping
 
-    def _publish(self, request: Request, num_blocks: int) -> None:
-        for at in range(request.num_published, num_blocks):
-            self.pool.publish(request.blocks[at], request.keys[at])
-        request.num_published = max(request.num_published, num_blocks)
+    def _hold(self, held: Iterable[DeviceBlocks]) -> None:
+        for group, blocks in held:
+            self.memory.pools[group].hold(blocks.tolist())
+
+    def _publish(self, request: Request) -> None:
+        num_full = request.num_computed // self._block_tokens
+        blocks = range(request.num_published, num_full)
+        self.memory.publish(request.tables, request.keys, blocks)
+        request.num_published = num_full
 
     def _extend_keys(self, request: Request) -> None:
         known = len(request.keys)
@@ -302,14 +332,10 @@ class Engine:
             parent = request.keys[known - 1] if known else None
             request.keys = request.keys + chain(self._namespace, tokens, parent)
 
-    def _drop_blocks(self, request: Request) -> None:
-        self.pool.release(request.blocks)
-        request.blocks = []
+    def _drop(self, request: Request) -> None:
+        self.memory.cut(request.tables, 0)
         request.num_computed = 0
         request.num_published = 0
-
-    def _num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_tokens)
 
 
 def _turn(request: Request) -> tuple[float, str]:

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvferry import reach
 from kvferry.errors import InputError
 
 Floats = npt.NDArray[np.float32]
@@ -83,25 +84,41 @@ class ModelShape:
         if any(window is not None and window < 1 for window in self.windows):
             raise InputError(f"a window must be at least 1 token, got {self.windows}")
 
+    @property
+    def group_windows(self) -> tuple[int | None, ...]:
+        """The windows that occur, in order of their first layer: one group each."""
+        return tuple(dict.fromkeys(self.windows))
+
+    @property
+    def layer_groups(self) -> tuple[int, ...]:
+        """The group of each layer."""
+        return tuple(self.group_windows.index(window) for window in self.windows)
+
+    def groups(self, block_tokens: int) -> tuple[reach.Group, ...]:
+        """The groups as kvferry knows them."""
+        return tuple(
+            reach.FullAttention(block_tokens)
+            if window is None
+            else reach.SlidingWindow(block_tokens, window=window)
+            for window in self.group_windows
+        )
+
     def kv_shape(self, num_blocks: int, block_tokens: int) -> tuple[int, int, int, int, int]:
         """Shape of one layer's paged KV tensor."""
         return (num_blocks, 2, block_tokens, self.num_kv_heads, self.head_dim)
-
-    def block_bytes(self, block_tokens: int) -> int:
-        """Bytes of one block over all layers."""
-        return self.num_layers * int(np.prod(self.kv_shape(1, block_tokens))) * 4
 
 
 @dataclass(frozen=True, eq=False)
 class Span:
     """Tokens of one request to compute now: positions ``start`` to ``start + len(tokens)``.
 
-    ``blocks`` is the request's block table; it covers at least all those positions.
+    ``tables`` are the request's block tables, one per group; each covers all those positions and
+    what they look back at.
     """
 
     tokens: Ints
     start: int
-    blocks: Ints
+    tables: tuple[Ints, ...]
 
     @property
     def end(self) -> int:
@@ -116,6 +133,7 @@ class _Layer:
     mlp_norm: Floats
     gate_up: Floats
     down: Floats
+    group: int
     window: int | None
 
 
@@ -141,9 +159,10 @@ class Decoder:
                 mlp_norm=np.ones(shape.width, np.float32),
                 gate_up=weight(shape.width, 2 * shape.hidden),
                 down=weight(shape.hidden, shape.width),
+                group=group,
                 window=window,
             )
-            for window in shape.windows
+            for group, window in zip(shape.layer_groups, shape.windows, strict=True)
         )
         self.final_norm = np.ones(shape.width, np.float32)
         self.head = weight(shape.width, shape.vocab)
@@ -178,20 +197,22 @@ class Decoder:
         cos, sin = self._cos[batch.positions], self._sin[batch.positions]
         query = _rotate(projected[:, :heads], cos, sin)
         # Every span's KV is written before any span reads: a span may attend to another's blocks.
-        cache[batch.block_ids, 0, batch.offsets] = _rotate(
+        block_ids = batch.block_ids[layer.group]
+        cache[block_ids, 0, batch.offsets] = _rotate(
             projected[:, heads : heads + kv_heads], cos, sin
         )
-        cache[batch.block_ids, 1, batch.offsets] = projected[:, heads + kv_heads :]
+        cache[block_ids, 1, batch.offsets] = projected[:, heads + kv_heads :]
         mixed = np.empty((len(projected), heads * shape.head_dim), np.float32)
         for span, rows in zip(batch.spans, batch.slices, strict=True):
-            mixed[rows] = paged_attention(query[rows], span, cache, layer.window)
+            mixed[rows] = paged_attention(query[rows], span, layer, cache)
         return batch.to_tiles(mixed) @ layer.output
 
 
-def paged_attention(query: Floats, span: Span, cache: Floats, window: int | None) -> Floats:
+def paged_attention(query: Floats, span: Span, layer: _Layer, cache: Floats) -> Floats:
     """Causal attention of one span's rows over its block table; rows of heads * head_dim."""
     _, _, _, kv_heads, head_dim = cache.shape
     num_rows, heads, _ = query.shape
+    window = layer.window
     first_row = span.start - span.start % QUERY_TILE
     num_query_tiles = -(-(span.end - first_row) // QUERY_TILE)
     first_key = 0 if window is None else max(0, span.start - window + 1) // KEY_TILE * KEY_TILE
@@ -202,7 +223,7 @@ def paged_attention(query: Floats, span: Span, cache: Floats, window: int | None
     tiles[span.start - first_row : span.end - first_row] = query
     tiles = tiles.reshape(num_query_tiles, QUERY_TILE, kv_heads, heads // kv_heads, head_dim)
     tiles = tiles.transpose(0, 2, 3, 1, 4).reshape(num_query_tiles, 1, kv_heads, -1, head_dim)
-    key, value = _gather(span, cache, first_key, num_key_tiles)
+    key, value = _gather(span, span.tables[layer.group], cache, first_key, num_key_tiles)
 
     scores = np.matmul(tiles, key.transpose(0, 2, 3, 1))
     scores *= np.float32(head_dim**-0.5)
@@ -226,14 +247,19 @@ def paged_attention(query: Floats, span: Span, cache: Floats, window: int | None
     return rows.reshape(-1, heads * head_dim)[span.start - first_row :][:num_rows]
 
 
-def _gather(span: Span, cache: Floats, first_key: int, num_key_tiles: int) -> tuple[Floats, Floats]:
+def _gather(
+    span: Span, table: Ints, cache: Floats, first_key: int, num_key_tiles: int
+) -> tuple[Floats, Floats]:
     """Keys and values from ``first_key`` on as (key tile, KEY_TILE, KV head, head_dim)."""
     _, _, block_tokens, kv_heads, head_dim = cache.shape
     first, last = first_key // block_tokens, -(-span.end // block_tokens)
     flat = np.zeros((2, num_key_tiles * KEY_TILE, kv_heads, head_dim), np.float32)
     paged = flat.reshape(2, -1, block_tokens, kv_heads, head_dim)
-    paged[:, : last - first] = cache[span.blocks[first:last]].swapaxes(0, 1)
-    # Behind the last token lie someone's old bytes; they must not reach a sum, not even times 0.
+    blocks = table[first:last]
+    paged[:, : last - first] = cache[blocks].swapaxes(0, 1)
+    # Behind the last token, and where a window has passed, lie someone's old bytes; they must not
+    # reach a sum, not even times 0.
+    paged[:, : last - first][:, blocks < 0] = 0
     flat[:, span.end - first_key :] = 0
     key, value = flat.reshape(2, num_key_tiles, KEY_TILE, kv_heads, head_dim)
     return key, value
@@ -246,9 +272,11 @@ class _Batch:
         self.spans = spans
         self.tokens = np.concatenate([span.tokens for span in spans])
         self.positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
-        self.block_ids = np.concatenate(
-            [span.blocks[np.arange(span.start, span.end) // block_tokens] for span in spans]
-        )
+        places = [np.arange(span.start, span.end) // block_tokens for span in spans]
+        self.block_ids = [
+            np.concatenate([table[place] for table, place in zip(group, places, strict=True)])
+            for group in zip(*(span.tables for span in spans), strict=True)
+        ]
         self.offsets = self.positions % block_tokens
         ends = np.cumsum([len(span.tokens) for span in spans])
         self.slices = [

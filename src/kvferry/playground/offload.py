@@ -3,52 +3,102 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from types import TracebackType
 
+from kvferry.answers import DeviceBlocks, Match, Settled
+from kvferry.config import Config
+from kvferry.device.base import CopyEngine
+from kvferry.device.cpu import CpuEngine
+from kvferry.device.layout import describe
+from kvferry.errors import InputError
 from kvferry.keys import Keys
-from kvferry.types import RequestId
+from kvferry.playground.runner import Runner
+from kvferry.playground.tables import Tables
+from kvferry.pool import Pool
+from kvferry.scheduler import Scheduler
+from kvferry.stats import SchedulerStats
+from kvferry.tiers import HostTier
+from kvferry.types import DEVICE, HOST, RequestId
+from kvferry.worker import Worker
 
 
-@dataclass(frozen=True)
-class Ended:
-    """What the transfers that ended since the last look mean to the engine.
+class Offloader:
+    """kvferry as the engine sees it: a scheduler half and a worker half, in one process.
 
-    ``loads`` pairs a request with how many of its loaded blocks, from the first, are good.
-    ``released_blocks`` are device blocks no transfer touches any more, once per hold.
+    Owns both halves, the copy engine and the host memory. The engine holds every device block
+    that ``load`` and ``store`` return until ``settle`` releases it.
     """
 
-    loads: tuple[tuple[RequestId, int], ...] = ()
-    released_blocks: tuple[int, ...] = ()
-
-
-class Offloader(Protocol):
-    """What the engine asks of whoever keeps its blocks elsewhere."""
+    def __init__(self, runner: Runner, *, host_bytes: int, config: Config | None = None) -> None:
+        layouts = [describe(tensors, block_axis=0) for tensors in runner.group_tensors()]
+        slot_bytes = max(layout.block_bytes for layout in layouts)
+        if host_bytes < slot_bytes:
+            raise InputError(
+                f"a block has {slot_bytes} bytes, host memory of {host_bytes} bytes holds none"
+            )
+        self.host = HostTier(host_bytes // slot_bytes, slot_bytes)
+        self.copies: CopyEngine = CpuEngine(layouts, self.host.rows, compute=runner.compute)
+        self.worker = Worker({(DEVICE, HOST): self.copies, (HOST, DEVICE): self.copies})
+        self.scheduler = Scheduler(Pool(self.host.num_slots), runner.groups, config=config)
 
     @property
     def has_pending(self) -> bool:
         """Whether transfers are under way."""
+        return self.scheduler.num_in_flight > 0
 
-    def match(self, request_id: RequestId, keys: Keys, num_device_blocks: int) -> int:
-        """How many blocks after the first ``num_device_blocks`` can be loaded; claims them."""
+    def match(
+        self, request_id: RequestId, keys: Keys, *, computed_tokens: int, max_tokens: int
+    ) -> Match:
+        """What can be loaded beyond the tokens the device has."""
+        return self.scheduler.match(
+            request_id, keys, computed_tokens=computed_tokens, max_tokens=max_tokens
+        )
 
-    def load(self, request_id: RequestId, blocks: Sequence[int]) -> None:
-        """Fill ``blocks`` with what was matched."""
+    def load(self, request_id: RequestId, tables: Tables) -> Sequence[DeviceBlocks]:
+        """Fill the request's tables with what was matched."""
+        return self.scheduler.load(request_id, tables)
 
-    def store(self, request_id: RequestId, keys: Keys, blocks: Sequence[int]) -> list[int]:
-        """Keep these blocks, whose compute is queued; returns those a transfer will read."""
+    def store(
+        self, request_id: RequestId, keys: Keys, tables: Tables, num_tokens: int
+    ) -> Sequence[DeviceBlocks]:
+        """Keep what is new of these tokens, whose compute is queued."""
+        return self.scheduler.store(request_id, keys, tables, num_tokens)
 
     def dispatch(self) -> None:
         """Start everything asked for since the last call."""
+        plan = self.scheduler.plan()
+        if plan:
+            self.worker.execute(plan)
 
-    def settle(self) -> Ended:
-        """Learn what ended."""
+    def settle(self) -> Settled:
+        """Learn what ended since the last call."""
+        return self.scheduler.settle(self.worker.poll())
 
-    def wait(self, seconds: float) -> None:
-        """Wait until something may have ended, at most ``seconds``."""
+    def preempt(self, request_id: RequestId) -> None:
+        self.scheduler.preempt(request_id)
 
-    def preempt(self, request_id: RequestId) -> None: ...
+    def abort(self, request_id: RequestId) -> None:
+        self.scheduler.abort(request_id)
 
-    def abort(self, request_id: RequestId) -> None: ...
+    def finish(self, request_id: RequestId) -> None:
+        self.scheduler.finish(request_id)
 
-    def finish(self, request_id: RequestId) -> None: ...
+    def stats(self) -> SchedulerStats:
+        return self.scheduler.stats()
+
+    def close(self) -> None:
+        """Finish what moves, then end both halves. Safe to call twice."""
+        self.worker.close()
+        self.scheduler.close()
+        self.host.close()
+
+    def __enter__(self) -> Offloader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -10,6 +10,8 @@ import numpy as np
 
 from kvferry.errors import InputError
 from kvferry.keys import Keys
+from kvferry.playground.model import Span
+from kvferry.playground.tables import Tables
 from kvferry.types import RequestId
 
 
@@ -25,13 +27,13 @@ class State(Enum):
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, what was generated so far, and the blocks that hold its KV.
+    """A prompt, what was generated so far, and the tables of the blocks with its KV.
 
     ::
 
         tokens   | prompt ................ | generated ... |
         computed | on device | loaded | computed here |    ^ next token to feed
-        blocks   | b0 | b1 | b2 | ...                 |
+        tables   | b0 | b1 | b2 | ...                 |    one per group
     """
 
     id: RequestId
@@ -42,9 +44,12 @@ class Request:
 
     state: State = State.WAITING
     tokens: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
+    tables: Tables = field(default_factory=list)
     keys: Keys = field(default_factory=Keys.empty)
     num_computed: int = 0
+    num_loading: int = 0
+    """Tokens its load will bring."""
+
     num_published: int = 0
     """Blocks, from the first, whose content the device prefix cache has been told."""
 
@@ -81,5 +86,9 @@ class Request:
     def is_done(self) -> bool:
         return len(self.tokens) - len(self.prompt) >= self.max_new_tokens
 
-    def block_table(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        return np.array(self.blocks, dtype=np.int64)
+    def span(self, count: int) -> Span:
+        """Its next ``count`` tokens, for the model."""
+        start = self.num_computed
+        tokens = np.array(self.tokens[start : start + count], dtype=np.int64)
+        tables = tuple(np.array(table, dtype=np.int64) for table in self.tables)
+        return Span(tokens, start, tables)

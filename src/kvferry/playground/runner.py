@@ -23,6 +23,7 @@ class Runner:
             raise InputError(f"block_tokens must divide {KEY_TILE}, got {block_tokens}")
         shape = decoder.shape.kv_shape(num_blocks, block_tokens)
         self.kv: list[Floats] = [np.zeros(shape, np.float32) for _ in decoder.layers]
+        self.groups = decoder.shape.groups(block_tokens)
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self.max_tokens = decoder.shape.max_tokens
@@ -41,6 +42,13 @@ class Runner:
             geometry={name: getattr(shape, name) for name in shape.__dataclass_fields__},
             block_tokens=self.block_tokens,
         )
+
+    def group_tensors(self) -> list[list[Floats]]:
+        """The KV tensors of each group, in layer order."""
+        by_group: list[list[Floats]] = [[] for _ in self.groups]
+        for group, tensor in zip(self._decoder.shape.layer_groups, self.kv, strict=True):
+            by_group[group].append(tensor)
+        return by_group
 
     def submit(self, spans: Sequence[Span]) -> Callable[[], list[int]]:
         """Queue one forward pass; the answer waits for it and gives each span's next token."""

@@ -1,0 +1,274 @@
+"""The same conversations served three ways: what a small device costs, and what kvferry saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from kvferry.errors import InputError
+from kvferry.playground.engine import Engine, Limits
+from kvferry.playground.model import Decoder, ModelShape
+from kvferry.playground.offload import Offloader
+from kvferry.playground.request import Request
+from kvferry.playground.runner import Runner
+from kvferry.playground.workload import Chat, Served, serve
+from kvferry.types import DEVICE, HOST
+
+Answers = dict[str, list[int]]
+"""Every turn's generated tokens by request id."""
+
+
+class Way(Enum):
+    """One way to serve the workload."""
+
+    ROOMY = "roomy"  # a device that holds the whole working set
+    SMALL = "small"  # a device that does not; what it forgets is computed again
+    KVFERRY = "kvferry"  # the same small device; what it forgets comes back from host memory
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all three ways share, and how small the small device is."""
+
+    chat: Chat
+    shape: ModelShape
+    device_blocks: int
+    host_bytes: int
+    block_tokens: int = 16
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if self.chat.longest > self.shape.max_tokens:
+            raise InputError(
+                f"a conversation grows to {self.chat.longest} tokens, "
+                f"the model ends at {self.shape.max_tokens}; make it shorter"
+            )
+        needed = -(-self.chat.longest // self.block_tokens)
+        if self.device_blocks < needed:
+            raise InputError(
+                f"a conversation grows to {self.chat.longest} tokens, that is {needed} blocks; "
+                f"{self.device_blocks} device blocks cannot hold even one"
+            )
+        if self.device_blocks >= self.working_set:
+            raise InputError(
+                f"{self.device_blocks} device blocks hold the whole working set of "
+                f"{self.working_set}, so there is nothing to offload; give fewer"
+            )
+
+    @property
+    def working_set(self) -> int:
+        """Blocks of all conversations at their longest."""
+        return self.chat.num_blocks(self.block_tokens)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return self.shape.num_layers * int(np.prod(self.shape.kv_shape(1, self.block_tokens))) * 4
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One answered question: how long until its first token, and where its prompt came from."""
+
+    conversation: int
+    turn: int
+    prompt_tokens: int
+    device_tokens: int
+    host_tokens: int
+    prefilled_tokens: int
+    first_token_seconds: float
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one way cost. Tokens are counted each time they are computed or loaded."""
+
+    way: Way
+    device_blocks: int
+    seconds: float
+    turns: Sequence[Turn]
+    generated_tokens: int
+    prompt_tokens: int
+    prefill_tokens: int
+    device_hit_tokens: int
+    host_hit_tokens: int
+    stored_bytes: int
+    loaded_bytes: int
+    num_preemptions: int
+    failed_load_tokens: int
+
+    def first_token_seconds(self, percentile: float) -> float:
+        return float(np.percentile([turn.first_token_seconds for turn in self.turns], percentile))
+
+    def first_token_median_by_turn(self) -> list[float]:
+        """The median time to first token of every round."""
+        rounds: dict[int, list[float]] = {}
+        for turn in self.turns:
+            rounds.setdefault(turn.turn, []).append(turn.first_token_seconds)
+        return [float(np.median(rounds[number])) for number in sorted(rounds)]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.generated_tokens / self.seconds
+
+    @property
+    def device_hit_rate(self) -> float:
+        return self.device_hit_tokens / self.looked_up_tokens
+
+    @property
+    def host_hit_rate(self) -> float:
+        return self.host_hit_tokens / self.looked_up_tokens
+
+    @property
+    def looked_up_tokens(self) -> int:
+        """Prompt tokens, counted again for a request that was preempted and came back."""
+        return self.device_hit_tokens + self.host_hit_tokens + self.prefill_tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return {
+            "device_blocks": self.device_blocks,
+            "seconds": self.seconds,
+            "ttft_p50_seconds": self.first_token_seconds(50),
+            "ttft_p95_seconds": self.first_token_seconds(95),
+            "ttft_p50_seconds_by_turn": self.first_token_median_by_turn(),
+            "tokens_per_second": self.tokens_per_second,
+            "generated_tokens": self.generated_tokens,
+            "prompt_tokens": self.prompt_tokens,
+            "prefill_tokens_computed": self.prefill_tokens,
+            "hit_rate": {DEVICE: self.device_hit_rate, HOST: self.host_hit_rate},
+            "hit_tokens": {DEVICE: self.device_hit_tokens, HOST: self.host_hit_tokens},
+            "bytes_moved": {
+                f"{DEVICE}->{HOST}": self.stored_bytes,
+                f"{HOST}->{DEVICE}": self.loaded_bytes,
+            },
+            "preemptions": self.num_preemptions,
+            "failed_load_tokens": self.failed_load_tokens,
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The three ways' figures, and whether their tokens agree."""
+
+    setting: Setting
+    figures: dict[Way, Figures]
+    num_different_turns: int
+
+    @property
+    def tokens_equal(self) -> bool:
+        return self.num_different_turns == 0
+
+    @property
+    def prefill_ratio(self) -> float:
+        """How many times fewer prefill tokens the small device computes with kvferry."""
+        with_kvferry = self.figures[Way.KVFERRY].prefill_tokens
+        return self.figures[Way.SMALL].prefill_tokens / with_kvferry
+
+    @property
+    def first_token_ratio(self) -> float:
+        """How many times sooner the median first token comes with kvferry."""
+        with_kvferry = self.figures[Way.KVFERRY].first_token_seconds(50)
+        return self.figures[Way.SMALL].first_token_seconds(50) / with_kvferry
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data."""
+        setting, chat, shape = self.setting, self.setting.chat, self.setting.shape
+        return {
+            "tokens_equal": self.tokens_equal,
+            "different_turns": self.num_different_turns,
+            "prefill_ratio": self.prefill_ratio,
+            "ttft_p50_ratio": self.first_token_ratio,
+            "setting": {
+                "conversations": chat.num_conversations,
+                "turns": chat.num_turns,
+                "opening_tokens": chat.opening_tokens,
+                "question_tokens": chat.question_tokens,
+                "answer_tokens": chat.answer_tokens,
+                "users": chat.num_users,
+                "seed": chat.seed,
+                "windows": list(shape.windows),
+                "layers": shape.num_layers,
+                "width": shape.width,
+                "block_tokens": setting.block_tokens,
+                "block_bytes": setting.block_bytes,
+                "working_set_blocks": setting.working_set,
+                "device_blocks": setting.device_blocks,
+                "host_bytes": setting.host_bytes,
+            },
+            "ways": {way.value: figures.to_dict() for way, figures in self.figures.items()},
+        }
+
+
+def run(
+    setting: Setting,
+    way: Way,
+    decoder: Decoder,
+    on_finish: Callable[[Request], None] | None = None,
+) -> tuple[Figures, Answers]:
+    """Serve the workload one way."""
+    num_blocks = setting.working_set if way is Way.ROOMY else setting.device_blocks
+    with Runner(decoder, num_blocks=num_blocks, block_tokens=setting.block_tokens) as runner:
+        if way is not Way.KVFERRY:
+            engine = Engine(runner, limits=setting.limits)
+            served = serve(engine, setting.chat, on_finish)
+            return _figures(way, engine, served, {}), served.answers()
+        with Offloader(runner, host_bytes=setting.host_bytes) as offloader:
+            engine = Engine(runner, limits=setting.limits, offloader=offloader)
+            served = serve(engine, setting.chat, on_finish)
+            engine.drain()
+            engine.memory.check_integrity(num_held=0)
+            offloader.scheduler.check_integrity()
+            moved = dict(offloader.stats().bytes_moved)
+            return _figures(way, engine, served, moved), served.answers()
+
+
+def compare(setting: Setting, results: dict[Way, tuple[Figures, Answers]]) -> Comparison:
+    """Put the ways side by side; the first one's answers are the truth."""
+    everything = [answers for _, answers in results.values()]
+    turns = set().union(*everything)
+    num_different = sum(
+        any(answers.get(turn) != everything[0].get(turn) for answers in everything)
+        for turn in turns
+    )
+    figures = {way: figures for way, (figures, _) in results.items()}
+    return Comparison(setting, figures, num_different)
+
+
+def _figures(
+    way: Way, engine: Engine, served: Served, moved: dict[tuple[str, str], int]
+) -> Figures:
+    counts = engine.counts
+    return Figures(
+        way=way,
+        device_blocks=engine.memory.num_blocks,
+        seconds=served.seconds,
+        turns=[_turn(request) for request in served.requests],
+        generated_tokens=sum(len(request.generated) for request in served.requests),
+        prompt_tokens=sum(len(request.prompt) for request in served.requests),
+        prefill_tokens=counts.num_prefill_tokens,
+        device_hit_tokens=counts.num_device_hit_tokens,
+        host_hit_tokens=counts.num_loaded_tokens,
+        stored_bytes=moved.get((DEVICE, HOST), 0),
+        loaded_bytes=moved.get((HOST, DEVICE), 0),
+        num_preemptions=counts.num_preemptions,
+        failed_load_tokens=counts.num_failed_load_tokens,
+    )
+
+
+def _turn(request: Request) -> Turn:
+    assert request.first_token_at is not None
+    _, conversation, _, turn = request.id.split("-")
+    return Turn(
+        conversation=int(conversation),
+        turn=int(turn),
+        prompt_tokens=len(request.prompt),
+        device_tokens=request.num_device_hits,
+        host_tokens=request.num_loaded,
+        prefilled_tokens=request.num_prefilled,
+        first_token_seconds=request.first_token_at - request.arrival,
+    )
