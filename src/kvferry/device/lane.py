@@ -144,6 +144,10 @@ class Lane:
         except Exception as error:
             flight.fail(error)
         finally:
+            # The wait, if it came to that, has captured the record: the event is free again.
+            if flight.ready is not None:
+                self._order_events.give(flight.ready)
+                flight.ready = None
             with self._changed:
                 flight.queued = True
                 self._num_unqueued -= 1
@@ -160,11 +164,6 @@ class Lane:
             path.enqueue(job, self.stream)
         except Exception as error:
             flight.fail(error)
-        finally:
-            # The wait has captured the record, so the event is free for the next submit.
-            if flight.ready is not None:
-                self._order_events.give(flight.ready)
-                flight.ready = None
 
     def _fence(self, flight: Flight) -> int:
         if flight.end is None:

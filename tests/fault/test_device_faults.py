@@ -1,0 +1,244 @@
+"""The driver says no, at every call we make: a failed receipt, the next transfer works, no leak."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+from tests.fakes.driver import NOT_SUPPORTED, FakeDriver
+from tests.fakes.kv import make_kv
+from tests.fakes.rig import PATHS, Rig
+
+from kvferry.device.driver import BatchForm
+from kvferry.device.job import CopyJob, Direction
+from kvferry.device.paths import LoopPath
+from kvferry.errors import DriverError
+from kvferry.types import DEVICE, Outcome, TierName, Transfer, TransferId, as_slots
+
+
+def one_round(rig: Rig) -> list[Outcome]:
+    """A store, a load and a store; each waits for the receipt of the one before."""
+    outcomes = []
+    for start in (
+        lambda: rig.store([1, 2], [3, 4]),
+        lambda: rig.load([3, 4], [5, 6]),
+        lambda: rig.store([5, 6], [7, 8]),
+    ):
+        transfer = start()
+        outcomes.append(rig.drain()[transfer].outcome)
+    return outcomes
+
+
+def transfer_works(rig: Rig) -> None:
+    stored = [rig.kv.block(b) for b in (1, 2)]
+    rig.store([1, 2], [0, 1])
+    rig.drain_ok()
+    rig.load([0, 1], [5, 6])
+    rig.drain_ok()
+    assert [rig.kv.block(b) for b in (5, 6)] == stored
+
+
+def calls_of_a_round(path: str) -> tuple[int, list[str]]:
+    """Which calls one round makes, and how many came before it."""
+    rig = Rig(path=path, seed=5)
+    before = len(rig.driver.calls)
+    assert one_round(rig) == [Outcome.OK] * 3
+    calls = rig.driver.calls[before:]
+    rig.close()
+    return before, calls
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_call_refused_once(path: str) -> None:
+    before, calls = calls_of_a_round(path)
+    assert {"record_event", "stream_wait_event", "event_is_done", "current"} <= set(calls)
+    for index in range(len(calls)):
+        rig = Rig(path=path, seed=5)
+        rig.driver.fail_at(before + index)
+        outcomes = one_round(rig)
+        # Polls come as often as time allows, so the last calls of the list may not be reached.
+        reached = len(rig.driver.calls) > before + index
+        assert outcomes.count(Outcome.FAILED) == reached, (index, calls[index])
+        transfer_works(rig)
+        assert rig.engine._order_events.num_held == 0
+        assert rig.engine._timing_events.num_held == 0
+        rig.close()
+        assert rig.driver.leaks() == {}, calls[index]
+
+
+@pytest.mark.parametrize(
+    ("name", "nth"), [("create_stream", 2), ("create_stream", 3), ("current", 3)]
+)
+def test_refused_while_opening(name: str, nth: int) -> None:
+    driver = FakeDriver()
+    driver.fail(name, nth)  # the first of each are the rig's own
+    with pytest.raises(DriverError):
+        Rig(driver=driver)
+    assert driver.leaks() == {}
+
+
+@pytest.mark.parametrize("name", ["destroy_stream", "destroy_event"])
+def test_refused_while_closing_gives_back_the_rest(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig()
+    transfer_works(rig)
+    rig.driver.fail(name)
+    rig.close()
+    assert sum(rig.driver.leaks().values()) == 1  # the one the driver would not take back
+    assert "not given back" in caplog.text
+
+
+def test_a_receipt_waits_for_the_part_already_queued() -> None:
+    """Half a transfer is on its way when the driver refuses the rest: its memory is in use."""
+    rig = Rig(make_kv("layers"), path="loop")
+    rig.driver.timeline.frozen = {rig.stream(Direction.STORE)}
+    rig.driver.fail("copy_async", nth=4)
+    transfer = rig.store([1, 2], [3, 4])
+    rig.wait_until_queued()
+    for _ in range(50):
+        assert rig.engine.poll() == []
+    rig.driver.timeline.frozen = set()
+    receipt = rig.drain()[transfer]
+    assert receipt.outcome is Outcome.FAILED
+    assert not rig.driver.timeline.streams[rig.stream(Direction.STORE)].queue
+    rig.close()
+
+
+def test_a_receipt_waits_even_when_the_fence_is_refused_too() -> None:
+    rig = Rig(path="loop", patience=60.0)
+    rig.driver.timeline.frozen = {rig.stream(Direction.STORE)}
+    rig.driver.fail("copy_async", nth=4)
+    # Records of a transfer: behind compute, start, end. The end is refused twice.
+    rig.driver.fail("record_event", nth=3)
+    rig.driver.fail("record_event", nth=4)
+    transfer = rig.store([1, 2], [3, 4])
+    rig.wait_until_queued()
+    for _ in range(50):
+        assert rig.engine.poll() == []
+    rig.driver.timeline.frozen = set()
+    receipt = rig.drain()[transfer]
+    assert "copy_async" in receipt.reason  # the first fault, not the last
+    rig.close()
+    assert rig.driver.leaks() == {}
+
+
+def test_a_dead_device_fails_everything_and_holds_nobody() -> None:
+    rig = Rig(patience=0.02)
+    transfers = [rig.store([i], [i]) for i in range(3)] + [rig.load([5], [5])]
+    rig.wait_until_queued()
+    rig.driver.die()
+    receipts = rig.drain()
+    assert set(receipts) == set(transfers)
+    later = rig.store([0], [0])
+    assert rig.drain()[later].outcome is Outcome.FAILED
+    rig.engine.close()  # does not raise, does not hang
+
+
+class BrokenPath(LoopPath):
+    """Raises something that is no DriverError, as a bug would."""
+
+    name = "broken"
+
+    def enqueue(self, job: CopyJob, stream: int) -> None:
+        raise ZeroDivisionError("a bug")
+
+
+class BrokenQuestion(LoopPath):
+    name = "broken-question"
+
+    def is_quick(self, job: CopyJob) -> bool:
+        raise ZeroDivisionError("a bug")
+
+
+@pytest.mark.parametrize("broken", [BrokenPath, BrokenQuestion])
+def test_a_bug_in_a_path_is_a_failed_receipt(broken: Callable[..., LoopPath]) -> None:
+    rig = Rig(path="broken", paths={"broken": broken})
+    transfer = rig.store([0], [0])
+    receipt = rig.drain()[transfer]
+    assert receipt.outcome is Outcome.FAILED
+    assert "ZeroDivisionError: a bug" in receipt.reason
+    rig.close()
+    assert rig.driver.leaks() == {}
+
+
+REFUSED: dict[str, tuple[Callable[[Rig], TransferId], str]] = {
+    "block too large": (lambda rig: rig.store([7], [0]), "device block 7 is not one of 0 to 6"),
+    "slot too large": (lambda rig: rig.load([9], [0]), "host slot 9 is not one of 0 to 8"),
+    "no such group": (lambda rig: rig.store([0], [0], group=1), "1 groups, got group 1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_orders_that_cannot_be_right(case: str) -> None:
+    start, words = REFUSED[case]
+    rig = Rig()
+    transfer = start(rig)
+    receipt = rig.drain()[transfer]
+    assert receipt.outcome is Outcome.FAILED
+    assert words in receipt.reason
+    transfer_works(rig)
+    rig.close()
+    assert rig.driver.leaks() == {}
+
+
+def test_a_tier_that_is_not_ours() -> None:
+    rig = Rig()
+    slots = as_slots([0])
+    rig.engine.submit(Transfer(TransferId(99), DEVICE, TierName("disk"), slots, slots))
+    assert "cannot copy from device to disk" in rig.drain()[TransferId(99)].reason
+    rig.close()
+
+
+def test_a_planner_that_names_no_path_of_ours() -> None:
+    rig = Rig(path="teleport")
+    transfer = rig.store([0], [0])
+    assert "teleport" in rig.drain()[transfer].reason
+    rig.close()
+    assert rig.driver.leaks() == {}
+
+
+@pytest.mark.parametrize("absent", [True, False], ids=["absent", "refused"])
+def test_without_the_batch_copy_it_loops_and_says_so_once(
+    absent: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    form = BatchForm.ABSENT if absent else BatchForm.WITHOUT_FAIL_INDEX
+    rig = Rig(path="dma", driver=FakeDriver(batch_form=form))
+    if not absent:
+        rig.driver.fail("copy_batch_async", code=NOT_SUPPORTED)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            transfer_works(rig)
+    assert caplog.text.count("batch copies are not available") == 1
+    assert rig.driver.batch_form is BatchForm.ABSENT
+    assert rig.driver.calls.count("copy_batch_async") == (0 if absent else 1)
+    rig.close()
+
+
+def test_any_other_refusal_of_the_batch_copy_is_not_papered_over() -> None:
+    rig = Rig(path="dma")
+    rig.driver.fail("copy_batch_async", code=1)
+    transfer = rig.store([0], [0])
+    assert rig.drain()[transfer].outcome is Outcome.FAILED
+    assert rig.driver.batch_form is BatchForm.WITHOUT_FAIL_INDEX
+    assert "copy_async" not in rig.driver.calls
+    transfer_works(rig)
+    rig.close()
+
+
+@pytest.mark.parametrize("name", ["record_event", "stream_wait_event", "create_event"])
+def test_the_barrier_raises_when_it_cannot_hold(name: str) -> None:
+    rig = Rig()
+    rig.driver.timeline.frozen = {rig.stream(Direction.LOAD)}
+    rig.load([0], [0])
+    rig.wait_until_queued()
+    if name == "create_event":  # no event left to reuse
+        rig.engine._order_events.take()
+    rig.driver.fail(name)
+    with pytest.raises(DriverError):
+        rig.engine.order_compute_after_loads()
+    rig.driver.timeline.frozen = set()
+    rig.drain_ok()
+    rig.close()
+    assert rig.driver.leaks() == {}
