@@ -1,0 +1,348 @@
+"""Which blocks of which group a hit needs, and which blocks can ever serve one. Pure functions.
+
+A hit of P tokens: the engine computes nothing for tokens 0..P-1 and its next query stands at
+position P. What the layers then read below P is one interval, ``[first_token(P), P)``::
+
+                        0                                P
+    full attention      |################################|   every key
+    sliding window w    |                    [###########|   keys P-w+1 .. P-1  (w counts the query)
+    chunked local c     |               [################|   from P - P % c; none at a chunk start
+    recurrent state     |                               [|   the state after token P-1, and only
+                                                             where a slot ends: it has no middle
+
+Later queries read nothing below P that the query at P does not, so this one interval is all.
+All lengths are in tokens; they become slots in one place (``_cut``). A slot holds
+``blocks_per_slot`` device blocks of ``block_tokens`` tokens::
+
+    device blocks   | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |      blocks_per_slot = 4
+    slots           |       0       |       1       |
+    a hit's part            [###################|          needs slots 0 and 1, device blocks 2..6
+
+A present slot was matched by its key, so *all* its tokens are the request's own, and a hit may
+begin or end inside it. Only the state kind cannot: its slot holds one snapshot, at its end.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import InputError
+
+BoolArray = npt.NDArray[np.bool_]
+IntArray = npt.NDArray[np.int64]
+_Tokens = TypeVar("_Tokens", int, IntArray)
+
+_FIRST_LOOK = 64
+"""Lengths tried at first, longest first; each further look is four times as wide."""
+
+
+@dataclass(frozen=True)
+class Group(ABC):
+    """The shape of one group: layers that share a block table. Knows no blocks, only lengths."""
+
+    block_tokens: int
+    _: KW_ONLY
+    blocks_per_slot: int = 1
+
+    def __post_init__(self) -> None:
+        _require_positive("block_tokens", self.block_tokens)
+        _require_positive("blocks_per_slot", self.blocks_per_slot)
+
+    @property
+    def slot_tokens(self) -> int:
+        """Tokens of one slot: the unit that is stored, matched and evicted."""
+        return self.block_tokens * self.blocks_per_slot
+
+    @property
+    def stop_tokens(self) -> int:
+        """Hits can end only at multiples of this, whatever is present."""
+        return 1
+
+    @property
+    def look_back(self) -> int | None:
+        """The most tokens a hit reads below its end; None where it reads all of them."""
+        return None
+
+    @abstractmethod
+    def first_token(self, num_tokens: _Tokens) -> _Tokens:
+        """The first token a hit of ``num_tokens`` reads; may be negative near the start."""
+
+
+@dataclass(frozen=True)
+class FullAttention(Group):
+    """Every query reads every key. Also MLA and draft layers: the same reach, other bytes."""
+
+    def first_token(self, num_tokens: _Tokens) -> _Tokens:
+        return num_tokens * 0
+
+
+@dataclass(frozen=True)
+class SlidingWindow(Group):
+    """The query at p reads keys p-window+1 .. p: ``window`` keys, its own among them."""
+
+    _: KW_ONLY
+    window: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_positive("window", self.window)
+
+    @property
+    def look_back(self) -> int:
+        return self.window - 1
+
+    def first_token(self, num_tokens: _Tokens) -> _Tokens:
+        return num_tokens - (self.window - 1)
+
+
+@dataclass(frozen=True)
+class ChunkedLocal(Group):
+    """The query at p reads keys from the start of its chunk of ``chunk`` tokens up to p."""
+
+    _: KW_ONLY
+    chunk: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_positive("chunk", self.chunk)
+
+    @property
+    def look_back(self) -> int:
+        return self.chunk - 1
+
+    def first_token(self, num_tokens: _Tokens) -> _Tokens:
+        return num_tokens - num_tokens % self.chunk
+
+
+@dataclass(frozen=True)
+class RecurrentState(Group):
+    """Mamba and other linear layers: one snapshot, taken after the last token of a slot.
+
+    With ``blocks_per_slot`` above 1 only the slot's last device block is promised to hold one.
+    """
+
+    @property
+    def stop_tokens(self) -> int:
+        return self.slot_tokens
+
+    @property
+    def look_back(self) -> int:
+        return 1
+
+    def first_token(self, num_tokens: _Tokens) -> _Tokens:
+        return num_tokens - 1
+
+
+def hit_alignment(groups: Sequence[Group], *, hash_block_tokens: int = 1) -> int:
+    """The step of hit lengths at which every group's slot, and the engine's hash block, ends."""
+    _require_groups(groups)
+    _require_positive("hash_block_tokens", hash_block_tokens)
+    return math.lcm(hash_block_tokens, *(group.slot_tokens for group in groups))
+
+
+def needed(group: Group, num_tokens: int, *, computed_tokens: int = 0) -> range:
+    """The group's slots that a hit of ``num_tokens`` reads.
+
+    The engine already holds the first ``computed_tokens`` (a hit of its own cache, in all groups):
+    slots wholly below them are left out.
+    """
+    return _cut_one(group, num_tokens, computed_tokens, group.slot_tokens)
+
+
+def needed_device_blocks(group: Group, num_tokens: int, *, computed_tokens: int = 0) -> range:
+    """The device blocks to load for that hit: places in the request's block table.
+
+    Device block b lies in slot ``b // blocks_per_slot``, at place ``b % blocks_per_slot``. Blocks
+    of a needed slot outside this range need no place on the device.
+    """
+    return _cut_one(group, num_tokens, computed_tokens, group.block_tokens)
+
+
+def longest_hit(
+    groups: Sequence[Group],
+    present: Sequence[BoolArray],
+    max_tokens: int,
+    *,
+    alignment: int | None = None,
+    computed_tokens: int = 0,
+) -> int:
+    """The longest hit, in tokens, that *all* groups can serve.
+
+    ``present[g][i]`` says that slot i of group g can be read; slots past its end cannot. The hit is
+    a multiple of ``alignment`` (by default ``hit_alignment(groups)``) and at most ``max_tokens``.
+    A request must compute at least one token itself to have logits to sample from, so callers pass
+    at most ``prompt_len - 1``. The engine holds the first ``computed_tokens`` itself, in all
+    groups: nothing below them is asked for, and where no hit is longer they are the answer.
+    """
+    _require_match(groups, present)
+    _require_not_negative("max_tokens", max_tokens)
+    _require_not_negative("computed_tokens", computed_tokens)
+    step = _hit_step(groups, alignment)
+    for group, slots in zip(groups, present, strict=True):
+        if isinstance(group, FullAttention):
+            max_tokens = min(max_tokens, _prefix_tokens(group, slots, computed_tokens))
+    others = [
+        (group, slots)
+        for group, slots in zip(groups, present, strict=True)
+        if not isinstance(group, FullAttention)
+    ]
+    low, high = computed_tokens // step, max_tokens // step
+    if not others:
+        return max(high * step, computed_tokens)
+    width = _FIRST_LOOK
+    while high > low:
+        start = max(low, high - width)
+        lengths = np.arange(start + 1, high + 1, dtype=np.int64) * step
+        servable = np.ones(len(lengths), dtype=np.bool_)
+        for group, slots in others:
+            servable &= _servable(group, slots, lengths, computed_tokens)
+        hits = np.flatnonzero(servable)
+        if len(hits):
+            return int(lengths[hits[-1]])
+        high, width = start, width * 4
+    return computed_tokens
+
+
+def worth_storing(
+    groups: Sequence[Group], held: Sequence[BoolArray], *, alignment: int | None = None
+) -> list[BoolArray]:
+    """Per group, the slots that some hit reads which can be served in all groups.
+
+    ``held[g][i]`` says that the bytes of slot i still exist: on the device, or stored already. A
+    slot not held is lost (the engine freed what its window had passed, or took no snapshot there),
+    and with it every hit that reads it. Slots past the end of ``held[g]`` are not computed yet and
+    may come. A slot that no remaining hit reads would take room and never be loaded.
+    """
+    _require_match(groups, held)
+    step = _hit_step(groups, alignment)
+    # Past this length no group but full attention reads a slot we have: one length there stands
+    # for all the longer ones.
+    end = max(
+        len(slots) * group.slot_tokens + (group.look_back or 0) + 1
+        for group, slots in zip(groups, held, strict=True)
+    )
+    lengths = np.arange(1, -(-end // step) + 1, dtype=np.int64) * step
+    cuts = [
+        tuple(np.minimum(edge, len(slots)) for edge in _cut(group, lengths, 0))
+        for group, slots in zip(groups, held, strict=True)
+    ]
+    possible = np.ones(len(lengths), dtype=np.bool_)
+    for slots, (first, stop) in zip(held, cuts, strict=True):
+        lost = np.concatenate(([0], np.cumsum(~slots)))
+        possible &= lost[first] == lost[stop]
+    return [
+        _covered(first[possible], stop[possible], len(slots))
+        for slots, (first, stop) in zip(held, cuts, strict=True)
+    ]
+
+
+def can_serve(
+    groups: Sequence[Group], num_tokens: int, *, alignment: int | None = None
+) -> list[BoolArray]:
+    """Per group, which whole slots of the first ``num_tokens`` any hit can read, if none is lost.
+
+    It depends on the model alone, so one answer for the longest request serves all, as a prefix.
+    """
+    _require_not_negative("num_tokens", num_tokens)
+    held = [np.ones(num_tokens // group.slot_tokens, dtype=np.bool_) for group in groups]
+    return worth_storing(groups, held, alignment=alignment)
+
+
+def _cut(group: Group, lengths: IntArray, computed_tokens: int) -> tuple[IntArray, IntArray]:
+    """For each hit length, the first slot it reads and the one after the last."""
+    first_token = np.maximum(group.first_token(lengths), computed_tokens)
+    first = first_token // group.slot_tokens
+    # A hit that reads nothing must not be charged the slot its end happens to lie in.
+    stop = np.where(first_token < lengths, (lengths - 1) // group.slot_tokens + 1, first)
+    return first, stop
+
+
+def _cut_one(group: Group, num_tokens: int, computed_tokens: int, unit: int) -> range:
+    _require_not_negative("num_tokens", num_tokens)
+    _require_not_negative("computed_tokens", computed_tokens)
+    if num_tokens % group.stop_tokens:
+        raise InputError(
+            f"no hit of {num_tokens} tokens: {type(group).__name__} keeps its state only every "
+            f"{group.stop_tokens} tokens; ask for a multiple of that"
+        )
+    first_token = max(group.first_token(num_tokens), computed_tokens)
+    if first_token >= num_tokens:
+        return range(0)
+    return range(first_token // unit, (num_tokens - 1) // unit + 1)
+
+
+def _prefix_tokens(group: Group, present: BoolArray, computed_tokens: int) -> int:
+    """Tokens of the unbroken run of slots that begins where the engine's own tokens end."""
+    first = computed_tokens // group.slot_tokens
+    rest = present[first:]
+    if not len(rest):
+        return first * group.slot_tokens
+    run = int(rest.argmin())
+    if rest[run]:
+        run = len(rest)
+    return (first + run) * group.slot_tokens
+
+
+def _servable(
+    group: Group, present: BoolArray, lengths: IntArray, computed_tokens: int
+) -> BoolArray:
+    """For each hit length (ascending), are all the slots it reads present?"""
+    first, stop = _cut(group, lengths, computed_tokens)
+    base = int(first[0])
+    end = (int(lengths[-1]) - 1) // group.slot_tokens + 1
+    missing = np.ones(end - base, dtype=np.bool_)
+    known = present[base:end]
+    np.logical_not(known, out=missing[: len(known)])
+    before = np.zeros(end - base + 1, dtype=np.int64)
+    np.cumsum(missing, out=before[1:])
+    complete: BoolArray = before[first - base] == before[stop - base]
+    return complete
+
+
+def _covered(first: IntArray, stop: IntArray, num_slots: int) -> BoolArray:
+    """The slots that lie in at least one of the ranges ``[first, stop)``."""
+    opened = np.bincount(first, minlength=num_slots + 1)
+    closed = np.bincount(stop, minlength=num_slots + 1)
+    return np.cumsum(opened - closed)[:num_slots] > 0
+
+
+def _hit_step(groups: Sequence[Group], alignment: int | None) -> int:
+    """The distance between lengths worth asking: aligned, and where every group can stop."""
+    if alignment is None:
+        return hit_alignment(groups)
+    _require_positive("alignment", alignment)
+    return math.lcm(alignment, *(group.stop_tokens for group in groups))
+
+
+def _require_match(groups: Sequence[Group], masks: Sequence[BoolArray]) -> None:
+    _require_groups(groups)
+    if len(groups) != len(masks):
+        raise InputError(f"{len(masks)} slot masks for {len(groups)} groups; give one per group")
+    for index, mask in enumerate(masks):
+        if mask.dtype != np.bool_ or mask.ndim != 1:
+            raise InputError(
+                f"the slot mask of group {index} must be a vector of booleans, "
+                f"got {mask.dtype} of shape {mask.shape}"
+            )
+
+
+def _require_groups(groups: Sequence[Group]) -> None:
+    if not groups:
+        raise InputError("no groups given; a model has at least one")
+
+
+def _require_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise InputError(f"{name} must be at least 1, got {value}")
+
+
+def _require_not_negative(name: str, value: int) -> None:
+    if value < 0:
+        raise InputError(f"{name} must not be negative, got {value}")
