@@ -50,7 +50,7 @@ class FakeDriver:
         self.orders: list[SourceOrder] = []
         self.batches: list[int] = []
         self.priorities: dict[int, Priority] = {}
-        self._lock = threading.RLock()
+        self._lock = self.timeline.lock
         self._handles = itertools.count(0x1000, 0x10)
         self._events: dict[int, FakeEvent] = {}
         self._device: dict[int, Any] = {}  # address -> the memory, kept alive
@@ -129,9 +129,7 @@ class FakeDriver:
 
     def destroy_stream(self, stream: int) -> None:
         with self._entered("destroy_stream", stream=stream):
-            queue = self.timeline.streams[stream].queue
-            self.timeline.run_until(lambda: not queue)
-            del self.timeline.streams[stream]
+            self.timeline.destroy(stream)
 
     def stream_is_idle(self, stream: int) -> bool:
         with self._entered("stream_is_idle", stream=stream):

@@ -8,6 +8,7 @@ and the streams named in ``late`` run only when nothing else can.
 from __future__ import annotations
 
 import random
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -48,10 +49,17 @@ class Timeline:
         self.late: set[int] = set()
         self.frozen: set[int] = set()
         self.clock = 0
+        self.lock = threading.RLock()
         self.streams: dict[int, FakeStream] = {0: FakeStream()}
+        self._destroyed: dict[int, FakeStream] = {}
 
     def put(self, stream: int, run: Callable[[], None]) -> None:
-        self.streams[stream].queue.append(Work(run))
+        with self.lock:
+            self.streams[stream].queue.append(Work(run))
+
+    def destroy(self, stream: int) -> None:
+        """The handle is gone at once; what is queued still runs."""
+        self._destroyed[stream] = self.streams.pop(stream)
 
     def put_record(self, stream: int, event: FakeEvent) -> None:
         event.num_records += 1
@@ -70,14 +78,16 @@ class Timeline:
 
     def step(self) -> bool:
         """Run one piece of work somewhere; False when nothing can run."""
-        ready = [s for s, stream in self.streams.items() if stream.can_run and s not in self.frozen]
-        ready = [s for s in ready if s not in self.late] or ready
-        if not ready:
-            return False
-        work = self.streams[self.rng.choice(ready)].queue.popleft()
-        self.clock += 1
-        work.run()
-        return True
+        with self.lock:
+            streams = {**self.streams, **self._destroyed}
+            ready = [s for s in streams if streams[s].can_run and s not in self.frozen]
+            ready = [s for s in ready if s not in self.late] or ready
+            if not ready:
+                return False
+            work = streams[self.rng.choice(ready)].queue.popleft()
+            self.clock += 1
+            work.run()
+            return True
 
     def dawdle(self) -> None:
         """Some progress, perhaps none: what happens while the host looks away."""

@@ -1,0 +1,247 @@
+"""What the engine promises whoever calls it: it returns at once, loses nothing, closes cleanly."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+
+import pytest
+from tests.fakes.driver import FakeDriver
+from tests.fakes.kv import make_kv
+from tests.fakes.rig import PATHS, Rig
+
+from kvferry.device.driver import Priority
+from kvferry.device.engine import GpuEngine
+from kvferry.device.job import CopyJob, Direction, FixedPlanner
+from kvferry.device.layout import GroupLayout
+from kvferry.device.paths import DmaPath, LoopPath
+from kvferry.errors import ClosedError, LayoutError
+from kvferry.types import DEVICE, HOST, Outcome, Receipt, Transfer, TransferId, as_slots
+
+
+class QuickPath(LoopPath):
+    """Remembers which threads called it."""
+
+    name = "quick"
+    seen: list[str]
+
+    def __init__(self, driver: FakeDriver) -> None:
+        super().__init__(driver)
+        self.seen = []
+
+    def is_quick(self, job: CopyJob) -> bool:
+        return True
+
+    def enqueue(self, job: CopyJob, stream: int) -> None:
+        self.seen.append(threading.current_thread().name)
+        super().enqueue(job, stream)
+
+
+class SlowPath(DmaPath):
+    """Waits for the test before it enqueues."""
+
+    def __init__(self, driver: FakeDriver, gate: threading.Event) -> None:
+        super().__init__(driver)
+        self._gate = gate
+
+    def enqueue(self, job: CopyJob, stream: int) -> None:
+        assert self._gate.wait(5.0)
+        super().enqueue(job, stream)
+
+
+def test_many_in_flight_come_back_in_order_per_direction() -> None:
+    rig = Rig(num_slots=32)
+    stores = [rig.store([i % 7], [i]) for i in range(16)]
+    loads = [rig.load([16 + i], [i]) for i in range(7)]
+    receipts = rig.drain()
+    assert set(receipts) == {*stores, *loads}
+    assert [i for i in receipts if i in stores] == stores
+    assert [i for i in receipts if i in loads] == loads
+    rig.close()
+
+
+def test_events_are_reused() -> None:
+    rig = Rig()
+    for _ in range(50):
+        rig.store([0], [0])
+        rig.drain_ok()
+    assert rig.driver.calls.count("create_event") <= 3
+    rig.close()
+
+
+def test_directions_have_streams_of_their_own_and_loads_go_first() -> None:
+    rig = Rig()
+    load, store = rig.stream(Direction.LOAD), rig.stream(Direction.STORE)
+    assert load != store
+    assert rig.driver.priorities[load] is Priority.HIGH
+    assert rig.driver.priorities[store] is Priority.LOW
+    rig.close()
+
+
+def test_a_quick_path_is_queued_by_the_caller() -> None:
+    path = None
+
+    def make(driver: FakeDriver) -> QuickPath:
+        nonlocal path
+        path = QuickPath(driver)
+        return path
+
+    rig = Rig(path="quick", paths={"quick": make})
+    rig.store([0], [0])
+    rig.drain_ok()
+    assert path is not None
+    assert path.seen == [threading.current_thread().name]
+    rig.close()
+
+
+def test_a_slow_path_never_holds_the_caller_nor_the_other_direction() -> None:
+    gate = threading.Event()
+
+    class Planner:
+        def choose(
+            self, direction: Direction, layout: GroupLayout, num_blocks: int, busy: bool
+        ) -> str:
+            return "slow" if direction is Direction.STORE else "loop"
+
+    rig = Rig(paths={"slow": lambda driver: SlowPath(driver, gate), "loop": LoopPath})
+    rig.engine._planner = Planner()
+    store = rig.store([0], [0])
+    load = rig.load([3], [3])
+    receipts: list[Receipt] = []
+    while not receipts:
+        receipts = rig.engine.poll()
+    assert [receipt.transfer_id for receipt in receipts] == [load]
+    gate.set()
+    assert list(rig.drain()) == [store]
+    rig.close()
+
+
+def test_a_quick_path_waits_its_turn_behind_a_slow_one() -> None:
+    gate = threading.Event()
+    quick: list[QuickPath] = []
+
+    def make(driver: FakeDriver) -> QuickPath:
+        quick.append(QuickPath(driver))
+        return quick[0]
+
+    rig = Rig(path="slow", paths={"slow": lambda driver: SlowPath(driver, gate), "quick": make})
+    first = rig.store([0], [0])
+    rig.engine._planner = FixedPlanner("quick", "quick")
+    second = rig.store([1], [0])  # the same slot: the later store must win
+    assert quick[0].seen == []
+    gate.set()
+    assert list(rig.drain()) == [first, second]
+    assert rig.slot(0) == rig.kv.block(1)
+    assert quick[0].seen == ["kvferry-store"]
+    rig.close()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_submit_holds_the_caller_briefly(path: str) -> None:
+    """64 blocks x 64 segments; the bound on the card is 100 µs, here it only must not be the copy.
+
+    The median: a loaded CI machine may take the processor away at any moment.
+    """
+    kv = make_kv("layers", num_blocks=64, page=8)
+    many = make_kv("layers", num_blocks=64, page=64)
+    rig = Rig([kv, many], path=path, num_slots=64)
+    transfer = Transfer(TransferId(1), HOST, DEVICE, as_slots(range(64)), as_slots(range(64)), 1)
+    taken = []
+    for _ in range(20):
+        start = time.perf_counter()
+        rig.engine.submit(transfer)
+        taken.append(time.perf_counter() - start)
+        rig.engine.drain(5.0)
+    assert statistics.median(taken) < 2e-3
+    rig.close()
+
+
+def test_close_drains_and_the_receipts_stay_to_be_polled() -> None:
+    rig = Rig()
+    transfer = rig.store([1], [1])
+    rig.engine.close()
+    assert rig.slot(1) == rig.kv.block(1)
+    receipts = rig.engine.poll()
+    assert [(r.transfer_id, r.outcome) for r in receipts] == [(transfer, Outcome.OK)]
+    assert rig.engine.poll() == []
+    rig.close()
+    assert rig.driver.leaks() == {}
+
+
+def test_use_after_close_is_refused() -> None:
+    rig = Rig()
+    with rig.engine:
+        pass
+    with pytest.raises(ClosedError):
+        rig.store([0], [0])
+    with pytest.raises(ClosedError):
+        rig.engine.order_compute_after_loads()
+    rig.close()
+
+
+def test_a_device_that_never_ends_does_not_hold_close_for_ever() -> None:
+    rig = Rig()
+    rig.engine._close_timeout = 0.05
+    rig.driver.timeline.frozen = {rig.compute}
+    transfer = rig.store([0], [0])
+    assert rig.engine.drain(0.01) == []
+    rig.engine.close()
+    (receipt,) = rig.engine.poll()
+    assert receipt.transfer_id == transfer
+    assert "still in flight" in receipt.reason
+    rig.let_go()
+    assert rig.driver.leaks() == {}
+
+
+def test_busy_is_whether_compute_has_work() -> None:
+    seen = []
+
+    class Planner:
+        def choose(
+            self, direction: Direction, layout: GroupLayout, num_blocks: int, busy: bool
+        ) -> str:
+            seen.append((direction, num_blocks, busy))
+            return "loop"
+
+    rig = Rig()
+    rig.engine._planner = Planner()
+    rig.store([0, 1], [0, 1])
+    rig.drain_ok()
+    rig.driver.timeline.frozen = {rig.compute}
+    rig.launch(lambda: None)
+    rig.load([0], [0])
+    rig.driver.timeline.frozen = set()
+    rig.drain_ok()
+    assert seen == [(Direction.STORE, 2, False), (Direction.LOAD, 1, True)]
+    rig.close()
+
+
+def test_a_block_larger_than_a_slot_is_refused_when_the_engine_is_made() -> None:
+    kv = make_kv("layers")
+    driver = FakeDriver()
+    with pytest.raises(LayoutError, match="a block of group 0 has 144 bytes, a host slot only 100"):
+        GpuEngine(
+            driver,
+            [kv.layout],
+            host_base=4096,
+            host_pitch=100,
+            num_slots=1,
+            compute_stream=lambda: 0,
+            planner=FixedPlanner("loop", "loop"),
+            paths={"loop": LoopPath(driver)},
+        )
+    assert driver.calls == []
+
+
+def test_compute_may_be_the_default_stream() -> None:
+    rig = Rig()
+    rig.engine._compute_stream = lambda: 0
+    wrote = rig.fresh()
+    with rig.driver.current():
+        rig.driver.enqueue_host_function(0, lambda: rig.kv.set_block(1, wrote))
+    rig.driver.timeline.late = {0}
+    rig.store([1], [1])
+    rig.drain_ok()
+    assert rig.slot(1) == wrote
+    rig.close()

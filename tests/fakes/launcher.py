@@ -1,0 +1,47 @@
+"""Kernels without a GPU: Triton's interpreter, run in stream order by the fake driver.
+
+The interpreter must be chosen before the kernel is defined, so this module sets it; nothing else
+in the test process may import the kernels first.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+from tests.fakes.driver import FakeDriver
+
+from kvferry.device import kernels
+from kvferry.device.launch import ARGUMENTS, CopyArguments, Variant
+
+
+class InterpretedLauncher:
+    """Runs the copy kernel on the CPU when the fake stream gets there."""
+
+    def __init__(self, driver: FakeDriver) -> None:
+        self._driver = driver
+        self.launches: list[tuple[Variant, int, int]] = []
+        self._ready: set[Variant] = set()
+
+    def prepare(self, variant: Variant) -> None:
+        self._ready.add(variant)
+
+    def is_ready(self, variant: Variant) -> bool:
+        return variant in self._ready
+
+    def launch(
+        self, variant: Variant, programs: int, arguments: CopyArguments, stream: int
+    ) -> None:
+        # The real launch reads its arguments during the call, so a late run needs its own.
+        values = [getattr(arguments, name) for name in ARGUMENTS]
+        constants = variant.constants()
+
+        def run() -> None:
+            kernels.copy_rows[(programs,)](*values, **constants)
+
+        self._driver.enqueue_host_function(stream, run)
+        self.launches.append((variant, programs, stream))
+
+    def close(self) -> None:
+        self._ready.clear()
