@@ -1,0 +1,111 @@
+"""Block ids on their way to a kernel: pinned buffers, reused."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.device.driver import Driver
+from kvferry.device.job import CopyJob
+from kvferry.device.layout import Int64s
+from kvferry.errors import DriverError
+
+log = logging.getLogger(__name__)
+
+MIN_IDS = 512
+MAX_BUFFERS = 64
+"""Jobs whose ids may be in flight at once; one more waits for the oldest."""
+
+
+@dataclass(eq=False)
+class _Buffer:
+    host: int
+    device: int
+    ids: Int64s
+    event: int
+    is_fenced: bool = False
+    """Whether the event says when the buffer is free; until then only its taker may say so."""
+
+
+class IdBuffers:
+    """Owns pinned buffers of ids, each with a copy in device memory; one thread at a time.
+
+    A buffer holds the block ids of a job and then its slot numbers. It is taken by ``put`` and free
+    again when the event recorded by ``fence`` is reached. A pageable buffer would make the copy to
+    the device wait for the stream, and the caller with it.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._buffers: list[_Buffer] = []
+        self._taken: _Buffer | None = None
+
+    def put(self, job: CopyJob, stream: int) -> int:
+        """Write the ids of ``job`` and queue their copy; returns their device address."""
+        count = len(job.device_blocks)
+        buffer = self._take(2 * count)
+        self._taken = buffer
+        buffer.is_fenced = False
+        buffer.ids[:count] = job.device_blocks
+        buffer.ids[count : 2 * count] = job.host_slots
+        self._driver.copy_async(buffer.device, buffer.host, 16 * count, stream)
+        return buffer.device
+
+    def fence(self, stream: int) -> None:
+        """What was queued on ``stream`` until now is all that reads the buffer last put."""
+        buffer, self._taken = self._taken, None
+        if buffer is not None:
+            # If the record is refused the buffer is never used again: better than used too early.
+            self._driver.record_event(buffer.event, stream)
+            buffer.is_fenced = True
+
+    def close(self) -> None:
+        """Give everything back; call only when no copy is in flight. Safe to call twice."""
+        buffers, self._buffers, self._taken = self._buffers, [], None
+        for buffer in buffers:
+            for give, handle in (
+                (self._driver.free_host, buffer.host),
+                (self._driver.free_device, buffer.device),
+                (self._driver.destroy_event, buffer.event),
+            ):
+                try:
+                    give(handle)
+                except DriverError as error:
+                    log.warning("an id buffer was not given back: %s", error)
+
+    def _take(self, count: int) -> _Buffer:
+        """A free buffer of at least ``count`` ids, the one idle longest first."""
+        while True:
+            for index, buffer in enumerate(self._buffers):
+                if buffer.ids.size >= count and self._is_free(buffer):
+                    self._buffers.append(self._buffers.pop(index))
+                    return buffer
+            fitting = [b for b in self._buffers if b.is_fenced and b.ids.size >= count]
+            if len(self._buffers) < MAX_BUFFERS or not fitting:
+                self._buffers.append(self._make(count))
+                return self._buffers[-1]
+            time.sleep(1e-4)
+
+    def _is_free(self, buffer: _Buffer) -> bool:
+        return buffer.is_fenced and self._driver.event_is_done(buffer.event)
+
+    def _make(self, count: int) -> _Buffer:
+        size = max(MIN_IDS, 1 << (count - 1).bit_length())
+        event = self._driver.create_event(timing=False)
+        try:
+            host = self._driver.alloc_host(8 * size)
+        except DriverError:
+            self._driver.destroy_event(event)
+            raise
+        try:
+            device = self._driver.alloc_device(8 * size)
+        except DriverError:
+            self._driver.destroy_event(event)
+            self._driver.free_host(host)
+            raise
+        ids = np.frombuffer((ctypes.c_int64 * size).from_address(host), dtype=np.int64)
+        return _Buffer(host, device, ids, event)

@@ -1,0 +1,189 @@
+"""Launching the copy kernel: what is asked of a launcher, and the one for CUDA.
+
+Triton only compiles here. The launch goes through the same thin driver as every copy, on a raw
+stream, so that it needs neither torch nor a C compiler and costs a few microseconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from ctypes import byref, c_char_p, c_int, c_int32, c_int64, c_uint, c_void_p
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvferry.device.cuda import CudaDriver
+from kvferry.errors import DriverError
+
+ARGUMENTS: dict[str, str] = {
+    "null_address": "i64",
+    "ids": "i64",
+    "num_blocks": "i32",
+    "tables": "i64",
+    "num_segments": "i32",
+    "segment_bytes": "i64",
+    "packed_base": "i64",
+    "packed_pitch": "i64",
+    "rows_per_block": "i32",
+    "rows_per_segment": "i32",
+    "first_row": "i32",
+    "last_row": "i32",
+}
+"""The run-time arguments of the copy kernel and their types, in order; the rest are constants."""
+
+WARP = 32
+_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
+
+
+class CopyArguments(ctypes.Structure):
+    """One launch's arguments. Read during the launch call only, so it may be used again."""
+
+    _fields_ = tuple(
+        (name, c_int64 if kind == "i64" else c_int32) for name, kind in ARGUMENTS.items()
+    )
+
+    def __init__(self, **values: int) -> None:
+        super().__init__(**values)
+        addresses = [
+            ctypes.addressof(self) + getattr(CopyArguments, name).offset for name in ARGUMENTS
+        ]
+        # Triton adds up to two scratch pointers of its own; ours are null and never read.
+        self._scratch = c_void_p()
+        addresses += [ctypes.addressof(self._scratch)] * 2
+        self._pointers = (c_void_p * len(addresses))(*addresses)
+        self.pointers = ctypes.addressof(self._pointers)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compiled form of the copy kernel."""
+
+    to_packed: bool
+    linear: bool
+    uniform: bool
+    width: int
+    vector: int
+    steps: int
+    warps: int
+
+    def constants(self) -> dict[str, Any]:
+        """The kernel's compile-time arguments. One row per warp: see the kernel."""
+        return {
+            "TO_PACKED": self.to_packed,
+            "LINEAR": self.linear,
+            "UNIFORM": self.uniform,
+            "WIDTH": self.width,
+            "VECTOR": self.vector,
+            "ROWS": self.warps,
+            "STEPS": self.steps,
+        }
+
+
+class Launcher(Protocol):
+    """Compiles the copy kernel and queues it on streams."""
+
+    def prepare(self, variant: Variant) -> None:
+        """Compile and load ``variant``; may take a second the first time."""
+
+    def is_ready(self, variant: Variant) -> bool:
+        """Whether ``launch`` would return at once."""
+
+    def launch(
+        self, variant: Variant, programs: int, arguments: CopyArguments, stream: int
+    ) -> None:
+        """Queue the kernel on ``stream``; DriverError on refusal."""
+
+    def close(self) -> None:
+        """Unload what was loaded. Safe to call twice."""
+
+
+class CudaLauncher:
+    """Owns the compiled kernels of one device."""
+
+    def __init__(self, driver: CudaDriver) -> None:
+        self._driver = driver
+        self._lock = threading.Lock()
+        self._functions: dict[Variant, int] = {}
+        self._modules: list[int] = []
+        self._launch = driver.bind(
+            "cuLaunchKernel", c_void_p, *(c_uint,) * 7, c_void_p, c_void_p, c_void_p
+        )
+
+    def prepare(self, variant: Variant) -> None:
+        with self._lock:
+            if variant not in self._functions:
+                self._functions[variant] = self._load(variant)
+
+    def is_ready(self, variant: Variant) -> bool:
+        return variant in self._functions
+
+    def launch(
+        self, variant: Variant, programs: int, arguments: CopyArguments, stream: int
+    ) -> None:
+        function = self._functions.get(variant)
+        if function is None:
+            self.prepare(variant)
+            function = self._functions[variant]
+        threads = variant.warps * WARP
+        code = self._launch(
+            function, programs, 1, 1, threads, 1, 1, 0, stream, arguments.pointers, None
+        )
+        if code:
+            self._driver.check(code, f"cuLaunchKernel({programs} x {threads} threads)")
+
+    def close(self) -> None:
+        with self._lock, self._driver.current():
+            unload = self._driver.bind("cuModuleUnload", c_void_p)
+            while self._modules:
+                unload(self._modules.pop())
+            self._functions.clear()
+
+    def _load(self, variant: Variant) -> int:
+        image, name = compile_for(variant, self._capability())
+        module, function = c_void_p(), c_void_p()
+        load = self._driver.bind("cuModuleLoadData", c_void_p, c_char_p)
+        self._driver.check(load(byref(module), image), "cuModuleLoadData()")
+        self._modules.append(module.value or 0)
+        find = self._driver.bind("cuModuleGetFunction", c_void_p, c_void_p, c_char_p)
+        self._driver.check(find(byref(function), module, name), f"cuModuleGetFunction({name!r})")
+        return function.value or 0
+
+    def _capability(self) -> int:
+        device, value, version = c_int(), c_int(), 0
+        current = self._driver.bind("cuCtxGetDevice", c_void_p)
+        self._driver.check(current(byref(device)), "cuCtxGetDevice()")
+        ask = self._driver.bind("cuDeviceGetAttribute", c_void_p, c_int, c_int)
+        for attribute in (_MAJOR, _MINOR):
+            self._driver.check(ask(byref(value), attribute, device), "cuDeviceGetAttribute()")
+            version = 10 * version + value.value
+        return version
+
+
+def compile_for(variant: Variant, capability: int) -> tuple[bytes, bytes]:
+    """Machine code and entry name of ``variant`` for sm_``capability``; needs no card."""
+    # Imported here: Triton is heavy, and only a kernel needs it.
+    try:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        from kvferry.device import kernels
+    except ImportError as error:
+        raise DriverError(
+            f"copy kernels need Triton ({error}); install kvferry[gpu], or set copy_path to dma",
+            unsupported=True,
+        ) from error
+    constants = variant.constants()
+    signature = {**ARGUMENTS, **dict.fromkeys(constants, "constexpr")}
+    try:
+        compiled = triton.compile(
+            ASTSource(kernels.copy_rows, signature, constexprs=constants),
+            target=GPUTarget("cuda", capability, WARP),
+            options={"num_warps": variant.warps, "num_stages": 1},
+        )
+    except Exception as error:
+        raise DriverError(
+            f"Triton {triton.__version__} could not compile {variant} for sm_{capability}: {error}",
+            unsupported=True,
+        ) from error
+    return compiled.asm["cubin"], compiled.metadata.name.encode()

@@ -1,0 +1,97 @@
+"""The kernel's tables in device memory: uploaded once per layout, never per transfer."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+import threading
+from dataclasses import dataclass
+
+from kvferry.device.driver import Driver, Priority
+from kvferry.device.layout import GroupLayout
+from kvferry.device.rows import RowShape, RowTable, common_alignment, row_shape
+from kvferry.errors import DriverError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Uploaded:
+    """A row table and where its copy on the device is."""
+
+    rows: RowTable
+    address: int
+
+
+class DeviceTables:
+    """Owns the tables on the device until ``close``. Safe to use from several threads."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._lock = threading.Lock()
+        # Layouts are kept alive, so that an id is never that of another one.
+        self._layouts: dict[int, tuple[GroupLayout, int]] = {}
+        self._shapes: dict[tuple[int, int], RowShape] = {}
+        self._tables: dict[tuple[int, RowShape], Uploaded] = {}
+
+    def find(self, layout: GroupLayout, *others: int) -> Uploaded | None:
+        """The table for ``layout`` if it is on the device already; see ``get``."""
+        known = self._layouts.get(id(layout))
+        if known is None:
+            return None
+        shape = self._shapes.get((id(layout), math.gcd(known[1], *others)))
+        return None if shape is None else self._tables.get((id(layout), shape))
+
+    def get(self, layout: GroupLayout, *others: int) -> Uploaded:
+        """The table for ``layout`` where ``others`` are the addresses and strides it is used with.
+
+        They decide how wide an access may be.
+        """
+        found = self.find(layout, *others)
+        if found is not None:
+            return found
+        with self._lock:
+            known = self._layouts.setdefault(id(layout), (layout, common_alignment(layout)))
+            alignment = math.gcd(known[1], *others)
+            shape = row_shape(layout, alignment)
+            key = (id(layout), shape)
+            if key not in self._tables:
+                rows = RowTable(layout, shape)
+                self._tables[key] = Uploaded(rows, self._upload(rows))
+            self._shapes[(id(layout), alignment)] = shape
+            return self._tables[key]
+
+    def close(self) -> None:
+        """Free the tables; call only when no copy is in flight. Safe to call twice."""
+        with self._lock:
+            tables, self._tables = self._tables, {}
+            self._shapes.clear()
+            self._layouts.clear()
+        for table in tables.values():
+            try:
+                self._driver.free_device(table.address)
+            except DriverError as error:
+                log.warning("a table was not given back: %s", error)
+
+    def _upload(self, rows: RowTable) -> int:
+        """Copy on a stream of its own and wait: whoever uses the table next may be on any."""
+        table = rows.tables()
+        driver = self._driver
+        pinned = driver.alloc_host(table.nbytes)
+        try:
+            ctypes.memmove(pinned, table.ctypes.data, table.nbytes)
+            address = driver.alloc_device(table.nbytes)
+            try:
+                stream = driver.create_stream(Priority.HIGH)
+                try:
+                    driver.copy_async(address, pinned, table.nbytes, stream)
+                    driver.synchronize_stream(stream)
+                finally:
+                    driver.destroy_stream(stream)
+            except DriverError:
+                driver.free_device(address)
+                raise
+        finally:
+            driver.free_host(pinned)
+        return address
