@@ -37,9 +37,10 @@ class Offloader:
                 f"a block has {slot_bytes} bytes, host memory of {host_bytes} bytes holds none"
             )
         self.host = HostTier(host_bytes // slot_bytes, slot_bytes)
-        self.copies: CopyEngine = CpuEngine(layouts, self.host.rows, compute=runner.compute)
-        self.worker = Worker({(DEVICE, HOST): self.copies, (HOST, DEVICE): self.copies})
         self.scheduler = Scheduler(Pool(self.host.num_slots), runner.groups, config=config)
+        # Threads start here, so it comes last: nothing after it can fail and leave them behind.
+        copies: CopyEngine = CpuEngine(layouts, self.host.rows, compute=runner.compute)
+        self.worker = Worker({(DEVICE, HOST): copies, (HOST, DEVICE): copies})
 
     @property
     def has_pending(self) -> bool:

@@ -22,12 +22,12 @@ class Chat:
     conversation all others come by. At most ``num_users`` turns are under way at a time.
     """
 
-    num_conversations: int = 16
+    num_conversations: int = 12
     num_turns: int = 6
     opening_tokens: int = 384
     question_tokens: int = 48
     answer_tokens: int = 16
-    num_users: int = 4
+    num_users: int = 3
     vocab: int = 1024
     seed: int = 0
 

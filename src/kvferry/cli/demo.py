@@ -1,0 +1,256 @@
+"""``kvferry demo``: see KV blocks leave a device that is too small, come back, and save time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvferry.cli.report import NAMES, ROWS, gain, render, show_seconds, verdict
+from kvferry.config import parse_size
+from kvferry.errors import ConfigError, InputError
+from kvferry.playground.compare import Answers, Comparison, Figures, Setting, Way, compare, run
+from kvferry.playground.model import Decoder, ModelShape
+from kvferry.playground.request import Request
+from kvferry.playground.threads import limit_matrix_threads
+from kvferry.playground.workload import Chat
+
+INTERRUPTED = 130
+TOKENS_DIFFER = 1
+
+
+def _read_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
+    try:
+        return parse_size(value, name="a size")
+    except ConfigError as error:
+        raise click.BadParameter(str(error), ctx, param) from error
+
+
+COUNT = click.IntRange(min=1)
+FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--conversations", type=COUNT, metavar="N", default=12, help="How many people chat.")
+@click.option("--turns", type=COUNT, metavar="N", default=6, help="Questions in each conversation.")
+@click.option(
+    "--users",
+    type=COUNT,
+    metavar="N",
+    default=3,
+    help="Turns answered at a time. More users fight harder for the device's blocks.",
+)
+@click.option(
+    "--opening-tokens", type=COUNT, metavar="N", default=384, help="Text a conversation opens with."
+)
+@click.option(
+    "--question-tokens", type=COUNT, metavar="N", default=48, help="Tokens each turn adds."
+)
+@click.option(
+    "--answer-tokens", type=COUNT, metavar="N", default=16, help="Tokens generated each turn."
+)
+@click.option(
+    "--device-blocks",
+    type=COUNT,
+    metavar="N",
+    default=None,
+    help="KV blocks of the small device, 16 tokens each. A block is forgotten when another one "
+    "needs its place.",
+    show_default="a quarter of what all conversations need",
+)
+@click.option(
+    "--host",
+    metavar="SIZE",
+    callback=_read_size,
+    default="256MiB",
+    help="Host memory in which kvferry keeps blocks. Too little, and it must forget as well.",
+)
+@click.option(
+    "--window",
+    type=COUNT,
+    metavar="N",
+    default=None,
+    help="Give every second layer a sliding window of so many tokens: it needs only the last "
+    "blocks of a conversation, so far less is loaded.",
+    show_default="off",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    metavar="N",
+    default=0,
+    help="Other weights and conversations.",
+)
+@click.option(
+    "--html",
+    type=FILE,
+    default="kvferry-demo.html",
+    help="Where to write the report: one page with plots that needs no network.",
+)
+@click.option("--json", "json_file", type=FILE, default=None, help="Write all figures there too.")
+@click.pass_context
+def demo(
+    ctx: click.Context,
+    conversations: int,
+    turns: int,
+    users: int,
+    opening_tokens: int,
+    question_tokens: int,
+    answer_tokens: int,
+    device_blocks: int | None,
+    host: int,
+    window: int | None,
+    seed: int,
+    html: Path,
+    json_file: Path | None,
+) -> None:
+    """See KV blocks leave a small device and come back.
+
+    Serves the same multi-turn conversations three ways with a small paged decoder on the CPU: on a
+    device that holds them all, on one that is several times too small, and on the small one with
+    kvferry, which keeps in host memory what the device must forget. Then it proves that all three
+    gave the same tokens and shows what each of them cost. Takes less than a minute, needs no GPU.
+
+    The exit code is 0 when all tokens agree and 1 when they do not.
+    """
+    console = Console()
+    try:
+        shape = ModelShape(windows=(None, window) * 3 if window else (), seed=seed)
+        chat = Chat(
+            num_conversations=conversations,
+            num_turns=turns,
+            opening_tokens=opening_tokens,
+            question_tokens=question_tokens,
+            answer_tokens=answer_tokens,
+            num_users=users,
+            vocab=shape.vocab,
+            seed=seed,
+        )
+        setting = Setting(
+            chat=chat,
+            shape=shape,
+            device_blocks=device_blocks or _default_device_blocks(chat),
+            host_bytes=host,
+        )
+        if host < setting.block_bytes:
+            raise InputError(
+                f"--host {host} bytes holds not even one block of {setting.block_bytes} bytes"
+            )
+    except InputError as error:
+        raise click.UsageError(str(error), ctx) from error
+    _require_folder(html, json_file)
+    try:
+        result = _run_all(setting, console)
+    except KeyboardInterrupt:
+        console.print("Interrupted. Nothing was written.")
+        ctx.exit(INTERRUPTED)
+    _show(result, console)
+    html.write_text(render(result), encoding="utf-8")
+    console.print(f"Report: {html}", highlight=False, soft_wrap=True)
+    if json_file is not None:
+        json_file.write_text(json.dumps(result.to_dict(), indent=2) + "\n", encoding="utf-8")
+        console.print(f"Figures: {json_file}", highlight=False, soft_wrap=True)
+    if not result.tokens_equal:
+        ctx.exit(TOKENS_DIFFER)
+
+
+def _default_device_blocks(chat: Chat, block_tokens: int = 16) -> int:
+    longest = -(-chat.longest // block_tokens)
+    return max(longest, chat.num_blocks(block_tokens) // 4)
+
+
+def _require_folder(*files: Path | None) -> None:
+    """A minute's work must not be lost because its report has no place to go."""
+    for file in files:
+        if file is not None and not file.parent.is_dir():
+            raise click.UsageError(f"cannot write {file}: there is no folder {file.parent}")
+
+
+def _run_all(setting: Setting, console: Console) -> Comparison:
+    limit_matrix_threads(1)
+    chat = setting.chat
+    console.print(
+        f"{chat.num_conversations} conversations of {chat.num_turns} turns need "
+        f"{setting.working_set} KV blocks; the small device has {setting.device_blocks}.",
+        highlight=False,
+    )
+    decoder = Decoder(setting.shape)
+    results: dict[Way, tuple[Figures, Answers]] = {}
+    with _progress(console, chat.num_conversations * chat.num_turns) as follow:
+        for way in Way:
+            results[way] = run(setting, way, decoder, follow(way))
+    return compare(setting, results)
+
+
+Follow = Callable[[Way], Callable[[Request], None]]
+"""Begins to show one way's progress; the answer is told of every finished turn."""
+
+
+@contextmanager
+def _progress(console: Console, num_turns: int) -> Iterator[Follow]:
+    if not console.is_terminal:
+        yield lambda way: _PlainProgress(console, way, num_turns)
+        return
+    with Progress(
+        TextColumn("{task.description:<24}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("turns"),
+        TimeElapsedColumn(),
+        TextColumn("[dim]{task.fields[last]}"),
+        console=console,
+    ) as progress:
+
+        def follow(way: Way) -> Callable[[Request], None]:
+            task = progress.add_task(NAMES[way], total=num_turns, last="")
+
+            def finished(request: Request) -> None:
+                progress.update(task, advance=1, last=f"first token {_wait(request)}")
+
+            return finished
+
+        yield follow
+
+
+class _PlainProgress:
+    """A line for every quarter of a run, for logs and pipes."""
+
+    def __init__(self, console: Console, way: Way, num_turns: int) -> None:
+        self._console = console
+        self._way = way
+        self._num_turns = num_turns
+        self._num_done = 0
+
+    def __call__(self, request: Request) -> None:
+        quarter = 4 * self._num_done // self._num_turns
+        self._num_done += 1
+        if 4 * self._num_done // self._num_turns > quarter:
+            self._console.print(
+                f"{NAMES[self._way]}: {self._num_done} of {self._num_turns} turns, "
+                f"first token {_wait(request)}",
+                highlight=False,
+            )
+
+
+def _wait(request: Request) -> str:
+    assert request.first_token_at is not None
+    return show_seconds(request.first_token_at - request.arrival)
+
+
+def _show(result: Comparison, console: Console) -> None:
+    table = Table(title=None, header_style="bold")
+    table.add_column("")
+    for way in result.figures:
+        table.add_column(NAMES[way], justify="right", style="cyan" if way is Way.KVFERRY else None)
+    for name, show in ROWS:
+        table.add_row(name, *(show(figures) for figures in result.figures.values()))
+    console.print(table)
+    style, mark = ("green", "OK") if result.tokens_equal else ("bold red", "FAILED")
+    console.print(f"[{style}]{mark}[/] {verdict(result)}", highlight=False)
+    console.print(gain(result), highlight=False)

@@ -1,0 +1,293 @@
+"""The demo's report: one HTML page that needs nothing else, not even a network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from html import escape
+
+from kvferry import __version__
+from kvferry.cli.plots import Part, Series, bar_plot, legend, line_plot
+from kvferry.playground.compare import Comparison, Figures, Way
+
+NAMES = {
+    Way.ROOMY: "Big device",
+    Way.SMALL: "Small device",
+    Way.KVFERRY: "Small + kvferry",
+}
+_COLOURS = {Way.ROOMY: "--roomy", Way.SMALL: "--small", Way.KVFERRY: "--kvferry"}
+
+Row = tuple[str, Callable[[Figures], str]]
+
+ROWS: tuple[Row, ...] = (
+    ("Device blocks", lambda f: f"{f.device_blocks:,}"),
+    ("First token p50", lambda f: show_seconds(f.first_token_seconds(50))),
+    ("First token p95", lambda f: show_seconds(f.first_token_seconds(95))),
+    ("Tokens per second", lambda f: f"{f.tokens_per_second:,.0f}"),
+    ("Prefill tokens computed", lambda f: f"{f.prefill_tokens:,}"),
+    ("Hit rate, device", lambda f: f"{f.device_hit_rate:.0%}"),
+    ("Hit rate, host", lambda f: f"{f.host_hit_rate:.0%}"),
+    ("Moved device → host", lambda f: show_bytes(f.stored_bytes)),
+    ("Moved host → device", lambda f: show_bytes(f.loaded_bytes)),
+    ("Preemptions", lambda f: f"{f.num_preemptions:,}"),
+    ("Run time", lambda f: f"{f.seconds:.1f} s"),
+)
+"""The table's lines, for the page and for the terminal."""
+
+
+def show_seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
+
+
+def show_bytes(count: float) -> str:
+    if not count:
+        return "–"
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def verdict(result: Comparison) -> str:
+    """Whether the three runs agree, in one sentence."""
+    figures = result.figures[Way.ROOMY]
+    if result.tokens_equal:
+        return (
+            f"All {len(figures.turns)} answers ({figures.generated_tokens:,} tokens) "
+            "are identical in the three runs."
+        )
+    return (
+        f"{result.num_different_turns} of {len(figures.turns)} answers differ between the runs: "
+        "kvferry or the playground is broken, please report it."
+    )
+
+
+def gain(result: Comparison) -> str:
+    """What kvferry bought, in one sentence."""
+    return (
+        f"On the same small device kvferry computed {result.prefill_ratio:.1f}x fewer prefill "
+        f"tokens and gave the median first token {result.first_token_ratio:.1f}x sooner."
+    )
+
+
+def render(result: Comparison) -> str:
+    """The whole page."""
+    return _PAGE.format(
+        css=_CSS,
+        version=__version__,
+        verdict_class="good" if result.tokens_equal else "bad",
+        verdict=escape(verdict(result)),
+        cards=_cards(result),
+        setting=_setting(result),
+        by_turn=_by_turn(result),
+        sources=_sources(result),
+        spread=_spread(result),
+        work=_work(result),
+        legend=legend([(NAMES[way], _COLOURS[way]) for way in result.figures]),
+        source_legend=legend(
+            [
+                ("found on the device", "--device"),
+                ("loaded from host", "--host"),
+                ("computed", "--computed"),
+            ]
+        ),
+        table=_table(result),
+    )
+
+
+def _cards(result: Comparison) -> str:
+    small, kvferry = result.figures[Way.SMALL], result.figures[Way.KVFERRY]
+    cards = (
+        (
+            f"{result.prefill_ratio:.1f}×",
+            "fewer prefill tokens computed",
+            f"{small.prefill_tokens:,} → {kvferry.prefill_tokens:,}",
+        ),
+        (
+            f"{result.first_token_ratio:.1f}×",
+            "sooner first token, median",
+            f"{show_seconds(small.first_token_seconds(50))} → "
+            f"{show_seconds(kvferry.first_token_seconds(50))}",
+        ),
+        (
+            f"{kvferry.host_hit_rate:.0%}",
+            "of prompt tokens loaded from host",
+            f"{show_bytes(kvferry.loaded_bytes)} loaded, {show_bytes(kvferry.stored_bytes)} stored",
+        ),
+    )
+    return "".join(
+        f'<div class="card"><b>{big}</b><span>{what}</span><small>{detail}</small></div>'
+        for big, what, detail in cards
+    )
+
+
+def _setting(result: Comparison) -> str:
+    setting, chat, shape = result.setting, result.setting.chat, result.setting.shape
+    windows = [window for window in shape.windows if window is not None]
+    layers = f"{shape.num_layers} layers"
+    if windows:
+        layers += f", {len(windows)} of them with a sliding window of {windows[0]} tokens"
+    return escape(
+        f"{chat.num_conversations} conversations of {chat.num_turns} turns, {chat.num_users} "
+        f"answered at a time. Each opens with {chat.opening_tokens} tokens; a turn adds "
+        f"{chat.question_tokens} tokens of question and {chat.answer_tokens} of answer. Between "
+        f"two turns of a conversation all the others come by. Together they need "
+        f"{setting.working_set:,} blocks of {setting.block_tokens} tokens; the small device has "
+        f"{setting.device_blocks:,}, {setting.working_set / setting.device_blocks:.1f} times too "
+        f"few. The model is a numpy decoder ({layers}, width {shape.width}) with fixed random "
+        f"weights; compute and copies run on threads of this machine's CPU."
+    )
+
+
+def _by_turn(result: Comparison) -> str:
+    return line_plot(
+        [
+            Series(
+                NAMES[way],
+                _COLOURS[way],
+                [(n + 1, s * 1000) for n, s in enumerate(figures.first_token_median_by_turn())],
+                wide=way is Way.ROOMY,
+            )
+            for way, figures in result.figures.items()
+        ],
+        x_label="turn of the conversation",
+        y_label="median time to first token",
+        show_y=lambda y: f"{y:,.0f} ms",
+    )
+
+
+def _spread(result: Comparison) -> str:
+    series = []
+    for way, figures in result.figures.items():
+        waits = sorted(turn.first_token_seconds * 1000 for turn in figures.turns)
+        points = [(wait, (at + 1) / len(waits) * 100) for at, wait in enumerate(waits)]
+        series.append(
+            Series(
+                NAMES[way],
+                _COLOURS[way],
+                [(0.0, 0.0), (waits[0], 0.0), *points],
+                wide=way is Way.ROOMY,
+            )
+        )
+    return line_plot(
+        series,
+        x_label="time to first token, ms",
+        y_label="share of turns",
+        show_y=lambda y: f"{y:.0f}%",
+        show_x=lambda x: f"{x:,.0f}",
+        markers=False,
+    )
+
+
+def _work(result: Comparison) -> str:
+    series = []
+    for way, figures in result.figures.items():
+        total, points = 0, [(0.0, 0.0)]
+        for number, turn in enumerate(figures.turns):
+            total += turn.prefilled_tokens
+            points.append((number + 1.0, float(total)))
+        series.append(Series(NAMES[way], _COLOURS[way], points, wide=way is Way.ROOMY))
+    return line_plot(
+        series,
+        x_label="turns answered",
+        y_label="prefill tokens computed so far",
+        show_y=_thousands,
+        markers=False,
+    )
+
+
+def _sources(result: Comparison) -> str:
+    bars = [
+        (
+            NAMES[way],
+            [
+                Part("found on the device", "--device", figures.device_hit_tokens),
+                Part("loaded from host", "--host", figures.host_hit_tokens),
+                Part("computed", "--computed", figures.prefill_tokens),
+            ],
+        )
+        for way, figures in result.figures.items()
+    ]
+    return bar_plot(bars, show=_thousands, x_label="prompt tokens")
+
+
+def _thousands(value: float) -> str:
+    return f"{value / 1000:,.3g}k" if value >= 1000 else f"{value:.0f}"
+
+
+def _table(result: Comparison) -> str:
+    head = "".join(f'<th scope="col">{escape(NAMES[way])}</th>' for way in result.figures)
+    rows = "".join(
+        f'<tr><th scope="row">{escape(name)}</th>'
+        + "".join(f"<td>{escape(show(figures))}</td>" for figures in result.figures.values())
+        + "</tr>"
+        for name, show in ROWS
+    )
+    return f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+_CSS = """
+:root{color-scheme:light dark;--bg:#fbfbfa;--panel:#fff;--ink:#1d2329;--soft:#5d6873;
+--edge:#e2e5e8;--grid:#e9ecee;--roomy:#7b8794;--small:#d9822b;--kvferry:#0f8b8d;
+--device:#7b8794;--host:#0f8b8d;--computed:#d9822b;--good:#1a7f4b;--bad:#c0392b}
+@media(prefers-color-scheme:dark){:root{--bg:#14181c;--panel:#1b2026;--ink:#e6e9ec;
+--soft:#9aa5b0;--edge:#2b323a;--grid:#2a3138;--roomy:#93a1af;--small:#e69a4c;--kvferry:#35b5b0;
+--device:#93a1af;--host:#35b5b0;--computed:#e69a4c;--good:#4cc38a;--bad:#ff7b6b}}
+*{box-sizing:border-box}
+body{margin:0;background:var(--bg);color:var(--ink);
+font:15px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
+main{max-width:1020px;margin:0 auto;padding:36px 20px 48px}
+h1{font-size:26px;margin:0 0 6px;letter-spacing:-.01em}
+h2{font-size:15px;margin:0 0 2px}
+p{margin:0 0 14px;color:var(--soft);max-width:76ch}
+.verdict{font-weight:600;margin:0 0 22px}.good{color:var(--good)}.bad{color:var(--bad)}
+.cards,.plots{display:grid;gap:16px;margin-bottom:16px}
+.cards{grid-template-columns:repeat(auto-fit,minmax(230px,1fr))}
+.plots{grid-template-columns:repeat(auto-fit,minmax(min(420px,100%),1fr))}
+.card,figure{background:var(--panel);border:1px solid var(--edge);border-radius:10px;
+padding:16px 18px;margin:0}
+.card b{display:block;font-size:34px;line-height:1.15;color:var(--kvferry);
+font-variant-numeric:tabular-nums}
+.card span{display:block}.card small{color:var(--soft);font-variant-numeric:tabular-nums}
+figure p{font-size:13px;margin:0 0 8px}
+svg{width:100%;height:auto;display:block}
+svg text{font-size:11px;fill:var(--soft);font-variant-numeric:tabular-nums}
+svg text.name{font-size:12px;fill:var(--ink)}svg text.inside{fill:#fff;font-weight:600}
+.grid{stroke:var(--grid);stroke-width:1}
+.wide{stroke-width:7!important;opacity:.4}
+.line{fill:none;stroke-width:2.25;stroke-linejoin:round;stroke-linecap:round}
+.legend{list-style:none;display:flex;flex-wrap:wrap;gap:4px 18px;padding:0;margin:8px 0 0;
+font-size:13px;color:var(--soft)}
+.legend span{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:7px}
+.scroll{overflow-x:auto}
+table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
+th,td{padding:7px 10px;text-align:right;border-bottom:1px solid var(--edge);white-space:nowrap}
+tbody tr:last-child>*{border-bottom:0}
+th[scope=row]{text-align:left;font-weight:400;color:var(--soft)}
+td:last-child,thead th:last-child{color:var(--kvferry);font-weight:600}
+footer{color:var(--soft);font-size:13px;margin-top:22px}
+"""
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width,initial-scale=1">
+<title>kvferry demo</title><style>{css}</style></head><body><main>
+<h1>kvferry demo</h1>
+<p>The same conversations, served three ways. A device too small for them forgets, and computes
+again; with kvferry it forgets, and loads.</p>
+<p class="verdict {verdict_class}">{verdict}</p>
+<div class="cards">{cards}</div>
+<div class="plots">
+<figure><h2>Time to first token, turn by turn</h2>
+<p>Without kvferry every turn computes the whole conversation again.</p>{by_turn}{legend}</figure>
+<figure><h2>Where the prompt tokens came from</h2>
+<p>Loading a block is a copy; computing it is the whole model.</p>{sources}{source_legend}</figure>
+<figure><h2>How long people waited</h2>
+<p>Share of turns whose first token came within a given time.</p>{spread}{legend}</figure>
+<figure><h2>Prefill work</h2>
+<p>Tokens computed so that answers could start.</p>{work}{legend}</figure>
+</div>
+<figure><h2>All figures</h2><div class="scroll">{table}</div></figure>
+<footer><p>{setting}</p><p>kvferry {version}. Times are from this one run on this one machine;
+on a shared machine expect them to vary.</p></footer>
+</main></body></html>
+"""

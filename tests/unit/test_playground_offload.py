@@ -1,0 +1,266 @@
+"""The serving loop with kvferry in it: faults, aborts and windows cost time, never tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+from kvferry.device.cpu import CpuEngine
+from kvferry.errors import InputError, TransferError
+from kvferry.playground import offload
+from kvferry.playground.engine import Engine, Limits
+from kvferry.playground.model import Decoder, ModelShape
+from kvferry.playground.offload import Offloader
+from kvferry.playground.request import Request, State
+from kvferry.playground.runner import Runner
+from kvferry.playground.workload import Chat, serve
+from kvferry.types import DEVICE, Transfer
+
+SMALL = {
+    "vocab": 97,
+    "width": 32,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "hidden": 48,
+    "seed": 3,
+}
+SHAPES = {
+    "full": ModelShape(**SMALL),  # type: ignore[arg-type]
+    "hybrid": ModelShape(**SMALL, windows=(20, None, 20)),  # type: ignore[arg-type]
+    "two windows": ModelShape(**SMALL, windows=(None, 1, 40)),  # type: ignore[arg-type]
+    "windows only": ModelShape(**SMALL, windows=(20, 20, 20)),  # type: ignore[arg-type]
+}
+CHAT = Chat(
+    num_conversations=6,
+    num_turns=4,
+    opening_tokens=50,
+    question_tokens=13,
+    answer_tokens=9,
+    num_users=3,
+    vocab=97,
+)
+MEBIBYTE = 1 << 20
+Build = Callable[..., Engine]
+
+
+@pytest.fixture
+def build() -> Iterator[Build]:
+    """Engines with kvferry, proven to have leaked nothing when the test is over."""
+    with ExitStack() as stack:
+
+        def make(
+            num_blocks: int,
+            *,
+            shape: ModelShape = SHAPES["full"],
+            host_bytes: int = MEBIBYTE,
+            **limits: int,
+        ) -> Engine:
+            runner = stack.enter_context(Runner(Decoder(shape), num_blocks=num_blocks))
+            offloader = stack.enter_context(Offloader(runner, host_bytes=host_bytes))
+            loop = Engine(runner, limits=Limits(**limits), offloader=offloader)
+            stack.callback(prove_clean, loop)
+            return loop
+
+        yield make
+
+
+def prove_clean(loop: Engine) -> None:
+    assert loop.offloader is not None
+    loop.drain()
+    loop.memory.check_integrity(num_held=0)
+    loop.offloader.scheduler.check_integrity()
+    assert loop.offloader.scheduler.num_in_flight == 0
+    assert loop.offloader.scheduler.pool.num_leases == 0
+
+
+def truth(chat: Chat, shape: ModelShape = SHAPES["full"]) -> dict[str, list[int]]:
+    with Runner(Decoder(shape), num_blocks=chat.num_blocks(16)) as runner:
+        return serve(Engine(runner), chat).answers()
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(0, 97, length).tolist())
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("step_tokens", [7, 64])
+def test_loaded_blocks_give_the_same_tokens(build: Build, name: str, step_tokens: int) -> None:
+    loop = build(20, shape=SHAPES[name], step_tokens=step_tokens)
+    assert serve(loop, CHAT).answers() == truth(CHAT, SHAPES[name])
+    assert loop.counts.num_loaded_tokens > 0
+    assert loop.counts.num_failed_load_tokens == 0
+
+
+def test_what_was_stored_is_not_computed_again(build: Build) -> None:
+    loop = build(20)
+    serve(loop, CHAT)
+    with Runner(Decoder(SHAPES["full"]), num_blocks=20) as runner:
+        bare = Engine(runner)
+        serve(bare, CHAT)
+    assert loop.counts.num_prefill_tokens * 2 < bare.counts.num_prefill_tokens
+
+
+def test_a_host_that_is_too_small_as_well_only_costs_time(build: Build) -> None:
+    loop = build(20, host_bytes=60_000)
+    assert serve(loop, CHAT).answers() == truth(CHAT)
+    assert loop.offloader is not None
+    assert loop.offloader.scheduler.pool.counts.evicted > 0
+
+
+def test_preempted_requests_come_back_with_the_same_tokens(build: Build) -> None:
+    chat = Chat(
+        num_conversations=4,
+        num_turns=2,
+        opening_tokens=30,
+        question_tokens=5,
+        answer_tokens=50,
+        num_users=4,
+        vocab=97,
+    )
+    loop = build(14)
+    assert serve(loop, chat).answers() == truth(chat)
+    assert loop.counts.num_preemptions > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_aborts_leave_nothing_behind(build: Build, seed: int) -> None:
+    loop = build(14, shape=SHAPES["hybrid"], step_tokens=16, max_running=4)
+    rng = np.random.default_rng(seed)
+    shared = prompt(64)
+    survivors: list[Request] = []
+    for number in range(30):
+        own = prompt(int(rng.integers(1, 40)), seed=number % 7)
+        request = Request(f"r{number:02d}", shared[: int(rng.integers(1, 65))] + own, 12)
+        loop.submit(request)
+        for _ in range(int(rng.integers(0, 6))):
+            loop.step()
+        if rng.random() < 0.4 and request.state is not State.FINISHED:
+            loop.abort(request.id)
+        else:
+            survivors.append(request)
+        loop.memory.check_integrity()
+    loop.run()
+    with Runner(Decoder(SHAPES["hybrid"]), num_blocks=40) as runner:
+        alone = Engine(runner)
+        copies = [Request(r.id, r.prompt, r.max_new_tokens) for r in survivors]
+        for copy in copies:
+            alone.submit(copy)
+        alone.run()
+    assert [r.generated for r in survivors] == [c.generated for c in copies]
+
+
+class Flaky(CpuEngine):
+    """Fails one transfer in three; a load that fails leaves rubbish in its blocks."""
+
+    num_moves = 0
+
+    def _move(self, transfer: Transfer) -> int:
+        self.num_moves += 1
+        if self.num_moves % 3:
+            return super()._move(transfer)
+        if transfer.dst == DEVICE:
+            for view, _ in self._groups[transfer.group].segments:
+                view[transfer.dst_slots] = 0xFF
+        raise TransferError("the cable is loose")
+
+
+class Slow(CpuEngine):
+    """Takes its time over loads."""
+
+    def _move(self, transfer: Transfer) -> int:
+        if transfer.dst == DEVICE:
+            time.sleep(0.02)
+        return super()._move(transfer)
+
+
+class Careless(CpuEngine):
+    """Loads the right number of bytes from the wrong slots, and says it went well."""
+
+    def _move(self, transfer: Transfer) -> int:
+        if transfer.dst == DEVICE:
+            wrong = (transfer.src_slots + 1) % len(self._host)
+            transfer = Transfer(
+                transfer.id, transfer.src, transfer.dst, wrong, transfer.dst_slots, transfer.group
+            )
+        return super()._move(transfer)
+
+
+@pytest.mark.parametrize("name", ["full", "hybrid"])
+def test_failed_copies_are_computed_again(
+    build: Build, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(offload, "CpuEngine", Flaky)
+    loop = build(20, shape=SHAPES[name])
+    assert serve(loop, CHAT).answers() == truth(CHAT, SHAPES[name])
+    assert loop.counts.num_failed_load_tokens > 0
+    assert loop.counts.num_loaded_tokens > 0
+
+
+def test_wrong_bytes_would_be_seen(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof that tokens are equal can fail: bytes from a wrong slot change them."""
+    monkeypatch.setattr(offload, "CpuEngine", Careless)
+    loop = build(20)
+    assert serve(loop, CHAT).answers() != truth(CHAT)
+
+
+def test_others_run_while_a_request_loads(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "CpuEngine", Slow)
+    loop = build(12)
+    first = Request("first", prompt(80), 2)
+    loop.submit(first)
+    loop.run()
+    for number in range(3):  # push it off the device
+        loop.submit(Request(f"other-{number}", prompt(80, seed=number + 1), 2))
+        loop.run()
+    again, beside = Request("again", prompt(80), 4), Request("beside", prompt(10, seed=9), 4)
+    loop.submit(again)
+    loop.submit(beside)
+    loop.step()
+    assert again.state is State.LOADING
+    assert len(beside.generated) == 1
+    loop.run()
+    assert again.num_loaded == 64
+    assert again.generated[:2] == first.generated
+
+
+def test_a_loading_request_can_be_aborted(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "CpuEngine", Slow)
+    loop = build(12)
+    for number in range(4):
+        loop.submit(Request(f"r{number}", prompt(80, seed=number), 2))
+        loop.run()
+    loop.submit(Request("again", prompt(80), 4))
+    loop.step()
+    assert loop.memory.pools[0].num_free < 12
+    loop.abort("again")
+    assert not loop.has_work
+    assert loop.memory.pools[0].num_free < 12  # the copy still writes: its blocks stay held
+
+
+def test_closing_with_copies_under_way_is_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "CpuEngine", Slow)
+    with (
+        Runner(Decoder(SHAPES["full"]), num_blocks=12) as runner,
+        Offloader(runner, host_bytes=MEBIBYTE) as offloader,
+    ):
+        loop = Engine(runner, offloader=offloader)
+        for number in (0, 1, 2, 3, 0):
+            loop.submit(Request(f"r{number}", prompt(80, seed=number), 2))
+            loop.step()
+        pool = offloader.scheduler.pool
+        offloader.close()
+        assert pool.num_leases == 0
+
+
+def test_refuses_a_host_without_room_for_a_block() -> None:
+    with (
+        Runner(Decoder(SHAPES["full"]), num_blocks=4) as runner,
+        pytest.raises(InputError, match="a block has 6144 bytes, host memory of 100 bytes"),
+    ):
+        Offloader(runner, host_bytes=100)
