@@ -110,6 +110,17 @@ def parse_count(value: object, *, name: str = "count", minimum: int = 1) -> int:
     return _between(name, value, count, minimum, _MOST_BYTES, "")
 
 
+def parse_rate(value: object, *, name: str = "rate") -> float:
+    """A number above zero, from a number or from its digits."""
+    try:
+        rate = float(value) if isinstance(value, (int, float, str)) else math.nan
+    except (ValueError, OverflowError):
+        rate = math.nan
+    if isinstance(value, bool) or not (math.isfinite(rate) and rate > 0):
+        raise ConfigError(f"{name}: expected a number above zero, got {_shown(value)}")
+    return rate
+
+
 def format_size(size: int) -> str:
     """A size as :func:`parse_size` reads it back exactly, in the largest unit that divides it."""
     for unit, factor in (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
@@ -129,6 +140,7 @@ class Kind(Generic[T]):
 
 SIZE = Kind("size", lambda name, value: parse_size(value, name=name), format_size)
 SECONDS = Kind("seconds", lambda name, value: parse_seconds(value, name=name), "{:g}s".format)
+RATE = Kind("number", lambda name, value: parse_rate(value, name=name), "{:g}".format)
 COUNT = Kind("count", lambda name, value: parse_count(value, name=name))
 
 
@@ -184,8 +196,37 @@ class Config:
     load_deadline: float = setting(30.0, SECONDS, "A load not finished by then is given up.")
     store_deadline: float = setting(30.0, SECONDS, "A store not finished by then is given up.")
     match_deadline: float = setting(60.0, SECONDS, "A hit not loaded by then is let go.")
+    promote_deadline: float = setting(
+        10.0, SECONDS, "A fetch from a lower tier not finished by then is given up."
+    )
+    store_mode: str = setting(
+        "eager",
+        one_of("eager", "lazy"),
+        "Store blocks as soon as they are computed, or only when the device is about to drop them.",
+    )
+    store_after: int = setting(
+        1, COUNT, "Store a block only once requests have asked for it this often."
+    )
+    load_policy: str = setting(
+        "auto",
+        one_of("always", "auto", "never"),
+        "Load hits always, never, or only where that is expected to beat computing them.",
+    )
+    prefill_rate: float | None = setting(
+        None, optional(RATE), "Tokens per second the engine computes; none: learned from it."
+    )
     max_loading_blocks: int | None = setting(
-        None, optional(COUNT), "Device blocks that loads may hold at one time; none: no bound."
+        None,
+        optional(COUNT),
+        "Device blocks that loads may hold at one time; none: half of the device's.",
+    )
+    max_storing_blocks: int | None = setting(
+        None,
+        optional(COUNT),
+        "Device blocks that stores may hold at one time; none: a quarter of the device's.",
+    )
+    max_bytes_in_flight: int = setting(
+        4 * GiB, SIZE, "Bytes on their way at one time; stores wait first."
     )
     log_level: str = setting(
         "warning", one_of("debug", "info", "warning", "error", "critical"), "What is logged."

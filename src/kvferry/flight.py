@@ -7,12 +7,12 @@ until that rank has answered or is declared lost.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kvferry.errors import ReceiptError
 from kvferry.lease import Lease, Purpose
-from kvferry.types import Outcome, Rank, Receipt, Transfer, TransferId
+from kvferry.types import DEVICE, HOST, Outcome, Rank, Receipt, Transfer, TransferId
 
 
 @dataclass(eq=False)
@@ -30,6 +30,16 @@ class Flight:
     def ok(self) -> bool:
         return not self.reason
 
+    @property
+    def in_doubt(self) -> tuple[Lease, ...]:
+        """The leases whose blocks must not be matched if this fails.
+
+        A block that could not be brought up is not offered again: its next owner would fail with
+        it. One that could not be sent down is still good where it is.
+        """
+        upward = self.transfer.dst in (DEVICE, HOST)
+        return tuple(lease for lease in self.leases if upward or lease.purpose is Purpose.WRITE)
+
 
 @dataclass
 class FlightCounts:
@@ -42,6 +52,10 @@ class FlightCounts:
     stale_receipts: int = 0
     bytes_moved: dict[tuple[str, str], int] = field(default_factory=dict)
     seconds_moved: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    def moved(self, src: str, dst: str) -> tuple[int, float]:
+        """Bytes and seconds so far on one route."""
+        return self.bytes_moved.get((src, dst), 0), self.seconds_moved.get((src, dst), 0.0)
 
 
 class Flights:
@@ -56,6 +70,10 @@ class Flights:
 
     def __len__(self) -> int:
         return len(self._flying)
+
+    def transfers(self) -> Iterator[Transfer]:
+        """Every transfer in flight, oldest first."""
+        return (flight.transfer for flight in self._flying.values())
 
     def new_id(self) -> TransferId:
         self._next_id += 1
@@ -147,9 +165,9 @@ class Flights:
         self.counts.landed += 1
         self.counts.failed += not flight.ok
         for lease in flight.leases:
+            doubtful = not flight.ok and lease in flight.in_doubt
             if lease.purpose is Purpose.WRITE:
-                lease.commit() if flight.ok else lease.abort()
+                lease.abort() if doubtful else lease.commit()
             else:
-                # A hit that failed once is not offered again: its next owner would fail with it.
-                lease.release() if flight.ok else lease.spoil()
+                lease.spoil() if doubtful else lease.release()
         return flight

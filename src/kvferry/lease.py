@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum
+from typing import Protocol
 
 import numpy as np
 
@@ -33,6 +33,16 @@ _ENDINGS = {
 }
 
 
+class Owner(Protocol):
+    """Who made a lease: a pool."""
+
+    def end(self, lease: Lease, ending: Ending) -> None:
+        """Take the slots back; called once, by the lease."""
+
+    def disown(self, lease: Lease) -> None:
+        """Stop believing in the bytes; the slots stay claimed until the lease ends."""
+
+
 class Lease:
     """A claim on ``slots``, made by a pool and given back to it exactly once.
 
@@ -40,27 +50,25 @@ class Lease:
     slots' state; the lease owns only the right to end the claim.
     """
 
-    __slots__ = ("_end", "ended", "positions", "purpose", "slots")
+    __slots__ = ("_owner", "ended", "positions", "purpose", "slots")
 
     def __init__(
         self,
         purpose: Purpose,
         slots: SlotArray,
         positions: SlotArray,
-        end: Callable[[Lease, Ending], None],
+        owner: Owner,
     ) -> None:
         self.purpose = purpose
         self.slots = slots
         self.positions = positions
         self.ended: Ending | None = None
-        self._end = end
+        self._owner = owner
 
     @classmethod
-    def leading(
-        cls, purpose: Purpose, slots: SlotArray, end: Callable[[Lease, Ending], None]
-    ) -> Lease:
+    def leading(cls, purpose: Purpose, slots: SlotArray, owner: Owner) -> Lease:
         """A lease on the slots of the first ``len(slots)`` keys that were asked for."""
-        return cls(purpose, slots, np.arange(len(slots)), end)
+        return cls(purpose, slots, np.arange(len(slots)), owner)
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -81,6 +89,13 @@ class Lease:
         """The bytes could not be read: the blocks must never be matched again."""
         self._finish(Ending.SPOIL)
 
+    def disown(self) -> None:
+        """The bytes are in doubt while the claim goes on: its blocks must not be matched.
+
+        A slow rank may still touch the slots, so they stay claimed until the lease ends.
+        """
+        self._owner.disown(self)
+
     def _finish(self, ending: Ending) -> None:
         if self.ended is not None:
             raise LeaseError(f"{self!r} cannot {ending.value}: it ended by {self.ended.value}")
@@ -88,7 +103,7 @@ class Lease:
             allowed = " or ".join(e.value for e in _ENDINGS[self.purpose])
             raise LeaseError(f"{self!r} cannot {ending.value}: it ends by {allowed}")
         self.ended = ending
-        self._end(self, ending)
+        self._owner.end(self, ending)
 
     def __repr__(self) -> str:
         return f"Lease({self.purpose.value}, {len(self)} slots)"

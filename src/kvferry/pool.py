@@ -14,6 +14,7 @@ of a conversation is always a prefix of it, and a match stops at a hole only if 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -54,7 +55,11 @@ class Pool:
     Every call takes a whole request's keys. Not thread-safe: it belongs to the scheduler's thread.
     """
 
-    def __init__(self, num_slots: int, order: EvictionOrder | None = None) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        order: EvictionOrder | None = None,
+    ) -> None:
         if num_slots <= 0:
             raise InputError(f"a pool needs at least one slot, got {num_slots}")
         self.num_slots = num_slots
@@ -70,6 +75,8 @@ class Pool:
         self._free = np.arange(num_slots - 1, -1, -1, dtype=np.int64)
         self._num_free = num_slots
         self._leases: set[Lease] = set()
+        self.listeners: list[Callable[[Keys], None]] = []
+        """Called with the keys of every block that is evicted or reset away."""
         self._evicted = 0
 
     # -- asking ---------------------------------------------------------------------------------
@@ -86,6 +93,20 @@ class Pool:
         """How many leading keys can be read now."""
         return _num_leading(self.cached(keys))
 
+    def coldest(self, count: int) -> Keys:
+        """The keys of up to ``count`` blocks that would be evicted first, in that order."""
+        slots = self._order.peek_oldest(count)
+        return self._index.keys_of(slots[self._readers.take(slots) == 0])
+
+    def keys_of(self, lease: Lease) -> Keys:
+        """The keys of a lease's slots that can be matched."""
+        slots = lease.slots
+        return self._index.keys_of(slots[self._state.take(slots) == SlotState.CACHED])
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
     # -- claiming -------------------------------------------------------------------------------
 
     def pin(self, keys: Keys) -> Lease | None:
@@ -95,7 +116,7 @@ class Pool:
         if not len(slots):
             return None
         self._readers[slots] += 1
-        return self._open(Lease.leading(Purpose.READ, slots, self._end))
+        return self._open(Lease.leading(Purpose.READ, slots, self))
 
     def reserve(
         self, keys: Keys, *, parent: Key | None = None, chained: bool = True
@@ -127,7 +148,7 @@ class Pool:
             found[positions] = slots
             before = np.concatenate(([above], found[:-1]))
             self._link(slots, before.take(positions))
-        return self._open(Lease(Purpose.WRITE, slots, positions, self._end))
+        return self._open(Lease(Purpose.WRITE, slots, positions, self))
 
     def touch(self, keys: Keys) -> None:
         """These keys were used (a hit elsewhere, say): keep them longer."""
@@ -163,6 +184,7 @@ class Pool:
         """Forget everything at once. Claimed slots come back when their leases end."""
         idle = (self._state == SlotState.CACHED) & (self._readers == 0)
         claimed = (self._state != SlotState.FREE) & ~idle
+        self._tell_gone(np.flatnonzero(self._state == SlotState.CACHED))
         self._index.clear()
         self._order.clear()
         self._parent.fill(NO_SLOT)
@@ -250,7 +272,8 @@ class Pool:
         self._leases.add(lease)
         return lease
 
-    def _end(self, lease: Lease, ending: Ending) -> None:
+    def end(self, lease: Lease, ending: Ending) -> None:
+        """Take a lease's slots back. Called by the lease itself, exactly once."""
         self._leases.remove(lease)
         slots = lease.slots
         if lease.purpose is Purpose.READ:
@@ -279,6 +302,12 @@ class Pool:
         # Reversed: the end of a conversation goes before its beginning.
         self._order.touch(slots[self._state.take(slots) == SlotState.CACHED][::-1])
 
+    def _tell_gone(self, slots: SlotArray) -> None:
+        if self.listeners and len(slots):
+            keys = self._index.keys_of(slots)
+            for listener in self.listeners:
+                listener(keys)
+
     def _make_room(self, count: int) -> int:
         """Evict until ``count`` slots are free or nothing more can go; returns how many to use."""
         looks_left = len(self._order)
@@ -291,6 +320,7 @@ class Pool:
             idle = oldest[self._readers.take(oldest) == 0]
             gone = self._without_survivors(idle)
             self._evicted += int(gone.sum())
+            self._tell_gone(idle[gone])
             self._unindex(idle[gone])
             self._push_free(idle[gone])
             # A parent whose children stay was used when they were: it goes behind them.

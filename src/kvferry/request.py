@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry import reach
 from kvferry.answers import Match, MatchState
 from kvferry.errors import InputError
-from kvferry.identity import scope
 from kvferry.keys import Keys
 from kvferry.lease import Lease
-from kvferry.types import Key, SlotArray, TransferId
+from kvferry.types import SlotArray, TransferId
 
 
 class GroupKeys:
@@ -23,29 +22,21 @@ class GroupKeys:
         slots    [    k3    ][    k7    ]     a slot of four hash blocks has the last one's key
     """
 
-    def __init__(self, group: reach.Group, number: int, hash_block_tokens: int) -> None:
+    def __init__(self, group: reach.Group, hash_block_tokens: int) -> None:
         if group.slot_tokens % hash_block_tokens:
             raise InputError(
-                f"group {number} has slots of {group.slot_tokens} tokens, which is not a multiple "
+                f"{group} has slots of {group.slot_tokens} tokens, which is not a multiple "
                 f"of the hash block of {hash_block_tokens}: no key ends where a slot does"
             )
-        self._number = number
         self._ratio = group.slot_tokens // hash_block_tokens
 
     def count(self, chain: Keys) -> int:
         """How many whole slots the chain covers."""
         return len(chain) // self._ratio
 
-    def cut(self, chain: Keys, slots: range, epoch: int) -> Keys:
-        """The keys of these slots of the request, in this epoch."""
-        ends = chain[(slots.start + 1) * self._ratio - 1 : slots.stop * self._ratio : self._ratio]
-        return ends.masked(scope(epoch, self._number))
-
-    def before(self, chain: Keys, slots: range, epoch: int) -> Key | None:
-        """The key of the slot before these, None at the start of the request."""
-        if slots.start == 0:
-            return None
-        return self.cut(chain, range(slots.start - 1, slots.start), epoch)[0]
+    def cut(self, chain: Keys, slots: range) -> Keys:
+        """The keys of these slots of the request."""
+        return chain[(slots.start + 1) * self._ratio - 1 : slots.stop * self._ratio : self._ratio]
 
 
 @dataclass(eq=False)
@@ -54,7 +45,8 @@ class Hit:
 
     ``watch`` are keys that must all be cached before a longer hit is possible; while the pool's
     generation is ``generation``, or any of them is missing, the answer stands. ``joined`` are
-    slots that another request was loading when we looked.
+    slots that another request was loading when we looked. A load would fill ``num_blocks`` device
+    blocks.
     """
 
     match: Match
@@ -64,6 +56,7 @@ class Hit:
     watch: Keys
     generation: int
     deadline: float
+    num_blocks: int
 
     def release(self) -> None:
         leases, self.leases = self.leases, ()
@@ -91,6 +84,8 @@ class RequestRecord:
     """One request as the scheduler sees it. Owns its pinned hit until a load takes it over."""
 
     stored: list[int]
+    promoting: set[TransferId] = field(default_factory=set)
+    promoted: bool = False  # once per look: what did not come up by then is computed
     counted: bool = False
     outdated: bool = False  # its device blocks are from before a reset
     hit: Hit | None = None

@@ -4,7 +4,7 @@
 
     match -> pinned hit -> load  \\
                                   plan => workers => settle
-    store ---------------------- /
+    store, offer --------------- /
 
 The engine speaks in tokens and hands over block tables; which slots move follows from the groups.
 A request id may be used again once the request is finished.
@@ -13,23 +13,29 @@ A request id may be used again once the request is finished.
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
-import numpy.typing as npt
 
 from kvferry import reach
 from kvferry.answers import DeviceBlocks, FailedLoad, Landing, Match, MatchState, Settled
 from kvferry.config import Config
 from kvferry.errors import ClosedError, InputError
 from kvferry.flight import Flight, Flights
+from kvferry.ghosts import Ghosts
+from kvferry.identity import scope
 from kvferry.keys import Keys
 from kvferry.lease import Lease
+from kvferry.levels import Level, LowerLevels
+from kvferry.matching import Look, Matcher
+from kvferry.outbox import Outbox
+from kvferry.policy import Decision, LoadOrCompute
 from kvferry.pool import Pool
-from kvferry.request import GroupKeys, Hit, Loading, RequestRecord
+from kvferry.request import Hit, Loading, RequestRecord
 from kvferry.stats import MatchCounts, SchedulerStats
+from kvferry.storing import NO_BLOCK, BlockTable, Storing
 from kvferry.types import (
     DEVICE,
     HOST,
@@ -38,38 +44,18 @@ from kvferry.types import (
     Receipt,
     RequestId,
     SlotArray,
-    Transfer,
     TransferId,
     as_slots,
 )
+from kvferry.why import Explanation, Reason
 
-NO_BLOCK = -1
-"""In a block table: the engine keeps no device block here (outside a window, say)."""
+__all__ = ["NO_BLOCK", "BlockTable", "Level", "Scheduler"]
 
-BlockTable = Sequence[int] | npt.NDArray[np.integer]
-"""One group's device blocks of a request, by position."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Order:
-    """A copy decided on but not yet in a plan."""
-
-    group: int
-    lease: Lease
-    device_blocks: SlotArray
-    host_slots: SlotArray
-
-
-@dataclass(frozen=True, eq=False)
-class _LoadOrder(_Order):
-    """A load: unlike a store, it belongs to a request that waits for it."""
-
-    request_id: RequestId
-    transfer_id: TransferId
+_EXPLANATIONS_KEPT = 1024
 
 
 class Scheduler:
-    """One engine's scheduler half. Owns requests, hits and flights; the pool owns the slots.
+    """One engine's scheduler half. Owns requests, hits and flights; the pools own the slots.
 
     Not thread-safe: call it from the engine's scheduling thread. Deadlines are looked at in
     :meth:`settle`, so call that every step even without receipts.
@@ -83,36 +69,58 @@ class Scheduler:
         config: Config | None = None,
         num_ranks: int = 1,
         hash_block_tokens: int | None = None,
+        num_device_blocks: int | None = None,
+        block_bytes: Sequence[int] = (),
+        levels: Sequence[Level] = (),
         joins_loads: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``joins_loads`` says that the engine shares device blocks between requests.
+        """Serve an engine whose layers form ``groups``, from the host slots in ``pool``.
 
-        A block that one request loads then serves the others once it has landed, so a second
-        request that wants it waits and loads nothing.
+        ``hash_block_tokens`` is what one key of a request's chain covers (default: the smallest
+        slot). ``num_device_blocks`` lets the bounds on loads and stores follow the device's size,
+        ``block_bytes`` (of one device block, per group) lets bytes in flight and load times be
+        known. ``levels`` lie below the host. ``joins_loads`` says that the engine shares device
+        blocks between requests: a block that one request loads then serves the others once it has
+        landed, so a second request that wants it waits and loads nothing.
         """
         if num_ranks < 1:
             raise InputError(f"num_ranks must be at least 1, got {num_ranks}")
+        if not groups:
+            raise InputError("no groups given; a model has at least one")
+        if block_bytes and len(block_bytes) != len(groups):
+            raise InputError(f"got {len(block_bytes)} block sizes for {len(groups)} groups")
+        config = config if config is not None else Config()
+        hash_tokens = hash_block_tokens or min(group.slot_tokens for group in groups)
         self.pool = pool
         self.groups = tuple(groups)
-        self.epoch = 0
-        self._config = config if config is not None else Config()
-        hash_tokens = hash_block_tokens or min(group.slot_tokens for group in self.groups)
-        self._alignment = reach.hit_alignment(self.groups, hash_block_tokens=hash_tokens)
-        self._hash_tokens = hash_tokens
-        self._keys = [GroupKeys(group, g, hash_tokens) for g, group in enumerate(self.groups)]
-        self._joins_loads = joins_loads
+        self._config = config
         self._clock = clock
+        self._joins_loads = joins_loads
+        self._block_bytes = tuple(block_bytes) or (0,) * len(self.groups)
         self._flights = Flights(num_ranks)
+        self._outbox = Outbox(self._flights, config, len(self.groups))
+        self._lower = LowerLevels(pool, levels, self._outbox)
+        self._matcher = Matcher(self.groups, pool, self._lower, hash_tokens)
+        self._storing = Storing(
+            self._matcher,
+            pool,
+            self._outbox,
+            config,
+            max_blocks=_bound(config.max_storing_blocks, num_device_blocks, 4),
+            block_bytes=self._block_bytes,
+        )
+        self._max_loading = _bound(config.max_loading_blocks, num_device_blocks, 2)
+        self._worth = LoadOrCompute(config.load_policy, prefill_rate=config.prefill_rate)
         self._requests: dict[RequestId, RequestRecord] = {}
-        self._loads: list[_LoadOrder] = []
-        self._stores: list[_Order] = []
-        self._loaders: dict[TransferId, RequestId] = {}
+        self._waiting_for: dict[TransferId, RequestId] = {}
         self._being_loaded = np.zeros(pool.num_slots, dtype=np.int32)
         self._released: list[DeviceBlocks] = []
         self._counts = MatchCounts()
-        self._step = 0
+        self._explanations: OrderedDict[RequestId, Explanation] = OrderedDict()
+        self._ghosts = Ghosts(pool.num_slots)
         self._closed = False
+        pool.listeners.append(self._ghosts.add)
 
     # -- match ----------------------------------------------------------------------------------
 
@@ -132,20 +140,22 @@ class Scheduler:
         ``preempt``, or its deadline.
         """
         self._require_open()
-        covered = len(keys) * self._hash_tokens
+        covered = len(keys) * self._matcher.hash_tokens
         max_tokens = covered if max_tokens is None else min(max_tokens, covered)
         record = self._record(request_id)
-        if record.loading is not None:
+        if record.loading is not None or record.promoting:
             return Match(MatchState.WAIT, computed_tokens, computed_tokens)
-        if record.hit is not None and self._still_holds(record.hit, computed_tokens, max_tokens):
-            return record.hit.match
-        record.let_go()
-        record.hit = self._look_up(keys, computed_tokens, max_tokens)
-        if not record.counted:
-            record.counted = True
-            self._counts.queries += 1
-            self._counts.asked_tokens += max(0, max_tokens - computed_tokens)
-        return record.hit.match
+        hit = record.hit
+        if hit is None or not self._still_holds(hit, computed_tokens, max_tokens):
+            record.let_go()
+            look = self._matcher.look(keys, computed_tokens, max_tokens)
+            self._count_once(record, look)
+            if self._promote(request_id, record, look):
+                return Match(MatchState.WAIT, computed_tokens, computed_tokens)
+            hit = record.hit = self._pin(request_id, look)
+        if hit.match.state is MatchState.HIT and not self._may_load(hit):
+            return Match(MatchState.WAIT, computed_tokens, computed_tokens)
+        return hit.match
 
     def _still_holds(self, hit: Hit, computed_tokens: int, max_tokens: int) -> bool:
         if hit.match.computed_tokens != computed_tokens or hit.max_tokens != max_tokens:
@@ -159,35 +169,29 @@ class Scheduler:
         hit.deadline = self._clock() + self._config.match_deadline
         return True
 
-    def _look_up(self, keys: Keys, computed_tokens: int, max_tokens: int) -> Hit:
-        generation = self.pool.generation
-        present = [
-            self.pool.cached(group_keys.cut(keys, range(group_keys.count(keys)), self.epoch))
-            for group_keys in self._keys
-        ]
-        num_tokens = reach.longest_hit(
-            self.groups,
-            present,
-            max_tokens,
-            alignment=self._alignment,
-            computed_tokens=computed_tokens,
-        )
-        leases = tuple(
-            self._pin(g, keys, num_tokens, computed_tokens) for g in range(len(self.groups))
-        )
+    def _pin(self, request_id: RequestId, look: Look) -> Hit:
+        leases = self._matcher.pin(look)
+        blocks = self._matcher.num_device_blocks(look.host_tokens, look.computed_tokens)
         hit = Hit(
-            match=Match(MatchState.HIT, num_tokens, computed_tokens),
-            max_tokens=max_tokens,
+            match=Match(MatchState.HIT, look.host_tokens, look.computed_tokens),
+            max_tokens=look.max_tokens,
             leases=leases,
             joined=self._joined(leases),
-            watch=self._watch(keys, present, num_tokens),
-            generation=generation,
+            watch=self._matcher.watch(look),
+            generation=self.pool.generation,
             deadline=self._clock() + self._config.match_deadline,
+            num_blocks=blocks,
         )
+        decision: Decision | None = None
         if len(hit.joined):
             hit.decline(MatchState.WAIT)
-        elif num_tokens <= computed_tokens:
+        elif hit.match.to_load <= 0:
             hit.decline(MatchState.MISS)
+        else:
+            decision = self._decide(look)
+            if not decision.load:
+                hit.decline(MatchState.MISS)
+        self._remember(self._explanation(request_id, look, decision))
         return hit
 
     def _joined(self, leases: Sequence[Lease | None]) -> SlotArray:
@@ -198,22 +202,46 @@ class Scheduler:
         slots = np.concatenate(pinned)
         return slots[self._being_loaded.take(slots) > 0]
 
-    def _pin(self, group: int, keys: Keys, num_tokens: int, computed_tokens: int) -> Lease | None:
-        slots = reach.needed(self.groups[group], num_tokens, computed_tokens=computed_tokens)
-        if num_tokens <= computed_tokens or not slots:
-            return None
-        return self.pool.pin(self._keys[group].cut(keys, slots, self.epoch))
+    def _may_load(self, hit: Hit) -> bool:
+        """Whether a load fits the bounds. One load alone always does, or it would wait for ever."""
+        loading = self._outbox.num_blocks_to_device()
+        if loading == 0:
+            return True
+        if self._max_loading is not None and loading + hit.num_blocks > self._max_loading:
+            return False
+        return self._outbox.bytes_to_device(self._block_bytes) <= self._config.max_bytes_in_flight
 
-    def _watch(self, keys: Keys, present: Sequence[npt.NDArray[np.bool_]], num_tokens: int) -> Keys:
-        """Keys that must be cached before a hit longer than ``num_tokens`` is possible."""
-        watch = Keys.empty()
-        for g, group in enumerate(self.groups):
-            if isinstance(group, reach.FullAttention):
-                missing = np.flatnonzero(~present[g][num_tokens // group.slot_tokens :])
-                if len(missing):
-                    first = num_tokens // group.slot_tokens + int(missing[0])
-                    watch += self._keys[g].cut(keys, range(first, first + 1), self.epoch)
-        return watch
+    def _decide(self, look: Look) -> Decision:
+        num_bytes = sum(
+            len(
+                reach.needed_device_blocks(
+                    g, look.host_tokens, computed_tokens=look.computed_tokens
+                )
+            )
+            * size
+            for g, size in zip(self.groups, self._block_bytes, strict=True)
+        )
+        decision = self._worth.decide(
+            look.host_tokens - look.computed_tokens,
+            num_bytes,
+            self._outbox.bytes_to_device(self._block_bytes),
+        )
+        verdicts = self._counts.verdicts
+        verdicts[decision.verdict.value] = verdicts.get(decision.verdict.value, 0) + 1
+        return decision
+
+    def _promote(self, request_id: RequestId, record: RequestRecord, look: Look) -> bool:
+        """Start bringing up what lies below the host; True if the request should wait for it."""
+        if look.all_tokens <= look.host_tokens or record.promoted:
+            return False
+        for g, keys in self._matcher.to_promote(look):
+            chained = isinstance(self.groups[g], reach.FullAttention)
+            record.promoting |= self._lower.promote(keys, chained=chained)
+        for transfer_id in record.promoting:
+            self._waiting_for[transfer_id] = request_id
+        record.promoted = bool(record.promoting)
+        self._counts.promoted_tokens += look.all_tokens - look.host_tokens if record.promoted else 0
+        return record.promoted
 
     # -- load and store ---------------------------------------------------------------------------
 
@@ -225,28 +253,31 @@ class Scheduler:
         hit was lost meanwhile (a reset, its deadline): the tokens must be computed then.
         """
         self._require_open()
+        self._require_tables(tables)
         record = self._record(request_id)
         hit = record.hit
         if hit is None or hit.match.state is not MatchState.HIT:
             return ()
-        orders = [
-            self._load_order(request_id, g, hit, lease, table)
-            for g, (lease, table) in enumerate(zip(hit.leases, self._tables(tables), strict=True))
+        parts = [
+            (g, lease, *self._load_part(request_id, g, hit.match, lease, tables[g]))
+            for g, lease in enumerate(hit.leases)
             if lease is not None
         ]
         record.hit = None
-        record.loading = Loading(hit.match, {order.transfer_id for order in orders})
-        for order in orders:
-            self._loaders[order.transfer_id] = request_id
-            self._being_loaded[order.lease.slots] += 1
-        self._loads += orders
+        record.promoted = False
+        record.loading = Loading(hit.match, set())
+        for g, lease, host_slots, device_blocks in parts:
+            order = self._outbox.load(request_id, g, lease, host_slots, device_blocks)
+            record.loading.waiting.add(order.transfer.id)
+            self._waiting_for[order.transfer.id] = request_id
+            self._being_loaded[lease.slots] += 1
         self._counts.hit_tokens += hit.match.to_load
-        return tuple(DeviceBlocks(order.group, order.device_blocks) for order in orders)
+        return tuple(DeviceBlocks(g, blocks) for g, _, _, blocks in parts)
 
-    def _load_order(
-        self, request_id: RequestId, g: int, hit: Hit, lease: Lease, table: BlockTable
-    ) -> _LoadOrder:
-        group, match = self.groups[g], hit.match
+    def _load_part(
+        self, request_id: RequestId, g: int, match: Match, lease: Lease, table: BlockTable
+    ) -> tuple[SlotArray, SlotArray]:
+        group = self.groups[g]
         blocks = reach.needed_device_blocks(
             group, match.num_tokens, computed_tokens=match.computed_tokens
         )
@@ -255,17 +286,10 @@ class Scheduler:
                 f"request {request_id!r}: group {g}'s block table has {len(table)} blocks, the hit "
                 f"of {match.num_tokens} tokens needs {blocks.stop}"
             )
-        first_slot = blocks.start // group.blocks_per_slot
         places = np.arange(blocks.start, blocks.stop)
-        slots = lease.slots[places // group.blocks_per_slot - first_slot]
-        return _LoadOrder(
-            group=g,
-            lease=lease,
-            device_blocks=as_slots(table[blocks.start : blocks.stop]),
-            host_slots=slots * group.blocks_per_slot + places % group.blocks_per_slot,
-            request_id=request_id,
-            transfer_id=self._flights.new_id(),
-        )
+        slots = lease.slots[places // group.blocks_per_slot - blocks.start // group.blocks_per_slot]
+        host_slots = slots * group.blocks_per_slot + places % group.blocks_per_slot
+        return host_slots, as_slots(table[blocks.start : blocks.stop])
 
     def store(
         self,
@@ -276,88 +300,56 @@ class Scheduler:
     ) -> tuple[DeviceBlocks, ...]:
         """Order what is new of the first ``num_tokens`` of a request into the pool.
 
-        Call it once the compute of these tokens is queued on the device. Whole slots only; what is
-        stored already, on its way, or finds no room is left out. Returns the device blocks read:
-        hold each until ``settle`` releases it.
+        Call it once the compute of these tokens is queued on the device, a last time just before
+        ``finish``. Whole slots only; what is stored already, on its way, or finds no room is left
+        out. Returns the device blocks read: hold each until ``settle`` releases it. With lazy
+        stores it orders nothing; see :meth:`offer`.
         """
         self._require_open()
+        self._require_tables(tables)
         record = self._record(request_id)
-        if record.outdated:
+        if record.outdated or self._storing.is_lazy:
             return ()
-        num_tokens = min(num_tokens, len(keys) * self._hash_tokens)
-        orders = []
-        for g, table in enumerate(self._tables(tables)):
-            done = num_tokens // self.groups[g].slot_tokens
-            if done > record.stored[g]:
-                order = self._store_order(g, keys, range(record.stored[g], done), table)
-                record.stored[g] = done
-                orders += [order] if order is not None else []
-        self._stores += orders
-        return tuple(DeviceBlocks(o.group, o.device_blocks) for o in orders)
+        num_tokens = min(num_tokens, len(keys) * self._matcher.hash_tokens)
+        return self._storing.computed(record, keys, tables, num_tokens)
 
-    def _store_order(self, g: int, keys: Keys, slots: range, table: BlockTable) -> _Order | None:
-        group = self.groups[g]
-        per_slot = group.blocks_per_slot
-        if len(table) < slots.stop * per_slot:
-            raise InputError(
-                f"group {g}'s block table has {len(table)} blocks, "
-                f"{slots.stop * per_slot} are to be stored"
-            )
-        blocks = np.asarray(table[slots.start * per_slot : slots.stop * per_slot], dtype=np.int64)
-        blocks = blocks.reshape(-1, per_slot)
-        held = np.flatnonzero((blocks != NO_BLOCK).all(axis=1))
-        chained = isinstance(group, reach.FullAttention)
-        group_keys = self._keys[g].cut(keys, slots, self.epoch).take(held)
-        parent = self._keys[g].before(keys, slots, self.epoch) if chained else None
-        lease = self.pool.reserve(group_keys, parent=parent, chained=chained)
-        if lease is None:
-            return None
-        places = lease.slots[:, None] * per_slot + np.arange(per_slot)
-        return _Order(
-            group=g,
-            lease=lease,
-            device_blocks=as_slots(blocks[held[lease.positions]].ravel()),
-            host_slots=places.ravel(),
-        )
+    @property
+    def offer_depth(self) -> int:
+        """How many blocks from the head of its free queue the engine should offer now."""
+        return self._storing.depth
+
+    def offer(self, group: int, keys: Keys, blocks: BlockTable) -> tuple[DeviceBlocks, ...]:
+        """With lazy stores: these device blocks are the next to be dropped, soonest first.
+
+        ``keys[i]`` is the chain key at the end of ``blocks[i]``. Returns those that are being
+        stored: hold each until ``settle`` releases it.
+        """
+        self._require_open()
+        return self._storing.offered(group, keys, blocks)
+
+    def note_allocated(self, num_blocks: int) -> None:
+        """The engine took this many device blocks in this step; lazy stores look ahead by it."""
+        self._storing.demand(num_blocks)
+
+    def note_prefill(self, num_tokens: int, seconds: float) -> None:
+        """The engine computed this many prompt tokens in this time; load-or-compute learns it."""
+        self._worth.note_prefill(num_tokens, seconds)
 
     # -- plan and settle --------------------------------------------------------------------------
 
     def plan(self) -> Plan:
-        """Everything ordered since the last plan, loads first; hand it to every rank's worker.
-
-        The stores of one group travel together: one copy of many blocks beats many of a few.
-        """
+        """Everything ordered since the last plan, loads first; hand it to every rank's worker."""
         self._require_open()
-        self._step += 1
-        now = self._clock()
-        transfers = []
-        for order in self._loads:
-            transfer = Transfer(
-                order.transfer_id, HOST, DEVICE, order.host_slots, order.device_blocks, order.group
-            )
-            self._flights.launch(transfer, (order.lease,), now + self._config.load_deadline)
-            transfers.append(transfer)
-        for g in range(len(self.groups)):
-            orders = [order for order in self._stores if order.group == g]
-            if orders:
-                transfer = Transfer(
-                    self._flights.new_id(),
-                    DEVICE,
-                    HOST,
-                    np.concatenate([order.device_blocks for order in orders]),
-                    np.concatenate([order.host_slots for order in orders]),
-                    g,
-                )
-                leases = tuple(order.lease for order in orders)
-                self._flights.launch(transfer, leases, now + self._config.store_deadline)
-                transfers.append(transfer)
-        self._loads, self._stores = [], []
-        return Plan(self._step, tuple(transfers))
+        self._lower.spill()
+        return self._outbox.launch(self._clock())
 
     def settle(self, receipts: Iterable[Receipt] = ()) -> Settled:
         """Take the ranks' receipts and look at the deadlines; says what changed for the engine."""
         self._require_open()
+        num_bytes, seconds = self._flights.counts.moved(HOST, DEVICE)
         landed = self._flights.settle(receipts)
+        now_bytes, now_seconds = self._flights.counts.moved(HOST, DEVICE)
+        self._worth.note_load(now_bytes - num_bytes, now_seconds - seconds)
         return self._report(landed)
 
     def lose_rank(self, rank: Rank, reason: str) -> Settled:
@@ -371,11 +363,11 @@ class Scheduler:
         failed: list[FailedLoad] = []
         for flight in landed:
             self._release(flight)
-            self._tell_loader(flight, loaded, failed)
+            self._tell(flight, loaded, failed)
         for flight in self._flights.expire(now):
-            self._tell_loader(flight, loaded, failed)
-            for lease in flight.leases:
-                self.pool.disown(lease)
+            self._tell(flight, loaded, failed)
+            for lease in flight.in_doubt:
+                lease.disown()
         for record in self._requests.values():
             if record.hit is not None and record.hit.deadline <= now:
                 self._counts.expired_hits += 1
@@ -385,21 +377,29 @@ class Scheduler:
         return Settled(tuple(loaded), tuple(failed), released, landings)
 
     def _release(self, flight: Flight) -> None:
+        """No rank touches this transfer's memory any more."""
         transfer = flight.transfer
-        if transfer.src == DEVICE:
+        if transfer.dst == DEVICE:
+            self._released.append(DeviceBlocks(transfer.group, transfer.dst_slots))
+            for lease in flight.leases:
+                self._being_loaded[lease.slots] -= 1
+        elif transfer.src == DEVICE:
             self._released.append(DeviceBlocks(transfer.group, transfer.src_slots))
-            return
-        self._released.append(DeviceBlocks(transfer.group, transfer.dst_slots))
-        for lease in flight.leases:
-            self._being_loaded[lease.slots] -= 1
+            if flight.ok and self._lower:
+                for lease in flight.leases:
+                    self._lower.write_through(self.pool.keys_of(lease))
+        else:
+            self._lower.landed(transfer.id)
 
-    def _tell_loader(
-        self, flight: Flight, loaded: list[RequestId], failed: list[FailedLoad]
-    ) -> None:
-        request_id = self._loaders.pop(flight.transfer.id, None)
+    def _tell(self, flight: Flight, loaded: list[RequestId], failed: list[FailedLoad]) -> None:
+        """Let the request that waits for a transfer know that its waiting is over."""
+        request_id = self._waiting_for.pop(flight.transfer.id, None)
         if request_id is None:
             return
         record = self._requests[request_id]
+        if flight.transfer.id in record.promoting:
+            record.promoting.discard(flight.transfer.id)
+            return
         loading = record.loading
         assert loading is not None
         loading.waiting.discard(flight.transfer.id)
@@ -407,7 +407,7 @@ class Scheduler:
         if loading.waiting and not loading.reason:
             return
         # The first failure fails the request; what else it waits for lands on its own.
-        self._forget_loads(record)
+        self._stop_waiting(record)
         if not loading.reason:
             loaded.append(request_id)
         else:
@@ -425,9 +425,7 @@ class Scheduler:
         """
         record = self._requests.pop(request_id, None)
         if record is not None:
-            record.let_go()
-            self._cancel_loads(request_id)
-            self._forget_loads(record)
+            self._let_go(request_id, record)
 
     abort = finish
 
@@ -435,54 +433,57 @@ class Scheduler:
         """The engine took the request's device blocks away; it may be matched again later."""
         record = self._requests.get(request_id)
         if record is not None:
-            record.let_go()
-            self._cancel_loads(request_id)
-            self._forget_loads(record)
+            self._let_go(request_id, record)
             if record.outdated:
                 record.outdated = False
                 record.stored = [0] * len(self.groups)
 
-    def _cancel_loads(self, request_id: RequestId) -> None:
-        """Loads not yet in a plan need not happen."""
-        for order in [o for o in self._loads if o.request_id == request_id]:
-            self._loads.remove(order)
-            order.lease.release()
+    def _let_go(self, request_id: RequestId, record: RequestRecord) -> None:
+        record.let_go()
+        for order in self._outbox.cancel_loads(request_id):
             self._being_loaded[order.lease.slots] -= 1
-            self._released.append(DeviceBlocks(order.group, order.device_blocks))
+            self._released.append(DeviceBlocks(order.transfer.group, order.transfer.dst_slots))
+        self._stop_waiting(record)
 
-    def _forget_loads(self, record: RequestRecord) -> None:
-        if record.loading is not None:
-            for transfer_id in record.loading.waiting:
-                self._loaders.pop(transfer_id, None)
-            record.loading = None
+    def _stop_waiting(self, record: RequestRecord) -> None:
+        loads = record.loading.waiting if record.loading is not None else set()
+        for transfer_id in loads | record.promoting:
+            self._waiting_for.pop(transfer_id, None)
+        record.loading = None
+        record.promoting = set()
+        record.promoted = False
 
     def reset(self) -> None:
-        """Forget every block, at once. Transfers in flight end harmlessly.
+        """Forget every block on every level, at once. Transfers in flight end harmlessly.
 
         A request whose load is under way keeps what it was promised, as it keeps the blocks it
         already has on the device; but nothing of it is stored until it has been preempted, for
         those blocks may stem from weights that are no more.
         """
         self._require_open()
-        self.epoch += 1
         for record in self._requests.values():
             record.let_go()
             record.outdated = True
         self.pool.reset()
+        self._lower.reset()
+        self._matcher.epoch += 1
 
     def close(self) -> None:
         """End every request, flight and lease. Close the workers first. Safe to call twice."""
-        if self._closed:
-            return
-        for request_id in list(self._requests):
-            self.finish(request_id)
-        for order in self._stores:
-            order.lease.abort()
-        self._stores = []
-        self._flights.abandon("closed")
-        self._closed = True
+        if not self._closed:
+            for request_id in list(self._requests):
+                self.finish(request_id)
+            self._outbox.discard()
+            self._flights.abandon("closed")
+            self.pool.listeners.remove(self._ghosts.add)
+            self._closed = True
 
     # -- looking ----------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """How often everything was forgotten."""
+        return self._matcher.epoch
 
     @property
     def num_in_flight(self) -> int:
@@ -492,17 +493,28 @@ class Scheduler:
     @property
     def num_queued(self) -> int:
         """Copies ordered but not yet in a plan."""
-        return len(self._loads) + len(self._stores)
+        return len(self._outbox)
+
+    def explain(self, request_id: RequestId) -> Explanation | None:
+        """Why a request got no more than it did, as of its last look-up; None if too long ago."""
+        return self._explanations.get(request_id)
 
     def stats(self) -> SchedulerStats:
         """A snapshot of everything counted so far."""
         flights, matches = self._flights.counts, self._counts
         return SchedulerStats(
             pool=self.pool.counts,
+            levels=MappingProxyType(
+                {level.name: level.pool.counts for level in self._lower.levels}
+            ),
             queries=matches.queries,
             asked_tokens=matches.asked_tokens,
             hit_tokens=matches.hit_tokens,
+            promoted_tokens=matches.promoted_tokens,
             expired_hits=matches.expired_hits,
+            shed_stores=self._storing.num_shed,
+            verdicts=MappingProxyType(dict(matches.verdicts)),
+            missed=MappingProxyType(dict(matches.missed)),
             in_flight=len(self._flights),
             landed=flights.landed,
             failed=flights.failed,
@@ -513,8 +525,64 @@ class Scheduler:
         )
 
     def check_integrity(self) -> None:
-        """Prove the bookkeeping, the pool's included; raises IntegrityError."""
+        """Prove the bookkeeping, the pools' included; raises IntegrityError."""
         self.pool.check_integrity()
+        self._lower.check_integrity()
+
+    def _explanation(
+        self, request_id: RequestId, look: Look, decision: Decision | None
+    ) -> Explanation:
+        missing = self._matcher.first_missing(look)
+        if decision is not None and not decision.load:
+            reason, group, token = Reason.LOAD_SLOWER, None, look.computed_tokens
+        elif missing is None:
+            reason, group, token = Reason.NOTHING_MISSED, None, None
+        else:
+            group, token, key = missing
+            reason = self._why_missing(group, key)
+        return Explanation(
+            request_id=request_id,
+            asked_tokens=look.max_tokens,
+            device_tokens=look.computed_tokens,
+            host_tokens=look.host_tokens - look.computed_tokens,
+            lower_tokens=look.all_tokens - look.host_tokens,
+            reason=reason,
+            first_missing=token,
+            group=group,
+            decision=decision,
+        )
+
+    def _why_missing(self, group: int, key: Keys) -> Reason:
+        if self.pool.known(key)[0]:
+            return Reason.IN_FLIGHT
+        if self._ghosts.have(key)[0]:
+            return Reason.EVICTED
+        if not self._storing.admission.admits(key)[0]:
+            return Reason.BELOW_THRESHOLD
+        if self.epoch:
+            bare = key.masked(scope(self.epoch, group))
+            if self._ghosts.have(bare.masked(scope(self.epoch - 1, group)))[0]:
+                return Reason.OTHER_NAMESPACE
+        return Reason.NEVER_STORED
+
+    def _remember(self, explanation: Explanation) -> None:
+        missed = self._counts.missed
+        if explanation.request_id not in self._explanations:
+            missed[explanation.reason.value] = missed.get(explanation.reason.value, 0) + 1
+        self._explanations[explanation.request_id] = explanation
+        self._explanations.move_to_end(explanation.request_id)
+        if len(self._explanations) > _EXPLANATIONS_KEPT:
+            self._explanations.popitem(last=False)
+
+    def _count_once(self, record: RequestRecord, look: Look) -> None:
+        if record.counted:
+            return
+        record.counted = True
+        self._counts.queries += 1
+        self._counts.asked_tokens += max(0, look.max_tokens - look.computed_tokens)
+        for g, present in enumerate(look.host):
+            keys = self._matcher.slot_keys(g, look.keys, range(len(present)))
+            self._storing.admission.see(keys)
 
     def _record(self, request_id: RequestId) -> RequestRecord:
         record = self._requests.get(request_id)
@@ -522,13 +590,19 @@ class Scheduler:
             record = self._requests[request_id] = RequestRecord.new(self.groups)
         return record
 
-    def _tables(self, tables: Sequence[BlockTable]) -> Sequence[BlockTable]:
+    def _require_tables(self, tables: Sequence[BlockTable]) -> None:
         if len(tables) != len(self.groups):
             raise InputError(
                 f"got {len(tables)} block tables for {len(self.groups)} groups; give one per group"
             )
-        return tables
 
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError("the scheduler is closed")
+
+
+def _bound(given: int | None, num_device_blocks: int | None, share: int) -> int | None:
+    """A bound as given, or this share of the device's blocks; None where neither is known."""
+    if given is not None or num_device_blocks is None:
+        return given
+    return max(1, num_device_blocks // share)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.pool import PoolCounts
 
@@ -15,7 +15,10 @@ class MatchCounts:
     queries: int = 0
     asked_tokens: int = 0
     hit_tokens: int = 0
+    promoted_tokens: int = 0
     expired_hits: int = 0
+    verdicts: dict[str, int] = field(default_factory=dict)
+    missed: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -23,14 +26,21 @@ class SchedulerStats:
     """A snapshot of the scheduler half.
 
     ``asked_tokens`` are those requests still lacked when first looked up, ``hit_tokens`` those of
-    them ordered from the host. ``bytes_moved`` and ``seconds_moved`` are sums over ranks, by route.
+    them ordered from the host, ``promoted_tokens`` those fetched from below it first. ``verdicts``
+    count load-or-compute decisions, ``missed`` why requests got no more than they did.
+    ``bytes_moved`` and ``seconds_moved`` are sums over ranks, by route.
     """
 
     pool: PoolCounts
+    levels: Mapping[str, PoolCounts]
     queries: int
     asked_tokens: int
     hit_tokens: int
+    promoted_tokens: int
     expired_hits: int
+    shed_stores: int
+    verdicts: Mapping[str, int]
+    missed: Mapping[str, int]
     in_flight: int
     landed: int
     failed: int

@@ -34,5 +34,8 @@ class EvictionOrder(Protocol):
         The pool evicts what it can of them and touches those it must keep.
         """
 
+    def peek_oldest(self, count: int) -> SlotArray:
+        """Up to ``count`` slots that would go first, in that order; changes nothing."""
+
     def clear(self) -> None:
         """Forget every slot."""

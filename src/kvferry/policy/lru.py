@@ -64,6 +64,19 @@ class LruOrder:
         self._size -= sum(map(len, taken))
         return np.concatenate(taken) if taken else np.empty(0, dtype=np.int64)
 
+    def peek_oldest(self, count: int) -> SlotArray:
+        found: list[SlotArray] = []
+        start = self._head
+        while count > 0 and start < self._tail:
+            end = min(self._tail, start + max(count, _LOOK))
+            positions = np.arange(start, end)
+            slots = self._queue.take(positions & self._mask)
+            live = np.flatnonzero(self._where.take(slots) == positions)[:count]
+            found.append(slots.take(live))
+            count -= len(live)
+            start = end
+        return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+
     def clear(self) -> None:
         self._where.fill(_ABSENT)
         self._head = self._tail = self._size = 0

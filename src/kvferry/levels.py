@@ -1,0 +1,153 @@
+"""More than one level below the device: tiers under the host, fed from it and read through it.
+
+::
+
+    device  <-- load --  host  <-- promote --  lower
+            -- store -->       ---- spill --->
+
+A block found only below is first promoted: copied to a host slot like any block that arrives, in
+pieces that become matchable as they land. Blocks go down either when they are stored
+(write-through) or when the host is about to evict them (spill); a block that is already below is
+not copied again, and evicting it from the host costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.keys import Keys
+from kvferry.outbox import Outbox
+from kvferry.policy import Watermark
+from kvferry.pool import Pool
+from kvferry.types import HOST, TierName, TransferId
+
+_PIECE_SLOTS = 32
+"""A promotion travels in pieces of this size, so that the first can be used before the last."""
+
+_PROMOTING_SHARE = 4
+"""Promotions under way may claim one slot in so many of the host: they must not flush it."""
+
+
+class WriteMode(Enum):
+    """When the host's blocks are copied to a lower level."""
+
+    THROUGH = "through"  # as soon as they are stored
+    SPILL = "spill"  # when the host is about to evict them
+
+
+@dataclass(frozen=True, eq=False)
+class Level:
+    """One tier below the host: its name on the workers' side, and its slots."""
+
+    name: TierName
+    pool: Pool
+    write: WriteMode = WriteMode.SPILL
+
+
+class LowerLevels:
+    """What is below the host: finds blocks there, brings them up, sends them down.
+
+    Owns the levels' pools and the promotion budget; orders go to the outbox like all others.
+    """
+
+    def __init__(self, host: Pool, levels: Sequence[Level], outbox: Outbox) -> None:
+        self.levels = tuple(levels)
+        self._host = host
+        self._outbox = outbox
+        self._promoting: dict[TransferId, int] = {}
+        self._most_promoting = max(1, host.num_slots // _PROMOTING_SHARE)
+        self._watermark = Watermark(most=host.num_slots // 2)
+        self._free_before = host.num_free
+
+    def __bool__(self) -> bool:
+        return bool(self.levels)
+
+    def cached(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        """For each key, whether any lower level can be read for it."""
+        found = np.zeros(len(keys), dtype=bool)
+        for level in self.levels:
+            found |= level.pool.cached(keys)
+        return found
+
+    def promote(self, keys: Keys, *, chained: bool) -> set[TransferId]:
+        """Bring blocks that are below up to the host, as far as the budget goes; the order counts.
+
+        Returns the transfers to wait for. None if the budget is spent or the host has no room.
+        """
+        transfers: set[TransferId] = set()
+        room = self._most_promoting - sum(self._promoting.values())
+        for start in range(0, min(len(keys), room), _PIECE_SLOTS):
+            piece = keys[start : min(start + _PIECE_SLOTS, room)]
+            transfer_id = self._promote_piece(piece, chained)
+            if transfer_id is None:
+                break
+            transfers.add(transfer_id)
+        return transfers
+
+    def _promote_piece(self, keys: Keys, chained: bool) -> TransferId | None:
+        for level in self.levels:
+            reading = level.pool.pin(keys)
+            if reading is None:
+                continue
+            writing = self._host.reserve(keys[: len(reading)], chained=chained)
+            if writing is None or len(writing) < len(reading):
+                # Too little room, or part of it is on its way up already: the rest is not worth
+                # a transfer of its own.
+                reading.release()
+                if writing is not None:
+                    writing.abort()
+                return None
+            transfer_id = self._outbox.move(level.name, HOST, reading, writing)
+            self._promoting[transfer_id] = len(writing)
+            return transfer_id
+        return None
+
+    def landed(self, transfer_id: TransferId) -> None:
+        """A transfer ended; if it was a promotion its share of the budget is free again."""
+        self._promoting.pop(transfer_id, None)
+
+    def write_through(self, keys: Keys) -> None:
+        """These blocks were just stored in the host."""
+        for level in self.levels:
+            if level.write is WriteMode.THROUGH:
+                self._send_down(level, keys)
+
+    def spill(self) -> None:
+        """Once a step: copy down what the host would evict next, ahead of need."""
+        taken = max(0, self._free_before - self._host.num_free)
+        self._free_before = self._host.num_free
+        self._watermark.demand(taken)
+        wanted = self._watermark.depth - self._host.num_free
+        for level in self.levels:
+            if level.write is WriteMode.SPILL and wanted > 0:
+                self._send_down(level, self._host.coldest(wanted))
+
+    def _send_down(self, level: Level, keys: Keys) -> None:
+        missing = keys.take(~level.pool.known(keys))
+        reading = self._host.pin(missing) if len(missing) else None
+        if reading is None:
+            return
+        # Coldest last: what the host drops first should also be the first to go down there.
+        writing = level.pool.reserve(missing[: len(reading)], chained=False)
+        if writing is None:
+            reading.release()
+            return
+        if len(writing) < len(reading):
+            fits = missing.take(writing.positions)
+            reading.release()
+            reading = self._host.pin(fits)
+            assert reading is not None
+        self._outbox.move(HOST, level.name, reading, writing)
+
+    def reset(self) -> None:
+        for level in self.levels:
+            level.pool.reset()
+
+    def check_integrity(self) -> None:
+        for level in self.levels:
+            level.pool.check_integrity()

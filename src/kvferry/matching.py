@@ -1,0 +1,151 @@
+"""What of a request is where: the look-up over all groups, host first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry import reach
+from kvferry.identity import scope
+from kvferry.keys import Keys
+from kvferry.lease import Lease
+from kvferry.levels import LowerLevels
+from kvferry.pool import Pool
+from kvferry.request import GroupKeys
+
+Present = list[npt.NDArray[np.bool_]]
+"""Per group, which slots of a request can be read."""
+
+
+@dataclass(frozen=True, eq=False)
+class Look:
+    """One look at a request: how far the host alone reaches, and how far with the levels below."""
+
+    keys: Keys
+    computed_tokens: int
+    max_tokens: int
+    host: Present
+    host_tokens: int
+    everywhere: Present
+    all_tokens: int
+
+
+class Matcher:
+    """Finds the longest hit that all groups can serve. Changes nothing but pins it is asked for.
+
+    Owns the cutting of a request's chain into slot keys, in the current epoch.
+    """
+
+    def __init__(
+        self, groups: Sequence[reach.Group], host: Pool, lower: LowerLevels, hash_tokens: int
+    ) -> None:
+        self.groups = tuple(groups)
+        self.epoch = 0
+        self.hash_tokens = hash_tokens
+        self._host = host
+        self._lower = lower
+        self._keys = [GroupKeys(group, hash_tokens) for group in self.groups]
+        # A slot was matched by its key, so all its tokens are right: a hit may end inside it, at
+        # any boundary that both the device's blocks and the engine's hash blocks know.
+        self._alignment = math.lcm(hash_tokens, *(group.block_tokens for group in self.groups))
+        self._can_serve: Present = [np.empty(0, dtype=bool) for _ in self.groups]
+
+    def slot_keys(self, group: int, keys: Keys, slots: range) -> Keys:
+        """The pool keys of these slots of a request."""
+        return self._keys[group].cut(keys, slots).masked(scope(self.epoch, group))
+
+    def look(self, keys: Keys, computed_tokens: int, max_tokens: int) -> Look:
+        """See what is there, without claiming any of it."""
+        cuts = [
+            self.slot_keys(g, keys, range(self._keys[g].count(keys)))
+            for g in range(len(self.groups))
+        ]
+        host = [self._host.cached(cut) for cut in cuts]
+        host_tokens = self._longest(host, computed_tokens, max_tokens)
+        everywhere, all_tokens = host, host_tokens
+        if self._lower and host_tokens + self._alignment <= max_tokens:
+            everywhere = [
+                here | self._lower.cached(cut) for here, cut in zip(host, cuts, strict=True)
+            ]
+            all_tokens = self._longest(everywhere, computed_tokens, max_tokens)
+        return Look(keys, computed_tokens, max_tokens, host, host_tokens, everywhere, all_tokens)
+
+    def _longest(self, present: Present, computed_tokens: int, max_tokens: int) -> int:
+        return reach.longest_hit(
+            self.groups,
+            present,
+            max_tokens,
+            alignment=self._alignment,
+            computed_tokens=computed_tokens,
+        )
+
+    def pin(self, look: Look) -> tuple[Lease | None, ...]:
+        """Claim what the host's hit reads, by group; None where a group needs nothing."""
+        return tuple(self._pin(g, look) for g in range(len(self.groups)))
+
+    def _pin(self, g: int, look: Look) -> Lease | None:
+        slots = self._needed(g, look.host_tokens, look.computed_tokens)
+        return self._host.pin(self.slot_keys(g, look.keys, slots)) if slots else None
+
+    def to_promote(self, look: Look) -> list[tuple[int, Keys]]:
+        """By group, the keys that must come up from below for the longer hit."""
+        wanted = []
+        for g in range(len(self.groups)):
+            slots = self._needed(g, look.all_tokens, look.computed_tokens)
+            keys = self.slot_keys(g, look.keys, slots) if slots else Keys.empty()
+            below = keys.take(~look.host[g][slots.start : slots.stop])
+            if len(below):
+                wanted.append((g, below))
+        return wanted
+
+    def watch(self, look: Look) -> Keys:
+        """Keys that must be cached before a hit longer than the host's is possible."""
+        watch = Keys.empty()
+        for g, group in enumerate(self.groups):
+            if isinstance(group, reach.FullAttention):
+                first = look.host_tokens // group.slot_tokens
+                missing = np.flatnonzero(~look.host[g][first:])
+                if len(missing):
+                    slot = first + int(missing[0])
+                    watch += self.slot_keys(g, look.keys, range(slot, slot + 1))
+        return watch
+
+    def first_missing(self, look: Look) -> tuple[int, int, Keys] | None:
+        """The slot that stopped the host's hit: its group, its first token, its key."""
+        longer = look.host_tokens + self._alignment
+        longer -= longer % self._alignment
+        if longer > look.max_tokens:
+            return None
+        for g, group in enumerate(self.groups):
+            if longer % group.stop_tokens:
+                continue
+            slots = self._needed(g, longer, look.computed_tokens)
+            present = look.host[g][slots.start : slots.stop]
+            if not present.all():
+                slot = slots.start + int(present.argmin())
+                keys = self.slot_keys(g, look.keys, range(slot, slot + 1))
+                return g, slot * group.slot_tokens, keys
+        return None
+
+    def worth_storing(self, group: int, slots: range) -> npt.NDArray[np.bool_]:
+        """Which of these slots any hit can ever read."""
+        if slots.stop > len(self._can_serve[group]):
+            tokens = 2 * slots.stop * max(g.slot_tokens for g in self.groups)
+            self._can_serve = reach.can_serve(self.groups, tokens, alignment=self._alignment)
+        return self._can_serve[group][slots.start : slots.stop]
+
+    def num_device_blocks(self, num_tokens: int, computed_tokens: int) -> int:
+        """How many device blocks a load of this hit fills, over all groups."""
+        return sum(
+            len(reach.needed_device_blocks(group, num_tokens, computed_tokens=computed_tokens))
+            for group in self.groups
+        )
+
+    def _needed(self, g: int, num_tokens: int, computed_tokens: int) -> range:
+        if num_tokens <= computed_tokens:
+            return range(0)
+        return reach.needed(self.groups[g], num_tokens, computed_tokens=computed_tokens)

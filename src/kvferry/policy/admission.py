@@ -1,0 +1,52 @@
+"""Which blocks are worth storing at all: those that were asked for often enough."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.keys import Keys
+
+_ROWS = 4
+_MOST = 255
+
+
+class SeenOften:
+    """Admits keys that were seen at least ``threshold`` times, in little memory.
+
+    Owns a count-min sketch: each key has a counter in each of four rows, and its smallest counter
+    is at least how often it was seen. Sharing counters can only admit a block too early. All
+    counters are halved from time to time, so that what was popular once does not stay so.
+    """
+
+    def __init__(self, threshold: int, *, num_keys: int) -> None:
+        """``num_keys``: about how many different keys to tell apart (the pool's size, say)."""
+        self.threshold = min(threshold, _MOST)
+        width = 1 << max(10, (4 * num_keys - 1).bit_length()) if threshold > 1 else 1
+        self._counters = np.zeros((_ROWS, width), dtype=np.uint8)
+        self._mask = np.uint64(width - 1)
+        self._seen = 0
+        self._halve_after = 8 * width
+
+    def see(self, keys: Keys) -> None:
+        """A request asked for these blocks."""
+        if self.threshold <= 1:
+            return
+        self._seen += len(keys)
+        if self._seen > self._halve_after:
+            self._counters >>= 1
+            self._seen //= 2
+        for row, places in zip(self._counters, self._places(keys), strict=True):
+            row[places] = np.minimum(row[places], _MOST - 1) + 1
+
+    def admits(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        """For each key, whether it was seen often enough."""
+        if self.threshold <= 1:
+            return np.ones(len(keys), dtype=bool)
+        pairs = zip(self._counters, self._places(keys), strict=True)
+        least = np.minimum.reduce([row[places] for row, places in pairs])
+        return np.asarray(least >= self.threshold)
+
+    def _places(self, keys: Keys) -> list[npt.NDArray[np.int64]]:
+        # A key's words are independent hashes already.
+        return [(keys.array[:, row] & self._mask).astype(np.int64) for row in range(_ROWS)]

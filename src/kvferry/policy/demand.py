@@ -1,0 +1,30 @@
+"""How far ahead of need to look: a watermark that follows demand."""
+
+from __future__ import annotations
+
+import math
+
+_STEPS_AHEAD = 4  # a copy started now lands within a few steps
+_KEEP = 0.9  # of yesterday's demand, each step: a burst is remembered for about twenty steps
+
+
+class Watermark:
+    """How many places should be ready to be given away: the recent peak of demand, times a few.
+
+    Owns one number. Nothing is asked for before anything was demanded.
+    """
+
+    def __init__(self, most: int) -> None:
+        """``most``: never look further ahead than this."""
+        self._most = most
+        self._peak = 0.0
+
+    def demand(self, count: int) -> None:
+        """This many places were taken in the step that just passed."""
+        self._peak = max(float(count), self._peak * _KEEP)
+        if self._peak < 0.5:
+            self._peak = 0.0
+
+    @property
+    def depth(self) -> int:
+        return min(self._most, math.ceil(self._peak * _STEPS_AHEAD))

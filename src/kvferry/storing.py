@@ -1,0 +1,148 @@
+"""Which device blocks are stored, and when: as they are computed, or as they are about to go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry import reach
+from kvferry.answers import DeviceBlocks
+from kvferry.config import Config
+from kvferry.errors import ConfigError, InputError
+from kvferry.keys import Keys
+from kvferry.matching import Matcher
+from kvferry.outbox import Outbox, StoreOrder
+from kvferry.policy import SeenOften, Watermark
+from kvferry.pool import Pool
+from kvferry.request import RequestRecord
+from kvferry.types import as_slots
+
+NO_BLOCK = -1
+"""In a block table: the engine keeps no device block here (outside a window, say)."""
+
+BlockTable = Sequence[int] | npt.NDArray[np.integer]
+"""One group's device blocks of a request, by position."""
+
+
+class Storing:
+    """Turns computed blocks into store orders. Owns admission and the lazy watermark.
+
+    Stores are the first to wait: while the bounds are reached nothing is ordered, and an eager
+    request asks again in its next step.
+    """
+
+    def __init__(
+        self,
+        matcher: Matcher,
+        pool: Pool,
+        outbox: Outbox,
+        config: Config,
+        *,
+        max_blocks: int | None,
+        block_bytes: Sequence[int],
+    ) -> None:
+        self.is_lazy = config.store_mode == "lazy"
+        if self.is_lazy and any(group.blocks_per_slot > 1 for group in matcher.groups):
+            raise ConfigError(
+                "store_mode: lazy stores single device blocks, but a slot here holds "
+                f"{max(g.blocks_per_slot for g in matcher.groups)}; use eager"
+            )
+        self.admission = SeenOften(config.store_after, num_keys=pool.num_slots)
+        self.num_shed = 0
+        self._matcher = matcher
+        self._pool = pool
+        self._outbox = outbox
+        self._max_blocks = max_blocks
+        self._max_bytes = config.max_bytes_in_flight
+        self._block_bytes = tuple(block_bytes)
+        self._watermark = Watermark(most=max_blocks if max_blocks is not None else 1 << 20)
+
+    # -- eager ----------------------------------------------------------------------------------
+
+    def computed(
+        self, record: RequestRecord, keys: Keys, tables: Sequence[BlockTable], num_tokens: int
+    ) -> tuple[DeviceBlocks, ...]:
+        """Order the whole slots below ``num_tokens`` that this request has not stored yet."""
+        held = []
+        for g, group in enumerate(self._matcher.groups):
+            slots = range(record.stored[g], num_tokens // group.slot_tokens)
+            if not slots:
+                continue
+            if len(tables[g]) < slots.stop * group.blocks_per_slot:
+                raise InputError(
+                    f"group {g}'s block table has {len(tables[g])} blocks, the first "
+                    f"{num_tokens} tokens need {slots.stop * group.blocks_per_slot}"
+                )
+            slots = slots[: self._room(g)]
+            if not slots:
+                self.num_shed += 1
+                continue
+            record.stored[g] = slots.stop
+            order = self._order(g, keys, slots, tables[g])
+            if order is not None:
+                self._outbox.store(order)
+                held.append(DeviceBlocks(g, order.device_blocks))
+        return tuple(held)
+
+    def _order(self, g: int, keys: Keys, slots: range, table: BlockTable) -> StoreOrder | None:
+        group = self._matcher.groups[g]
+        per_slot = group.blocks_per_slot
+        blocks = np.asarray(table[slots.start * per_slot : slots.stop * per_slot], dtype=np.int64)
+        blocks = blocks.reshape(-1, per_slot)
+        slot_keys = self._matcher.slot_keys(g, keys, slots)
+        wanted = (blocks != NO_BLOCK).all(axis=1)
+        wanted &= self._matcher.worth_storing(g, slots)
+        wanted &= self.admission.admits(slot_keys)
+        chained = isinstance(group, reach.FullAttention)
+        if chained:  # what follows a block left out could never be reached
+            wanted = np.logical_and.accumulate(wanted)
+        chosen = np.flatnonzero(wanted)
+        before = range(slots.start - 1, slots.start)
+        parent = self._matcher.slot_keys(g, keys, before)[0] if chained and slots.start else None
+        lease = self._pool.reserve(slot_keys.take(chosen), parent=parent, chained=chained)
+        if lease is None:
+            return None
+        places = lease.slots[:, None] * per_slot + np.arange(per_slot)
+        device_blocks = as_slots(blocks[chosen[lease.positions]].ravel())
+        return StoreOrder(g, lease, device_blocks, places.ravel())
+
+    # -- lazy -----------------------------------------------------------------------------------
+
+    @property
+    def depth(self) -> int:
+        """How many blocks of its free queue the engine should offer in this step."""
+        return self._watermark.depth if self.is_lazy else 0
+
+    def demand(self, num_blocks: int) -> None:
+        """The engine took this many device blocks in the step that just passed."""
+        self._watermark.demand(num_blocks)
+
+    def offered(self, g: int, keys: Keys, blocks: BlockTable) -> tuple[DeviceBlocks, ...]:
+        """Order those of the blocks at the head of the free queue that are not stored yet."""
+        if len(keys) != len(blocks):
+            raise InputError(f"{len(keys)} keys for {len(blocks)} offered blocks; pair them up")
+        if not self.is_lazy or not len(keys):
+            return ()
+        slot_keys = self._matcher.slot_keys(g, keys, range(len(keys)))
+        wanted = ~self._pool.known(slot_keys) & self.admission.admits(slot_keys)
+        # Soonest to go last: the pool keeps the front of a batch longest, as the front of a chain.
+        chosen = np.flatnonzero(wanted)[: self._room(g)][::-1]
+        lease = self._pool.reserve(slot_keys.take(chosen), chained=False)
+        if lease is None:
+            return ()
+        device_blocks = as_slots(np.asarray(blocks)[chosen[lease.positions]])
+        self._outbox.store(StoreOrder(g, lease, device_blocks, lease.slots))
+        return (DeviceBlocks(g, device_blocks),)
+
+    def _room(self, g: int) -> int:
+        """How many slots of this group may be ordered now without passing the bounds."""
+        per_slot = self._matcher.groups[g].blocks_per_slot
+        room = 1 << 40
+        if self._max_blocks is not None:
+            room = (self._max_blocks - self._outbox.num_blocks_from_device()) // per_slot
+        if self._block_bytes and self._block_bytes[g]:
+            bytes_left = self._max_bytes - self._outbox.bytes_in_flight(self._block_bytes)
+            room = min(room, bytes_left // (self._block_bytes[g] * per_slot))
+        return max(0, room)

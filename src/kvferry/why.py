@@ -1,0 +1,49 @@
+"""Why a request got no more than it did: a short answer a program can read."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import Enum
+
+from kvferry.policy import Decision
+from kvferry.types import RequestId
+
+
+class Reason(Enum):
+    """Why the first token that could not be had from here could not."""
+
+    NOTHING_MISSED = "nothing_missed"
+    EVICTED = "evicted"  # it was here; the room was needed
+    NEVER_STORED = "never_stored"  # nobody computed it yet, or it found no room
+    BELOW_THRESHOLD = "below_threshold"  # not asked for often enough to be stored
+    IN_FLIGHT = "in_flight"  # its bytes are still on their way in
+    OTHER_NAMESPACE = "other_namespace"  # stored before a reset or a change of weights
+    LOAD_SLOWER = "load_slower"  # it is here, but computing it was judged faster
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What one request could be given when it was looked up, and why no more.
+
+    ``device_tokens`` the engine had, ``host_tokens`` more could be loaded, of ``asked_tokens`` in
+    all; ``lower_tokens`` of those asked for lay only below the host. ``first_missing`` is the first
+    token not to be had, in ``group``.
+    """
+
+    request_id: RequestId
+    asked_tokens: int
+    device_tokens: int
+    host_tokens: int
+    lower_tokens: int
+    reason: Reason
+    first_missing: int | None = None
+    group: int | None = None
+    decision: Decision | None = None
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain data, ready for JSON."""
+        plain = asdict(self)
+        plain["reason"] = self.reason.value
+        if self.decision is not None:
+            plain["decision"]["verdict"] = self.decision.verdict.value
+        return plain
