@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.device.aliasing import find_overlap
@@ -45,7 +45,6 @@ def random_bytes(shape: tuple[int, ...], dtype: Any, seed: int) -> Array:
     split=st.booleans(),
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=150, deadline=None)
 def test_layer_outermost(
     layers: int, num_blocks: int, page: list[int], dtype: Any, split: bool, seed: int
 ) -> None:
@@ -70,7 +69,6 @@ def test_layer_outermost(
     shuffle=st.randoms(use_true_random=False),
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=150, deadline=None)
 def test_block_outermost_is_one_segment_in_storage_order(
     layers: int, num_blocks: int, page: int, dtype: Any, kv_outside: bool, shuffle: Any, seed: int
 ) -> None:
@@ -90,7 +88,6 @@ def test_block_outermost_is_one_segment_in_storage_order(
     permutation=st.permutations(range(4)),
     dtype=st.sampled_from(DTYPES),
 )
-@settings(max_examples=150, deadline=None)
 def test_permuted_views_are_read_by_stride_or_refused(
     sizes: list[int], num_blocks: int, permutation: list[int], dtype: Any
 ) -> None:
@@ -212,7 +209,6 @@ def test_refusal_uses_the_given_name() -> None:
     ),
     num_blocks=st.integers(1, 5),
 )
-@settings(max_examples=400, deadline=None)
 def test_overlap_agrees_with_counting_bytes(
     segments: list[tuple[int, int, int]], num_blocks: int
 ) -> None:
