@@ -21,7 +21,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import InputError, IntegrityError
+from kvferry.errors import InputError, IntegrityError, LeaseError
 from kvferry.index import NO_SLOT, Index
 from kvferry.keys import Keys
 from kvferry.lease import Ending, Lease, Purpose
@@ -115,6 +115,8 @@ class Pool:
         slots = found[: _num_leading(self._readable(found))]
         if not len(slots):
             return None
+        if not self._last_mentions(slots).all():
+            raise InputError(f"{len(keys)} keys to pin are not distinct; a chain never repeats")
         self._readers[slots] += 1
         return self._open(Lease.leading(Purpose.READ, slots, self))
 
@@ -131,6 +133,8 @@ class Pool:
         found = self._index.find(keys)
         missing = np.flatnonzero(found == NO_SLOT)
         above = self._slot_of(parent) if chained and parent is not None else NO_SLOT
+        if above != NO_SLOT and (found == above).any():
+            raise InputError("a key to reserve is its own parent; a chain never repeats")
         own = np.concatenate(([above], found))
         own = own[own != NO_SLOT]
         # A chain must not push out its own beginning to make room for its end.
@@ -139,21 +143,22 @@ class Pool:
         self._readers[own] -= 1
         self._touch(own)
         positions = missing[:room]
-        if not len(positions):
-            return None
         slots = self._pop_free(len(positions))
-        self._state[slots] = SlotState.WRITING
-        self._index.insert(keys.take(positions), slots)
-        if chained:
+        if len(slots):
+            self._state[slots] = SlotState.WRITING
+            self._index.insert(keys.take(positions), slots)
             found[positions] = slots
-            before = np.concatenate(([above], found[:-1]))
-            self._link(slots, before.take(positions))
+        if chained:
+            self._link(found, np.concatenate(([above], found[:-1])))
+        if not len(slots):
+            return None
         return self._open(Lease(Purpose.WRITE, slots, positions, self))
 
     def touch(self, keys: Keys) -> None:
         """These keys were used (a hit elsewhere, say): keep them longer."""
         found = self._index.find(keys)
-        self._touch(found[found != NO_SLOT])
+        found = found[found != NO_SLOT]
+        self._touch(found[self._last_mentions(found)])
 
     # -- letting go -----------------------------------------------------------------------------
 
@@ -178,6 +183,8 @@ class Pool:
 
         The slots stay claimed until the lease ends, because a slow rank may still touch them.
         """
+        if lease.ended is not None:
+            raise LeaseError(f"{lease!r} cannot be disowned: it ended by {lease.ended.value}")
         self._disown(lease.slots)
 
     def reset(self) -> None:
@@ -310,41 +317,79 @@ class Pool:
 
     def _make_room(self, count: int) -> int:
         """Evict until ``count`` slots are free or nothing more can go; returns how many to use."""
-        looks_left = len(self._order)
-        while self._num_free < count and looks_left > 0:
-            oldest = self._order.take_oldest(min(count - self._num_free, looks_left))
+        wanted = count - self._num_free
+        if wanted > 0:
+            going = self._take_coldest(wanted)
+            self._evicted += len(going)
+            self._tell_gone(going)
+            self._unindex(going)
+            self._push_free(going)
+        return min(count, self._num_free)
+
+    def _take_coldest(self, wanted: int) -> SlotArray:
+        """Up to ``wanted`` slots that can go together, out of the order already."""
+        looked = np.empty(0, dtype=np.int64)
+        can_go = np.empty(0, dtype=bool)
+        # A look that finds too few, because their children stay, is followed by one twice as wide:
+        # a conversation of any length that was stored block by block is seen whole after a few.
+        while int(can_go.sum()) < wanted:
+            oldest = self._order.take_oldest(max(wanted, len(looked)))
             if not len(oldest):
                 break
-            looks_left -= len(oldest)
             # Slots being read fall out of the order here; their release puts them back.
             idle = oldest[self._readers.take(oldest) == 0]
-            gone = self._without_survivors(idle)
-            self._evicted += int(gone.sum())
-            self._tell_gone(idle[gone])
-            self._unindex(idle[gone])
-            self._push_free(idle[gone])
-            # A parent whose children stay was used when they were: it goes behind them.
-            self._order.touch(idle[~gone])
-        return min(count, self._num_free)
+            looked = np.concatenate((looked, idle))
+            can_go = self._without_survivors(looked)
+        going = looked[can_go]
+        if len(going) == len(looked) == wanted:
+            return going
+        going, spare = np.split(self._children_first(going), [wanted])
+        gone = np.flatnonzero(np.isin(looked, going))
+        end = int(gone[-1]) + 1 if len(gone) else len(looked)
+        stays = ~can_go
+        # What we looked at beyond need keeps its place. A parent met before, whose children stay,
+        # was used when they were: it goes behind them.
+        self._order.put_back(np.concatenate((spare, looked[end:][stays[end:]])))
+        self._order.touch(self._children_first(looked[:end][stays[:end]]))
+        return going
 
     def _without_survivors(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
         """Which of these slots can go together: no descendant of theirs stays behind."""
         children = self._children.take(slots)
         if not children.any():
             return np.ones(len(slots), dtype=bool)
-        self._place[slots] = np.arange(len(slots))
-        parents = self._parent.take(slots)
-        above = np.where(parents == NO_SLOT, NO_SLOT, self._place.take(parents, mode="wrap"))
-        self._place[slots] = NO_SLOT
+        above = self._parents_among(slots)
         going = np.bincount(above[above != NO_SLOT], minlength=len(slots))
         stays = going != children
         # A slot that stays keeps all its ancestors. Doubling the step reaches those of any depth
         # in a few rounds; one level a round would take as many rounds as the chain is long.
-        while stays.any() and (above != NO_SLOT).any():
+        for _ in range(len(slots).bit_length()):
             linked = np.flatnonzero(above != NO_SLOT)
+            if not len(linked) or not stays.any():
+                break
             stays[above[linked[stays[linked]]]] = True
             above[linked] = above.take(above[linked])
         return ~stays
+
+    def _children_first(self, slots: SlotArray) -> SlotArray:
+        """These slots, each after those of its descendants that are among them."""
+        above = self._parents_among(slots)
+        depth = (above != NO_SLOT).astype(np.int64)
+        for _ in range(len(slots).bit_length()):
+            linked = np.flatnonzero(above != NO_SLOT)
+            if not len(linked):
+                break
+            depth[linked] += depth.take(above[linked])
+            above[linked] = above.take(above[linked])
+        return slots[np.argsort(-depth, kind="stable")]
+
+    def _parents_among(self, slots: SlotArray) -> SlotArray:
+        """For each slot the place of its parent in ``slots``, or ``NO_SLOT``."""
+        self._place[slots] = np.arange(len(slots))
+        parents = self._parent.take(slots)
+        above = np.where(parents == NO_SLOT, NO_SLOT, self._place.take(parents, mode="wrap"))
+        self._place[slots] = NO_SLOT
+        return above
 
     def _unindex(self, slots: SlotArray) -> None:
         """Nothing matches these slots any more; their state is the caller's to set."""
@@ -356,9 +401,12 @@ class Pool:
     def _readable(self, found: SlotArray) -> npt.NDArray[np.bool_]:
         return (found != NO_SLOT) & (self._state.take(found, mode="wrap") == SlotState.CACHED)
 
-    def _link(self, slots: SlotArray, parents: SlotArray) -> None:
-        self._parent[slots] = parents
-        self._children[parents[parents != NO_SLOT]] += 1  # distinct: each has one next block here
+    def _link(self, slots: SlotArray, before: SlotArray) -> None:
+        """Give each slot the one before it as parent, also where a lost parent is back."""
+        known = np.flatnonzero((slots != NO_SLOT) & (before != NO_SLOT))
+        known = known[self._parent.take(slots[known]) == NO_SLOT]
+        self._parent[slots[known]] = before[known]
+        self._children[before[known]] += 1  # distinct: each has one next block here
 
     def _unlink(self, slots: SlotArray) -> None:
         parents = self._parent.take(slots)
@@ -371,12 +419,17 @@ class Pool:
 
     def _lose_child(self, parents: SlotArray) -> None:
         # np.subtract.at counts repeats but is slow: use it only for the few that do repeat.
-        at = np.arange(len(parents))
-        self._place[parents] = at
-        once = self._place.take(parents) == at
-        self._place[parents] = NO_SLOT
+        once = self._last_mentions(parents)
         self._children[parents[once]] -= 1
         np.subtract.at(self._children, parents[~once], 1)
+
+    def _last_mentions(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
+        """True where no later place in ``slots`` names the same slot."""
+        at = np.arange(len(slots))
+        self._place[slots] = at
+        last = self._place.take(slots) == at
+        self._place[slots] = NO_SLOT
+        return np.asarray(last)
 
     def _pop_free(self, count: int) -> SlotArray:
         self._num_free -= count

@@ -31,11 +31,15 @@ class EvictionOrder(Protocol):
     def take_oldest(self, count: int) -> SlotArray:
         """Remove up to ``count`` slots from the order and return them, the first to go first.
 
-        The pool evicts what it can of them and touches those it must keep.
+        The pool evicts what it can of them, touches those it must keep for the sake of others,
+        and puts back what it did not need.
         """
 
     def peek_oldest(self, count: int) -> SlotArray:
         """Up to ``count`` slots that would go first, in that order; changes nothing."""
+
+    def put_back(self, slots: SlotArray) -> None:
+        """These slots, taken before, stay for now: the first to go again, in this order."""
 
     def clear(self) -> None:
         """Forget every slot."""

@@ -8,6 +8,7 @@ import numpy.typing as npt
 from kvferry.types import SlotArray
 
 _ABSENT = -1
+_START = 1 << 40  # positions grow from here, and shrink when slots are put back
 _LOOK = 256  # queue entries looked at together when most of them may be stale
 
 
@@ -27,8 +28,8 @@ class LruOrder:
         self._queue = np.empty(1 << (4 * num_slots + _LOOK).bit_length(), dtype=np.int64)
         self._mask = len(self._queue) - 1
         self._where = np.full(num_slots, _ABSENT, dtype=np.int64)
-        self._head = 0
-        self._tail = 0
+        self._head = _START
+        self._tail = _START
         self._size = 0
 
     def __len__(self) -> int:
@@ -77,9 +78,19 @@ class LruOrder:
             start = end
         return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
 
+    def put_back(self, slots: SlotArray) -> None:
+        if self._tail + len(slots) - self._head > len(self._queue):
+            self._compact()
+        self._head -= len(slots)
+        positions = np.arange(self._head, self._head + len(slots))
+        self._queue[positions & self._mask] = slots
+        self._where[slots] = positions
+        self._size += len(slots)
+
     def clear(self) -> None:
         self._where.fill(_ABSENT)
-        self._head = self._tail = self._size = 0
+        self._head = self._tail = _START
+        self._size = 0
 
     def _compact(self) -> None:
         # The queue is four times the slots, so at least three quarters of it are stale by now:
@@ -87,6 +98,7 @@ class LruOrder:
         positions = np.arange(self._head, self._tail)
         slots = self._queue.take(positions & self._mask)
         slots = slots[self._where.take(slots) == positions]
-        self._head, self._tail = 0, len(slots)
-        self._queue[: self._tail] = slots
-        self._where[slots] = np.arange(self._tail)
+        self._head, self._tail = _START, _START + len(slots)
+        positions = np.arange(self._head, self._tail)
+        self._queue[positions & self._mask] = slots
+        self._where[slots] = positions
