@@ -16,7 +16,7 @@ class Ghosts:
     """
 
     def __init__(self, num_keys: int) -> None:
-        size = 1 << max(6, (2 * num_keys - 1).bit_length())
+        size = 1 << max(10, (4 * num_keys - 1).bit_length())
         self._mask = np.uint64(size - 1)
         self._seen = np.zeros(size, dtype=np.uint64)
 

@@ -24,10 +24,13 @@ from kvferry.keys import Keys
 from kvferry.outbox import Outbox
 from kvferry.policy import Watermark
 from kvferry.pool import Pool
-from kvferry.types import HOST, TierName, TransferId
+from kvferry.types import HOST, Key, TierName, TransferId
 
 _PIECE_SLOTS = 32
 """A promotion travels in pieces of this size, so that the first can be used before the last."""
+
+_CLEAN_SHARE = 8
+"""With spilling, the coldest slot in so many of the host has a copy below before it is needed."""
 
 _PROMOTING_SHARE = 4
 """Promotions under way may claim one slot in so many of the host: they must not flush it."""
@@ -61,8 +64,10 @@ class LowerLevels:
         self._outbox = outbox
         self._promoting: dict[TransferId, int] = {}
         self._most_promoting = max(1, host.num_slots // _PROMOTING_SHARE)
-        self._watermark = Watermark(most=host.num_slots // 2)
-        self._free_before = host.num_free
+        self._watermark = Watermark(
+            least=host.num_slots // _CLEAN_SHARE, most=max(1, host.num_slots // 2)
+        )
+        self._num_reserved = host.num_reserved
 
     def __bool__(self) -> bool:
         return bool(self.levels)
@@ -74,38 +79,48 @@ class LowerLevels:
             found |= level.pool.cached(keys)
         return found
 
-    def promote(self, keys: Keys, *, chained: bool) -> set[TransferId]:
-        """Bring blocks that are below up to the host, as far as the budget goes; the order counts.
+    def promote(self, keys: Keys, *, parent: Key | None, chained: bool) -> set[TransferId]:
+        """Bring up those of a run of blocks that the host lacks, as far as the budget goes.
 
-        Returns the transfers to wait for. None if the budget is spent or the host has no room.
+        ``parent`` is the key before the run. Returns the transfers to wait for: none if the budget
+        is spent or the host has no room.
         """
         transfers: set[TransferId] = set()
-        room = self._most_promoting - sum(self._promoting.values())
-        for start in range(0, min(len(keys), room), _PIECE_SLOTS):
-            piece = keys[start : min(start + _PIECE_SLOTS, room)]
-            transfer_id = self._promote_piece(piece, chained)
-            if transfer_id is None:
+        start = 0
+        while start < len(keys):
+            room = self._most_promoting - sum(self._promoting.values())
+            piece = self._liftable(keys[start : start + min(room, _PIECE_SLOTS)])
+            transfer_id = self._lift(*piece, parent, chained) if piece is not None else None
+            if piece is None or transfer_id is None:
                 break
             transfers.add(transfer_id)
+            if not self._host.known(piece[1]).all():
+                break  # the host had no room for all of it: what follows would not be reached
+            parent = piece[1][len(piece[1]) - 1]
+            start += len(piece[1])
         return transfers
 
-    def _promote_piece(self, keys: Keys, chained: bool) -> TransferId | None:
+    def _liftable(self, keys: Keys) -> tuple[Level, Keys] | None:
+        """The longest start of a run that one level can complete, and that level."""
+        known = self._host.known(keys)
         for level in self.levels:
-            reading = level.pool.pin(keys)
-            if reading is None:
-                continue
-            writing = self._host.reserve(keys[: len(reading)], chained=chained)
-            if writing is None or len(writing) < len(reading):
-                # Too little room, or part of it is on its way up already: the rest is not worth
-                # a transfer of its own.
-                reading.release()
-                if writing is not None:
-                    writing.abort()
-                return None
-            transfer_id = self._outbox.move(level.name, HOST, reading, writing)
-            self._promoting[transfer_id] = len(writing)
-            return transfer_id
+            complete = known | level.pool.cached(keys)
+            length = len(keys) if complete.all() else int(complete.argmin())
+            if not known[:length].all():
+                return level, keys[:length]
         return None
+
+    def _lift(
+        self, level: Level, keys: Keys, parent: Key | None, chained: bool
+    ) -> TransferId | None:
+        writing = self._host.reserve(keys, parent=parent, chained=chained)
+        if writing is None:
+            return None
+        reading = level.pool.pin(keys.take(writing.positions))
+        assert reading is not None
+        transfer_id = self._outbox.move(level.name, HOST, reading, writing)
+        self._promoting[transfer_id] = len(writing)
+        return transfer_id
 
     def landed(self, transfer_id: TransferId) -> None:
         """A transfer ended; if it was a promotion its share of the budget is free again."""
@@ -118,21 +133,22 @@ class LowerLevels:
                 self._send_down(level, keys)
 
     def spill(self) -> None:
-        """Once a step: copy down what the host would evict next, ahead of need."""
-        taken = max(0, self._free_before - self._host.num_free)
-        self._free_before = self._host.num_free
-        self._watermark.demand(taken)
+        """Once a step: copy down what the host would evict next, ahead of need.
+
+        A burst that outruns the watermark evicts blocks that have no copy below yet.
+        """
+        self._watermark.demand(self._host.num_reserved - self._num_reserved)
+        self._num_reserved = self._host.num_reserved
         wanted = self._watermark.depth - self._host.num_free
         for level in self.levels:
             if level.write is WriteMode.SPILL and wanted > 0:
-                self._send_down(level, self._host.coldest(wanted))
+                self._send_down(level, self._host.coldest(wanted)[::-1])
 
     def _send_down(self, level: Level, keys: Keys) -> None:
         missing = keys.take(~level.pool.known(keys))
         reading = self._host.pin(missing) if len(missing) else None
         if reading is None:
             return
-        # Coldest last: what the host drops first should also be the first to go down there.
         writing = level.pool.reserve(missing[: len(reading)], chained=False)
         if writing is None:
             reading.release()

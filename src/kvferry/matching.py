@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ from kvferry.lease import Lease
 from kvferry.levels import LowerLevels
 from kvferry.pool import Pool
 from kvferry.request import GroupKeys
+from kvferry.types import Key
 
 Present = list[npt.NDArray[np.bool_]]
 """Per group, which slots of a request can be read."""
@@ -91,16 +92,19 @@ class Matcher:
         slots = self._needed(g, look.host_tokens, look.computed_tokens)
         return self._host.pin(self.slot_keys(g, look.keys, slots)) if slots else None
 
-    def to_promote(self, look: Look) -> list[tuple[int, Keys]]:
-        """By group, the keys that must come up from below for the longer hit."""
-        wanted = []
+    def to_promote(self, look: Look) -> Iterator[tuple[int, Keys, Key | None]]:
+        """By group, the run of blocks to complete for the longer hit, and the key before it."""
         for g in range(len(self.groups)):
             slots = self._needed(g, look.all_tokens, look.computed_tokens)
-            keys = self.slot_keys(g, look.keys, slots) if slots else Keys.empty()
-            below = keys.take(~look.host[g][slots.start : slots.stop])
-            if len(below):
-                wanted.append((g, below))
-        return wanted
+            lacking = np.flatnonzero(~look.host[g][slots.start : slots.stop])
+            if len(lacking):
+                run = slots[int(lacking[0]) :]
+                yield g, self.slot_keys(g, look.keys, run), self.key_before(g, look.keys, run)
+
+    def key_before(self, group: int, keys: Keys, slots: range) -> Key | None:
+        """The key of the slot before these, None at the start of the request."""
+        before = range(slots.start - 1, slots.start)
+        return self.slot_keys(group, keys, before)[0] if slots.start else None
 
     def watch(self, look: Look) -> Keys:
         """Keys that must be cached before a hit longer than the host's is possible."""

@@ -75,6 +75,8 @@ class Pool:
         self._free = np.arange(num_slots - 1, -1, -1, dtype=np.int64)
         self._num_free = num_slots
         self._leases: set[Lease] = set()
+        self.num_reserved = 0
+        """Slots given out for writing so far."""
         self.listeners: list[Callable[[Keys], None]] = []
         """Called with the keys of every block that is evicted or reset away."""
         self._evicted = 0
@@ -144,6 +146,7 @@ class Pool:
         self._touch(own)
         positions = missing[:room]
         slots = self._pop_free(len(positions))
+        self.num_reserved += len(slots)
         if len(slots):
             self._state[slots] = SlotState.WRITING
             self._index.insert(keys.take(positions), slots)

@@ -234,9 +234,9 @@ class Scheduler:
         """Start bringing up what lies below the host; True if the request should wait for it."""
         if look.all_tokens <= look.host_tokens or record.promoted:
             return False
-        for g, keys in self._matcher.to_promote(look):
+        for g, keys, parent in self._matcher.to_promote(look):
             chained = isinstance(self.groups[g], reach.FullAttention)
-            record.promoting |= self._lower.promote(keys, chained=chained)
+            record.promoting |= self._lower.promote(keys, parent=parent, chained=chained)
         for transfer_id in record.promoting:
             self._waiting_for[transfer_id] = request_id
         record.promoted = bool(record.promoting)
@@ -539,7 +539,8 @@ class Scheduler:
             reason, group, token = Reason.NOTHING_MISSED, None, None
         else:
             group, token, key = missing
-            reason = self._why_missing(group, key)
+            below = look.all_tokens > look.host_tokens
+            reason = Reason.STILL_BELOW if below else self._why_missing(group, key)
         return Explanation(
             request_id=request_id,
             asked_tokens=look.max_tokens,

@@ -99,8 +99,7 @@ class Storing:
         if chained:  # what follows a block left out could never be reached
             wanted = np.logical_and.accumulate(wanted)
         chosen = np.flatnonzero(wanted)
-        before = range(slots.start - 1, slots.start)
-        parent = self._matcher.slot_keys(g, keys, before)[0] if chained and slots.start else None
+        parent = self._matcher.key_before(g, keys, slots) if chained else None
         lease = self._pool.reserve(slot_keys.take(chosen), parent=parent, chained=chained)
         if lease is None:
             return None

@@ -18,6 +18,7 @@ class Reason(Enum):
     BELOW_THRESHOLD = "below_threshold"  # not asked for often enough to be stored
     IN_FLIGHT = "in_flight"  # its bytes are still on their way in
     OTHER_NAMESPACE = "other_namespace"  # stored before a reset or a change of weights
+    STILL_BELOW = "still_below"  # on a lower level, and not brought up in time
     LOAD_SLOWER = "load_slower"  # it is here, but computing it was judged faster
 
 

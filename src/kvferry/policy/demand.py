@@ -11,11 +11,12 @@ _KEEP = 0.9  # of yesterday's demand, each step: a burst is remembered for about
 class Watermark:
     """How many places should be ready to be given away: the recent peak of demand, times a few.
 
-    Owns one number. Nothing is asked for before anything was demanded.
+    Owns one number.
     """
 
-    def __init__(self, most: int) -> None:
-        """``most``: never look further ahead than this."""
+    def __init__(self, *, least: int = 0, most: int) -> None:
+        """Look at least and at most this far ahead."""
+        self._least = least
         self._most = most
         self._peak = 0.0
 
@@ -27,4 +28,4 @@ class Watermark:
 
     @property
     def depth(self) -> int:
-        return min(self._most, math.ceil(self._peak * _STEPS_AHEAD))
+        return min(self._most, max(self._least, math.ceil(self._peak * _STEPS_AHEAD)))
