@@ -1,0 +1,104 @@
+"""Keys: a batch is its rows of bytes, whatever way it was cut, and never changes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.errors import KeyFormatError
+from kvferry.keys import KEY_WORDS, Keys
+from kvferry.types import KEY_BYTES
+
+raw_keys = st.lists(st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES), max_size=12)
+
+
+@given(raw_keys)
+def test_bytes_in_bytes_out(raw: list[bytes]) -> None:
+    keys = Keys.from_bytes(raw)
+    assert len(keys) == len(raw)
+    assert list(keys) == raw
+    assert [keys[i] for i in range(len(raw))] == raw
+
+
+@given(raw_keys, st.slices(12))
+def test_a_slice_is_a_slice_of_the_bytes(raw: list[bytes], cut: slice) -> None:
+    assert list(Keys.from_bytes(raw)[cut]) == raw[cut]
+
+
+@given(raw_keys, st.data())
+def test_take_by_number_and_by_mask(raw: list[bytes], data: st.DataObject) -> None:
+    keys = Keys.from_bytes(raw)
+    mask = np.array(data.draw(st.lists(st.booleans(), min_size=len(raw), max_size=len(raw))), bool)
+    expected = [key for key, taken in zip(raw, mask, strict=True) if taken]
+    assert list(keys.take(mask)) == expected
+    assert list(keys.take(np.flatnonzero(mask))) == expected
+
+
+@given(raw_keys, raw_keys)
+def test_joining_equality_and_hash(left: list[bytes], right: list[bytes]) -> None:
+    joined = Keys.from_bytes(left) + Keys.from_bytes(right)
+    assert list(joined) == left + right
+    assert joined == Keys.from_bytes(left + right)
+    assert hash(joined) == hash(Keys.from_bytes(left + right))
+    assert (Keys.from_bytes(left) == Keys.from_bytes(right)) == (left == right)
+    assert joined != left + right
+
+
+@given(raw_keys, st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES))
+def test_a_mask_is_its_own_inverse(raw: list[bytes], mask: bytes) -> None:
+    keys = Keys.from_bytes(raw)
+    masked = keys.masked(mask)
+    assert list(masked) == [bytes(a ^ b for a, b in zip(key, mask, strict=True)) for key in raw]
+    assert masked.masked(mask) == keys
+
+
+def test_empty() -> None:
+    assert len(Keys.empty()) == 0
+    assert list(Keys.empty()) == []
+    assert Keys.from_bytes([]) == Keys.empty()
+
+
+def test_a_batch_cannot_be_written_to() -> None:
+    array = np.zeros((2, KEY_WORDS), dtype="<u8")
+    keys = Keys(array)
+    with pytest.raises(ValueError, match="read-only"):
+        keys.array[0, 0] = 1
+    assert array.flags.writeable, "the caller's own array stays as it was"
+
+
+@pytest.mark.parametrize("length", [0, 1, KEY_BYTES - 1, KEY_BYTES + 1, 2 * KEY_BYTES])
+def test_a_key_of_the_wrong_length_is_named_by_position(length: int) -> None:
+    with pytest.raises(KeyFormatError, match=rf"key 1 must be {KEY_BYTES} bytes, got {length} byt"):
+        Keys.from_bytes([bytes(KEY_BYTES), bytes(length)])
+
+
+@pytest.mark.parametrize("wrong", ["x" * KEY_BYTES, bytearray(KEY_BYTES), 7, None])
+def test_a_key_that_is_not_bytes_is_named_by_type(wrong: object) -> None:
+    with pytest.raises(KeyFormatError, match=f"key 0 must be .* got {type(wrong).__name__}"):
+        Keys.from_bytes([wrong])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.zeros((2, KEY_WORDS), dtype=np.int64),
+        np.zeros((2, KEY_WORDS), dtype=">u8"),
+        np.zeros((2, KEY_WORDS + 1), dtype="<u8"),
+        np.zeros((2, KEY_WORDS - 1), dtype="<u8"),
+        np.zeros(KEY_WORDS, dtype="<u8"),
+        np.zeros((1, 2, KEY_WORDS), dtype="<u8"),
+    ],
+)
+def test_an_array_of_another_shape_or_type_is_refused(array: np.ndarray) -> None:
+    with pytest.raises(KeyFormatError) as error:
+        Keys(array)
+    assert str(array.shape) in str(error.value)
+    assert str(array.dtype) in str(error.value)
+
+
+@pytest.mark.parametrize("length", [0, 31, 33])
+def test_a_mask_of_the_wrong_length_is_refused(length: int) -> None:
+    with pytest.raises(KeyFormatError, match=f"{KEY_BYTES} bytes, got {length}"):
+        Keys.empty().masked(bytes(length))
