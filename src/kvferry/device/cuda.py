@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 
@@ -48,6 +48,28 @@ _FORMS: tuple[tuple[BatchForm, int, Any], ...] = (
 )
 
 
+class PushedContext:
+    """Makes a context current; entered for every transfer, so it is a class and not a generator.
+
+    Push and pop, not set: the caller's thread may be working on another device.
+    """
+
+    def __init__(self, driver: NativeDriver, context: int) -> None:
+        self._driver = driver
+        self._context = context
+        self._push = driver.bind("cuCtxPushCurrent_v2", c_void_p)
+        self._pop = driver.bind("cuCtxPopCurrent_v2", c_void_p)
+        self._popped = byref(c_void_p())
+
+    def __enter__(self) -> None:
+        code = self._push(self._context)
+        if code:
+            self._driver.check(code, "cuCtxPushCurrent()")
+
+    def __exit__(self, *_: object) -> None:
+        self._pop(self._popped)
+
+
 class CudaDriver(NativeDriver):
     """Owns a reference to the device's primary context, the one torch uses too."""
 
@@ -83,8 +105,6 @@ class CudaDriver(NativeDriver):
     ) -> None:
         super().__init__(library, device)
         self._copy = self.bind("cuMemcpyAsync", c_uint64, c_uint64, c_size_t, c_void_p)
-        self._push = self.bind("cuCtxPushCurrent_v2", c_void_p)
-        self._pop = self.bind("cuCtxPopCurrent_v2", c_void_p)
         self.check(self.bind("cuInit", c_uint)(0), "cuInit()")
         handle = c_int()
         get = self.bind("cuDeviceGet", c_void_p, c_int)
@@ -95,22 +115,16 @@ class CudaDriver(NativeDriver):
         context = c_void_p()
         retain = self.bind("cuDevicePrimaryCtxRetain", c_void_p, c_int)
         self.check(retain(byref(context), self._device), f"cuDevicePrimaryCtxRetain({device})")
-        self._context = context.value
+        self._pushed = PushedContext(self, context.value or 0)
 
     @classmethod
     def open(cls, device: int = 0) -> CudaDriver:
         """Load libcuda; OSError where there is none."""
         return cls(ctypes.CDLL("libcuda.so.1"), device)
 
-    @contextmanager
-    def current(self) -> Iterator[None]:
+    def current(self) -> AbstractContextManager[None]:
         self._refuse_if_closed()
-        # Push and pop, not set: the caller's thread may be working on another device.
-        self.check(self._push(self._context), "cuCtxPushCurrent()")
-        try:
-            yield
-        finally:
-            self._pop(byref(c_void_p()))
+        return self._pushed
 
     def close(self) -> None:
         if not self._closed:

@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
+import numpy as np
+
 from kvferry.device.base import Ticket
 from kvferry.device.driver import Driver, Priority
 from kvferry.device.events import EventPool
@@ -286,6 +288,7 @@ class GpuEngine:
 
 
 def _refuse_outside(what: str, slots: SlotArray, count: int) -> None:
-    low, high = int(slots.min()), int(slots.max())
-    if low < 0 or high >= count:
-        raise InputError(f"{what} {low if low < 0 else high} is not one of 0 to {count - 1}")
+    # As unsigned numbers the negative ones are the largest: one look finds both kinds.
+    worst = int(slots.view(np.uint64).argmax())
+    if not 0 <= slots[worst] < count:
+        raise InputError(f"{what} {slots[worst]} is not one of 0 to {count - 1}")

@@ -111,6 +111,9 @@ class Lane:
     def settle(self) -> list[Flight]:
         """Take out the flights that are over, in order; never blocks on the device."""
         over: list[Flight] = []
+        if self._num_unqueued:
+            # A caller that polls in a tight loop would keep the interpreter from our own thread.
+            time.sleep(0)
         with self._changed:
             while self._flights and self._flights[0].queued and self._is_over(self._flights[0]):
                 over.append(self._flights.popleft())

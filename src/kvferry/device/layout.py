@@ -16,6 +16,7 @@ import hashlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,16 +72,16 @@ class GroupLayout:
     def num_segments(self) -> int:
         return len(self.sizes)
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         return int(self.sizes.sum())
 
-    @property
+    @cached_property
     def uniform(self) -> bool:
         """All segments have one size and one stride."""
         return bool(np.all(self.sizes == self.sizes[0]) and np.all(self.strides == self.strides[0]))
 
-    @property
+    @cached_property
     def alignment(self) -> int:
         """Largest power of two, at most ``MAX_ALIGNMENT``, dividing every address and size.
 
