@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from kvferry.config import Config
 from kvferry.device.cpu import CpuEngine
 from kvferry.errors import InputError, TransferError
 from kvferry.playground import offload
@@ -18,23 +20,16 @@ from kvferry.playground.offload import Offloader
 from kvferry.playground.request import Request, State
 from kvferry.playground.runner import Runner
 from kvferry.playground.workload import Chat, serve
-from kvferry.types import DEVICE, Transfer
+from kvferry.types import DEVICE, HOST, Transfer
 
-SMALL = {
-    "vocab": 97,
-    "width": 32,
-    "num_layers": 3,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 8,
-    "hidden": 48,
-    "seed": 3,
-}
+FULL = ModelShape(
+    vocab=97, width=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, hidden=48, seed=3
+)
 SHAPES = {
-    "full": ModelShape(**SMALL),  # type: ignore[arg-type]
-    "hybrid": ModelShape(**SMALL, windows=(20, None, 20)),  # type: ignore[arg-type]
-    "two windows": ModelShape(**SMALL, windows=(None, 1, 40)),  # type: ignore[arg-type]
-    "windows only": ModelShape(**SMALL, windows=(20, 20, 20)),  # type: ignore[arg-type]
+    "full": FULL,
+    "hybrid": replace(FULL, windows=(20, None, 20)),
+    "two windows": replace(FULL, windows=(None, 1, 40)),
+    "windows only": replace(FULL, windows=(20, 20, 20)),
 }
 CHAT = Chat(
     num_conversations=6,
@@ -57,12 +52,13 @@ def build() -> Iterator[Build]:
         def make(
             num_blocks: int,
             *,
-            shape: ModelShape = SHAPES["full"],
+            shape: ModelShape = FULL,
             host_bytes: int = MEBIBYTE,
+            config: Config | None = None,
             **limits: int,
         ) -> Engine:
             runner = stack.enter_context(Runner(Decoder(shape), num_blocks=num_blocks))
-            offloader = stack.enter_context(Offloader(runner, host_bytes=host_bytes))
+            offloader = stack.enter_context(Offloader(runner, host_bytes=host_bytes, config=config))
             loop = Engine(runner, limits=Limits(**limits), offloader=offloader)
             stack.callback(prove_clean, loop)
             return loop
@@ -79,9 +75,15 @@ def prove_clean(loop: Engine) -> None:
     assert loop.offloader.scheduler.pool.num_leases == 0
 
 
-def truth(chat: Chat, shape: ModelShape = SHAPES["full"]) -> dict[str, list[int]]:
+def truth(chat: Chat, shape: ModelShape = FULL) -> dict[str, list[int]]:
     with Runner(Decoder(shape), num_blocks=chat.num_blocks(16)) as runner:
         return serve(Engine(runner), chat).answers()
+
+
+def stored_bytes(loop: Engine) -> int:
+    assert loop.offloader is not None
+    loop.drain()
+    return loop.offloader.stats().bytes_moved[DEVICE, HOST]
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
@@ -97,10 +99,33 @@ def test_loaded_blocks_give_the_same_tokens(build: Build, name: str, step_tokens
     assert loop.counts.num_failed_load_tokens == 0
 
 
+@pytest.mark.parametrize("name", ["full", "hybrid"])
+def test_lazy_stores_keep_what_the_device_is_about_to_drop(build: Build, name: str) -> None:
+    eager = build(20, shape=SHAPES[name])
+    lazy = build(20, shape=SHAPES[name], config=Config(store_mode="lazy"))
+    answers = truth(CHAT, SHAPES[name])
+    assert serve(eager, CHAT).answers() == answers
+    assert serve(lazy, CHAT).answers() == answers
+    assert lazy.counts.num_loaded_tokens > 0
+    assert stored_bytes(lazy) < stored_bytes(eager)
+
+
+@pytest.mark.parametrize("bound", ["max_storing_blocks", "max_loading_blocks"])
+def test_tight_bounds_on_transfers_only_cost_time(build: Build, bound: str) -> None:
+    loop = build(20, config=Config.from_dict({bound: 1}))
+    assert serve(loop, CHAT).answers() == truth(CHAT)
+
+
+def test_a_policy_that_never_loads_computes_everything(build: Build) -> None:
+    loop = build(20, config=Config(load_policy="never"))
+    assert serve(loop, CHAT).answers() == truth(CHAT)
+    assert loop.counts.num_loaded_tokens == 0
+
+
 def test_what_was_stored_is_not_computed_again(build: Build) -> None:
     loop = build(20)
     serve(loop, CHAT)
-    with Runner(Decoder(SHAPES["full"]), num_blocks=20) as runner:
+    with Runner(Decoder(FULL), num_blocks=20) as runner:
         bare = Engine(runner)
         serve(bare, CHAT)
     assert loop.counts.num_prefill_tokens * 2 < bare.counts.num_prefill_tokens
@@ -211,7 +236,7 @@ def test_wrong_bytes_would_be_seen(build: Build, monkeypatch: pytest.MonkeyPatch
 
 def test_others_run_while_a_request_loads(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "CpuEngine", Slow)
-    loop = build(12)
+    loop = build(12, config=Config(max_storing_blocks=12))
     first = Request("first", prompt(80), 2)
     loop.submit(first)
     loop.run()
@@ -231,7 +256,7 @@ def test_others_run_while_a_request_loads(build: Build, monkeypatch: pytest.Monk
 
 def test_a_loading_request_can_be_aborted(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "CpuEngine", Slow)
-    loop = build(12)
+    loop = build(12, config=Config(max_storing_blocks=12))
     for number in range(4):
         loop.submit(Request(f"r{number}", prompt(80, seed=number), 2))
         loop.run()
@@ -246,7 +271,7 @@ def test_a_loading_request_can_be_aborted(build: Build, monkeypatch: pytest.Monk
 def test_closing_with_copies_under_way_is_clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "CpuEngine", Slow)
     with (
-        Runner(Decoder(SHAPES["full"]), num_blocks=12) as runner,
+        Runner(Decoder(FULL), num_blocks=12) as runner,
         Offloader(runner, host_bytes=MEBIBYTE) as offloader,
     ):
         loop = Engine(runner, offloader=offloader)
@@ -260,7 +285,7 @@ def test_closing_with_copies_under_way_is_clean(monkeypatch: pytest.MonkeyPatch)
 
 def test_refuses_a_host_without_room_for_a_block() -> None:
     with (
-        Runner(Decoder(SHAPES["full"]), num_blocks=4) as runner,
+        Runner(Decoder(FULL), num_blocks=4) as runner,
         pytest.raises(InputError, match="a block has 6144 bytes, host memory of 100 bytes"),
     ):
         Offloader(runner, host_bytes=100)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from kvferry.errors import InputError, IntegrityError, StateError
 from kvferry.types import Key
@@ -24,6 +25,8 @@ class BlockPool:
         self._keys: list[Key | None] = [None] * num_blocks
         self._index: dict[Key, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.num_allocated = 0
+        """Blocks handed out so far."""
 
     @property
     def num_blocks(self) -> int:
@@ -32,6 +35,11 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    def next_to_go(self, count: int) -> list[tuple[Key, int]]:
+        """The cached ones among the first ``count`` free blocks to be handed out, soonest first."""
+        keyed = ((self._keys[block], block) for block in islice(self._free, count))
+        return [(key, block) for key, block in keyed if key is not None]
 
     @property
     def num_cached(self) -> int:
@@ -57,6 +65,7 @@ class BlockPool:
         for block in blocks:
             self._forget(block)
             self._num_holders[block] = 1
+        self.num_allocated += count
         return blocks
 
     def hold(self, blocks: Sequence[int]) -> None:

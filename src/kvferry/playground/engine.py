@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from kvferry.answers import DeviceBlocks, MatchState
 from kvferry.errors import InputError
 from kvferry.identity import chain
+from kvferry.keys import Keys
 from kvferry.playground.offload import Offloader
 from kvferry.playground.request import Request, State
 from kvferry.playground.runner import Runner
@@ -117,15 +118,25 @@ class Engine:
         """Do one step's work; returns the requests that finished in it."""
         if self.offloader:
             self._settle(self.offloader)
+        start, num_prefilled = self.clock(), self.counts.num_prefill_tokens
+        num_allocated = self.memory.num_allocated
         work = self._schedule()
         result = self.runner.submit([request.span(count) for request, count in work])
         for request, count in work:
             self._advance(request, count)
         if self.offloader:  # after the compute was queued: the copies are ordered behind it
+            self._offer(self.offloader)
             self.offloader.dispatch()
         if not work:
             self._idle()
-        return self._postprocess(work, result())
+        tokens = result()
+        if self.offloader:
+            self.offloader.note_step(
+                num_allocated=self.memory.num_allocated - num_allocated,
+                num_prefill_tokens=self.counts.num_prefill_tokens - num_prefilled,
+                prefill_seconds=self.clock() - start,
+            )
+        return self._postprocess(work, tokens)
 
     def run(self) -> None:
         """Step until every request is done."""
@@ -134,9 +145,12 @@ class Engine:
 
     def drain(self) -> None:
         """Wait until no transfer holds a device block; only between requests."""
-        while self.offloader and self.offloader.has_pending:
+        if self.offloader:
             self._settle(self.offloader)
-            time.sleep(IDLE_SECONDS)
+            while self.offloader.has_pending:
+                self.offloader.dispatch()
+                time.sleep(IDLE_SECONDS)
+                self._settle(self.offloader)
 
     # -- schedule
 
@@ -255,12 +269,23 @@ class Engine:
         request.num_computed += count
         self._extend_keys(request)
         self._publish(request)
+        self._store(request)
+        # Only after the stores have their hold: what a window has passed may be handed out again.
+        self.memory.trim(request.tables, request.num_computed)
+
+    def _store(self, request: Request) -> None:
         if self.offloader:
             self._hold(
                 self.offloader.store(request.id, request.keys, request.tables, request.num_computed)
             )
-        # Only after the stores have their hold: what a window has passed may be handed out again.
-        self.memory.trim(request.tables, request.num_computed)
+
+    def _offer(self, offloader: Offloader) -> None:
+        """Show kvferry the blocks that go next; those it stores stay until they are copied."""
+        if offloader.offer_depth:
+            for group, pool in enumerate(self.memory.pools):
+                soonest = pool.next_to_go(offloader.offer_depth)
+                keys = Keys.from_bytes(key for key, _ in soonest)
+                self._hold(offloader.offer(group, keys, [block for _, block in soonest]))
 
     # -- postprocess
 
@@ -285,6 +310,7 @@ class Engine:
         request.state = State.FINISHED
         request.finished_at = now
         if self.offloader:
+            self._store(request)  # what found no room in flight when it was computed
             self.offloader.finish(request.id)
         self._drop(request)
 

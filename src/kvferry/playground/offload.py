@@ -37,15 +37,21 @@ class Offloader:
                 f"a block has {slot_bytes} bytes, host memory of {host_bytes} bytes holds none"
             )
         self.host = HostTier(host_bytes // slot_bytes, slot_bytes)
-        self.scheduler = Scheduler(Pool(self.host.num_slots), runner.groups, config=config)
+        self.scheduler = Scheduler(
+            Pool(self.host.num_slots),
+            runner.groups,
+            config=config,
+            num_device_blocks=runner.num_blocks,
+            block_bytes=[layout.block_bytes for layout in layouts],
+        )
         # Threads start here, so it comes last: nothing after it can fail and leave them behind.
         copies: CopyEngine = CpuEngine(layouts, self.host.rows, compute=runner.compute)
         self.worker = Worker({(DEVICE, HOST): copies, (HOST, DEVICE): copies})
 
     @property
     def has_pending(self) -> bool:
-        """Whether transfers are under way."""
-        return self.scheduler.num_in_flight > 0
+        """Whether transfers are under way or about to start."""
+        return self.scheduler.num_in_flight + self.scheduler.num_queued > 0
 
     def match(
         self, request_id: RequestId, keys: Keys, *, computed_tokens: int, max_tokens: int
@@ -64,6 +70,23 @@ class Offloader:
     ) -> Sequence[DeviceBlocks]:
         """Keep what is new of these tokens, whose compute is queued."""
         return self.scheduler.store(request_id, keys, tables, num_tokens)
+
+    @property
+    def offer_depth(self) -> int:
+        """How many of the blocks next to be dropped should be offered; 0 unless stores are lazy."""
+        return self.scheduler.offer_depth
+
+    def offer(self, group: int, keys: Keys, blocks: Sequence[int]) -> Sequence[DeviceBlocks]:
+        """Keep what is new of these free blocks, the next to be dropped first."""
+        return self.scheduler.offer(group, keys, blocks)
+
+    def note_step(
+        self, *, num_allocated: int, num_prefill_tokens: int, prefill_seconds: float
+    ) -> None:
+        """What the engine did in a step: kvferry learns from it when to store and when to load."""
+        self.scheduler.note_allocated(num_allocated)
+        if num_prefill_tokens:
+            self.scheduler.note_prefill(num_prefill_tokens, prefill_seconds)
 
     def dispatch(self) -> None:
         """Start everything asked for since the last call."""

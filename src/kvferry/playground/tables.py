@@ -32,6 +32,11 @@ class Memory:
         self.pools = tuple(BlockPool(num_blocks) for _ in groups)
         self.block_tokens = groups[0].block_tokens
 
+    @property
+    def num_allocated(self) -> int:
+        """Blocks handed out so far, over all groups."""
+        return sum(pool.num_allocated for pool in self.pools)
+
     def new_tables(self) -> Tables:
         return [[] for _ in self.groups]
 
