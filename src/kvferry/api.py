@@ -89,11 +89,12 @@ def attach(
 
     ``block_axis`` counts the blocks in every tensor. ``model``, ``revision``, ``overrides`` and
     ``salt`` become part of every key: blocks of another model, revision, rope setting or tenant
-    never match. ``settings`` are those of :class:`Config`, e.g. ``host="8GiB"``.
+    never match. ``settings`` are those of :class:`Config`, e.g. ``host="8GiB"``; what is not given
+    comes from the environment, a configuration file, or the defaults (see :meth:`Config.load`).
     """
     if config is not None and settings:
         raise ConfigError("give either a config or single settings, not both")
-    config = config if config is not None else Config.from_dict(settings)
+    config = config if config is not None else Config.load(overrides=settings)
     layout = describe(kv, block_axis=block_axis)
     tensors = list(kv.values()) if isinstance(kv, Mapping) else list(kv)
     namespace = Namespace(
