@@ -6,6 +6,7 @@ import numpy as np
 
 from kvferry.device.driver import Addresses, Driver, SourceOrder
 from kvferry.device.job import CopyJob
+from kvferry.device.layout import Int64s
 from kvferry.device.swap import copy_batch
 
 
@@ -14,21 +15,15 @@ class HostRuns:
 
     def __init__(self, job: CopyJob) -> None:
         self._block_bytes = job.layout.block_bytes
-        places = job.host_slots * job.host_pitch
-        self._addresses = job.host_base + places
-        follows = np.empty(len(places), dtype=bool)
-        follows[:1] = False
-        if job.host_pitch == self._block_bytes:
-            follows[1:] = np.diff(job.host_slots) == 1
-            if job.host_chunk is not None:
-                # The driver refuses one copy across two registrations.
-                follows[1:] &= np.diff(places // job.host_chunk) == 0
-        else:
-            follows[1:] = False
-        self._follows = follows
+        self._addresses = job.host_base + job.host_slots * job.host_pitch
+        self._heads = _heads(job)
+        self._one_run = int(self._addresses[0]) if len(self._heads) == 1 else None
 
     def store(self, driver: Driver, start: int, end: int, ring: int, stream: int) -> None:
         """Queue the copy of bytes ``start`` to ``end`` from the ring to their slots."""
+        if self._one_run is not None:
+            driver.copy_async(self._one_run + start, ring, end - start, stream)
+            return
         host, packed, sizes = self._pieces(start, end, ring)
         if len(sizes) == 1:
             driver.copy_async(int(host[0]), ring, end - start, stream)
@@ -38,6 +33,9 @@ class HostRuns:
 
     def load(self, driver: Driver, start: int, end: int, ring: int, stream: int) -> None:
         """Queue the copy of bytes ``start`` to ``end`` from their slots to the ring."""
+        if self._one_run is not None:
+            driver.copy_async(ring, self._one_run + start, end - start, stream)
+            return
         host, packed, sizes = self._pieces(start, end, ring)
         if len(sizes) == 1:
             driver.copy_async(ring, int(host[0]), end - start, stream)
@@ -48,10 +46,22 @@ class HostRuns:
     def _pieces(self, start: int, end: int, ring: int) -> tuple[Addresses, Addresses, Addresses]:
         """Host address, ring address and size of each run between ``start`` and ``end``."""
         first, last = start // self._block_bytes, -(-end // self._block_bytes)
-        heads = np.flatnonzero(~self._follows[first + 1 : last]) + first + 1
+        low, high = np.searchsorted(self._heads, (first + 1, last))
+        heads = self._heads[low:high]
         begins = np.concatenate(([start], heads * self._block_bytes))
-        host = self._addresses[np.concatenate(([first], heads))]
+        host = np.concatenate((self._addresses[first : first + 1], self._addresses[heads]))
         host[0] += start - first * self._block_bytes
         sizes = np.diff(begins, append=end)
         packed = begins - start + ring
         return host.view(np.uint64), packed.view(np.uint64), sizes.view(np.uint64)
+
+
+def _heads(job: CopyJob) -> Int64s:
+    """The blocks of ``job`` that do not follow the one before them in host memory."""
+    if job.host_pitch != job.layout.block_bytes:
+        return np.arange(len(job.host_slots))
+    breaks = np.diff(job.host_slots) != 1
+    if job.host_chunk is not None:
+        # The driver refuses one copy across two registrations.
+        breaks |= np.diff(job.host_slots * job.host_pitch // job.host_chunk) != 0
+    return np.concatenate(([0], np.flatnonzero(breaks) + 1))

@@ -20,6 +20,10 @@ MIN_IDS = 512
 MAX_BUFFERS = 64
 """Jobs whose ids may be in flight at once; one more waits for the oldest."""
 
+MAX_READ_IN_PLACE = 64
+"""Up to this many blocks the kernel reads the ids over the link: a copy would take longer to start
+than the kernel takes to read them. Beyond it the reads would get in the way of the bytes."""
+
 
 @dataclass(eq=False)
 class _Buffer:
@@ -45,13 +49,15 @@ class IdBuffers:
         self._taken: _Buffer | None = None
 
     def put(self, job: CopyJob, stream: int) -> int:
-        """Write the ids of ``job`` and queue their copy; returns their device address."""
+        """Write the ids of ``job``; returns an address kernels queued on ``stream`` may read."""
         count = len(job.device_blocks)
-        buffer = self._take(2 * count)
-        self._taken = buffer
+        buffer = self._taken = self._take(2 * count)
         buffer.is_fenced = False
-        buffer.ids[:count] = job.device_blocks
-        buffer.ids[count : 2 * count] = job.host_slots
+        ids = buffer.ids
+        ids[:count] = job.device_blocks
+        ids[count : 2 * count] = job.host_slots
+        if count <= MAX_READ_IN_PLACE:
+            return buffer.host
         self._driver.copy_async(buffer.device, buffer.host, 16 * count, stream)
         return buffer.device
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,26 +17,34 @@ ALIGNMENT = 4096
 
 @dataclass(frozen=True)
 class RingSlot:
-    """One slot: its memory, the stream its kernels run on, and the events that free it."""
+    """One slot: its memory, the stream its kernels run on, and an event for each thing done to it.
+
+    A store gathers into the slot and copies out of it; a load copies into it and scatters.
+    """
 
     address: int
     stream: int
-    kernel_done: int
-    copied: int
+    gathered: int
+    copied_out: int
+    copied_in: int
+    scattered: int
 
 
 class Ring:
-    """Owns the memory, streams and events of its slots; takes them on ``open``."""
+    """Owns the memory, streams and events of its slots; takes them on ``open``.
 
-    def __init__(self, driver: Driver, slot_bytes: int, *, num_slots: int) -> None:
-        self.slot_bytes = max(ALIGNMENT, slot_bytes // ALIGNMENT * ALIGNMENT)
+    Both directions use the same slots. Whoever takes one holds ``lock`` until all its work on it is
+    queued, so that the events always speak of whole uses.
+    """
+
+    def __init__(self, driver: Driver, num_bytes: int, *, num_slots: int) -> None:
+        self.slot_bytes = max(ALIGNMENT, num_bytes // num_slots // ALIGNMENT * ALIGNMENT)
+        self.lock = threading.Lock()
         self._num_slots = num_slots
         self._driver = driver
         self._slots: list[RingSlot] = []
         self._turn = 0
         self._give_back: list[tuple[Callable[[int], None], int]] = []
-        self.fork = 0
-        """An event for whoever uses the ring: the point of a job's stream the slots start from."""
 
     @property
     def is_open(self) -> bool:
@@ -45,26 +54,17 @@ class Ring:
         """Take the ring's memory, once; DriverError leaves nothing taken."""
         if self._slots:
             return
-        try:
-            self.fork = self._event()
-            base = self._take(
-                self._driver.alloc_device(self._num_slots * self.slot_bytes),
-                self._driver.free_device,
-            )
-            slots = []
-            for number in range(self._num_slots):
-                stream = self._take(
-                    self._driver.create_stream(Priority.HIGH), self._driver.destroy_stream
-                )
-                address = base + number * self.slot_bytes
-                slots.append(RingSlot(address, stream, self._event(), self._event()))
-        except DriverError:
-            self.close()
-            raise
-        self._slots = slots
+        with self.lock:
+            if self._slots:
+                return
+            try:
+                self._slots = self._take_slots()
+            except DriverError:
+                self.close()
+                raise
 
     def next(self) -> RingSlot:
-        """The slot used longest ago."""
+        """The slot used longest ago; call while holding ``lock``."""
         slot = self._slots[self._turn]
         self._turn = (self._turn + 1) % len(self._slots)
         return slot
@@ -79,8 +79,20 @@ class Ring:
             except DriverError as error:
                 log.warning("part of the ring was not given back: %s", error)
 
-    def _event(self) -> int:
-        return self._take(self._driver.create_event(timing=False), self._driver.destroy_event)
+    def _take_slots(self) -> list[RingSlot]:
+        driver = self._driver
+        base = self._take(
+            driver.alloc_device(self._num_slots * self.slot_bytes), driver.free_device
+        )
+        slots = []
+        for number in range(self._num_slots):
+            stream = self._take(driver.create_stream(Priority.HIGH), driver.destroy_stream)
+            events = (
+                self._take(driver.create_event(timing=False), driver.destroy_event)
+                for _ in range(4)
+            )
+            slots.append(RingSlot(base + number * self.slot_bytes, stream, *events))
+        return slots
 
     def _take(self, handle: int, give: Callable[[int], None]) -> int:
         self._give_back.append((give, handle))

@@ -104,6 +104,11 @@ class RowTable:
         """Where each row starts within the packed block."""
         return self.layout.offsets[self.segments] + self.starts
 
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether all rows are full, so that rows and bytes are counted alike."""
+        return not (self.layout.sizes % self.shape.row_bytes).any()
+
     def tables(self) -> Int64s:
         """All the kernel reads, as one array: four numbers per segment, two per row if mixed."""
         layout = self.layout
@@ -114,10 +119,14 @@ class RowTable:
 
     def row_at(self, position: int) -> int:
         """The last row that starts at or before byte ``position`` of blocks laid end to end."""
+        if self.is_even:
+            return position // self.shape.row_bytes
         block, within = divmod(position, self.layout.block_bytes)
         return block * self.rows_per_block + int(np.searchsorted(self.places, within, "right")) - 1
 
     def position_of(self, row: int) -> int:
         """The byte at which ``row`` starts in blocks laid end to end."""
+        if self.is_even:
+            return row * self.shape.row_bytes
         block, within = divmod(row, self.rows_per_block)
         return block * self.layout.block_bytes + int(self.places[within])

@@ -32,41 +32,27 @@ class DeviceTables:
         self._lock = threading.Lock()
         # Layouts are kept alive, so that an id is never that of another one.
         self._layouts: dict[int, tuple[GroupLayout, int]] = {}
-        self._shapes: dict[tuple[int, int], RowShape] = {}
         self._tables: dict[tuple[int, RowShape], Uploaded] = {}
 
-    def find(self, layout: GroupLayout, *others: int) -> Uploaded | None:
-        """The table for ``layout`` if it is on the device already; see ``get``."""
-        known = self._layouts.get(id(layout))
-        if known is None:
-            return None
-        shape = self._shapes.get((id(layout), math.gcd(known[1], *others)))
-        return None if shape is None else self._tables.get((id(layout), shape))
+    def get(self, layout: GroupLayout, alignment: int = 0) -> Uploaded:
+        """The table for ``layout``, uploaded if it is new.
 
-    def get(self, layout: GroupLayout, *others: int) -> Uploaded:
-        """The table for ``layout`` where ``others`` are the addresses and strides it is used with.
-
-        They decide how wide an access may be.
+        ``alignment`` is what the addresses on the other side are multiples of, 0 if it does not
+        matter; it limits how wide an access may be.
         """
-        found = self.find(layout, *others)
-        if found is not None:
-            return found
         with self._lock:
             known = self._layouts.setdefault(id(layout), (layout, common_alignment(layout)))
-            alignment = math.gcd(known[1], *others)
-            shape = row_shape(layout, alignment)
+            shape = row_shape(layout, math.gcd(known[1], alignment))
             key = (id(layout), shape)
             if key not in self._tables:
                 rows = RowTable(layout, shape)
                 self._tables[key] = Uploaded(rows, self._upload(rows))
-            self._shapes[(id(layout), alignment)] = shape
             return self._tables[key]
 
     def close(self) -> None:
         """Free the tables; call only when no copy is in flight. Safe to call twice."""
         with self._lock:
             tables, self._tables = self._tables, {}
-            self._shapes.clear()
             self._layouts.clear()
         for table in tables.values():
             try:

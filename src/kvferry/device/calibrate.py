@@ -1,0 +1,143 @@
+"""Calibration: time the paths on this very machine, in a few seconds.
+
+Each path is timed by direction, segment size and transfer size on an idle card, and then beside a
+running model. A path that is hopeless for small segments is not asked to copy many of them: the
+planner only needs to see that it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from importlib import metadata, util
+
+from kvferry.device.copy_rig import GB, CopyRig, MiB
+from kvferry.device.driver import Driver
+from kvferry.device.job import Direction, Path
+from kvferry.device.profile import BusyCell, Cell, Profile
+
+log = logging.getLogger(__name__)
+
+KiB = 1 << 10
+
+SEGMENT_BYTES = (4 * KiB, 16 * KiB, 64 * KiB, 256 * KiB, 2 * MiB)
+NUM_BYTES = (256 * KiB, 1 * MiB, 4 * MiB, 16 * MiB, 64 * MiB, 256 * MiB)
+SEGMENTS_PER_BLOCK = 64
+SLOWEST = 15e-3
+"""Seconds; a path that took longer is not timed on more bytes of the same segments."""
+
+BUSY_SEGMENT = 16 * KiB
+BUSY_BYTES = 64 * MiB
+BUSY_ROUNDS = 12
+SLOW_BESIDE = 10.0
+"""GB/s; a path slower than this on an idle card is not worth its place beside a model."""
+
+Progress = Callable[[str], None]
+
+
+def calibrate(
+    driver: Driver, paths: Mapping[str, Path], *, progress: Progress = lambda _: None
+) -> Profile:
+    """Time ``paths`` on the device of ``driver``; what cannot be timed is left out."""
+    with driver.current():
+        rig = CopyRig(driver)
+        try:
+            cells = []
+            for direction in Direction:
+                for name, path in paths.items():
+                    progress(f"{name}, {direction.value}")
+                    cells += list(time_path(rig, direction, name, path))
+            busy = tuple(_time_beside_model(rig, paths, cells, progress))
+        finally:
+            rig.close()
+    return Profile(tuple(cells), busy, provenance(driver))
+
+
+def time_path(rig: CopyRig, direction: Direction, name: str, path: Path) -> Iterator[Cell]:
+    """The cells of one path: for each segment size, larger transfers until they take too long."""
+    for segment_bytes in SEGMENT_BYTES:
+        for num_bytes in NUM_BYTES:
+            if num_bytes < segment_bytes or num_bytes > rig.num_bytes:
+                continue
+            segments = min(SEGMENTS_PER_BLOCK, num_bytes // segment_bytes)
+            job = rig.job(
+                direction, segment_bytes, segments, num_bytes // (segments * segment_bytes)
+            )
+            repeats = 7 if num_bytes <= 4 * MiB else 3
+            timing = rig.time(path, job, repeats=repeats, warm_up=1)
+            yield Cell(direction, name, segment_bytes, num_bytes // segment_bytes, timing.seconds)
+            if timing.seconds > SLOWEST:
+                break
+
+
+def provenance(driver: Driver) -> dict[str, str]:
+    """Where and when a measurement was made, and with what."""
+    identity = driver.identity()
+    versions = {name: _version(name) for name in ("kvferry", "torch", "triton", "numpy")}
+    return {
+        "source": "measurements on this machine",
+        "gpu": identity.name,
+        "driver": str(identity.driver_version),
+        "link": identity.link,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "python": platform.python_version(),
+        **versions,
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _time_beside_model(
+    rig: CopyRig, paths: Mapping[str, Path], cells: Sequence[Cell], progress: Progress
+) -> Iterator[BusyCell]:
+    if util.find_spec("torch") is None:
+        log.warning("torch is not installed: what copies cost the model is not measured")
+        return
+    # Imported here: torch is heavy, and only these loads need it.
+    from kvferry.device.loads import MatmulLoad, WeightLoad
+    from kvferry.device.slowdown import measure_slowdown
+
+    for make_load in (MatmulLoad, WeightLoad):
+        try:
+            load = make_load()
+        except RuntimeError as error:
+            # Servers fill the card; what is left may not hold the weights.
+            log.warning("what copies cost the model is not measured in full: %s", error)
+            continue
+        for direction in Direction:
+            for name, path in paths.items():
+                idle = _idle_gbps(cells, direction, name)
+                if idle < SLOW_BESIDE:
+                    continue
+                progress(f"{name}, {direction.value}, beside {load.name}")
+                job = rig.job(
+                    direction,
+                    BUSY_SEGMENT,
+                    SEGMENTS_PER_BLOCK,
+                    BUSY_BYTES // (BUSY_SEGMENT * SEGMENTS_PER_BLOCK),
+                )
+                found = measure_slowdown(rig, load, path, job, rounds=BUSY_ROUNDS, phases=2)
+                yield BusyCell(direction, name, load.name, found.gbps, idle, found.lost_ms_per_gb)
+
+
+def _idle_gbps(cells: Sequence[Cell], direction: Direction, path: str) -> float:
+    """The rate of a path at the size used beside a model, or at the largest size it was timed."""
+    known = [
+        cell
+        for cell in cells
+        if cell.direction is direction
+        and cell.path == path
+        and cell.segment_bytes == BUSY_SEGMENT
+        and cell.num_bytes <= BUSY_BYTES
+    ]
+    if not known:
+        return 0.0
+    best = max(known, key=lambda cell: cell.num_bytes)
+    return best.num_bytes / best.seconds / GB

@@ -1,0 +1,169 @@
+"""Memory, streams and jobs to time paths with: what calibration and benchmarks share."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.device.driver import Driver, Priority
+from kvferry.device.job import CopyJob, Direction, Path
+from kvferry.device.layout import GroupLayout
+
+MiB = 1 << 20
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Medians: device time of a job, and how long its caller was held."""
+
+    seconds: float
+    submit_seconds: float
+
+
+class CopyRig:
+    """Owns ``num_bytes`` of pinned host memory, twice as much device memory, and a stream per way.
+
+    Blocks are spread over all the device memory, layer by layer, and picked at random.
+    """
+
+    def __init__(self, driver: Driver, *, num_bytes: int = 256 * MiB, seed: int = 0) -> None:
+        self.driver = driver
+        self.num_bytes = num_bytes
+        self._rng = np.random.default_rng(seed)
+        self._layouts: dict[tuple[int, int], GroupLayout] = {}
+        self._give_back: list[Callable[[], None]] = []
+        try:
+            self._take()
+        except Exception:
+            self.close()
+            raise
+
+    def layout(self, segment_bytes: int, segments: int) -> GroupLayout:
+        """Blocks of ``segments`` equal segments, each layer's blocks together."""
+        key = (segment_bytes, segments)
+        if key not in self._layouts:
+            num_blocks = 2 * self.num_bytes // (segment_bytes * segments)
+            layers = np.arange(segments, dtype=np.int64)
+            self._layouts[key] = GroupLayout(
+                bases=self.device + layers * num_blocks * segment_bytes,
+                strides=np.full(segments, segment_bytes),
+                sizes=np.full(segments, segment_bytes),
+                offsets=layers * segment_bytes,
+                num_blocks=num_blocks,
+            )
+        return self._layouts[key]
+
+    def job(
+        self,
+        direction: Direction,
+        segment_bytes: int,
+        segments: int,
+        num_blocks: int,
+        *,
+        scattered: bool = False,
+    ) -> CopyJob:
+        """Random blocks, from or to host slots in one run or, ``scattered``, at random too."""
+        layout = self.layout(segment_bytes, segments)
+        num_slots = self.num_bytes // layout.block_bytes
+        slots = self._rng.permutation(num_slots) if scattered else np.arange(num_slots)
+        return CopyJob(
+            direction,
+            layout,
+            device_blocks=self._rng.permutation(layout.num_blocks)[:num_blocks].astype(np.int64),
+            host_slots=slots[:num_blocks].astype(np.int64),
+            host_base=self.host,
+            host_pitch=layout.block_bytes,
+        )
+
+    def time(self, path: Path, job: CopyJob, *, repeats: int = 5, warm_up: int = 1) -> Timing:
+        """Device time from an idle stream to the end of the copy, the call itself included."""
+        return self.time_call(
+            lambda stream: path.enqueue(job, stream),
+            job.direction,
+            repeats=repeats,
+            warm_up=warm_up,
+        )
+
+    def time_call(
+        self,
+        call: Callable[[int], object],
+        direction: Direction,
+        *,
+        repeats: int = 5,
+        warm_up: int = 1,
+    ) -> Timing:
+        """The same for anything that queues work on a stream."""
+        driver, stream = self.driver, self.streams[direction]
+        start, end = self._events
+        seconds, submits = [], []
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            for number in range(warm_up + repeats):
+                driver.synchronize_stream(stream)
+                driver.record_event(start, stream)
+                began = time.perf_counter()
+                call(stream)
+                submitted = time.perf_counter() - began
+                driver.record_event(end, stream)
+                driver.synchronize_stream(stream)
+                if number >= warm_up:
+                    seconds.append(driver.elapsed_seconds(start, end))
+                    submits.append(submitted)
+        finally:
+            if collecting:
+                gc.enable()
+        return Timing(statistics.median(seconds), statistics.median(submits))
+
+    def ceiling(self, direction: Direction, num_bytes: int | None = None) -> float:
+        """GB/s of one large copy between pinned and device memory: what no path can beat."""
+        num_bytes = num_bytes or self.num_bytes
+        ends = (self.device, self.host) if direction is Direction.LOAD else (self.host, self.device)
+        timing = self.time_call(
+            lambda stream: self.driver.copy_async(*ends, num_bytes, stream), direction, repeats=9
+        )
+        return num_bytes / timing.seconds / GB
+
+    def close(self) -> None:
+        """Give everything back. Safe to call twice."""
+        while self._give_back:
+            self._give_back.pop()()
+
+    def _take(self) -> None:
+        driver = self.driver
+        self.host = driver.alloc_host(self.num_bytes)
+        self._give_back.append(lambda: driver.free_host(self.host))
+        self.device = driver.alloc_device(2 * self.num_bytes)
+        self._give_back.append(lambda: driver.free_device(self.device))
+        self.streams: dict[Direction, int] = {}
+        for direction, priority in (
+            (Direction.LOAD, Priority.HIGH),
+            (Direction.STORE, Priority.LOW),
+        ):
+            stream = driver.create_stream(priority)
+            self.streams[direction] = stream
+            self._give_back.append(lambda stream=stream: driver.destroy_stream(stream))
+        self._events = (driver.create_event(timing=True), driver.create_event(timing=True))
+        for event in self._events:
+            self._give_back.append(lambda event=event: driver.destroy_event(event))
+        self._fill()
+
+    def _fill(self) -> None:
+        """Random bytes on both sides: a copy of zeros may run faster than yours will."""
+        piece = 16 * MiB
+        for start in range(0, self.num_bytes, piece):
+            size = min(piece, self.num_bytes - start)
+            noise = self._rng.bytes(size)
+            ctypes.memmove(self.host + start, noise, size)
+        stream = self.streams[Direction.LOAD]
+        for half in range(2):
+            at = self.device + half * self.num_bytes
+            self.driver.copy_async(at, self.host, self.num_bytes, stream)
+        self.driver.synchronize_stream(stream)
