@@ -313,6 +313,19 @@ class Scheduler:
         num_tokens = min(num_tokens, len(keys) * self._matcher.hash_tokens)
         return self._storing.computed(record, keys, tables, num_tokens)
 
+    def stored_tokens(self, request_id: RequestId) -> int:
+        """Leading tokens that :meth:`store` is done with; while there are more, call it again.
+
+        Bounds may have made it leave the rest for later.
+        """
+        record = self._requests.get(request_id)
+        if record is None:
+            return 0
+        return min(
+            num_slots * group.slot_tokens
+            for num_slots, group in zip(record.stored, self.groups, strict=True)
+        )
+
     @property
     def offer_depth(self) -> int:
         """How many blocks from the head of its free queue the engine should offer now."""
