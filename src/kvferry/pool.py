@@ -7,6 +7,7 @@ A slot's life::
                          +--abort--> FREE   +--+ pin / release (counted in readers)
 
     reset or forget while claimed: -> DOOMED, not in the index, FREE when the claim ends
+    memory still being made ready:    UNREADY --grow--> FREE
 
 Chained keys remember their parent's slot. A slot with children is never evicted, so what is left
 of a conversation is always a prefix of it, and a match stops at a hole only if bytes were lost.
@@ -36,17 +37,22 @@ class SlotState(IntEnum):
     WRITING = 1
     CACHED = 2
     DOOMED = 3
+    UNREADY = 4
 
 
 @dataclass(frozen=True)
 class PoolCounts:
-    """How the slots of a pool are used; ``free + cached + leased == total``, always."""
+    """How the slots of a pool are used; ``free + cached + leased + unready == total``, always.
+
+    ``unready`` slots exist, but their memory cannot be used yet.
+    """
 
     free: int
     cached: int
     leased: int
     total: int
     evicted: int
+    unready: int = 0
 
 
 class Pool:
@@ -59,27 +65,42 @@ class Pool:
         self,
         num_slots: int,
         order: EvictionOrder | None = None,
+        *,
+        num_ready: int | None = None,
     ) -> None:
+        """All slots, of which the first ``num_ready`` (default: all) can be used from the start."""
         if num_slots <= 0:
             raise InputError(f"a pool needs at least one slot, got {num_slots}")
         self.num_slots = num_slots
+        self.num_ready = 0
+        """Slots from the first on that can be used; the others wait for :meth:`grow`."""
         self.generation = 0
         """Grows whenever blocks become matchable: an unchanged value means no new hits."""
         self._order: EvictionOrder = order if order is not None else LruOrder(num_slots)
         self._index = Index(num_slots)
-        self._state = np.zeros(num_slots, dtype=np.int8)
+        self._state = np.full(num_slots, SlotState.UNREADY, dtype=np.int8)
         self._readers = np.zeros(num_slots, dtype=np.int32)
         self._parent = np.full(num_slots, NO_SLOT, dtype=np.int64)
         self._children = np.zeros(num_slots, dtype=np.int32)
         self._place = np.full(num_slots, NO_SLOT, dtype=np.int64)  # scratch, NO_SLOT between calls
-        self._free = np.arange(num_slots - 1, -1, -1, dtype=np.int64)
-        self._num_free = num_slots
+        self._free = np.empty(num_slots, dtype=np.int64)
+        self._num_free = 0
         self._leases: set[Lease] = set()
         self.num_reserved = 0
         """Slots given out for writing so far."""
         self.listeners: list[Callable[[Keys], None]] = []
         """Called with the keys of every block that is evicted or reset away."""
         self._evicted = 0
+        self.grow(num_slots if num_ready is None else num_ready)
+
+    def grow(self, num_ready: int) -> None:
+        """The first ``num_ready`` slots can be used from now on; fewer than before is no news."""
+        if num_ready > self.num_slots:
+            raise InputError(f"a pool of {self.num_slots} slots cannot have {num_ready} ready")
+        if num_ready > self.num_ready:
+            # Reversed: the lowest slot is given out first.
+            self._push_free(np.arange(num_ready - 1, self.num_ready - 1, -1))
+            self.num_ready = num_ready
 
     # -- asking ---------------------------------------------------------------------------------
 
@@ -111,7 +132,7 @@ class Pool:
 
     # -- claiming -------------------------------------------------------------------------------
 
-    def pin(self, keys: Keys) -> Lease | None:
+    def pin(self, keys: Keys, purpose: Purpose = Purpose.READ) -> Lease | None:
         """Claim the leading cached keys for reading; None when the first is not cached."""
         found = self._index.find(keys)
         slots = found[: _num_leading(self._readable(found))]
@@ -120,7 +141,7 @@ class Pool:
         if not self._last_mentions(slots).all():
             raise InputError(f"{len(keys)} keys to pin are not distinct; a chain never repeats")
         self._readers[slots] += 1
-        return self._open(Lease.leading(Purpose.READ, slots, self))
+        return self._open(Lease.leading(purpose, slots, self))
 
     def reserve(
         self, keys: Keys, *, parent: Key | None = None, chained: bool = True
@@ -193,7 +214,8 @@ class Pool:
     def reset(self) -> None:
         """Forget everything at once. Claimed slots come back when their leases end."""
         idle = (self._state == SlotState.CACHED) & (self._readers == 0)
-        claimed = (self._state != SlotState.FREE) & ~idle
+        in_use = (self._state != SlotState.FREE) & (self._state != SlotState.UNREADY)
+        claimed = in_use & ~idle
         self._tell_gone(np.flatnonzero(self._state == SlotState.CACHED))
         self._index.clear()
         self._order.clear()
@@ -207,8 +229,9 @@ class Pool:
     @property
     def counts(self) -> PoolCounts:
         cached = int(((self._state == SlotState.CACHED) & (self._readers == 0)).sum())
-        leased = self.num_slots - self._num_free - cached
-        return PoolCounts(self._num_free, cached, leased, self.num_slots, self._evicted)
+        leased = self.num_ready - self._num_free - cached
+        unready = self.num_slots - self.num_ready
+        return PoolCounts(self._num_free, cached, leased, self.num_slots, self._evicted, unready)
 
     @property
     def num_leases(self) -> int:
@@ -217,10 +240,15 @@ class Pool:
     def check_integrity(self) -> None:
         """Prove the bookkeeping from scratch; raises IntegrityError with what is wrong.
 
-        free + cached + leased == total; every index entry names a slot that owns its key; the
-        reader counts are those of the open leases; parents outlive their children.
+        free + cached + leased + unready == total; every index entry names a slot that owns its key;
+        the reader counts are those of the open leases; parents outlive their children.
         """
         state = self._state
+        unready = np.flatnonzero(state == SlotState.UNREADY)
+        _require(
+            np.array_equal(unready, np.arange(self.num_ready, self.num_slots)),
+            "a slot is used before it is ready, or the other way round",
+        )
         free = self._free[: self._num_free]
         _require(len(np.unique(free)) == len(free), "a slot is on the free list twice")
         _require(bool((state[free] == SlotState.FREE).all()), "a slot in use is on the free list")
@@ -243,10 +271,10 @@ class Pool:
         writing: list[SlotArray] = [np.empty(0, dtype=np.int64)]
         for lease in self._leases:
             _require(lease.ended is None, "an ended lease is still open in the pool")
-            if lease.purpose is Purpose.READ:
-                readers[lease.slots] += 1
-            else:
+            if lease.purpose is Purpose.WRITE:
                 writing.append(lease.slots)
+            else:
+                readers[lease.slots] += 1
         written = np.concatenate(writing)
         _require(np.array_equal(readers, self._readers), "reader counts and leases disagree")
         _require(len(np.unique(written)) == len(written), "two leases write one slot")
@@ -255,14 +283,14 @@ class Pool:
         claimed |= readers > 0
         unclaimed = self._state[~claimed]
         _require(
-            bool(np.isin(unclaimed, (SlotState.FREE, SlotState.CACHED)).all()),
+            bool(np.isin(unclaimed, (SlotState.FREE, SlotState.CACHED, SlotState.UNREADY)).all()),
             "a slot is neither free nor cached though nobody claims it",
         )
         counts = self.counts
         _require(counts.leased == int(claimed.sum()), "leased slots and leases disagree")
         _require(
-            counts.free + counts.cached + counts.leased == counts.total,
-            "free + cached + leased != total",
+            counts.free + counts.cached + counts.leased + counts.unready == counts.total,
+            "free + cached + leased + unready != total",
         )
 
     def _check_family(self) -> None:
@@ -286,7 +314,7 @@ class Pool:
         """Take a lease's slots back. Called by the lease itself, exactly once."""
         self._leases.remove(lease)
         slots = lease.slots
-        if lease.purpose is Purpose.READ:
+        if lease.purpose is not Purpose.WRITE:
             self._readers[slots] -= 1
             if ending is Ending.SPOIL:
                 self._disown(slots)
@@ -301,7 +329,10 @@ class Pool:
         if ending is Ending.COMMIT:
             self._state[slots] = SlotState.CACHED
             self.generation += 1
-        self._touch(slots)
+        if lease.purpose is Purpose.COPY:
+            self._order.put_back(slots[~self._order.holds(slots)])
+        else:
+            self._touch(slots)
 
     def _disown(self, slots: SlotArray) -> None:
         slots = slots[self._state.take(slots) != SlotState.DOOMED]

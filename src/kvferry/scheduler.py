@@ -98,8 +98,10 @@ class Scheduler:
         self._clock = clock
         self._joins_loads = joins_loads
         self._block_bytes = tuple(block_bytes) or (0,) * len(self.groups)
+        self._ready = [pool.num_ready] * num_ranks
         self._flights = Flights(num_ranks)
-        self._outbox = Outbox(self._flights, config, len(self.groups))
+        rows_per_slot = max(group.blocks_per_slot for group in self.groups)
+        self._outbox = Outbox(self._flights, config, len(self.groups), rows_per_slot)
         self._lower = LowerLevels(pool, levels, self._outbox)
         self._matcher = Matcher(self.groups, pool, self._lower, hash_tokens)
         self._storing = Storing(
@@ -162,7 +164,7 @@ class Scheduler:
             return False
         if hit.match.state is MatchState.WAIT:
             return bool(self._being_loaded.take(hit.joined).any())
-        if hit.generation != self.pool.generation:
+        if hit.generation != self.pool.generation and hit.can_grow:
             if bool(self.pool.cached(hit.watch).all()):
                 return False
             hit.generation = self.pool.generation
@@ -181,6 +183,7 @@ class Scheduler:
             generation=self.pool.generation,
             deadline=self._clock() + self._config.match_deadline,
             num_blocks=blocks,
+            can_grow=self._matcher.can_grow(look),
         )
         decision: Decision | None = None
         if len(hit.joined):
@@ -250,7 +253,8 @@ class Scheduler:
 
         ``tables[g]`` is the request's whole block table of group g, long enough for the hit.
         Returns the device blocks written: hold each until ``settle`` releases it. Empty if the
-        hit was lost meanwhile (a reset, its deadline): the tokens must be computed then.
+        hit was lost meanwhile (a reset, its deadline): the tokens must be computed then. Where a
+        window or a chunk leaves a hit unread, the table says ``NO_BLOCK`` until it is computed.
         """
         self._require_open()
         self._require_tables(tables)
@@ -265,6 +269,8 @@ class Scheduler:
         ]
         record.hit = None
         record.promoted = False
+        if not parts:  # a hit that reads nothing has no landing to wait for
+            return ()
         record.loading = Loading(hit.match, set())
         for g, lease, host_slots, device_blocks in parts:
             order = self._outbox.load(request_id, g, lease, host_slots, device_blocks)
@@ -288,7 +294,7 @@ class Scheduler:
             )
         places = np.arange(blocks.start, blocks.stop)
         slots = lease.slots[places // group.blocks_per_slot - blocks.start // group.blocks_per_slot]
-        host_slots = slots * group.blocks_per_slot + places % group.blocks_per_slot
+        host_slots = self._outbox.rows(slots, places % group.blocks_per_slot)
         return host_slots, as_slots(table[blocks.start : blocks.stop])
 
     def store(
@@ -347,6 +353,16 @@ class Scheduler:
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """The engine computed this many prompt tokens in this time; load-or-compute learns it."""
         self._worth.note_prefill(num_tokens, seconds)
+
+    def note_ready(self, rank: Rank, num_slots: int) -> None:
+        """The first ``num_slots`` host slots of a rank can be used.
+
+        A slot is given out once every rank has said so: its bytes are spread over all of them.
+        """
+        if not 0 <= rank < len(self._ready):
+            raise InputError(f"rank {rank} has slots ready; ranks are 0 to {len(self._ready) - 1}")
+        self._ready[rank] = max(self._ready[rank], num_slots)
+        self.pool.grow(min(*self._ready, self.pool.num_slots))
 
     # -- plan and settle --------------------------------------------------------------------------
 
