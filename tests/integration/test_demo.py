@@ -36,7 +36,9 @@ def test_runs_three_ways_and_writes_its_figures(tmp_path: Path, extra: tuple[str
     html, figures = tmp_path / "report.html", tmp_path / "figures.json"
     result = invoke(*TINY, *extra, "--html", str(html), "--json", str(figures))
     assert result.exit_code == 0, result.output
-    assert "All 8 answers (40 tokens) are identical in the three runs." in result.output
+    assert re.search(
+        r"All 8 answers \(\d+ tokens\) are identical in the three runs\.", result.output
+    )
     assert "Small + kvferry: 8 of 8 turns" in result.output
     for line in ("First token p50", "First token p95", "Tokens per second", "Hit rate, host"):
         assert line in result.output

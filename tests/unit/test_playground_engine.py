@@ -80,6 +80,18 @@ def test_tokens_ignore_device_size_and_step_size(
     tight.memory.check_integrity(num_held=0)
 
 
+@pytest.mark.parametrize("block_tokens", [1, 8, 64])
+def test_tokens_ignore_the_block_size(runners: list[Runner], block_tokens: int) -> None:
+    answers = []
+    for tokens in (16, block_tokens):
+        num_blocks = 20 * 16 // tokens
+        runners.append(Runner(Decoder(HYBRID), num_blocks=num_blocks, block_tokens=tokens))
+        loop = Engine(runners[-1])
+        answers.append(serve(loop, CHAT).answers())
+        loop.memory.check_integrity(num_held=0)
+    assert answers[0] == answers[1]
+
+
 def test_a_step_keeps_to_its_budget_and_mixes_prefill_with_decode(runners: list[Runner]) -> None:
     loop = engine(runners, 40, step_tokens=20)
     loop.submit(Request("a", prompt(8), 30))

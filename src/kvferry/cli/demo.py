@@ -47,13 +47,21 @@ FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
     help="Turns answered at a time. More users fight harder for the device's blocks.",
 )
 @click.option(
-    "--opening-tokens", type=COUNT, metavar="N", default=384, help="Text a conversation opens with."
+    "--opening-tokens",
+    type=COUNT,
+    metavar="N",
+    default=384,
+    help="Text a conversation opens with, about.",
 )
 @click.option(
-    "--question-tokens", type=COUNT, metavar="N", default=48, help="Tokens each turn adds."
+    "--question-tokens",
+    type=COUNT,
+    metavar="N",
+    default=48,
+    help="Tokens each question adds, about.",
 )
 @click.option(
-    "--answer-tokens", type=COUNT, metavar="N", default=16, help="Tokens generated each turn."
+    "--answer-tokens", type=COUNT, metavar="N", default=16, help="Tokens of each answer, about."
 )
 @click.option(
     "--device-blocks",

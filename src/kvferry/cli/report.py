@@ -128,8 +128,8 @@ def _setting(result: Comparison) -> str:
         layers += f", {len(windows)} of them with a sliding window of {windows[0]} tokens"
     return escape(
         f"{chat.num_conversations} conversations of {chat.num_turns} turns, {chat.num_users} "
-        f"answered at a time. Each opens with {chat.opening_tokens} tokens; a turn adds "
-        f"{chat.question_tokens} tokens of question and {chat.answer_tokens} of answer. Between "
+        f"answered at a time. Each opens with about {chat.opening_tokens} tokens; a turn adds "
+        f"about {chat.question_tokens} of question and {chat.answer_tokens} of answer. Between "
         f"two turns of a conversation all the others come by. Together they need "
         f"{setting.working_set:,} blocks of {setting.block_tokens} tokens; the small device has "
         f"{setting.device_blocks:,}, {setting.working_set / setting.device_blocks:.1f} times too "

@@ -17,9 +17,10 @@ from kvferry.playground.request import Request
 class Chat:
     """Multi-turn conversations, served in rounds.
 
-    Every conversation opens with a text of its own, then asks short questions about it. Round t
-    has the t-th turn of each conversation in a shuffled order, so that between two turns of one
-    conversation all others come by. At most ``num_users`` turns are under way at a time.
+    Every conversation opens with a text of its own, then asks short questions about it. Lengths
+    vary by half around the numbers given. Round t has the t-th turn of each conversation in a
+    shuffled order, so that between two turns of one conversation all others come by. At most
+    ``num_users`` turns are under way at a time.
     """
 
     num_conversations: int = 12
@@ -46,12 +47,12 @@ class Chat:
 
     @property
     def longest(self) -> int:
-        """Tokens of one conversation after its last turn."""
-        return self.opening_tokens + self.num_turns * (self.question_tokens + self.answer_tokens)
+        """Tokens of the longest conversation after its last turn."""
+        return max(self._final_lengths())
 
     def num_blocks(self, block_tokens: int) -> int:
         """Blocks of all conversations at their longest: the working set."""
-        return self.num_conversations * -(-self.longest // block_tokens)
+        return sum(-(-length // block_tokens) for length in self._final_lengths())
 
     def rounds(self) -> list[list[int]]:
         """For each round, the order in which the conversations take their turn."""
@@ -60,14 +61,30 @@ class Chat:
         return [rng.permutation(everyone).tolist() for _ in range(self.num_turns)]
 
     def opening(self, conversation: int) -> list[int]:
-        rng = np.random.default_rng((self.seed, 2, conversation))
-        tokens: list[int] = rng.integers(0, self.vocab, self.opening_tokens).tolist()
-        return tokens
+        return self._text(self.opening_tokens, 2, conversation)
 
     def question(self, conversation: int, turn: int) -> list[int]:
-        rng = np.random.default_rng((self.seed, 3, conversation, turn))
-        tokens: list[int] = rng.integers(0, self.vocab, self.question_tokens).tolist()
+        return self._text(self.question_tokens, 3, conversation, turn)
+
+    def answer_length(self, conversation: int, turn: int) -> int:
+        return len(self._text(self.answer_tokens, 4, conversation, turn))
+
+    def _text(self, about: int, *place: int) -> list[int]:
+        """Between half and one and a half times ``about`` tokens, always the same in one place."""
+        rng = np.random.default_rng((self.seed, *place))
+        length = int(rng.integers(-(-about // 2), about + about // 2 + 1))
+        tokens: list[int] = rng.integers(0, self.vocab, length).tolist()
         return tokens
+
+    def _final_lengths(self) -> list[int]:
+        return [
+            len(self.opening(number))
+            + sum(
+                len(self.question(number, turn)) + self.answer_length(number, turn)
+                for turn in range(self.num_turns)
+            )
+            for number in range(self.num_conversations)
+        ]
 
 
 @dataclass(frozen=True)
@@ -96,7 +113,7 @@ def serve(engine: Engine, chat: Chat, on_finish: Callable[[Request], None] | Non
             request = Request(
                 id=f"conversation-{number:03d}-turn-{turn:02d}",
                 prompt=tuple(histories[number]),
-                max_new_tokens=chat.answer_tokens,
+                max_new_tokens=chat.answer_length(number, turn),
                 arrival=engine.clock(),
             )
             engine.submit(request)
