@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import mmap
 from collections.abc import Callable, Mapping, Sequence
+from importlib import util
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,19 @@ from kvferry.types import DEVICE, HOST, Outcome, Receipt, Transfer, TransferId, 
 PathMaker = Callable[[Any], Path]
 
 PATHS: dict[str, PathMaker] = {"loop": LoopPath, "dma": DmaPath}
-"""Every path the contract holds for; a path that needs the fake's own launches adds itself."""
+"""Every path the contract holds for; those with kernels only where Triton's interpreter is."""
+
+if util.find_spec("triton") is not None and util.find_spec("torch") is not None:
+    from tests.fakes.launcher import InterpretedLauncher
+
+    from kvferry.device.kernel_path import KernelPath
+    from kvferry.device.staged import StagedPath
+
+    # A ring so small that most jobs go around it more than once.
+    PATHS["kernel"] = lambda driver: KernelPath(driver, InterpretedLauncher(driver))
+    PATHS["staged"] = lambda driver: StagedPath(
+        driver, InterpretedLauncher(driver), ring_bytes=1 << 16
+    )
 
 SLOT_GUARD = 40
 """Bytes between the block in a slot and the next slot: a copy that runs over lands here."""

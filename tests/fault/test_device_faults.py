@@ -59,12 +59,14 @@ def test_every_call_refused_once(path: str) -> None:
         outcomes = one_round(rig)
         # Polls come as often as time allows, so the last calls of the list may not be reached.
         reached = len(rig.driver.calls) > before + index
-        assert outcomes.count(Outcome.FAILED) == reached, (index, calls[index])
+        # What the driver will not take back is lost, but it is not the transfer's fault.
+        give_back = calls[index].startswith(("destroy", "free"))
+        assert outcomes.count(Outcome.FAILED) == (reached and not give_back), calls[index]
         transfer_works(rig)
         assert rig.engine._order_events.num_held == 0
         assert rig.engine._timing_events.num_held == 0
         rig.close()
-        assert rig.driver.leaks() == {}, calls[index]
+        assert sum(rig.driver.leaks().values()) == give_back, calls[index]
 
 
 @pytest.mark.parametrize(

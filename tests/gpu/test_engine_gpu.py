@@ -5,6 +5,7 @@ Needs a CUDA driver and no torch; the kernel paths also need Triton.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -82,6 +83,8 @@ def make_path(driver: CudaDriver, path: str, stack: ExitStack) -> Path:
         return DmaPath(driver)
     if util.find_spec("triton") is None:
         pytest.skip("the kernel paths need Triton")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("other tests of this run chose Triton's interpreter: run tests/gpu by itself")
     from kvferry.device.kernel_path import KernelPath
     from kvferry.device.launch import CudaLauncher
     from kvferry.device.staged import StagedPath

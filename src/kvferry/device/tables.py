@@ -6,6 +6,7 @@ import ctypes
 import logging
 import math
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.device.driver import Driver, Priority
@@ -55,10 +56,7 @@ class DeviceTables:
             tables, self._tables = self._tables, {}
             self._layouts.clear()
         for table in tables.values():
-            try:
-                self._driver.free_device(table.address)
-            except DriverError as error:
-                log.warning("a table was not given back: %s", error)
+            _give_back(self._driver.free_device, table.address)
 
     def _upload(self, rows: RowTable) -> int:
         """Copy on a stream of its own and wait: whoever uses the table next may be on any."""
@@ -74,10 +72,18 @@ class DeviceTables:
                     driver.copy_async(address, pinned, table.nbytes, stream)
                     driver.synchronize_stream(stream)
                 finally:
-                    driver.destroy_stream(stream)
+                    _give_back(driver.destroy_stream, stream)
             except DriverError:
-                driver.free_device(address)
+                _give_back(driver.free_device, address)
                 raise
         finally:
-            driver.free_host(pinned)
+            _give_back(driver.free_host, pinned)
         return address
+
+
+def _give_back(give: Callable[[int], None], handle: int) -> None:
+    """Refused, it is lost, but the table is not: a raise here would leak that too."""
+    try:
+        give(handle)
+    except DriverError as error:
+        log.warning("part of a kernel's table was not given back: %s", error)
