@@ -1,0 +1,201 @@
+"""The class vLLM talks to: every hook it has, handed to the side it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.logger import init_logger
+from vllm.v1.outputs import KVConnectorOutput
+
+from kvferry.vllm import translate
+from kvferry.vllm.engines import open_engine
+from kvferry.vllm.messages import StepOrders
+from kvferry.vllm.metrics import FerryMetrics, FerryStats
+from kvferry.vllm.scheduler_side import SchedulerSide
+from kvferry.vllm.versions import require_supported
+from kvferry.vllm.worker_side import WorkerSide
+
+log = init_logger("vllm.kvferry")
+
+# A vLLM that can be told of a failed load by request recovers from it with any number of groups.
+_RECOMPUTES_REQUESTS = "failed_recving" in KVConnectorOutput.__dataclass_fields__
+
+
+class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """vLLM's connector. Owns one of the two sides; decides nothing."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        require_supported(vllm.__version__)
+        super().__init__(vllm_config, role, kv_cache_config)
+        # A cache that cannot be read must not fail a request that can be computed. vLLM reads this
+        # after it has made us.
+        vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+        config = translate.config_of(vllm_config)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(
+                vllm_config, kv_cache_config, config, recomputes_requests=_RECOMPUTES_REQUESTS
+            )
+        else:
+            self._by_request = len(kv_cache_config.kv_cache_groups) > 1
+            self._worker = WorkerSide(
+                rank=vllm_config.parallel_config.rank,
+                host_bytes=config.host,
+                groups=translate.layer_names_of(kv_cache_config),
+                num_blocks=kv_cache_config.num_blocks,
+                open_engine=open_engine(config),
+            )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a block that was not stored is a miss, no more
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        return True  # a block as one run of bytes: asked by vLLM up to 0.27
+
+    # -- in the workers -------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self._at_worker.register(kv_caches)
+
+    def register_cross_layers_kv_cache(self, kv_cache: Any, attn_backend: Any) -> None:
+        (names,) = translate.layer_names_of(self._kv_cache_config)
+        self._at_worker.register({names[0]: kv_cache})
+
+    def get_handshake_metadata(self) -> Any:
+        return self._at_worker.shape
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        orders = self._get_connector_metadata()
+        assert isinstance(orders, StepOrders)
+        self._at_worker.begin(orders)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: a request runs only when all of its blocks are there."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Blocks are stored whole, after the forward."""
+
+    def wait_for_save(self) -> None:
+        self._at_worker.after_forward()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        self._at_worker.poll()
+        return None, self._at_worker.take_arrived() or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """As ``get_finished``, for a vLLM that wants failures in the same answer."""
+        results = super().get_transfer_results(finished_req_ids)
+        failed = self._at_worker.take_failed()
+        if self._by_request:
+            results.failed_recving = failed
+        return results
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        invalid = self._at_worker.take_invalid()
+        return invalid if not self._by_request else set()
+
+    def build_connector_worker_meta(self) -> Any:
+        return self._at_worker.take_receipts()
+
+    # -- in the scheduler -----------------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        self._at_scheduler.bind_manager(kv_cache_manager)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._at_scheduler.bind_block_pool(gpu_block_pool)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        self._at_scheduler.meet_ranks(list(metadata.values()))
+        log.info(self._at_scheduler.banner())
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        self._at_scheduler.meet_ranks(list(metadata.values()))
+        log.info(self._at_scheduler.banner())
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._at_scheduler.match(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._at_scheduler.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
+        return self._at_scheduler.orders(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._at_scheduler.take(connector_output)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._at_scheduler.finished(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._at_scheduler.finished(request)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        return self._at_scheduler.has_work
+
+    def reset_cache(self) -> bool | None:
+        return self._at_scheduler.reset()
+
+    def take_events(self) -> Iterable[Any]:
+        return ()
+
+    # -- on both sides --------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> Any:
+        return self._scheduler.take_stats() if self._scheduler is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        return FerryStats(data=data) if data is not None else FerryStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> Any:
+        return FerryMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
+
+    @property
+    def _at_scheduler(self) -> SchedulerSide:
+        assert self._scheduler is not None, "a hook of the scheduler was called in a worker"
+        return self._scheduler
+
+    @property
+    def _at_worker(self) -> WorkerSide:
+        assert self._worker is not None, "a hook of the workers was called in the scheduler"
+        return self._worker
+
+
+if hasattr(base, "CacheHitSource"):  # vLLM that tells hits apart by where they came from
+    KvferryConnector._cache_hit_source = base.CacheHitSource.HOST

@@ -1,0 +1,48 @@
+"""Device blocks that copies still need, counted in vLLM's own block pool."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from kvferry.answers import DeviceBlocks
+
+
+class BlockHolds:
+    """Keeps vLLM from giving a block to someone else while a copy reads or writes it.
+
+    Owns one reference per mention, so that a request may finish at once while its stores go on;
+    leaves the blocks' meaning to vLLM.
+    """
+
+    def __init__(self, block_pool: Any) -> None:
+        self._pool = block_pool
+        self._held: Counter[int] = Counter()
+
+    @property
+    def num_held(self) -> int:
+        return self._held.total()
+
+    def take(self, ordered: Iterable[DeviceBlocks]) -> None:
+        for mention in ordered:
+            numbers = mention.blocks.tolist()
+            self._pool.touch(self._blocks(numbers))
+            self._held.update(numbers)
+
+    def drop(self, released: Iterable[DeviceBlocks]) -> None:
+        for mention in released:
+            numbers = mention.blocks.tolist()
+            # Backwards: the end of a conversation is the first to be given away.
+            self._pool.free_blocks(self._blocks(numbers)[::-1])
+            self._held.subtract(numbers)
+        self._held += Counter()  # forget the zeros
+
+    def drop_all(self) -> None:
+        """Only once no copy runs: we are out of service and the ranks have drained."""
+        self._pool.free_blocks(self._blocks(list(self._held.elements())))
+        self._held.clear()
+
+    def _blocks(self, numbers: list[int]) -> list[Any]:
+        blocks = self._pool.blocks
+        return [blocks[number] for number in numbers]

@@ -1,0 +1,56 @@
+"""What the connector's two sides send each other through vLLM: plain data, picklable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from kvferry.types import Plan, Receipt, TransferId
+
+NO_PLAN = Plan(step=0)
+
+
+@dataclass(frozen=True)
+class StepOrders(KVConnectorMetadata):  # type: ignore[misc]  # vllm is untyped from here
+    """Scheduler to every rank: one step's plan.
+
+    ``loads`` says which request waits for which transfers, because vLLM wants to hear of requests.
+    ``undone`` are loads that vLLM waits for but that no transfer will bring, with the device blocks
+    they were meant for. ``computes`` says that a forward pass belongs to this step: its stores must
+    come after that. ``drain`` asks to finish all copies before answering, because the scheduler's
+    side is out of service and will read no receipts.
+    """
+
+    plan: Plan = NO_PLAN
+    loads: dict[str, tuple[TransferId, ...]] = field(default_factory=dict)
+    undone: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    computes: bool = False
+    drain: bool = False
+
+
+@dataclass(frozen=True)
+class StepReceipts(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Every rank to the scheduler: what ended since the last step."""
+
+    receipts: tuple[Receipt, ...] = ()
+    drained: bool = False
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReceipts:
+        return StepReceipts(self.receipts + other.receipts, self.drained and other.drained)
+
+
+@dataclass(frozen=True)
+class RankShape(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """One rank at start: how many host slots it has, or why it has none."""
+
+    rank: int
+    num_slots: int
+    slot_bytes: int
+    block_bytes: tuple[int, ...]
+    layout: str
+    refusal: str = ""

@@ -1,0 +1,34 @@
+"""The keys of one vLLM request: adopted from its block hashes, extended as it grows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvferry.identity import Namespace, adopt
+from kvferry.keys import Keys
+
+
+class RequestKeys:
+    """A running request and the keys of the hash blocks it has so far.
+
+    Owns nothing of vLLM's; reads ``block_hashes``, which vLLM extends with every full block of
+    known tokens. Those hashes cover the salt, the adapter and the images of the request.
+    """
+
+    def __init__(self, request: Any, namespace: Namespace) -> None:
+        self.request = request
+        self._namespace = namespace
+        self._keys = Keys.empty()
+        self._last: bytes | None = None
+
+    def keys(self) -> Keys:
+        hashes = self.request.block_hashes
+        known = len(self._keys)
+        # Chained, so one equal hash means that all before it are equal: a request whose tokens
+        # were replaced (streamed input) starts over.
+        if known > len(hashes) or (known and hashes[known - 1] != self._last):
+            self._keys, known = Keys.empty(), 0
+        if known < len(hashes):
+            self._keys += adopt(self._namespace, map(bytes, hashes[known:]))
+            self._last = hashes[-1]
+        return self._keys

@@ -1,0 +1,416 @@
+"""The connector in vLLM's scheduler: asks ours what to do, and says it in vLLM's words.
+
+A request's life here::
+
+    match ──> allocated ──────────────────> orders, every step it runs ──> finished
+      │ hit     │ load: vLLM waits for it     │ store what this step         │ store the rest;
+      │         │ until the ranks say so      │ computes, after it does      │ never waits
+      └─ miss   └─ nothing to load            └─ preempted: match again
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvferry import reach
+from kvferry.answers import MatchState, Settled
+from kvferry.config import Config, format_size
+from kvferry.errors import ConfigError
+from kvferry.identity import Namespace
+from kvferry.pool import Pool
+from kvferry.scheduler import NO_BLOCK, BlockTable, Scheduler
+from kvferry.types import DEVICE, Plan, TransferId
+from kvferry.vllm import translate
+from kvferry.vllm.guard import Guard, guarded
+from kvferry.vllm.holds import BlockHolds
+from kvferry.vllm.messages import RankShape, StepOrders, StepReceipts
+from kvferry.vllm.metrics import FerryStats, figures
+from kvferry.vllm.request_keys import RequestKeys
+
+log = logging.getLogger(__name__)
+
+NULL_BLOCK = 0
+"""vLLM's placeholder in block tables for a block that a request does not have."""
+
+MISS = (0, False)
+
+
+class _Tracked:
+    """A request as both schedulers know it."""
+
+    def __init__(self, request: Any, namespace: Namespace) -> None:
+        self.request = request
+        self.chain = RequestKeys(request, namespace)
+        self.preemptions = request.num_preemptions
+        self.computed_tokens = 0
+        self.claimed_tokens = 0
+
+
+class SchedulerSide:
+    """Owns our scheduler, the holds on vLLM's blocks and what vLLM was told about loads.
+
+    Decides nothing about blocks. Whatever goes wrong here, requests run: at worst without us.
+    """
+
+    def __init__(
+        self, vllm_config: Any, kv_cache_config: Any, config: Config, *, recomputes_requests: bool
+    ) -> None:
+        self.guard = Guard("scheduler")
+        self.config = config
+        self.support = translate.support_of(
+            vllm_config, kv_cache_config, recomputes_requests=recomputes_requests
+        )
+        self.refusal = self.support.refusal
+        self.scheduler: Scheduler | None = None
+        self.holds: BlockHolds | None = None
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._block_pool: Any = None
+        self._manager: Any = None
+        self._shapes: list[RankShape] = []
+        self._tracked: dict[str, _Tracked] = {}
+        self._loading: set[str] = set()
+        self._ordered_loads: dict[tuple[int, int], str] = {}
+        self._unsent: dict[str, tuple[int, ...]] = {}
+        self._undone: dict[str, tuple[int, ...]] = {}
+        self._settled = False
+        self._busy_until = 0.0
+        self._told: dict[str, float] = {}
+
+    # -- start ----------------------------------------------------------------------------------
+
+    def bind_block_pool(self, block_pool: Any) -> None:
+        self._block_pool = block_pool
+        self.holds = BlockHolds(block_pool)
+
+    def bind_manager(self, manager: Any) -> None:
+        self._manager = manager
+        self.bind_block_pool(manager.block_pool)
+
+    def meet_ranks(self, shapes: Sequence[RankShape]) -> None:
+        """What the ranks found when they saw their KV tensors."""
+        self._shapes = list(shapes)
+        refusals = [f"rank {s.rank}: {s.refusal}" for s in shapes if s.refusal]
+        self.refusal = self.refusal or "; ".join(refusals)
+        self._open()
+
+    @guarded(lambda: None)
+    def _open(self) -> Scheduler | None:
+        """Our scheduler, made when vLLM has bound everything it is made of."""
+        if self.scheduler is None and not self.refusal and self._block_pool is not None:
+            hash_tokens = int(self._block_pool.hash_block_size)
+            self._namespace = translate.namespace_of(
+                self._vllm_config, self._kv_cache_config, hash_tokens
+            )
+            slot_bytes = max(
+                (s.slot_bytes for s in self._shapes),
+                default=translate.slot_bytes_of(self._kv_cache_config),
+            )
+            num_slots = min((s.num_slots for s in self._shapes), default=0)
+            num_slots = num_slots or slots_in(self.config.host, slot_bytes)
+            self.scheduler = Scheduler(
+                Pool(num_slots),
+                self.support.groups,
+                config=self.config,
+                num_ranks=self._vllm_config.parallel_config.world_size,
+                hash_block_tokens=hash_tokens,
+                num_device_blocks=int(self._block_pool.num_gpu_blocks),
+                block_bytes=self._shapes[0].block_bytes if self._shapes else (),
+            )
+            self._hash_tokens = hash_tokens
+            self._hit_step = reach.hit_alignment(self.support.groups, hash_block_tokens=hash_tokens)
+            # The last block a draft model wrote may be of tokens that were then refused.
+            self._volatile = self._hit_step if translate.uses_draft_layers(self._vllm_config) else 0
+        return self.scheduler
+
+    def banner(self) -> str:
+        """One line for the log: what is in service, or why nothing is."""
+        if self.refusal or self.guard.broken:
+            return f"kvferry is idle: {self.refusal or self.guard.reason}"
+        scheduler = self._open()
+        if scheduler is None:
+            return "kvferry is idle: vLLM has not bound its block pool"
+        kinds = ", ".join(type(group).__name__ for group in scheduler.groups)
+        layout = self._shapes[0].layout if self._shapes else "not told by the ranks"
+        ranks = self._vllm_config.parallel_config.world_size
+        return (
+            f"kvferry is in service: host {format_size(self.config.host)} per rank, "
+            f"{scheduler.pool.num_slots} slots, {ranks} rank(s), groups [{kinds}], "
+            f"layout {layout}, stores {self.config.store_mode}, copies {self.config.copy_path}"
+        )
+
+    # -- a request comes ------------------------------------------------------------------------
+
+    @guarded(lambda: MISS)
+    def match(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens after ``computed_tokens`` we can load; None to be asked again later."""
+        scheduler = self._open()
+        if scheduler is None or getattr(request, "skip_reading_prefix_cache", False):
+            return MISS
+        tracked = self._track(request)
+        keys = tracked.chain.keys()
+        tracked.computed_tokens, tracked.claimed_tokens = computed_tokens, 0
+        match = scheduler.match(
+            request.request_id,
+            keys,
+            computed_tokens=computed_tokens,
+            max_tokens=request.num_tokens - 1,
+        )
+        if match.state is MatchState.HIT and self._volatile:
+            match = scheduler.match(
+                request.request_id,
+                keys,
+                computed_tokens=computed_tokens,
+                max_tokens=max(computed_tokens, match.num_tokens - self._volatile),
+            )
+        if match.state is MatchState.WAIT:
+            return None, False
+        if match.state is MatchState.MISS:
+            return MISS
+        tracked.claimed_tokens = match.to_load
+        return match.to_load, True
+
+    def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """vLLM has given the request its blocks: order the load it was promised.
+
+        What vLLM counts on and we cannot bring is told to it by way of the ranks, or the request
+        would wait for ever.
+        """
+        try:
+            if not self.guard.broken and self._load(request, blocks, num_external_tokens):
+                return
+        except Exception as error:
+            self.guard.trip("allocated", error)
+        if num_external_tokens:
+            self._unsent.pop(request.request_id, None)
+            self._undone[request.request_id] = self._external_blocks(
+                request, blocks, num_external_tokens
+            )
+
+    def _load(self, request: Any, blocks: Any, num_external_tokens: int) -> bool:
+        """True if nothing was to load, or its load is on its way."""
+        scheduler = self._open()
+        if scheduler is None:
+            return not num_external_tokens
+        tracked = self._track(request)
+        claimed, tracked.claimed_tokens = tracked.claimed_tokens, 0
+        if num_external_tokens != claimed:
+            # Another connector serves the request, or vLLM wants less: change or drop the pins.
+            scheduler.match(
+                request.request_id,
+                tracked.chain.keys(),
+                computed_tokens=tracked.computed_tokens,
+                max_tokens=tracked.computed_tokens + num_external_tokens,
+            )
+        if not num_external_tokens:
+            return True
+        tables = [_table(ids) for ids in blocks.get_block_ids()]
+        ordered = scheduler.load(request.request_id, tables)
+        if not ordered:
+            return False
+        self._require_holds().take(ordered)
+        self._loading.add(request.request_id)
+        self._unsent[request.request_id] = self._external_blocks(
+            request, blocks, num_external_tokens
+        )
+        for group, device_blocks in ordered:
+            self._ordered_loads[group, int(device_blocks[0])] = request.request_id
+        return True
+
+    def _track(self, request: Any) -> _Tracked:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            tracked = self._tracked[request.request_id] = _Tracked(request, self._namespace)
+        self._note_preemption(tracked)
+        return tracked
+
+    def _note_preemption(self, tracked: _Tracked) -> None:
+        """vLLM may preempt and resume a request before it tells us: its own count tells earlier."""
+        request = tracked.request
+        if request.num_preemptions != tracked.preemptions and self.scheduler is not None:
+            tracked.preemptions = request.num_preemptions
+            self.scheduler.preempt(request.request_id)
+
+    def _external_blocks(
+        self, request: Any, blocks: Any, num_external_tokens: int
+    ) -> tuple[int, ...]:
+        """The first group's blocks that a load is to fill: what vLLM is told if it fails."""
+        tracked = self._tracked.get(request.request_id)
+        first = tracked.computed_tokens if tracked is not None else 0
+        ids = blocks.get_block_ids()[0]
+        tokens = int(self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+        return tuple(ids[first // tokens : -(-(first + num_external_tokens) // tokens)])
+
+    # -- every step -----------------------------------------------------------------------------
+
+    def orders(self, scheduler_output: Any) -> StepOrders:
+        """This step's plan. Stores are of what this very step computes: the ranks order them so."""
+        undone, self._undone = self._undone, {}
+        computes = scheduler_output.total_num_scheduled_tokens > 0
+        plan = self._plan(scheduler_output)
+        unsent, self._unsent = self._unsent, {}
+        if plan is None:
+            undone |= unsent
+            stuck = self.guard.broken and self.holds is not None and self.holds.num_held > 0
+            return StepOrders(undone=undone, computes=computes, drain=stuck)
+        loads: dict[str, tuple[TransferId, ...]] = {}
+        for transfer in plan.transfers:
+            if transfer.dst == DEVICE:
+                waiting = self._ordered_loads.pop((transfer.group, int(transfer.dst_slots[0])))
+                loads[waiting] = (*loads.get(waiting, ()), transfer.id)
+        return StepOrders(plan, loads, undone, computes)
+
+    @guarded(lambda: None)
+    def _plan(self, scheduler_output: Any) -> Plan | None:
+        scheduler = self._open()
+        if scheduler is None:
+            return None
+        if not self._settled:
+            self._settle(())
+        self._settled = False
+        for request_id in scheduler_output.preempted_req_ids or ():
+            if request_id in self._tracked:
+                self._note_preemption(self._tracked[request_id])
+        for request_id, num_new in scheduler_output.num_scheduled_tokens.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is not None:
+                self._store(scheduler, tracked, tracked.request.num_computed_tokens + num_new)
+        plan = scheduler.plan()
+        if plan:
+            self._busy_until = time.monotonic() + self.config.store_deadline
+        return plan
+
+    def _store(self, scheduler: Scheduler, tracked: _Tracked, computed_tokens: int) -> None:
+        """Order the whole blocks of known tokens below ``computed_tokens``.
+
+        A token that is not known yet has no hash: drafts that may be refused are never stored.
+        """
+        if self.config.store_mode == "lazy":
+            return
+        request = tracked.request
+        known_tokens = len(request.block_hashes) * self._hash_tokens
+        num_tokens = min(computed_tokens, known_tokens) - self._volatile
+        stored_tokens = scheduler.stored_tokens(request.request_id)
+        if num_tokens < stored_tokens + min(g.block_tokens for g in scheduler.groups):
+            return
+        keys = tracked.chain.keys()
+        tables = self._tables(request, num_tokens, stored_tokens)
+        self._require_holds().take(scheduler.store(request.request_id, keys, tables, num_tokens))
+
+    def _tables(self, request: Any, num_tokens: int, stored_tokens: int) -> list[BlockTable]:
+        """The request's device blocks by position, as far as they are still its own."""
+        groups = self.support.groups
+        if self._manager is not None:
+            return [
+                _table(ids, num_tokens // group.block_tokens)
+                for group, ids in zip(
+                    groups, self._manager.get_block_ids(request.request_id), strict=True
+                )
+            ]
+        tables: list[BlockTable] = []
+        for number, group in enumerate(groups):
+            table = np.full(num_tokens // group.block_tokens, NO_BLOCK, dtype=np.int64)
+            per_block = group.block_tokens // self._hash_tokens
+            for at in range(stored_tokens // group.block_tokens, len(table)):
+                block_hash = request.block_hashes[(at + 1) * per_block - 1]
+                cached = self._block_pool.get_cached_block(block_hash, [number])
+                if cached:
+                    table[at] = cached[0].block_id
+            tables.append(table)
+        return tables
+
+    # -- receipts -------------------------------------------------------------------------------
+
+    def take(self, output: Any) -> None:
+        """The ranks' answers of one step."""
+        self._loading.difference_update(output.finished_recving or ())
+        report = output.kv_connector_worker_meta
+        if isinstance(report, StepReceipts):
+            self._settle(report.receipts)
+            self._settled = True
+            if report.drained and self.guard.broken and self.holds is not None:
+                self.holds.drop_all()
+
+    @guarded(lambda: None)
+    def _settle(self, receipts: Sequence[Any]) -> None:
+        scheduler = self._open()
+        if scheduler is None:
+            return
+        settled: Settled = scheduler.settle(receipts)
+        self._require_holds().drop(settled.released)
+        for failure in settled.failed:
+            log.warning(
+                "request %s computes %d tokens it hoped to load: %s",
+                failure.request_id,
+                failure.num_tokens,
+                failure.reason,
+            )
+
+    # -- a request goes -------------------------------------------------------------------------
+
+    @guarded(lambda: None)
+    def finished(self, request: Any) -> None:
+        """Done or aborted. What it computed and nobody stored yet is stored now; nobody waits."""
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is None or self.scheduler is None:
+            return
+        if request.request_id not in self._loading:
+            self._store(self.scheduler, tracked, request.num_computed_tokens)
+        self.scheduler.finish(request.request_id)
+
+    @guarded(lambda: True)
+    def reset(self) -> bool:
+        """Forget everything: the cache was reset, or the weights have changed."""
+        if self.scheduler is not None:
+            self.scheduler.reset()
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the engine should keep stepping, so that copies under way can be told."""
+        if self.scheduler is None or self.guard.broken:
+            return bool(self._undone)
+        return bool(self.scheduler.num_queued) or (
+            bool(self.scheduler.num_in_flight) and time.monotonic() < self._busy_until
+        )
+
+    @guarded(lambda: None)
+    def take_stats(self) -> FerryStats | None:
+        """What was counted since the last call; None while nothing happens."""
+        if self.scheduler is None:
+            return None
+        now = figures(self.scheduler.stats(), self._require_holds().num_held)
+        if now == self._told:
+            return None
+        before, self._told = self._told, now
+        return FerryStats.between(before, now)
+
+    def close(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.close()
+
+    def _require_holds(self) -> BlockHolds:
+        assert self.holds is not None  # bound together with the pool our scheduler needs
+        return self.holds
+
+
+def slots_in(host_bytes: int, slot_bytes: int) -> int:
+    """How many slots fit; the same on every rank."""
+    if host_bytes < slot_bytes:
+        raise ConfigError(
+            f"host: {format_size(host_bytes)} hold no block of {slot_bytes} bytes; give it more"
+        )
+    return host_bytes // slot_bytes
+
+
+def _table(ids: Sequence[int], length: int | None = None) -> BlockTable:
+    table = np.array(ids if length is None else ids[:length], dtype=np.int64)
+    table[table == NULL_BLOCK] = NO_BLOCK
+    if length is not None and len(table) < length:
+        table = np.append(table, np.full(length - len(table), NO_BLOCK))
+    return table

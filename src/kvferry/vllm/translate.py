@@ -1,0 +1,142 @@
+"""vLLM's configuration in our words: settings, groups, namespace. Pure functions, read once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry import reach
+from kvferry.config import Config
+from kvferry.identity import Namespace
+
+
+@dataclass(frozen=True)
+class Support:
+    """Whether this model can be served, and what its groups are."""
+
+    groups: tuple[reach.Group, ...] = ()
+    refusal: str = ""
+
+
+def config_of(vllm_config: Any) -> Config:
+    """Our settings: the connector's extra config, over the environment, over ``KVFERRY_CONFIG``."""
+    return Config.load(overrides=vllm_config.kv_transfer_config.kv_connector_extra_config)
+
+
+def support_of(vllm_config: Any, kv_cache_config: Any, *, recomputes_requests: bool) -> Support:
+    """The model's groups as kinds of reach, or why we leave it alone.
+
+    ``recomputes_requests`` says that this vLLM can be told of a failed load by request. Without it,
+    it can only be told by block, and finds its way back from that with one group: with more a
+    failed load would be the end of the engine, so no hit is ever claimed.
+    """
+    parallel = vllm_config.parallel_config
+    cache = vllm_config.cache_config
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    if not cache.enable_prefix_caching:
+        return Support(refusal="prefix caching is off, and blocks have no names without it")
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            return Support(refusal=f"{name} is above 1, which kvferry does not know")
+    if not specs:
+        return Support(refusal="the model keeps no KV cache")
+    if len(specs) > 1 and not recomputes_requests:
+        return Support(
+            refusal=f"the model has {len(specs)} groups of layers, and this vLLM cannot recover "
+            "from a failed load with more than one"
+        )
+    groups = []
+    for number, spec in enumerate(specs):
+        group = _group_of(spec)
+        if group is None:
+            return Support(
+                refusal=f"group {number} has {type(_single(spec)).__name__}, "
+                "which kvferry does not know"
+            )
+        groups.append(group)
+    return Support(tuple(groups))
+
+
+def _group_of(spec: Any) -> reach.Group | None:
+    """By exact kind: a kind derived from one we know may well keep other bytes."""
+    one = _single(spec)
+    kind, block_tokens = type(one).__name__, int(spec.block_size)
+    if kind in ("FullAttentionSpec", "MLAAttentionSpec"):
+        return reach.FullAttention(block_tokens)
+    if kind == "SlidingWindowSpec" and not getattr(one, "extra_retained_tokens", 0):
+        return reach.SlidingWindow(block_tokens, window=int(one.sliding_window))
+    if kind == "ChunkedLocalAttentionSpec":
+        return reach.ChunkedLocal(block_tokens, chunk=int(one.attention_chunk_size))
+    return None
+
+
+def _single(spec: Any) -> Any:
+    """The one kind of a group whose layers differ only in size."""
+    if type(spec).__name__ == "UniformTypeKVCacheSpecs":
+        specs = list(spec.kv_cache_specs.values())
+        if len({type(s) for s in specs}) == 1:
+            return specs[0]
+    return spec
+
+
+def uses_draft_layers(vllm_config: Any) -> bool:
+    """Whether layers of a draft model, which run behind the model's own, keep KV as well."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and bool(speculative.use_eagle())
+
+
+def namespace_of(vllm_config: Any, kv_cache_config: Any, hash_tokens: int) -> Namespace:
+    """Everything besides the tokens that decides a block's bytes.
+
+    What belongs to one request (its salt, its adapter, its images) is part of vLLM's block hashes.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    parallel = vllm_config.parallel_config
+    text = model.hf_text_config
+    overrides = {
+        "hf_overrides": model.hf_overrides if not callable(model.hf_overrides) else "callable",
+        "quantization": model.quantization,
+        "rope": {
+            name: getattr(text, name, None)
+            for name in ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+        },
+        "lora": vllm_config.lora_config is not None,
+    }
+    geometry = {
+        "ranks": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
+        "groups": [
+            {"layers": list(group.layer_names), "kind": repr(group.kv_cache_spec)}
+            for group in kv_cache_config.kv_cache_groups
+        ],
+    }
+    return Namespace(
+        model=str(model.model),
+        revision=str(model.revision or ""),
+        dtype=f"{model.dtype}/{cache.cache_dtype}",
+        layout=str(getattr(kv_cache_config, "kv_cache_layout", None) or "vllm"),
+        geometry=_text(geometry),
+        overrides=_text(overrides),
+        block_tokens=hash_tokens,
+    )
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def slot_bytes_of(kv_cache_config: Any) -> int:
+    """Bytes of the largest block of any group, as the scheduler sees it; the ranks know better."""
+    return max(_block_bytes(group) for group in kv_cache_config.kv_cache_groups)
+
+
+def _block_bytes(group: Any) -> int:
+    spec = group.kv_cache_spec
+    if type(spec).__name__ == "UniformTypeKVCacheSpecs":
+        return sum(int(s.page_size_bytes) for s in spec.kv_cache_specs.values())
+    return int(spec.page_size_bytes) * len(group.layer_names)
+
+
+def layer_names_of(kv_cache_config: Any) -> Sequence[Sequence[str]]:
+    return [group.layer_names for group in kv_cache_config.kv_cache_groups]

@@ -1,0 +1,222 @@
+"""The connector in a vLLM worker: carries out plans and says what became of them, in both words.
+
+::
+
+    begin ── loads ──┐                    ┌── receipts ──> the scheduler's side
+                     ├─> our worker ─────>┤
+    after_forward ── stores               └── requests ──> vLLM: their blocks are there, or not
+
+A store must come after the forward pass that writes its blocks is queued; a load may start before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.device.layout import GroupLayout
+from kvferry.tiers import HostTier
+from kvferry.types import DEVICE, HOST, Outcome, Plan, Rank, Receipt, Transfer, TransferId
+from kvferry.vllm.geometry import layouts_of
+from kvferry.vllm.guard import Guard
+from kvferry.vllm.messages import NO_PLAN, RankShape, StepOrders, StepReceipts
+from kvferry.worker import Mover, Worker
+
+log = logging.getLogger(__name__)
+
+OpenEngine = Callable[[Sequence[GroupLayout], HostTier, Rank], Mover]
+
+
+@dataclass
+class _Load:
+    """A request whose blocks are on their way to this rank."""
+
+    waiting: set[TransferId]
+    blocks: set[int] = field(default_factory=set)
+    failed: bool = False
+
+
+class WorkerSide:
+    """Owns this rank's worker and host memory; knows which request waits for which transfer."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        host_bytes: int,
+        groups: Sequence[Sequence[str]],
+        num_blocks: int,
+        open_engine: OpenEngine,
+    ) -> None:
+        self.guard = Guard(f"rank {rank}")
+        self.rank = Rank(rank)
+        self._host_bytes = host_bytes
+        self._groups = groups
+        self._num_blocks = num_blocks
+        self._open_engine = open_engine
+        self._kv_caches: Mapping[str, Any] = {}
+        self._host: HostTier | None = None
+        self._worker: Worker | None = None
+        self._shape = RankShape(rank, 0, 0, (), "", "vLLM has not registered its KV cache")
+        self._later: Plan = NO_PLAN
+        self._loads: dict[str, _Load] = {}
+        self._of_transfer: dict[TransferId, str] = {}
+        self._receipts: list[Receipt] = []
+        self._arrived: set[str] = set()
+        self._failed: set[str] = set()
+        self._invalid: set[int] = set()
+        self._drained = False
+
+    # -- start and end --------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> RankShape:
+        return self._shape
+
+    def register(self, kv_caches: Mapping[str, Any]) -> None:
+        """Find the blocks in vLLM's tensors and make the host memory for them."""
+        try:
+            self._register(kv_caches)
+        except Exception as error:
+            self.guard.trip("register", error)
+            self._shape = RankShape(self.rank, 0, 0, (), "", self.guard.reason)
+
+    def _register(self, kv_caches: Mapping[str, Any]) -> None:
+        layouts = layouts_of(kv_caches, self._groups, self._num_blocks)
+        slot_bytes = max(layout.block_bytes for layout in layouts)
+        num_slots = self._host_bytes // slot_bytes
+        if num_slots < 1:
+            self._shape = RankShape(
+                self.rank,
+                0,
+                slot_bytes,
+                (),
+                "",
+                f"host: {self._host_bytes} bytes hold no block of {slot_bytes} bytes",
+            )
+            return
+        self._kv_caches = dict(kv_caches)  # the engine copies by address
+        self._host = HostTier(num_slots, slot_bytes)
+        engine = self._open_engine(layouts, self._host, self.rank)
+        self._worker = Worker({(DEVICE, HOST): engine, (HOST, DEVICE): engine}, rank=self.rank)
+        self._shape = RankShape(
+            rank=self.rank,
+            num_slots=num_slots,
+            slot_bytes=slot_bytes,
+            block_bytes=tuple(layout.block_bytes for layout in layouts),
+            layout=f"{layouts[0].num_segments} segment(s) of {int(layouts[0].sizes[0])} bytes",
+        )
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+        if self._host is not None:
+            self._host.close()
+
+    # -- a step ---------------------------------------------------------------------------------
+
+    def begin(self, orders: StepOrders) -> None:
+        """Start the step's loads, and its stores too where there is no forward to wait for."""
+        self._flush()
+        for request_id, ids in orders.loads.items():
+            self._loads[request_id] = _Load(set(ids))
+            self._of_transfer.update(dict.fromkeys(ids, request_id))
+        for transfer in orders.plan.transfers:
+            if transfer.id in self._of_transfer:
+                load = self._loads[self._of_transfer[transfer.id]]
+                load.blocks.update(transfer.dst_slots.tolist())
+        for request_id, blocks in orders.undone.items():
+            self._fail(request_id, blocks)
+        stores = tuple(t for t in orders.plan.transfers if t.src == DEVICE)
+        others = tuple(t for t in orders.plan.transfers if t.src != DEVICE)
+        self._execute(Plan(orders.plan.step, others))
+        self._later = Plan(orders.plan.step, stores)
+        if not orders.computes:
+            self._flush()
+        if orders.drain:
+            self._drain()
+
+    def after_forward(self) -> None:
+        """The step's forward is queued: its blocks may be stored."""
+        self._flush()
+
+    def _flush(self) -> None:
+        later, self._later = self._later, NO_PLAN
+        self._execute(later)
+
+    def _execute(self, plan: Plan) -> None:
+        if not plan:
+            return
+        if self._worker is None or self.guard.broken:
+            self._refuse(plan.transfers, self.guard.reason or self._shape.refusal)
+            return
+        try:
+            self._worker.execute(plan)
+        except Exception as error:
+            self.guard.trip("execute", error)
+            self._refuse(plan.transfers, self.guard.reason)
+
+    def _refuse(self, transfers: Sequence[Transfer], reason: str) -> None:
+        """Every transfer ends in a receipt, or someone would wait for it for ever."""
+        for transfer in transfers:
+            self._take(Receipt(transfer.id, self.rank, Outcome.FAILED, reason))
+
+    # -- what happened --------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Take what has ended by now."""
+        if self._worker is not None:
+            try:
+                for receipt in self._worker.poll():
+                    self._take(receipt)
+            except Exception as error:
+                self.guard.trip("poll", error)
+
+    def _drain(self) -> None:
+        self._flush()
+        if self._worker is not None:
+            for receipt in self._worker.drain():
+                self._take(receipt)
+        self._drained = True
+
+    def _take(self, receipt: Receipt) -> None:
+        self._receipts.append(receipt)
+        request_id = self._of_transfer.pop(receipt.transfer_id, None)
+        if request_id is None:
+            return
+        load = self._loads[request_id]
+        load.waiting.discard(receipt.transfer_id)
+        load.failed |= receipt.outcome is not Outcome.OK
+        if load.waiting:
+            return
+        del self._loads[request_id]
+        if load.failed:
+            self._fail(request_id, load.blocks)
+        else:
+            self._arrived.add(request_id)
+
+    def _fail(self, request_id: str, blocks: Sequence[int] | set[int]) -> None:
+        self._arrived.add(request_id)
+        self._failed.add(request_id)
+        self._invalid.update(blocks)
+
+    def take_arrived(self) -> set[str]:
+        """Requests that need not wait any longer, whether their blocks came or not."""
+        arrived, self._arrived = self._arrived, set()
+        return arrived
+
+    def take_failed(self) -> set[str]:
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def take_invalid(self) -> set[int]:
+        """Blocks that were to be loaded and were not."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def take_receipts(self) -> StepReceipts | None:
+        receipts, self._receipts = tuple(self._receipts), []
+        drained, self._drained = self._drained, False
+        return StepReceipts(receipts, drained) if receipts or drained else None
