@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from kvferry.errors import ReceiptError
+from kvferry.errors import InputError, ReceiptError
 from kvferry.lease import Lease, Purpose
 from kvferry.types import DEVICE, HOST, Outcome, Rank, Receipt, Transfer, TransferId
 
@@ -72,8 +72,11 @@ class Flights:
         return len(self._flying)
 
     def transfers(self) -> Iterator[Transfer]:
-        """Every transfer in flight, oldest first."""
-        return (flight.transfer for flight in self._flying.values())
+        """The transfers in flight whose time is not up, oldest first.
+
+        Others must not wait for the rest: a rank that hangs would hold up every load and store.
+        """
+        return (flight.transfer for flight in self._flying.values() if not flight.overdue)
 
     def new_id(self) -> TransferId:
         self._next_id += 1
@@ -95,7 +98,9 @@ class Flights:
         receipts = list(receipts)
         for receipt in receipts:
             self._check(receipt)
-        landed = []
+        # With every rank lost nobody answers any more: such a flight lands as soon as we look.
+        orphans = [f for f in self._flying.values() if not f.waiting]
+        landed = [self._land(flight) for flight in orphans]
         for receipt in receipts:
             flight = self._flying.get(receipt.transfer_id)
             if flight is None or receipt.rank not in flight.waiting:
@@ -119,7 +124,10 @@ class Flights:
 
     def lose_rank(self, rank: Rank, reason: str) -> list[Flight]:
         """A rank is gone and touches nothing any more; returns the flights that landed by it."""
-        self._lost[rank] = reason
+        if not 0 <= rank < self._num_ranks:
+            raise InputError(f"rank {rank} cannot be lost; ranks are 0 to {self._num_ranks - 1}")
+        self._lost[rank] = reason or f"rank {rank} was lost"
+        reason = self._lost[rank]
         landed = []
         for flight in list(self._flying.values()):
             if rank in flight.waiting:

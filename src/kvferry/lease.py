@@ -16,10 +16,11 @@ class Purpose(Enum):
 
     WRITE = "write"  # bytes are arriving: not matchable, not evictable
     READ = "read"  # bytes are leaving: matchable, not evictable
+    COPY = "copy"  # as READ, but no sign of use: the slots keep their place in the eviction order
 
 
 class Ending(Enum):
-    """How a lease ends. WRITE: commit or abort. READ: release or spoil."""
+    """How a lease ends. WRITE: commit or abort. READ and COPY: release or spoil."""
 
     COMMIT = "commit"
     ABORT = "abort"
@@ -30,6 +31,7 @@ class Ending(Enum):
 _ENDINGS = {
     Purpose.WRITE: (Ending.COMMIT, Ending.ABORT),
     Purpose.READ: (Ending.RELEASE, Ending.SPOIL),
+    Purpose.COPY: (Ending.RELEASE, Ending.SPOIL),
 }
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.keys import Keys
+from kvferry.lease import Purpose
 from kvferry.outbox import Outbox
 from kvferry.policy import Watermark
 from kvferry.pool import Pool
@@ -146,7 +147,7 @@ class LowerLevels:
 
     def _send_down(self, level: Level, keys: Keys) -> None:
         missing = keys.take(~level.pool.known(keys))
-        reading = self._host.pin(missing) if len(missing) else None
+        reading = self._host.pin(missing, Purpose.COPY) if len(missing) else None
         if reading is None:
             return
         writing = level.pool.reserve(missing[: len(reading)], chained=False)
@@ -156,7 +157,7 @@ class LowerLevels:
         if len(writing) < len(reading):
             fits = missing.take(writing.positions)
             reading.release()
-            reading = self._host.pin(fits)
+            reading = self._host.pin(fits, Purpose.COPY)
             assert reading is not None
         self._outbox.move(HOST, level.name, reading, writing)
 

@@ -57,7 +57,11 @@ class Matcher:
 
     def slot_keys(self, group: int, keys: Keys, slots: range) -> Keys:
         """The pool keys of these slots of a request."""
-        return self._keys[group].cut(keys, slots).masked(scope(self.epoch, group))
+        return self.scoped(group, self._keys[group].cut(keys, slots))
+
+    def scoped(self, group: int, keys: Keys) -> Keys:
+        """Chain keys, each at the end of one slot, as the pool knows them in this epoch."""
+        return keys.masked(scope(self.epoch, group))
 
     def look(self, keys: Keys, computed_tokens: int, max_tokens: int) -> Look:
         """See what is there, without claiming any of it."""
@@ -107,21 +111,33 @@ class Matcher:
         return self.slot_keys(group, keys, before)[0] if slots.start else None
 
     def watch(self, look: Look) -> Keys:
-        """Keys that must be cached before a hit longer than the host's is possible."""
+        """Keys that must be cached before a hit longer than the host's is possible.
+
+        Only full attention needs one block for every longer hit, and only if it is missing at the
+        very next length: else another group stopped the hit, and may let it go on any time.
+        """
         watch = Keys.empty()
+        longer = self._next_length(look)
         for g, group in enumerate(self.groups):
             if isinstance(group, reach.FullAttention):
                 first = look.host_tokens // group.slot_tokens
                 missing = np.flatnonzero(~look.host[g][first:])
-                if len(missing):
-                    slot = first + int(missing[0])
+                slot = first + int(missing[0]) if len(missing) else len(look.host[g])
+                if len(missing) and slot * group.slot_tokens < longer:
                     watch += self.slot_keys(g, look.keys, range(slot, slot + 1))
         return watch
 
+    def can_grow(self, look: Look) -> bool:
+        """Whether a longer hit than the host's would still be within what was asked for."""
+        return self._next_length(look) <= look.max_tokens
+
+    def _next_length(self, look: Look) -> int:
+        longer = look.host_tokens + self._alignment
+        return longer - longer % self._alignment
+
     def first_missing(self, look: Look) -> tuple[int, int, Keys] | None:
         """The slot that stopped the host's hit: its group, its first token, its key."""
-        longer = look.host_tokens + self._alignment
-        longer -= longer % self._alignment
+        longer = self._next_length(look)
         if longer > look.max_tokens:
             return None
         for g, group in enumerate(self.groups):

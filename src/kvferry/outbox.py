@@ -52,10 +52,17 @@ class MoveOrder:
 class Outbox:
     """Holds orders until the next plan, then launches them. Owns the leases until that moment."""
 
-    def __init__(self, flights: Flights, config: Config, num_groups: int) -> None:
+    def __init__(
+        self, flights: Flights, config: Config, num_groups: int, rows_per_slot: int
+    ) -> None:
+        """Below the device a slot is ``rows_per_slot`` rows of memory, whichever group uses it.
+
+        The groups share the slots, so a group with fewer device blocks per slot leaves some unused.
+        """
         self._flights = flights
         self._config = config
         self._num_groups = num_groups
+        self._rows_per_slot = rows_per_slot
         self._loads: list[LoadOrder] = []
         self._stores: list[StoreOrder] = []
         self._moves: list[MoveOrder] = []
@@ -63,6 +70,10 @@ class Outbox:
 
     def __len__(self) -> int:
         return len(self._loads) + len(self._stores) + len(self._moves)
+
+    def rows(self, slots: SlotArray, places: SlotArray) -> SlotArray:
+        """Where these device blocks of these slots lie below the device."""
+        return slots * self._rows_per_slot + places
 
     def load(
         self,
@@ -83,7 +94,10 @@ class Outbox:
 
     def move(self, src: TierName, dst: TierName, reading: Lease, writing: Lease) -> TransferId:
         """Order slots from one tier to another; the leases say which."""
-        transfer = Transfer(self._flights.new_id(), src, dst, reading.slots, writing.slots)
+        every = np.arange(self._rows_per_slot)
+        source = self.rows(reading.slots[:, None], every).ravel()
+        target = self.rows(writing.slots[:, None], every).ravel()
+        transfer = Transfer(self._flights.new_id(), src, dst, source, target)
         self._moves.append(MoveOrder(transfer, (reading, writing)))
         return transfer.id
 

@@ -46,7 +46,7 @@ class Hit:
     ``watch`` are keys that must all be cached before a longer hit is possible; while the pool's
     generation is ``generation``, or any of them is missing, the answer stands. ``joined`` are
     slots that another request was loading when we looked. A load would fill ``num_blocks`` device
-    blocks.
+    blocks. One that ``can_grow`` no longer need not be looked up again.
     """
 
     match: Match
@@ -57,6 +57,7 @@ class Hit:
     generation: int
     deadline: float
     num_blocks: int
+    can_grow: bool = True
 
     def release(self) -> None:
         leases, self.leases = self.leases, ()

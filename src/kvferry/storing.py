@@ -66,31 +66,43 @@ class Storing:
     ) -> tuple[DeviceBlocks, ...]:
         """Order the whole slots below ``num_tokens`` that this request has not stored yet."""
         held = []
-        for g, group in enumerate(self._matcher.groups):
-            slots = range(record.stored[g], num_tokens // group.slot_tokens)
+        todo = [
+            range(record.stored[g], num_tokens // group.slot_tokens)
+            for g, group in enumerate(self._matcher.groups)
+        ]
+        blocks = [self._blocks(g, slots, tables[g], num_tokens) for g, slots in enumerate(todo)]
+        for g, slots in enumerate(todo):
             if not slots:
                 continue
-            if len(tables[g]) < slots.stop * group.blocks_per_slot:
-                raise InputError(
-                    f"group {g}'s block table has {len(tables[g])} blocks, the first "
-                    f"{num_tokens} tokens need {slots.stop * group.blocks_per_slot}"
-                )
             slots = slots[: self._room(g)]
             if not slots:
                 self.num_shed += 1
                 continue
             record.stored[g] = slots.stop
-            order = self._order(g, keys, slots, tables[g])
+            order = self._order(g, keys, slots, blocks[g][: len(slots)])
             if order is not None:
                 self._outbox.store(order)
                 held.append(DeviceBlocks(g, order.device_blocks))
         return tuple(held)
 
-    def _order(self, g: int, keys: Keys, slots: range, table: BlockTable) -> StoreOrder | None:
-        group = self._matcher.groups[g]
-        per_slot = group.blocks_per_slot
+    def _blocks(
+        self, g: int, slots: range, table: BlockTable, num_tokens: int
+    ) -> npt.NDArray[np.int64]:
+        """The device blocks of these slots, a row each; refused before anything is claimed."""
+        per_slot = self._matcher.groups[g].blocks_per_slot
+        if slots and len(table) < slots.stop * per_slot:
+            raise InputError(
+                f"group {g}'s block table has {len(table)} blocks, the first "
+                f"{num_tokens} tokens need {slots.stop * per_slot}"
+            )
         blocks = np.asarray(table[slots.start * per_slot : slots.stop * per_slot], dtype=np.int64)
-        blocks = blocks.reshape(-1, per_slot)
+        _require_blocks(g, blocks)
+        return blocks.reshape(-1, per_slot)
+
+    def _order(
+        self, g: int, keys: Keys, slots: range, blocks: npt.NDArray[np.int64]
+    ) -> StoreOrder | None:
+        group = self._matcher.groups[g]
         slot_keys = self._matcher.slot_keys(g, keys, slots)
         wanted = (blocks != NO_BLOCK).all(axis=1)
         wanted &= self._matcher.worth_storing(g, slots)
@@ -103,7 +115,7 @@ class Storing:
         lease = self._pool.reserve(slot_keys.take(chosen), parent=parent, chained=chained)
         if lease is None:
             return None
-        places = lease.slots[:, None] * per_slot + np.arange(per_slot)
+        places = self._outbox.rows(lease.slots[:, None], np.arange(group.blocks_per_slot))
         device_blocks = as_slots(blocks[chosen[lease.positions]].ravel())
         return StoreOrder(g, lease, device_blocks, places.ravel())
 
@@ -122,16 +134,23 @@ class Storing:
         """Order those of the blocks at the head of the free queue that are not stored yet."""
         if len(keys) != len(blocks):
             raise InputError(f"{len(keys)} keys for {len(blocks)} offered blocks; pair them up")
+        if not 0 <= g < len(self._matcher.groups):
+            raise InputError(f"there are {len(self._matcher.groups)} groups, got group {g}")
+        device = np.asarray(blocks, dtype=np.int64)
+        _require_blocks(g, device)
         if not self.is_lazy or not len(keys):
             return ()
-        slot_keys = self._matcher.slot_keys(g, keys, range(len(keys)))
+        slot_keys = self._matcher.scoped(g, keys)
         wanted = ~self._pool.known(slot_keys) & self.admission.admits(slot_keys)
+        # The queue may hold the same content twice.
+        first = {key: at for at, key in reversed(list(enumerate(slot_keys)))}
+        wanted &= np.isin(np.arange(len(keys)), list(first.values())) & (device != NO_BLOCK)
         # Soonest to go last: the pool keeps the front of a batch longest, as the front of a chain.
         chosen = np.flatnonzero(wanted)[: self._room(g)][::-1]
         lease = self._pool.reserve(slot_keys.take(chosen), chained=False)
         if lease is None:
             return ()
-        device_blocks = as_slots(np.asarray(blocks)[chosen[lease.positions]])
+        device_blocks = as_slots(device[chosen[lease.positions]])
         self._outbox.store(StoreOrder(g, lease, device_blocks, lease.slots))
         return (DeviceBlocks(g, device_blocks),)
 
@@ -145,3 +164,11 @@ class Storing:
             bytes_left = self._max_bytes - self._outbox.bytes_in_flight(self._block_bytes)
             room = min(room, bytes_left // (self._block_bytes[g] * per_slot))
         return max(0, room)
+
+
+def _require_blocks(group: int, blocks: npt.NDArray[np.int64]) -> None:
+    if blocks.size and int(blocks.min()) < NO_BLOCK:
+        raise InputError(
+            f"group {group}'s block table holds {int(blocks.min())}; a block is 0 or more, "
+            f"or NO_BLOCK ({NO_BLOCK})"
+        )
