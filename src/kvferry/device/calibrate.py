@@ -8,10 +8,11 @@ planner only needs to see that it is.
 from __future__ import annotations
 
 import logging
+import pathlib
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
-from importlib import metadata, util
+from importlib import import_module, metadata, util
 
 from kvferry.device.copy_rig import GB, CopyRig, MiB
 from kvferry.device.driver import Driver
@@ -19,6 +20,8 @@ from kvferry.device.job import Direction, Path
 from kvferry.device.profile import BusyCell, Cell, Profile
 
 log = logging.getLogger(__name__)
+
+MODULE_VERSION = pathlib.Path("/sys/module/nvidia/version")
 
 KiB = 1 << 10
 
@@ -75,16 +78,26 @@ def time_path(rig: CopyRig, direction: Direction, name: str, path: Path) -> Iter
 def provenance(driver: Driver) -> dict[str, str]:
     """Where and when a measurement was made, and with what."""
     identity = driver.identity()
-    versions = {name: _version(name) for name in ("kvferry", "torch", "triton", "numpy")}
+    versions = {name: _version(name) for name in ("torch", "triton", "numpy")}
     return {
         "source": "measurements on this machine",
         "gpu": identity.name,
-        "driver": str(identity.driver_version),
+        "driver": _driver_version(identity.driver_version),
         "link": identity.link,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "kvferry": str(import_module("kvferry").__version__),
         "python": platform.python_version(),
         **versions,
     }
+
+
+def _driver_version(api: int) -> str:
+    """``580.95.05 (CUDA 13.0)``, or without the first where the kernel does not tell."""
+    cuda = f"CUDA {api // 1000}.{api % 1000 // 10}"
+    try:
+        return f"{MODULE_VERSION.read_text().strip()} ({cuda})"
+    except OSError:
+        return cuda
 
 
 def _version(name: str) -> str:

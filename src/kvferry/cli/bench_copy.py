@@ -1,0 +1,67 @@
+"""``kvferry bench copy``: every path, both ways, against the ceiling and published designs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from kvferry.cli.bench_copy_plot import plot
+from kvferry.cli.bench_copy_tables import report
+from kvferry.cli.card import open_card
+
+
+@click.command("copy")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), default=None)
+@click.option("--plot", "plot_file", type=click.Path(dir_okay=False, path_type=Path), default=None)
+@click.option(
+    "--report",
+    "report_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=None,
+    help="Write the tables as Markdown.",
+)
+@click.option("--quick", is_flag=True, help="Fewer sizes and repeats.")
+@click.option("--device", default=0, show_default=True, help="Which GPU.")
+def bench_copy(
+    json_file: Path | None,
+    plot_file: Path | None,
+    report_file: Path | None,
+    quick: bool,
+    device: int,
+) -> None:
+    """Copy blocks each way, by every path: a minute or two on an otherwise idle GPU."""
+    driver = open_card("kvferry bench copy", device)
+    # Imported here: it needs torch, and the message above must come before its absence.
+    from kvferry.device.bench.run import FULL, QUICK, CopyBenchmark
+
+    command = " ".join(["kvferry bench copy", *(["--quick"] if quick else [])])
+    try:
+        with driver.current():
+            benchmark = CopyBenchmark(driver, QUICK if quick else FULL, _show)
+            try:
+                result = benchmark.run(command)
+            finally:
+                benchmark.close()
+    finally:
+        _show("")
+        driver.close()
+    data = result.to_json()
+    text = report(data)
+    click.echo(text)
+    if json_file is not None:
+        json_file.write_text(json.dumps(data, indent=1) + "\n")
+    if plot_file is not None:
+        plot_file.write_text(plot(data))
+    if report_file is not None:
+        report_file.write_text(text)
+
+
+def _show(line: str) -> None:
+    """Progress: each line in place of the last on a terminal, one after another elsewhere."""
+    if sys.stderr.isatty():
+        click.echo(f"\r\033[K{line}", nl=False, err=True)
+    elif line:
+        click.echo(line, err=True)

@@ -1,0 +1,213 @@
+"""The tables of ``kvferry bench copy``, as Markdown that reads well in a terminal too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+KiB, MiB = 1 << 10, 1 << 20
+
+NAMES = {"load": "Host to GPU", "store": "GPU to host"}
+PATHS = ("loop", "dma", "published", "kernel", "staged", "auto")
+
+NOTES = """\
+**loop**: one `cuMemcpyAsync` per segment. **dma**: one `cuMemcpyBatchAsync` with a descriptor per
+segment. **published**: a Triton kernel that takes one descriptor per program on 12 multiprocessors
+for host to GPU below 28 KiB, one `cuMemcpyBatchAsync` otherwise. **kernel**, **staged**: kvferry's
+own. **auto**: the planner's choice, in brackets. **Ceiling**: one large copy between pinned and GPU
+memory, in the same run. Blocks have 64 segments and random block ids; host slots are one run
+unless said otherwise. Times are medians on the device, from an idle stream to the copy's end, the
+call that queues it included."""
+
+
+def report(data: dict[str, Any]) -> str:
+    """Everything a run found, as one Markdown page."""
+    parts = [_title(data), NOTES]
+    for direction in NAMES:
+        parts += _large(data, direction)
+    for direction in NAMES:
+        parts.append(_small(data, direction))
+    parts += [_submit(data), _both_ways(data), _slowdown(data), _planner(data)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table with its columns aligned."""
+    lines = [list(head), *[list(row) for row in rows]]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+
+    def show(cells: Sequence[str]) -> str:
+        first = cells[0].ljust(widths[0])
+        rest = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
+        return "| " + " | ".join([first, *rest]) + " |"
+
+    rule = "|" + "|".join("-" * (w + 1) + (":" if i else "-") for i, w in enumerate(widths)) + "|"
+    return "\n".join([show(lines[0]), rule, *[show(line) for line in lines[1:]]])
+
+
+def size(num_bytes: int) -> str:
+    return f"{num_bytes // MiB} MiB" if num_bytes >= MiB else f"{num_bytes // KiB} KiB"
+
+
+def num_bytes(row: dict[str, Any]) -> int:
+    return int(row["segment_bytes"] * row["segments_per_block"] * row["num_blocks"])
+
+
+def _title(data: dict[str, Any]) -> str:
+    p = data["provenance"]
+    return (
+        f"# Copying KV blocks on one {p['gpu']}\n\n"
+        f"{p['gpu']}, {p['link']}, driver {p['driver']}, torch {p['torch']}, "
+        f"Triton {p['triton']}, Python {p['python']}, kvferry {p['kvferry']}, {p['date']}. "
+        f"One run of `{p['command']}`; its calibration took {p['calibration_seconds']} s."
+    )
+
+
+def _large(data: dict[str, Any], direction: str) -> list[str]:
+    rows = [r for r in data["rows"] if r["direction"] == direction]
+    ceiling = data["ceiling"][direction]
+    parts = []
+    for slots, paths in (("run", PATHS), ("scattered", ("kernel", "staged", "auto"))):
+        for total in sorted({num_bytes(r) for r in rows if r["host_slots"] == slots}):
+            if slots == "scattered" and total != 256 * MiB:
+                continue
+            here = [r for r in rows if num_bytes(r) == total and r["host_slots"] == slots]
+            lines = []
+            for segment in sorted({r["segment_bytes"] for r in here}):
+                cells = {r["path"]: r for r in here if r["segment_bytes"] == segment}
+                auto = cells["auto"]
+                lines.append(
+                    [
+                        size(segment),
+                        *(_gbps(cells.get(path)) for path in paths),
+                        f"{ceiling:.1f}",
+                        f"{auto['fraction_of_ceiling']:.3f}",
+                    ]
+                )
+            where = ", scattered host slots" if slots == "scattered" else ""
+            parts.append(
+                f"## {NAMES[direction]}, {size(total)} per transfer{where}\n\nGB/s by segment.\n\n"
+                + table(["Segment", *paths, "Ceiling", "auto / ceiling"], lines)
+            )
+    return parts
+
+
+def _gbps(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "–"
+    chosen = f" ({row['chosen']})" if row["chosen"] else ""
+    return f"{row['gbps']:.1f}{chosen}"
+
+
+def _small(data: dict[str, Any], direction: str) -> str:
+    rows = [r for r in data["small"] if r["direction"] == direction]
+    lines = []
+    for segment in sorted({r["segment_bytes"] for r in rows}):
+        for blocks in sorted({r["num_blocks"] for r in rows}):
+            cells = {
+                r["path"]: r
+                for r in rows
+                if r["segment_bytes"] == segment and r["num_blocks"] == blocks
+            }
+            auto = cells["auto"]
+            lines.append(
+                [
+                    f"{blocks} x 64 x {size(segment)}",
+                    *(_micros(cells[path]) for path in PATHS),
+                    f"{cells['dma']['seconds'] / auto['seconds']:.1f}x",
+                ]
+            )
+    return (
+        f"## {NAMES[direction]}, small transfers\n\nMicroseconds by blocks x segments.\n\n"
+        + table(["Transfer", *PATHS, "dma / auto"], lines)
+    )
+
+
+def _micros(row: dict[str, Any]) -> str:
+    chosen = f" ({row['chosen']})" if row["chosen"] else ""
+    return f"{1e6 * row['seconds']:.0f}{chosen}"
+
+
+def _submit(data: dict[str, Any]) -> str:
+    rows = data["submit"]
+    paths = list(dict.fromkeys(r["path"] for r in rows))
+    lines = []
+    for direction, name in NAMES.items():
+        for blocks in sorted({r["num_blocks"] for r in rows}):
+            cells = {
+                r["path"]: f"{r['submit_us']:.0f}"
+                for r in rows
+                if r["direction"] == direction and r["num_blocks"] == blocks
+            }
+            raw = [
+                r["submit_us"]
+                for r in data["small"]
+                if r["direction"] == direction
+                and r["num_blocks"] == blocks
+                and r["segment_bytes"] == 16 * KiB
+                and r["path"] == "dma"
+            ]
+            called = f"{raw[0]:.0f}" if raw else "–"
+            lines.append(
+                [f"{name}, {blocks} x 64 x 16 KiB", *(cells[path] for path in paths), called]
+            )
+    return (
+        "## Host time of submit\n\nMicroseconds that `submit` holds its caller, median; "
+        "last, the batch call itself for comparison.\n\n"
+        + table(["Transfer", *paths, "bare batch call"], lines)
+    )
+
+
+def _both_ways(data: dict[str, Any]) -> str:
+    lines = [
+        ["one large copy" if what == "ceiling" else what, *(f"{way[d]:.1f}" for d in NAMES)]
+        for what, way in data["both_ways"].items()
+    ]
+    return (
+        "## Both directions at once\n\nGB/s each, 256 MiB transfers of 16 KiB segments.\n\n"
+        + table(["Path", *NAMES.values()], lines)
+    )
+
+
+def _slowdown(data: dict[str, Any]) -> str:
+    lines = [
+        [
+            f"{r['load']}, {NAMES[r['direction']].lower().replace('gpu', 'GPU')}",
+            r["path"] + (f" ({r['chosen']})" if r["chosen"] else ""),
+            f"{r['gbps']:.1f}",
+            f"x{r['factor']:.3f}",
+            f"{r['lost_ms_per_gb']:.2f}",
+        ]
+        for r in data["slowdown"]
+    ]
+    return (
+        "## What the copy costs the model\n\n"
+        "Copies of 64 MiB in 16 KiB segments, without a pause, beside a load; the load's rounds "
+        "are timed alone and beside the copies in turn.\n\n"
+        + table(["Load, direction", "Path", "Copy GB/s", "Load time", "ms lost per GB"], lines)
+    )
+
+
+def _planner(data: dict[str, Any]) -> str:
+    cells = data["planner"]
+    if not cells:
+        return ""
+    worst = sorted(cells, key=lambda c: -c["times_best"])[:5]
+    text = (
+        "## The planner where calibration did not measure\n\n"
+        f"Within 5% of the best path in {data['planner_within_5_percent']:.1%} of {len(cells)} "
+        "transfers of sizes the calibration did not time. The five worst:\n\n"
+    )
+    return text + table(
+        ["Transfer", "Chosen", "Best", "Time / best"],
+        [
+            [
+                f"{NAMES[c['direction']]}, {size(c['segment_bytes'])}, "
+                f"{c['num_bytes'] / MiB:.4g} MiB",
+                c["chosen"],
+                c["best"],
+                f"{c['times_best']:.3f}",
+            ]
+            for c in worst
+        ],
+    )

@@ -1,0 +1,66 @@
+"""``kvferry calibrate``: time the copy paths on this machine and keep the profile."""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from kvferry.cli.card import open_card
+from kvferry.config import Config
+from kvferry.device.calibrate import SEGMENTS_PER_BLOCK
+from kvferry.device.calibrate import calibrate as measure
+from kvferry.device.copy_rig import CopyRig
+from kvferry.device.driver import Driver
+from kvferry.device.job import Direction
+from kvferry.device.planner import MeasuredPlanner
+from kvferry.device.profile import load_profile, profile_file, save_profile
+from kvferry.device.toolbox import Toolbox, open_toolbox
+
+KiB = 1 << 10
+
+EXAMPLES = ((16 * KiB, 1), (16 * KiB, 64), (2 * KiB * KiB, 1))
+"""Segment size and blocks of the transfers whose choice is explained."""
+
+
+@click.command("calibrate")
+@click.option("--device", default=0, show_default=True, help="Which GPU.")
+@click.option("--force", is_flag=True, help="Measure again though there is a profile.")
+def calibrate(device: int, force: bool) -> None:
+    """Time the copy paths on this machine: a few seconds, kept for every later run."""
+    driver = open_card("kvferry calibrate", device)
+    file = profile_file(driver.identity())
+    toolbox = open_toolbox(driver, ring_bytes=Config().staging_ring)
+    try:
+        profile = None if force else load_profile(file)
+        if profile is None:
+            began = time.perf_counter()
+            profile = measure(driver, toolbox.paths, progress=_show)
+            _show("")
+            save_profile(profile, file)
+            click.echo(f"Measured in {time.perf_counter() - began:.1f} s.")
+        click.echo(f"Profile: {file}")
+        for key, value in profile.provenance.items():
+            click.echo(f"  {key}: {value}")
+        _explain(driver, toolbox, MeasuredPlanner(profile, toolbox.paths))
+    finally:
+        toolbox.close()
+        driver.close()
+
+
+def _explain(driver: Driver, toolbox: Toolbox, planner: MeasuredPlanner) -> None:
+    with driver.current():
+        rig = CopyRig(driver, num_bytes=128 << 20)
+        try:
+            for segment_bytes, num_blocks in EXAMPLES:
+                layout = rig.layout(segment_bytes, SEGMENTS_PER_BLOCK)
+                for direction in Direction:
+                    for busy in (False, True):
+                        click.echo(planner.explain(direction, layout, num_blocks, busy))
+        finally:
+            rig.close()
+
+
+def _show(line: str) -> None:
+    """Progress, each line in place of the last."""
+    click.echo(f"\r\033[K{line}", nl=False, err=True)

@@ -1,0 +1,72 @@
+"""What a run of the copy benchmark found, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """One timed copy. ``path`` is ``auto`` for the planner's choice, then named in ``chosen``."""
+
+    direction: str
+    segment_bytes: int
+    segments_per_block: int
+    num_blocks: int
+    path: str
+    gbps: float
+    fraction_of_ceiling: float
+    seconds: float
+    submit_us: float
+    chosen: str = ""
+    host_slots: str = "run"
+
+    @property
+    def num_bytes(self) -> int:
+        return self.segment_bytes * self.segments_per_block * self.num_blocks
+
+
+@dataclass(frozen=True)
+class SlowdownRow:
+    """A load beside copies of one path; ``chosen`` names the planner's choice."""
+
+    load: str
+    direction: str
+    path: str
+    gbps: float
+    factor: float
+    lost_ms_per_gb: float
+    chosen: str = ""
+
+
+@dataclass(frozen=True)
+class PlannerCell:
+    """The planner's choice against the best path, where calibration did not measure."""
+
+    direction: str
+    segment_bytes: int
+    num_bytes: int
+    chosen: str
+    best: str
+    times_best: float
+
+
+@dataclass
+class Result:
+    """All sections of one run."""
+
+    provenance: dict[str, str]
+    ceiling: dict[str, float] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    small: list[Row] = field(default_factory=list)
+    submit: list[dict[str, Any]] = field(default_factory=list)
+    both_ways: dict[str, dict[str, float]] = field(default_factory=dict)
+    slowdown: list[SlowdownRow] = field(default_factory=list)
+    planner: list[PlannerCell] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        data = asdict(self)
+        close = [cell.times_best <= 1.05 for cell in self.planner]
+        data["planner_within_5_percent"] = sum(close) / len(close) if close else None
+        return data

@@ -1,0 +1,379 @@
+"""The copy benchmark, section by section."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+
+from kvferry.device.bench.result import PlannerCell, Result, Row, SlowdownRow
+from kvferry.device.calibrate import calibrate, provenance
+from kvferry.device.copy_rig import GB, CopyRig, MiB
+from kvferry.device.cuda import CudaDriver
+from kvferry.device.driver import Priority
+from kvferry.device.engine import GpuEngine
+from kvferry.device.job import CopyJob, Direction, FixedPlanner, Path
+from kvferry.device.loads import MatmulLoad, WeightLoad
+from kvferry.device.planner import MeasuredPlanner
+from kvferry.device.profile import profile_file, save_profile
+from kvferry.device.slowdown import measure_slowdown
+from kvferry.device.toolbox import Toolbox, open_toolbox
+from kvferry.types import DEVICE, HOST, Transfer, TransferId
+
+KiB = 1 << 10
+SEGMENTS = 64
+AUTO = "auto"
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much to measure."""
+
+    segment_bytes: tuple[int, ...]
+    large_bytes: tuple[int, ...]
+    repeats: int
+    small_repeats: int
+    rounds: int
+    phases: int
+    planner_segments: tuple[int, ...]
+    planner_bytes: tuple[int, ...]
+
+
+FULL = Plan(
+    segment_bytes=tuple(4 * KiB << power for power in range(10)),
+    large_bytes=(64 * MiB, 256 * MiB),
+    repeats=7,
+    small_repeats=25,
+    rounds=24,
+    phases=4,
+    planner_segments=tuple(kib * KiB for kib in (8, 12, 32, 48, 128, 512, 1024)),
+    planner_bytes=tuple(mib * MiB for mib in (2, 3, 8, 24, 32, 128, 192)),
+)
+QUICK = Plan(
+    segment_bytes=(4 * KiB, 16 * KiB, 64 * KiB, 2 * MiB),
+    large_bytes=(64 * MiB, 256 * MiB),
+    repeats=3,
+    small_repeats=9,
+    rounds=12,
+    phases=2,
+    planner_segments=(8 * KiB, 32 * KiB, 512 * KiB),
+    planner_bytes=(2 * MiB, 24 * MiB, 128 * MiB),
+)
+
+
+class CopyBenchmark:
+    """Owns the memory and paths of one run."""
+
+    def __init__(self, driver: CudaDriver, plan: Plan, progress: Progress) -> None:
+        # Imported here: the baseline needs torch and Triton, and tests of this class need neither.
+        from kvferry.device.bench.published import PublishedPath
+
+        self.driver = driver
+        self.plan = plan
+        self.progress = progress
+        self.rig = CopyRig(driver)
+        self.toolbox: Toolbox = open_toolbox(driver, ring_bytes=64 * MiB)
+        self.paths: dict[str, Path] = {
+            "loop": self.toolbox.paths["loop"],
+            "dma": self.toolbox.paths["dma"],
+            "published": PublishedPath(driver),
+            "kernel": self.toolbox.paths["kernel"],
+            "staged": self.toolbox.paths["staged"],
+        }
+
+    def run(self, command: str) -> Result:
+        """All sections; takes a minute or two."""
+        self.progress("calibrating")
+        began = time.perf_counter()
+        profile = calibrate(self.driver, self.toolbox.paths, progress=self.progress)
+        took = time.perf_counter() - began
+        save_profile(profile, profile_file(self.driver.identity()))
+        self.planner = MeasuredPlanner(profile, self.toolbox.paths)
+        result = Result(
+            {
+                **provenance(self.driver),
+                "command": command,
+                "calibration_seconds": f"{took:.1f}",
+            }
+        )
+        self.ceilings = {direction: self.rig.ceiling(direction) for direction in Direction}
+        result.ceiling = {way.value: gbps for way, gbps in self.ceilings.items()}
+        result.rows = list(self._large())
+        result.small = list(self._small())
+        result.submit = list(self._submit())
+        result.both_ways = self._both_ways()
+        result.planner = list(self._planner())
+        result.slowdown = list(self._slowdown())
+        return result
+
+    def close(self) -> None:
+        self.paths["published"].close()
+        self.toolbox.close()
+        self.rig.close()
+
+    # -- sections ----------------------------------------------------------------------------
+
+    def _large(self) -> Iterator[Row]:
+        for direction in Direction:
+            for segment_bytes in self.plan.segment_bytes:
+                block_bytes = segment_bytes * SEGMENTS
+                for num_bytes in self.plan.large_bytes:
+                    if num_bytes < block_bytes:
+                        continue
+                    self.progress(f"{direction.value}, {_kib(segment_bytes)}, {_mib(num_bytes)}")
+                    job = self.rig.job(direction, segment_bytes, SEGMENTS, num_bytes // block_bytes)
+                    yield from self._time_all(job, self.plan.repeats)
+                    if block_bytes > 4 * MiB:
+                        continue
+                    job = self.rig.job(
+                        direction,
+                        segment_bytes,
+                        SEGMENTS,
+                        num_bytes // block_bytes,
+                        scattered=True,
+                    )
+                    yield from self._time_all(
+                        job, self.plan.repeats, only=("kernel", "staged"), host_slots="scattered"
+                    )
+
+    def _small(self) -> Iterator[Row]:
+        for direction in Direction:
+            for segment_bytes in (4 * KiB, 16 * KiB, 64 * KiB):
+                for num_blocks in (1, 4, 16):
+                    self.progress(
+                        f"{direction.value}, {num_blocks} blocks of {SEGMENTS} x "
+                        f"{_kib(segment_bytes)}"
+                    )
+                    job = self.rig.job(direction, segment_bytes, SEGMENTS, num_blocks)
+                    yield from self._time_all(job, self.plan.small_repeats)
+
+    def _submit(self) -> Iterator[dict[str, object]]:
+        self.progress("host time of submit")
+        for direction in Direction:
+            for num_blocks in (1, 4, 16, 64):
+                job = self.rig.job(direction, 16 * KiB, SEGMENTS, num_blocks)
+                for path in (*self.toolbox.paths, AUTO):
+                    yield {
+                        "direction": direction.value,
+                        "num_blocks": num_blocks,
+                        "segments_per_block": SEGMENTS,
+                        "path": path,
+                        "submit_us": 1e6 * self._time_submit(job, path),
+                    }
+
+    def _both_ways(self) -> dict[str, dict[str, float]]:
+        """Both directions at once, each from a thread of its own, as the engine does."""
+        self.progress("both directions at once")
+        found = {}
+        jobs = [self.rig.job(way, 16 * KiB, SEGMENTS, 256) for way in Direction]
+
+        def copy_all(job: CopyJob, stream: int) -> None:
+            ends = (self.rig.device, self.rig.host)
+            if job.direction is Direction.STORE:
+                ends = (self.rig.host, self.rig.device)
+            self.driver.copy_async(*ends, job.num_bytes, stream)
+
+        choices = {job.direction: self._choice(job) for job in jobs}
+        found["ceiling"] = self._time_both(jobs, copy_all)
+        found[AUTO] = self._time_both(
+            jobs, lambda job, stream: self.paths[choices[job.direction]].enqueue(job, stream)
+        )
+        return found
+
+    def _planner(self) -> Iterator[PlannerCell]:
+        for direction in Direction:
+            for segment_bytes in self.plan.planner_segments:
+                for num_bytes in self.plan.planner_bytes:
+                    segments = min(SEGMENTS, num_bytes // segment_bytes)
+                    if not segments:
+                        continue
+                    self.progress(
+                        f"planner, {direction.value}, {_kib(segment_bytes)}, {_mib(num_bytes)}"
+                    )
+                    blocks = num_bytes // (segments * segment_bytes)
+                    job = self.rig.job(direction, segment_bytes, segments, blocks)
+                    yield self._check_choice(job, segment_bytes)
+
+    def _slowdown(self) -> Iterator[SlowdownRow]:
+        for make_load in (MatmulLoad, WeightLoad):
+            load = make_load()
+            for direction in Direction:
+                job = self.rig.job(direction, 16 * KiB, SEGMENTS, 64)
+                chosen = self._choice(job, busy=True)
+                for name in (AUTO, "dma", "kernel", "staged"):
+                    self.progress(f"{name}, {direction.value}, beside {load.name}")
+                    path = self.paths[chosen if name == AUTO else name]
+                    found = measure_slowdown(
+                        self.rig,
+                        load,
+                        path,
+                        job,
+                        rounds=self.plan.rounds,
+                        phases=self.plan.phases,
+                    )
+                    yield SlowdownRow(
+                        load.name,
+                        direction.value,
+                        name,
+                        found.gbps,
+                        found.factor,
+                        found.lost_ms_per_gb,
+                        chosen if name == AUTO else "",
+                    )
+            del load
+
+    # -- one cell ----------------------------------------------------------------------------
+
+    def _time_all(
+        self, job: CopyJob, repeats: int, *, only: tuple[str, ...] = (), host_slots: str = "run"
+    ) -> Iterator[Row]:
+        for name, path in self.paths.items():
+            if not only or name in only:
+                yield self._row(job, name, path, repeats, host_slots=host_slots)
+        chosen = self._choice(job)
+        yield self._row(
+            job, AUTO, self.paths[chosen], repeats, chosen=chosen, host_slots=host_slots
+        )
+
+    def _row(
+        self,
+        job: CopyJob,
+        name: str,
+        path: Path,
+        repeats: int,
+        *,
+        host_slots: str,
+        chosen: str = "",
+    ) -> Row:
+        if len(job.device_blocks) * job.layout.num_segments > 16384 and name in ("loop", "dma"):
+            repeats = 2  # a fifth of a second each, and no doubt about the outcome
+        timing = self.rig.time(path, job, repeats=repeats)
+        gbps = job.num_bytes / timing.seconds / GB
+        return Row(
+            direction=job.direction.value,
+            segment_bytes=int(job.layout.sizes[0]),
+            segments_per_block=job.layout.num_segments,
+            num_blocks=len(job.device_blocks),
+            path=name,
+            gbps=gbps,
+            fraction_of_ceiling=gbps / self.ceilings[job.direction],
+            seconds=timing.seconds,
+            submit_us=1e6 * timing.submit_seconds,
+            chosen=chosen,
+            host_slots=host_slots,
+        )
+
+    def _choice(self, job: CopyJob, *, busy: bool = False) -> str:
+        return self.planner.choose(job.direction, job.layout, len(job.device_blocks), busy)
+
+    def _check_choice(self, job: CopyJob, segment_bytes: int) -> PlannerCell:
+        """Time every path that has a chance; twice in turn, so that a hiccup hits no one alone."""
+        estimates = self.planner.estimates(
+            job.direction, job.layout, len(job.device_blocks), busy=False
+        )
+        repeats = self.plan.small_repeats if job.num_bytes <= 8 * MiB else self.plan.repeats
+        hopeful = [e.path for e in estimates if e.seconds < 3 * estimates[0].seconds]
+        seconds: dict[str, float] = {}
+        for _ in range(2):
+            for path in hopeful:
+                timing = self.rig.time(self.toolbox.paths[path], job, repeats=repeats)
+                seconds[path] = min(timing.seconds, seconds.get(path, timing.seconds))
+        best = min(seconds, key=lambda path: seconds[path])
+        chosen = estimates[0].path
+        return PlannerCell(
+            job.direction.value,
+            segment_bytes,
+            job.num_bytes,
+            chosen,
+            best,
+            seconds[chosen] / seconds[best],
+        )
+
+    def _time_submit(self, job: CopyJob, path: str) -> float:
+        """Median time that ``GpuEngine.submit`` holds its caller."""
+        tiers = (DEVICE, HOST) if job.direction is Direction.STORE else (HOST, DEVICE)
+        ids = (job.device_blocks, job.host_slots)
+        ids = ids if job.direction is Direction.STORE else ids[::-1]
+        taken = []
+        with self._engine(job, path) as engine:
+            for number in range(25):
+                transfer = Transfer(TransferId(number), *tiers, *ids)
+                began = time.perf_counter()
+                engine.submit(transfer)
+                taken.append(time.perf_counter() - began)
+                engine.drain(10.0)
+        return median(taken[5:])
+
+    @contextmanager
+    def _engine(self, job: CopyJob, path: str) -> Iterator[GpuEngine]:
+        compute = self.driver.create_stream(Priority.LOW)
+        # An engine closes its paths; these are still needed.
+        paths: Mapping[str, Path] = {
+            name: _Borrowed(path) for name, path in self.toolbox.paths.items()
+        }
+        engine = GpuEngine(
+            self.driver,
+            [job.layout],
+            host_base=self.rig.host,
+            host_pitch=job.host_pitch,
+            num_slots=self.rig.num_bytes // job.host_pitch,
+            compute_stream=lambda: compute,
+            planner=self.planner if path == AUTO else FixedPlanner(path, path),
+            paths=paths,
+        )
+        try:
+            yield engine
+        finally:
+            engine.close()
+            self.driver.destroy_stream(compute)
+
+    def _time_both(
+        self, jobs: list[CopyJob], copy: Callable[[CopyJob, int], None], repeats: int = 6
+    ) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for job in jobs:  # warm up alone
+            copy(job, self.rig.streams[job.direction])
+            self.driver.synchronize_stream(self.rig.streams[job.direction])
+        together = threading.Barrier(len(jobs))
+
+        def work(job: CopyJob) -> None:
+            with self.driver.current():
+                stream = self.rig.streams[job.direction]
+                together.wait()
+                began = time.perf_counter()
+                for _ in range(repeats):
+                    copy(job, stream)
+                self.driver.synchronize_stream(stream)
+                took = time.perf_counter() - began
+                found[job.direction.value] = repeats * job.num_bytes / took / GB
+
+        threads = [threading.Thread(target=work, args=(job,)) for job in jobs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+
+class _Borrowed:
+    """A path whose owner is someone else: ``close`` leaves it open."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = path.name
+        self.enqueue = path.enqueue
+        self.is_quick = path.is_quick
+
+    def close(self) -> None:
+        pass
+
+
+def _kib(num_bytes: int) -> str:
+    return f"{num_bytes // KiB} KiB"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / MiB:.4g} MiB"
