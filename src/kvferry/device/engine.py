@@ -173,6 +173,11 @@ class GpuEngine:
         """Transfers submitted whose receipt is not out yet."""
         return sum(lane.num_flights for lane in self._lanes.values())
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a thread is still inside a driver call after ``close``."""
+        return any(lane.is_stuck for lane in self._lanes.values())
+
     def __enter__(self) -> GpuEngine:
         return self
 
@@ -262,7 +267,7 @@ class GpuEngine:
         return lanes
 
     def _give_back(self) -> None:
-        if any(lane.is_stuck for lane in self._lanes.values()):
+        if self.is_stuck:
             # Destroying a stream under a call that uses it crashes the process; a leak does not.
             log.error("a copy thread is stuck in the driver; its streams are left to the process")
             return
