@@ -160,6 +160,8 @@ class Matcher:
 
     def num_device_blocks(self, num_tokens: int, computed_tokens: int) -> int:
         """How many device blocks a load of this hit fills, over all groups."""
+        if num_tokens <= computed_tokens:  # what the engine has may end where no state is kept
+            return 0
         return sum(
             len(reach.needed_device_blocks(group, num_tokens, computed_tokens=computed_tokens))
             for group in self.groups
