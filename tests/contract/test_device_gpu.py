@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+
+import numpy as np
 import pytest
 from tests.fakes.driver import FakeDriver
 from tests.fakes.kv import make_kv
@@ -12,12 +15,19 @@ from kvferry.tiers import HostTier
 from kvferry.types import DEVICE, HOST, Outcome, Transfer, TransferId, as_slots
 
 
-def open_device(driver: FakeDriver, host: HostTier, copy_path: str = "dma") -> GpuDevice:
+def open_device(
+    driver: FakeDriver, host: HostTier, copy_path: str = "dma", host_chunk: int | None = None
+) -> GpuDevice:
     kv = make_kv("split")
     for memory in kv.memory:
         driver.adopt(memory)
     device = GpuDevice(
-        [kv.layout], host, driver=driver, compute_stream=lambda: 0, copy_path=copy_path
+        [kv.layout],
+        host.rows,
+        driver=driver,
+        compute_stream=lambda: 0,
+        copy_path=copy_path,
+        host_chunk=host_chunk,
     )
     slots = as_slots([2])
     device.submit(Transfer(TransferId(1), DEVICE, HOST, as_slots([4]), slots))
@@ -38,6 +48,33 @@ def test_it_copies_and_gives_everything_back() -> None:
     host.close()
 
 
+def test_memory_that_its_owner_registered_is_left_alone() -> None:
+    driver = FakeDriver()
+    host = HostTier(8, 4096)
+    with driver.current():
+        driver.register_host(host.address, 8 * 4096)
+    device = open_device(driver, host, host_chunk=8 * 4096)
+    device.close()
+    assert driver.leaks() == {"registrations": 1}
+    host.close()
+
+
+def test_slots_may_lie_further_apart_than_they_are_long() -> None:
+    driver = FakeDriver()
+    memory = mmap.mmap(-1, 8 * 4096)
+    rows = np.frombuffer(memory, dtype=np.uint8).reshape(8, 4096)[:, :1000]
+    kv = make_kv("split")
+    for part in kv.memory:
+        driver.adopt(part)
+    with GpuDevice(
+        [kv.layout], rows, driver=driver, compute_stream=lambda: 0, copy_path="dma"
+    ) as device:
+        device.submit(Transfer(TransferId(1), DEVICE, HOST, as_slots([4]), as_slots([7])))
+        device.drain(5.0)
+        assert rows[7, : kv.layout.block_bytes].tobytes() == kv.block(4)
+    assert driver.leaks() == {}
+
+
 def test_without_triton_or_a_profile_it_still_plans(
     monkeypatch: pytest.MonkeyPatch, tmp_path: object
 ) -> None:
@@ -47,7 +84,7 @@ def test_without_triton_or_a_profile_it_still_plans(
     kv = make_kv("layers")
     device = GpuDevice(
         [kv.layout],
-        HostTier(8, 4096),
+        HostTier(8, 4096).rows,
         driver=driver,
         compute_stream=lambda: 0,
         may_calibrate=False,

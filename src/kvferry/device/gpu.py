@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from kvferry.device.driver import Driver, open_driver
 from kvferry.device.engine import RANK_ZERO, GpuEngine
@@ -16,17 +18,9 @@ from kvferry.types import Rank
 
 log = logging.getLogger(__name__)
 
+Rows = npt.NDArray[np.uint8]
+
 RING_BYTES = 64 << 20
-
-
-class HostMemory(Protocol):
-    """Host slots in one run of mapped memory; slot ``i`` begins ``i * slot_bytes`` after 0."""
-
-    num_slots: int
-    slot_bytes: int
-
-    @property
-    def address(self) -> int: ...
 
 
 class GpuDevice(GpuEngine):
@@ -38,7 +32,7 @@ class GpuDevice(GpuEngine):
     def __init__(
         self,
         layouts: Sequence[GroupLayout],
-        host: HostMemory,
+        rows: Rows,
         *,
         compute_stream: Callable[[], int] | None = None,
         device: int = 0,
@@ -47,34 +41,46 @@ class GpuDevice(GpuEngine):
         ring_bytes: int = RING_BYTES,
         may_calibrate: bool = True,
         is_busy: Callable[[], bool] | None = None,
+        host_chunk: int | None = None,
         driver: Driver | None = None,
     ) -> None:
+        """``rows`` are the host slots, one row each, in memory that begins on a page.
+
+        ``host_chunk`` says that their owner has registered them with the driver, in chunks of so
+        many bytes; without it they are registered here. ``driver`` is opened on ``device`` if none
+        is given. ``compute_stream`` is torch's current stream if none is given.
+        """
+        num_slots, slot_bytes = rows.shape
+        address, pitch = int(rows.ctypes.data), int(rows.strides[0])
         with ExitStack() as undo:
             if driver is None:
                 driver = open_driver(device)
                 undo.callback(driver.close)
-            # Registered in the background while the paths are measured, or loaded from a profile.
-            registration = HostRegistration(
-                driver, host.address, host.num_slots * host.slot_bytes, slot_bytes=host.slot_bytes
-            )
-            undo.callback(registration.close)
+            registration = None
+            if host_chunk is None:
+                # In the background, while the paths are measured or their profile is read.
+                num_bytes = (num_slots - 1) * pitch + slot_bytes
+                registration = HostRegistration(driver, address, num_bytes, slot_bytes=pitch)
+                undo.callback(registration.close)
+                host_chunk = registration.chunk_bytes
             toolbox = open_toolbox(driver, ring_bytes=ring_bytes)
             undo.callback(toolbox.close)
             planner = open_planner(
                 driver, toolbox, copy_path=copy_path, may_calibrate=may_calibrate
             )
-            registration.wait()
+            if registration is not None:
+                registration.wait()
             super().__init__(
                 driver,
                 layouts,
-                host_base=host.address,
-                host_pitch=host.slot_bytes,
-                num_slots=host.num_slots,
+                host_base=address,
+                host_pitch=pitch,
+                num_slots=num_slots,
                 compute_stream=compute_stream or torch_compute_stream(device),
                 planner=planner,
                 paths=toolbox.paths,
                 rank=rank,
-                host_chunk=registration.chunk_bytes,
+                host_chunk=host_chunk,
                 is_busy=is_busy,
             )
             self._rest = undo.pop_all()
