@@ -1,0 +1,336 @@
+"""Makes host memory usable chunk by chunk, in the background, while the first slots already serve.
+
+Touching and pinning a pool takes from seconds to minutes, so nobody waits for it: the constructor
+returns when the first chunk is ready, and threads do the rest::
+
+    chunk      0      1      2      3      4      5   ...
+             ready  ready  ready  being  ready  being
+    ready slots  ──────────────┘  (a prefix: chunk 4 counts when chunk 3 is done)
+
+Whatever goes wrong, the pool is merely smaller than asked: what is ready stays ready.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from kvferry.config import GiB
+from kvferry.errors import ConfigError
+from kvferry.tiers.chunks import Chunk
+from kvferry.tiers.host import HostTier
+from kvferry.tiers.limits import Machine, pin_advice, shortage
+from kvferry.tiers.mapping import populate
+from kvferry.tiers.numa import Placement, run_near
+
+log = logging.getLogger(__name__)
+
+NUM_THREADS = 8
+"""More do not help: the kernel zeroes pages no faster (H200 host, 16 vCPU)."""
+
+_REST = 1.0
+"""While the model is busy one thread works alone, then rests this many times as long."""
+
+_LOOK_AGAIN_SECONDS = 0.005
+_CLOSE_SECONDS = 30.0
+_NUM_REPORTS = 4  # lines of progress in the log
+
+
+class Registrar(Protocol):
+    """What lets a driver reach host memory; called from several threads at once."""
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Pin memory that is mapped and populated; raises what the driver says."""
+
+    def unregister(self, address: int) -> None:
+        """Undo one ``register``, while the memory is still mapped."""
+
+
+class Pin(Enum):
+    """Whether a pool that the driver will not pin may serve unpinned."""
+
+    AUTO = "auto"  # with a warning
+    REQUIRED = "required"  # no: refuse to start
+    NEVER = "never"  # do not try
+
+
+class Progress(Enum):
+    """How far a growth is."""
+
+    GROWING = "growing"
+    DONE = "done"
+    STOPPED = "stopped"  # before its end: by a fault, a shortage or close
+
+
+@dataclass(frozen=True)
+class GrowthStats:
+    """A snapshot of one rank's host memory. ``reason`` says why it stopped or is not pinned."""
+
+    progress: Progress
+    asked_bytes: int
+    ready_bytes: int
+    pinned_bytes: int
+    num_slots: int
+    ready_slots: int
+    seconds: float
+    rest_seconds: float
+    placement: str
+    reason: str = ""
+
+    @property
+    def is_pinned(self) -> bool:
+        return self.pinned_bytes > 0
+
+    def __str__(self) -> str:
+        rate = self.ready_bytes / max(self.seconds, 1e-9) / 1e9
+        line = (
+            f"{self.ready_bytes / GiB:.2f} of {self.asked_bytes / GiB:.2f} GiB ready after "
+            f"{self.seconds:.2f} s ({rate:.1f} GB/s), "
+            f"{'pinned' if self.is_pinned else 'not pinned'}, {self.placement}, "
+            f"{self.progress.value}"
+        )
+        return f"{line}: {self.reason}" if self.reason else line
+
+
+class Growth:
+    """Owns the threads and the registrations of one host tier; leaves the memory to the tier.
+
+    The slots from 0 to ``ready_slots`` can be used; either all of them are pinned or none is.
+    Nothing may touch the others. Close it before the tier, when nothing copies any more.
+    """
+
+    def __init__(
+        self,
+        host: HostTier,
+        *,
+        registrar: Registrar | None = None,
+        pin: Pin = Pin.AUTO,
+        busy: Callable[[], bool] | None = None,
+        placement: Placement | None = None,
+        machine: Machine | None = None,
+        num_threads: int | None = None,
+        close_timeout: float = _CLOSE_SECONDS,
+    ) -> None:
+        """Return when the first chunk is ready; raise only if not even that can be had.
+
+        ``busy`` says whether the model runs now (called from any thread): growth goes slowly then.
+        ``machine`` is asked before every chunk whether there is memory left; None: do not ask, the
+        pages are there already.
+        """
+        self._bytes = host.bytes  # keeps it mapped, whatever becomes of the tier
+        self._chunks = host.chunks
+        self._registrar = registrar if pin is not Pin.NEVER else None
+        self._pin = pin
+        self._busy = busy
+        self._placement = placement if placement is not None else Placement("anywhere")
+        self._machine = machine
+        self._close_timeout = close_timeout
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._finished = threading.Event()
+        self._closing = False
+        self._next = 1
+        self._done = bytearray(len(self._chunks))
+        self._num_prefix = 0  # chunks from the first on that are ready
+        self._registered: dict[int, int] = {}  # address: bytes
+        self._reason = ""
+        self._seconds = 0.0
+        self._rest_seconds = 0.0
+        self._began = time.monotonic()
+        count = min(num_threads or NUM_THREADS, os.cpu_count() or 1, len(self._chunks) - 1)
+        self._num_running = max(count, 0)
+        self._make_first_ready()
+        self._threads = [
+            threading.Thread(target=self._run, args=(k,), name=f"kvferry-grow-{k}", daemon=True)
+            for k in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+        if not self._threads:
+            self._end()
+
+    # -- looking --------------------------------------------------------------------------------
+
+    @property
+    def ready_slots(self) -> int:
+        """How many slots, from slot 0 on, can be used. Never shrinks until ``close``."""
+        prefix = self._num_prefix
+        return self._chunks[prefix - 1].slots_after if prefix else 0
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the driver reaches the ready slots; known from the start, never changes."""
+        return self._registrar is not None
+
+    def stats(self) -> GrowthStats:
+        with self._lock:
+            prefix = self._num_prefix
+            last = self._chunks[prefix - 1] if prefix else None
+            if not self._finished.is_set():
+                progress = Progress.GROWING
+            else:
+                progress = Progress.DONE if prefix == len(self._chunks) else Progress.STOPPED
+            return GrowthStats(
+                progress=progress,
+                asked_bytes=self._chunks.num_bytes,
+                ready_bytes=last.start + last.num_bytes if last else 0,
+                pinned_bytes=sum(self._registered.values()),
+                num_slots=self._chunks.num_slots,
+                ready_slots=last.slots_after if last else 0,
+                seconds=self._seconds or time.monotonic() - self._began,
+                rest_seconds=self._rest_seconds,
+                placement=self._placement.words,
+                reason=self._reason,
+            )
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it grows no more; False if that took longer than ``timeout``."""
+        return self._finished.wait(timeout)
+
+    # -- growing --------------------------------------------------------------------------------
+
+    def _make_first_ready(self) -> None:
+        """Chunk 0, alone: it decides whether the pool is pinned."""
+        first = self._chunks[0]
+        try:
+            self._populate(first)
+        except (OSError, MemoryError) as error:
+            raise ConfigError(f"host: not even the first chunk could be had: {error}") from error
+        if self._registrar is not None:
+            try:
+                self._register(first)
+            except Exception as error:
+                advice = pin_advice(self._machine or Machine(), self._chunks.num_bytes)
+                words = f"host memory cannot be pinned ({error}): {advice}"
+                if self._pin is Pin.REQUIRED:
+                    raise ConfigError(f"host_pin: required, but {words}") from error
+                self._reason = words
+                self._registrar = None
+                log.warning("%s. Copies are correct but slow", words)
+        elif self._pin is Pin.REQUIRED:
+            raise ConfigError("host_pin: required, but there is no driver to pin host memory with")
+        self._mark(0)
+
+    def _run(self, number: int) -> None:
+        index = None
+        try:
+            run_near(self._placement)
+            while (index := self._take(number)) is not None:
+                began = time.monotonic()
+                chunk = self._chunks[index]
+                self._populate(chunk)
+                if self._registrar is not None:
+                    self._register(chunk)
+                self._mark(index)
+                if self._is_busy():
+                    self._rest(_REST * (time.monotonic() - began))
+        except Exception as error:  # the pool stays smaller; a dead thread would say nothing
+            self._give_up(index, error)
+        finally:
+            with self._lock:
+                self._num_running -= 1
+                last = self._num_running == 0
+            if last:
+                self._end()
+
+    def _take(self, number: int) -> int | None:
+        """The next chunk to make ready. While the model is busy, only the first thread gets one."""
+        while number > 0 and not self._stop.is_set() and self._is_busy():
+            if self._next >= len(self._chunks):
+                break
+            self._stop.wait(_LOOK_AGAIN_SECONDS)
+        with self._lock:
+            if self._stop.is_set() or self._next >= len(self._chunks):
+                return None
+            self._next += 1
+            return self._next - 1
+
+    def _is_busy(self) -> bool:
+        return self._busy is not None and self._busy()
+
+    def _rest(self, seconds: float) -> None:
+        self._stop.wait(seconds)
+        with self._lock:
+            self._rest_seconds += seconds
+
+    def _populate(self, chunk: Chunk) -> None:
+        if self._machine is not None:
+            # The other threads are about to touch a chunk each, too.
+            ahead = max(1, self._num_running) * self._chunks.chunk_bytes
+            left = self._chunks.num_bytes - chunk.start
+            if short := shortage(self._machine, min(ahead, left)):
+                raise MemoryError(short)
+        # By this thread, before the driver does: it would fault the pages in one by one, under a
+        # lock that all threads share.
+        populate(self._bytes[chunk.start : chunk.start + chunk.num_bytes])
+
+    def _register(self, chunk: Chunk) -> None:
+        assert self._registrar is not None
+        address = int(self._bytes.ctypes.data) + chunk.start
+        self._registrar.register(address, chunk.num_bytes)
+        with self._lock:
+            self._registered[address] = chunk.num_bytes
+
+    def _mark(self, index: int) -> None:
+        with self._lock:
+            before = self._num_prefix
+            self._done[index] = True
+            while self._num_prefix < len(self._done) and self._done[self._num_prefix]:
+                self._num_prefix += 1
+            parts = [n * _NUM_REPORTS // len(self._done) for n in (before, self._num_prefix)]
+        if parts[0] < parts[1] < _NUM_REPORTS:
+            log.info("host memory: %s", self.stats())
+
+    def _give_up(self, index: int | None, error: Exception) -> None:
+        where = f"chunk {index} of {len(self._chunks)}" if index is not None else "a thread"
+        kind = "" if isinstance(error, MemoryError) else f"{type(error).__name__}: "
+        with self._lock:
+            self._reason = "; ".join(filter(None, (self._reason, f"{where}: {kind}{error}")))
+        self._stop.set()
+
+    def _end(self) -> None:
+        """The last thread leaves: give back chunks behind one that failed, and say what is."""
+        ready = self._chunks[self._num_prefix - 1]
+        end = int(self._bytes.ctypes.data) + ready.start + ready.num_bytes
+        if not self._stop.is_set() or self._reason:
+            self._unregister([address for address in self._registered if address >= end])
+        self._seconds = time.monotonic() - self._began
+        self._finished.set()
+        stats = self.stats()
+        level = logging.WARNING if stats.progress is Progress.STOPPED else logging.INFO
+        if not self._closing:
+            log.log(level, "host memory: %s", stats)
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop growing and unregister everything. Safe to call twice, and while it grows.
+
+        Waits for the chunks in hand. If the driver holds a thread for ever, the memory stays
+        mapped: taking it away under the driver would crash the process.
+        """
+        self._closing = True
+        self._stop.set()
+        if not self._finished.wait(self._close_timeout):
+            log.error("a thread is stuck while it pins host memory; the memory is left to it")
+            return
+        for thread in self._threads:
+            thread.join()
+        self._num_prefix = 0
+        self._unregister(list(self._registered))
+
+    def _unregister(self, addresses: list[int]) -> None:
+        for address in addresses:
+            try:
+                assert self._registrar is not None
+                self._registrar.unregister(address)
+            except Exception as error:  # the others must still be given back
+                log.warning("host memory stays registered: %s", error)
+            with self._lock:
+                self._registered.pop(address, None)
