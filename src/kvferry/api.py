@@ -34,8 +34,8 @@ from kvferry.pool import Pool
 from kvferry.reach import FullAttention
 from kvferry.scheduler import NO_BLOCK, Scheduler
 from kvferry.stats import SchedulerStats
-from kvferry.tiers import HostTier
-from kvferry.types import DEVICE, HOST, Key, RequestId, TransferId
+from kvferry.tiers import GrowthStats, HostMemory, Pin
+from kvferry.types import DEVICE, FIRST_RANK, HOST, Key, RequestId, TransferId
 from kvferry.worker import Worker
 
 Ticket = NewType("Ticket", int)
@@ -125,20 +125,15 @@ class Ferry:
         compute: Stream | None = None,
         keep_alive: Sequence[Any] = (),
     ) -> None:
-        num_slots = config.host // layout.block_bytes
-        if num_slots < 1:
-            raise ConfigError(
-                f"host: {config.host} bytes hold no block of {layout.block_bytes} bytes; "
-                "give it more"
-            )
         self.namespace = namespace
         self._layout = layout
         self._keep_alive = tuple(keep_alive)  # the engine copies by address
-        self._host = HostTier(num_slots, layout.block_bytes)
-        self._engine = CpuEngine((layout,), self._host.rows, compute=compute)
+        self._host = HostMemory(config.host, layout.block_bytes, pin=Pin(config.host_pin))
+        self._engine = CpuEngine((layout,), self._host.tier.rows, compute=compute)
         self._worker = Worker({(DEVICE, HOST): self._engine, (HOST, DEVICE): self._engine})
         group = FullAttention(config.block_tokens)
-        self._scheduler = Scheduler(Pool(num_slots), (group,), config=config, joins_loads=False)
+        pool = Pool(self._host.num_slots, num_ready=self._host.ready_slots)
+        self._scheduler = Scheduler(pool, (group,), config=config, joins_loads=False)
         self._names = itertools.count()
         self._tickets = itertools.count()
         self._loading: dict[RequestId, tuple[Ticket, int]] = {}
@@ -224,6 +219,7 @@ class Ferry:
     def poll(self) -> list[Done]:
         """What ended since the last call; never blocks."""
         self._require_open()
+        self._scheduler.note_ready(FIRST_RANK, self._host.ready_slots)
         self._take(self._scheduler.settle(self._worker.poll()))
         done, self._done = self._done, []
         return done
@@ -253,6 +249,10 @@ class Ferry:
     def stats(self) -> SchedulerStats:
         """A snapshot of everything counted so far."""
         return self._scheduler.stats()
+
+    def host_stats(self) -> GrowthStats:
+        """How much of the host memory is usable by now, and what became of the rest."""
+        return self._host.stats()
 
     def close(self) -> None:
         """Finish the copies in flight and give the memory back. Safe to call twice."""

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from decimal import Decimal
+from enum import Enum
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -138,6 +139,15 @@ class Kind(Generic[T]):
     show: Callable[[T], str] = str
 
 
+class Auto(Enum):
+    """A value to be found by looking at the machine."""
+
+    AUTO = "auto"
+
+
+AUTO = Auto.AUTO
+
+
 SIZE = Kind("size", lambda name, value: parse_size(value, name=name), format_size)
 SECONDS = Kind("seconds", lambda name, value: parse_seconds(value, name=name), "{:g}s".format)
 RATE = Kind("number", lambda name, value: parse_rate(value, name=name), "{:g}".format)
@@ -173,6 +183,20 @@ def optional(kind: Kind[T]) -> Kind[T | None]:
     return Kind(f"{kind.words}|none", read, show)
 
 
+def or_auto(kind: Kind[T]) -> Kind[T | Auto]:
+    """The same, or "auto": found by looking at the machine."""
+
+    def read(name: str, value: object) -> T | Auto:
+        if value is AUTO or (isinstance(value, str) and value.strip().lower() == AUTO.value):
+            return AUTO
+        return kind.read(name, value)
+
+    def show(value: T | Auto) -> str:
+        return AUTO.value if isinstance(value, Auto) else kind.show(value)
+
+    return Kind(f"{kind.words}|auto", read, show)
+
+
 def setting(default: T, kind: Kind[T], help: str) -> T:
     """One field of :class:`Config`."""
     return field(default=default, metadata={"kind": kind, "help": help})
@@ -185,7 +209,16 @@ class Config:
     Owns what may be said, not what is done with it. Frozen; ``dataclasses.replace`` checks again.
     """
 
-    host: int = setting(1 * GiB, SIZE, "Host memory that holds blocks.")
+    host: int | Auto = setting(  # noqa: RUF009
+        1 * GiB,
+        or_auto(SIZE),
+        "Host memory that holds blocks, for each rank; auto: most of what this machine has left.",
+    )
+    host_pin: str = setting(
+        "auto",
+        one_of("auto", "required", "never"),
+        "Pin host memory: if the driver lets us, or refuse to start without, or do not.",
+    )
     block_tokens: int = setting(16, COUNT, "Tokens in one block.")
     copy_path: str = setting(
         "auto",
