@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -163,6 +164,38 @@ def test_a_bug_in_a_path_is_a_failed_receipt(broken: Callable[..., LoopPath]) ->
     assert "ZeroDivisionError: a bug" in receipt.reason
     rig.close()
     assert rig.driver.leaks() == {}
+
+
+class InterruptedPath(LoopPath):
+    """The user presses Ctrl-C while the path is at work on the user's own thread."""
+
+    def is_quick(self, job: CopyJob) -> bool:
+        return True
+
+    def enqueue(self, job: CopyJob, stream: int) -> None:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_copy_never_ends_in_a_good_receipt() -> None:
+    rig = Rig(path="interrupted", paths={"interrupted": InterruptedPath})
+    with pytest.raises(KeyboardInterrupt):
+        rig.store([0], [0])
+    (receipt,) = rig.drain().values()
+    assert receipt.outcome is Outcome.FAILED
+    rig.close()
+    assert rig.driver.leaks() == {}
+
+
+def test_without_another_thread_the_caller_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    rig = Rig(path="loop")
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        transfer_works(rig)
+    transfer_works(rig)
+    rig.close()
 
 
 REFUSED: dict[str, tuple[Callable[[Rig], TransferId], str]] = {

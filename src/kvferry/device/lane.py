@@ -98,15 +98,10 @@ class Lane:
             here = quick and not self._num_unqueued
             self._flights.append(flight)
             self._num_unqueued += 1
-        if here:
+        if here or not self._has_thread():
             self._queue(flight, job, path)
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._work, name=f"kvferry-{self._name}", daemon=True
-            )
-            self._thread.start()
-        self._orders.put((flight, job, path))
+        else:
+            self._orders.put((flight, job, path))
 
     def settle(self) -> list[Flight]:
         """Take out the flights that are over, in order; never blocks on the device."""
@@ -134,18 +129,33 @@ class Lane:
             self._flights.clear()
         return left
 
+    def _has_thread(self) -> bool:
+        """Start the thread if there is none; False where the process may not have another one."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._work, name=f"kvferry-{self._name}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                log.warning("%s lane: copies are queued by their callers: %s", self._name, error)
+                return False
+            self._thread = thread
+        return True
+
     def _work(self) -> None:
         while (order := self._orders.get()) is not None:
             self._queue(*order)
 
     def _queue(self, flight: Flight, job: CopyJob, path: Path) -> None:
-        """Wait for compute, copy, fence. Never raises: a thread that dies leaves others waiting."""
+        """Wait for compute, copy, fence. No fault escapes: a dead thread leaves others waiting."""
         try:
             with self._turn, self._driver.current():
                 self._queue_copy(flight, job, path)
                 self._fence(flight)
-        except Exception as error:
+        except BaseException as error:
+            # An interrupt too: a copy cut short must not end in a good receipt.
             flight.fail(error)
+            if not isinstance(error, Exception):
+                raise
         finally:
             # The wait, if it came to that, has captured the record: the event is free again.
             if flight.ready is not None:

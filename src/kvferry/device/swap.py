@@ -40,8 +40,9 @@ def swap_blocks_batch(
     """Queue ``sizes[i]`` bytes from ``src_ptrs[i]`` to ``dst_ptrs[i]`` on ``stream``, for all i.
 
     The arrays are int64 or uint64 vectors (numpy, or torch tensors on the CPU) and may be reused
-    when the call returns. ``stream`` is a raw handle or a torch stream, never the default one. No
-    copies is no call. Without the driver's batch copy, copies are queued one by one.
+    when the call returns. ``stream`` is a raw handle or a torch stream, never the default one, of
+    the device that is current on this thread. No copies is no call. Without the driver's batch
+    copy, copies are queued one by one.
 
     ``is_src_access_order_any`` lets the driver read the sources before earlier work on ``stream``
     has run, even now. Pass it only for sources nobody can be writing: host slots being loaded,
@@ -61,12 +62,7 @@ def swap_blocks_batch(
     if os.environ.get(DEBUG_VARIABLE, "") not in ("", "0"):
         _refuse_overlap(dsts, counts)
     order = SourceOrder.ANY if is_src_access_order_any else SourceOrder.STREAM
-    if driver is not None:
-        copy_batch(driver, dsts, srcs, counts, order, handle)
-        return
-    driver = _process_driver()
-    with driver.current():
-        copy_batch(driver, dsts, srcs, counts, order, handle)
+    copy_batch(driver or _process_driver(), dsts, srcs, counts, order, handle)
 
 
 def copy_batch(
