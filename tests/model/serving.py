@@ -1,0 +1,546 @@
+"""A serving engine with a prefix cache, its ranks and the levels below them, all holding bytes.
+
+Larger than a unit test and smaller than a server: it batches nothing and computes nothing, but it
+shares device blocks between requests, walks its free queue, preempts, aborts, changes weights, and
+has ranks that answer late, never, or wrongly. Every (tokens so far, group, rank, weights) has a
+value of its own, so a block in the wrong place cannot look right::
+
+    device[group]   values by rank and block, a reference count and a prefix cache
+    host            values by rank, slot and place in the slot
+    lower levels    one MemoryTier per rank: it may refuse and it may lose
+
+A request that holds a block from before a weights change computes *stained* values from then on.
+A stained value that turns up in a pool is the fault this is here to find.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from tests.model.stage import (
+    LONG_AGO,
+    STAIN,
+    VALUE_BYTES,
+    Device,
+    RankSide,
+    Served,
+    Setup,
+    Stories,
+    Values,
+    salt,
+    single,
+)
+
+from kvferry import reach
+from kvferry.answers import DeviceBlocks, MatchState, Settled
+from kvferry.config import Config
+from kvferry.errors import TransferError
+from kvferry.identity import scope
+from kvferry.keys import Keys
+from kvferry.levels import Level
+from kvferry.pool import Pool, SlotState
+from kvferry.scheduler import NO_BLOCK, Scheduler
+from kvferry.tiers import MemoryTier
+from kvferry.types import DEVICE, HOST, Outcome, Rank, Receipt, TierName, Transfer
+
+
+class Serving:
+    """Everything outside the scheduler, for one scheduler. Owns the requests and all bytes."""
+
+    def __init__(self, setup: Setup, **settings: object) -> None:
+        self.setup = setup
+        self.now = 0.0
+        self.stories = Stories(setup)
+        self.groups = setup.groups
+        self.device_groups = tuple(single(group) for group in setup.groups)
+        self.alignment = reach.hit_alignment(
+            self.device_groups, hash_block_tokens=setup.hash_tokens
+        )
+        self.pool = Pool(setup.num_slots)
+        self.levels = tuple(
+            Level(TierName(f"lower{at}"), Pool(num_slots), write)
+            for at, (num_slots, write) in enumerate(setup.levels)
+        )
+        self.config = Config.from_dict(
+            {
+                "load_deadline": 5.0,
+                "store_deadline": 5.0,
+                "promote_deadline": 3.0,
+                "match_deadline": 8.0,
+                "store_mode": setup.store_mode,
+                "store_after": setup.store_after,
+                "load_policy": setup.load_policy,
+                **settings,
+            }
+        )
+        self.scheduler = Scheduler(
+            self.pool,
+            setup.groups,
+            config=self.config,
+            num_ranks=setup.num_ranks,
+            hash_block_tokens=setup.hash_tokens,
+            num_device_blocks=setup.num_blocks if setup.bounded else None,
+            block_bytes=[VALUE_BYTES] * len(setup.groups),
+            levels=self.levels,
+            joins_loads=setup.joins_loads,
+            clock=lambda: self.now,
+        )
+        self.rows = max(group.blocks_per_slot for group in setup.groups)
+        self.host = np.zeros((setup.num_ranks, setup.num_slots * self.rows), dtype=np.uint64)
+        self.devices = [Device(setup.num_blocks, setup.num_ranks) for _ in setup.groups]
+        self.ranks = [self._new_rank(number) for number in range(setup.num_ranks)]
+        self.rank_salts = np.array([salt(LONG_AGO + r) for r in range(setup.num_ranks)])
+        self.requests: dict[str, Served] = {}
+        self.receipts: list[Receipt] = []
+        self.weights = 0
+        self.num_arrived = 0
+        self.num_finished = 0
+        self.num_loads = 0
+        self.num_failed = 0
+        self._allocated = 0
+        self._known: dict[tuple[int, int], tuple[int, int]] = {}
+        for story, keys in enumerate(self.stories.keys):
+            for g, group in enumerate(self.groups):
+                ratio = group.slot_tokens // setup.hash_tokens
+                for slot, key in enumerate(keys[ratio - 1 :: ratio]):
+                    self._known[int.from_bytes(key, "little"), g] = (story, slot)
+
+    def _new_rank(self, number: int) -> RankSide:
+        rank = RankSide(Rank(number), {})
+        for level in self.levels:
+            rank.tiers[level.name] = MemoryTier(
+                level.pool.num_slots * self.rows, VALUE_BYTES, name=level.name, fault=rank.fault
+            )
+        return rank
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def arrive(self, story: int, prompt: int, answer: int) -> Served:
+        self.num_arrived += 1
+        prompt = max(1, min(prompt, self.setup.longest - 1))
+        request = Served(
+            f"r{self.num_arrived}",
+            story % self.setup.num_stories,
+            prompt,
+            min(self.setup.longest, prompt + max(1, answer)),
+            [[] for _ in self.groups],
+        )
+        self.requests[request.id] = request
+        return request
+
+    def admit(self, request: Served) -> MatchState:
+        """Look a waiting request up, and start it if there is room for what it gets."""
+        assert request.state == "waiting"
+        # It may have been computed further before it was preempted; one token is always left.
+        wanted = max(request.prompt, request.computed) - 1
+        device = self._device_hit(request, wanted)
+        keys = self.stories.keys[request.story][: wanted // self.setup.hash_tokens]
+        match = self.scheduler.match(request.id, keys, computed_tokens=device, max_tokens=wanted)
+        assert match.computed_tokens == device
+        assert (match.state is MatchState.HIT) == (match.to_load > 0)
+        assert match.num_tokens <= max(wanted, device)
+        if match.state is MatchState.WAIT:
+            return match.state
+        needed = [
+            reach.needed_device_blocks(group, match.num_tokens, computed_tokens=device)
+            if match.to_load
+            else range(0)
+            for group in self.groups
+        ]
+        tables = self._acquire(request, device)
+        if any(len(n) > len(d.free) for n, d in zip(needed, self.devices, strict=True)):
+            self._give_back(tables)
+            return MatchState.WAIT
+        request.tables = tables
+        request.computed = device
+        request.published = device
+        request.stained = False
+        request.state = "running"
+        if match.state is MatchState.HIT:
+            self._load(request, needed, device, match.num_tokens)
+        return match.state
+
+    def _load(self, request: Served, needed: Sequence[range], device: int, num_tokens: int) -> None:
+        for g, (table, places) in enumerate(zip(request.tables, needed, strict=True)):
+            end = num_tokens // self.groups[g].block_tokens
+            table += [NO_BLOCK] * (end - len(places) - len(table))
+            table += self.devices[g].allocate(len(places))
+        held = self.scheduler.load(request.id, request.tables)
+        if not held:
+            self._cut(request, device)
+            return
+        self._hold(held)
+        request.state = "loading"
+        request.loading = (device, num_tokens, self.weights)
+
+    def compute(self, request: Served, count: int) -> bool:
+        """Compute so many tokens more, preempting later requests for room; finishes at the end."""
+        assert request.state == "running"
+        upto = min(request.target, request.computed + count)
+        while not self._can_grow(request, upto):
+            victims = [r for r in self.requests.values() if r.state == "running"]
+            if victims[-1] is request:
+                return False
+            self.preempt(victims[-1])
+        version = self.weights + (STAIN if request.stained else 0)
+        for g, (group, pool) in enumerate(zip(self.groups, self.devices, strict=True)):
+            table = request.tables[g]
+            first = request.computed // group.block_tokens
+            table += pool.allocate(max(0, -(-upto // group.block_tokens) - len(table)))
+            whole = range(first, upto // group.block_tokens)
+            blocks = table[whole.start : whole.stop]
+            self._fill(
+                g, blocks, self.stories.values[request.story][g][whole.start : whole.stop], version
+            )
+        self.scheduler.note_prefill(upto - request.computed, (upto - request.computed) * 2e-6)
+        request.computed = upto
+        self._publish(request)
+        self._store(request)
+        self._trim(request)
+        if upto == request.target:
+            self.finish(request)
+        return True
+
+    def _fill(self, g: int, blocks: list[int], values: Values, version: int) -> None:
+        pool = self.devices[g]
+        pool.expected[blocks] = values ^ salt(version)
+        pool.values[:, blocks] = pool.expected[blocks] ^ self.rank_salts[:, None]
+
+    def finish(self, request: Served) -> None:
+        self._store(request)
+        self.scheduler.finish(request.id)
+        self._give_back(request.tables)
+        del self.requests[request.id]
+        self.num_finished += 1
+
+    def abort(self, request: Served) -> None:
+        self.scheduler.abort(request.id)
+        self._give_back(request.tables)
+        del self.requests[request.id]
+
+    def preempt(self, request: Served) -> None:
+        self.scheduler.preempt(request.id)
+        self._give_back(request.tables)
+        request.tables = [[] for _ in self.groups]
+        request.state = "waiting"
+
+    def reset(self) -> None:
+        """New weights, in place. The engine forgets its own cache, and who runs is stained."""
+        self.weights += 1
+        for pool in self.devices:
+            pool.forget_all()
+        for request in self.requests.values():
+            request.stained = request.state != "waiting"
+        self.scheduler.reset()
+
+    # -- the device -----------------------------------------------------------------------------
+
+    def _device_hit(self, request: Served, wanted: int) -> int:
+        if not self.setup.joins_loads:
+            return 0
+        present = [
+            np.array([int(v) in pool.cache for v in values], dtype=bool)
+            for values, pool in zip(self.stories.values[request.story], self.devices, strict=True)
+        ]
+        return reach.longest_hit(self.device_groups, present, wanted, alignment=self.alignment)
+
+    def _acquire(self, request: Served, num_tokens: int) -> list[list[int]]:
+        tables: list[list[int]] = []
+        for g, (group, pool) in enumerate(zip(self.groups, self.devices, strict=True)):
+            places = reach.needed_device_blocks(self.device_groups[g], num_tokens)
+            values = self.stories.values[request.story][g][places.start : places.stop]
+            blocks = [pool.cache[int(value)] for value in values]
+            pool.hold(blocks)
+            skipped = places.start if places else num_tokens // group.block_tokens
+            tables.append([NO_BLOCK] * skipped + blocks)
+        return tables
+
+    def _can_grow(self, request: Served, num_tokens: int) -> bool:
+        return all(
+            -(-num_tokens // group.block_tokens) - len(table) <= len(pool.free)
+            for group, table, pool in zip(self.groups, request.tables, self.devices, strict=True)
+        )
+
+    def _publish(self, request: Served) -> None:
+        if request.stained or not self.setup.joins_loads:
+            return
+        for g, (group, pool) in enumerate(zip(self.groups, self.devices, strict=True)):
+            values = self.stories.values[request.story][g]
+            ratio = group.block_tokens // self.setup.hash_tokens
+            for place in range(
+                request.published // group.block_tokens, request.computed // group.block_tokens
+            ):
+                block = request.tables[g][place]
+                if block != NO_BLOCK:
+                    end = (place + 1) * ratio - 1
+                    key = self.stories.keys[request.story][end] if ratio else b""
+                    pool.publish(block, int(values[place]), key)
+        request.published = request.computed
+
+    def _store(self, request: Served) -> None:
+        if request.state == "running":
+            self._hold(
+                self.scheduler.store(
+                    request.id,
+                    self.stories.keys[request.story],
+                    request.tables,
+                    request.computed,
+                )
+            )
+
+    def _trim(self, request: Served) -> None:
+        for group, table, pool in zip(self.groups, request.tables, self.devices, strict=True):
+            # A slot is stored when it is whole, so its first blocks must stay until then.
+            passed = max(0, int(group.first_token(request.computed))) // group.slot_tokens
+            passed *= group.blocks_per_slot
+            pool.release([block for block in table[:passed] if block != NO_BLOCK])
+            table[:passed] = [NO_BLOCK] * min(passed, len(table))
+
+    def _cut(self, request: Served, num_tokens: int) -> None:
+        for group, table, pool in zip(self.groups, request.tables, self.devices, strict=True):
+            first = -(-num_tokens // group.block_tokens)
+            pool.release([block for block in table[first:] if block != NO_BLOCK])
+            del table[first:]
+        # Places a window has passed have no block, but they are there.
+
+    def _give_back(self, tables: list[list[int]]) -> None:
+        for table, pool in zip(tables, self.devices, strict=True):
+            pool.release([block for block in table if block != NO_BLOCK])
+            table.clear()
+
+    def _hold(self, held: Iterable[DeviceBlocks]) -> None:
+        for g, blocks in held:
+            self.devices[g].hold(blocks.tolist())
+
+    # -- the copies -----------------------------------------------------------------------------
+
+    def dispatch(self) -> int:
+        """End of a step: offer what goes next, then hand the plan to every rank."""
+        allocated = sum(pool.num_allocated for pool in self.devices)
+        self.scheduler.note_allocated(allocated - self._allocated)
+        self._allocated = allocated
+        depth = self.scheduler.offer_depth
+        if depth:
+            for g, pool in enumerate(self.devices):
+                head = [block for block, _ in zip(pool.free, range(depth), strict=False)]
+                soonest = [block for block in head if block in pool.cached_as]
+                keys = Keys.from_bytes(pool.cached_as[block][1] for block in soonest)
+                self._hold(self.scheduler.offer(g, keys, soonest))
+        plan = pickle.loads(pickle.dumps(self.scheduler.plan()))
+        for rank in self.ranks:
+            if not rank.lost:
+                rank.todo += plan.transfers
+        return len(plan.transfers)
+
+    def execute(self, rank: RankSide, at: int, outcome: str = "ok") -> None:
+        """One rank does one of its transfers; ``fail`` leaves nonsense behind, ``refuse`` not."""
+        transfer = rank.todo.pop(at)
+        try:
+            self._copy(rank, transfer, outcome)
+        except TransferError as error:
+            receipt = Receipt(transfer.id, rank.rank, Outcome.FAILED, str(error))
+        else:
+            num_bytes = len(transfer) * VALUE_BYTES
+            receipt = Receipt(transfer.id, rank.rank, Outcome.OK, "", num_bytes, 1e-6 * num_bytes)
+        self.receipts.append(receipt)
+
+    def _copy(self, rank: RankSide, transfer: Transfer, outcome: str) -> None:
+        src, dst, host = transfer.src_slots, transfer.dst_slots, self.host[rank.rank]
+        if DEVICE in (transfer.src, transfer.dst):
+            device = self.devices[transfer.group]
+            values = device.values[rank.rank]
+            touched = (src if transfer.src == DEVICE else dst).tolist()
+            assert all(device.holders[block] for block in touched), "a copy outlived its hold"
+            if outcome == "refuse":
+                raise TransferError("injected: refused")
+            if transfer.dst == DEVICE:
+                values[dst] = host[src] if outcome == "ok" else 0xBAD
+            else:
+                host[dst] = values[src] if outcome == "ok" else 0xBAD
+            if outcome != "ok":
+                raise TransferError("injected: half-way")
+            return
+        rank.refuse = outcome != "ok"
+        if transfer.src == HOST:
+            rank.tiers[transfer.dst].write(dst, host[src].view(np.uint8).reshape(len(src), -1))
+        else:
+            landed = np.zeros(len(src), dtype=np.uint64)
+            if outcome == "fail":
+                host[dst] = 0xBAD
+            rank.tiers[transfer.src].read(src, landed.view(np.uint8).reshape(len(src), -1))
+            host[dst] = landed
+
+    def settle(self, receipts: Iterable[Receipt] = ()) -> None:
+        """Hand receipts over and act on the answer."""
+        receipts = list(receipts)
+        for receipt in receipts:
+            self.receipts.remove(receipt)
+        self._act(self.scheduler.settle(receipts))
+
+    def _act(self, settled: Settled) -> None:
+        for request_id in settled.loaded:
+            self._loaded(self.requests[request_id])
+        for failed in settled.failed:
+            request = self.requests[failed.request_id]
+            assert request.state == "loading"
+            assert request.loading[0] == failed.first_token
+            self.num_failed += 1
+            self._cut(request, failed.first_token)
+            request.state = "running"
+        for g, blocks in settled.released:
+            self.devices[g].release(blocks.tolist())
+
+    def _loaded(self, request: Served) -> None:
+        assert request.state == "loading"
+        first, last, weights = request.loading
+        self.num_loads += 1
+        for g, group in enumerate(self.groups):
+            places = reach.needed_device_blocks(group, last, computed_tokens=first)
+            blocks = request.tables[g][places.start : places.stop]
+            values = self.stories.values[request.story][g][places.start : places.stop]
+            expected = values ^ salt(weights)
+            self.devices[g].expected[blocks] = expected
+            found = self.devices[g].values[:, blocks]
+            assert np.array_equal(found, expected ^ self.rank_salts[:, None]), (
+                f"{request.id}: group {g} was loaded with other bytes than it should have"
+            )
+        request.computed = last
+        request.state = "running"
+        self._publish(request)
+
+    def lose_rank(self, rank: RankSide) -> None:
+        """A worker dies: it touches nothing any more."""
+        rank.lost = True
+        rank.todo = []
+        self._act(self.scheduler.lose_rank(rank.rank, f"rank {rank.rank} is gone"))
+
+    def lose_bytes(self, level: int, slots: Sequence[int]) -> None:
+        """A medium fails: these slots of a level hold nothing any more, on all ranks."""
+        for rank in self.ranks:
+            rank.tiers[self.levels[level].name].lose(np.array(slots, dtype=np.int64) * self.rows)
+
+    # -- what always holds ----------------------------------------------------------------------
+
+    def check(self) -> None:
+        """The bookkeeping is right and every promise is kept, in all pools and on the device."""
+        self.scheduler.check_integrity()
+        self._check_device()
+        self._check_promises()
+
+    def _check_device(self) -> None:
+        for pool in self.devices:
+            held = sum(1 for holders in pool.holders if holders)
+            assert held + len(pool.free) == len(pool.holders)
+            assert not any(pool.holders[block] for block in pool.free)
+        for request in self.requests.values():
+            if request.state == "running":
+                self._check_request(request)
+
+    def _check_request(self, request: Served) -> None:
+        for g, group in enumerate(self.groups):
+            whole = request.computed // group.block_tokens
+            table = np.array(request.tables[g][:whole], dtype=np.int64)
+            places = np.flatnonzero(table != NO_BLOCK)
+            blocks = table[places]
+            pool = self.devices[g]
+            expected = pool.expected[blocks]
+            if not request.stained:
+                values = self.stories.values[request.story][g][places]
+                assert np.array_equal(expected, values ^ salt(self.weights)), (
+                    f"{request.id} shares a block of other tokens or other weights"
+                )
+            assert np.array_equal(pool.values[:, blocks], expected ^ self.rank_salts[:, None]), (
+                f"{request.id}: a block of group {g} was overwritten while in use"
+            )
+
+    def _check_promises(self) -> None:
+        """What can be matched is there: on every rank, of these weights, of these tokens."""
+        hosts = [(self.pool, None), *((level.pool, level.name) for level in self.levels)]
+        for pool, name in hosts:
+            slots = np.flatnonzero(pool._state == SlotState.CACHED)
+            for slot, key in zip(slots.tolist(), pool._index.keys_of(slots), strict=True):
+                expected = self._expected(key)
+                for rank, own in zip(self.ranks, self.rank_salts, strict=True):
+                    first = slot * self.rows
+                    if name is None:
+                        found = self.host[rank.rank, first : first + len(expected)]
+                    else:
+                        held = rank.tiers[name]._blocks or {}
+                        rows = range(first, first + len(expected))
+                        if not all(row in held for row in rows):
+                            continue  # lost: a read of it says so
+                        found = np.frombuffer(b"".join(held[row] for row in rows), dtype=np.uint64)
+                    assert np.array_equal(found, expected ^ own), (
+                        f"slot {slot} of {name or 'the host'} promises other bytes than it has"
+                    )
+
+    def _expected(self, key: bytes) -> Values:
+        for g, group in enumerate(self.groups):
+            mask = int.from_bytes(scope(self.weights, g), "little")
+            known = self._known.get((int.from_bytes(key, "little") ^ mask, g))
+            if known is not None:
+                story, slot = known
+                places = slice(slot * group.blocks_per_slot, (slot + 1) * group.blocks_per_slot)
+                return self.stories.values[story][g][places] ^ salt(self.weights)
+        raise AssertionError("a pool has a key that nobody ever asked for under these weights")
+
+    # -- what holds in the end ------------------------------------------------------------------
+
+    def quiesce(self, max_steps: int = 400) -> None:
+        """A calm hour: whatever happened before, every request finishes, and soon.
+
+        Ranks that were lost or hang stay so.
+        """
+        for _ in range(max_steps):
+            if not self.requests:
+                break
+            self.step()
+        assert not self.requests, f"{len(self.requests)} requests wait for ever: {self.describe()}"
+
+    def step(self, outcome: str = "ok", hung: Sequence[int] = ()) -> None:
+        """One step of a plain serving loop: settle, admit, compute, dispatch, copy."""
+        self.now += 0.25
+        self.settle(list(self.receipts))
+        for request in list(self.requests.values()):
+            if request.state == "waiting":
+                self.admit(request)
+        for request in list(self.requests.values()):
+            if request.state == "running":
+                self.compute(request, 16)
+        self.dispatch()
+        for rank in self.ranks:
+            while rank.todo and rank.rank not in hung:
+                self.execute(rank, 0, outcome)
+
+    def drain(self) -> None:
+        """Let everything end; then nothing may be claimed, held, queued or waited for."""
+        for _ in range(100):
+            self.dispatch()
+            for rank in self.ranks:
+                while rank.todo:
+                    self.execute(rank, 0)
+            self.settle(list(self.receipts))
+            if not self.scheduler.num_in_flight and not self.scheduler.num_queued:
+                break
+        self.check()
+        scheduler = self.scheduler
+        assert scheduler.num_in_flight == 0
+        assert scheduler.num_queued == 0
+        for request in list(self.requests.values()):
+            assert request.state != "loading", f"{request.id} waits for a load that is over"
+            self.abort(request)
+        for pool in (self.pool, *(level.pool for level in self.levels)):
+            assert pool.num_leases == 0
+            assert pool.counts.leased == 0
+        for device in self.devices:
+            assert not any(device.holders), "a device block is still held"
+        assert not scheduler._waiting_for
+        assert not scheduler._requests
+        assert not scheduler._being_loaded.any()
+        assert not scheduler._lower._promoting
+
+    def describe(self) -> str:
+        states = [f"{r.id} {r.state} {r.computed}/{r.target}" for r in self.requests.values()]
+        return f"{states}, {self.scheduler.num_in_flight} in flight"

@@ -1,0 +1,193 @@
+"""What the serving engine of these tests is made of: models, stories, device blocks, ranks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry import reach
+from kvferry.errors import TransferError
+from kvferry.identity import Namespace, chain, scope
+from kvferry.levels import WriteMode
+from kvferry.tiers import MemoryTier
+from kvferry.types import Rank, TierName, Transfer
+
+Values = npt.NDArray[np.uint64]
+
+VALUE_BYTES = 8
+STAIN = 1 << 20
+LONG_AGO = 1 << 16
+
+KINDS: dict[str, tuple[reach.Group, ...]] = {
+    "full": (reach.FullAttention(4),),
+    "window": (reach.FullAttention(4), reach.SlidingWindow(4, window=11)),
+    "recurrent": (reach.FullAttention(4), reach.RecurrentState(4)),
+    "chunked": (reach.FullAttention(4), reach.ChunkedLocal(4, chunk=24)),
+    "pairs": (reach.FullAttention(4, blocks_per_slot=2),),
+    "pairs and window": (
+        reach.FullAttention(4, blocks_per_slot=2),
+        reach.SlidingWindow(4, blocks_per_slot=2, window=18),
+    ),
+    "three": (
+        reach.FullAttention(8),
+        reach.SlidingWindow(8, window=16),
+        reach.RecurrentState(8, blocks_per_slot=2),
+    ),
+}
+"""Models by the shape of their layers."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One model, one server, and what lies below it."""
+
+    kind: str = "full"
+    hash_tokens: int = 4
+    num_ranks: int = 1
+    num_slots: int = 24
+    num_blocks: int = 32
+    levels: tuple[tuple[int, WriteMode], ...] = ()
+    joins_loads: bool = True
+    bounded: bool = True
+    store_mode: str = "eager"
+    store_after: int = 1
+    load_policy: str = "always"
+    longest: int = 96
+    num_stories: int = 6
+    seed: int = 0
+
+    @property
+    def groups(self) -> tuple[reach.Group, ...]:
+        return KINDS[self.kind]
+
+
+class Stories:
+    """What is asked: token sequences, half of which go on from inside an earlier one."""
+
+    def __init__(self, setup: Setup) -> None:
+        rng = np.random.default_rng(setup.seed)
+        self.tokens: list[npt.NDArray[np.int64]] = []
+        for number in range(setup.num_stories):
+            tokens = rng.integers(0, 1 << 30, setup.longest)
+            if number % 2:
+                shared = int(rng.integers(1, setup.longest))
+                tokens[:shared] = self.tokens[int(rng.integers(number))][:shared]
+            self.tokens.append(tokens)
+        self.keys = [chain(_namespace(setup.hash_tokens), tokens) for tokens in self.tokens]
+        # What a block holds depends on the group and every token up to its end.
+        self.ends = [
+            [chain(_namespace(g.block_tokens), tokens) for g in setup.groups]
+            for tokens in self.tokens
+        ]
+        self.values: list[list[Values]] = [
+            [keys.array[:, 0] ^ np.uint64(g) for g, keys in enumerate(by_group)]
+            for by_group in self.ends
+        ]
+
+
+@lru_cache
+def _namespace(block_tokens: int) -> Namespace:
+    return Namespace(
+        model="serving", dtype="none", layout="none", geometry="none", block_tokens=block_tokens
+    )
+
+
+@lru_cache(maxsize=4096)
+def salt(what: int) -> np.uint64:
+    return np.uint64(int.from_bytes(scope(what, LONG_AGO)[:VALUE_BYTES], "little"))
+
+
+class Device:
+    """One group's device blocks: values, reference counts, a free queue that is a prefix cache."""
+
+    def __init__(self, num_blocks: int, num_ranks: int) -> None:
+        self.values = np.zeros((num_ranks, num_blocks), dtype=np.uint64)
+        self.expected = np.zeros(num_blocks, dtype=np.uint64)
+        self.holders = [0] * num_blocks
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.cache: dict[int, int] = {}
+        self.cached_as: dict[int, tuple[int, bytes]] = {}
+        self.num_allocated = 0
+
+    def allocate(self, count: int) -> list[int]:
+        assert count <= len(self.free)
+        blocks = [self.free.popitem(last=False)[0] for _ in range(count)]
+        for block in blocks:
+            self.forget(block)
+            self.holders[block] = 1
+        self.values[:, blocks] = 0xDEAD
+        self.num_allocated += count
+        return blocks
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self.holders[block] += 1
+            self.free.pop(block, None)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        for block in reversed(blocks):
+            assert self.holders[block] > 0, f"device block {block} was released by nobody"
+            self.holders[block] -= 1
+            if not self.holders[block]:
+                self.free[block] = None
+                self.free.move_to_end(block, last=block in self.cached_as)
+
+    def publish(self, block: int, value: int, key: bytes) -> None:
+        if value not in self.cache:
+            self.forget(block)
+            self.cache[value] = block
+            self.cached_as[block] = (value, key)
+
+    def forget(self, block: int) -> None:
+        known = self.cached_as.pop(block, None)
+        if known is not None:
+            del self.cache[known[0]]
+
+    def forget_all(self) -> None:
+        self.cache.clear()
+        self.cached_as.clear()
+
+
+@dataclass(eq=False)
+class Served:
+    """One request: ``waiting`` without blocks, ``loading`` into some, or ``running``."""
+
+    id: str
+    story: int
+    prompt: int
+    target: int
+    tables: list[list[int]]
+    state: str = "waiting"
+    computed: int = 0
+    published: int = 0
+    loading: tuple[int, int, int] = (0, 0, 0)
+    stained: bool = False
+
+
+@dataclass
+class RankSide:
+    """One rank's worker: what it was given and has not done, and its own lower tiers."""
+
+    rank: Rank
+    tiers: dict[TierName, MemoryTier]
+    todo: list[Transfer] = field(default_factory=list)
+    lost: bool = False
+    refuse: bool = False
+
+    def fault(self, what: str) -> None:
+        if self.refuse:
+            raise TransferError(f"injected: no {what} today")
+
+
+def single(group: reach.Group) -> reach.Group:
+    """The same layers with slots of one block: how the engine's own cache sees them."""
+    if isinstance(group, reach.SlidingWindow):
+        return reach.SlidingWindow(group.block_tokens, window=group.window)
+    if isinstance(group, reach.ChunkedLocal):
+        return reach.ChunkedLocal(group.block_tokens, chunk=group.chunk)
+    return type(group)(group.block_tokens)

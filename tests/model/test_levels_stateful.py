@@ -1,0 +1,225 @@
+"""Everything at once: models of every shape, several levels, ranks that fail, and real bytes.
+
+Hypothesis chooses the server and what happens to it. After every operation all pools prove their
+bookkeeping, every block that can be matched holds the right bytes on every rank, and every block a
+request computes with is the one it should be. In the end every request finishes, and nothing is
+left claimed, held, or waited for.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.model.serving import Serving
+from tests.model.stage import KINDS, Served, Setup
+from tests.model.weather import Weather, random_setup
+
+from kvferry.levels import WriteMode
+
+picks = st.integers(0, 63)
+levels = st.tuples(st.sampled_from([3, 12, 60]), st.sampled_from(WriteMode))
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> Setup:
+    kind = draw(st.sampled_from(sorted(KINDS)))
+    one_block_slots = all(group.blocks_per_slot == 1 for group in KINDS[kind])
+    return Setup(
+        kind=kind,
+        hash_tokens=draw(st.sampled_from([4, 2])),
+        num_ranks=draw(st.integers(1, 3)),
+        num_slots=draw(st.sampled_from([16, 6, 40])),
+        num_blocks=draw(st.sampled_from([13, 20])),
+        levels=tuple(draw(st.lists(levels, max_size=2))),
+        joins_loads=draw(st.booleans()),
+        bounded=draw(st.booleans()),
+        store_mode=draw(st.sampled_from(["eager", "lazy"])) if one_block_slots else "eager",
+        store_after=draw(st.sampled_from([1, 2])),
+        load_policy=draw(st.sampled_from(["always", "auto"])),
+        longest=48,
+        num_stories=4,
+    )
+
+
+class LevelsMachine(RuleBasedStateMachine):
+    """A server in any weather. Chooses; :class:`Serving` acts and checks."""
+
+    serving: Serving | None = None
+    hung: int | None = None
+
+    @initialize(setup=setups())
+    def begin(self, setup: Setup) -> None:
+        self.serving = Serving(setup)
+
+    @property
+    def server(self) -> Serving:
+        assert self.serving is not None
+        return self.serving
+
+    def _pick(self, pick: int, *states: str) -> Served | None:
+        there = [r for r in self.server.requests.values() if r.state in states]
+        return there[pick % len(there)] if there else None
+
+    # -- an ordinary day --------------------------------------------------------------------------
+
+    @rule(story=st.integers(0, 3), prompt=st.integers(1, 48), answer=st.integers(1, 20))
+    def arrive(self, story: int, prompt: int, answer: int) -> None:
+        if len(self.server.requests) < 6:
+            self.server.arrive(story, prompt, answer)
+
+    @rule(pick=picks)
+    def admit(self, pick: int) -> None:
+        if request := self._pick(pick, "waiting"):
+            self.server.admit(request)
+
+    @rule(pick=picks, count=st.integers(1, 48))
+    def compute(self, pick: int, count: int) -> None:
+        if request := self._pick(pick, "running"):
+            self.server.compute(request, count)
+
+    @rule()
+    def dispatch(self) -> None:
+        self.server.dispatch()
+
+    @rule(pick=picks, at=picks, outcome=st.sampled_from(["ok", "ok", "ok", "fail", "refuse"]))
+    def execute(self, pick: int, at: int, outcome: str) -> None:
+        busy = [r for r in self.server.ranks if r.todo and r.rank != self.hung]
+        if busy:
+            rank = busy[pick % len(busy)]
+            self.server.execute(rank, at % len(rank.todo), outcome)
+
+    @rule(skip=st.integers(0, 3), backwards=st.booleans())
+    def settle(self, skip: int, backwards: bool) -> None:
+        receipts = self.server.receipts[skip:]
+        self.server.settle(receipts[::-1] if backwards else receipts)
+
+    @rule(count=st.integers(1, 3))
+    def serve(self, count: int) -> None:
+        """Some steps in which all goes well, so that interesting states are near."""
+        for _ in range(count):
+            self.server.step(hung=[] if self.hung is None else [self.hung])
+
+    # -- a bad one --------------------------------------------------------------------------------
+
+    @rule(pick=picks)
+    def abort(self, pick: int) -> None:
+        if request := self._pick(pick, "waiting", "loading", "running"):
+            self.server.abort(request)
+
+    @rule(pick=picks)
+    def preempt(self, pick: int) -> None:
+        if request := self._pick(pick, "loading", "running"):
+            self.server.preempt(request)
+
+    @rule(seconds=st.sampled_from([0.5, 3.5, 6.0, 20.0]))
+    def wait(self, seconds: float) -> None:
+        self.server.now += seconds
+        self.server.settle()
+
+    @rule(really=st.integers(0, 2))
+    def reset(self, really: int) -> None:
+        if not really:
+            self.server.reset()
+
+    @precondition(lambda self: self.serving is not None and self.serving.levels)
+    @rule(pick=picks, slots=st.lists(st.integers(0, 59), max_size=6))
+    def lose_bytes(self, pick: int, slots: list[int]) -> None:
+        level = pick % len(self.server.levels)
+        size = self.server.levels[level].pool.num_slots
+        self.server.lose_bytes(level, [slot % size for slot in slots])
+
+    @precondition(lambda self: self.serving is not None and self.hung is None)
+    @rule(pick=picks, really=st.integers(0, 4))
+    def hang(self, pick: int, really: int) -> None:
+        """A rank stops doing anything, and nobody knows."""
+        if not really:
+            self.hung = pick % len(self.server.ranks)
+
+    @precondition(lambda self: self.serving is not None and self.hung is not None)
+    @rule(returns=st.booleans())
+    def unhang(self, returns: bool) -> None:
+        """It wakes up and does what it was told long ago, or it is declared lost."""
+        assert self.hung is not None
+        rank, self.hung = self.server.ranks[self.hung], None
+        if not returns:
+            self.server.lose_rank(rank)
+
+    # -- what holds -------------------------------------------------------------------------------
+
+    @invariant()
+    def promises_are_kept(self) -> None:
+        if self.serving is not None:
+            self.serving.check()
+
+    def teardown(self) -> None:
+        if self.serving is not None:
+            self.serving.quiesce()
+            self.serving.drain()
+
+
+TestLevels = LevelsMachine.TestCase
+TestLevels.settings = settings(max_examples=3 * settings().max_examples, stateful_step_count=50)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_weather(seed: int) -> None:
+    """Longer lives than Hypothesis leads, on servers of every kind."""
+    rng = random.Random(seed)
+    serving = Serving(random_setup(rng))
+    weather = Weather(serving, rng, bad=rng.choice([0.0, 0.02, 0.2]))
+    for _ in range(20):
+        weather.blow(50)
+        serving.check()
+    serving.quiesce()
+    serving.drain()
+
+
+def test_the_weather_reaches_everything() -> None:
+    """A test that never loads proves nothing: each thing these tests are about does happen."""
+    rng = random.Random(7)
+    seen: set[str] = set()
+    for kind in ("full", "window", "recurrent", "pairs"):
+        serving = Serving(
+            Setup(
+                kind=kind,
+                num_slots=16,
+                num_blocks=26,
+                levels=((200, WriteMode.SPILL), (200, WriteMode.THROUGH)),
+                num_ranks=2,
+                num_stories=8,
+            )
+        )
+        weather = Weather(serving, rng)
+        weather.blow(3000)
+        serving.quiesce()
+        serving.drain()
+        stats = serving.scheduler.stats()
+        seen |= {"loaded"} if serving.num_loads else set()
+        seen |= {"failed"} if serving.num_failed else set()
+        seen |= {"promoted"} if stats.promoted_tokens else set()
+        seen |= {"overdue"} if stats.overdue else set()
+        seen |= {"shed"} if stats.shed_stores else set()
+        seen |= {f"{src} to {dst}" for src, dst in stats.bytes_moved}
+        seen |= set(stats.missed)
+    assert seen >= {
+        "loaded",
+        "failed",
+        "promoted",
+        "overdue",
+        "shed",
+        "device to host",
+        "host to device",
+        "host to lower0",
+        "host to lower1",
+        "lower0 to host",
+        "nothing_missed",
+        "never_stored",
+        "in_flight",
+        "evicted",
+        "other_namespace",
+        "still_below",
+    }
