@@ -12,12 +12,16 @@ from dataclasses import dataclass, field
 
 from kvferry.errors import InputError, ReceiptError
 from kvferry.lease import Lease, Purpose
-from kvferry.types import DEVICE, HOST, Outcome, Rank, Receipt, Transfer, TransferId
+from kvferry.stats import TrafficCounts
+from kvferry.types import DEVICE, HOST, Outcome, Rank, Receipt, RequestId, Transfer, TransferId
 
 
 @dataclass(eq=False)
 class Flight:
-    """One transfer on its way, and the leases it will end."""
+    """One transfer on its way, and the leases it will end.
+
+    ``served`` are the requests it stores for. ``receipts`` are those taken so far.
+    """
 
     transfer: Transfer
     leases: tuple[Lease, ...]
@@ -25,6 +29,8 @@ class Flight:
     waiting: set[Rank]
     reason: str = ""
     overdue: bool = False
+    served: tuple[RequestId, ...] = ()
+    receipts: list[Receipt] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -52,6 +58,7 @@ class FlightCounts:
     stale_receipts: int = 0
     bytes_moved: dict[tuple[str, str], int] = field(default_factory=dict)
     seconds_moved: dict[tuple[str, str], float] = field(default_factory=dict)
+    traffic: TrafficCounts = field(default_factory=TrafficCounts)
 
     def moved(self, src: str, dst: str) -> tuple[int, float]:
         """Bytes and seconds so far on one route."""
@@ -82,11 +89,19 @@ class Flights:
         self._next_id += 1
         return TransferId(self._next_id - 1)
 
-    def launch(self, transfer: Transfer, leases: tuple[Lease, ...], deadline: float) -> None:
+    def launch(
+        self,
+        transfer: Transfer,
+        leases: tuple[Lease, ...],
+        deadline: float,
+        served: tuple[RequestId, ...] = (),
+    ) -> None:
         """A transfer is handed to the workers; its leases end when it lands."""
         waiting = {Rank(rank) for rank in range(self._num_ranks)} - self._lost.keys()
         reason = next(iter(self._lost.values()), "")
-        self._flying[transfer.id] = Flight(transfer, leases, deadline, waiting, reason)
+        self._flying[transfer.id] = Flight(
+            transfer, leases, deadline, waiting, reason, served=served
+        )
         self.counts.launched += 1
 
     def settle(self, receipts: Iterable[Receipt]) -> list[Flight]:
@@ -167,6 +182,9 @@ class Flights:
         counts = self.counts
         counts.bytes_moved[route] = counts.bytes_moved.get(route, 0) + receipt.num_bytes
         counts.seconds_moved[route] = counts.seconds_moved.get(route, 0.0) + receipt.seconds
+        flight.receipts.append(receipt)
+        if receipt.outcome is Outcome.OK:
+            counts.traffic.add((*route, receipt.path), receipt.num_bytes, receipt.seconds)
 
     def _land(self, flight: Flight) -> Flight:
         del self._flying[flight.transfer.id]

@@ -39,6 +39,7 @@ class StoreOrder:
     lease: Lease
     device_blocks: SlotArray
     host_slots: SlotArray
+    request_id: RequestId | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +168,8 @@ class Outbox:
             group,
         )
         leases = tuple(order.lease for order in orders)
-        self._flights.launch(transfer, leases, now + self._config.store_deadline)
+        served = tuple(order.request_id for order in orders if order.request_id is not None)
+        self._flights.launch(transfer, leases, now + self._config.store_deadline, served)
         return transfer
 
     def discard(self) -> None:

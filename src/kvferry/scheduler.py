@@ -13,7 +13,6 @@ A request id may be used again once the request is finished.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from types import MappingProxyType
 
@@ -26,6 +25,7 @@ from kvferry.errors import ClosedError, InputError
 from kvferry.flight import Flight, Flights
 from kvferry.ghosts import Ghosts
 from kvferry.identity import scope
+from kvferry.journal import Entry, Journal
 from kvferry.keys import Keys
 from kvferry.lease import Lease
 from kvferry.levels import Level, LowerLevels
@@ -50,8 +50,6 @@ from kvferry.types import (
 from kvferry.why import Explanation, Reason
 
 __all__ = ["NO_BLOCK", "BlockTable", "Level", "Scheduler"]
-
-_EXPLANATIONS_KEPT = 1024
 
 
 class Scheduler:
@@ -119,7 +117,7 @@ class Scheduler:
         self._being_loaded = np.zeros(pool.num_slots, dtype=np.int32)
         self._released: list[DeviceBlocks] = []
         self._counts = MatchCounts()
-        self._explanations: OrderedDict[RequestId, Explanation] = OrderedDict()
+        self._journal = Journal()
         self._ghosts = Ghosts(pool.num_slots)
         self._closed = False
         pool.listeners.append(self._ghosts.add)
@@ -317,7 +315,7 @@ class Scheduler:
         if record.outdated or self._storing.is_lazy:
             return ()
         num_tokens = min(num_tokens, len(keys) * self._matcher.hash_tokens)
-        return self._storing.computed(record, keys, tables, num_tokens)
+        return self._storing.computed(request_id, record, keys, tables, num_tokens)
 
     def stored_tokens(self, request_id: RequestId) -> int:
         """Leading tokens that :meth:`store` is done with; while there are more, call it again.
@@ -408,6 +406,8 @@ class Scheduler:
     def _release(self, flight: Flight) -> None:
         """No rank touches this transfer's memory any more."""
         transfer = flight.transfer
+        for request_id in flight.served:
+            self._journal.ended(request_id, flight)
         if transfer.dst == DEVICE:
             self._released.append(DeviceBlocks(transfer.group, transfer.dst_slots))
             for lease in flight.leases:
@@ -425,6 +425,7 @@ class Scheduler:
         request_id = self._waiting_for.pop(flight.transfer.id, None)
         if request_id is None:
             return
+        self._journal.ended(request_id, flight)
         record = self._requests[request_id]
         if flight.transfer.id in record.promoting:
             record.promoting.discard(flight.transfer.id)
@@ -526,7 +527,16 @@ class Scheduler:
 
     def explain(self, request_id: RequestId) -> Explanation | None:
         """Why a request got no more than it did, as of its last look-up; None if too long ago."""
-        return self._explanations.get(request_id)
+        entry = self._journal.entry(request_id)
+        return entry.explanation if entry is not None else None
+
+    def journal(self, request_id: RequestId) -> Entry | None:
+        """What is remembered of a request, its transfers too; None if too long ago."""
+        return self._journal.entry(request_id)
+
+    def recent(self) -> tuple[RequestId, ...]:
+        """The requests still remembered, the latest last."""
+        return self._journal.request_ids()
 
     def stats(self) -> SchedulerStats:
         """A snapshot of everything counted so far."""
@@ -551,6 +561,18 @@ class Scheduler:
             stale_receipts=flights.stale_receipts,
             bytes_moved=MappingProxyType(dict(flights.bytes_moved)),
             seconds_moved=MappingProxyType(dict(flights.seconds_moved)),
+            traffic=flights.traffic.snapshot(),
+            queued=len(self._outbox),
+            bytes_in_flight=self._outbox.bytes_in_flight(self._block_bytes),
+            leases=MappingProxyType(
+                {
+                    HOST: self.pool.num_leases,
+                    **{level.name: level.pool.num_leases for level in self._lower.levels},
+                }
+            ),
+            resets=self.epoch,
+            bandwidth=self._worth.bandwidth,
+            prefill_rate=self._worth.prefill_rate,
         )
 
     def check_integrity(self) -> None:
@@ -597,12 +619,8 @@ class Scheduler:
 
     def _remember(self, explanation: Explanation) -> None:
         missed = self._counts.missed
-        if explanation.request_id not in self._explanations:
+        if self._journal.explained(explanation):
             missed[explanation.reason.value] = missed.get(explanation.reason.value, 0) + 1
-        self._explanations[explanation.request_id] = explanation
-        self._explanations.move_to_end(explanation.request_id)
-        if len(self._explanations) > _EXPLANATIONS_KEPT:
-            self._explanations.popitem(last=False)
 
     def _count_once(self, record: RequestRecord, look: Look) -> None:
         if record.counted:

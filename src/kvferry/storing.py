@@ -17,7 +17,7 @@ from kvferry.outbox import Outbox, StoreOrder
 from kvferry.policy import SeenOften, Watermark
 from kvferry.pool import Pool
 from kvferry.request import RequestRecord
-from kvferry.types import as_slots
+from kvferry.types import RequestId, as_slots
 
 NO_BLOCK = -1
 """In a block table: the engine keeps no device block here (outside a window, say)."""
@@ -62,7 +62,12 @@ class Storing:
     # -- eager ----------------------------------------------------------------------------------
 
     def computed(
-        self, record: RequestRecord, keys: Keys, tables: Sequence[BlockTable], num_tokens: int
+        self,
+        request_id: RequestId,
+        record: RequestRecord,
+        keys: Keys,
+        tables: Sequence[BlockTable],
+        num_tokens: int,
     ) -> tuple[DeviceBlocks, ...]:
         """Order the whole slots below ``num_tokens`` that this request has not stored yet."""
         held = []
@@ -79,7 +84,7 @@ class Storing:
                 self.num_shed += 1
                 continue
             record.stored[g] = slots.stop
-            order = self._order(g, keys, slots, blocks[g][: len(slots)])
+            order = self._order(request_id, g, keys, slots, blocks[g][: len(slots)])
             if order is not None:
                 self._outbox.store(order)
                 held.append(DeviceBlocks(g, order.device_blocks))
@@ -100,7 +105,12 @@ class Storing:
         return blocks.reshape(-1, per_slot)
 
     def _order(
-        self, g: int, keys: Keys, slots: range, blocks: npt.NDArray[np.int64]
+        self,
+        request_id: RequestId,
+        g: int,
+        keys: Keys,
+        slots: range,
+        blocks: npt.NDArray[np.int64],
     ) -> StoreOrder | None:
         group = self._matcher.groups[g]
         slot_keys = self._matcher.slot_keys(g, keys, slots)
@@ -117,7 +127,7 @@ class Storing:
             return None
         places = self._outbox.rows(lease.slots[:, None], np.arange(group.blocks_per_slot))
         device_blocks = as_slots(blocks[chosen[lease.positions]].ravel())
-        return StoreOrder(g, lease, device_blocks, places.ravel())
+        return StoreOrder(g, lease, device_blocks, places.ravel(), request_id)
 
     # -- lazy -----------------------------------------------------------------------------------
 
