@@ -12,6 +12,7 @@ import pytest
 
 from kvferry.errors import InputError
 from kvferry.playground.model import KEY_TILE, TILE, Decoder, ModelShape, Span, Tiling
+from kvferry.playground.threads import limit_matrix_threads
 
 BLOCK_TOKENS = 16
 SMALL = ModelShape(
@@ -28,6 +29,12 @@ HYBRID = ModelShape(
     windows=(None, 24, None, 100),
     seed=5,
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_matrix_thread() -> None:
+    """Threads that spin for each other make these slow where tests run side by side."""
+    limit_matrix_threads(1)
 
 
 def prompt(length: int, seed: int = 0) -> np.ndarray:
