@@ -1,0 +1,205 @@
+"""A real vLLM engine in this process, driven step by step, and copies that can be tampered with."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+from kvferry.stats import SchedulerStats
+from kvferry.types import DEVICE, HOST, Outcome, Receipt, Transfer
+
+BLOCK_TOKENS = 32
+Tokens = list[int]
+
+
+def make_prompts(seed: int, *lengths: int) -> list[Tokens]:
+    chooser = random.Random(seed)
+    return [[chooser.randrange(256) for _ in range(length)] for length in lengths]
+
+
+class Engine:
+    """vLLM with or without kvferry. Everything happens in the caller's thread."""
+
+    def __init__(self, model: Path, *, ferry: dict[str, Any] | None = None, **options: Any) -> None:
+        from vllm import LLM
+
+        connector = {
+            "kv_connector": "kvferry",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": ferry,
+        }
+        self.llm = LLM(
+            model=str(model),
+            dtype="float32",
+            block_size=BLOCK_TOKENS,
+            enforce_eager=True,
+            kv_transfer_config=connector if ferry is not None else None,
+            **{
+                "num_gpu_blocks_override": 64,
+                "max_model_len": 512,
+                "max_num_seqs": 8,
+                "max_num_batched_tokens": 512,
+                **options,
+            },
+        )
+        self._names = itertools.count()
+
+    # -- running --------------------------------------------------------------------------------
+
+    def generate(self, prompts: Sequence[Tokens], max_tokens: int = 16, **sampling: Any) -> list:
+        """The tokens that follow each prompt, all of them running at once."""
+        names = [self.add(prompt, max_tokens, **sampling) for prompt in prompts]
+        done = self.run()
+        return [done[name] for name in names]
+
+    def add(self, prompt: Tokens, max_tokens: int = 16, *, salt: str | None = None) -> str:
+        from vllm import SamplingParams
+
+        name = f"request-{next(self._names)}"
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        asked: dict[str, Any] = {"prompt_token_ids": prompt}
+        if salt is not None:
+            asked["cache_salt"] = salt
+        self.llm.llm_engine.add_request(name, asked, sampling)
+        return name
+
+    def abort(self, name: str) -> None:
+        self.llm.llm_engine.abort_request([name])
+
+    def step(self) -> dict[str, Tokens]:
+        """One step; the requests that ended in it."""
+        return {
+            output.request_id: list(output.outputs[0].token_ids)
+            for output in self.llm.llm_engine.step()
+            if output.finished
+        }
+
+    def run(self, most_steps: int = 5000) -> dict[str, Tokens]:
+        """Step until every request has ended."""
+        done: dict[str, Tokens] = {}
+        for _ in range(most_steps):
+            if not self.llm.llm_engine.has_unfinished_requests():
+                return done
+            done |= self.step()
+        raise AssertionError(f"requests still wait after {most_steps} steps")
+
+    def settle(self, most_steps: int = 5000) -> None:
+        """Step until every copy has landed and been told."""
+        for _ in range(most_steps):
+            if not self.connector.has_pending_push_work():
+                return
+            self.step()
+        raise AssertionError(f"copies still fly after {most_steps} steps")
+
+    def forget_device(self) -> None:
+        """Drop vLLM's own prefix cache, so that whatever comes back comes through kvferry."""
+        if self.connector is not None:
+            self.settle()
+        assert self.llm.reset_prefix_cache(), "vLLM still holds blocks"
+
+    # -- looking --------------------------------------------------------------------------------
+
+    @property
+    def scheduler(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    @property
+    def connector(self) -> Any:
+        return self.scheduler.connector
+
+    @property
+    def side(self) -> Any:
+        return self.connector._scheduler
+
+    @property
+    def stats(self) -> SchedulerStats:
+        stats: SchedulerStats = self.side.scheduler.stats()
+        return stats
+
+    @property
+    def loaded_blocks(self) -> int:
+        """Blocks copied to the device so far, over all groups."""
+        return self.stats.bytes_moved.get((HOST, DEVICE), 0) // self.side._shapes[0].slot_bytes
+
+    def check_idle(self) -> None:
+        """Nothing is left behind: no request, no hold, no lease, no device block in use."""
+        self.settle()
+        side, pool = self.side, self.scheduler.kv_cache_manager.block_pool
+        assert side.guard.reason == ""
+        assert side.holds.num_held == 0
+        assert not side._tracked
+        assert not side._loading
+        side.scheduler.check_integrity()
+        assert side.scheduler.pool.num_leases == 0
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # block 0 is nobody's
+
+    def close(self) -> None:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        cleanup_dist_env_and_memory()
+
+
+@dataclass
+class Tamper:
+    """Stands between kvferry's worker and its copy engine, and spoils what it is told to."""
+
+    mover: Any
+    fails: Callable[[Transfer], bool] = lambda transfer: False
+    zeroes_loads: bool = False
+    holds_receipts: bool = False
+
+    def __post_init__(self) -> None:
+        self._own: list[Receipt] = []
+        self.num_failed = 0
+
+    def submit(self, transfer: Transfer) -> object:
+        if self.fails(transfer):
+            self.num_failed += 1
+            self._own.append(Receipt(transfer.id, self.mover._rank, Outcome.FAILED, "tampered"))
+            return None
+        if self.zeroes_loads and transfer.dst == DEVICE:
+            self.mover.drain()  # stores read the same slots
+            self.mover._host[transfer.src_slots] = 0
+        return self.mover.submit(transfer)
+
+    def poll(self) -> list[Receipt]:
+        if self.holds_receipts:
+            return []
+        receipts, self._own = self._own, []
+        return receipts + self.mover.poll()
+
+    def drain(self, timeout: float | None = None) -> list[Receipt]:
+        receipts, self._own = self._own, []
+        return receipts + self.mover.drain(timeout)
+
+    def close(self) -> None:
+        self.mover.close()
+
+
+@contextlib.contextmanager
+def tampering(monkeypatch: Any, **how: Any) -> Iterator[list[Tamper]]:
+    """Engines made inside get tampered copies; yields the tampers, one per rank."""
+    import kvferry.vllm.connector as module
+
+    real = module.open_engine
+    made: list[Tamper] = []
+
+    def open_engine(config: Any) -> Any:
+        opener = real(config)
+
+        def tampered(*args: Any) -> Tamper:
+            made.append(Tamper(opener(*args), **how))
+            return made[-1]
+
+        return tampered
+
+    monkeypatch.setattr(module, "open_engine", open_engine)
+    yield made

@@ -1,0 +1,75 @@
+"""Tiny models with random weights, made on the spot: wrong KV changes what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 256 + 2  # every byte, and two special tokens
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+)
+
+# Large initial weights: with the usual 0.02 every prompt yields the same token and no test could
+# tell a right block from a wrong one.
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.2,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "tie_word_embeddings": False,
+}
+
+
+def make_llama(folder: Path) -> Path:
+    """Full attention in every layer: one group."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return _save(folder, LlamaForCausalLM, LlamaConfig(**_SHAPE))
+
+
+def make_gemma(folder: Path) -> Path:
+    """Sliding windows of 64 tokens in five layers of six, full attention in the last: groups."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    shape = {**_SHAPE, "num_hidden_layers": 6}
+    config = Gemma3TextConfig(
+        **shape, sliding_window=64, sliding_window_pattern=6, query_pre_attn_scalar=32
+    )
+    return _save(folder, Gemma3ForCausalLM, config)
+
+
+def _save(folder: Path, model_class: Any, config: Any) -> Path:
+    import torch
+
+    torch.manual_seed(20260807)
+    model_class(config).to(torch.float32).save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+    return folder
+
+
+def _tokenizer() -> Any:
+    """One token per byte."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(letters)}
+    vocabulary |= {"<s>": 256, "</s>": 257}
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        chat_template=CHAT_TEMPLATE,
+    )

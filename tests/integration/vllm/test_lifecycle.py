@@ -1,0 +1,173 @@
+"""Requests that end early, copies that take long, and our own mistakes: vLLM goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.scheduler import Scheduler
+from tests.integration.vllm.engine import make_prompts, tampering
+
+FERRY = {"host": "64MiB", "max_storing_blocks": 1000}
+
+
+def waiting_for_load(engine, name):
+    request = engine.scheduler.requests.get(engine_name(engine, name))
+    return request is not None and request.status.name == "WAITING_FOR_REMOTE_KVS"
+
+
+def engine_name(engine, name):
+    """vLLM may add a suffix to a request's name."""
+    return next((known for known in engine.scheduler.requests if known.startswith(name)), name)
+
+
+def test_a_request_aborted_while_it_loads(start, llama, monkeypatch):
+    prompts = make_prompts(21, 300, 200)
+    expected = start(llama).generate(prompts)
+    with tampering(monkeypatch) as tampers:
+        engine = start(llama, ferry=FERRY)
+    engine.generate(prompts)
+    engine.forget_device()
+    tampers[0].holds_receipts = True
+    names = [engine.add(prompt) for prompt in prompts]
+    for _ in range(3):
+        engine.step()
+    assert all(waiting_for_load(engine, name) for name in names)
+    engine.abort(names[0])
+    engine.step()
+    tampers[0].holds_receipts = False
+    assert engine.run()[names[1]] == expected[1]
+    engine.check_idle()
+    assert engine.generate(prompts) == expected
+    engine.check_idle()
+
+
+def test_a_request_aborted_while_its_blocks_are_stored(start, llama, monkeypatch):
+    prompts = make_prompts(22, 300, 200)
+    expected = start(llama).generate(prompts)
+    with tampering(monkeypatch) as tampers:
+        engine = start(llama, ferry=FERRY)
+    tampers[0].holds_receipts = True
+    names = [engine.add(prompt) for prompt in prompts]
+    for _ in range(3):
+        engine.step()
+    assert engine.side.holds.num_held > 0
+    engine.abort(names[0])
+    assert engine.run()[names[1]] == expected[1]
+    assert not engine.llm.reset_prefix_cache(), "stores in flight must keep their blocks"
+    tampers[0].holds_receipts = False
+    engine.forget_device()
+    assert engine.generate(prompts) == expected
+    assert engine.loaded_blocks > 0
+    engine.check_idle()
+
+
+def test_many_aborts_at_random_moments(start, llama):
+    import random
+
+    chooser = random.Random(23)
+    prompts = make_prompts(23, *[chooser.randrange(20, 400) for _ in range(30)])
+    prompts += [prompt + [1, 2, 3] for prompt in prompts[:10]]
+    expected = start(llama, num_gpu_blocks_override=48).generate(prompts)
+    engine = start(llama, ferry={**FERRY, "host": "4MiB"}, num_gpu_blocks_override=48)
+    for _ in range(3):
+        names = {engine.add(prompt): number for number, prompt in enumerate(prompts)}
+        done = {}
+        while engine.llm.llm_engine.has_unfinished_requests():
+            done |= engine.step()
+            if chooser.random() < 0.1:
+                engine.abort(chooser.choice(list(names)))
+        for name, tokens in done.items():
+            if len(tokens) == 16:
+                assert tokens == expected[names[name]]
+        engine.check_idle()
+    assert engine.loaded_blocks > 0
+    assert engine.stats.pool.evicted > 0
+
+
+def test_finishing_never_waits_for_a_store(start, llama, monkeypatch):
+    (prompt,) = make_prompts(24, 300)
+    with tampering(monkeypatch) as tampers:
+        engine = start(llama, ferry=FERRY)
+    tampers[0].holds_receipts = True
+    engine.generate([prompt])
+    assert not engine.scheduler.requests
+    tampers[0].holds_receipts = False
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("hook", ["match", "load", "store", "plan", "settle", "finish"])
+def test_a_mistake_of_ours_never_stops_the_engine(start, llama, monkeypatch, hook):
+    prompts = make_prompts(25, 300, 200, 250)
+    expected = start(llama).generate(prompts)
+    engine = start(llama, ferry=FERRY)
+    assert engine.generate(prompts) == expected
+    engine.forget_device()
+
+    def mistaken(*args, **kwargs):
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(Scheduler, hook, mistaken)
+    assert engine.generate(prompts) == expected
+    assert "a mistake" in engine.side.guard.reason
+    assert engine.generate(prompts) == expected
+    for _ in range(5):
+        engine.generate([[1, 2, 3]])
+    assert engine.side.holds.num_held == 0
+    assert engine.llm.reset_prefix_cache()
+    assert engine.generate(prompts) == expected
+
+
+def test_tensors_we_cannot_describe_leave_kvferry_idle(start, llama, monkeypatch):
+    from kvferry.errors import LayoutError
+    from kvferry.vllm import worker_side
+
+    prompts = make_prompts(26, 200)
+    expected = start(llama).generate(prompts)
+
+    def refuse(*args):
+        raise LayoutError("strange tensors")
+
+    monkeypatch.setattr(worker_side, "layouts_of", refuse)
+    engine = start(llama, ferry=FERRY)
+    assert engine.generate(prompts) == expected
+    assert "strange tensors" in engine.side.refusal
+    assert engine.side.banner().startswith("kvferry is idle")
+
+
+def test_a_running_request_survives_a_reset(start, llama):
+    prompts = make_prompts(27, 300, 200)
+    expected = start(llama).generate(prompts, max_tokens=40)
+    engine = start(llama, ferry=FERRY)
+    names = [engine.add(prompt, 40) for prompt in prompts]
+    for _ in range(6):
+        engine.step()
+    engine.llm.llm_engine.engine_core.reset_prefix_cache(
+        reset_running_requests=True, reset_connector=True
+    ) if engine.side.holds.num_held == 0 else engine.side.reset()
+    done = engine.run()
+    assert [done[name] for name in names] == expected
+    engine.check_idle()
+
+
+def test_an_unknown_setting_is_refused_with_the_nearest_name(start, llama):
+    with pytest.raises(Exception, match="did you mean 'host'"):
+        start(llama, ferry={"hosts": "1GiB"})
+
+
+def test_loaded_by_module_path_too(start, llama, monkeypatch):
+    from vllm import LLM
+
+    real = LLM.__init__
+
+    def by_path(self, *args, kv_transfer_config, **kwargs):
+        kv_transfer_config["kv_connector"] = "KvferryConnector"
+        kv_transfer_config["kv_connector_module_path"] = "kvferry.vllm.connector"
+        real(self, *args, kv_transfer_config=kv_transfer_config, **kwargs)
+
+    monkeypatch.setattr(LLM, "__init__", by_path)
+    engine = start(llama, ferry=FERRY)
+    prompts = make_prompts(28, 200)
+    expected = engine.generate(prompts)
+    engine.forget_device()
+    assert engine.generate(prompts) == expected
+    assert engine.loaded_blocks == 6

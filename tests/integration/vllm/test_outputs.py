@@ -1,0 +1,192 @@
+"""What the model says must not depend on whether its KV was computed or came through kvferry."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.integration.vllm.engine import BLOCK_TOKENS, make_prompts, tampering
+
+FERRY = {"host": "64MiB", "max_storing_blocks": 1000}
+MODELS = ["llama", "gemma"]
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    return request.getfixturevalue(request.param)
+
+
+def blocks_for(model):
+    """Six groups take six times the blocks."""
+    return 64 if model.name == "llama" else 256
+
+
+def test_a_prompt_comes_back_after_a_reset(start, model):
+    prompts = make_prompts(1, 100, 200, 300, 33, 31)
+    options = {"num_gpu_blocks_override": blocks_for(model)}
+    expected = start(model, **options).generate(prompts)
+    engine = start(model, ferry=FERRY, **options)
+    assert engine.generate(prompts) == expected
+    assert engine.loaded_blocks == 0
+    engine.forget_device()
+    assert engine.generate(prompts) == expected
+    assert engine.stats.hit_tokens == (3 + 6 + 9 + 1) * BLOCK_TOKENS
+    assert engine.loaded_blocks > 0
+    engine.check_idle()
+
+
+def test_generated_tokens_come_back_in_the_next_turn(start, llama):
+    (prompt,) = make_prompts(2, 50)
+    (more,) = make_prompts(3, 40)
+    plain = start(llama)
+    (answer,) = plain.generate([prompt], max_tokens=100)
+    turn = [*prompt, *answer, *more]
+    expected = plain.generate([turn])
+    engine = start(llama, ferry=FERRY)
+    assert engine.generate([prompt], max_tokens=100) == [answer]
+    engine.forget_device()
+    assert engine.generate([turn]) == expected
+    # The last generated token was never fed back, so its KV was never computed.
+    assert engine.stats.hit_tokens == (50 + 100 - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    engine.check_idle()
+
+
+def test_a_prompt_comes_back_after_others_pushed_it_out(start, model):
+    first, *others = make_prompts(4, *[300] * 8)
+    options = {"num_gpu_blocks_override": 24 if model.name == "llama" else 100}
+    plain = start(model, **options)
+    expected = plain.generate([first]) + [plain.generate([p])[0] for p in others]
+    engine = start(model, ferry=FERRY, **options)
+    assert engine.generate([first]) + [engine.generate([p])[0] for p in others] == expected
+    loaded = engine.loaded_blocks
+    assert engine.generate([first]) == expected[:1]
+    assert engine.loaded_blocks > loaded
+    assert engine.stats.hit_tokens >= 9 * BLOCK_TOKENS
+    engine.check_idle()
+
+
+def test_preempted_requests_go_on_where_they_were(start, llama, monkeypatch):
+    prompts = make_prompts(5, 60, 70, 80, 90)
+    options = {"num_gpu_blocks_override": 18, "max_model_len": 256}
+    expected = start(llama).generate(prompts, max_tokens=120)
+    engine = start(llama, ferry=FERRY, **options)
+    preempted = []
+    real = engine.scheduler._preempt_request
+    monkeypatch.setattr(
+        engine.scheduler,
+        "_preempt_request",
+        lambda request, *args, **kwargs: (preempted.append(request), real(request, *args, **kwargs)),
+    )
+    assert engine.generate(prompts, max_tokens=120) == expected
+    assert preempted
+    engine.check_idle()
+
+
+def test_a_prompt_in_chunks_is_stored_whole(start, model):
+    prompts = make_prompts(6, 400, 230)
+    options = {"num_gpu_blocks_override": blocks_for(model), "max_num_batched_tokens": 64}
+    expected = start(model, **options).generate(prompts)
+    engine = start(model, ferry=FERRY, **options)
+    assert engine.generate(prompts) == expected
+    engine.forget_device()
+    assert engine.generate(prompts) == expected
+    assert engine.stats.hit_tokens == (12 + 7) * BLOCK_TOKENS
+    engine.check_idle()
+
+
+def test_requests_that_share_a_prefix_load_it_once(start, llama):
+    (prefix,) = make_prompts(7, 256)
+    prompts = [prefix + tail for tail in make_prompts(8, *[40] * 6)]
+    expected = start(llama, num_gpu_blocks_override=128).generate(prompts)
+    engine = start(llama, ferry=FERRY, num_gpu_blocks_override=128)
+    engine.generate([prefix + [0]])
+    engine.forget_device()
+    assert engine.generate(prompts) == expected
+    assert engine.loaded_blocks == 256 // BLOCK_TOKENS
+    engine.check_idle()
+
+
+def test_a_shorter_window_is_no_shorter_hit(start, gemma):
+    """A hit may end at any block although most layers keep only the last 64 tokens."""
+    (prompt,) = make_prompts(9, 400)
+    (tail,) = make_prompts(10, 60)
+    turns = [prompt[:length] + tail for length in (96, 160, 320)]
+    options = {"num_gpu_blocks_override": 256}
+    expected = start(gemma, **options).generate(turns)
+    engine = start(gemma, ferry=FERRY, **options)
+    engine.generate([prompt])
+    engine.forget_device()
+    assert [engine.generate([turn])[0] for turn in turns] == expected
+    assert engine.loaded_blocks > 0
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_a_failed_load_is_computed_again(start, model, monkeypatch, every):
+    prompts = make_prompts(11, 300, 200, 300, 100)
+    options = {"num_gpu_blocks_override": blocks_for(model)}
+    expected = start(model, **options).generate(prompts)
+    count = itertools.count(1)
+    fails = lambda transfer: transfer.dst == "device" and next(count) % every == 0  # noqa: E731
+    with tampering(monkeypatch, fails=fails) as tampers:
+        engine = start(model, ferry=FERRY, **options)
+    assert engine.generate(prompts) == expected
+    for _ in range(3):
+        engine.forget_device()
+        assert engine.generate(prompts) == expected
+    assert tampers[0].num_failed > 0
+    assert engine.stats.failed == tampers[0].num_failed
+    engine.check_idle()
+
+
+def test_a_failed_store_is_only_a_miss(start, llama, monkeypatch):
+    prompts = make_prompts(12, 300, 200)
+    expected = start(llama).generate(prompts)
+    with tampering(monkeypatch, fails=lambda transfer: transfer.src == "device"):
+        engine = start(llama, ferry=FERRY)
+    assert engine.generate(prompts) == expected
+    engine.forget_device()
+    assert engine.generate(prompts) == expected
+    assert engine.stats.hit_tokens == 0
+    assert engine.stats.pool.cached == 0
+    engine.check_idle()
+
+
+def test_loads_of_zeros_change_the_output(start, model, monkeypatch):
+    """The control: if this passed with the right output, the tests above would prove nothing."""
+    prompts = make_prompts(13, 300, 200)
+    options = {"num_gpu_blocks_override": blocks_for(model)}
+    with tampering(monkeypatch, zeroes_loads=True):
+        engine = start(model, ferry=FERRY, **options)
+    expected = engine.generate(prompts)
+    engine.forget_device()
+    wrong = engine.generate(prompts)
+    assert engine.loaded_blocks > 0
+    assert all(got != right for got, right in zip(wrong, expected, strict=True))
+
+
+def test_another_salt_is_another_prompt(start, llama):
+    prompts = make_prompts(14, 200)
+    engine = start(llama, ferry=FERRY)
+    expected = engine.generate(prompts, salt="ours")
+    for salt, hit_blocks in [("theirs", 0), (None, 0), ("ours", 6)]:
+        engine.forget_device()
+        before = engine.stats.hit_tokens
+        assert engine.generate(prompts, salt=salt) == expected
+        assert engine.stats.hit_tokens - before == hit_blocks * BLOCK_TOKENS
+    engine.check_idle()
+
+
+def test_reset_of_the_connector_forgets_the_host(start, llama):
+    prompts = make_prompts(15, 200)
+    engine = start(llama, ferry=FERRY)
+    expected = engine.generate(prompts)
+    engine.settle()
+    assert engine.llm.reset_prefix_cache(reset_connector=True)
+    assert engine.generate(prompts) == expected
+    assert engine.stats.hit_tokens == 0
+    engine.forget_device()
+    assert engine.generate(prompts) == expected
+    assert engine.stats.hit_tokens == 6 * BLOCK_TOKENS
+    engine.check_idle()
