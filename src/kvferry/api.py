@@ -15,9 +15,10 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NewType
+from typing import TYPE_CHECKING, Any, NewType
 
 import numpy as np
 import numpy.typing as npt
@@ -30,13 +31,20 @@ from kvferry.device.stream import Stream
 from kvferry.errors import ClosedError, ConfigError, DeadlineError, InputError
 from kvferry.identity import Described, Namespace, chain
 from kvferry.keys import Keys
+from kvferry.metrics import DEFAULT_PORT
+from kvferry.metrics.desk import Desk
+from kvferry.metrics.source import Source
 from kvferry.pool import Pool
 from kvferry.reach import FullAttention
 from kvferry.scheduler import NO_BLOCK, Scheduler
 from kvferry.stats import SchedulerStats
 from kvferry.tiers import GrowthStats, HostMemory, Pin
 from kvferry.types import DEVICE, FIRST_RANK, HOST, Key, RequestId, TransferId
+from kvferry.why import Explanation
 from kvferry.worker import Worker
+
+if TYPE_CHECKING:
+    from kvferry.metrics.endpoint import Endpoint
 
 Ticket = NewType("Ticket", int)
 Blocks = Sequence[int] | npt.NDArray[np.integer]
@@ -139,7 +147,14 @@ class Ferry:
         self._loading: dict[RequestId, tuple[Ticket, int]] = {}
         self._storing: dict[TransferId, tuple[Ticket, int]] = {}
         self._done: list[Done] = []
+        self._desk = Desk()
+        self._endpoint: Endpoint | None = None
         self._closed = False
+        if config.metrics_port is not None:
+            with ExitStack() as undo:
+                undo.callback(self.close)
+                self.serve_metrics(config.metrics_port, config.metrics_host)
+                undo.pop_all()
 
     def keys(
         self, tokens: Sequence[int] | npt.NDArray[np.integer], *, parent: Key | None = None
@@ -220,6 +235,7 @@ class Ferry:
         """What ended since the last call; never blocks."""
         self._require_open()
         self._scheduler.note_ready(FIRST_RANK, self._host.ready_slots)
+        self._desk.answer()
         self._take(self._scheduler.settle(self._worker.poll()))
         done, self._done = self._done, []
         return done
@@ -254,10 +270,36 @@ class Ferry:
         """How much of the host memory is usable by now, and what became of the rest."""
         return self._host.stats()
 
+    def explain(self, hit: Hit) -> Explanation | None:
+        """Why a hit is no longer than it is; None if that was too long ago."""
+        return self._scheduler.explain(hit.request_id)
+
+    def serve_metrics(self, port: int = DEFAULT_PORT, host: str = "127.0.0.1") -> str:
+        """Serve ``/metrics`` and ``/explain`` until closed; returns the address.
+
+        Port 0 takes any that is free. What others ask is answered in :meth:`poll`. Called again, it
+        says where it already serves.
+        """
+        self._require_open()
+        if self._endpoint is None:
+            # Imported here: few need a server, and its modules would triple our own import.
+            from kvferry.metrics.endpoint import Endpoint
+
+            source = Source(
+                self._scheduler,
+                self._desk,
+                slot_bytes={HOST: self._layout.block_bytes},
+                pinned_bytes=lambda: self._host.stats().pinned_bytes,
+            )
+            self._endpoint = Endpoint(source, host=host, port=port)
+        return self._endpoint.url
+
     def close(self) -> None:
         """Finish the copies in flight and give the memory back. Safe to call twice."""
         if not self._closed:
             self._closed = True
+            if self._endpoint is not None:
+                self._endpoint.close()
             self._worker.close()
             self._scheduler.close()
             self._host.close()

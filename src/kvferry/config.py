@@ -154,6 +154,15 @@ RATE = Kind("number", lambda name, value: parse_rate(value, name=name), "{:g}".f
 COUNT = Kind("count", lambda name, value: parse_count(value, name=name))
 
 
+def _read_address(name: str, value: object) -> str:
+    if not isinstance(value, str) or not value.strip() or len(value.split()) != 1:
+        raise ConfigError(f"{name}: expected an address such as 127.0.0.1, got {_shown(value)}")
+    return value.strip()
+
+
+ADDRESS = Kind("address", _read_address)
+
+
 def one_of(*choices: str) -> Kind[str]:
     """One of a few words, whatever their case."""
 
@@ -260,6 +269,14 @@ class Config:
     )
     max_bytes_in_flight: int = setting(
         4 * GiB, SIZE, "Bytes on their way at one time; stores wait first."
+    )
+    metrics_port: int | None = setting(
+        None,
+        optional(COUNT),
+        "Serve metrics and explanations on this port; none: do not serve them.",
+    )
+    metrics_host: str = setting(
+        "127.0.0.1", ADDRESS, "The address to serve them on; others than loopback can be reached."
     )
     log_level: str = setting(
         "warning", one_of("debug", "info", "warning", "error", "critical"), "What is logged."

@@ -1,0 +1,181 @@
+"""Every metric by name: what it counts, its labels, and all values a label can have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from kvferry.policy.worth import Verdict
+from kvferry.why import Reason
+
+PREFIX = "kvferry_"
+
+MISSES = tuple(reason.value for reason in Reason if reason is not Reason.NOTHING_MISSED)
+VERDICTS = tuple(verdict.value for verdict in Verdict)
+STATES = ("free", "cached", "leased", "unready")
+
+_TIERS = "device, host and the tiers configured below it"
+_PATHS = "loop, dma, kernel, staged, cpu, shared; empty where a tier has only one way"
+
+
+class Kind(Enum):
+    """How a metric behaves over time."""
+
+    COUNTER = "counter"  # only grows; its name ends in _total
+    GAUGE = "gauge"  # as of now
+    HISTOGRAM = "histogram"  # counts of values up to fixed bounds, and their sum
+
+
+@dataclass(frozen=True)
+class Label:
+    """One label. Its values are few and known: no request, key or user ever becomes one."""
+
+    name: str
+    values: str
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One name on the endpoint."""
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[Label, ...] = ()
+
+    @property
+    def series(self) -> tuple[str, ...]:
+        """The names under which its values appear."""
+        if self.kind is Kind.HISTOGRAM:
+            return tuple(f"{self.name}_{part}" for part in ("bucket", "count", "sum"))
+        return (self.name,)
+
+
+_TIER = Label("tier", _TIERS)
+_ROUTE = (Label("src", _TIERS), Label("dst", _TIERS), Label("path", _PATHS))
+
+
+def _counter(name: str, help: str, *labels: Label) -> Metric:
+    return Metric(f"{PREFIX}{name}_total", Kind.COUNTER, help, labels)
+
+
+def _gauge(name: str, help: str, *labels: Label) -> Metric:
+    return Metric(PREFIX + name, Kind.GAUGE, help, labels)
+
+
+def _histogram(name: str, help: str, *labels: Label) -> Metric:
+    return Metric(PREFIX + name, Kind.HISTOGRAM, help, labels)
+
+
+INFO = _gauge("info", "Always 1; the version that serves this.", Label("version", "one"))
+
+QUERIES = _counter("queries", "Requests looked up.")
+ASKED_TOKENS = _counter("asked_tokens", "Tokens that looked-up requests lacked on the device.")
+HIT_TOKENS = _counter("hit_tokens", "Tokens ordered from the host instead of computed.")
+PROMOTED_TOKENS = _counter("promoted_tokens", "Tokens fetched from below the host first.")
+FULL_HITS = _counter("full_hits", "Requests for which nothing was missing.")
+MISSED = _counter(
+    "misses", "Requests that got less than they asked for.", Label("reason", ", ".join(MISSES))
+)
+DECISIONS = _counter(
+    "decisions", "Load-or-compute decisions.", Label("verdict", ", ".join(VERDICTS))
+)
+
+MOVED_BYTES = _counter("moved_bytes", "Bytes copied, summed over ranks.", *_ROUTE)
+MOVED_SECONDS = _counter("moved_seconds", "Seconds of copying, summed over ranks.", *_ROUTE)
+TRANSFER_BYTES = _histogram("transfer_bytes", "Bytes of one copy on one rank.", *_ROUTE)
+TRANSFER_SECONDS = _histogram("transfer_seconds", "Seconds of one copy on one rank.", *_ROUTE)
+LANDED = _counter("landed_transfers", "Transfers that every rank has answered for.")
+FAILED = _counter("failed_transfers", "Those of them that did not bring their bytes.")
+OVERDUE = _counter("overdue_transfers", "Transfers whose deadline passed before their answer.")
+EXPIRED_HITS = _counter("expired_hits", "Hits let go because nobody loaded them in time.")
+STALE_RECEIPTS = _counter("stale_receipts", "Answers that came twice or too late.")
+SHED_STORES = _counter("shed_stores", "Times that stores waited because too many were under way.")
+EVICTED = _counter("evicted_blocks", "Blocks dropped to make room.", _TIER)
+RESETS = _counter("resets", "Times that everything was forgotten.")
+
+SLOTS = _gauge(
+    "slots", "Places for one block, by what they hold.", _TIER, Label("state", ", ".join(STATES))
+)
+SLOT_BYTES = _gauge("slot_bytes", "Bytes of one slot on one rank.", _TIER)
+LEASES = _gauge("leases", "Claims on slots while bytes move.", _TIER)
+PINNED_BYTES = _gauge("pinned_bytes", "Host memory of this process registered with a GPU driver.")
+IN_FLIGHT = _gauge("transfers_in_flight", "Transfers handed out and not yet answered.")
+QUEUED = _gauge("queued_transfers", "Copies ordered and not yet handed out.")
+BYTES_IN_FLIGHT = _gauge(
+    "bytes_in_flight", "Bytes between device and host, handed out or about to be."
+)
+LOAD_RATE = _gauge(
+    "load_bytes_per_second", "Bandwidth of loads that decisions go by; absent while unknown."
+)
+PREFILL_RATE = _gauge(
+    "prefill_tokens_per_second", "Prefill rate that decisions go by; absent while unknown."
+)
+
+
+def catalog() -> Iterator[Metric]:
+    """All metrics, in the order of this file."""
+    return (value for value in globals().values() if isinstance(value, Metric))
+
+
+def page() -> str:
+    """The documentation page of all metrics, as Markdown."""
+    rows = [
+        f"| `{m.name}` | {m.kind.value} | {', '.join(f'`{x.name}`' for x in m.labels) or '–'} "
+        f"| {m.help} |"
+        for m in catalog()
+    ]
+    labels = {label.name: label.values for m in catalog() for label in m.labels}
+    return "\n".join(
+        [
+            "# Metrics",
+            "",
+            "What a kvferry endpoint serves under `/metrics` (see [operations](operations.md)). "
+            "Every label has few values, all known beforehand: no request, key or user becomes "
+            "one. On vLLM's own endpoint the counters and gauges appear as `vllm:kvferry_…`, with "
+            "vLLM's labels beside ours; histograms are on kvferry's endpoint only.",
+            "",
+            "| metric | kind | labels | what it says |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+            "| label | values |",
+            "|---|---|",
+            *(f"| `{name}` | {values} |" for name, values in labels.items()),
+            "",
+            "Useful figures made of them:",
+            "",
+            "| figure | query |",
+            "|---|---|",
+            *(f"| {words} | `{query}` |" for words, query in FIGURES.items()),
+            "",
+        ]
+    )
+
+
+FIGURES = {
+    "Hit rate of the host, in tokens": (
+        "rate(kvferry_hit_tokens_total[5m]) / rate(kvferry_asked_tokens_total[5m])"
+    ),
+    "Speed of copies while they ran": (
+        "rate(kvferry_moved_bytes_total[5m]) / rate(kvferry_moved_seconds_total[5m])"
+    ),
+    "Bytes moved per second of wall time": "rate(kvferry_moved_bytes_total[1m])",
+    "Time of a copy, 95th percentile": (
+        "histogram_quantile(0.95, sum by (le, src, dst) "
+        "(rate(kvferry_transfer_seconds_bucket[5m])))"
+    ),
+    "Bytes of blocks in each tier": (
+        'kvferry_slots{state=~"cached\\|leased"} * on (tier) group_left kvferry_slot_bytes'
+    ),
+}
+
+
+def main() -> None:
+    """Print the page; ``python -m kvferry.metrics.catalog > docs/METRICS.md`` writes it anew."""
+    print(page(), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""The metrics as prometheus_client knows them: a collector for any registry, and their text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+
+from kvferry.metrics.catalog import Kind, Metric, catalog
+from kvferry.metrics.samples import Snapshot, samples
+from kvferry.stats import Distribution
+
+Family = Any  # one of the three above; prometheus_client's types are not ours to check
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class FerryCollector:
+    """Asks for a snapshot whenever it is scraped. Keeps nothing in between."""
+
+    def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
+        self._snapshot = snapshot
+
+    def describe(self) -> Iterator[Family]:
+        """The families without values, so that registering takes no snapshot."""
+        return (_family(metric) for metric in catalog())
+
+    def collect(self) -> Iterator[Family]:
+        families = {metric: _family(metric) for metric in catalog()}
+        for metric, labels, value in samples(self._snapshot()):
+            _add(families[metric], labels, value)
+        return (family for family in families.values() if family.samples)
+
+
+def exposition(snapshot: Snapshot) -> bytes:
+    """One snapshot as the text that Prometheus scrapes."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(FerryCollector(lambda: snapshot))
+    return bytes(generate_latest(registry))
+
+
+def _family(metric: Metric) -> Family:
+    labels = [label.name for label in metric.labels]
+    if metric.kind is Kind.COUNTER:
+        return CounterMetricFamily(metric.name.removesuffix("_total"), metric.help, labels=labels)
+    if metric.kind is Kind.GAUGE:
+        return GaugeMetricFamily(metric.name, metric.help, labels=labels)
+    return HistogramMetricFamily(metric.name, metric.help, labels=labels)
+
+
+def _add(family: Family, labels: tuple[str, ...], value: float | Distribution) -> None:
+    if isinstance(value, Distribution):
+        bounds = [*(f"{bound:.12g}" for bound in value.bounds), "+Inf"]
+        buckets = list(zip(bounds, accumulate(value.counts), strict=True))
+        family.add_metric(labels, buckets, value.total)
+    else:
+        family.add_metric(labels, value)

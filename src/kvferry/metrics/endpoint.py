@@ -1,0 +1,75 @@
+"""The endpoint of one process: ``/metrics`` for Prometheus, ``/explain`` for people."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from importlib.util import find_spec
+from types import TracebackType
+
+from kvferry.errors import ConfigError
+from kvferry.metrics import DEFAULT_PORT
+from kvferry.metrics.http import LOOPBACK, HttpServer, Reply
+from kvferry.metrics.source import Source
+
+_WELCOME = """kvferry
+/metrics          for Prometheus
+/explain          the latest requests
+/explain/REQUEST  why a request hit or missed, and what was copied for it
+"""
+
+
+class Endpoint:
+    """Serves what a source knows, read-only. Owns its server; leaves the source to its owner."""
+
+    def __init__(self, source: Source, *, host: str = LOOPBACK, port: int = DEFAULT_PORT) -> None:
+        """``port`` 0 takes any that is free; ``url`` says which."""
+        if find_spec("prometheus_client") is None:
+            raise ConfigError(
+                "metrics need prometheus_client, which is not installed: "
+                "pip install 'kvferry[metrics]'"
+            )
+        self._source = source
+        self._server = HttpServer(self._answer, host=host, port=port)
+
+    @property
+    def url(self) -> str:
+        return self._server.url
+
+    @property
+    def port(self) -> int:
+        return self._server.port
+
+    def _answer(self, path: tuple[str, ...]) -> Reply | None:
+        match path:
+            case ():
+                return Reply(_WELCOME.encode())
+            case ("metrics",):
+                # Imported here: the only part that needs prometheus_client.
+                from kvferry.metrics.collector import CONTENT_TYPE, exposition
+
+                return Reply(exposition(self._source.snapshot()), CONTENT_TYPE)
+            case ("explain",):
+                return Reply.json({"requests": self._source.recent()})
+            case ("explain", request_id):
+                found = self._source.explain(request_id)
+                if found is None:
+                    words = f"nothing is remembered of request {request_id!r}"
+                    return Reply.json({"error": words}, HTTPStatus.NOT_FOUND)
+                return Reply.json(found)
+            case _:
+                return None
+
+    def close(self) -> None:
+        """Stop serving. Safe to call twice."""
+        self._server.close()
+
+    def __enter__(self) -> Endpoint:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,86 @@
+"""From one snapshot to the values of every metric."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvferry.metrics import catalog as names
+from kvferry.metrics.catalog import Metric
+from kvferry.pool import PoolCounts
+from kvferry.stats import Distribution, SchedulerStats
+from kvferry.types import HOST
+from kvferry.why import Reason
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All that one process can say of itself: what the scheduler counted, and its memory."""
+
+    stats: SchedulerStats
+    version: str
+    slot_bytes: Mapping[str, int] = field(default_factory=dict)
+    pinned_bytes: int = 0
+
+
+class Sample(NamedTuple):
+    """One value of one metric; ``labels`` are in the order the metric has them."""
+
+    metric: Metric
+    labels: tuple[str, ...]
+    value: float | Distribution
+
+
+def samples(snapshot: Snapshot) -> Iterator[Sample]:
+    """Every metric's values. Known labels are there from the start, at zero."""
+    stats = snapshot.stats
+    yield Sample(names.INFO, (snapshot.version,), 1)
+    for metric, value in _plain(snapshot).items():
+        yield Sample(metric, (), value)
+    for reason in names.MISSES:
+        yield Sample(names.MISSED, (reason,), stats.missed.get(reason, 0))
+    for verdict in names.VERDICTS:
+        yield Sample(names.DECISIONS, (verdict,), stats.verdicts.get(verdict, 0))
+    for key, traffic in stats.traffic.items():
+        yield Sample(names.MOVED_BYTES, key, traffic.sizes.total)
+        yield Sample(names.MOVED_SECONDS, key, traffic.seconds.total)
+        yield Sample(names.TRANSFER_BYTES, key, traffic.sizes)
+        yield Sample(names.TRANSFER_SECONDS, key, traffic.seconds)
+    for tier, counts in ((HOST, stats.pool), *stats.levels.items()):
+        yield from _tier(tier, counts)
+    for tier, num_leases in stats.leases.items():
+        yield Sample(names.LEASES, (tier,), num_leases)
+    for tier, num_bytes in snapshot.slot_bytes.items():
+        yield Sample(names.SLOT_BYTES, (tier,), num_bytes)
+
+
+def _plain(snapshot: Snapshot) -> dict[Metric, float]:
+    stats = snapshot.stats
+    values = {
+        names.QUERIES: stats.queries,
+        names.ASKED_TOKENS: stats.asked_tokens,
+        names.HIT_TOKENS: stats.hit_tokens,
+        names.PROMOTED_TOKENS: stats.promoted_tokens,
+        names.FULL_HITS: stats.missed.get(Reason.NOTHING_MISSED.value, 0),
+        names.LANDED: stats.landed,
+        names.FAILED: stats.failed,
+        names.OVERDUE: stats.overdue,
+        names.EXPIRED_HITS: stats.expired_hits,
+        names.STALE_RECEIPTS: stats.stale_receipts,
+        names.SHED_STORES: stats.shed_stores,
+        names.RESETS: stats.resets,
+        names.PINNED_BYTES: snapshot.pinned_bytes,
+        names.IN_FLIGHT: stats.in_flight,
+        names.QUEUED: stats.queued,
+        names.BYTES_IN_FLIGHT: stats.bytes_in_flight,
+        names.LOAD_RATE: stats.bandwidth,
+        names.PREFILL_RATE: stats.prefill_rate,
+    }
+    return {metric: value for metric, value in values.items() if value is not None}
+
+
+def _tier(tier: str, counts: PoolCounts) -> Iterator[Sample]:
+    yield Sample(names.EVICTED, (tier,), counts.evicted)
+    for state in names.STATES:
+        yield Sample(names.SLOTS, (tier, state), getattr(counts, state))

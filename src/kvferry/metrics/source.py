@@ -1,0 +1,98 @@
+"""Where an endpoint gets its answers: one scheduler, asked on its own thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import cache
+from importlib import metadata
+from typing import Any, Protocol
+
+from kvferry.journal import Copy, Entry
+from kvferry.metrics.desk import Desk
+from kvferry.metrics.samples import Snapshot
+from kvferry.stats import SchedulerStats
+from kvferry.types import RequestId
+
+WhyPath = Callable[[Copy], str]
+"""Why a copy took its path, in words; empty where that is not known here."""
+
+
+class Explainer(Protocol):
+    """What of a scheduler can be asked."""
+
+    def stats(self) -> SchedulerStats: ...
+
+    def journal(self, request_id: RequestId) -> Entry | None: ...
+
+    def recent(self) -> tuple[RequestId, ...]: ...
+
+
+class Source:
+    """Asks a scheduler through its desk. Owns neither; safe to call from any thread."""
+
+    def __init__(
+        self,
+        scheduler: Explainer,
+        desk: Desk,
+        *,
+        slot_bytes: Mapping[str, int] | None = None,
+        pinned_bytes: Callable[[], int] = lambda: 0,
+        why_path: WhyPath = lambda copy: "",
+    ) -> None:
+        self._scheduler = scheduler
+        self._desk = desk
+        self._slot_bytes = dict(slot_bytes or {})
+        self._pinned_bytes = pinned_bytes
+        self._why_path = why_path
+
+    def snapshot(self) -> Snapshot:
+        stats = self._desk.ask(self._scheduler.stats)
+        return Snapshot(stats, _version(), self._slot_bytes, self._pinned_bytes())
+
+    def explain(self, request_id: RequestId) -> dict[str, Any] | None:
+        """What is remembered of a request, as plain data; None if nothing is."""
+
+        def look() -> dict[str, Any] | None:
+            entry = self._scheduler.journal(request_id)
+            return plain(request_id, entry, self._why_path) if entry is not None else None
+
+        return self._desk.ask(look)
+
+    def recent(self, most: int = 50) -> list[dict[str, Any]]:
+        """The latest requests and what each of them missed, the latest first."""
+
+        def look() -> list[dict[str, Any]]:
+            found = []
+            for request_id in reversed(self._scheduler.recent()[-most:]):
+                entry = self._scheduler.journal(request_id)
+                why = entry.explanation if entry is not None else None
+                found.append(
+                    {
+                        "request_id": request_id,
+                        "reason": why.reason.value if why is not None else None,
+                        "asked_tokens": why.asked_tokens if why is not None else None,
+                        "host_tokens": why.host_tokens if why is not None else None,
+                    }
+                )
+            return found
+
+        return self._desk.ask(look)
+
+
+def plain(request_id: RequestId, entry: Entry, why_path: WhyPath) -> dict[str, Any]:
+    """One journal entry, ready for JSON."""
+    why = entry.explanation
+    return {
+        "request_id": request_id,
+        "explanation": why.as_dict() if why is not None else None,
+        "copies": [{**asdict(copy), "why": why_path(copy)} for copy in entry.copies],
+    }
+
+
+@cache
+def _version() -> str:
+    try:
+        return metadata.version("kvferry")
+    except metadata.PackageNotFoundError:  # run from a source tree
+        return "unknown"
