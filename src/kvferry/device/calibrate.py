@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import pathlib
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
 from importlib import import_module, metadata, util
 
 from kvferry.device.copy_rig import GB, CopyRig, MiB
-from kvferry.device.driver import Driver
+from kvferry.device.driver import BatchForm, Driver
 from kvferry.device.job import Direction, Path
 from kvferry.device.profile import BusyCell, Cell, Profile
 
@@ -28,14 +28,13 @@ KiB = 1 << 10
 SEGMENT_BYTES = (4 * KiB, 16 * KiB, 64 * KiB, 256 * KiB, 2 * MiB)
 NUM_BYTES = (256 * KiB, 1 * MiB, 4 * MiB, 16 * MiB, 64 * MiB, 256 * MiB)
 SEGMENTS_PER_BLOCK = 64
-SLOWEST = 15e-3
+SLOWEST = 8e-3
 """Seconds; a path that took longer is not timed on more bytes of the same segments."""
 
-BUSY_SEGMENT = 16 * KiB
-BUSY_BYTES = 64 * MiB
+BUSY_SEGMENTS = {"kernel": 16 * KiB, "staged": 16 * KiB, "dma": 2 * MiB, "loop": 2 * MiB}
+"""Segment size at which each path is timed beside a model: one at which it may be chosen."""
+BUSY_BYTES = 128 * MiB
 BUSY_ROUNDS = 12
-SLOW_BESIDE = 10.0
-"""GB/s; a path slower than this on an idle card is not worth its place beside a model."""
 
 Progress = Callable[[str], None]
 
@@ -43,16 +42,22 @@ Progress = Callable[[str], None]
 def calibrate(
     driver: Driver, paths: Mapping[str, Path], *, progress: Progress = lambda _: None
 ) -> Profile:
-    """Time ``paths`` on the device of ``driver``; what cannot be timed is left out."""
+    """Time ``paths`` on the device of ``driver``; what cannot be timed is left out.
+
+    Where the driver has the batch copy, one call per segment has nothing to offer: no ``loop``.
+    """
+    candidates = dict(paths)
+    if driver.batch_form is not BatchForm.ABSENT and len(candidates) > 1:
+        candidates.pop("loop", None)
     with driver.current():
         rig = CopyRig(driver)
         try:
             cells = []
             for direction in Direction:
-                for name, path in paths.items():
+                for name, path in candidates.items():
                     progress(f"{name}, {direction.value}")
                     cells += list(time_path(rig, direction, name, path))
-            busy = tuple(_time_beside_model(rig, paths, cells, progress))
+            busy = tuple(_time_beside_model(rig, candidates, progress))
         finally:
             rig.close()
     return Profile(tuple(cells), busy, provenance(driver))
@@ -108,7 +113,7 @@ def _version(name: str) -> str:
 
 
 def _time_beside_model(
-    rig: CopyRig, paths: Mapping[str, Path], cells: Sequence[Cell], progress: Progress
+    rig: CopyRig, paths: Mapping[str, Path], progress: Progress
 ) -> Iterator[BusyCell]:
     if util.find_spec("torch") is None:
         log.warning("torch is not installed: what copies cost the model is not measured")
@@ -126,31 +131,10 @@ def _time_beside_model(
             continue
         for direction in Direction:
             for name, path in paths.items():
-                idle = _idle_gbps(cells, direction, name)
-                if idle < SLOW_BESIDE:
-                    continue
                 progress(f"{name}, {direction.value}, beside {load.name}")
-                job = rig.job(
-                    direction,
-                    BUSY_SEGMENT,
-                    SEGMENTS_PER_BLOCK,
-                    BUSY_BYTES // (BUSY_SEGMENT * SEGMENTS_PER_BLOCK),
-                )
+                segment = BUSY_SEGMENTS[name]
+                segments = min(SEGMENTS_PER_BLOCK, BUSY_BYTES // segment)
+                job = rig.job(direction, segment, segments, BUSY_BYTES // (segment * segments))
+                idle = job.num_bytes / rig.time(path, job, repeats=3).seconds / GB
                 found = measure_slowdown(rig, load, path, job, rounds=BUSY_ROUNDS, phases=2)
                 yield BusyCell(direction, name, load.name, found.gbps, idle, found.lost_ms_per_gb)
-
-
-def _idle_gbps(cells: Sequence[Cell], direction: Direction, path: str) -> float:
-    """The rate of a path at the size used beside a model, or at the largest size it was timed."""
-    known = [
-        cell
-        for cell in cells
-        if cell.direction is direction
-        and cell.path == path
-        and cell.segment_bytes == BUSY_SEGMENT
-        and cell.num_bytes <= BUSY_BYTES
-    ]
-    if not known:
-        return 0.0
-    best = max(known, key=lambda cell: cell.num_bytes)
-    return best.num_bytes / best.seconds / GB

@@ -14,10 +14,12 @@ class HostRuns:
     """Knows where byte ``n`` of a job's blocks, laid end to end, is in host memory."""
 
     def __init__(self, job: CopyJob) -> None:
+        self._job = job
         self._block_bytes = job.layout.block_bytes
-        self._addresses = job.host_base + job.host_slots * job.host_pitch
         self._heads = _heads(job)
-        self._one_run = int(self._addresses[0]) if len(self._heads) == 1 else None
+        self._one_run: int | None = None
+        if not len(self._heads):
+            self._one_run = job.host_base + int(job.host_slots[0]) * job.host_pitch
 
     def store(self, driver: Driver, start: int, end: int, ring: int, stream: int) -> None:
         """Queue the copy of bytes ``start`` to ``end`` from the ring to their slots."""
@@ -45,11 +47,13 @@ class HostRuns:
 
     def _pieces(self, start: int, end: int, ring: int) -> tuple[Addresses, Addresses, Addresses]:
         """Host address, ring address and size of each run between ``start`` and ``end``."""
+        job = self._job
         first, last = start // self._block_bytes, -(-end // self._block_bytes)
         low, high = np.searchsorted(self._heads, (first + 1, last))
         heads = self._heads[low:high]
         begins = np.concatenate(([start], heads * self._block_bytes))
-        host = np.concatenate((self._addresses[first : first + 1], self._addresses[heads]))
+        blocks = np.concatenate(([first], heads))
+        host = job.host_base + job.host_slots[blocks] * job.host_pitch
         host[0] += start - first * self._block_bytes
         sizes = np.diff(begins, append=end)
         packed = begins - start + ring
@@ -57,11 +61,11 @@ class HostRuns:
 
 
 def _heads(job: CopyJob) -> Int64s:
-    """The blocks of ``job`` that do not follow the one before them in host memory."""
+    """The blocks of ``job``, after its first, that do not follow the one before them."""
     if job.host_pitch != job.layout.block_bytes:
-        return np.arange(len(job.host_slots))
+        return np.arange(1, len(job.host_slots))
     breaks = np.diff(job.host_slots) != 1
     if job.host_chunk is not None:
         # The driver refuses one copy across two registrations.
         breaks |= np.diff(job.host_slots * job.host_pitch // job.host_chunk) != 0
-    return np.concatenate(([0], np.flatnonzero(breaks) + 1))
+    return np.flatnonzero(breaks) + 1

@@ -12,6 +12,7 @@ import bisect
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from kvferry.device.job import Direction
 from kvferry.device.layout import GroupLayout
@@ -84,7 +85,7 @@ class _Surface:
 
 @dataclass(frozen=True)
 class _Beside:
-    """One path beside a model, at worst over the loads it was measured with."""
+    """One path beside a model, on average over the loads it was measured with."""
 
     stretch: float
     """How much longer a copy takes than on an idle card."""
@@ -114,7 +115,7 @@ class MeasuredPlanner:
                     f"the profile knows none of the paths {sorted(paths)} for a {direction.value}"
                 )
         self._beside = {
-            (direction, path): _worst(
+            (direction, path): _average(
                 [c for c in profile.busy if c.direction is direction and c.path == path]
             )
             for direction in Direction
@@ -182,11 +183,11 @@ class MeasuredPlanner:
         return "\n".join(lines)
 
 
-def _worst(cells: Sequence[BusyCell]) -> _Beside:
-    """A path must do beside any model, so its worst load counts; unmeasured means no cost known."""
+def _average(cells: Sequence[BusyCell]) -> _Beside:
+    """A server spends its time on all the loads, so their mean counts; unmeasured costs nothing."""
     if not cells:
         return _Beside(1.0, 0.0)
     return _Beside(
-        stretch=max(max(1.0, cell.idle_gbps / max(cell.gbps, 1e-3)) for cell in cells),
-        lost_seconds_per_byte=max(max(0.0, cell.lost_ms_per_gb) for cell in cells) / 1e3 / GB,
+        stretch=fmean(max(1.0, cell.idle_gbps / max(cell.gbps, 1e-3)) for cell in cells),
+        lost_seconds_per_byte=fmean(max(0.0, cell.lost_ms_per_gb) for cell in cells) / 1e3 / GB,
     )

@@ -4,13 +4,15 @@
 
     store   slot streams   [gather 0][gather 1]      [gather 2]
             the job's          └▶[copy 0───────]└▶[copy 1───────][copy 2───────]
-    load    the job's      [copy 0───────][copy 1───────][copy 2─]
+    load    inbound        [copy 0───────][copy 1───────][copy 2─]
             slot streams                 └▶[scatter 0]  └▶[scatter 1]└▶[scatter 2]
+            the job's                                                            └▶
 
 The copy engines run at the full rate of the link and take nothing from the model; the kernel works
-inside device memory, where a chunk takes a twentieth of the time. Every ring slot has a stream of
-its own: beside a model that fills the card, kernels get their turn only when one of the model's
-ends, and then all waiting chunks must go at once.
+inside device memory, where a chunk takes a twentieth of the time. Copies of one direction share a
+stream, because a copy engine loses some ten microseconds when it turns to another one. Every slot
+has a stream for its kernels: beside a model that fills the card, kernels get their turn only when
+one of the model's ends, and then all chunks that wait must go at once.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from kvferry.device.events import EventPool
 from kvferry.device.host_runs import HostRuns
 from kvferry.device.ids import IdBuffers
 from kvferry.device.job import CopyJob, Direction
-from kvferry.device.launch import Launcher
+from kvferry.device.launch import CopyArguments, Launcher
 from kvferry.device.prepared import Grid, Kernels, Prepared
 from kvferry.device.ring import Ring, RingSlot
 from kvferry.device.rows import RowTable
@@ -36,9 +38,9 @@ GRID = Grid(programs=66, warps=8)
 
 NUM_SLOTS = 4
 
-RAMP = (4 * MiB,)
-"""Sizes of the first chunks of a store, and of a load's last ones: only they are not hidden
-behind the copies, so they are small."""
+HEAD, TAIL = 4 * MiB, 2 * MiB
+"""Sizes of a store's first chunk and of a load's last: only their kernels are not hidden behind
+copies, so they are small."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,10 @@ class StagedPath:
         ring_bytes: int = 64 * MiB,
         num_slots: int = NUM_SLOTS,
         grid: Grid = GRID,
-        ramp: tuple[int, ...] = RAMP,
+        edges: tuple[int, int] = (HEAD, TAIL),
     ) -> None:
         self._driver = driver
-        self._ramp = ramp
+        self._edges = edges
         self._kernels = Kernels(driver, launcher, grid, linear=True)
         self._ids = {direction: IdBuffers(driver) for direction in Direction}
         self._ring = Ring(driver, ring_bytes, num_slots=num_slots)
@@ -79,22 +81,23 @@ class StagedPath:
     def enqueue(self, job: CopyJob, stream: int) -> None:
         prepared = self._kernels.get(job)
         self._ring.open()
-        used: list[RingSlot] = []
+        fork = self._forks.take()
+        used: dict[RingSlot, None] = {}
         try:
             if job.direction is Direction.STORE:
-                self._store(job, prepared, stream, used)
+                self._store(job, prepared, stream, fork, used)
             else:
-                self._load(job, prepared, stream, used)
+                self._load(job, prepared, stream, fork, used)
         except Exception:
             self._join_after_fault(used, stream)
             raise
         finally:
+            # Every wait has captured the fork, so its event is free for the next job.
+            self._forks.give(fork)
             self._ids[job.direction].fence(stream)
 
     def is_quick(self, job: CopyJob) -> bool:
-        if self._kernels.find(job) is None or not self._ring.is_open:
-            return False
-        return job.num_bytes <= sum(self._ramp)
+        return False
 
     def close(self) -> None:
         with self._driver.current():
@@ -106,60 +109,83 @@ class StagedPath:
 
     # -- the two directions ------------------------------------------------------------------
 
-    def _store(self, job: CopyJob, prepared: Prepared, stream: int, used: list[RingSlot]) -> None:
+    def _store(
+        self,
+        job: CopyJob,
+        prepared: Prepared,
+        stream: int,
+        fork: int,
+        used: dict[RingSlot, None],
+    ) -> None:
         driver, ring = self._driver, self._ring
-        arguments = prepared.begin(job, self._ids[job.direction].put(job, stream))
-        fork = self._forks.take()
-        try:
-            driver.record_event(fork, stream)
-            runs: HostRuns | None = None
-            for chunk in _chunks(job, prepared.rows, ring.slot_bytes, self._ramp):
-                with ring.lock:
-                    slot = ring.next()
-                    used.append(slot)
+        arguments = self._begin(job, prepared, stream, fork)
+        runs: HostRuns | None = None
+        for chunk in _chunks(job, prepared.rows, ring.slot_bytes, self._edges):
+            with ring.lock:
+                slot = ring.next(job.direction)
+                if slot not in used:
+                    used[slot] = None
                     driver.stream_wait_event(slot.stream, fork)
-                    driver.stream_wait_event(slot.stream, slot.copied_out)
-                    # The kernel counts from the job's first byte, the slot from the chunk's.
-                    arguments.packed_base = slot.address - chunk.start
-                    arguments.first_row, arguments.last_row = chunk.first_row, chunk.last_row
-                    self._kernels.launch(prepared, slot.stream)
-                    driver.record_event(slot.gathered, slot.stream)
-                    driver.stream_wait_event(stream, slot.gathered)
-                    runs = runs or HostRuns(job)  # after the launch: the card need not wait for it
-                    runs.store(driver, chunk.start, chunk.end, slot.address, stream)
-                    driver.record_event(slot.copied_out, stream)
-        finally:
-            # Every wait has captured the record, so the event is free for the next job.
-            self._forks.give(fork)
+                if slot.freed_by is not None:
+                    driver.stream_wait_event(slot.stream, slot.freed_by)
+                _aim(arguments, chunk, slot)
+                self._kernels.launch(prepared, slot.stream)
+                driver.record_event(slot.gathered, slot.stream)
+                driver.stream_wait_event(stream, slot.gathered)
+                runs = runs or HostRuns(job)  # after the launch: the card need not wait for it
+                runs.store(driver, chunk.start, chunk.end, slot.address, stream)
+                driver.record_event(slot.copied_out, stream)
+                slot.freed_by = slot.copied_out
 
-    def _load(self, job: CopyJob, prepared: Prepared, stream: int, used: list[RingSlot]) -> None:
+    def _load(
+        self,
+        job: CopyJob,
+        prepared: Prepared,
+        stream: int,
+        fork: int,
+        used: dict[RingSlot, None],
+    ) -> None:
         driver, ring = self._driver, self._ring
         runs = HostRuns(job)
-        arguments = None
-        for chunk in _chunks(job, prepared.rows, ring.slot_bytes, self._ramp):
+        arguments: CopyArguments | None = None
+        for chunk in _chunks(job, prepared.rows, ring.slot_bytes, self._edges):
             with ring.lock:
-                slot = ring.next()
-                used.append(slot)
-                driver.stream_wait_event(stream, slot.copied_out)
-                driver.stream_wait_event(stream, slot.scattered)
-                runs.load(driver, chunk.start, chunk.end, slot.address, stream)
+                slot = ring.next(job.direction)
+                is_first = slot not in used
+                used[slot] = None
+                if slot.freed_by is not None:
+                    driver.stream_wait_event(ring.inbound, slot.freed_by)
+                # Not behind the fork: a leased slot does not change, so it may be read before what
+                # the job's stream still waits for. Only the scatter writes what others may read.
+                runs.load(driver, chunk.start, chunk.end, slot.address, ring.inbound)
+                driver.record_event(slot.copied_in, ring.inbound)
                 if arguments is None:  # after the first copy: the link need not wait for it
-                    arguments = prepared.begin(job, self._ids[job.direction].put(job, stream))
-                driver.record_event(slot.copied_in, stream)
+                    arguments = self._begin(job, prepared, stream, fork)
+                if is_first:
+                    driver.stream_wait_event(slot.stream, fork)
                 driver.stream_wait_event(slot.stream, slot.copied_in)
-                arguments.packed_base = slot.address - chunk.start
-                arguments.first_row, arguments.last_row = chunk.first_row, chunk.last_row
+                _aim(arguments, chunk, slot)
                 self._kernels.launch(prepared, slot.stream)
                 driver.record_event(slot.scattered, slot.stream)
-        for slot in dict.fromkeys(used):
+                slot.freed_by = slot.scattered
+        for slot in used:
             driver.stream_wait_event(stream, slot.scattered)
 
-    def _join_after_fault(self, used: list[RingSlot], stream: int) -> None:
-        """Bring what the slot streams already hold before anything queued on ``stream`` later."""
-        driver = self._driver
-        with self._ring.lock:
-            for slot in dict.fromkeys(used):
+    def _begin(self, job: CopyJob, prepared: Prepared, stream: int, fork: int) -> CopyArguments:
+        """Send the ids and mark the point of the job's stream that kernels must come after."""
+        arguments = prepared.begin(job, self._ids[job.direction].put(job, stream))
+        self._driver.record_event(fork, stream)
+        return arguments
+
+    def _join_after_fault(self, used: dict[RingSlot, None], stream: int) -> None:
+        """Bring what other streams already hold before anything queued on ``stream`` later."""
+        driver, ring = self._driver, self._ring
+        with ring.lock:
+            for slot in used:
+                slot.freed_by = slot.copied_out
                 try:
+                    driver.record_event(slot.copied_in, ring.inbound)
+                    driver.stream_wait_event(stream, slot.copied_in)
                     driver.record_event(slot.scattered, slot.stream)
                     driver.stream_wait_event(stream, slot.scattered)
                     driver.record_event(slot.copied_out, stream)
@@ -168,30 +194,28 @@ class StagedPath:
                     continue
 
 
+def _aim(arguments: CopyArguments, chunk: Chunk, slot: RingSlot) -> None:
+    """Point a launch at one chunk and its slot."""
+    # The kernel counts from the job's first byte, the slot from the chunk's.
+    arguments.packed_base = slot.address - chunk.start
+    arguments.first_row, arguments.last_row = chunk.first_row, chunk.last_row
+
+
 def _chunks(
-    job: CopyJob, rows: RowTable, slot_bytes: int, ramp: tuple[int, ...]
+    job: CopyJob, rows: RowTable, slot_bytes: int, edges: tuple[int, int]
 ) -> Iterator[Chunk]:
-    wanted = store_size if job.direction is Direction.STORE else load_size
+    """Cut a job into chunks that fit a slot: a store's first one small, a load's last one."""
+    head, tail = edges
     total = job.num_bytes
-    first_row, start, number = 0, 0, 0
+    first_row, start = 0, 0
     while start < total:
-        size = wanted(number, total - start, ramp)
+        left = total - start
+        if job.direction is Direction.STORE:
+            size = min(head, left) if start == 0 else left
+        else:
+            size = left - tail if left > tail else left
         # A chunk ends where a row does, so it may fall short of its size but never exceed it.
         last_row = max(first_row + 1, rows.row_at(start + min(size, slot_bytes)))
         end = rows.position_of(last_row)
         yield Chunk(first_row, last_row, start, end)
-        first_row, start, number = last_row, end, number + 1
-
-
-def store_size(number: int, left: int, ramp: tuple[int, ...]) -> int:
-    """The size of chunk ``number`` of a store with ``left`` bytes to go: the ramp, then all."""
-    return min(ramp[number], left) if number < len(ramp) else left
-
-
-def load_size(number: int, left: int, ramp: tuple[int, ...]) -> int:
-    """The size of a load's next chunk: as much as leaves the ramp, in reverse, for the end."""
-    for length in range(len(ramp), 0, -1):
-        tail = sum(ramp[:length])
-        if left > tail:
-            return left - tail
-    return left
+        first_row, start = last_row, end

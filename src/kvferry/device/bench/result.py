@@ -21,6 +21,7 @@ class Row:
     submit_us: float
     chosen: str = ""
     host_slots: str = "run"
+    ceiling_gbps: float = 0.0
 
     @property
     def num_bytes(self) -> int:
