@@ -45,8 +45,9 @@ class Hit:
 
     ``watch`` are keys that must all be cached before a longer hit is possible; while the pool's
     generation is ``generation``, or any of them is missing, the answer stands. ``joined`` are
-    slots that another request was loading when we looked. A load would fill ``num_blocks`` device
-    blocks. One that ``can_grow`` no longer need not be looked up again.
+    slots that another request was loading when we looked, after ``num_loads`` loads in all. A load
+    would fill ``num_blocks`` device blocks. One that ``can_grow`` no longer need not be looked up
+    again.
     """
 
     match: Match
@@ -58,6 +59,7 @@ class Hit:
     deadline: float
     num_blocks: int
     can_grow: bool = True
+    num_loads: int = 0
 
     def release(self) -> None:
         leases, self.leases = self.leases, ()

@@ -115,6 +115,7 @@ class Scheduler:
         self._requests: dict[RequestId, RequestRecord] = {}
         self._waiting_for: dict[TransferId, RequestId] = {}
         self._being_loaded = np.zeros(pool.num_slots, dtype=np.int32)
+        self._num_loads = 0
         self._released: list[DeviceBlocks] = []
         self._counts = MatchCounts()
         self._journal = Journal()
@@ -162,6 +163,10 @@ class Scheduler:
             return False
         if hit.match.state is MatchState.WAIT:
             return bool(self._being_loaded.take(hit.joined).any())
+        if hit.num_loads != self._num_loads:  # who else was promised these blocks may have begun
+            if len(self._joined(hit.leases)):
+                return False
+            hit.num_loads = self._num_loads
         if hit.generation != self.pool.generation and hit.can_grow:
             if bool(self.pool.cached(hit.watch).all()):
                 return False
@@ -182,6 +187,7 @@ class Scheduler:
             deadline=self._clock() + self._config.match_deadline,
             num_blocks=blocks,
             can_grow=self._matcher.can_grow(look),
+            num_loads=self._num_loads,
         )
         decision: Decision | None = None
         if len(hit.joined):
@@ -270,6 +276,7 @@ class Scheduler:
         if not parts:  # a hit that reads nothing has no landing to wait for
             return ()
         record.loading = Loading(hit.match, set())
+        self._num_loads += 1
         for g, lease, host_slots, device_blocks in parts:
             order = self._outbox.load(request_id, g, lease, host_slots, device_blocks)
             record.loading.waiting.add(order.transfer.id)

@@ -79,9 +79,10 @@ class Storing:
         for g, slots in enumerate(todo):
             if not slots:
                 continue
-            slots = slots[: self._room(g)]
+            fitting = self._fitting(g, keys, slots)
+            self.num_shed += len(fitting) < len(slots)
+            slots = fitting
             if not slots:
-                self.num_shed += 1
                 continue
             record.stored[g] = slots.stop
             order = self._order(request_id, g, keys, slots, blocks[g][: len(slots)])
@@ -89,6 +90,14 @@ class Storing:
                 self._outbox.store(order)
                 held.append(DeviceBlocks(g, order.device_blocks))
         return tuple(held)
+
+    def _fitting(self, g: int, keys: Keys, slots: range) -> range:
+        """The first of these slots, as far as the bounds allow; what is stored takes no room."""
+        room = self._room(g)
+        if len(slots) <= room:
+            return slots
+        new = np.flatnonzero(~self._pool.known(self._matcher.slot_keys(g, keys, slots)))
+        return slots if len(new) <= room else slots[: int(new[room])]
 
     def _blocks(
         self, g: int, slots: range, table: BlockTable, num_tokens: int
