@@ -1,0 +1,331 @@
+"""What a request is given: over all groups, up to the right token, and asked again for little."""
+
+from __future__ import annotations
+
+import pytest
+from tests.fakes.desk import LOAD, Desk, by_group, routes, story
+
+from kvferry import reach
+from kvferry.answers import MatchState
+from kvferry.errors import InputError
+
+FULL = reach.FullAttention(4)
+WINDOW = reach.SlidingWindow(4, window=9)
+CHUNKS = reach.ChunkedLocal(4, chunk=8)
+STATE = reach.RecurrentState(4)
+
+
+def test_the_answer_is_the_longest_prefix() -> None:
+    desk = Desk()
+    told = story(1, 4)
+    desk.keep("a", told, 16)
+    match = desk.match("b", told[:2] + story(2, 2))
+    assert (match.state, match.num_tokens, match.to_load) == (MatchState.HIT, 8, 8)
+
+
+def test_the_engines_own_tokens_are_not_loaded() -> None:
+    desk = Desk()
+    told = story(1, 4)
+    desk.keep("a", told, 16)
+    match = desk.match("b", told, computed=8)
+    assert (match.num_tokens, match.to_load) == (16, 8)
+    assert desk.load("b", 16) == {0: [2, 3]}
+    assert desk.match("c", told, computed=16).state is MatchState.MISS
+
+
+def test_a_cap_inside_a_block_cuts_the_block() -> None:
+    """A request must compute its last token itself."""
+    desk = Desk()
+    told = story(1, 4)
+    desk.keep("a", told, 16)
+    assert desk.match("b", told, most=15).num_tokens == 12
+
+
+def test_slots_of_two_blocks_serve_hits_that_end_inside() -> None:
+    desk = Desk(reach.FullAttention(4, blocks_per_slot=2), hash_tokens=4)
+    told = story(1, 4)
+    desk.keep("a", told, 16)
+    assert desk.match("b", told, most=15).num_tokens == 12
+    assert desk.load("b", 12) == {0: [0, 1, 2]}
+    (sent,) = desk.plan()
+    assert sent.src_slots.tolist() == [0, 1, 2]
+
+
+def test_slots_of_two_blocks_serve_hits_that_begin_inside() -> None:
+    desk = Desk(reach.FullAttention(4, blocks_per_slot=2), hash_tokens=4)
+    told = story(1, 4)
+    desk.keep("a", told, 16)
+    assert desk.match("b", told, computed=4).num_tokens == 16
+    assert desk.load("b", 16) == {0: [1, 2, 3]}
+    (sent,) = desk.plan()
+    assert sent.src_slots.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("other", [WINDOW, CHUNKS, STATE], ids=["window", "chunks", "state"])
+def test_a_hit_needs_every_group(other: reach.Group) -> None:
+    """Full attention alone is stored: nothing can be served."""
+    desk = Desk(FULL, other)
+    told = story(1, 5)
+    tables = [[0, 1, 2, 3, 4], [-1] * 5]
+    desk.scheduler.store("a", told, tables, 20)
+    desk.run()
+    chunk_start = 16 if other is CHUNKS else 0  # at a chunk's start its layers read nothing
+    assert desk.hit(told) == chunk_start
+
+
+def test_a_window_needs_only_its_reach() -> None:
+    desk = Desk(FULL, WINDOW)
+    told = story(1, 6)
+    desk.keep("a", told, 24)
+    assert desk.match("b", told).num_tokens == 24
+    assert desk.load("b", 24) == {0: [0, 1, 2, 3, 4, 5], 1: [4, 5]}
+
+
+def test_a_state_needs_only_its_last() -> None:
+    desk = Desk(FULL, STATE)
+    told = story(1, 4)
+    desk.keep("a", told, 16)
+    assert desk.match("b", told, most=15).num_tokens == 12
+    assert desk.load("b", 12) == {0: [0, 1, 2], 1: [2]}
+
+
+def test_a_chunk_needs_its_own_beginning() -> None:
+    desk = Desk(FULL, CHUNKS)
+    told = story(1, 5)
+    desk.keep("a", told, 20)
+    assert desk.match("b", told).num_tokens == 20
+    assert desk.load("b", 20) == {0: [0, 1, 2, 3, 4], 1: [4]}
+
+
+def test_own_tokens_that_end_between_two_states_are_no_error() -> None:
+    desk = Desk(FULL, reach.RecurrentState(4, blocks_per_slot=2), hash_tokens=4)
+    told = story(1, 4)
+    assert desk.match("a", told, computed=4).state is MatchState.MISS
+    desk.keep("b", told, 16)
+    assert desk.match("c", told, computed=4).num_tokens == 16
+
+
+# -- asked every step ------------------------------------------------------------------------------
+
+
+def count_looks(desk: Desk) -> list[int]:
+    """Count full look-ups from now on."""
+    looks: list[int] = []
+    look = desk.scheduler._matcher.look
+
+    def counting(*args, **kwargs):  # type: ignore[no-untyped-def]
+        looks.append(1)
+        return look(*args, **kwargs)
+
+    desk.scheduler._matcher.look = counting  # type: ignore[method-assign]
+    return looks
+
+
+def test_asking_again_looks_once() -> None:
+    desk = Desk()
+    told = story(1, 8)
+    desk.keep("a", told[:4], 16)
+    looks = count_looks(desk)
+    for _ in range(10):
+        assert desk.match("b", told).num_tokens == 16
+    assert len(looks) == 1
+
+
+def test_others_stores_do_not_make_it_look_again() -> None:
+    desk = Desk(slots=64)
+    told = story(1, 8)
+    desk.keep("a", told[:4], 16)
+    looks = count_looks(desk)
+    for number in range(2, 8):
+        assert desk.match("b", told).num_tokens == 16
+        desk.keep(f"x{number}", story(number, 4), 16)
+    assert len(looks) == 1
+
+
+def test_the_block_it_lacks_makes_it_look_again() -> None:
+    desk = Desk(slots=64)
+    told = story(1, 8)
+    desk.keep("a", told[:4], 16)
+    assert desk.match("b", told).num_tokens == 16
+    desk.keep("c", told, 24)
+    assert desk.match("b", told).num_tokens == 24
+
+
+def test_a_window_stored_later_makes_it_look_again() -> None:
+    """The hit was stopped by the window, not by full attention, whose end lies further on."""
+    desk = Desk(FULL, WINDOW, slots=64)
+    told = story(1, 8)
+    desk.scheduler.store("a", told, [list(range(6)), [-1] * 6], 24)
+    desk.run()
+    assert desk.match("b", told).state is MatchState.MISS
+    desk.scheduler.store("c", told, [list(range(4)), list(range(4))], 16)
+    desk.run()
+    assert desk.match("b", told).num_tokens == 16
+
+
+def test_other_tokens_of_its_own_or_another_cap_make_it_look_again() -> None:
+    desk = Desk()
+    told = story(1, 4)
+    desk.keep("a", told, 16)
+    assert desk.match("b", told).to_load == 16
+    assert desk.match("b", told, computed=4).to_load == 12
+    assert desk.match("b", told, computed=4, most=15).to_load == 8
+    assert desk.pool.num_leases == 1
+
+
+def test_a_pinned_hit_survives_eviction() -> None:
+    desk = Desk(slots=4)
+    told = story(1, 4)
+    desk.keep("a", told, 16)
+    desk.match("b", told)
+    assert desk.store("c", story(2, 4), 16) == {}  # nothing can be evicted for it
+    assert desk.load("b", 16) == {0: [0, 1, 2, 3]}
+    assert desk.run().loaded == ("b",)
+
+
+def test_a_hit_nobody_asks_for_any_more_is_let_go() -> None:
+    desk = Desk(match_deadline=5)
+    told = story(1, 4)
+    desk.keep("a", told, 16)
+    desk.match("b", told)
+    desk.now = 4.0
+    desk.match("b", told)  # still wanted
+    desk.now = 8.0
+    desk.scheduler.settle()
+    assert desk.pool.num_leases == 1
+    desk.now = 9.5
+    desk.scheduler.settle()
+    assert desk.pool.num_leases == 0
+    assert desk.scheduler.stats().expired_hits == 1
+    assert desk.load("b", 16) == {}
+
+
+# -- joining ---------------------------------------------------------------------------------------
+
+
+def test_a_second_request_joins_a_load_under_way() -> None:
+    desk = Desk()
+    told = story(1, 4)
+    desk.keep("a", told, 16)
+    desk.match("b", told)
+    desk.load("b", 16)
+    assert desk.match("c", told).state is MatchState.WAIT
+    assert routes(desk.plan()) == [LOAD]
+    assert desk.match("c", told).state is MatchState.WAIT
+    assert desk.land().loaded == ("b",)
+    assert desk.match("c", told, computed=16).state is MatchState.MISS  # shared on the device
+
+
+def test_joining_a_load_that_fails_ends_the_wait() -> None:
+    desk = Desk()
+    told = story(1, 4)
+    desk.keep("a", told, 16)
+    desk.match("b", told)
+    desk.load("b", 16)
+    assert desk.match("c", told).state is MatchState.WAIT
+    settled = desk.land(*desk.plan(), failed="no")
+    assert [failed.request_id for failed in settled.failed] == ["b"]
+    assert desk.match("c", told).state is MatchState.MISS
+
+
+def test_joining_a_load_that_is_cancelled_ends_the_wait() -> None:
+    desk = Desk()
+    told = story(1, 4)
+    desk.keep("a", told, 16)
+    desk.match("b", told)
+    desk.load("b", 16)
+    assert desk.match("c", told).state is MatchState.WAIT
+    desk.scheduler.abort("b")
+    assert desk.match("c", told).state is MatchState.HIT
+    assert by_group(desk.scheduler.settle().released) == {0: [0, 1, 2, 3]}
+
+
+def test_joining_a_load_that_hangs_ends_with_its_deadline() -> None:
+    desk = Desk(load_deadline=5, match_deadline=8)
+    told = story(1, 4)
+    desk.keep("a", told, 16)
+    desk.match("b", told)
+    desk.load("b", 16)
+    desk.plan()
+    assert desk.match("c", told).state is MatchState.WAIT
+    for _ in range(20):
+        desk.now += 1.0
+        desk.scheduler.settle()
+    assert desk.match("c", told).state is MatchState.MISS
+
+
+def test_two_that_were_both_promised_a_block_load_it_once() -> None:
+    """Both had a hit before either had room; the second sees the first one's load and waits."""
+    desk = Desk()
+    told = story(1, 4)
+    desk.keep("a", told, 16)
+    assert desk.match("b", told).state is MatchState.HIT
+    assert desk.match("c", told).state is MatchState.HIT
+    desk.load("b", 16)
+    assert desk.match("c", told).state is MatchState.WAIT
+
+
+def test_an_engine_that_shares_no_blocks_loads_for_each() -> None:
+    desk = Desk(joins_loads=False)
+    told = story(1, 4)
+    desk.keep("a", told, 16)
+    for request in ("b", "c"):
+        assert desk.match(request, told).state is MatchState.HIT
+        desk.load(request, 16, first_block=8 * (request == "c"))
+    assert sorted(desk.run().loaded) == ["b", "c"]
+
+
+# -- bounds on loads -------------------------------------------------------------------------------
+
+
+def two_stories(**settings: object) -> Desk:
+    desk = Desk(**settings)  # type: ignore[arg-type]
+    desk.keep("s1", story(1, 4), 16)
+    desk.keep("s2", story(2, 4), 16)
+    return desk
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"max_loading_blocks": 6}, {"blocks": 12}, {"block_bytes": [1], "max_bytes_in_flight": 3}],
+    ids=["blocks", "device", "bytes"],
+)
+def test_a_load_beyond_the_bound_waits_its_turn(settings: dict[str, object]) -> None:
+    desk = Desk(max_storing_blocks=64, **settings)  # type: ignore[arg-type]
+    for number in (1, 2):  # a store may take several steps where bytes are few
+        for _ in range(4):
+            desk.store(f"s{number}", story(number, 4), 16)
+            desk.run()
+        desk.scheduler.finish(f"s{number}")
+    assert desk.match("a", story(1, 4)).state is MatchState.HIT
+    desk.load("a", 16)
+    assert desk.match("b", story(2, 4)).state is MatchState.WAIT
+    desk.run()
+    assert desk.match("b", story(2, 4)).state is MatchState.HIT
+
+
+def test_one_load_alone_is_always_allowed() -> None:
+    """Larger than any bound: it would wait for ever otherwise."""
+    desk = two_stories(max_loading_blocks=1)
+    assert desk.match("a", story(1, 4)).state is MatchState.HIT
+    desk.load("a", 16)
+    assert desk.match("b", story(2, 4)).state is MatchState.WAIT
+    desk.run()
+    assert desk.match("b", story(2, 4)).state is MatchState.HIT
+
+
+def test_a_rank_that_hangs_does_not_hold_up_everyone() -> None:
+    desk = two_stories(max_loading_blocks=6, load_deadline=5)
+    desk.match("a", story(1, 4))
+    desk.load("a", 16)
+    desk.plan()
+    assert desk.match("b", story(2, 4)).state is MatchState.WAIT
+    desk.now = 6.0
+    settled = desk.scheduler.settle()
+    assert [failed.request_id for failed in settled.failed] == ["a"]
+    assert desk.match("b", story(2, 4)).state is not MatchState.WAIT
+
+
+def test_a_hash_block_that_does_not_divide_a_slot_is_refused() -> None:
+    with pytest.raises(InputError, match="not a multiple"):
+        Desk(reach.FullAttention(4), hash_tokens=3)

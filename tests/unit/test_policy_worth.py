@@ -1,0 +1,136 @@
+"""Load or compute: by policy, or by what was measured."""
+
+from __future__ import annotations
+
+import pytest
+from tests.fakes.desk import Desk, story
+
+from kvferry.answers import MatchState
+from kvferry.policy import LoadOrCompute, Verdict
+from kvferry.types import FIRST_RANK, Outcome, Receipt
+
+
+def measured(*, bandwidth: float, prefill: float) -> LoadOrCompute:
+    worth = LoadOrCompute("auto")
+    worth.note_load(int(bandwidth), 1.0)
+    worth.note_prefill(int(prefill), 1.0)
+    return worth
+
+
+@pytest.mark.parametrize(
+    ("policy", "verdict"),
+    [("always", Verdict.LOAD_ALWAYS), ("never", Verdict.COMPUTE_ALWAYS)],
+)
+def test_a_policy_needs_no_measurement(policy: str, verdict: Verdict) -> None:
+    worth = LoadOrCompute(policy)
+    worth.note_load(1, 1000.0)
+    worth.note_prefill(1000, 0.001)
+    assert worth.decide(100, 1 << 30, 0).verdict is verdict
+
+
+def test_unmeasured_is_loaded() -> None:
+    worth = LoadOrCompute("auto")
+    assert worth.decide(10, 100, 0).verdict is Verdict.LOAD_UNMEASURED
+    worth.note_load(1000, 1.0)
+    assert worth.decide(10, 100, 0).verdict is Verdict.LOAD_UNMEASURED
+    worth.note_prefill(100, 1.0)
+    assert worth.decide(10, 0, 0).verdict is Verdict.LOAD_UNMEASURED  # size not known
+
+
+def test_the_sooner_one_wins() -> None:
+    worth = measured(bandwidth=1000, prefill=100)
+    decision = worth.decide(100, 500, 0)  # half a second to load, one to compute
+    assert decision.verdict is Verdict.LOAD_FASTER
+    assert decision.load
+    assert (decision.load_seconds, decision.compute_seconds) == (0.5, 1.0)
+    assert not worth.decide(100, 2000, 0).load
+
+
+def test_a_queue_on_the_link_makes_loading_slower() -> None:
+    worth = measured(bandwidth=1000, prefill=100)
+    assert worth.decide(100, 500, 400).load
+    assert worth.decide(100, 500, 600).verdict is Verdict.COMPUTE_FASTER
+
+
+def test_rates_follow_what_happens() -> None:
+    worth = measured(bandwidth=1000, prefill=100)
+    for _ in range(50):
+        worth.note_load(10, 1.0)
+    assert worth.bandwidth == pytest.approx(10, rel=0.1)
+    assert not worth.decide(100, 500, 0).load
+
+
+def test_small_prefills_and_empty_measurements_say_nothing() -> None:
+    worth = LoadOrCompute("auto")
+    worth.note_prefill(1, 1.0)  # a decode step is all overhead
+    worth.note_prefill(100, 0.0)
+    worth.note_load(0, 1.0)
+    worth.note_load(100, 0.0)
+    assert worth.prefill_rate is None
+    assert worth.bandwidth is None
+
+
+def test_a_given_rate_beats_a_learned_one() -> None:
+    worth = LoadOrCompute("auto", prefill_rate=7.0)
+    worth.note_prefill(1000, 1.0)
+    assert worth.prefill_rate == 7.0
+
+
+# -- in the scheduler -----------------------------------------------------------------------------
+
+
+def timed_load(desk: Desk, request: str, keys, seconds: float) -> None:
+    """Load a hit; the rank says that it took so long."""
+    match = desk.match(request, keys)
+    assert match.state is MatchState.HIT
+    blocks = len(desk.load(request, match.num_tokens)[0])
+    (transfer,) = desk.plan()
+    desk.flying.clear()
+    desk.scheduler.settle(
+        [Receipt(transfer.id, FIRST_RANK, Outcome.OK, "", blocks * 1000, seconds)]
+    )
+    desk.scheduler.finish(request)
+
+
+def test_a_hit_slower_to_load_than_to_compute_is_a_miss_that_says_so() -> None:
+    desk = Desk(block_bytes=[1000], load_policy="auto", prefill_rate=1000.0)
+    told = story(1, 4)
+    desk.keep("a", told, 16)
+    timed_load(desk, "b", told, seconds=1e-3)  # 4 MB/s: 1 ms for 16 tokens, computing takes 16
+    assert desk.match("c", told).state is MatchState.HIT
+    assert desk.scheduler.stats().verdicts == {"load_unmeasured": 1, "load_faster": 1}
+    for number in range(20):
+        desk.scheduler._worth.note_load(1000, 10.0)  # the link is someone else's now
+        desk.scheduler.finish(f"x{number}")
+    desk.scheduler.preempt("c")
+    assert desk.match("c", told).state is MatchState.MISS
+    why = desk.scheduler.explain("c")
+    assert why is not None
+    assert why.reason.value == "load_slower"
+    assert why.decision is not None
+    assert why.decision.verdict is Verdict.COMPUTE_FASTER
+    assert desk.scheduler.stats().verdicts["compute_faster"] == 1
+    desk.scheduler.finish("c")
+    desk.check_empty()  # a hit that is declined is let go
+
+
+def test_never_loads_nothing_and_still_stores() -> None:
+    desk = Desk(load_policy="never")
+    desk.keep("a", story(1, 4), 16)
+    assert desk.match("b", story(1, 4)).state is MatchState.MISS
+    assert desk.pool.counts.cached == 4
+    assert desk.pool.num_leases == 0
+
+
+def test_bytes_waiting_on_the_link_count_against_a_load() -> None:
+    """The second of two equal hits finds the link busy and computes."""
+    desk = Desk(block_bytes=[1000], load_policy="auto", prefill_rate=1000.0)
+    for number in (1, 2, 3):
+        desk.keep(f"s{number}", story(number, 4), 16)
+    timed_load(desk, "warm", story(3, 4), seconds=12e-3)  # a load takes 12 ms, computing 16
+    assert desk.match("a", story(1, 4)).state is MatchState.HIT
+    desk.load("a", 16)
+    assert desk.match("b", story(2, 4)).state is MatchState.MISS
+    desk.run()
+    desk.scheduler.preempt("b")
+    assert desk.match("b", story(2, 4)).state is MatchState.HIT

@@ -1,0 +1,328 @@
+"""What is stored, when, and what waits: eager and lazy, whole slots, bounds, admission."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.fakes.desk import STORE, Desk, by_group, routes, story
+
+from kvferry import reach
+from kvferry.errors import ConfigError, InputError
+from kvferry.scheduler import NO_BLOCK
+
+WINDOW = reach.SlidingWindow(4, window=9)
+STATE = reach.RecurrentState(4)
+PAIRS = reach.FullAttention(4, blocks_per_slot=2)
+
+# -- eager ---------------------------------------------------------------------------------------
+
+
+def test_each_call_stores_what_is_new_and_whole() -> None:
+    desk = Desk()
+    told = story(1, 8)
+    assert desk.store("a", told, 3) == {}
+    assert desk.store("a", told, 4) == {0: [0]}
+    assert desk.store("a", told, 7) == {}
+    assert desk.store("a", told, 19) == {0: [1, 2, 3]}
+    assert desk.store("a", told, 19) == {}
+    desk.run()
+    assert desk.hit(told) == 16
+
+
+def test_generated_tokens_are_stored_like_the_prompt() -> None:
+    """The next turn's prompt contains this turn's answer."""
+    desk = Desk()
+    prompt, answer = story(1, 3), story(2, 3)
+    desk.match("a", prompt)
+    desk.store("a", prompt, 12)
+    for num_tokens in range(13, 25):  # one token per step
+        desk.store("a", prompt + answer, num_tokens)
+        desk.run()
+    desk.scheduler.finish("a")
+    assert desk.hit(prompt + answer) == 24
+
+
+def test_the_tail_is_stored_at_the_finish() -> None:
+    desk = Desk()
+    told = story(1, 3)
+    desk.store("a", told, 8)
+    assert desk.store("a", told, 12) == {0: [2]}
+    desk.scheduler.finish("a")  # before anything landed, before it was even planned
+    settled = desk.run()
+    assert desk.hit(told) == 12
+    assert by_group(settled.released) == {0: [0, 1, 2]}
+
+
+def test_nothing_is_stored_twice() -> None:
+    desk = Desk()
+    told = story(1, 4)
+    desk.store("a", told, 16)
+    assert desk.store("b", told, 16, first_block=8) == {}  # on its way
+    desk.run()
+    assert desk.store("c", told, 16, first_block=8) == {}  # there
+    assert desk.store("d", told[:2] + story(2, 2), 16, first_block=8) == {0: [10, 11]}
+
+
+def test_stores_of_one_step_travel_together_by_group() -> None:
+    desk = Desk(reach.FullAttention(4), WINDOW, slots=64)
+    for number in range(3):
+        desk.store(f"r{number}", story(number, 4), 16, first_block=8 * number)
+    sent = desk.plan()
+    assert routes(sent) == [STORE, STORE]
+    assert [t.group for t in sent] == [0, 1]
+    assert [len(t) for t in sent] == [12, 12]
+
+
+def test_what_finds_no_room_is_left_out_from_the_end() -> None:
+    desk = Desk(slots=4)
+    told = story(1, 8)
+    assert desk.store("a", told, 32) == {0: [0, 1, 2, 3]}
+    desk.run()
+    assert desk.hit(told) == 16
+
+
+def test_a_block_the_engine_no_longer_has_is_not_stored() -> None:
+    desk = Desk(reach.FullAttention(4), WINDOW)
+    tables = [[0, 1, 2, 3], [NO_BLOCK, 5, 6, 7]]
+    held = by_group(desk.scheduler.store("a", story(1, 4), tables, 16))
+    assert held == {0: [0, 1, 2, 3], 1: [5, 6, 7]}
+    desk.run()
+    assert desk.hit(story(1, 4)) == 16
+
+
+def test_a_state_is_stored_where_the_engine_kept_one() -> None:
+    desk = Desk(reach.FullAttention(4), STATE)
+    tables = [[0, 1, 2, 3], [NO_BLOCK, 5, NO_BLOCK, NO_BLOCK]]
+    held = by_group(desk.scheduler.store("a", story(1, 4), tables, 16))
+    assert held == {0: [0, 1, 2, 3], 1: [5]}
+    desk.run()
+    assert desk.hit(story(1, 4)) == 8
+
+
+def test_a_table_that_is_too_short_changes_nothing() -> None:
+    desk = Desk(reach.FullAttention(4), WINDOW)
+    with pytest.raises(InputError, match="group 1's block table has 1 blocks"):
+        desk.scheduler.store("a", story(1, 4), [[0, 1, 2, 3], [0]], 16)
+    desk.check_empty()
+    with pytest.raises(InputError, match="-2"):
+        desk.scheduler.store("a", story(1, 4), [[0, 1, 2, 3], [0, -2, 1, 1]], 16)
+    desk.check_empty()
+    with pytest.raises(InputError, match="one per group"):
+        desk.scheduler.store("a", story(1, 4), [[0, 1, 2, 3]], 16)
+
+
+def test_tokens_beyond_the_keys_are_not_stored() -> None:
+    desk = Desk()
+    assert desk.store("a", story(1, 2), 100) == {0: [0, 1]}
+
+
+def test_a_failed_store_can_be_stored_again_by_the_next() -> None:
+    desk = Desk()
+    told = story(1, 4)
+    desk.store("a", told, 16)
+    settled = desk.land(*desk.plan(), failed="no")
+    assert by_group(settled.released) == {0: [0, 1, 2, 3]}
+    assert desk.hit(told) == 0
+    assert desk.store("b", told, 16) == {0: [0, 1, 2, 3]}
+
+
+# -- block sizes -----------------------------------------------------------------------------------
+
+
+def test_a_slot_of_two_blocks_waits_for_both() -> None:
+    desk = Desk(PAIRS)
+    told = story(1, 4)  # one key per eight tokens
+    assert desk.store("a", told, 12) == {0: [0, 1]}
+    assert desk.store("a", told, 15) == {}
+    assert desk.store("a", told, 16) == {0: [2, 3]}
+    (sent,) = desk.plan()
+    assert sent.dst_slots.tolist() == [0, 1, 2, 3]
+
+
+def test_a_slot_of_two_blocks_with_one_gone_is_not_stored() -> None:
+    desk = Desk(PAIRS)
+    held = desk.scheduler.store("a", story(1, 3), [[0, 1, 2, NO_BLOCK, 4, 5]], 24)
+    assert by_group(held) == {0: [0, 1]}  # nor what follows it: it could not be reached
+
+
+def test_hash_blocks_smaller_than_cache_blocks() -> None:
+    desk = Desk(reach.FullAttention(8), hash_tokens=4)
+    told = story(1, 7)  # 28 tokens of keys: three whole blocks
+    assert desk.store("a", told, 28) == {0: [0, 1, 2]}
+    desk.run()
+    assert desk.hit(told) == 24
+    other = told[:3] + story(2, 4)  # parts inside the second block
+    assert desk.hit(other) == 8
+
+
+def test_groups_of_different_block_size_share_the_slots() -> None:
+    desk = Desk(reach.FullAttention(4), reach.SlidingWindow(8, window=9), hash_tokens=4)
+    told = story(1, 6)
+    assert desk.store("a", told, 24) == {0: [0, 1, 2, 3, 4, 5], 1: [0, 1, 2]}
+    desk.run()
+    assert desk.hit(told) == 24
+
+
+def test_slots_no_group_can_ever_use_are_not_stored() -> None:
+    """Hits end where every group's block ends; a window block between two ends serves none."""
+    desk = Desk(reach.FullAttention(16), reach.SlidingWindow(4, window=5), hash_tokens=4, slots=64)
+    held = desk.store("a", story(1, 16), 64)
+    assert held == {0: [0, 1, 2, 3], 1: [3, 7, 11, 15]}
+
+
+# -- bounds ----------------------------------------------------------------------------------------
+
+
+def test_stores_beyond_the_bound_wait_and_are_asked_for_again() -> None:
+    desk = Desk(max_storing_blocks=3)
+    told = story(1, 8)
+    assert desk.store("a", told, 32) == {0: [0, 1, 2]}
+    assert desk.store("a", told, 32) == {}
+    assert desk.scheduler.stats().shed_stores >= 1
+    assert desk.scheduler.stored_tokens("a") == 12
+    desk.run()
+    assert desk.store("a", told, 32) == {0: [3, 4, 5]}
+    desk.run()
+    assert desk.store("a", told, 32) == {0: [6, 7]}
+    desk.run()
+    assert desk.hit(told) == 32
+
+
+def test_the_bound_is_a_quarter_of_the_device_unless_told() -> None:
+    desk = Desk(blocks=8)
+    assert desk.store("a", story(1, 8), 32) == {0: [0, 1]}
+
+
+def test_bytes_in_flight_bound_stores() -> None:
+    desk = Desk(block_bytes=[100], max_bytes_in_flight=250)
+    told = story(1, 8)
+    assert desk.store("a", told, 32) == {0: [0, 1]}
+    assert desk.store("b", story(2, 2), 8) == {}
+    desk.run()
+    assert desk.store("b", story(2, 2), 8) == {0: [0, 1]}
+
+
+def test_loads_take_the_bytes_before_stores_do() -> None:
+    desk = Desk(block_bytes=[100], max_bytes_in_flight=450)
+    desk.keep("a", story(1, 4), 16)
+    desk.match("b", story(1, 4))
+    desk.load("b", 16)
+    assert desk.store("c", story(2, 4), 16) == {}
+    desk.run()
+    assert desk.store("c", story(2, 4), 16) == {0: [0, 1, 2, 3]}
+
+
+def test_what_is_stored_already_takes_none_of_the_room() -> None:
+    """A returning conversation has a long stored beginning; its new end must not wait for that."""
+    desk = Desk(max_storing_blocks=2, slots=64)
+    told = story(1, 20)
+    for end in range(8, 65, 8):
+        desk.store("a", told, end)
+        desk.run()
+    assert desk.hit(told[:16]) == 64
+    assert desk.store("b", told, 72) == {0: [16, 17]}
+
+
+# -- lazy ------------------------------------------------------------------------------------------
+
+
+def lazy(**settings: object) -> Desk:
+    return Desk(store_mode="lazy", **settings)  # type: ignore[arg-type]
+
+
+def test_lazy_stores_nothing_that_is_only_computed() -> None:
+    desk = lazy()
+    assert desk.store("a", story(1, 4), 16) == {}
+    desk.scheduler.finish("a")
+    assert desk.plan() == []
+
+
+def test_lazy_looks_as_far_as_blocks_are_taken() -> None:
+    desk = lazy()
+    assert desk.scheduler.offer_depth == 0
+    desk.scheduler.note_allocated(3)
+    assert desk.scheduler.offer_depth == 12
+    for _ in range(60):
+        desk.scheduler.note_allocated(0)
+    assert desk.scheduler.offer_depth == 0
+
+
+def test_an_eager_scheduler_asks_for_no_offers() -> None:
+    desk = Desk()
+    desk.scheduler.note_allocated(100)
+    assert desk.scheduler.offer_depth == 0
+    assert desk.offer(0, story(1, 1), [0]) == []
+
+
+def test_what_is_offered_is_stored_once() -> None:
+    desk = lazy()
+    told = story(1, 4)
+    assert sorted(desk.offer(0, told, [7, 5, 6, 4])) == [4, 5, 6, 7]
+    assert desk.offer(0, told, [7, 5, 6, 4]) == []
+    desk.run()
+    assert desk.offer(0, told, [7, 5, 6, 4]) == []
+    assert desk.hit(told) == 16
+
+
+def test_each_offered_block_goes_under_its_own_key() -> None:
+    desk = lazy()
+    told = story(1, 3)
+    desk.offer(0, told, [9, 8, 7])
+    (sent,) = desk.plan()
+    desk.land()
+    keys = desk.scheduler._matcher.slot_keys(0, told, range(3))
+    where = dict(zip(sent.dst_slots.tolist(), sent.src_slots.tolist(), strict=True))
+    assert [where[int(s)] for s in desk.pool._index.find(keys)] == [9, 8, 7]
+
+
+def test_offered_keys_are_those_at_the_blocks_ends_where_hash_blocks_are_smaller() -> None:
+    desk = lazy(hash_tokens=2)
+    told = story(1, 8)  # two per block
+    ends = told.take(np.array([1, 3, 5, 7]))
+    assert sorted(desk.offer(0, ends, [4, 5, 6, 7])) == [4, 5, 6, 7]
+    desk.run()
+    assert desk.hit(told) == 16
+
+
+def test_the_same_content_offered_twice_in_one_call() -> None:
+    desk = lazy()
+    told = story(1, 2)
+    assert sorted(desk.offer(0, told + told, [0, 1, 2, 3])) == [0, 1]
+
+
+def test_the_beginning_of_a_conversation_outlives_its_end_below_too() -> None:
+    """Engines free a request's last block first, so it is offered first and evicted first."""
+    desk = lazy(slots=4)
+    told = story(1, 4)
+    backwards = np.arange(4)[::-1]
+    desk.offer(0, told.take(backwards), [3, 2, 1, 0])
+    desk.run()
+    desk.offer(0, story(2, 2), [8, 9])  # needs two slots
+    desk.run()
+    assert desk.hit(told) == 8
+
+
+def test_lazy_stores_respect_admission_and_bounds() -> None:
+    desk = lazy(store_after=2, max_storing_blocks=2)
+    told = story(1, 4)
+    desk.match("a", told)
+    assert desk.offer(0, told, [0, 1, 2, 3]) == []
+    desk.match("b", told)
+    assert sorted(desk.offer(0, told, [0, 1, 2, 3])) == [0, 1]
+    assert desk.offer(0, told, [0, 1, 2, 3]) == []
+    desk.run()
+    assert sorted(desk.offer(0, told, [0, 1, 2, 3])) == [2, 3]
+
+
+def test_lazy_refuses_slots_of_several_blocks() -> None:
+    with pytest.raises(ConfigError, match="store_mode: lazy"):
+        Desk(PAIRS, store_mode="lazy")
+
+
+def test_offers_that_do_not_pair_up_are_refused() -> None:
+    desk = lazy()
+    with pytest.raises(InputError, match="2 keys for 1 offered"):
+        desk.offer(0, story(1, 2), [0])
+    with pytest.raises(InputError, match="got group 3"):
+        desk.offer(3, story(1, 1), [0])
+    desk.check_empty()
