@@ -15,9 +15,9 @@ NOTES = """\
 segment. **published**: a Triton kernel that takes one descriptor per program on 12 multiprocessors
 for host to GPU below 28 KiB, one `cuMemcpyBatchAsync` otherwise. **kernel**, **staged**: kvferry's
 own. **auto**: the planner's choice, in brackets. **Ceiling**: one large copy between pinned and GPU
-memory, timed just before each row. Blocks have 64 segments and random block ids; host slots are one run
-unless said otherwise. Times are medians on the device, from an idle stream to the copy's end, the
-call that queues it included."""
+memory, timed just before each row. Blocks have 64 segments and random block ids; host slots are one
+run unless said otherwise. Times are medians on the device, from an idle stream to the copy's end,
+the call that queues it included."""
 
 
 def report(data: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -139,9 +140,9 @@ class CopyRig:
     def _take(self) -> None:
         driver = self.driver
         self.host = driver.alloc_host(self.num_bytes)
-        self._give_back.append(lambda: driver.free_host(self.host))
+        self._give_back.append(partial(driver.free_host, self.host))
         self.device = driver.alloc_device(2 * self.num_bytes)
-        self._give_back.append(lambda: driver.free_device(self.device))
+        self._give_back.append(partial(driver.free_device, self.device))
         self.streams: dict[Direction, int] = {}
         for direction, priority in (
             (Direction.LOAD, Priority.HIGH),
@@ -149,10 +150,10 @@ class CopyRig:
         ):
             stream = driver.create_stream(priority)
             self.streams[direction] = stream
-            self._give_back.append(lambda stream=stream: driver.destroy_stream(stream))
+            self._give_back.append(partial(driver.destroy_stream, stream))
         self._events = (driver.create_event(timing=True), driver.create_event(timing=True))
         for event in self._events:
-            self._give_back.append(lambda event=event: driver.destroy_event(event))
+            self._give_back.append(partial(driver.destroy_event, event))
         self._fill()
 
     def _fill(self) -> None:

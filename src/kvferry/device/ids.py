@@ -113,5 +113,5 @@ class IdBuffers:
             self._driver.destroy_event(event)
             self._driver.free_host(host)
             raise
-        ids = np.frombuffer((ctypes.c_int64 * size).from_address(host), dtype=np.int64)
+        ids = np.ctypeslib.as_array((ctypes.c_int64 * size).from_address(host))
         return _Buffer(host, device, ids, event)
