@@ -53,6 +53,7 @@ class Matcher:
         # A slot was matched by its key, so all its tokens are right: a hit may end inside it, at
         # any boundary that both the device's blocks and the engine's hash blocks know.
         self._alignment = math.lcm(hash_tokens, *(group.block_tokens for group in self.groups))
+        self._step = math.lcm(self._alignment, *(group.stop_tokens for group in self.groups))
         self._can_serve: Present = [np.empty(0, dtype=bool) for _ in self.groups]
 
     def slot_keys(self, group: int, keys: Keys, slots: range) -> Keys:
@@ -132,8 +133,8 @@ class Matcher:
         return self._next_length(look) <= look.max_tokens
 
     def _next_length(self, look: Look) -> int:
-        longer = look.host_tokens + self._alignment
-        return longer - longer % self._alignment
+        longer = look.host_tokens + self._step
+        return longer - longer % self._step
 
     def first_missing(self, look: Look) -> tuple[int, int, Keys] | None:
         """The slot that stopped the host's hit: its group, its first token, its key."""
@@ -141,8 +142,6 @@ class Matcher:
         if longer > look.max_tokens:
             return None
         for g, group in enumerate(self.groups):
-            if longer % group.stop_tokens:
-                continue
             slots = self._needed(g, longer, look.computed_tokens)
             present = look.host[g][slots.start : slots.stop]
             if not present.all():
