@@ -113,7 +113,7 @@ def count_looks(desk: Desk) -> list[int]:
     looks: list[int] = []
     look = desk.scheduler._matcher.look
 
-    def counting(*args, **kwargs):  # type: ignore[no-untyped-def]
+    def counting(*args, **kwargs):
         looks.append(1)
         return look(*args, **kwargs)
 

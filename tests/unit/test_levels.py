@@ -1,0 +1,490 @@
+"""Below the host: blocks go down by write-through or spill, and come up in bounded pieces."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+from tests.fakes.desk import LOAD, STORE, Desk, by_group, routes, story
+
+from kvferry import reach
+from kvferry.answers import MatchState, Settled
+from kvferry.config import Config
+from kvferry.errors import TransferError
+from kvferry.keys import Keys
+from kvferry.levels import Level, WriteMode
+from kvferry.pool import Pool
+from kvferry.scheduler import Scheduler
+from kvferry.tiers import HostTier, MemoryTier, TierMover
+from kvferry.types import DEVICE, FIRST_RANK, HOST, Outcome, Receipt, TierName, Transfer
+from kvferry.worker import Worker
+
+DISK, FAR = TierName("disk"), TierName("far")
+DOWN, UP = (HOST, DISK), (DISK, HOST)
+
+
+def level(slots: int = 64, write: WriteMode = WriteMode.THROUGH, name: TierName = DISK) -> Level:
+    return Level(name, Pool(slots), write)
+
+
+def settle_down(desk: Desk) -> None:
+    """Until nothing more is ordered."""
+    for _ in range(20):
+        desk.plan()
+        if not desk.flying:
+            return
+        desk.land()
+    raise AssertionError("the levels never come to rest")
+
+
+def forget_host(desk: Desk) -> None:
+    """The host needs its room for something else; what is below stays there."""
+    assert desk.pool.evict(desk.pool.num_slots)
+    assert desk.pool.counts.cached == 0
+
+
+# -- down -----------------------------------------------------------------------------------------
+
+
+def test_write_through_copies_what_was_just_stored() -> None:
+    desk = Desk(levels=[level()])
+    desk.keep("a", story(1, 4), 16)
+    (move,) = desk.plan()
+    assert (move.src, move.dst) == DOWN
+    desk.land()
+    forget_host(desk)
+    assert desk.match("b", story(1, 4)).state is MatchState.WAIT  # it is below
+
+
+def test_a_failed_store_is_not_written_through() -> None:
+    desk = Desk(levels=[level()])
+    desk.store("a", story(1, 4), 16)
+    desk.land(*desk.plan(), failed="no")
+    assert desk.plan() == []
+
+
+def test_spill_copies_nothing_while_the_host_has_room() -> None:
+    desk = Desk(levels=[level(write=WriteMode.SPILL)], slots=64)
+    desk.keep("a", story(1, 4), 16)
+    for _ in range(30):  # demand fades; an eighth of the host is free anyway
+        assert desk.plan() == []
+
+
+def test_spill_copies_the_coldest_ahead_of_need_and_no_more() -> None:
+    desk = Desk(levels=[level(write=WriteMode.SPILL)], slots=16)
+    desk.keep("a", story(1, 16), 64)
+    for _ in range(60):  # the memory of the burst fades, an eighth stays clean
+        desk.run()
+    below = desk.scheduler._lower.levels[0].pool
+    spilled = below.counts.cached
+    assert 2 <= spilled <= 8 + 1
+    for _ in range(20):
+        desk.run()
+    assert below.counts.cached == spilled
+    keys = desk.scheduler._matcher.slot_keys(0, story(1, 16), range(16))
+    assert below.cached(keys)[-2:].all()  # the end of a conversation goes first
+    assert not below.cached(keys)[0]
+
+
+def test_spilling_is_no_sign_of_use() -> None:
+    """Reading a block to copy it down must not make it the newest."""
+    desk = Desk(levels=[level(write=WriteMode.SPILL)], slots=16)
+    desk.keep("old", story(1, 8), 32)
+    desk.keep("new", story(2, 8), 32)
+    for _ in range(10):
+        desk.run()
+    desk.keep("third", story(3, 8), 32)
+    assert desk.hit(story(2, 8)) == 32
+
+
+def test_what_the_host_evicts_can_still_be_had() -> None:
+    """Four times the host's size, spilled as it goes: nothing is lost."""
+    desk = Desk(levels=[level(slots=256, write=WriteMode.SPILL)], slots=16)
+    for number in range(16):
+        for end in (8, 16):
+            desk.store(f"r{number}", story(number, 4), end)
+            settle_down(desk)
+        desk.scheduler.finish(f"r{number}")
+    below = desk.scheduler._lower.levels[0].pool
+    there = 0
+    for number in range(16):
+        keys = desk.scheduler._matcher.slot_keys(0, story(number, 4), range(4))
+        there += int((below.cached(keys) | desk.pool.cached(keys)).all())
+    assert there == 16
+
+
+def test_a_failed_spill_leaves_the_hosts_block_good() -> None:
+    desk = Desk(levels=[level(write=WriteMode.THROUGH)])
+    desk.keep("a", story(1, 4), 16)
+    desk.land(*desk.plan(), failed="disk full")
+    assert desk.hit(story(1, 4)) == 16
+    assert desk.scheduler._lower.levels[0].pool.counts.cached == 0
+    desk.check_empty()
+
+
+def test_a_spill_past_its_deadline_leaves_the_hosts_block_good() -> None:
+    desk = Desk(levels=[level()], store_deadline=5)
+    desk.keep("a", story(1, 4), 16)
+    (move,) = desk.plan()
+    desk.now = 6.0
+    desk.scheduler.settle()
+    assert desk.hit(story(1, 4)) == 16
+    below = desk.scheduler._lower.levels[0].pool
+    assert below.counts.leased == 4  # the slow rank may still write there
+    desk.land(move)
+    assert below.counts.cached == 0  # and what it wrote is not believed
+    desk.check_empty()
+
+
+def test_a_level_too_small_takes_what_fits() -> None:
+    desk = Desk(levels=[level(slots=3)])
+    desk.keep("a", story(1, 8), 32)
+    (move,) = desk.plan()
+    assert len(move) == 3
+    desk.land()
+    assert desk.scheduler._lower.levels[0].pool.counts.cached == 3
+    settle_down(desk)
+
+
+def test_two_levels_each_in_its_own_way() -> None:
+    through, spill = level(), level(write=WriteMode.SPILL, name=FAR)
+    desk = Desk(levels=[through, spill], slots=8)
+    desk.keep("a", story(1, 8), 32)
+    settle_down(desk)
+    assert through.pool.counts.cached == 8
+    assert 0 < spill.pool.counts.cached <= 8
+
+
+def test_slots_of_two_blocks_go_down_and_come_up_whole() -> None:
+    desk = Desk(reach.FullAttention(4, blocks_per_slot=2), levels=[level()])
+    desk.keep("a", story(1, 2), 16)
+    (move,) = desk.plan()
+    assert len(move) == 4  # rows: two for each of two slots
+    desk.land()
+    forget_host(desk)
+    desk.match("b", story(1, 2))
+    (move,) = desk.plan()
+    assert (move.src, move.dst, len(move)) == (*UP, 4)
+
+
+# -- up -------------------------------------------------------------------------------------------
+
+
+def below_only(told: Keys, **settings: object) -> Desk:
+    """A desk with one level that has this story, which the host has lost."""
+    desk = Desk(levels=[level(slots=100)], **settings)  # type: ignore[arg-type]
+    for end in range(8, 4 * len(told) + 1, 8):
+        desk.store("teller", told, end)
+        settle_down(desk)
+    desk.scheduler.finish("teller")
+    forget_host(desk)
+    return desk
+
+
+def test_what_lies_below_is_brought_up_and_then_loaded() -> None:
+    told = story(1, 4)
+    desk = below_only(told)
+    assert desk.match("b", told).state is MatchState.WAIT
+    assert routes(desk.plan()) == [UP]
+    assert desk.match("b", told).state is MatchState.WAIT
+    desk.land()
+    match = desk.match("b", told)
+    assert (match.state, match.num_tokens) == (MatchState.HIT, 16)
+    desk.load("b", 16)
+    assert routes(desk.plan()) == [LOAD]
+    assert desk.land().loaded == ("b",)
+    assert desk.scheduler.stats().promoted_tokens == 16
+
+
+def test_the_rest_is_brought_up_behind_what_the_host_has() -> None:
+    told = story(1, 4)
+    desk = below_only(told)
+    desk.keep("x", told[:2], 8)
+    assert desk.match("b", told).state is MatchState.WAIT
+    (move,) = desk.plan()
+    assert len(move) == 2
+    desk.land()
+    assert desk.match("b", told).num_tokens == 16
+
+
+def test_promotion_comes_in_pieces_that_can_be_used_as_they_land() -> None:
+    told = story(1, 80)
+    desk = below_only(told, slots=400)
+    assert desk.match("b", told).state is MatchState.WAIT
+    pieces = desk.plan()
+    assert [len(piece) for piece in pieces] == [32, 32, 16]
+    desk.land(pieces[0])
+    assert desk.match("b", told).state is MatchState.WAIT  # its own wait is for all of them
+    assert desk.hit(told[:32]) == 128  # but who needs no more has it now
+    desk.land(pieces[1], pieces[2])
+    assert desk.match("b", told).num_tokens == 320
+
+
+def test_promotion_is_bounded_by_a_share_of_the_host() -> None:
+    """Many who wait for much must not flush what others use."""
+    desk = below_only(story(1, 16), slots=16)
+    assert desk.match("b", story(1, 16)).state is MatchState.WAIT
+    (move,) = desk.plan()
+    assert len(move) == 4
+    assert desk.match("c", story(1, 16)).state is not MatchState.HIT
+    assert desk.plan() == []
+    desk.land(move)
+    assert desk.match("b", story(1, 16)).num_tokens == 16
+
+
+def test_a_failed_promotion_is_a_host_only_answer() -> None:
+    told = story(1, 4)
+    desk = below_only(told)
+    desk.match("b", told)
+    desk.land(*desk.plan(), failed="unreadable")
+    assert desk.match("b", told).state is MatchState.MISS
+    assert desk.plan() == []
+    # It is not offered again: the next one would wait for the same failure.
+    assert desk.match("c", told).state is MatchState.MISS
+    desk.scheduler.finish("b")
+    desk.scheduler.finish("c")
+    desk.check_empty()
+
+
+def test_a_promotion_that_hangs_ends_with_its_deadline() -> None:
+    told = story(1, 4)
+    desk = below_only(told, promote_deadline=3)
+    desk.match("b", told)
+    (move,) = desk.plan()
+    desk.now = 2.0
+    desk.scheduler.settle()
+    assert desk.match("b", told).state is MatchState.WAIT
+    desk.now = 3.5
+    desk.scheduler.settle()
+    assert desk.match("b", told).state is MatchState.MISS
+    assert desk.pool.counts.leased == 4  # the slow rank may still write there
+    desk.land(move)
+    assert desk.hit(told) == 0
+    desk.check_empty()
+
+
+def test_one_lost_piece_leaves_the_others() -> None:
+    told = story(1, 64)
+    desk = below_only(told, slots=400)
+    desk.match("b", told)
+    first, second = desk.plan()
+    desk.land(first)
+    desk.land(second, failed="lost")
+    assert desk.match("b", told).num_tokens == 128
+
+
+def test_who_ends_while_waiting_leaves_a_promotion_that_lands() -> None:
+    told = story(1, 4)
+    desk = below_only(told)
+    desk.match("b", told)
+    desk.plan()
+    desk.scheduler.abort("b")
+    desk.land()
+    assert desk.hit(told) == 16
+    desk.check_empty()
+
+
+def test_a_level_further_down_serves_what_a_nearer_one_lost() -> None:
+    near, far = level(slots=64), level(slots=64, name=FAR)
+    desk = Desk(levels=[near, far])
+    told = story(1, 4)
+    desk.keep("a", told, 16)
+    settle_down(desk)
+    forget_host(desk)
+    near.pool.forget(desk.scheduler._matcher.slot_keys(0, told, range(1, 3)))
+    assert desk.match("b", told).state is MatchState.WAIT
+    assert routes(desk.plan()) == [(DISK, HOST), (FAR, HOST)]
+    desk.land()
+    assert desk.match("b", told).num_tokens == 16
+
+
+def test_every_group_is_brought_up() -> None:
+    desk = Desk(
+        reach.FullAttention(4), reach.SlidingWindow(4, window=9), levels=[level()], slots=32
+    )
+    told = story(1, 6)
+    desk.keep("a", told, 24)
+    settle_down(desk)
+    forget_host(desk)
+    assert desk.match("b", told).state is MatchState.WAIT
+    settle_down(desk)
+    match = desk.match("b", told)
+    assert (match.state, match.num_tokens) == (MatchState.HIT, 24)
+    assert desk.load("b", 24) == {0: [0, 1, 2, 3, 4, 5], 1: [4, 5]}
+
+
+def test_reset_empties_every_level_and_lets_moves_end() -> None:
+    told = story(1, 4)
+    desk = below_only(told)
+    desk.match("b", told)
+    (move,) = desk.plan()
+    desk.scheduler.reset()
+    assert desk.match("c", told).state is MatchState.MISS
+    desk.land(move)
+    assert desk.match("d", told).state is MatchState.MISS
+    for request in "bcd":
+        desk.scheduler.finish(request)
+    desk.check_empty()
+    assert desk.scheduler._lower.levels[0].pool.counts.cached == 0
+
+
+# -- with bytes and threads -----------------------------------------------------------------------
+
+
+class InstantDevice:
+    """A device that copies at once: ``blocks`` are its rows."""
+
+    def __init__(self, host: HostTier, num_blocks: int) -> None:
+        self.blocks = np.zeros((num_blocks, host.slot_bytes), dtype=np.uint8)
+        self._host = host
+        self._receipts: list[Receipt] = []
+
+    def submit(self, transfer: Transfer) -> None:
+        if transfer.src == DEVICE:
+            self._host.rows[transfer.dst_slots] = self.blocks[transfer.src_slots]
+        else:
+            self.blocks[transfer.dst_slots] = self._host.rows[transfer.src_slots]
+        self._receipts.append(Receipt(transfer.id, FIRST_RANK, Outcome.OK))
+
+    def poll(self) -> list[Receipt]:
+        receipts, self._receipts = self._receipts, []
+        return receipts
+
+    def drain(self, timeout: float | None = None) -> list[Receipt]:
+        return self.poll()
+
+    def close(self) -> None:
+        pass
+
+
+class Server:
+    """A scheduler and a worker over host memory and slow tiers below it."""
+
+    def __init__(self, *tiers: MemoryTier, slots: int = 8, write: WriteMode = WriteMode.THROUGH):
+        self.host = HostTier(slots, tiers[0].slot_bytes)
+        self.device = InstantDevice(self.host, 64)
+        movers: dict[tuple[TierName, TierName], object] = {STORE: self.device, LOAD: self.device}
+        for tier in tiers:
+            mover = TierMover(self.host, tier)
+            movers |= {(HOST, tier.name): mover, (tier.name, HOST): mover}
+        self.worker = Worker(movers)  # type: ignore[arg-type]
+        self.scheduler = Scheduler(
+            Pool(slots),
+            [reach.FullAttention(4)],
+            config=Config(load_policy="always", promote_deadline=2.0),
+            levels=[Level(tier.name, Pool(tier.num_slots), write) for tier in tiers],
+        )
+
+    def step(self) -> Settled:
+        self.worker.execute(self.scheduler.plan())
+        return self.scheduler.settle(self.worker.poll())
+
+    def rest(self) -> None:
+        for _ in range(10):
+            self.worker.execute(self.scheduler.plan())
+            self.scheduler.settle(self.worker.drain(5.0))
+
+    def keep(self, request_id: str, keys: Keys, num_tokens: int, fill: int) -> None:
+        blocks = list(range(num_tokens // 4))
+        self.device.blocks[blocks] = np.arange(fill, fill + len(blocks))[:, None]
+        self.scheduler.store(request_id, keys, [blocks], num_tokens)
+        self.scheduler.finish(request_id)
+        self.rest()
+
+    def wait_for(self, request_id: str, keys: Keys) -> int:
+        """Ask every step, as an engine does, until there is an answer."""
+        give_up = time.monotonic() + 10.0
+        while (match := self.scheduler.match(request_id, keys)).state is MatchState.WAIT:
+            assert time.monotonic() < give_up, "it waits for ever"
+            self.step()
+            time.sleep(0.001)
+        return match.to_load
+
+    def close(self) -> None:
+        self.worker.close()
+        self.scheduler.close()
+        self.host.close()
+        assert self.scheduler.pool.num_leases == 0
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    with ExitStack() as stack:
+
+        def make(*tiers: MemoryTier, **settings: object) -> Server:
+            server = Server(*tiers, **settings)  # type: ignore[arg-type]
+            stack.callback(server.close)
+            return server
+
+        yield make
+
+
+def test_bytes_go_down_slowly_and_come_back_the_same(serve: Callable[..., Server]) -> None:
+    server = serve(MemoryTier(64, 32, name=DISK, delay=0.005))
+    for number in range(4):  # twice what the host holds
+        server.keep(f"r{number}", story(number, 4), 16, fill=10 * number)
+    assert server.wait_for("back", story(0, 4)) == 8  # a quarter of the host comes up at a time
+    server.device.blocks[:] = 0xFF
+    held = by_group(server.scheduler.load("back", [list(range(32, 36))]))
+    server.rest()
+    assert held == {0: [32, 33]}
+    assert server.device.blocks[[32, 33], 0].tolist() == [0, 1]
+
+
+def test_a_medium_that_refuses_reads_costs_a_wait_not_a_hang(
+    serve: Callable[..., Server],
+) -> None:
+    def fault(what: str) -> None:
+        if what == "read":
+            raise TransferError("bad sector")
+
+    server = serve(MemoryTier(64, 32, name=DISK, fault=fault))
+    server.keep("a", story(1, 4), 16, fill=1)
+    server.scheduler.pool.evict(8)
+    assert server.wait_for("b", story(1, 4)) == 0
+
+
+def test_a_medium_that_refuses_writes_costs_nothing_above(serve: Callable[..., Server]) -> None:
+    def fault(what: str) -> None:
+        if what == "write":
+            raise OSError("disk full")
+
+    server = serve(MemoryTier(64, 32, name=DISK, fault=fault))
+    server.keep("a", story(1, 4), 16, fill=1)
+    assert server.scheduler.stats().failed == 1
+    assert server.wait_for("b", story(1, 4)) == 16
+
+
+def test_lost_bytes_are_found_out_and_never_served(serve: Callable[..., Server]) -> None:
+    tier = MemoryTier(64, 32, name=DISK)
+    server = serve(tier)
+    server.keep("a", story(1, 4), 16, fill=1)
+    server.scheduler.pool.evict(8)
+    tier.lose(np.arange(64))
+    assert server.wait_for("b", story(1, 4)) == 0
+    server.keep("c", story(1, 4), 16, fill=1)  # computed again, stored again
+    assert server.wait_for("d", story(1, 4)) == 16
+
+
+def test_a_slow_medium_hits_the_deadline(serve: Callable[..., Server]) -> None:
+    tier = MemoryTier(64, 32, name=DISK)
+    server = serve(tier)
+    server.keep("a", story(1, 4), 16, fill=1)
+    server.scheduler.pool.evict(8)
+    tier.delay = 2.5
+    start = time.monotonic()
+    assert server.wait_for("b", story(1, 4)) == 0
+    assert time.monotonic() - start < 2.4
+
+
+def test_three_levels_the_last_one_serves(serve: Callable[..., Server]) -> None:
+    near, far = MemoryTier(4, 32, name=DISK), MemoryTier(64, 32, name=FAR, delay=0.01)
+    server = serve(near, far)
+    for number in range(4):
+        server.keep(f"r{number}", story(number, 4), 16, fill=10 * number)
+    assert server.wait_for("back", story(1, 4)) == 8  # a quarter of the host comes up at a time
+    moved = server.scheduler.stats().bytes_moved
+    assert moved[FAR, HOST] == 2 * 32
