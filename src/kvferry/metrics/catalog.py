@@ -101,6 +101,9 @@ SLOTS = _gauge(
 SLOT_BYTES = _gauge("slot_bytes", "Bytes of one slot on one rank.", _TIER)
 LEASES = _gauge("leases", "Claims on slots while bytes move.", _TIER)
 PINNED_BYTES = _gauge("pinned_bytes", "Host memory of this process registered with a GPU driver.")
+HELD_BLOCKS = _gauge(
+    "held_blocks", "Device blocks that copies keep from being reused; where vLLM is the engine."
+)
 IN_FLIGHT = _gauge("transfers_in_flight", "Transfers handed out and not yet answered.")
 QUEUED = _gauge("queued_transfers", "Copies ordered and not yet handed out.")
 BYTES_IN_FLIGHT = _gauge(
@@ -170,12 +173,3 @@ FIGURES = {
         'kvferry_slots{state=~"cached\\|leased"} * on (tier) group_left kvferry_slot_bytes'
     ),
 }
-
-
-def main() -> None:
-    """Print the page; ``python -m kvferry.metrics.catalog > docs/METRICS.md`` writes it anew."""
-    print(page(), end="")
-
-
-if __name__ == "__main__":
-    main()

@@ -16,12 +16,16 @@ from kvferry.why import Reason
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that one process can say of itself: what the scheduler counted, and its memory."""
+    """All that one process can say of itself: what the scheduler counted, and its memory.
+
+    None is what this process does not know: in a server the workers pin memory, not the scheduler.
+    """
 
     stats: SchedulerStats
     version: str
     slot_bytes: Mapping[str, int] = field(default_factory=dict)
-    pinned_bytes: int = 0
+    pinned_bytes: int | None = None
+    held_blocks: int | None = None
 
 
 class Sample(NamedTuple):
@@ -71,6 +75,7 @@ def _plain(snapshot: Snapshot) -> dict[Metric, float]:
         names.SHED_STORES: stats.shed_stores,
         names.RESETS: stats.resets,
         names.PINNED_BYTES: snapshot.pinned_bytes,
+        names.HELD_BLOCKS: snapshot.held_blocks,
         names.IN_FLIGHT: stats.in_flight,
         names.QUEUED: stats.queued,
         names.BYTES_IN_FLIGHT: stats.bytes_in_flight,

@@ -37,7 +37,7 @@ class Source:
         desk: Desk,
         *,
         slot_bytes: Mapping[str, int] | None = None,
-        pinned_bytes: Callable[[], int] = lambda: 0,
+        pinned_bytes: Callable[[], int | None] = lambda: None,
         why_path: WhyPath = lambda copy: "",
     ) -> None:
         self._scheduler = scheduler

@@ -1,4 +1,8 @@
-"""What kvferry counts, in the shapes vLLM logs and exports."""
+"""What kvferry counts, in the shapes vLLM logs and exports: the catalog's names on vLLM's endpoint.
+
+Figures travel from vLLM's engine to its front end as one flat dict of numbers, so a labelled value
+is keyed by its name and labels: ``kvferry_moved_bytes_total|host|device|kernel``.
+"""
 
 from __future__ import annotations
 
@@ -11,50 +15,29 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from kvferry.metrics import catalog as names
+from kvferry.metrics.catalog import Kind, Metric, catalog
+from kvferry.metrics.samples import Snapshot, samples
 from kvferry.stats import SchedulerStats
 from kvferry.types import DEVICE, HOST
 
-# What grows, as differences since the last report; name, and what it is.
-COUNTERS = {
-    "queries": "Requests looked up.",
-    "asked_tokens": "Tokens that looked-up requests lacked.",
-    "hit_tokens": "Tokens loaded instead of computed.",
-    "loaded_bytes": "Bytes copied from host to device, over all ranks.",
-    "load_seconds": "Seconds those copies took, over all ranks.",
-    "stored_bytes": "Bytes copied from device to host, over all ranks.",
-    "store_seconds": "Seconds those copies took, over all ranks.",
-    "failed_transfers": "Copies that did not bring their bytes.",
-    "evicted_blocks": "Blocks dropped from the host to make room.",
-    "shed_stores": "Times that stores waited because too many were under way.",
+PREFIX = "vllm:"
+EXPORTED = {
+    metric.name: metric
+    for metric in catalog()
+    if metric.kind is not Kind.HISTOGRAM and metric is not names.INFO
 }
-# What goes up and down, as of now.
-GAUGES = {
-    "cached_blocks": "Blocks in host memory that can be loaded.",
-    "free_blocks": "Host slots that hold nothing.",
-    "transfers_in_flight": "Copies under way.",
-    "held_blocks": "Device blocks that copies keep from being reused.",
-}
-PREFIX = "vllm:kvferry_"
+"""Histograms would need each single value, and vLLM is told only how much was added."""
+
+_SEPARATOR = "|"
 
 
 def figures(stats: SchedulerStats, num_held: int) -> dict[str, float]:
     """A snapshot as flat numbers."""
-    load, store = (HOST, DEVICE), (DEVICE, HOST)
     return {
-        "queries": stats.queries,
-        "asked_tokens": stats.asked_tokens,
-        "hit_tokens": stats.hit_tokens,
-        "loaded_bytes": stats.bytes_moved.get(load, 0),
-        "load_seconds": stats.seconds_moved.get(load, 0.0),
-        "stored_bytes": stats.bytes_moved.get(store, 0),
-        "store_seconds": stats.seconds_moved.get(store, 0.0),
-        "failed_transfers": stats.failed,
-        "evicted_blocks": stats.pool.evicted,
-        "shed_stores": stats.shed_stores,
-        "cached_blocks": stats.pool.cached,
-        "free_blocks": stats.pool.free,
-        "transfers_in_flight": stats.in_flight,
-        "held_blocks": num_held,
+        _SEPARATOR.join((metric.name, *labels)): float(value)
+        for metric, labels, value in samples(Snapshot(stats, "", held_blocks=num_held))
+        if metric.name in EXPORTED and isinstance(value, (int, float))
     }
 
 
@@ -64,31 +47,54 @@ class FerryStats(KVConnectorStats):  # type: ignore[misc]
 
     @classmethod
     def between(cls, before: dict[str, float], now: dict[str, float]) -> FerryStats:
-        grown = {name: now[name] - before.get(name, 0) for name in COUNTERS}
-        return cls(data={**grown, **{name: now[name] for name in GAUGES}})
+        return cls(
+            data={
+                key: value - before.get(key, 0) if _is_counter(key) else value
+                for key, value in now.items()
+            }
+        )
 
     def reset(self) -> None:
         self.data.clear()
 
     def aggregate(self, other: FerryStats) -> FerryStats:
-        for name, value in other.data.items():
-            self.data[name] = self.data.get(name, 0) + value if name in COUNTERS else value
+        for key, value in other.data.items():
+            self.data[key] = self.data.get(key, 0) + value if _is_counter(key) else value
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        data = {name: self.data.get(name, 0) for name in (*COUNTERS, *GAUGES)}
-        rates = {
-            "load_gb_per_s": _rate(data["loaded_bytes"], data["load_seconds"]),
-            "store_gb_per_s": _rate(data["stored_bytes"], data["store_seconds"]),
+        """The few figures worth a line in a log."""
+        loaded, load_seconds = self._moved(HOST, DEVICE)
+        stored, store_seconds = self._moved(DEVICE, HOST)
+        return {
+            "kvferry_queries": self._sum(names.QUERIES),
+            "kvferry_asked_tokens": self._sum(names.ASKED_TOKENS),
+            "kvferry_hit_tokens": self._sum(names.HIT_TOKENS),
+            "kvferry_loaded_bytes": loaded,
+            "kvferry_load_gb_per_s": _rate(loaded, load_seconds),
+            "kvferry_stored_bytes": stored,
+            "kvferry_store_gb_per_s": _rate(stored, store_seconds),
+            "kvferry_failed_transfers": self._sum(names.FAILED),
+            "kvferry_transfers_in_flight": self._sum(names.IN_FLIGHT),
         }
-        return {**{f"kvferry_{name}": value for name, value in data.items()}, **rates}
 
     def is_empty(self) -> bool:
-        return not any(self.data.get(name) for name in COUNTERS)
+        return not any(value for key, value in self.data.items() if _is_counter(key))
+
+    def _sum(self, metric: Metric, *labels: str) -> float:
+        start = _SEPARATOR.join((metric.name, *labels))
+        return sum(
+            value
+            for key, value in self.data.items()
+            if key == start or key.startswith(start + _SEPARATOR)
+        )
+
+    def _moved(self, src: str, dst: str) -> tuple[float, float]:
+        return self._sum(names.MOVED_BYTES, src, dst), self._sum(names.MOVED_SECONDS, src, dst)
 
 
 class FerryMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The same figures on vLLM's metrics endpoint."""
+    """The same figures on vLLM's metrics endpoint, our labels after vLLM's."""
 
     def __init__(
         self,
@@ -98,26 +104,30 @@ class FerryMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters = {
-            name: self._per_engine(metric_types[Counter](PREFIX + name, help, labelnames))
-            for name, help in COUNTERS.items()
-        }
-        self._gauges = {
-            name: self._per_engine(metric_types[Gauge](PREFIX + name, help, labelnames))
-            for name, help in GAUGES.items()
-        }
-
-    def _per_engine(self, metric: Any) -> dict[int, Any]:
-        return {
-            engine: metric.labels(*values) for engine, values in self.per_engine_labelvalues.items()
+        self._metrics = {
+            name: metric_types[Counter if metric.kind is Kind.COUNTER else Gauge](
+                name=PREFIX + name.removesuffix("_total"),
+                documentation=metric.help,
+                labelnames=[*labelnames, *(label.name for label in metric.labels)],
+            )
+            for name, metric in EXPORTED.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        for name, value in transfer_stats_data.items():
-            if name in self._counters:
-                self._counters[name][engine_idx].inc(value)
-            elif name in self._gauges:
-                self._gauges[name][engine_idx].set(value)
+        for key, value in transfer_stats_data.items():
+            name, *labels = key.split(_SEPARATOR)
+            if name not in self._metrics:
+                continue
+            child = self._metrics[name].labels(*self.per_engine_labelvalues[engine_idx], *labels)
+            if _is_counter(key):
+                child.inc(max(0.0, value))
+            else:
+                child.set(value)
+
+
+def _is_counter(key: str) -> bool:
+    metric = EXPORTED.get(key.split(_SEPARATOR, 1)[0])
+    return metric is not None and metric.kind is Kind.COUNTER
 
 
 def _rate(num_bytes: float, seconds: float) -> float:
