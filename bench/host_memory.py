@@ -1,0 +1,331 @@
+"""How soon host memory can serve, and what making it ready costs the model and the copies.
+
+    PYTHONPATH=src python bench/host_memory.py --size 32GiB --json host-memory.json
+
+Needs a GPU and torch (for the model, and to compare with its pinning); exits with 77 without.
+Memory the machine never used before is slower to get where a hypervisor has yet to back it, so the
+first growth after boot is its own line; the later ones take pages that were used before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import kvferry
+from kvferry.config import GiB, MiB, parse_size
+from kvferry.device.driver import Driver, Priority, open_driver
+from kvferry.device.registrar import DriverRegistrar
+from kvferry.errors import DriverError
+from kvferry.tiers import HostMemory, Pin
+
+SLOT_BYTES = 2 * MiB
+MATMUL = 8192
+SKIPPED = 77
+
+
+class Bench:
+    """Owns the card for one run: driver, one copy stream, and the figures so far."""
+
+    def __init__(self, driver: Driver, size: int, torch_size: int, seconds: float) -> None:
+        import torch
+
+        self.torch = torch
+        self.driver = driver
+        self.size = size
+        self.torch_size = torch_size
+        self.seconds = seconds
+        self.figures: dict[str, Any] = {}
+        with driver.current():
+            self.stream = driver.create_stream(Priority.HIGH)
+        self.square = torch.randn(MATMUL, MATMUL, device="cuda", dtype=torch.bfloat16)
+        self.product = torch.empty_like(self.square)
+        self.model_stream = torch.cuda.Stream()
+        torch.cuda.synchronize()
+
+    def host(self, *, busy: bool = False, num_threads: int | None = None) -> HostMemory:
+        return HostMemory(
+            self.size,
+            SLOT_BYTES,
+            registrar=DriverRegistrar(self.driver),
+            pin=Pin.REQUIRED,
+            busy=(lambda: True) if busy else None,
+            pci_bus_id=self.driver.identity().pci_bus_id,
+            num_threads=num_threads,
+        )
+
+    # -- how soon -------------------------------------------------------------------------------
+
+    def grow(self, name: str, num_threads: int | None = None) -> HostMemory:
+        began = time.perf_counter()
+        host = self.host(num_threads=num_threads)
+        first = time.perf_counter() - began
+        host.growth.wait()
+        whole = time.perf_counter() - began
+        stats = host.stats()
+        self.figures[name] = {
+            "first_seconds": first,
+            "first_bytes": min(host.chunk_bytes, self.size),
+            "whole_seconds": whole,
+            "gb_per_s": stats.ready_bytes / whole / 1e9,
+            "asked_bytes": self.size,
+            "pinned_bytes": stats.pinned_bytes,
+            "chunk_bytes": host.chunk_bytes,
+            "num_threads": num_threads or "default",
+            "stats": str(stats),
+        }
+        self.say(name)
+        return host
+
+    def close(self, name: str, host: HostMemory) -> None:
+        began = time.perf_counter()
+        host.close()
+        self.figures[name]["close_seconds"] = time.perf_counter() - began
+
+    def torch_pinning(self) -> None:
+        began = time.perf_counter()
+        memory = self.torch.empty(self.torch_size, dtype=self.torch.uint8, pin_memory=True)
+        seconds = time.perf_counter() - began
+        self.figures["torch_pinning"] = {
+            "bytes": self.torch_size,
+            "seconds": seconds,
+            "gb_per_s": self.torch_size / seconds / 1e9,
+            "seconds_for_asked": seconds * self.size / self.torch_size,
+        }
+        del memory
+        self.say("torch_pinning")
+
+    # -- copies while it grows ------------------------------------------------------------------
+
+    def copy_rate(self, host: HostMemory, go_on: Callable[[], bool]) -> dict[str, Any]:
+        """Copy chunks to the host and back for a while; every byte that came back is compared.
+
+        Only the copies are timed, by the device's clock.
+        """
+        torch, driver = self.torch, self.driver
+        size = host.chunk_bytes
+        source = torch.randint(0, 255, (size,), dtype=torch.uint8, device="cuda")
+        back = torch.empty_like(source)
+        seconds: dict[str, list[float]] = {"d2h": [], "h2d": []}
+        wrong = count = 0
+        with driver.current():
+            begin, end = (driver.create_event(timing=True) for _ in range(2))
+            while go_on() or count < 4:
+                ready = host.ready_slots // host.tier.chunks.slots_per_chunk
+                place = host.tier.address + (count * 7919 % ready) * size
+                source.add_(1)
+                back.zero_()
+                torch.cuda.synchronize()
+                for way, dst, src in (
+                    ("d2h", place, source.data_ptr()),
+                    ("h2d", back.data_ptr(), place),
+                ):
+                    driver.record_event(begin, self.stream)
+                    driver.copy_async(dst, src, size, self.stream)
+                    driver.record_event(end, self.stream)
+                    driver.synchronize_stream(self.stream)
+                    seconds[way].append(driver.elapsed_seconds(begin, end))
+                wrong += int((source != back).sum())
+                count += 1
+            driver.destroy_event(begin)
+            driver.destroy_event(end)
+        rates = {way: size * len(took) / sum(took) / 1e9 for way, took in seconds.items()}
+        return {**rates, "copies": 2 * count, "bytes_compared": count * size, "wrong_bytes": wrong}
+
+    # -- the model while it grows ---------------------------------------------------------------
+
+    def model_rate(self, go_on: Callable[[], bool]) -> dict[str, Any]:
+        """Products per second with a queue kept short, so that a held-up launch shows."""
+        torch = self.torch
+        events = [torch.cuda.Event() for _ in range(4)]
+        count = 0
+        with torch.cuda.stream(self.model_stream):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            while go_on() or count < 8:
+                event = events[count % len(events)]
+                if count >= len(events):
+                    event.synchronize()
+                torch.mm(self.square, self.square, out=self.product)
+                event.record()
+                count += 1
+            torch.cuda.synchronize()
+        return {"products_per_s": count / (time.perf_counter() - began), "products": count}
+
+    def while_growing(
+        self, name: str, measure: Callable[[Callable[[], bool]], dict[str, Any]]
+    ) -> None:
+        """The same work before, during (slowed for a busy model, and not) and after a growth."""
+        result: dict[str, Any] = {"before": measure(self.timer())}
+        for mode, busy in (("throttled", True), ("full_speed", False)):
+            with self.growing(busy=busy) as host:
+                ready = host.ready_slots
+                done = self.timer()
+                began = time.perf_counter()
+                result[mode] = measure(
+                    lambda host=host, done=done: done() and not host.growth.wait(0)  # type: ignore[misc]
+                )
+                took = time.perf_counter() - began
+                grown = (host.ready_slots - ready) * SLOT_BYTES
+                result[mode]["growth_gb_per_s"] = grown / took / 1e9
+                result[mode]["seconds"] = took
+        result["after"] = measure(self.timer())
+        self.figures[name] = result
+        self.say(name)
+
+    def copies_while_growing(self) -> None:
+        with self.growing(busy=False) as host:
+            host.growth.wait()
+            result: dict[str, Any] = {"before": self.copy_rate(host, self.timer())}
+        for mode, busy in (("throttled", True), ("full_speed", False)):
+            with self.growing(busy=busy) as host:
+                ready, done, began = host.ready_slots, self.timer(), time.perf_counter()
+                result[mode] = self.copy_rate(
+                    host,
+                    lambda host=host, done=done: done() and not host.growth.wait(0),  # type: ignore[misc]
+                )
+                took = time.perf_counter() - began
+                grown = (host.ready_slots - ready) * SLOT_BYTES
+                result[mode]["growth_gb_per_s"] = grown / took / 1e9
+                result[mode]["seconds"] = took
+        self.figures["copies"] = result
+        self.say("copies")
+
+    @contextmanager
+    def growing(self, *, busy: bool) -> Iterator[HostMemory]:
+        host = self.host(busy=busy)
+        try:
+            yield host
+        finally:
+            host.close()
+
+    def timer(self) -> Callable[[], bool]:
+        end = time.perf_counter() + self.seconds
+        return lambda: time.perf_counter() < end
+
+    def say(self, name: str) -> None:
+        print(f"{name}: {json.dumps(self.figures[name], default=str)}", flush=True)
+
+
+def run(size: int, torch_size: int, seconds: float, *, explore: bool) -> dict[str, Any]:
+    driver = open_driver()
+    bench = Bench(driver, size, torch_size, seconds)
+    fresh = bench.grow("fresh_memory")
+    if explore:
+        more = bench.grow("fresh_memory_16_threads", 16)
+        bench.close("fresh_memory_16_threads", more)
+    bench.close("fresh_memory", fresh)
+    bench.close("used_memory", bench.grow("used_memory"))
+    if explore:
+        bench.close("used_memory_16_threads", bench.grow("used_memory_16_threads", 16))
+        bench.close("used_memory_again", bench.grow("used_memory_again"))
+    bench.while_growing("model", bench.model_rate)
+    bench.copies_while_growing()
+    bench.torch_pinning()
+    return bench.figures
+
+
+# -- the table ----------------------------------------------------------------------------------
+
+
+def table(figures: dict[str, Any]) -> str:
+    fresh, used = figures["fresh_memory"], figures["used_memory"]
+    model, copies, torch = figures["model"], figures["copies"], figures["torch_pinning"]
+    usual = statistics.mean(model[when]["products_per_s"] for when in ("before", "after"))
+    loss = {mode: 1 - model[mode]["products_per_s"] / usual for mode in ("throttled", "full_speed")}
+    kept = {
+        mode: min(copies[mode][way] / copies["before"][way] for way in ("d2h", "h2d"))
+        for mode in ("throttled", "full_speed")
+    }
+    compared = sum(copies[mode]["bytes_compared"] for mode in kept)
+    wrong = sum(copies[mode]["wrong_bytes"] for mode in kept)
+    rows = [
+        ("first slots serve after, fresh memory", f"{fresh['first_seconds']:.3f} s", "0.3 s"),
+        ("first slots serve after, used memory", f"{used['first_seconds']:.3f} s", "0.3 s"),
+        (
+            "torch pinning, before anything serves",
+            f"{torch['seconds']:.1f} s for {torch['bytes'] / GiB:.0f} GiB "
+            f"({torch['gb_per_s']:.1f} GB/s)",
+            "",
+        ),
+        ("whole pool, fresh memory", f"{fresh['gb_per_s']:.1f} GB/s", "4"),
+        ("whole pool, used memory", f"{used['gb_per_s']:.1f} GB/s", "15"),
+        (
+            "bytes pinned more than asked",
+            f"{fresh['pinned_bytes'] - fresh['asked_bytes']}",
+            f"one chunk ({fresh['chunk_bytes']})",
+        ),
+        ("copies during growth, of normal speed", f"{kept['throttled']:.2f}", "0.9"),
+        ("  growth not slowed for the model", f"{kept['full_speed']:.2f}", ""),
+        ("wrong bytes", f"{wrong} of {compared / 1e9:.0f} GB compared", "0"),
+        ("model loses during growth", f"{loss['throttled']:.1%}", "3%"),
+        ("  growth not slowed for the model", f"{loss['full_speed']:.1%}", ""),
+        ("  growth then", f"{model['throttled']['growth_gb_per_s']:.1f} GB/s", ""),
+        ("given back in", f"{used['close_seconds']:.2f} s", ""),
+    ]
+    lines = ["| what | measured | must |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| {what} | {is_} | {must} |" for what, is_, must in rows)])
+
+
+def provenance(driver: Driver, command: str) -> dict[str, Any]:
+    import numpy as np
+    import torch
+
+    identity = driver.identity()
+    uptime = Path("/proc/uptime").read_text().split()[0]
+    return {
+        "card": identity.name,
+        "link": identity.link,
+        "cuda_driver": identity.driver_version,
+        "kernel": platform.release(),
+        "processors": len(os.sched_getaffinity(0)),
+        "huge_pages": Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().strip(),
+        "seconds_since_boot": float(uptime),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "torch": torch.__version__,
+        "kvferry": kvferry.__version__,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "command": command,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--size", type=parse_size, default=32 * GiB)
+    parser.add_argument("--torch-size", type=parse_size, default=16 * GiB)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each measured stretch")
+    parser.add_argument("--explore", action="store_true", help="other numbers of threads too")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if importlib.util.find_spec("torch") is None:
+        print("needs torch")
+        return SKIPPED
+    try:
+        driver = open_driver()
+    except DriverError as error:
+        print(f"needs a GPU: {error}")
+        return SKIPPED
+    about = provenance(driver, " ".join(["python", *sys.argv]))
+    print(json.dumps(about), flush=True)
+    figures = run(args.size, args.torch_size, args.seconds, explore=args.explore)
+    if args.json is not None:
+        args.json.write_text(json.dumps({"provenance": about, "figures": figures}, indent=1))
+    print(table(figures))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

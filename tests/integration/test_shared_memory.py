@@ -1,0 +1,201 @@
+"""One pool for several ranks, with real processes: stored once, loaded by each."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.connection import Connection
+
+import numpy as np
+import pytest
+from tests.fakes.crafted_keys import key
+
+from kvferry.config import MiB
+from kvferry.device.cpu import CpuEngine
+from kvferry.device.layout import describe
+from kvferry.errors import ConfigError, InputError
+from kvferry.keys import Keys
+from kvferry.pool import Pool
+from kvferry.reach import FullAttention
+from kvferry.scheduler import Scheduler
+from kvferry.tiers import HostMemory, SharedHandle, SharedMemory, SharedMover
+from kvferry.types import DEVICE, HOST, Outcome, Plan, Rank, Receipt, Transfer, TransferId, as_slots
+from kvferry.worker import Worker
+
+RANKS = 2
+BLOCKS, LAYERS, BLOCK_BYTES = 32, 3, 4096
+POOL_BYTES = 4 * MiB
+
+
+def kv_of(seed: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 256, (BLOCKS, BLOCK_BYTES), dtype=np.uint8) for _ in range(LAYERS)]
+
+
+class RankProcess:
+    """One rank: its copy of the KV, the shared host memory, a worker."""
+
+    def __init__(self, rank: int, kv: list[np.ndarray], asked: int | SharedHandle) -> None:
+        self.kv = kv
+        layout = describe(kv, block_axis=0)
+        self.shared = HostMemory.share(asked)
+        self.host = HostMemory(0, layout.block_bytes, shared=self.shared)
+        engine = CpuEngine((layout,), self.host.tier.rows, rank=Rank(rank))
+        mover = SharedMover(engine, rank=Rank(rank), num_ranks=RANKS)
+        self.worker = Worker({(DEVICE, HOST): mover, (HOST, DEVICE): mover}, rank=Rank(rank))
+
+    def execute(self, plan: Plan) -> list[Receipt]:
+        self.worker.execute(plan)
+        return self.worker.drain(10)
+
+    def close(self) -> None:
+        self.worker.close()
+        self.host.close()
+
+
+def other_rank(handle: SharedHandle, link: Connection) -> None:
+    """A rank whose device loses its KV after the store: it gets it back from the host."""
+    me = RankProcess(1, kv_of(0), handle)
+    me.host.growth.wait(10)
+    link.send(me.host.ready_slots)
+    while (plan := link.recv()) is not None:
+        if any(transfer.dst == DEVICE for transfer in plan.transfers):
+            for layer in me.kv:
+                layer[:] = 0
+        receipts = me.execute(plan)
+        link.send((receipts, [layer.copy() for layer in me.kv]))
+    me.close()
+    link.close()
+
+
+def test_two_processes_store_once_and_both_load() -> None:
+    first = RankProcess(0, kv_of(0), POOL_BYTES)
+    methods = multiprocessing.get_context("spawn")
+    ours, theirs = methods.Pipe()
+    process = methods.Process(target=other_rank, args=(first.shared.handle, theirs))
+    process.start()
+    try:
+        scheduler = Scheduler(
+            Pool(first.host.num_slots, num_ready=0), [FullAttention(16)], num_ranks=RANKS
+        )
+        first.host.growth.wait(10)
+        scheduler.note_ready(Rank(0), first.host.ready_slots)
+        assert scheduler.pool.num_free == 0  # the other rank has not said so yet
+        assert ours.poll(30)
+        scheduler.note_ready(Rank(1), ours.recv())
+        assert scheduler.pool.num_free == first.host.num_slots
+
+        keys = Keys.from_bytes([key(number) for number in range(BLOCKS - 1)])
+        table = np.arange(BLOCKS - 1)
+        scheduler.store("a", keys, (table,), len(keys) * 16)
+        plan = scheduler.plan()
+        ours.send(plan)
+        mine = first.execute(plan)
+        assert ours.poll(30)
+        theirs_done, _ = ours.recv()
+        settled = scheduler.settle([*mine, *theirs_done])
+        assert all(landing.ok for landing in settled.landed)
+        moved = sum(receipt.num_bytes for receipt in [*mine, *theirs_done])
+        assert moved == len(keys) * LAYERS * BLOCK_BYTES, "a block was stored twice"
+        assert min(r.num_bytes for r in [*mine, *theirs_done]) > 0, "one rank did it all"
+
+        scheduler.finish("a")
+        scheduler.match("b", keys)
+        scheduler.load("b", (table,))
+        plan = scheduler.plan()
+        for layer in first.kv:
+            layer[:] = 0
+        ours.send(plan)
+        mine = first.execute(plan)
+        assert ours.poll(30)
+        theirs_done, their_kv = ours.recv()
+        assert scheduler.settle([*mine, *theirs_done]).loaded == ("b",)
+        for wanted, here, there in zip(kv_of(0), first.kv, their_kv, strict=True):
+            assert np.array_equal(here[table], wanted[table])
+            assert np.array_equal(there[table], wanted[table])
+        scheduler.close()
+    finally:
+        ours.send(None)
+        process.join(10)
+        first.close()
+    assert process.exitcode == 0
+
+
+def test_a_handle_of_a_process_that_is_gone_is_refused() -> None:
+    memory = SharedMemory.create(MiB)
+    handle = memory.handle
+    memory.close()
+    memory.close()
+    with pytest.raises(InputError, match="no other rank can open it"):
+        _ = memory.handle
+    with pytest.raises(ConfigError, match=r"must still run|is not the shared host memory"):
+        SharedMemory.open(handle)
+
+
+def test_a_file_number_given_to_another_file_is_not_taken_for_ours() -> None:
+    memory, other = SharedMemory.create(MiB), SharedMemory.create(MiB)
+    handle = memory.handle
+    wrong = SharedHandle(handle.pid, other.handle.fd, handle.device, handle.inode, handle.num_bytes)
+    with pytest.raises(ConfigError, match="is not the shared host memory it was"):
+        SharedMemory.open(wrong)
+    memory.close()
+    other.close()
+
+
+def test_closing_the_door_leaves_the_memory_mapped() -> None:
+    memory = SharedMemory.create(MiB)
+    again = SharedMemory.open(memory.handle)
+    memory.close()
+    again.close()
+    memory.bytes[:] = 5
+    assert (again.bytes == 5).all()
+
+
+class Recorder:
+    """A mover that keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.got: list[Transfer] = []
+
+    def submit(self, transfer: Transfer) -> None:
+        self.got.append(transfer)
+
+    def poll(self) -> list[Receipt]:
+        return []
+
+    def drain(self, timeout: float | None = None) -> list[Receipt]:
+        return []
+
+    def close(self) -> None:
+        self.got.clear()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("count", [1, 2, 7, 16])
+def test_every_block_is_moved_by_exactly_one_rank(num_ranks: int, count: int) -> None:
+    recorders = [Recorder() for _ in range(num_ranks)]
+    movers = [
+        SharedMover(recorder, rank=Rank(rank), num_ranks=num_ranks)
+        for rank, recorder in enumerate(recorders)
+    ]
+    slots = as_slots(np.arange(count))
+    store = Transfer(TransferId(5), DEVICE, HOST, slots, slots + 100)
+    for mover in movers:
+        mover.submit(store)
+    moved = np.concatenate([t.src_slots for r in recorders for t in r.got])
+    assert sorted(moved.tolist()) == slots.tolist()
+    for recorder, mover in zip(recorders, movers, strict=True):
+        idle = mover.poll()
+        assert len(idle) + len(recorder.got) == 1
+        assert all(receipt.outcome is Outcome.OK for receipt in idle)
+        for part in recorder.got:
+            assert np.array_equal(part.dst_slots, part.src_slots + 100)
+    load = Transfer(TransferId(6), HOST, DEVICE, slots, slots)
+    for recorder, mover in zip(recorders, movers, strict=True):
+        mover.submit(load)
+        assert recorder.got[-1] is load
+        mover.close()
+
+
+def test_a_rank_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(InputError, match="rank 2 is not one of 0 to 1"):
+        SharedMover(Recorder(), rank=Rank(2), num_ranks=2)

@@ -1,0 +1,79 @@
+"""Every cut falls between two slots and between two pages, whatever the slot's size."""
+
+from __future__ import annotations
+
+import mmap
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.errors import InputError
+from kvferry.tiers.chunks import CHUNK_BYTES, Chunks
+
+PAGE = mmap.PAGESIZE
+
+slot_sizes = st.one_of(
+    st.integers(1, 1 << 27),
+    st.integers(0, 24).map(lambda power: 1 << power),
+    st.integers(1, 24).map(lambda power: (1 << power) + 1),
+    st.integers(1, 24).map(lambda power: (1 << power) - 1),
+)
+chunk_sizes = st.one_of(st.just(CHUNK_BYTES), st.integers(PAGE, 1 << 28))
+
+
+@given(num_slots=st.integers(1, 1 << 24), slot=slot_sizes, wanted=chunk_sizes)
+def test_cuts_fall_between_slots_and_between_pages(num_slots: int, slot: int, wanted: int) -> None:
+    chunks = Chunks.lay_out(num_slots, slot, wanted)
+    assert chunks.pitch >= slot
+    assert chunks.chunk_bytes % PAGE == 0
+    assert chunks.chunk_bytes % chunks.pitch == 0
+    assert chunks.chunk_bytes <= max(wanted, chunks.pitch)
+    for index in {0, len(chunks) // 2, len(chunks) - 1}:
+        chunk = chunks[index]
+        assert chunk.start == index * chunks.chunk_bytes == chunk.slots_before * chunks.pitch
+        assert chunk.start + chunk.num_bytes >= chunk.slots_after * chunks.pitch
+        assert chunk.num_bytes % PAGE == 0
+        # Nothing of the last slot lies in the next chunk, nothing of the next one in this.
+        assert (chunk.slots_after - 1) * chunks.pitch + slot <= chunk.start + chunk.num_bytes
+    last = chunks[len(chunks) - 1]
+    assert last.slots_after == num_slots
+    assert last.start + last.num_bytes == chunks.num_bytes
+
+
+@given(num_slots=st.integers(1, 1 << 20), slot=slot_sizes)
+def test_odd_slots_waste_next_to_nothing(num_slots: int, slot: int) -> None:
+    chunks = Chunks.lay_out(num_slots, slot)
+    assert (chunks.pitch - slot) * 8192 <= slot
+    assert chunks.num_bytes - num_slots * chunks.pitch < PAGE
+
+
+@given(num_slots=st.integers(1, 4000), slot=st.integers(1, 4000), pages=st.integers(1, 8))
+def test_every_slot_lies_in_one_chunk(num_slots: int, slot: int, pages: int) -> None:
+    chunks = Chunks.lay_out(num_slots, slot, pages * PAGE)
+    spans = [chunks[index] for index in range(len(chunks))]
+    assert [span.slots_before for span in spans[1:]] == [span.slots_after for span in spans[:-1]]
+    assert spans[0].slots_before == 0
+    assert spans[-1].slots_after == num_slots
+    ends = [span.start + span.num_bytes for span in spans]
+    assert ends[:-1] == [span.start for span in spans[1:]]
+
+
+def test_a_slot_of_whole_pages_keeps_its_size() -> None:
+    for slot in (PAGE, 5 * PAGE, 1 << 20, 3 << 20):
+        chunks = Chunks.lay_out(1000, slot)
+        assert chunks.pitch == slot
+        assert chunks.chunk_bytes <= CHUNK_BYTES
+
+
+@pytest.mark.parametrize("wrong", [(0, 1, PAGE), (1, 0, PAGE), (1, 1, PAGE - 1)])
+def test_nonsense_is_refused(wrong: tuple[int, int, int]) -> None:
+    with pytest.raises(InputError, match="must be positive"):
+        Chunks.lay_out(*wrong)
+
+
+def test_there_is_no_chunk_beyond_the_last() -> None:
+    chunks = Chunks.lay_out(10, PAGE, 4 * PAGE)
+    assert len(chunks) == 3
+    with pytest.raises(IndexError, match="there are 3 chunks, asked for number 3"):
+        chunks[3]

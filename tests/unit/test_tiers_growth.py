@@ -1,0 +1,382 @@
+"""Host memory that becomes usable chunk by chunk: what is ready, pinned, and goes wrong."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.fakes.registrar import FakeRegistrar
+
+from kvferry.config import AUTO, GiB, MiB
+from kvferry.errors import ConfigError
+from kvferry.tiers import HostMemory, Machine, Pin, Progress
+from kvferry.tiers import mapping as mapping_module
+from kvferry.tiers.chunks import Chunks
+from kvferry.tiers.growth import Growth
+from kvferry.tiers.host import HostTier
+
+PAGE = mmap.PAGESIZE
+
+
+def tier(num_slots: int, slot_bytes: int = PAGE, chunk_bytes: int = 4 * PAGE) -> HostTier:
+    chunks = Chunks.lay_out(num_slots, slot_bytes, chunk_bytes)
+    return HostTier(num_slots, slot_bytes, chunks=chunks)
+
+
+def until(condition, seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came to be"
+        time.sleep(0.001)
+
+
+class Meminfo:
+    """A machine whose memory shrinks by what was asked of it, if it is told to."""
+
+    def __init__(self, left: int, total: int = 64 * GiB) -> None:
+        self.left = left
+        self.total = total
+
+    def __call__(self, path: str) -> str | None:
+        if path != "/proc/meminfo":
+            return None
+        return f"MemTotal: {self.total >> 10} kB\nMemAvailable: {self.left >> 10} kB\n"
+
+    def machine(self, memlock: int | None = None) -> Machine:
+        return Machine(read=self, memlock=lambda: memlock, env={})
+
+
+# -- how it grows -------------------------------------------------------------------------------
+
+
+def test_all_of_it_becomes_ready_pinned_and_is_given_back() -> None:
+    registrar = FakeRegistrar()
+    host = tier(103)
+    growth = Growth(host, registrar=registrar)
+    assert growth.ready_slots >= 4
+    assert growth.wait(5)
+    stats = growth.stats()
+    assert stats.progress is Progress.DONE
+    assert growth.ready_slots == stats.ready_slots == stats.num_slots == 103
+    assert stats.ready_bytes == stats.pinned_bytes == stats.asked_bytes == 103 * PAGE
+    assert growth.is_pinned
+    assert sum(registrar.held.values()) == 103 * PAGE
+    assert max(registrar.held.values()) <= 4 * PAGE
+    growth.close()
+    growth.close()
+    assert registrar.held == {}
+    assert growth.ready_slots == 0
+
+
+def test_the_first_chunk_serves_while_the_others_wait() -> None:
+    registrar = FakeRegistrar()
+    host = tier(40)
+    first_done = threading.Event()
+
+    class Gated(FakeRegistrar):
+        def register(self, address: int, num_bytes: int) -> None:
+            super().register(address, num_bytes)
+            if not first_done.is_set():
+                first_done.set()
+                self.gate.clear()
+
+    registrar = Gated()
+    growth = Growth(host, registrar=registrar)
+    assert growth.ready_slots == 4
+    assert growth.stats().progress is Progress.GROWING
+    host.rows[:4] = 7
+    registrar.gate.set()
+    assert growth.wait(5)
+    assert growth.ready_slots == 40
+    assert (host.rows[:4] == 7).all()
+    growth.close()
+
+
+def test_ready_slots_are_a_prefix_that_never_shrinks() -> None:
+    rng = np.random.default_rng(0)
+
+    class Uneven(FakeRegistrar):
+        def register(self, address: int, num_bytes: int) -> None:
+            self.seconds = float(rng.random()) * 0.003
+            super().register(address, num_bytes)
+
+    registrar = Uneven()
+    host = tier(400)
+    growth = Growth(host, registrar=registrar)
+    seen = [0]
+    while not growth.wait(0):
+        ready = growth.ready_slots
+        assert ready >= seen[-1]
+        assert ready % 4 == 0
+        base = host.address
+        held = set(registrar.held)
+        assert all(base + start * PAGE in held for start in range(0, ready, 4))
+        seen.append(ready)
+    assert growth.ready_slots == 400
+    growth.close()
+
+
+@given(
+    slot=st.integers(1, 3 * PAGE),
+    num_slots=st.integers(1, 300),
+    pages=st.integers(1, 6),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=30)
+def test_bytes_written_while_it_grows_stay(slot: int, num_slots: int, pages: int, seed: int):
+    host = tier(num_slots, slot, pages * PAGE)
+    registrar = FakeRegistrar(seconds=0.0005)
+    growth = Growth(host, registrar=registrar)
+    rng = np.random.default_rng(seed)
+    wanted = rng.integers(0, 256, (num_slots, slot), dtype=np.uint8)
+    written = 0
+    while written < num_slots:
+        ready = growth.ready_slots
+        slots = np.arange(written, ready)
+        host.write(slots, wanted[slots])
+        written = ready
+    got = np.empty_like(wanted)
+    host.read(np.arange(num_slots), got)
+    assert np.array_equal(got, wanted)
+    ends = {host.address + s * host.pitch for s in range(num_slots)}
+    assert growth.wait(5)
+    assert set(registrar.held) <= ends, "a registration begins inside a slot"
+    growth.close()
+    assert registrar.held == {}
+
+
+def test_while_the_model_is_busy_one_thread_works_alone() -> None:
+    registrar = FakeRegistrar(seconds=0.002)
+    busy = threading.Event()
+    busy.set()
+    growth = Growth(tier(200), registrar=registrar, busy=busy.is_set)
+    until(lambda: registrar.num_calls > 6)
+    assert registrar.most_at_once == 1
+    assert growth.stats().rest_seconds > 0
+    busy.clear()
+    assert growth.wait(5)
+    assert growth.ready_slots == 200
+    growth.close()
+
+
+def test_a_model_that_is_always_busy_only_slows_it_down() -> None:
+    growth = Growth(tier(40), registrar=FakeRegistrar(), busy=lambda: True)
+    assert growth.wait(5)
+    assert growth.ready_slots == 40
+    growth.close()
+
+
+# -- what goes wrong ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nth", [2, 5, 9])
+def test_a_refused_chunk_leaves_the_pool_smaller(
+    nth: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    registrar = FakeRegistrar(fail_at=nth)
+    host = tier(40)
+    growth = Growth(host, registrar=registrar)
+    assert growth.wait(5)
+    stats = growth.stats()
+    assert stats.progress is Progress.STOPPED
+    assert 4 <= growth.ready_slots < 40
+    assert "refused" in stats.reason
+    assert "refused" in caplog.text
+    # What lies behind the hole cannot be used, so it is not kept pinned.
+    assert stats.pinned_bytes == stats.ready_bytes == sum(registrar.held.values())
+    host.rows[: growth.ready_slots] = 1
+    growth.close()
+    assert registrar.held == {}
+
+
+def test_a_busy_signal_that_breaks_stops_the_growth_and_nothing_else() -> None:
+    def broken() -> bool:
+        raise ValueError("no stream")
+
+    growth = Growth(tier(40), busy=broken)
+    assert growth.wait(5)
+    assert growth.stats().progress is Progress.STOPPED
+    assert "ValueError: no stream" in growth.stats().reason
+    growth.close()
+
+
+@pytest.mark.parametrize("memlock", [None, 8 * MiB])
+def test_a_driver_that_pins_nothing_means_unpinned_and_correct(
+    memlock: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    registrar = FakeRegistrar(always_fails=True)
+    meminfo = Meminfo(32 * GiB)
+    with HostMemory(
+        16 * MiB, PAGE, registrar=registrar, machine=meminfo.machine(memlock), chunk_bytes=MiB
+    ) as host:
+        assert host.growth.wait(5)
+        assert not host.is_pinned
+        assert host.ready_slots == host.num_slots == 16 * MiB // PAGE
+        host.tier.rows[:] = 3
+        assert (host.tier.rows == 3).all()
+        assert host.stats().progress is Progress.DONE
+        assert "cannot be pinned" in host.stats().reason
+    assert registrar.num_calls == 1
+    assert "Copies are correct but slow" in caplog.text
+    assert ("RLIMIT_MEMLOCK), 16MiB were asked" in caplog.text) == (memlock is not None)
+
+
+def test_where_pinning_is_required_its_refusal_names_limit_and_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"may lock 1MiB .*were asked for; raise it \(ulimit -l"):
+        HostMemory(
+            16 * MiB,
+            PAGE,
+            registrar=FakeRegistrar(always_fails=True),
+            pin=Pin.REQUIRED,
+            machine=Meminfo(32 * GiB).machine(memlock=MiB),
+        )
+    with pytest.raises(ConfigError, match="there is no driver"):
+        HostMemory(16 * MiB, PAGE, pin=Pin.REQUIRED)
+
+
+def test_never_asks_no_driver() -> None:
+    registrar = FakeRegistrar()
+    with HostMemory(MiB, PAGE, registrar=registrar, pin=Pin.NEVER) as host:
+        assert not host.is_pinned
+    assert registrar.num_calls == 0
+
+
+def test_memory_that_runs_out_stops_the_growth_before_the_kernel_does() -> None:
+    meminfo = Meminfo(32 * GiB)
+
+    class Eating(FakeRegistrar):
+        def register(self, address: int, num_bytes: int) -> None:
+            super().register(address, num_bytes)
+            if self.num_calls == 4:
+                meminfo.left = GiB  # someone else took it
+
+    growth = Growth(tier(4000), registrar=Eating(), machine=meminfo.machine())
+    assert growth.wait(5)
+    stats = growth.stats()
+    assert stats.progress is Progress.STOPPED
+    assert 4 <= growth.ready_slots < 4000
+    assert "the machine's memory has only 1.0 GiB left of 64.0 GiB" in stats.reason
+    growth.close()
+
+
+def test_more_than_the_machine_has_is_refused_before_anything_is_mapped() -> None:
+    with pytest.raises(ConfigError, match=r"1024\.0 GiB is more than the machine's memory allows"):
+        HostMemory(1 << 40, PAGE, machine=Meminfo(32 * GiB).machine())
+
+
+def test_no_pages_for_the_first_chunk_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(memory: np.ndarray) -> None:
+        raise OSError(12, "got no pages")
+
+    monkeypatch.setattr(mapping_module, "populate", none_left)
+    with pytest.raises(ConfigError, match="not even the first chunk could be had"):
+        Growth(tier(8))
+
+
+def test_an_old_kernel_gets_its_pages_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapping_module, "_MADV_POPULATE_WRITE", 9999)
+    growth = Growth(tier(40))
+    assert growth.wait(5)
+    assert growth.ready_slots == 40
+    growth.close()
+
+
+# -- the end ------------------------------------------------------------------------------------
+
+
+def test_close_during_growth_is_quick_and_gives_everything_back() -> None:
+    registrar = FakeRegistrar(seconds=0.01)
+    growth = Growth(tier(100_000), registrar=registrar)
+    time.sleep(0.03)
+    began = time.monotonic()
+    growth.close()
+    assert time.monotonic() - began < 0.5
+    assert registrar.held == {}
+    assert growth.stats().progress is Progress.STOPPED
+
+
+def test_a_driver_that_never_answers_is_left_with_its_memory(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    registrar = FakeRegistrar()
+    host = tier(40)
+
+    def close_the_gate() -> bool:
+        registrar.gate.clear()
+        return False
+
+    growth = Growth(host, registrar=registrar, busy=close_the_gate, close_timeout=0.05)
+    until(lambda: registrar.num_calls > 1)
+    growth.close()
+    host.close()
+    assert "stuck" in caplog.text
+    assert growth.ready_slots >= 4  # nothing was taken away under the driver
+    registrar.gate.set()
+    assert growth.wait(5)
+    growth.close()
+
+
+def test_a_refused_unregistration_is_logged_and_the_rest_given_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    registrar = FakeRegistrar()
+    growth = Growth(tier(40), registrar=registrar)
+    assert growth.wait(5)
+    lost = next(iter(registrar.held))
+    del registrar.held[lost]
+    growth.close()
+    assert "stays registered" in caplog.text
+    assert registrar.held == {}
+
+
+def test_a_closed_host_memory_lets_its_pages_go() -> None:
+    host = HostMemory(64 * MiB, PAGE)
+    assert host.growth.wait(5)
+    address = host.tier.address
+    host.close()
+    host.close()
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        spans = [line.split()[0].split("-") for line in maps]
+    assert not any(int(low, 16) <= address < int(high, 16) for low, high in spans)
+
+
+# -- sizes --------------------------------------------------------------------------------------
+
+
+@given(asked=st.integers(PAGE, 8 * MiB), slot=st.integers(1, 2 * PAGE))
+@settings(max_examples=30)
+def test_never_more_than_asked_by_a_page_nor_less_by_a_slot(asked: int, slot: int) -> None:
+    with HostMemory(
+        asked, slot, machine=Meminfo(32 * GiB).machine(), chunk_bytes=64 * PAGE
+    ) as host:
+        taken = host.tier.chunks.num_bytes
+        assert taken <= asked + PAGE
+        assert host.num_slots >= 1
+        assert taken > asked - 2 * host.tier.pitch - asked // 4096 - PAGE
+
+
+def test_auto_takes_what_the_machine_has() -> None:
+    meminfo = Meminfo(left=600 * MiB, total=2 * GiB)
+    with HostMemory(AUTO, PAGE, machine=meminfo.machine(), num_ranks=2) as host:
+        assert 30 * MiB < host.stats().asked_bytes < 44 * MiB
+
+
+def test_no_room_for_one_block_is_refused() -> None:
+    with pytest.raises(ConfigError, match="8KiB hold no block of 9000 bytes"):
+        HostMemory(8192, 9000)
+
+
+def test_progress_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvferry.tiers.growth")
+    growth = Growth(tier(400))
+    growth.wait(5)
+    growth.close()
+    lines = [r.getMessage() for r in caplog.records if "host memory:" in r.getMessage()]
+    assert 1 <= len(lines) <= 5
+    assert lines[-1].endswith("done")

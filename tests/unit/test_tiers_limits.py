@@ -1,0 +1,169 @@
+"""What a machine can give, on machines of our own making: RAM, both cgroups, locked memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.config import AUTO, GiB, MiB
+from kvferry.errors import ConfigError
+from kvferry.tiers.limits import AUTO_SHARE, Machine, pin_advice, shortage, size_for
+
+MEMINFO = "MemTotal: {total} kB\nMemFree: 1 kB\nMemAvailable: {left} kB\nHugePages_Total: 0\n"
+
+
+def machine(
+    *,
+    total: int = 64 * GiB,
+    left: int = 48 * GiB,
+    files: dict[str, str] | None = None,
+    cgroup: str = "",
+    memlock: int | None = None,
+    env: dict[str, str] | None = None,
+) -> Machine:
+    texts = {
+        "/proc/meminfo": MEMINFO.format(total=total // 1024, left=left // 1024),
+        "/proc/self/cgroup": cgroup,
+        **(files or {}),
+    }
+    return Machine(read=texts.get, memlock=lambda: memlock, env=env or {})
+
+
+def v2(path: str, limit: str, used: int, cache: int = 0, high: str = "max") -> dict[str, str]:
+    return {
+        f"{path}/memory.max": f"{limit}\n",
+        f"{path}/memory.high": f"{high}\n",
+        f"{path}/memory.current": f"{used}\n",
+        f"{path}/memory.stat": f"anon 1\ninactive_file {cache}\nactive_file 7\n",
+    }
+
+
+ROOT = "/sys/fs/cgroup"
+
+
+def test_what_fits_is_given_as_asked() -> None:
+    assert size_for(40 * GiB, machine()) == 40 * GiB
+
+
+def test_more_than_the_machine_has_left_is_refused_with_limit_and_remedy() -> None:
+    with pytest.raises(ConfigError) as refused:
+        size_for(47 * GiB, machine())
+    words = str(refused.value)
+    assert "47.0 GiB is more than the machine's memory allows" in words
+    assert "64.0 GiB in all, 48.0 GiB left" in words
+    assert "at most 44.8 GiB fits" in words
+    assert "Remedy: ask for less" in words
+
+
+def test_a_container_bounds_what_the_machine_has() -> None:
+    files = v2(ROOT, str(16 * GiB), 2 * GiB)
+    inside = machine(cgroup="0::/\n", files=files)
+    assert size_for(13 * GiB, inside) == 13 * GiB
+    with pytest.raises(ConfigError, match=r"limit /sys/fs/cgroup/memory\.max allows.*--memory"):
+        size_for(14 * GiB, inside)
+
+
+def test_cache_that_the_kernel_would_drop_counts_as_left() -> None:
+    full = machine(cgroup="0::/\n", files=v2(ROOT, str(16 * GiB), 15 * GiB))
+    cached = machine(cgroup="0::/\n", files=v2(ROOT, str(16 * GiB), 15 * GiB, cache=10 * GiB))
+    with pytest.raises(ConfigError):
+        size_for(8 * GiB, full)
+    assert size_for(8 * GiB, cached) == 8 * GiB
+
+
+def test_memory_high_bounds_too_for_beyond_it_the_kernel_holds_us_up() -> None:
+    files = v2(ROOT, "max", 1 * GiB, high=str(4 * GiB))
+    with pytest.raises(ConfigError, match=r"memory\.high"):
+        size_for(4 * GiB, machine(cgroup="0::/\n", files=files))
+
+
+def test_every_group_above_ours_may_be_the_tightest() -> None:
+    files = {
+        **v2(f"{ROOT}/pod/engine", str(32 * GiB), GiB),
+        **v2(f"{ROOT}/pod", str(8 * GiB), 2 * GiB),
+    }
+    inside = machine(cgroup="0::/pod/engine\n", files=files)
+    with pytest.raises(ConfigError, match=r"/sys/fs/cgroup/pod/memory\.max"):
+        size_for(7 * GiB, inside)
+    assert size_for(5 * GiB, inside) == 5 * GiB
+
+
+@pytest.mark.parametrize("where", ["/docker/abc", "/not/seen/from/inside"])
+def test_the_old_cgroup_is_read_by_path_or_at_its_mount(where: str) -> None:
+    root = f"{ROOT}/memory" + ("/docker/abc" if where == "/docker/abc" else "")
+    files = {
+        f"{root}/memory.limit_in_bytes": str(8 * GiB),
+        f"{root}/memory.usage_in_bytes": str(2 * GiB),
+        f"{root}/memory.stat": f"cache 5\ntotal_inactive_file {GiB}\n",
+    }
+    inside = machine(cgroup=f"9:cpu,cpuacct:/x\n4:memory:{where}\n0::/\n", files=files)
+    assert size_for(6 * GiB, inside) == 6 * GiB
+    with pytest.raises(ConfigError, match=r"memory\.limit_in_bytes"):
+        size_for(7 * GiB, inside)
+
+
+def test_no_limit_is_no_limit_in_either_form() -> None:
+    files = {
+        **v2(ROOT, "max", GiB),
+        f"{ROOT}/memory/memory.limit_in_bytes": "9223372036854771712",
+        f"{ROOT}/memory/memory.usage_in_bytes": "0",
+    }
+    inside = machine(cgroup="4:memory:/\n0::/\n", files=files)
+    assert [limit.name for limit in inside.limits()] == ["the machine's memory"]
+
+
+def test_auto_leaves_a_margin_and_shares_with_the_other_ranks() -> None:
+    usable = 48 * GiB - 64 * GiB // 20
+    assert size_for(AUTO, machine()) == int(usable * AUTO_SHARE)
+    assert size_for(AUTO, machine(), num_ranks=8) == int(usable * AUTO_SHARE) // 8
+
+
+def test_auto_follows_the_tightest_limit() -> None:
+    files = v2(ROOT, str(2 * GiB), GiB)
+    size = size_for(AUTO, machine(cgroup="0::/\n", files=files))
+    assert 0 < size < GiB
+
+
+def test_auto_in_a_tiny_container_is_small_and_positive() -> None:
+    files = v2(ROOT, str(256 * MiB), 240 * MiB)
+    assert size_for(AUTO, machine(cgroup="0::/\n", files=files)) == 1
+
+
+def test_auto_on_a_machine_that_says_nothing_is_refused() -> None:
+    dumb = Machine(read=lambda path: None, memlock=lambda: None, env={})
+    with pytest.raises(ConfigError, match="give a size such as 8GiB"):
+        size_for(AUTO, dumb)
+    assert size_for(GiB, dumb) == GiB
+
+
+def test_ranks_that_all_ask_must_all_fit() -> None:
+    with pytest.raises(ConfigError, match=r"10\.0 GiB for each of 8 ranks .* at most 7\.6 GiB"):
+        size_for(10 * GiB, machine(), num_ranks=8)
+
+
+def test_a_late_rank_is_not_refused_for_what_the_others_already_took() -> None:
+    assert size_for(10 * GiB, machine(total=96 * GiB, left=16 * GiB), num_ranks=8) == 10 * GiB
+
+
+def test_growth_may_use_half_the_margin_but_not_more() -> None:
+    margin = 64 * GiB // 20
+    assert shortage(machine(left=margin), margin // 2 - MiB) == ""
+    words = shortage(machine(left=margin), margin // 2 + MiB)
+    assert "the machine's memory has only 3.2 GiB left of 64.0 GiB" in words
+
+
+def test_a_low_limit_on_locked_memory_is_named_with_its_remedy() -> None:
+    words = pin_advice(machine(memlock=8 * MiB), 32 * GiB)
+    assert "may lock 8MiB of memory (RLIMIT_MEMLOCK), 32.0 GiB were asked for" in words
+    assert "ulimit -l unlimited" in words
+    assert "not in the way" in pin_advice(machine(memlock=None), 32 * GiB)
+
+
+@pytest.mark.parametrize(("said", "ranks"), [("", 1), ("4", 4), ("0", 1), ("many", 1)])
+def test_ranks_of_this_host_are_those_the_launcher_says(said: str, ranks: int) -> None:
+    assert machine(env={"LOCAL_WORLD_SIZE": said}).num_ranks_here() == ranks
+
+
+def test_this_machine_can_be_read() -> None:
+    limits = Machine().limits()
+    assert limits
+    assert all(0 <= limit.usable <= limit.left <= limit.total for limit in limits)
