@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-# Arguments for `make demo`, `make test` and `make bench`, as in: make test ARGS="-k identity"
+# Arguments for `make demo`, `make test`, `make soak` and `make bench`, as in: make test ARGS="-k identity"
 ARGS ?=
 
 # The GPU code is tested without a card: Triton's interpreter on a CPU build of torch. The two
@@ -23,7 +23,7 @@ SIM_READY := $(VENV)/.ready-gpu-sim-$(TORCH_VERSION)-$(TRITON_VERSION)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check format bench env gpu-sim hooks clean
+.PHONY: help demo test check format soak bench env gpu-sim hooks clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ check: $(DEV_READY) ## formatting, lint, types, import contracts
 format: $(DEV_READY) ## fix formatting and whatever lint can fix
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+soak: $(DEV_READY) ## a million random operations on servers of every kind, every promise checked
+	@$(BIN)/python tests/soak.py $(ARGS)
 
 # A benchmark that needs what this machine lacks (a GPU, a disk) exits with 77: skipped, not failed.
 bench: $(CLI_READY) ## run every benchmark this machine can run
