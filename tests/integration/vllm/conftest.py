@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from importlib import util
 from pathlib import Path
 from typing import Any
 
 import pytest
-
 from tests.integration.vllm import models
 from tests.integration.vllm.engine import Engine
+from tests.integration.vllm.reference import Reference
 
 if util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
@@ -20,6 +22,9 @@ if util.find_spec("vllm") is None:
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+# One thread that may run anywhere: threads that spin for each other crawl on a busy machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -29,6 +34,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.vllm)
             item.add_marker(pytest.mark.timeout(300))
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_threads() -> Iterator[None]:
+    """vLLM leaves threads behind; ours must end with the engine."""
+    yield
+    give_up = time.monotonic() + 2.0
+    while leaked := [t.name for t in threading.enumerate() if t.name.startswith("kvferry-")]:
+        assert time.monotonic() < give_up, f"still running: {leaked}"
+        time.sleep(0.005)
 
 
 @pytest.fixture(scope="session")
@@ -41,8 +56,23 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models.make_gemma(tmp_path_factory.mktemp("models") / "gemma")
 
 
+@pytest.fixture(scope="session")
+def expect() -> Iterator[Callable[..., list[list[int]]]]:
+    """What a model says without kvferry; one engine per model, kept for all tests."""
+    known: dict[Path, Reference] = {}
+
+    def ask(model: Path, prompts: list[list[int]], max_tokens: int = 16) -> list[list[int]]:
+        if model not in known:
+            known[model] = Reference(model)
+        return known[model].generate(prompts, max_tokens)
+
+    yield ask
+    for reference in known.values():
+        reference.close()
+
+
 @pytest.fixture
-def start() -> Iterator[Callable[..., Engine]]:
+def start(no_leaked_threads: None) -> Iterator[Callable[..., Engine]]:
     """Starts engines, one at a time, and ends the last one."""
     running: list[Engine] = []
 

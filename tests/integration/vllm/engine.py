@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
 from kvferry.stats import SchedulerStats
 from kvferry.types import DEVICE, HOST, Outcome, Receipt, Transfer
 
@@ -166,7 +165,7 @@ class Tamper:
             self._own.append(Receipt(transfer.id, self.mover._rank, Outcome.FAILED, "tampered"))
             return None
         if self.zeroes_loads and transfer.dst == DEVICE:
-            self.mover.drain()  # stores read the same slots
+            self._own += self.mover.drain()  # a store may still write the slot
             self.mover._host[transfer.src_slots] = 0
         return self.mover.submit(transfer)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from tests.integration.vllm.engine import make_prompts, tampering
 
 from kvferry.scheduler import Scheduler
-from tests.integration.vllm.engine import make_prompts, tampering
 
 FERRY = {"host": "64MiB", "max_storing_blocks": 1000}
 
@@ -20,9 +20,9 @@ def engine_name(engine, name):
     return next((known for known in engine.scheduler.requests if known.startswith(name)), name)
 
 
-def test_a_request_aborted_while_it_loads(start, llama, monkeypatch):
+def test_a_request_aborted_while_it_loads(start, expect, llama, monkeypatch):
     prompts = make_prompts(21, 300, 200)
-    expected = start(llama).generate(prompts)
+    expected = expect(llama, prompts)
     with tampering(monkeypatch) as tampers:
         engine = start(llama, ferry=FERRY)
     engine.generate(prompts)
@@ -41,9 +41,9 @@ def test_a_request_aborted_while_it_loads(start, llama, monkeypatch):
     engine.check_idle()
 
 
-def test_a_request_aborted_while_its_blocks_are_stored(start, llama, monkeypatch):
+def test_a_request_aborted_while_its_blocks_are_stored(start, expect, llama, monkeypatch):
     prompts = make_prompts(22, 300, 200)
-    expected = start(llama).generate(prompts)
+    expected = expect(llama, prompts)
     with tampering(monkeypatch) as tampers:
         engine = start(llama, ferry=FERRY)
     tampers[0].holds_receipts = True
@@ -61,13 +61,13 @@ def test_a_request_aborted_while_its_blocks_are_stored(start, llama, monkeypatch
     engine.check_idle()
 
 
-def test_many_aborts_at_random_moments(start, llama):
+def test_many_aborts_at_random_moments(start, expect, llama):
     import random
 
     chooser = random.Random(23)
     prompts = make_prompts(23, *[chooser.randrange(20, 400) for _ in range(30)])
-    prompts += [prompt + [1, 2, 3] for prompt in prompts[:10]]
-    expected = start(llama, num_gpu_blocks_override=48).generate(prompts)
+    prompts += [[*prompt, 1, 2, 3] for prompt in prompts[:10]]
+    expected = expect(llama, prompts)
     engine = start(llama, ferry={**FERRY, "host": "4MiB"}, num_gpu_blocks_override=48)
     for _ in range(3):
         names = {engine.add(prompt): number for number, prompt in enumerate(prompts)}
@@ -96,9 +96,9 @@ def test_finishing_never_waits_for_a_store(start, llama, monkeypatch):
 
 
 @pytest.mark.parametrize("hook", ["match", "load", "store", "plan", "settle", "finish"])
-def test_a_mistake_of_ours_never_stops_the_engine(start, llama, monkeypatch, hook):
+def test_a_mistake_of_ours_never_stops_the_engine(start, expect, llama, monkeypatch, hook):
     prompts = make_prompts(25, 300, 200, 250)
-    expected = start(llama).generate(prompts)
+    expected = expect(llama, prompts)
     engine = start(llama, ferry=FERRY)
     assert engine.generate(prompts) == expected
     engine.forget_device()
@@ -117,12 +117,12 @@ def test_a_mistake_of_ours_never_stops_the_engine(start, llama, monkeypatch, hoo
     assert engine.generate(prompts) == expected
 
 
-def test_tensors_we_cannot_describe_leave_kvferry_idle(start, llama, monkeypatch):
+def test_tensors_we_cannot_describe_leave_kvferry_idle(start, expect, llama, monkeypatch):
     from kvferry.errors import LayoutError
     from kvferry.vllm import worker_side
 
     prompts = make_prompts(26, 200)
-    expected = start(llama).generate(prompts)
+    expected = expect(llama, prompts)
 
     def refuse(*args):
         raise LayoutError("strange tensors")
@@ -134,16 +134,14 @@ def test_tensors_we_cannot_describe_leave_kvferry_idle(start, llama, monkeypatch
     assert engine.side.banner().startswith("kvferry is idle")
 
 
-def test_a_running_request_survives_a_reset(start, llama):
+def test_a_running_request_survives_a_reset(start, expect, llama):
     prompts = make_prompts(27, 300, 200)
-    expected = start(llama).generate(prompts, max_tokens=40)
+    expected = expect(llama, prompts, 40)
     engine = start(llama, ferry=FERRY)
     names = [engine.add(prompt, 40) for prompt in prompts]
     for _ in range(6):
         engine.step()
-    engine.llm.llm_engine.engine_core.reset_prefix_cache(
-        reset_running_requests=True, reset_connector=True
-    ) if engine.side.holds.num_held == 0 else engine.side.reset()
+    engine.llm.reset_prefix_cache(reset_connector=True)
     done = engine.run()
     assert [done[name] for name in names] == expected
     engine.check_idle()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 
 import pytest
-
 from tests.integration.vllm.engine import BLOCK_TOKENS, make_prompts, tampering
 
 FERRY = {"host": "64MiB", "max_storing_blocks": 1000}
@@ -22,10 +21,10 @@ def blocks_for(model):
     return 64 if model.name == "llama" else 256
 
 
-def test_a_prompt_comes_back_after_a_reset(start, model):
+def test_a_prompt_comes_back_after_a_reset(start, expect, model):
     prompts = make_prompts(1, 100, 200, 300, 33, 31)
     options = {"num_gpu_blocks_override": blocks_for(model)}
-    expected = start(model, **options).generate(prompts)
+    expected = expect(model, prompts)
     engine = start(model, ferry=FERRY, **options)
     assert engine.generate(prompts) == expected
     assert engine.loaded_blocks == 0
@@ -36,13 +35,12 @@ def test_a_prompt_comes_back_after_a_reset(start, model):
     engine.check_idle()
 
 
-def test_generated_tokens_come_back_in_the_next_turn(start, llama):
+def test_generated_tokens_come_back_in_the_next_turn(start, expect, llama):
     (prompt,) = make_prompts(2, 50)
     (more,) = make_prompts(3, 40)
-    plain = start(llama)
-    (answer,) = plain.generate([prompt], max_tokens=100)
+    (answer,) = expect(llama, [prompt], 100)
     turn = [*prompt, *answer, *more]
-    expected = plain.generate([turn])
+    expected = expect(llama, [turn])
     engine = start(llama, ferry=FERRY)
     assert engine.generate([prompt], max_tokens=100) == [answer]
     engine.forget_device()
@@ -52,11 +50,10 @@ def test_generated_tokens_come_back_in_the_next_turn(start, llama):
     engine.check_idle()
 
 
-def test_a_prompt_comes_back_after_others_pushed_it_out(start, model):
+def test_a_prompt_comes_back_after_others_pushed_it_out(start, expect, model):
     first, *others = make_prompts(4, *[300] * 8)
-    options = {"num_gpu_blocks_override": 24 if model.name == "llama" else 100}
-    plain = start(model, **options)
-    expected = plain.generate([first]) + [plain.generate([p])[0] for p in others]
+    options = {"num_gpu_blocks_override": 24 if model.name == "llama" else 112}
+    expected = expect(model, [first, *others])
     engine = start(model, ferry=FERRY, **options)
     assert engine.generate([first]) + [engine.generate([p])[0] for p in others] == expected
     loaded = engine.loaded_blocks
@@ -66,27 +63,30 @@ def test_a_prompt_comes_back_after_others_pushed_it_out(start, model):
     engine.check_idle()
 
 
-def test_preempted_requests_go_on_where_they_were(start, llama, monkeypatch):
+def test_preempted_requests_go_on_where_they_were(start, expect, llama, monkeypatch):
     prompts = make_prompts(5, 60, 70, 80, 90)
     options = {"num_gpu_blocks_override": 18, "max_model_len": 256}
-    expected = start(llama).generate(prompts, max_tokens=120)
+    expected = expect(llama, prompts, 120)
     engine = start(llama, ferry=FERRY, **options)
     preempted = []
     real = engine.scheduler._preempt_request
     monkeypatch.setattr(
         engine.scheduler,
         "_preempt_request",
-        lambda request, *args, **kwargs: (preempted.append(request), real(request, *args, **kwargs)),
+        lambda request, *args, **kwargs: (
+            preempted.append(request),
+            real(request, *args, **kwargs),
+        ),
     )
     assert engine.generate(prompts, max_tokens=120) == expected
     assert preempted
     engine.check_idle()
 
 
-def test_a_prompt_in_chunks_is_stored_whole(start, model):
+def test_a_prompt_in_chunks_is_stored_whole(start, expect, model):
     prompts = make_prompts(6, 400, 230)
     options = {"num_gpu_blocks_override": blocks_for(model), "max_num_batched_tokens": 64}
-    expected = start(model, **options).generate(prompts)
+    expected = expect(model, prompts)
     engine = start(model, ferry=FERRY, **options)
     assert engine.generate(prompts) == expected
     engine.forget_device()
@@ -95,25 +95,25 @@ def test_a_prompt_in_chunks_is_stored_whole(start, model):
     engine.check_idle()
 
 
-def test_requests_that_share_a_prefix_load_it_once(start, llama):
+def test_requests_that_share_a_prefix_load_it_once(start, expect, llama):
     (prefix,) = make_prompts(7, 256)
     prompts = [prefix + tail for tail in make_prompts(8, *[40] * 6)]
-    expected = start(llama, num_gpu_blocks_override=128).generate(prompts)
+    expected = expect(llama, prompts)
     engine = start(llama, ferry=FERRY, num_gpu_blocks_override=128)
-    engine.generate([prefix + [0]])
+    engine.generate([[*prefix, 0]])
     engine.forget_device()
     assert engine.generate(prompts) == expected
     assert engine.loaded_blocks == 256 // BLOCK_TOKENS
     engine.check_idle()
 
 
-def test_a_shorter_window_is_no_shorter_hit(start, gemma):
+def test_a_shorter_window_is_no_shorter_hit(start, expect, gemma):
     """A hit may end at any block although most layers keep only the last 64 tokens."""
     (prompt,) = make_prompts(9, 400)
     (tail,) = make_prompts(10, 60)
     turns = [prompt[:length] + tail for length in (96, 160, 320)]
     options = {"num_gpu_blocks_override": 256}
-    expected = start(gemma, **options).generate(turns)
+    expected = expect(gemma, turns)
     engine = start(gemma, ferry=FERRY, **options)
     engine.generate([prompt])
     engine.forget_device()
@@ -123,10 +123,10 @@ def test_a_shorter_window_is_no_shorter_hit(start, gemma):
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
-def test_a_failed_load_is_computed_again(start, model, monkeypatch, every):
+def test_a_failed_load_is_computed_again(start, expect, model, monkeypatch, every):
     prompts = make_prompts(11, 300, 200, 300, 100)
     options = {"num_gpu_blocks_override": blocks_for(model)}
-    expected = start(model, **options).generate(prompts)
+    expected = expect(model, prompts)
     count = itertools.count(1)
     fails = lambda transfer: transfer.dst == "device" and next(count) % every == 0  # noqa: E731
     with tampering(monkeypatch, fails=fails) as tampers:
@@ -140,9 +140,9 @@ def test_a_failed_load_is_computed_again(start, model, monkeypatch, every):
     engine.check_idle()
 
 
-def test_a_failed_store_is_only_a_miss(start, llama, monkeypatch):
+def test_a_failed_store_is_only_a_miss(start, expect, llama, monkeypatch):
     prompts = make_prompts(12, 300, 200)
-    expected = start(llama).generate(prompts)
+    expected = expect(llama, prompts)
     with tampering(monkeypatch, fails=lambda transfer: transfer.src == "device"):
         engine = start(llama, ferry=FERRY)
     assert engine.generate(prompts) == expected

@@ -1,0 +1,41 @@
+"""vLLM without kvferry, in a process of its own, so that it can stay while other engines come."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+
+class Reference:
+    """Says what the model says. Owns its process."""
+
+    def __init__(self, model: Path) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=_serve, args=(model, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+        self._pipe.send((prompts, max_tokens))
+        answer: list[list[int]] = self._pipe.recv()
+        return answer
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join(20)
+        self._process.kill()
+
+
+def _serve(model: Path, pipe: Connection[Any, Any]) -> None:
+    from tests.integration.vllm.engine import Engine
+
+    engine = Engine(model, num_gpu_blocks_override=512)
+    while True:
+        try:
+            asked = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(engine.generate(*asked))
