@@ -7,7 +7,6 @@ import os
 import numpy as np
 import pytest
 
-from kvferry.tiers import numa
 from kvferry.tiers.mapping import PrivateMemory
 from kvferry.tiers.numa import Placement, find_placement, parse_list, prefer, run_near
 
@@ -25,7 +24,7 @@ def two_nodes(node: str = "1") -> dict[str, str]:
 def test_a_machine_with_one_node_needs_no_choice() -> None:
     files = {"/sys/devices/system/node/online": "0\n"}
     assert find_placement(GPU, files.get) == Placement("this machine has one memory node")
-    assert find_placement(GPU, {}.get).node is None
+    assert find_placement(GPU, lambda path: None).node is None
 
 
 @pytest.mark.parametrize("bus_id", [GPU, "00000000:C1:00.0"])
@@ -58,7 +57,7 @@ def test_what_was_done_is_said() -> None:
 
 
 def test_a_refused_mbind_falls_back_on_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numa.platform, "machine", lambda: "riscv64")
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
     done = prefer(PrivateMemory(1 << 21).bytes, Placement("near", 0, frozenset({0})))
     assert "by the processors that touch it (no mbind on this machine)" in done.words
 

@@ -94,6 +94,7 @@ class CudaDriver(NativeDriver):
         "free_host": "cuMemFreeHost",
         "register_host": "cuMemHostRegister_v2",
         "unregister_host": "cuMemHostUnregister",
+        "exchange_capture_mode": "cuThreadExchangeStreamCaptureMode",
     }
 
     def __init__(

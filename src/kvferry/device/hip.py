@@ -42,6 +42,7 @@ class HipDriver(NativeDriver):
         "free_host": "hipHostFree",
         "register_host": "hipHostRegister",
         "unregister_host": "hipHostUnregister",
+        "exchange_capture_mode": "hipThreadExchangeStreamCaptureMode",
     }
 
     # The runtime faults, without an error, on batches larger than this.

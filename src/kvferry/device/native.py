@@ -7,7 +7,8 @@ differs. Signatures are set once per function: without them ctypes cuts addresse
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from ctypes import byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 
@@ -20,6 +21,7 @@ NOT_READY = 600
 STREAM_NON_BLOCKING = 1
 EVENT_DISABLE_TIMING = 2
 HOST_PORTABLE = 1
+CAPTURE_THREAD_LOCAL = 1
 
 # Codes that say "not on this driver or card", the same in both libraries: a call that is missing
 # (500), not supported (801), or (36) only in a newer driver.
@@ -68,6 +70,9 @@ class NativeDriver:
         self._event_record = self._calls["event_record"]
         self._event_query = self._calls["event_query"]
         self._stream_wait_event = self._calls["stream_wait_event"]
+        self._exchange_capture_mode: Callable[..., int] | None = None
+        with suppress(DriverError):  # a driver without it has no captures to break either
+            self._exchange_capture_mode = self.bind(self.NAMES["exchange_capture_mode"], _OUT)
 
     # -- refusals, in the driver's words -----------------------------------------------------
 
@@ -197,16 +202,34 @@ class NativeDriver:
         self._call("free_host", address, asked=f"{address:#x}")
 
     def register_host(self, address: int, num_bytes: int) -> None:
-        self._call(
-            "register_host",
-            address,
-            num_bytes,
-            HOST_PORTABLE,
-            asked=f"{num_bytes} bytes at {address:#x}",
-        )
+        with self._beside_captures():
+            self._call(
+                "register_host",
+                address,
+                num_bytes,
+                HOST_PORTABLE,
+                asked=f"{num_bytes} bytes at {address:#x}",
+            )
 
     def unregister_host(self, address: int) -> None:
-        self._call("unregister_host", address, asked=f"{address:#x}")
+        with self._beside_captures():
+            self._call("unregister_host", address, asked=f"{address:#x}")
+
+    @contextmanager
+    def _beside_captures(self) -> Iterator[None]:
+        """Let this thread pin memory while another one captures a graph.
+
+        Without it the call is refused, and the other thread's capture is spoiled.
+        """
+        if self._exchange_capture_mode is None:
+            yield
+            return
+        mode = c_int(CAPTURE_THREAD_LOCAL)
+        self._exchange_capture_mode(byref(mode))
+        try:
+            yield
+        finally:
+            self._exchange_capture_mode(byref(mode))  # holds what was before
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
