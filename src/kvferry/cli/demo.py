@@ -37,8 +37,8 @@ FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--conversations", type=COUNT, metavar="N", default=12, help="How many people chat.")
-@click.option("--turns", type=COUNT, metavar="N", default=6, help="Questions in each conversation.")
+@click.option("--conversations", type=COUNT, metavar="N", default=14, help="How many people chat.")
+@click.option("--turns", type=COUNT, metavar="N", default=5, help="Questions in each conversation.")
 @click.option(
     "--users",
     type=COUNT,
@@ -50,14 +50,14 @@ FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
     "--opening-tokens",
     type=COUNT,
     metavar="N",
-    default=384,
+    default=320,
     help="Text a conversation opens with, about.",
 )
 @click.option(
     "--question-tokens",
     type=COUNT,
     metavar="N",
-    default=48,
+    default=40,
     help="Tokens each question adds, about.",
 )
 @click.option(

@@ -50,7 +50,7 @@ class ModelShape:
     num_heads: int = 8
     num_kv_heads: int = 2
     head_dim: int = 32
-    hidden: int = 768
+    hidden: int = 512
     windows: tuple[int | None, ...] = ()
     max_tokens: int = 4096
     rope_theta: float = 10_000.0
@@ -220,13 +220,12 @@ def paged_attention(query: Floats, span: Span, layer: _Layer, cache: Floats) -> 
 
     # Queries as (query tile, 1, KV head, heads of the group * QUERY_TILE, head_dim).
     tiles = np.zeros((num_query_tiles * QUERY_TILE, heads, head_dim), np.float32)
-    tiles[span.start - first_row : span.end - first_row] = query
+    tiles[span.start - first_row : span.end - first_row] = query * np.float32(head_dim**-0.5)
     tiles = tiles.reshape(num_query_tiles, QUERY_TILE, kv_heads, heads // kv_heads, head_dim)
     tiles = tiles.transpose(0, 2, 3, 1, 4).reshape(num_query_tiles, 1, kv_heads, -1, head_dim)
     key, value = _gather(span, span.tables[layer.group], cache, first_key, num_key_tiles)
 
     scores = np.matmul(tiles, key.transpose(0, 2, 3, 1))
-    scores *= np.float32(head_dim**-0.5)
     at = first_row + np.arange(num_query_tiles * QUERY_TILE).reshape(-1, 1, QUERY_TILE, 1)
     back = first_key + np.arange(num_key_tiles * KEY_TILE).reshape(1, -1, 1, KEY_TILE)
     hidden = back > at if window is None else (back > at) | (back <= at - window)

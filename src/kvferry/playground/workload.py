@@ -23,10 +23,10 @@ class Chat:
     ``num_users`` turns are under way at a time.
     """
 
-    num_conversations: int = 12
-    num_turns: int = 6
-    opening_tokens: int = 384
-    question_tokens: int = 48
+    num_conversations: int = 14
+    num_turns: int = 5
+    opening_tokens: int = 320
+    question_tokens: int = 40
     answer_tokens: int = 16
     num_users: int = 3
     vocab: int = 1024
