@@ -25,7 +25,6 @@ import numpy.typing as npt
 
 from kvferry.answers import MatchState, Settled
 from kvferry.config import Config
-from kvferry.device.cpu import CpuEngine
 from kvferry.device.layout import GroupLayout, describe
 from kvferry.device.stream import Stream
 from kvferry.errors import ClosedError, ConfigError, DeadlineError, InputError
@@ -35,10 +34,11 @@ from kvferry.metrics import DEFAULT_PORT
 from kvferry.metrics.desk import Desk
 from kvferry.metrics.source import Source
 from kvferry.pool import Pool
+from kvferry.rank import RankMemory, open_on_cpu, open_on_gpu
 from kvferry.reach import FullAttention
 from kvferry.scheduler import NO_BLOCK, Scheduler
 from kvferry.stats import SchedulerStats
-from kvferry.tiers import GrowthStats, HostMemory, Pin
+from kvferry.tiers import GrowthStats
 from kvferry.types import DEVICE, FIRST_RANK, HOST, Key, RequestId, TransferId
 from kvferry.why import Explanation
 from kvferry.worker import Worker
@@ -115,7 +115,18 @@ def attach(
         overrides=overrides,
         salt=salt,
     )
-    return Ferry(layout, namespace, config, compute=compute, keep_alive=tensors)
+    rank = _open_rank(layout, config, tensors[0], compute)
+    return Ferry(layout, namespace, config, rank, keep_alive=tensors)
+
+
+def _open_rank(
+    layout: GroupLayout, config: Config, tensor: Any, compute: Stream | None
+) -> RankMemory:
+    if not getattr(tensor, "is_cuda", False):
+        return open_on_cpu((layout,), config, compute=compute)
+    if compute is not None:
+        raise InputError("compute is for tensors in ordinary memory; on a GPU it is torch's stream")
+    return open_on_gpu((layout,), config, device=tensor.device.index or 0)
 
 
 class Ferry:
@@ -129,18 +140,17 @@ class Ferry:
         layout: GroupLayout,
         namespace: Namespace,
         config: Config,
+        rank: RankMemory,
         *,
-        compute: Stream | None = None,
         keep_alive: Sequence[Any] = (),
     ) -> None:
         self.namespace = namespace
         self._layout = layout
         self._keep_alive = tuple(keep_alive)  # the engine copies by address
-        self._host = HostMemory(config.host, layout.block_bytes, pin=Pin(config.host_pin))
-        self._engine = CpuEngine((layout,), self._host.tier.rows, compute=compute)
-        self._worker = Worker({(DEVICE, HOST): self._engine, (HOST, DEVICE): self._engine})
+        self._rank = rank
+        self._worker = Worker({(DEVICE, HOST): rank.engine, (HOST, DEVICE): rank.engine})
         group = FullAttention(config.block_tokens)
-        pool = Pool(self._host.num_slots, num_ready=self._host.ready_slots)
+        pool = Pool(rank.host.num_slots, num_ready=rank.ready_slots)
         self._scheduler = Scheduler(pool, (group,), config=config, joins_loads=False)
         self._names = itertools.count()
         self._tickets = itertools.count()
@@ -186,12 +196,13 @@ class Ferry:
                 f"a hit of {len(hit)} blocks needs as many device blocks, got {len(device_blocks)}"
             )
         self._require_blocks(device_blocks)
+        self._rank.note_step()
         ticket = Ticket(next(self._tickets))
         table = np.concatenate((np.full(hit.on_device, NO_BLOCK), np.asarray(device_blocks)))
         if len(hit) and self._scheduler.load(hit.request_id, (table,)):
             self._loading[hit.request_id] = (ticket, len(hit))
             self._worker.execute(self._scheduler.plan())
-            self._engine.order_compute_after_loads()
+            self._rank.engine.order_compute_after_loads()
         else:
             lost = "the hit is gone: it was released, loaded, or too old" if len(hit) else ""
             self._scheduler.finish(hit.request_id)
@@ -217,6 +228,7 @@ class Ferry:
                 f"{len(keys)} keys; there must be one key per block, from the first block on"
             )
         self._require_blocks(device_blocks)
+        self._rank.note_step()
         ticket = Ticket(next(self._tickets))
         request_id = f"store-{next(self._names)}"
         table = np.concatenate((np.full(first, NO_BLOCK), np.asarray(device_blocks, dtype=int)))
@@ -234,7 +246,7 @@ class Ferry:
     def poll(self) -> list[Done]:
         """What ended since the last call; never blocks."""
         self._require_open()
-        self._scheduler.note_ready(FIRST_RANK, self._host.ready_slots)
+        self._scheduler.note_ready(FIRST_RANK, self._rank.ready_slots)
         self._desk.answer()
         self._take(self._scheduler.settle(self._worker.poll()))
         done, self._done = self._done, []
@@ -268,7 +280,7 @@ class Ferry:
 
     def host_stats(self) -> GrowthStats:
         """How much of the host memory is usable by now, and what became of the rest."""
-        return self._host.stats()
+        return self._rank.host.stats()
 
     def explain(self, hit: Hit) -> Explanation | None:
         """Why a hit is no longer than it is; None if that was too long ago."""
@@ -289,7 +301,7 @@ class Ferry:
                 self._scheduler,
                 self._desk,
                 slot_bytes={HOST: self._layout.block_bytes},
-                pinned_bytes=lambda: self._host.stats().pinned_bytes,
+                pinned_bytes=lambda: self._rank.host.stats().pinned_bytes,
             )
             self._endpoint = Endpoint(source, host=host, port=port)
         return self._endpoint.url
@@ -302,7 +314,7 @@ class Ferry:
                 self._endpoint.close()
             self._worker.close()
             self._scheduler.close()
-            self._host.close()
+            self._rank.close()
 
     def __enter__(self) -> Ferry:
         return self

@@ -1,0 +1,163 @@
+"""One rank's memory and the engine that copies to and from it: opened together, closed in order.
+
+::
+
+    driver ──> host memory (mapped, first slots ready, growing) ──> copy engine
+    close:     the engine, then the registrations, then the mapping, then the driver
+
+An engine in one process (:func:`kvferry.attach`) and a server's workers open a rank the same way.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+from kvferry.config import Config
+from kvferry.device.base import CopyEngine
+from kvferry.device.cpu import CpuEngine
+from kvferry.device.driver import Driver, open_driver
+from kvferry.device.layout import GroupLayout
+from kvferry.device.registrar import DriverRegistrar
+from kvferry.device.stream import Stream
+from kvferry.tiers import HostMemory, Pin, SharedMemory
+from kvferry.types import FIRST_RANK, Rank
+
+log = logging.getLogger(__name__)
+
+_STEP_SECONDS = 0.25
+"""A model that was given work this long ago still counts as busy."""
+
+
+class Activity:
+    """Whether the model runs: told by whoever gives it work, asked by whoever should yield to it.
+
+    The driver could be asked too, but not from another thread while a graph is captured.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last: float | None = None
+
+    def note(self) -> None:
+        self._last = self._clock()
+
+    def is_busy(self) -> bool:
+        return self._last is not None and self._clock() - self._last < _STEP_SECONDS
+
+
+class RankMemory:
+    """A rank's host memory and copy engine. Owns both, and the driver if it opened one."""
+
+    def __init__(
+        self,
+        host: HostMemory,
+        engine: CopyEngine,
+        activity: Activity,
+        undo: ExitStack | None = None,
+    ) -> None:
+        self.host = host
+        self.engine = engine
+        self._activity = activity
+        self._undo = undo if undo is not None else ExitStack()
+
+    @property
+    def ready_slots(self) -> int:
+        """Slots, from the first on, that can be used; for ``Scheduler.note_ready``."""
+        return self.host.ready_slots
+
+    def note_step(self) -> None:
+        """The model was given work: while it has some, host memory grows slowly."""
+        self._activity.note()
+
+    def close(self) -> None:
+        """Finish the copies, then give everything back. Safe to call twice."""
+        self.engine.close()
+        if getattr(self.engine, "is_stuck", False):
+            log.error("a copy never ended; its host memory stays as it is")
+            self._undo.pop_all()
+            return
+        self.host.close()
+        self._undo.close()
+
+
+def open_on_cpu(
+    layouts: Sequence[GroupLayout],
+    config: Config,
+    *,
+    rank: Rank = FIRST_RANK,
+    compute: Stream | None = None,
+    num_ranks_here: int | None = None,
+    shared: SharedMemory | None = None,
+) -> RankMemory:
+    """For KV tensors in ordinary memory."""
+    activity = Activity()
+    host = HostMemory(
+        config.host,
+        _slot_bytes(layouts),
+        pin=Pin(config.host_pin),
+        busy=activity.is_busy,
+        num_ranks=num_ranks_here,
+        shared=shared,
+    )
+    return RankMemory(
+        host, CpuEngine(layouts, host.tier.rows, compute=compute, rank=rank), activity
+    )
+
+
+def open_on_gpu(
+    layouts: Sequence[GroupLayout],
+    config: Config,
+    *,
+    rank: Rank = FIRST_RANK,
+    device: int = 0,
+    compute_stream: Callable[[], int] | None = None,
+    num_ranks_here: int | None = None,
+    shared: SharedMemory | None = None,
+    driver: Driver | None = None,
+) -> RankMemory:
+    """For KV tensors on GPU ``device``. Without ``driver``, this machine's is opened.
+
+    Where the driver pins no host memory, copies go one by one through the driver: slow and right.
+    """
+    from kvferry.device.gpu import GpuDevice  # here: what it brings is needed with a GPU only
+
+    activity = Activity()
+    with ExitStack() as undo:
+        if driver is None:
+            driver = open_driver(device)
+            undo.callback(driver.close)
+        registrar = DriverRegistrar(driver)
+        host = HostMemory(
+            config.host,
+            _slot_bytes(layouts),
+            registrar=registrar,
+            pin=Pin(config.host_pin),
+            busy=activity.is_busy,
+            pci_bus_id=registrar.pci_bus_id,
+            num_ranks=num_ranks_here,
+            shared=shared,
+        )
+        undo.callback(host.close)
+        if not host.is_pinned:
+            # A kernel that touches memory the driver does not know kills the process's GPU work.
+            config = replace(config, copy_path="loop")
+        engine = GpuDevice(
+            layouts,
+            host.tier.rows,
+            compute_stream=compute_stream,
+            device=device,
+            rank=rank,
+            copy_path=config.copy_path,
+            ring_bytes=config.staging_ring,
+            host_chunk=host.chunk_bytes,
+            driver=driver,
+        )
+        return RankMemory(host, engine, activity, undo.pop_all())
+
+
+def _slot_bytes(layouts: Sequence[GroupLayout]) -> int:
+    return max(layout.block_bytes for layout in layouts)
