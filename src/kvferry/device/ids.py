@@ -43,8 +43,9 @@ class IdBuffers:
     the device wait for the stream, and the caller with it.
     """
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, *, max_in_place: int = MAX_READ_IN_PLACE) -> None:
         self._driver = driver
+        self._max_in_place = max_in_place
         self._buffers: list[_Buffer] = []
         self._taken: _Buffer | None = None
 
@@ -56,7 +57,7 @@ class IdBuffers:
         ids = buffer.ids
         ids[:count] = job.device_blocks
         ids[count : 2 * count] = job.host_slots
-        if count <= MAX_READ_IN_PLACE:
+        if count <= self._max_in_place:
             return buffer.host
         self._driver.copy_async(buffer.device, buffer.host, 16 * count, stream)
         return buffer.device

@@ -18,7 +18,6 @@ one of the model's ends, and then all chunks that wait must go at once.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from kvferry.device.driver import Driver
 from kvferry.device.events import EventPool
@@ -36,21 +35,12 @@ MiB = 1 << 20
 GRID = Grid(programs=66, warps=8)
 """Half the card for some ten microseconds per chunk (one NVIDIA H200)."""
 
-NUM_SLOTS = 4
-
 HEAD, TAIL = 4 * MiB, 2 * MiB
 """Sizes of a store's first chunk and of a load's last: only their kernels are not hidden behind
 copies, so they are small."""
 
-
-@dataclass(frozen=True)
-class Chunk:
-    """Rows ``first_row`` to ``last_row`` of a job; bytes ``start`` to ``end`` of its blocks."""
-
-    first_row: int
-    last_row: int
-    start: int
-    end: int
+MAX_STORE_IDS_IN_PLACE = 4096
+"""Blocks of a store whose ids the kernel reads over the link: they come in while bytes go out."""
 
 
 class StagedPath:
@@ -67,33 +57,34 @@ class StagedPath:
         launcher: Launcher,
         *,
         ring_bytes: int = 64 * MiB,
-        num_slots: int = NUM_SLOTS,
         grid: Grid = GRID,
         edges: tuple[int, int] = (HEAD, TAIL),
     ) -> None:
         self._driver = driver
         self._edges = edges
         self._kernels = Kernels(driver, launcher, grid, linear=True)
-        self._ids = {direction: IdBuffers(driver) for direction in Direction}
-        self._ring = Ring(driver, ring_bytes, num_slots=num_slots)
+        self._ids = {
+            Direction.STORE: IdBuffers(driver, max_in_place=MAX_STORE_IDS_IN_PLACE),
+            Direction.LOAD: IdBuffers(driver),
+        }
+        self._ring = Ring(driver, ring_bytes)
         self._forks = EventPool(driver, timing=False)
 
     def enqueue(self, job: CopyJob, stream: int) -> None:
         prepared = self._kernels.get(job)
         self._ring.open()
-        fork = self._forks.take()
         used: dict[RingSlot, None] = {}
+        fork = _Fork(self._driver, self._forks, stream)
         try:
             if job.direction is Direction.STORE:
-                self._store(job, prepared, stream, fork, used)
+                self._store(job, prepared, fork, used)
             else:
-                self._load(job, prepared, stream, fork, used)
+                self._load(job, prepared, fork, used)
         except Exception:
             self._join_after_fault(used, stream)
             raise
         finally:
-            # Every wait has captured the fork, so its event is free for the next job.
-            self._forks.give(fork)
+            fork.close()
             self._ids[job.direction].fence(stream)
 
     def is_quick(self, job: CopyJob) -> bool:
@@ -110,24 +101,19 @@ class StagedPath:
     # -- the two directions ------------------------------------------------------------------
 
     def _store(
-        self,
-        job: CopyJob,
-        prepared: Prepared,
-        stream: int,
-        fork: int,
-        used: dict[RingSlot, None],
+        self, job: CopyJob, prepared: Prepared, fork: _Fork, used: dict[RingSlot, None]
     ) -> None:
-        driver, ring = self._driver, self._ring
-        arguments = self._begin(job, prepared, stream, fork)
+        driver, ring, stream = self._driver, self._ring, fork.stream
+        arguments = prepared.begin(job, self._ids[job.direction].put(job, stream))
+        fork.mark()
         runs: HostRuns | None = None
-        for chunk in _chunks(job, prepared.rows, ring.slot_bytes, self._edges):
+        for chunk in Cutter(job, prepared.rows, self._edges):
             with ring.lock:
                 slot = ring.next(job.direction)
-                if slot not in used:
-                    used[slot] = None
-                    driver.stream_wait_event(slot.stream, fork)
-                if slot.freed_by is not None:
-                    driver.stream_wait_event(slot.stream, slot.freed_by)
+                chunk.fit(slot.num_bytes)
+                used[slot] = None
+                fork.hold(slot.stream)
+                self._wait_until_free(slot, slot.stream)
                 _aim(arguments, chunk, slot)
                 self._kernels.launch(prepared, slot.stream)
                 driver.record_event(slot.gathered, slot.stream)
@@ -135,54 +121,49 @@ class StagedPath:
                 runs = runs or HostRuns(job)  # after the launch: the card need not wait for it
                 runs.store(driver, chunk.start, chunk.end, slot.address, stream)
                 driver.record_event(slot.copied_out, stream)
-                slot.freed_by = slot.copied_out
+                slot.free_after(slot.copied_out)
 
     def _load(
-        self,
-        job: CopyJob,
-        prepared: Prepared,
-        stream: int,
-        fork: int,
-        used: dict[RingSlot, None],
+        self, job: CopyJob, prepared: Prepared, fork: _Fork, used: dict[RingSlot, None]
     ) -> None:
         driver, ring = self._driver, self._ring
         runs = HostRuns(job)
         arguments: CopyArguments | None = None
-        for chunk in _chunks(job, prepared.rows, ring.slot_bytes, self._edges):
+        for chunk in Cutter(job, prepared.rows, self._edges):
             with ring.lock:
                 slot = ring.next(job.direction)
-                is_first = slot not in used
+                chunk.fit(slot.num_bytes)
                 used[slot] = None
-                if slot.freed_by is not None:
-                    driver.stream_wait_event(ring.inbound, slot.freed_by)
+                self._wait_until_free(slot, ring.inbound)
                 # Not behind the fork: a leased slot does not change, so it may be read before what
                 # the job's stream still waits for. Only the scatter writes what others may read.
                 runs.load(driver, chunk.start, chunk.end, slot.address, ring.inbound)
                 driver.record_event(slot.copied_in, ring.inbound)
                 if arguments is None:  # after the first copy: the link need not wait for it
-                    arguments = self._begin(job, prepared, stream, fork)
-                if is_first:
-                    driver.stream_wait_event(slot.stream, fork)
+                    ids = self._ids[job.direction].put(job, fork.stream)
+                    arguments = prepared.begin(job, ids)
+                    fork.mark()
+                fork.hold(slot.stream)
                 driver.stream_wait_event(slot.stream, slot.copied_in)
                 _aim(arguments, chunk, slot)
                 self._kernels.launch(prepared, slot.stream)
                 driver.record_event(slot.scattered, slot.stream)
-                slot.freed_by = slot.scattered
+                slot.free_after(slot.scattered)
         for slot in used:
-            driver.stream_wait_event(stream, slot.scattered)
+            driver.stream_wait_event(fork.stream, slot.scattered)
 
-    def _begin(self, job: CopyJob, prepared: Prepared, stream: int, fork: int) -> CopyArguments:
-        """Send the ids and mark the point of the job's stream that kernels must come after."""
-        arguments = prepared.begin(job, self._ids[job.direction].put(job, stream))
-        self._driver.record_event(fork, stream)
-        return arguments
+    def _wait_until_free(self, slot: RingSlot, stream: int) -> None:
+        for event in slot.busy_until():
+            # Asking costs no more than waiting, and spares the card a semaphore between copies.
+            if not self._driver.event_is_done(event):
+                self._driver.stream_wait_event(stream, event)
 
     def _join_after_fault(self, used: dict[RingSlot, None], stream: int) -> None:
         """Bring what other streams already hold before anything queued on ``stream`` later."""
         driver, ring = self._driver, self._ring
         with ring.lock:
             for slot in used:
-                slot.freed_by = slot.copied_out
+                slot.free_after(slot.copied_out)
                 try:
                     driver.record_event(slot.copied_in, ring.inbound)
                     driver.stream_wait_event(stream, slot.copied_in)
@@ -194,28 +175,71 @@ class StagedPath:
                     continue
 
 
-def _aim(arguments: CopyArguments, chunk: Chunk, slot: RingSlot) -> None:
+class _Fork:
+    """The point of a job's stream that its kernels must come after, on whatever stream they run."""
+
+    def __init__(self, driver: Driver, events: EventPool, stream: int) -> None:
+        self.stream = stream
+        self._driver = driver
+        self._events = events
+        self._event: int | None = None
+        self._held: set[int] = set()
+
+    def mark(self) -> None:
+        """Here, if anything before is still to be waited for."""
+        if not self._driver.stream_is_idle(self.stream):
+            self._event = self._events.take()
+            self._driver.record_event(self._event, self.stream)
+
+    def hold(self, stream: int) -> None:
+        """Keep what is queued on ``stream`` from now on behind the mark."""
+        if self._event is not None and stream not in self._held:
+            self._driver.stream_wait_event(stream, self._event)
+            self._held.add(stream)
+
+    def close(self) -> None:
+        """Every wait has captured the mark, so its event is free for the next job."""
+        if self._event is not None:
+            self._events.give(self._event)
+            self._event = None
+
+
+class Cutter:
+    """Cuts a job into chunks, each told its slot's size; its own attributes are the chunk at hand.
+
+    Rows ``first_row`` to ``last_row`` of the job are bytes ``start`` to ``end`` of its blocks. A
+    store's first chunk and a load's last are small.
+    """
+
+    def __init__(self, job: CopyJob, rows: RowTable, edges: tuple[int, int]) -> None:
+        self._rows = rows
+        self._total = job.num_bytes
+        self._head, self._tail = edges
+        self._is_store = job.direction is Direction.STORE
+        self.first_row = self.last_row = self.start = self.end = 0
+
+    def __iter__(self) -> Iterator[Cutter]:
+        while self.end < self._total:
+            yield self
+
+    def fit(self, num_bytes: int) -> None:
+        """Go on to the next chunk, of at most ``num_bytes``."""
+        self.first_row, self.start = self.last_row, self.end
+        left = self._total - self.start
+        if not self._is_store:
+            wanted = left - self._tail if left > self._tail else left
+        elif self.start == 0:
+            wanted = min(self._head, left)
+        else:
+            wanted = left
+        # A chunk ends where a row does, so it may fall short of its size but never exceed it.
+        row = self._rows.row_at(self.start + min(wanted, num_bytes))
+        self.last_row = max(self.first_row + 1, row)
+        self.end = self._rows.position_of(self.last_row)
+
+
+def _aim(arguments: CopyArguments, chunk: Cutter, slot: RingSlot) -> None:
     """Point a launch at one chunk and its slot."""
     # The kernel counts from the job's first byte, the slot from the chunk's.
     arguments.packed_base = slot.address - chunk.start
     arguments.first_row, arguments.last_row = chunk.first_row, chunk.last_row
-
-
-def _chunks(
-    job: CopyJob, rows: RowTable, slot_bytes: int, edges: tuple[int, int]
-) -> Iterator[Chunk]:
-    """Cut a job into chunks that fit a slot: a store's first one small, a load's last one."""
-    head, tail = edges
-    total = job.num_bytes
-    first_row, start = 0, 0
-    while start < total:
-        left = total - start
-        if job.direction is Direction.STORE:
-            size = min(head, left) if start == 0 else left
-        else:
-            size = left - tail if left > tail else left
-        # A chunk ends where a row does, so it may fall short of its size but never exceed it.
-        last_row = max(first_row + 1, rows.row_at(start + min(size, slot_bytes)))
-        end = rows.position_of(last_row)
-        yield Chunk(first_row, last_row, start, end)
-        first_row, start = last_row, end
