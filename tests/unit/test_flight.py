@@ -1,0 +1,209 @@
+"""Transfers in flight: they land once every rank has answered, and end their leases exactly once."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.errors import InputError, ReceiptError
+from kvferry.flight import Flights
+from kvferry.lease import Ending, Lease, Purpose
+from kvferry.types import (
+    DEVICE,
+    HOST,
+    Outcome,
+    Rank,
+    Receipt,
+    TierName,
+    Transfer,
+    TransferId,
+    as_slots,
+)
+
+DISK = TierName("disk")
+
+
+class Owner:
+    """Writes down how its leases end."""
+
+    def __init__(self) -> None:
+        self.endings: list[Ending] = []
+
+    def end(self, lease: Lease, ending: Ending) -> None:
+        self.endings.append(ending)
+
+    def disown(self, lease: Lease) -> None:
+        raise AssertionError("flights never disown")
+
+
+def ok(transfer: int, rank: int) -> Receipt:
+    return Receipt(TransferId(transfer), Rank(rank), Outcome.OK, num_bytes=10, seconds=0.5)
+
+
+def failed(transfer: int, rank: int, reason: str = "") -> Receipt:
+    return Receipt(TransferId(transfer), Rank(rank), Outcome.FAILED, reason)
+
+
+class Sky:
+    """Flights with one lease each, whose endings are kept."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.flights = Flights(num_ranks)
+        self.owner = Owner()
+
+    def launch(
+        self, purpose: Purpose = Purpose.WRITE, deadline: float = 10.0, dst: TierName = HOST
+    ) -> int:
+        transfer_id = self.flights.new_id()
+        src = DEVICE if dst == HOST else HOST
+        transfer = Transfer(transfer_id, src, dst, as_slots([1]), as_slots([2]))
+        lease = Lease.leading(purpose, as_slots([2]), self.owner)
+        self.flights.launch(transfer, (lease,), deadline)
+        return int(transfer_id)
+
+
+def test_lands_when_all_ranks_answered_in_any_order() -> None:
+    sky = Sky(3)
+    first, second = sky.launch(), sky.launch()
+    assert sky.flights.settle([ok(second, 2), ok(first, 1), ok(first, 0)]) == []
+    assert sky.owner.endings == []
+    landed = sky.flights.settle([ok(first, 2), ok(second, 0)])
+    assert [flight.transfer.id for flight in landed] == [first]
+    assert landed[0].ok
+    assert sky.owner.endings == [Ending.COMMIT]
+    assert len(sky.flights) == 1
+    sky.flights.settle([ok(second, 1)])
+    assert sky.flights.counts.landed == 2
+    assert sky.flights.counts.moved(DEVICE, HOST) == (60, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("purpose", "dst", "good", "bad"),
+    [
+        (Purpose.WRITE, HOST, Ending.COMMIT, Ending.ABORT),
+        (Purpose.READ, DEVICE, Ending.RELEASE, Ending.SPOIL),
+        (Purpose.COPY, DISK, Ending.RELEASE, Ending.RELEASE),
+        (Purpose.WRITE, DISK, Ending.COMMIT, Ending.ABORT),
+    ],
+)
+def test_one_failing_rank_fails_it_for_all(
+    purpose: Purpose, dst: TierName, good: Ending, bad: Ending
+) -> None:
+    sky = Sky(2)
+    fine, broken = sky.launch(purpose, dst=dst), sky.launch(purpose, dst=dst)
+    sky.flights.settle([ok(fine, 0), ok(fine, 1), failed(broken, 1, "cable")])
+    assert sky.owner.endings == [good]
+    (flight,) = sky.flights.settle([ok(broken, 0)])
+    assert not flight.ok
+    assert flight.reason == "rank 1: cable"
+    assert sky.owner.endings == [good, bad]
+    assert sky.flights.counts.failed == 1
+
+
+def test_a_failure_without_words_still_has_a_reason() -> None:
+    sky = Sky(1)
+    (flight,) = sky.flights.settle([failed(sky.launch(), 0)])
+    assert flight.reason == "rank 0: failed without a reason"
+
+
+def test_repeated_and_late_receipts_are_counted_and_dropped() -> None:
+    sky = Sky(2)
+    transfer = sky.launch()
+    assert sky.flights.settle([ok(transfer, 0), failed(transfer, 0, "changed my mind")]) == []
+    (flight,) = sky.flights.settle([ok(transfer, 1)])
+    assert flight.ok
+    assert sky.flights.settle([ok(transfer, 0), failed(transfer, 1)]) == []
+    assert sky.flights.counts.stale_receipts == 3
+    assert sky.owner.endings == [Ending.COMMIT]
+
+
+@pytest.mark.parametrize(
+    ("receipt", "words"),
+    [
+        (ok(1, 0), ["transfer 1", "only 1"]),
+        (ok(-1, 0), ["transfer -1", "only 1"]),
+        (ok(0, 2), ["rank 2", "0 to 1"]),
+        (ok(0, -1), ["rank -1", "0 to 1"]),
+    ],
+)
+def test_a_receipt_that_answers_nothing_is_refused_before_any_is_taken(
+    receipt: Receipt, words: list[str]
+) -> None:
+    sky = Sky(2)
+    transfer = sky.launch()
+    with pytest.raises(ReceiptError) as error:
+        sky.flights.settle([ok(transfer, 0), ok(transfer, 1), receipt])
+    assert all(word in str(error.value) for word in words)
+    assert sky.owner.endings == []
+    assert sky.flights.counts.landed == 0
+    assert len(sky.flights.settle([ok(transfer, 0), ok(transfer, 1)])) == 1
+
+
+def test_a_deadline_ends_the_waiting_and_not_the_claim() -> None:
+    sky = Sky(2)
+    transfer = sky.launch(deadline=5.0)
+    sky.flights.settle([ok(transfer, 0)])
+    assert sky.flights.expire(4.9) == []
+    (flight,) = sky.flights.expire(5.0)
+    assert flight.overdue
+    assert flight.reason == "no answer in time from rank 1"
+    assert sky.owner.endings == []
+    assert sky.flights.expire(6.0) == [], "told once"
+    assert list(sky.flights.transfers()) == [], "nobody else waits for it"
+    assert len(sky.flights) == 1
+    (flight,) = sky.flights.settle([ok(transfer, 1)])
+    assert not flight.ok
+    assert sky.owner.endings == [Ending.ABORT]
+
+
+def test_a_lost_rank_is_not_waited_for() -> None:
+    sky = Sky(2)
+    half, whole = sky.launch(), sky.launch()
+    sky.flights.settle([ok(half, 0)])
+    landed = sky.flights.lose_rank(Rank(1), "died")
+    assert [(f.transfer.id, f.reason) for f in landed] == [(half, "died")]
+    (flight,) = sky.flights.settle([ok(whole, 0)])
+    assert flight.reason == "died"
+    later = sky.launch()
+    (flight,) = sky.flights.settle([ok(later, 0)])
+    assert flight.reason == "died"
+    assert sky.flights.settle([ok(half, 1)]) == []
+    assert sky.owner.endings == [Ending.ABORT] * 3
+
+
+def test_with_every_rank_lost_a_flight_lands_by_itself() -> None:
+    sky = Sky(1)
+    sky.flights.lose_rank(Rank(0), "died")
+    transfer = sky.launch()
+    (flight,) = sky.flights.settle([])
+    assert flight.transfer.id == transfer
+    assert sky.owner.endings == [Ending.ABORT]
+    assert len(sky.flights) == 0
+
+
+@pytest.mark.parametrize("rank", [-1, 2, 7])
+def test_a_rank_that_does_not_exist_cannot_be_lost(rank: int) -> None:
+    sky = Sky(2)
+    transfer = sky.launch()
+    with pytest.raises(InputError, match=f"rank {rank} .* 0 to 1"):
+        sky.flights.lose_rank(Rank(rank), "typo")
+    (flight,) = sky.flights.settle([ok(transfer, 0), ok(transfer, 1)])
+    assert flight.ok
+
+
+def test_losing_a_rank_without_words_still_fails() -> None:
+    sky = Sky(2)
+    sky.launch()
+    sky.flights.settle([ok(0, 0)])
+    (flight,) = sky.flights.lose_rank(Rank(1), "")
+    assert not flight.ok
+    assert sky.owner.endings == [Ending.ABORT]
+
+
+def test_abandoning_ends_everything_once() -> None:
+    sky = Sky(2)
+    sky.launch()
+    sky.launch(Purpose.READ, dst=DEVICE)
+    assert len(sky.flights.abandon("closed")) == 2
+    assert sky.owner.endings == [Ending.ABORT, Ending.SPOIL]
+    assert len(sky.flights) == 0
+    assert sky.flights.abandon("closed") == []

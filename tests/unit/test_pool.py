@@ -1,0 +1,356 @@
+"""The pool, rule by rule; the sequences are in tests/model."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from tests.fakes.crafted_keys import key, keys
+
+from kvferry.errors import InputError, IntegrityError, LeaseError
+from kvferry.keys import Keys
+from kvferry.lease import Lease, Purpose
+from kvferry.pool import Pool, SlotState
+
+
+def stored(pool: Pool, numbers: list[int], *, chained: bool = True, after: int | None = None):
+    lease = pool.reserve(
+        keys(numbers), chained=chained, parent=key(after) if after is not None else None
+    )
+    if lease is not None:
+        lease.commit()
+    pool.check_integrity()
+
+
+def cached(pool: Pool, *numbers: int) -> list[int]:
+    return [n for n, here in zip(numbers, pool.cached(keys(numbers)), strict=True) if here]
+
+
+@pytest.mark.parametrize("num_slots", [0, -1])
+def test_no_pool_without_slots(num_slots: int) -> None:
+    with pytest.raises(InputError, match=f"at least one slot, got {num_slots}"):
+        Pool(num_slots)
+
+
+def test_a_block_is_a_hit_only_once_committed() -> None:
+    pool = Pool(4)
+    lease = pool.reserve(keys([1, 2]))
+    assert lease is not None
+    assert pool.match(keys([1, 2])) == 0
+    assert pool.known(keys([1, 2, 3])).tolist() == [True, True, False]
+    assert pool.pin(keys([1])) is None
+    assert pool.reserve(keys([1, 2])) is None, "already on its way"
+    lease.commit()
+    assert pool.match(keys([1, 2, 3])) == 2
+    counts = pool.counts
+    assert (counts.free, counts.cached, counts.leased, counts.total) == (2, 2, 0, 4)
+
+
+def test_an_aborted_block_was_never_there() -> None:
+    pool = Pool(2)
+    lease = pool.reserve(keys([1, 2]))
+    assert lease is not None
+    lease.abort()
+    assert not pool.known(keys([1, 2])).any()
+    assert pool.counts.free == 2
+    stored(pool, [1, 2])
+    assert pool.match(keys([1, 2])) == 2
+
+
+def test_a_store_that_does_not_fit_keeps_its_beginning() -> None:
+    pool = Pool(3)
+    lease = pool.reserve(keys(range(5)))
+    assert lease is not None
+    assert lease.positions.tolist() == [0, 1, 2]
+    lease.commit()
+    assert pool.match(keys(range(5))) == 3
+
+
+def test_nothing_fits_where_everything_is_claimed() -> None:
+    pool = Pool(2)
+    stored(pool, [1, 2])
+    pin = pool.pin(keys([1, 2]))
+    assert pin is not None
+    assert pool.reserve(keys([3])) is None
+    assert cached(pool, 1, 2) == [1, 2]
+    pin.release()
+    assert pool.reserve(keys([3])) is not None
+
+
+def test_the_end_of_a_conversation_goes_before_its_beginning() -> None:
+    pool = Pool(4)
+    stored(pool, [1, 2, 3, 4])
+    assert pool.evict(2) == 2
+    assert cached(pool, 1, 2, 3, 4) == [1, 2]
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_also_one_that_was_stored_piece_by_piece(step: int) -> None:
+    pool = Pool(12)
+    for start in range(0, 12, step):
+        stored(pool, list(range(start, start + step)), after=start - 1 if start else None)
+    for left in range(11, -1, -1):
+        assert pool.evict(1) == 1
+        assert cached(pool, *range(12)) == list(range(left))
+
+
+def test_an_old_conversation_goes_whole_before_a_new_one() -> None:
+    pool = Pool(12)
+    for number in range(6):
+        stored(pool, [number], after=number - 1 if number else None)
+    for number in range(20, 26):
+        stored(pool, [number], after=number - 1 if number > 20 else None)
+    for left in range(5, -1, -1):
+        assert pool.evict(1) == 1
+        assert cached(pool, *range(6)) == list(range(left))
+        assert len(cached(pool, *range(20, 26))) == 6
+    assert pool.evict(6) == 6
+
+
+def test_a_shared_beginning_stays_for_the_one_that_still_uses_it() -> None:
+    pool = Pool(6)
+    stored(pool, [1, 2, 3])
+    stored(pool, [1, 2, 4])
+    assert pool.evict(1) == 1
+    assert cached(pool, 1, 2, 3, 4) == [1, 2, 4]
+
+
+def test_a_long_conversation_does_not_make_one_eviction_long() -> None:
+    pool = Pool(4096)
+    for number in range(4096):
+        lease = pool.reserve(keys([number]), parent=key(number - 1) if number else None)
+        assert lease is not None
+        lease.commit()
+    looks = 0
+    taken = pool._order.take_oldest
+
+    def counted(count: int) -> np.ndarray:
+        nonlocal looks
+        looks += 1
+        return taken(count)
+
+    pool._order.take_oldest = counted  # type: ignore[method-assign]
+    for count in (1, 1, 5, 1):
+        assert pool.evict(count) == count
+    assert looks < 40
+    assert pool.match(keys(range(4096))) == 4096 - 8
+
+
+def test_a_slot_being_read_stays() -> None:
+    pool = Pool(3)
+    stored(pool, [1, 2, 3], chained=False)
+    pin = pool.pin(keys([2]))
+    assert pin is not None
+    assert pool.evict(3) == 2
+    assert cached(pool, 1, 2, 3) == [2]
+    pin.release()
+    assert pool.evict(3) == 1
+
+
+def test_copying_a_block_elsewhere_is_no_use_of_it() -> None:
+    for purpose, first_to_go in ((Purpose.COPY, 1), (Purpose.READ, 2)):
+        pool = Pool(3)
+        stored(pool, [3, 2, 1], chained=False)  # the front of a batch stays longest
+        pin = pool.pin(keys([1]), purpose)
+        assert pin is not None
+        pin.release()
+        pool.evict(1)
+        assert cached(pool, 1, 2, 3) == [n for n in (1, 2, 3) if n != first_to_go]
+
+
+def test_a_copied_block_met_by_eviction_is_first_again() -> None:
+    pool = Pool(3)
+    stored(pool, [3, 2, 1], chained=False)
+    pin = pool.pin(keys([1]), Purpose.COPY)
+    assert pin is not None
+    assert pool.evict(1) == 1
+    assert cached(pool, 1, 2, 3) == [1, 3]
+    pin.release()
+    pool.check_integrity()
+    assert pool.evict(1) == 1
+    assert cached(pool, 1, 2, 3) == [3]
+
+
+def test_eviction_follows_use_exactly() -> None:
+    """Blocks that do not depend on each other: the order of an OrderedDict."""
+    pool, oracle = Pool(16), OrderedDict[int, None]()
+    rng = np.random.default_rng(11)
+    for _ in range(600):
+        numbers = rng.permutation(40)[: rng.integers(1, 6)].tolist()
+        action = rng.integers(3)
+        if action == 0:
+            missing = [n for n in numbers if n not in oracle]
+            for n in reversed([n for n in numbers if n in oracle]):
+                oracle.move_to_end(n)
+            protected = [n for n in numbers if n in oracle]
+            for n in [n for n in oracle if n not in protected][
+                : max(0, len(missing) - (16 - len(oracle)))
+            ]:
+                del oracle[n]
+            stored(pool, numbers, chained=False)
+            for n in reversed(missing):
+                oracle[n] = None
+        elif action == 1:
+            held = [n for n in numbers if n in oracle]
+            pool.touch(keys(numbers))
+            for n in reversed(held):
+                oracle.move_to_end(n)
+        else:
+            pin = pool.pin(keys(numbers))
+            leading = []
+            for n in numbers:
+                if n not in oracle:
+                    break
+                leading.append(n)
+            assert (0 if pin is None else len(pin)) == len(leading)
+            if pin is not None:
+                pin.release()
+            for n in reversed(leading):
+                oracle.move_to_end(n)
+        assert set(cached(pool, *range(40))) == set(oracle)
+    for n in list(oracle):
+        assert pool.evict(1) == 1
+        del oracle[n]
+        assert set(cached(pool, *range(40))) == set(oracle)
+
+
+@pytest.mark.parametrize("forget", [Pool.reset, lambda pool: pool.forget(keys([1, 2]))])
+def test_what_is_forgotten_while_claimed_comes_back_with_its_claim(
+    forget: Callable[[Pool], None],
+) -> None:
+    pool = Pool(2)
+    stored(pool, [1])
+    reading, writing = pool.pin(keys([1])), pool.reserve(keys([2]))
+    assert reading is not None
+    assert writing is not None
+    forget(pool)
+    pool.check_integrity()
+    assert not pool.known(keys([1, 2])).any()
+    assert pool.counts.leased == 2
+    assert pool.reserve(keys([1])) is None, "its slots are not free yet"
+    writing.commit()
+    reading.release()
+    pool.check_integrity()
+    assert not pool.known(keys([1, 2])).any()
+    assert pool.counts.free == 2
+
+
+def test_a_spoiled_block_is_gone_for_everyone_at_once() -> None:
+    pool = Pool(2)
+    stored(pool, [1, 2])
+    one, other = pool.pin(keys([1, 2])), pool.pin(keys([1]))
+    assert one is not None
+    assert other is not None
+    one.spoil()
+    assert pool.match(keys([1])) == 0
+    assert pool.counts.leased == 1
+    stored(pool, [1])
+    assert pool.match(keys([1])) == 1
+    other.release()
+    pool.check_integrity()
+    assert pool.match(keys([1])) == 1, "the newer copy is another block"
+
+
+def test_a_parent_that_comes_back_is_a_parent_again() -> None:
+    pool = Pool(4)
+    stored(pool, [1, 2])
+    pool.forget(keys([1]))
+    stored(pool, [1, 2])
+    pool.touch(keys([2]))
+    assert pool.evict(1) == 1
+    assert cached(pool, 1, 2) == [1]
+
+
+def test_repeated_keys_are_refused_and_change_nothing() -> None:
+    pool = Pool(4)
+    stored(pool, [1, 2])
+    for call in (
+        lambda: pool.reserve(keys([3, 4, 3])),
+        lambda: pool.pin(keys([1, 2, 1])),
+        lambda: pool.reserve(keys([3, 2]), parent=key(2)),
+    ):
+        with pytest.raises(InputError, match="a chain never repeats"):
+            call()
+        pool.check_integrity()
+        assert pool.num_leases == 0
+        assert pool.counts.cached == 2
+    pool.touch(keys([1, 1, 2, 1]))
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("ending", ["commit", "abort"])
+def test_a_lease_ends_once_and_the_pool_is_none_the_wiser(ending: str) -> None:
+    pool = Pool(2)
+    lease = pool.reserve(keys([1]))
+    assert lease is not None
+    getattr(lease, ending)()
+    counts = pool.counts
+    for again in ("commit", "abort", "release", "spoil", "disown"):
+        with pytest.raises(LeaseError, match=ending):
+            getattr(lease, again)()
+        pool.check_integrity()
+        assert pool.counts == counts
+
+
+def test_empty_questions_have_empty_answers() -> None:
+    pool = Pool(2)
+    assert pool.match(Keys.empty()) == 0
+    assert pool.pin(Keys.empty()) is None
+    assert pool.reserve(Keys.empty()) is None
+    assert pool.reserve(Keys.empty(), parent=key(1)) is None
+    pool.touch(Keys.empty())
+    pool.forget(Keys.empty())
+    assert pool.evict(0) == 0
+    assert pool.evict(-3) == 0
+    pool.check_integrity()
+
+
+def test_listeners_hear_what_was_evicted() -> None:
+    pool = Pool(2)
+    gone: list[bytes] = []
+    pool.listeners.append(gone.extend)
+    stored(pool, [1, 2], chained=False)
+    stored(pool, [3], chained=False)
+    assert gone == [key(2)]
+
+
+def breaks(pool: Pool, how: str) -> None:
+    lease: Lease | None = None
+    if how == "a reader nobody is":
+        pool._readers[0] += 1
+    elif how == "a free slot in use":
+        pool._state[int(pool._free[0])] = SlotState.CACHED
+    elif how == "a slot free twice":
+        pool._free[0] = pool._free[1]
+    elif how == "a wrong key":
+        pool._index._keys[int(pool._index.find(keys([1]))[0])] ^= np.uint64(1)
+    elif how == "a lost parent":
+        pool._children[:] = 0
+    elif how == "out of order":
+        pool._order.clear()
+    elif how == "a lost lease":
+        lease = pool.reserve(keys([9]))
+        pool._leases.clear()
+    assert lease is None or lease.ended is None
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "a reader nobody is",
+        "a free slot in use",
+        "a slot free twice",
+        "a wrong key",
+        "a lost parent",
+        "out of order",
+        "a lost lease",
+    ],
+)
+def test_integrity_is_really_checked(how: str) -> None:
+    pool = Pool(8)
+    stored(pool, [1, 2, 3])
+    breaks(pool, how)
+    with pytest.raises(IntegrityError, match=r"^pool: "):
+        pool.check_integrity()
