@@ -352,6 +352,11 @@ def describe() -> tuple[Setting, ...]:
     )
 
 
+def show(name: str, value: object) -> str:
+    """A setting's value as a file or the environment would write it."""
+    return _kind(name).show(value)
+
+
 def _kind(name: str) -> Kind[Any]:
     return cast("Kind[Any]", Config.__dataclass_fields__[name].metadata["kind"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -63,15 +64,23 @@ kvferry = LazyGroup(
         "calibrate": Entry(
             "kvferry.cli.calibrate", "calibrate", "Time the copy paths on this machine."
         ),
+        "doctor": Entry("kvferry.cli.doctor", "doctor", "See whether this machine is fit."),
+        "top": Entry("kvferry.cli.top", "top", "See what a running kvferry does, now."),
+        "explain": Entry("kvferry.cli.explain", "explain", "Say why a request hit or missed."),
+        "config": Entry("kvferry.cli.settings", "config", "Show every setting and its source."),
+        "completion": Entry(
+            "kvferry.cli.completion", "completion", "Make your shell complete commands."
+        ),
     },
     help="KV-cache offloading for LLM serving: keep prompt state instead of computing it again.",
 )
 
 
 @kvferry.command("version")
-def version() -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def version(as_json: bool) -> None:
     """Print the version."""
-    click.echo(f"kvferry {__version__}")
+    click.echo(json.dumps({"version": __version__}) if as_json else f"kvferry {__version__}")
 
 
 kvferry.add_command(

@@ -12,6 +12,8 @@ from kvferry.device.cpu import CpuEngine
 from kvferry.device.layout import describe
 from kvferry.errors import InputError
 from kvferry.keys import Keys
+from kvferry.metrics.desk import Desk
+from kvferry.metrics.source import Source
 from kvferry.playground.runner import Runner
 from kvferry.playground.tables import Tables
 from kvferry.pool import Pool
@@ -44,6 +46,7 @@ class Offloader:
             num_device_blocks=runner.num_blocks,
             block_bytes=[layout.block_bytes for layout in layouts],
         )
+        self.desk = Desk()
         # Threads start here, so it comes last: nothing after it can fail and leave them behind.
         copies: CopyEngine = CpuEngine(layouts, self.host.rows, compute=runner.compute)
         self.worker = Worker({(DEVICE, HOST): copies, (HOST, DEVICE): copies})
@@ -95,7 +98,8 @@ class Offloader:
             self.worker.execute(plan)
 
     def settle(self) -> Settled:
-        """Learn what ended since the last call."""
+        """Learn what ended since the last call, and answer who asks from other threads."""
+        self.desk.answer()
         return self.scheduler.settle(self.worker.poll())
 
     def preempt(self, request_id: RequestId) -> None:
@@ -109,6 +113,10 @@ class Offloader:
 
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
+
+    def source(self) -> Source:
+        """What a metrics endpoint can ask."""
+        return Source(self.scheduler, self.desk, slot_bytes={HOST: self.host.slot_bytes})
 
     def close(self) -> None:
         """Finish what moves, then end both halves. Safe to call twice."""

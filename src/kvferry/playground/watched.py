@@ -1,0 +1,53 @@
+"""A busy engine to look at: the playground serves chats until Ctrl-C, with metrics.
+
+::
+
+    python -m kvferry.playground.watched    # then, in another terminal:
+    kvferry top
+    kvferry top --web
+    kvferry explain
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import time
+
+from kvferry.metrics import DEFAULT_PORT
+from kvferry.metrics.endpoint import Endpoint
+from kvferry.playground.engine import Engine, Limits
+from kvferry.playground.model import Decoder, ModelShape
+from kvferry.playground.offload import Offloader
+from kvferry.playground.runner import Runner
+from kvferry.playground.threads import limit_matrix_threads
+from kvferry.playground.workload import Chat, serve
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--host-bytes", type=int, default=24 << 20)
+    arguments = parser.parse_args()
+    limit_matrix_threads(1)
+    shape = ModelShape()
+    end = time.monotonic() + arguments.seconds
+    with (
+        Runner(Decoder(shape), num_blocks=96) as runner,
+        Offloader(runner, host_bytes=arguments.host_bytes) as offloader,
+        Endpoint(offloader.source(), port=arguments.port) as endpoint,
+    ):
+        print(f"{endpoint.url}metrics", flush=True)
+        engine = Engine(runner, limits=Limits(), offloader=offloader)
+        for seed in itertools.count():
+            if time.monotonic() >= end:
+                break
+            serve(engine, Chat(num_conversations=8, num_turns=3, vocab=shape.vocab, seed=seed))
+        engine.drain()
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        main()

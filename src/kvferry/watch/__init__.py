@@ -1,0 +1,1 @@
+"""Looking at a running kvferry from outside, through its metrics endpoint or vLLM's."""

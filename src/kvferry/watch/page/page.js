@@ -1,0 +1,148 @@
+// Draws the view this server hands out. All text goes in as text, never as markup.
+"use strict";
+
+const SVG = "http://www.w3.org/2000/svg";
+const SIZES = [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"]];
+const byId = (id) => document.getElementById(id);
+const say = (id, text) => { byId(id).textContent = text; };
+
+function make(tag, text, kind) {
+  const element = document.createElement(tag);
+  if (text !== undefined && text !== null) element.textContent = text;
+  if (kind) element.className = kind;
+  return element;
+}
+
+function bytes(count) {
+  if (count === null || count === undefined) return "–";
+  for (const [factor, unit] of SIZES) {
+    if (count >= factor) return `${(count / factor).toFixed(1)} ${unit}`;
+  }
+  return `${Math.round(count)} B`;
+}
+
+const share = (part) => (part === null ? "–" : `${Math.round(100 * part)}%`);
+const words = (name) => name.replaceAll("_", " ");
+const number = (count) => count.toLocaleString("en");
+
+function line(svg, values, top) {
+  const known = values.map((value) => (value === null ? 0 : value));
+  const most = top || Math.max(...known, 1e-12);
+  const step = 100 / Math.max(1, known.length - 1);
+  const points = known.map((v, i) => `${(i * step).toFixed(2)} ${(19 - 18 * v / most).toFixed(2)}`);
+  svg.setAttribute("viewBox", "0 0 100 20");
+  svg.setAttribute("preserveAspectRatio", "none");
+  const path = document.createElementNS(SVG, "path");
+  path.setAttribute("d", points.length ? `M${points.join("L")}` : "");
+  svg.replaceChildren(path);
+  return svg;
+}
+
+function part(kind, size, total) {
+  const element = make("i", null, kind);
+  element.style.width = `${100 * size / Math.max(1, total)}%`;
+  return element;
+}
+
+function tier(view) {
+  const total = view.free + view.cached + view.leased + view.unready;
+  const used = view.cached + view.leased;
+  const box = make("div", null, "tier");
+  const label = make("p");
+  const size = view.slot_bytes === null
+    ? "" : ` (${bytes(used * view.slot_bytes)} of ${bytes(total * view.slot_bytes)})`;
+  label.append(
+    make("strong", view.name),
+    make("span", `${number(used)} of ${number(total)} slots${size}, ${number(view.evicted)} evicted`),
+  );
+  const bar = make("div", null, "bar");
+  for (const state of ["cached", "leased", "free", "unready"]) {
+    bar.append(part(state, view[state], total));
+  }
+  box.append(label, bar);
+  return box;
+}
+
+function route(view) {
+  const row = make("tr");
+  const history = make("td");
+  history.append(line(document.createElementNS(SVG, "svg"), view.history));
+  const speed = view.copy_speed === null ? "–" : `${bytes(view.copy_speed)}/s`;
+  const paths = Object.entries(view.paths)
+    .map(([name, count]) => `${name || "only one"} ${bytes(count)}`).join(", ");
+  row.append(
+    make("td", `${view.src} → ${view.dst}`), make("td", `${bytes(view.bytes_per_second)}/s`),
+    history, make("td", speed), make("td", bytes(view.total_bytes)), make("td", paths, "soft"),
+  );
+  return row;
+}
+
+function counts(id, values, nothing) {
+  const total = Object.values(values).reduce((sum, count) => sum + count, 0);
+  const rows = Object.entries(values).map(([name, count]) => {
+    const row = make("div", null, "count");
+    const bar = make("div", null, "bar");
+    bar.append(part("cached", count, total));
+    row.append(make("span", words(name)), bar, make("span", number(count)));
+    return row;
+  });
+  byId(id).replaceChildren(...(rows.length ? rows : [make("p", nothing)]));
+}
+
+function request(row) {
+  const line = make("tr");
+  const shown = (value) => (value === null || value === undefined ? "–" : number(value));
+  line.append(
+    make("td", row.request_id), make("td", shown(row.asked_tokens)),
+    make("td", shown(row.host_tokens)), make("td", row.reason ? words(row.reason) : "–"),
+  );
+  return line;
+}
+
+function draw(view) {
+  say("version", view.version);
+  say("source", `${view.url}, ${new Date(1000 * view.at).toLocaleTimeString()}`);
+  say("hit-rate", share(view.hit_rate));
+  say("hit-now", share(view.hit_rate_now));
+  line(byId("hit-line"), view.hit_history, 1);
+  say("queries", number(view.queries));
+  say("queries-rate", `requests, ${view.queries_per_second.toFixed(1)}/s, ${number(view.full_hits)} full hits`);
+  say("in-flight", number(view.in_flight));
+  say("in-flight-note", `in flight, ${number(view.queued)} queued, ${bytes(view.bytes_in_flight)}, ${number(view.leases)} leases`);
+  say("pinned", bytes(view.pinned_bytes));
+  const troubles = Object.entries(view.troubles).filter(([, count]) => count);
+  say("troubles", troubles.length ? number(troubles.reduce((sum, [, count]) => sum + count, 0)) : "none");
+  byId("troubles").className = view.troubles.failed || view.troubles.overdue ? "bad" : "";
+  say("troubles-note", troubles.length ? troubles.map(([name, count]) => `${name} ${count}`).join(", ") : "troubles");
+  byId("tiers").replaceChildren(...view.tiers.map(tier));
+  byId("routes").hidden = !view.routes.length;
+  byId("no-routes").hidden = Boolean(view.routes.length);
+  byId("routes").tBodies[0].replaceChildren(...view.routes.map(route));
+  counts("misses", view.misses, "Nothing was missed.");
+  counts("decisions", view.decisions, "No decision yet.");
+  const rates = [];
+  if (view.load_rate !== null) rates.push(`loads bring ${bytes(view.load_rate)}/s`);
+  if (view.prefill_rate !== null) rates.push(`prefill makes ${number(Math.round(view.prefill_rate))} tokens/s`);
+  say("rates", rates.length ? `Measured: ${rates.join(", ")}.` : "");
+  byId("recent-section").hidden = !view.recent.length;
+  byId("recent").tBodies[0].replaceChildren(...view.recent.map(request));
+  document.querySelector("main").hidden = false;
+}
+
+async function look() {
+  let pause = 1;
+  try {
+    const reply = await fetch("view.json", { cache: "no-store" });
+    const data = await reply.json();
+    pause = data.interval || 1;
+    byId("error").hidden = !data.error;
+    say("error", data.error || "");
+    if (data.view) draw(data.view);
+  } catch (error) {
+    byId("error").hidden = false;
+    say("error", "This page's own server has gone. Start it again: kvferry top --web");
+  }
+  setTimeout(look, 1000 * pause);
+}
+
+look();

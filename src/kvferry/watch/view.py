@@ -1,0 +1,237 @@
+"""What to show of a running kvferry: rates between looks, and a little history."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from kvferry.metrics import catalog as names
+from kvferry.metrics.catalog import Metric
+from kvferry.watch.scrape import Reading, UnreachableError, explain, read
+
+HISTORY = 60
+"""Looks remembered for sparklines."""
+
+TROUBLES = {
+    "failed": names.FAILED,
+    "overdue": names.OVERDUE,
+    "expired hits": names.EXPIRED_HITS,
+    "stale receipts": names.STALE_RECEIPTS,
+    "shed stores": names.SHED_STORES,
+}
+
+
+@dataclass(frozen=True)
+class TierView:
+    """One tier: its slots by state, and bytes where the size of a slot is known."""
+
+    name: str
+    free: int
+    cached: int
+    leased: int
+    unready: int
+    evicted: int
+    slot_bytes: int | None
+
+    @property
+    def total(self) -> int:
+        return self.free + self.cached + self.leased + self.unready
+
+
+@dataclass(frozen=True)
+class RouteView:
+    """Traffic between two tiers: bytes per second now and before, by which paths, how fast."""
+
+    src: str
+    dst: str
+    total_bytes: int
+    bytes_per_second: float
+    copy_speed: float | None
+    paths: dict[str, float]
+    history: list[float]
+
+
+@dataclass(frozen=True)
+class View:
+    """All that one screen shows. Rates are over the time since the look before."""
+
+    url: str
+    at: float
+    seconds: float
+    version: str
+    queries: int
+    queries_per_second: float
+    hit_rate: float | None
+    hit_rate_now: float | None
+    hit_history: list[float | None]
+    full_hits: int
+    misses: dict[str, int]
+    decisions: dict[str, int]
+    tiers: list[TierView]
+    routes: list[RouteView]
+    in_flight: int
+    queued: int
+    bytes_in_flight: int
+    leases: int
+    troubles: dict[str, int]
+    pinned_bytes: int | None
+    load_rate: float | None
+    prefill_rate: float | None
+    recent: list[dict[str, Any]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return asdict(self)
+
+
+class Watch:
+    """Looks at one endpoint again and again. Owns the history that rates and sparklines need."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        look: Callable[[str], Reading] = read,
+        explain: Callable[[str], dict[str, Any]] = explain,
+    ) -> None:
+        self.url = url
+        self._look = look
+        self._explain: Callable[[str], dict[str, Any]] | None = explain
+        self._readings: deque[Reading] = deque(maxlen=HISTORY + 1)
+
+    def look(self) -> View:
+        """Look once more; UnreachableError where nobody answers."""
+        reading = self._look(self.url)
+        if self._readings and _restarted(self._readings[-1], reading):
+            self._readings.clear()
+        self._readings.append(reading)
+        return self._view(reading, self._recent())
+
+    def _recent(self) -> list[dict[str, Any]]:
+        """The latest requests; vLLM's own endpoint knows none, and is not asked twice."""
+        if self._explain is None:
+            return []
+        try:
+            recent = self._explain(self.url).get("requests", [])
+        except UnreachableError:
+            self._explain = None
+            return []
+        return [row for row in recent if isinstance(row, dict)][:20]
+
+    def _view(self, now: Reading, recent: list[dict[str, Any]]) -> View:
+        before = self._readings[-2] if len(self._readings) > 1 else now
+        asked = _grown(names.ASKED_TOKENS, before, now)
+        hit = _grown(names.HIT_TOKENS, before, now)
+        return View(
+            url=self.url,
+            at=now.at,
+            seconds=now.at - before.at,
+            version=now.version,
+            queries=_count(now, names.QUERIES),
+            queries_per_second=_per_second(_grown(names.QUERIES, before, now), before, now),
+            hit_rate=_share(now.one(names.HIT_TOKENS), now.one(names.ASKED_TOKENS)),
+            hit_rate_now=_share(hit, asked),
+            hit_history=[
+                _share(_grown(names.HIT_TOKENS, a, b), _grown(names.ASKED_TOKENS, a, b))
+                for a, b in self._pairs()
+            ],
+            full_hits=_count(now, names.FULL_HITS),
+            misses=_counts(now, names.MISSED),
+            decisions=_counts(now, names.DECISIONS),
+            tiers=_tiers(now),
+            routes=[self._route(src, dst, before, now) for src, dst in _routes(now)],
+            in_flight=_count(now, names.IN_FLIGHT),
+            queued=_count(now, names.QUEUED),
+            bytes_in_flight=_count(now, names.BYTES_IN_FLIGHT),
+            leases=int(sum(now.by_label(names.LEASES).values())),
+            troubles={word: _count(now, metric) for word, metric in TROUBLES.items()},
+            pinned_bytes=_maybe(now.one(names.PINNED_BYTES)),
+            load_rate=now.one(names.LOAD_RATE),
+            prefill_rate=now.one(names.PREFILL_RATE),
+            recent=recent,
+        )
+
+    def _route(self, src: str, dst: str, before: Reading, now: Reading) -> RouteView:
+        return RouteView(
+            src=src,
+            dst=dst,
+            total_bytes=int(_moved(now, src, dst)),
+            bytes_per_second=_speed(before, now, src, dst),
+            copy_speed=_share(
+                _moved(now, src, dst), _moved(now, src, dst, metric=names.MOVED_SECONDS)
+            ),
+            paths={
+                path: value
+                for (a, b, path), value in now.by_label(names.MOVED_BYTES).items()
+                if (a, b) == (src, dst)
+            },
+            history=[_speed(a, b, src, dst) for a, b in self._pairs()],
+        )
+
+    def _pairs(self) -> list[tuple[Reading, Reading]]:
+        return list(pairwise(self._readings))
+
+
+def _restarted(before: Reading, now: Reading) -> bool:
+    return any(_value(now, m) < _value(before, m) for m in (names.QUERIES, names.LANDED))
+
+
+def _value(reading: Reading, metric: Metric) -> float:
+    return reading.one(metric) or 0.0
+
+
+def _count(reading: Reading, metric: Metric) -> int:
+    return int(_value(reading, metric))
+
+
+def _maybe(value: float | None) -> int | None:
+    return None if value is None else int(value)
+
+
+def _counts(reading: Reading, metric: Metric) -> dict[str, int]:
+    """By the only label of a metric, the largest first; what never happened is left out."""
+    found = {labels[0]: int(value) for labels, value in reading.by_label(metric).items() if value}
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _grown(metric: Metric, before: Reading, now: Reading) -> float:
+    return max(0.0, _value(now, metric) - _value(before, metric))
+
+
+def _per_second(amount: float, before: Reading, now: Reading) -> float:
+    seconds = now.at - before.at
+    return amount / seconds if seconds > 0 else 0.0
+
+
+def _share(part: float | None, whole: float | None) -> float | None:
+    return part / whole if part is not None and whole else None
+
+
+def _moved(reading: Reading, src: str, dst: str, *, metric: Metric = names.MOVED_BYTES) -> float:
+    return sum(v for (a, b, _), v in reading.by_label(metric).items() if (a, b) == (src, dst))
+
+
+def _speed(before: Reading, now: Reading, src: str, dst: str) -> float:
+    return _per_second(max(0.0, _moved(now, src, dst) - _moved(before, src, dst)), before, now)
+
+
+def _routes(reading: Reading) -> list[tuple[str, str]]:
+    return sorted({(src, dst) for src, dst, _ in reading.by_label(names.MOVED_BYTES)})
+
+
+def _tiers(reading: Reading) -> list[TierView]:
+    slots = reading.by_label(names.SLOTS)
+    evicted, sizes = reading.by_label(names.EVICTED), reading.by_label(names.SLOT_BYTES)
+    tiers = list(dict.fromkeys(tier for tier, _ in slots))
+    return [
+        TierView(
+            name=tier,
+            **{state: int(slots.get((tier, state), 0)) for state in names.STATES},
+            evicted=int(evicted.get((tier,), 0)),
+            slot_bytes=_maybe(sizes.get((tier,))),
+        )
+        for tier in tiers
+    ]

@@ -1,0 +1,33 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+_SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def show_bytes(num_bytes: float) -> str:
+    for factor, unit in _SIZES:
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def show_share(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.0f}%"
+
+
+def show_seconds(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{1e3 * seconds:.1f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} µs"
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """The last values as a line of bars, the highest of them a full one."""
+    values = values[-width:]
+    top = max(values, default=0.0)
+    if top <= 0:
+        return _BARS[0] * len(values)
+    steps = len(_BARS) - 1
+    return "".join(_BARS[round(steps * max(0.0, value) / top)] for value in values)
