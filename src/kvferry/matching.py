@@ -111,6 +111,11 @@ class Matcher:
         before = range(slots.start - 1, slots.start)
         return self.slot_keys(group, keys, before)[0] if slots.start else None
 
+    def has(self, key: Key) -> bool:
+        """Whether this block is in the host, on its way there, or below it."""
+        keys = Keys.from_bytes((key,))
+        return bool(self._host.known(keys)[0] or self._lower.cached(keys)[0])
+
     def watch(self, look: Look) -> Keys:
         """Keys that must be cached before a hit longer than the host's is possible.
 

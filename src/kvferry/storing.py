@@ -131,6 +131,8 @@ class Storing:
             wanted = np.logical_and.accumulate(wanted)
         chosen = np.flatnonzero(wanted)
         parent = self._matcher.key_before(g, keys, slots) if chained else None
+        if parent is not None and not self._matcher.has(parent):
+            return None  # the same, and it would push out what can be reached
         lease = self._pool.reserve(slot_keys.take(chosen), parent=parent, chained=chained)
         if lease is None:
             return None
