@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Protocol
 
 from kvferry.errors import ClosedError
@@ -83,8 +84,9 @@ class Worker:
         """Finish what was submitted and close the movers. Safe to call twice."""
         if not self._closed:
             self._closed = True
-            for mover in self._movers:
-                mover.close()
+            with ExitStack() as closing:  # all of them, also when one cannot
+                for mover in reversed(self._movers):
+                    closing.callback(mover.close)
 
     def _refuse(self, transfer: Transfer, reason: str) -> None:
         self._refused.append(Receipt(transfer.id, self.rank, Outcome.FAILED, reason))

@@ -1,4 +1,4 @@
-"""Transfers in flight: they land once every rank has answered, and end their leases exactly once."""
+"""Transfers in flight: they land when every rank has answered and end their leases once."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from kvferry.errors import ClosedError, KvferryError, TransferError
+from kvferry.errors import ClosedError, InputError, KvferryError
 from kvferry.tiers.base import Tier
 from kvferry.tiers.host import HostTier
 from kvferry.types import FIRST_RANK, Outcome, Rank, Receipt, Transfer
@@ -22,7 +22,7 @@ class TierMover:
 
     def __init__(self, host: HostTier, lower: Tier, *, rank: Rank = FIRST_RANK) -> None:
         if host.slot_bytes != lower.slot_bytes:
-            raise TransferError(
+            raise InputError(
                 f"tier {lower.name} has slots of {lower.slot_bytes} bytes, the host of "
                 f"{host.slot_bytes}; blocks move whole, so they must agree"
             )
@@ -79,6 +79,11 @@ class TierMover:
         )
 
     def _copy(self, transfer: Transfer) -> None:
+        if {transfer.src, transfer.dst} != {self._host.name, self._lower.name}:
+            raise InputError(
+                f"no way from {transfer.src} to {transfer.dst}: this mover serves "
+                f"{self._host.name} and {self._lower.name}"
+            )
         rows = self._host.rows
         if transfer.src == self._host.name:
             self._lower.write(transfer.dst_slots, rows[transfer.src_slots])
