@@ -1,0 +1,69 @@
+"""``kvferry doctor``: whether this machine is fit, line by line, with remedies."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvferry.doctor.environment import Environment, look_at_gpu
+from kvferry.doctor.examine import examine
+from kvferry.doctor.finding import Finding, Grade
+
+_STYLES = {Grade.OK: "green", Grade.WARN: "yellow", Grade.FAIL: "bold red"}
+UNFIT = 1
+
+
+@click.command()
+@click.option("--device", default=0, show_default=True, help="Which GPU.")
+@click.option("--strict", is_flag=True, help="Let warnings count as failures.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def doctor(ctx: click.Context, device: int, strict: bool, as_json: bool) -> None:
+    """See whether this machine is fit for kvferry, and what to do where it is not.
+
+    Looks at the GPU, its driver and link, host memory and its limits, and vLLM. Changes nothing.
+
+    The exit code is 1 where a line says fail (with --strict: or warn), else 0.
+    """
+    env = ctx.obj if isinstance(ctx.obj, Environment) else Environment()
+    if device:
+        env = replace(env, gpu=lambda: look_at_gpu(device))
+    findings = examine(env)
+    counts = Counter(finding.grade for finding in findings)
+    is_fit = not counts[Grade.FAIL] and not (strict and counts[Grade.WARN])
+    if as_json:
+        click.echo(json.dumps({"fit": is_fit, "findings": [_plain(f) for f in findings]}))
+    else:
+        _show(findings, counts)
+    if not is_fit:
+        ctx.exit(UNFIT)
+
+
+def _show(findings: list[Finding], counts: Counter[Grade]) -> None:
+    console = Console(highlight=False)
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for finding in findings:
+        mark = Text(finding.grade.value, style=_STYLES[finding.grade])
+        table.add_row(mark, finding.name, Text(finding.words))
+        if finding.remedy:
+            table.add_row("", "", Text(f"→ {finding.remedy}", style="dim"))
+    console.print(table)
+    console.print(", ".join(f"{counts[grade]} {grade.value}" for grade in Grade))
+
+
+def _plain(finding: Finding) -> dict[str, str]:
+    return {
+        "name": finding.name,
+        "grade": finding.grade.value,
+        "words": finding.words,
+        "remedy": finding.remedy,
+    }

@@ -1,0 +1,149 @@
+"""Everything the checks know about the machine comes through here, so a test can be any machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+
+from kvferry.config import Config, MiB
+from kvferry.device.driver import BatchForm, DeviceIdentity, Driver, Priority, open_driver
+from kvferry.device.profile import profile_file
+from kvferry.tiers.limits import Machine
+
+_WAKE_BYTES = 32 * MiB
+_WAKE_COPIES = 24
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One card as its driver describes it. ``speed`` and ``width`` are the link's under load.
+
+    None where the kernel does not say (guests often hide it).
+    """
+
+    identity: DeviceIdentity
+    batch_form: BatchForm
+    speed: str | None = None
+    width: str | None = None
+    max_speed: str | None = None
+    max_width: str | None = None
+    is_cuda: bool = True
+
+
+@dataclass(frozen=True)
+class Environment:
+    """How the machine is asked. Owns nothing; every answer is read anew.
+
+    ``gpu`` raises OSError or DriverError where there is none. ``package`` answers a package's
+    version, ``plugins`` the names under an entry point, ``room`` the total and free bytes of a
+    file system, each None where there is none.
+    """
+
+    machine: Machine = field(default_factory=Machine)
+    python: tuple[int, int] = (sys.version_info[0], sys.version_info[1])
+    gpu: Callable[[], Gpu] = lambda: look_at_gpu(0)
+    cards: Callable[[], tuple[str, ...]] = lambda: find_cards()
+    package: Callable[[str], str | None] = lambda name: package_version(name)
+    plugins: Callable[[str], tuple[str, ...]] = lambda group: plugin_names(group)
+    room: Callable[[str], tuple[int, int] | None] = lambda path: room_of(path)
+    processors: Callable[[], frozenset[int]] = lambda: frozenset(os.sched_getaffinity(0))
+    profile_exists: Callable[[DeviceIdentity], bool] = lambda gpu: profile_file(gpu).exists()
+    config: Callable[[Mapping[str, str]], Config] = lambda env: Config.load(env=env)
+
+    @property
+    def env(self) -> Mapping[str, str]:
+        return self.machine.env
+
+    def read(self, path: str) -> str | None:
+        """A file's text, or None where it cannot be read."""
+        return self.machine.read(path)
+
+
+def look_at_gpu(device: int) -> Gpu:
+    """Open the driver, wake the link with a few copies, and read what it rose to."""
+    driver = open_driver(device)
+    try:
+        identity = driver.identity()
+        folder = f"/sys/bus/pci/devices/{_sysfs_name(identity.pci_bus_id)}"
+        names = ("current_link_speed", "current_link_width", "max_link_speed", "max_link_width")
+        with driver.current():
+            speed, width, max_speed, max_width = _copying(
+                driver, lambda: [_said(f"{folder}/{name}") for name in names]
+            )
+        return Gpu(
+            identity=identity,
+            batch_form=driver.batch_form,
+            speed=speed,
+            width=width,
+            max_speed=max_speed,
+            max_width=max_width,
+            is_cuda=type(driver).__name__ == "CudaDriver",
+        )
+    finally:
+        driver.close()
+
+
+def _copying(driver: Driver, look: Callable[[], list[str | None]]) -> list[str | None]:
+    """Look while copies run: an idle card lowers its link, which says nothing about its health."""
+    stream = driver.create_stream(Priority.LOW)
+    host = driver.alloc_host(_WAKE_BYTES)
+    device = driver.alloc_device(_WAKE_BYTES)
+    try:
+        driver.copy_async(device, host, _WAKE_BYTES, stream)
+        driver.synchronize_stream(stream)  # long enough for the link to rise
+        for _ in range(_WAKE_COPIES):
+            driver.copy_async(device, host, _WAKE_BYTES, stream)
+        return look()
+    finally:
+        driver.synchronize_stream(stream)
+        driver.free_device(device)
+        driver.free_host(host)
+        driver.destroy_stream(stream)
+
+
+def find_cards() -> tuple[str, ...]:
+    """Device files of GPUs, whether or not a driver can be loaded for them."""
+    try:
+        names = os.listdir("/dev")
+    except OSError:
+        return ()
+    nvidia = {name for name in names if name.startswith("nvidia") and name[6:].isdigit()}
+    return tuple(sorted(f"/dev/{name}" for name in nvidia | ({"kfd"} & set(names))))
+
+
+def package_version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def plugin_names(group: str) -> tuple[str, ...]:
+    return tuple(sorted({entry.name for entry in metadata.entry_points(group=group)}))
+
+
+def room_of(path: str) -> tuple[int, int] | None:
+    try:
+        usage = shutil.disk_usage(path)
+    except OSError:
+        return None
+    return usage.total, usage.free
+
+
+def _said(path: str) -> str | None:
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read().strip()
+    except OSError:
+        return None
+    return None if not text or text.lower().startswith("unknown") or text in ("0", "255") else text
+
+
+def _sysfs_name(bus_id: str) -> str:
+    """The driver may write the domain with eight digits, the kernel uses four."""
+    domain, _, rest = bus_id.lower().partition(":")
+    return f"{domain[-4:]}:{rest}"

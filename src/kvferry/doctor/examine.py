@@ -1,0 +1,34 @@
+"""All checks in the order people read them. One that breaks is a finding, not the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from kvferry.doctor.environment import Environment
+from kvferry.doctor.finding import Finding, warn
+from kvferry.doctor.gpu_checks import check_gpu
+from kvferry.doctor.memory_checks import check_memory
+from kvferry.doctor.software_checks import check_python, check_settings, check_vllm
+
+
+def examine(env: Environment) -> list[Finding]:
+    """Look at everything."""
+    settings, config = check_settings(env)
+    findings = [check_python(env), settings]
+    checks: tuple[tuple[str, Callable[[], Iterable[Finding]]], ...] = (
+        ("gpu", lambda: check_gpu(env)),
+        ("host memory", lambda: check_memory(env, config)),
+        ("vllm", lambda: check_vllm(env)),
+    )
+    for name, check in checks:
+        try:
+            findings.extend(check())
+        except Exception as error:  # a strange machine must not hide what else there is to say
+            findings.append(
+                warn(
+                    name,
+                    f"could not be looked at: {type(error).__name__}: {error}",
+                    "report this with the output of kvferry doctor --json",
+                )
+            )
+    return findings

@@ -1,0 +1,79 @@
+"""Python, the settings, and vLLM with our connector in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvferry.config import Config
+from kvferry.doctor.environment import Environment
+from kvferry.doctor.finding import Finding, fail, ok, warn
+from kvferry.errors import ConfigError
+from kvferry.vllm import CONNECTOR_NAME
+from kvferry.vllm.versions import require_supported
+
+_OLDEST, _NEWEST = (3, 10), (3, 13)
+_PLUGINS = "vllm.general_plugins"
+
+
+def check_python(env: Environment) -> Finding:
+    version = ".".join(map(str, env.python))
+    if not _OLDEST <= env.python <= _NEWEST:
+        return fail("python", f"{version} is not supported", "use Python 3.10 to 3.13")
+    return ok("python", version)
+
+
+def check_settings(env: Environment) -> tuple[Finding, Config]:
+    """What the environment and a configuration file say; the defaults where that is refused."""
+    try:
+        config = env.config(env.env)
+    except ConfigError as error:
+        remedy = "correct the file or the variable; kvferry config shows them all"
+        return fail("settings", str(error), remedy), Config()
+    return ok("settings", "all can be read; kvferry config shows them"), config
+
+
+def check_vllm(env: Environment) -> Iterator[Finding]:
+    """Whether vLLM would load our connector, and whether that connector knows this vLLM."""
+    version = env.package("vllm")
+    if version is None:
+        yield ok("vllm", "not installed; the library works without")
+        return
+    try:
+        require_supported(version)
+    except ConfigError as error:
+        words, _, remedy = str(error).partition("; ")
+        yield fail("vllm", words, remedy)
+    else:
+        yield ok("vllm", version)
+    yield _connector(env)
+    yield _hash_seed(env)
+
+
+def _connector(env: Environment) -> Finding:
+    if CONNECTOR_NAME not in env.plugins(_PLUGINS):
+        return fail(
+            "connector",
+            "kvferry is not among vLLM's plugins: its entry point is not installed",
+            "install kvferry with pip into vLLM's environment; a source tree on PYTHONPATH is not "
+            "enough",
+        )
+    allowed = env.env.get("VLLM_PLUGINS")
+    if allowed is not None and CONNECTOR_NAME not in allowed.split(","):
+        return fail(
+            "connector",
+            f"VLLM_PLUGINS={allowed!r} keeps vLLM from loading kvferry",
+            f"unset VLLM_PLUGINS, or add {CONNECTOR_NAME} to it",
+        )
+    return ok("connector", "vLLM finds it")
+
+
+def _hash_seed(env: Environment) -> Finding:
+    seed = env.env.get("PYTHONHASHSEED", "")
+    if seed.isdigit():
+        return ok("hash seed", f"PYTHONHASHSEED={seed}")
+    return warn(
+        "hash seed",
+        "PYTHONHASHSEED is not set, so every vLLM process names the same blocks differently: what "
+        "outlives it or is shared between servers is never found again",
+        "export PYTHONHASHSEED=0 for every server; host memory of a single one works without",
+    )
