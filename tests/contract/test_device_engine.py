@@ -47,7 +47,7 @@ class SlowPath(DmaPath):
         self._gate = gate
 
     def enqueue(self, job: CopyJob, stream: int) -> None:
-        assert self._gate.wait(5.0)
+        assert self._gate.wait(60.0)
         super().enqueue(job, stream)
 
 

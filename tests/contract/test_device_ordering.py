@@ -30,7 +30,7 @@ class GatedPath(DmaPath):
         self.gate = gate
 
     def enqueue(self, job: CopyJob, stream: int) -> None:
-        assert self.gate.wait(5.0)
+        assert self.gate.wait(60.0)
         super().enqueue(job, stream)
 
 

@@ -36,6 +36,9 @@ if util.find_spec("triton") is not None and util.find_spec("torch") is not None:
         driver, InterpretedLauncher(driver), ring_bytes=1 << 16
     )
 
+LONG = 60.0
+"""Seconds: only for what would be for ever. A loaded machine may take many to warm a kernel up."""
+
 SLOT_GUARD = 40
 """Bytes between the block in a slot and the next slot: a copy that runs over lands here."""
 
@@ -87,7 +90,7 @@ class Rig:
                 paths={name: make(driver_for_paths) for name, make in paths.items()},
                 host_chunk=self.registration.chunk_bytes,
                 patience=patience,
-                close_timeout=5.0,
+                close_timeout=LONG,
             )
         except Exception:
             self.let_go()
@@ -108,10 +111,10 @@ class Rig:
     def wait_until_queued(self) -> None:
         """Until the engine's threads have handed everything to the driver."""
         for lane in self.engine._lanes.values():
-            assert lane.flush(5.0)
+            assert lane.flush(LONG)
 
     def drain(self) -> dict[TransferId, Receipt]:
-        receipts = self.engine.drain(5.0)
+        receipts = self.engine.drain(LONG)
         assert not self.engine.num_in_flight
         by_id = {receipt.transfer_id: receipt for receipt in receipts}
         assert len(by_id) == len(receipts), "a transfer has two receipts"

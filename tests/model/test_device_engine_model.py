@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.fakes.kv import LAYOUTS, make_kv
-from tests.fakes.rig import PATHS, Rig
+from tests.fakes.rig import LONG, PATHS, Rig
 
 from kvferry.types import Outcome, Receipt, TransferId
 
@@ -94,7 +94,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def drain(self) -> None:
-        self._settle(self._rig.engine.drain(10.0))
+        self._settle(self._rig.engine.drain(LONG))
         assert not self.flying
         self._rig.driver.timeline.run_all()
         for block, content in enumerate(self.blocks):
