@@ -15,7 +15,7 @@ from kvferry.device.base import Ticket
 from kvferry.device.layout import GroupLayout
 from kvferry.device.stream import Event, Stream
 from kvferry.errors import ClosedError, InputError, LayoutError
-from kvferry.types import DEVICE, FIRST_RANK, HOST, Outcome, Rank, Receipt, Transfer
+from kvferry.types import DEVICE, FIRST_RANK, HOST, Outcome, Rank, Receipt, SlotArray, Transfer
 
 Rows = npt.NDArray[np.uint8]
 """Blocks as rows of bytes, one row per slot."""
@@ -104,9 +104,13 @@ class CpuEngine:
         if not 0 <= transfer.group < len(self._groups):
             raise InputError(f"there are {len(self._groups)} groups, got group {transfer.group}")
         views = self._groups[transfer.group]
-        if transfer.src == DEVICE:
-            return views.store(transfer, self._host)
-        return views.load(transfer, self._host)
+        stores = transfer.src == DEVICE
+        blocks = transfer.src_slots if stores else transfer.dst_slots
+        slots = transfer.dst_slots if stores else transfer.src_slots
+        _require_within("device blocks", blocks, views.layout.num_blocks)
+        _require_within("host slots", slots, len(self._host))
+        move = views.store if stores else views.load
+        return move(transfer, self._host)
 
 
 class _BlockViews:
@@ -140,3 +144,10 @@ class _BlockViews:
         for view, place in self.segments:
             view[blocks] = host[slots, place]
         return len(transfer) * self.layout.block_bytes
+
+
+def _require_within(what: str, numbers: SlotArray, count: int) -> None:
+    # numpy would take -1 for the last one.
+    low, high = int(numbers.min()), int(numbers.max())
+    if low < 0 or high >= count:
+        raise InputError(f"there are {count} {what}, asked for {low} to {high}")

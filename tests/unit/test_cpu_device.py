@@ -1,0 +1,272 @@
+"""The CPU device: blocks through every layout, and the two orderings that keep them right.
+
+The races check themselves: each runs once as it is and once with the engine's wait taken away, and
+without the wait the bytes must be wrong, or the test proves nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvferry.device.cpu import CpuEngine
+from kvferry.device.layout import describe
+from kvferry.device.stream import Event, Stream
+from kvferry.errors import ClosedError, LayoutError
+from kvferry.types import (
+    DEVICE,
+    HOST,
+    Outcome,
+    Rank,
+    SlotArray,
+    TierName,
+    Transfer,
+    TransferId,
+    as_slots,
+)
+
+NUM_BLOCKS = 6
+NUM_SLOTS = 8
+
+
+def layer_outermost() -> tuple[list[np.ndarray], int]:
+    return [np.zeros((NUM_BLOCKS, 4, 3), np.float32) for _ in range(3)], 0
+
+
+def keys_and_values_apart() -> tuple[list[np.ndarray], int]:
+    return [np.zeros((2, NUM_BLOCKS, 5), np.float16) for _ in range(2)], 1
+
+
+def block_outermost() -> tuple[list[np.ndarray], int]:
+    storage = np.zeros((NUM_BLOCKS, 3, 8), np.int8)
+    return [storage[:, layer] for layer in range(3)], 0
+
+
+LAYOUTS = [layer_outermost, keys_and_values_apart, block_outermost]
+
+
+class Rig:
+    """KV tensors, host slots and an engine between them."""
+
+    def __init__(self, make, *, compute: Stream | None = None) -> None:
+        self.tensors, self.axis = make()
+        self.layout = describe(self.tensors, block_axis=self.axis)
+        self.host = np.full((NUM_SLOTS, self.layout.block_bytes + 3), 0xEE, np.uint8)
+        self.engine = CpuEngine([self.layout], self.host, compute=compute, rank=Rank(1))
+        self.count = 0
+
+    def block(self, number: int) -> bytes:
+        return b"".join(np.take(t, number, axis=self.axis).tobytes() for t in self.tensors)
+
+    def fill(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for tensor in self.tensors:
+            raw = rng.integers(0, 100, tensor.shape)
+            tensor[...] = raw.astype(tensor.dtype)
+
+    def store(self, blocks: list[int], slots: list[int]) -> Transfer:
+        return self.submit(DEVICE, HOST, as_slots(blocks), as_slots(slots))
+
+    def load(self, slots: list[int], blocks: list[int]) -> Transfer:
+        return self.submit(HOST, DEVICE, as_slots(slots), as_slots(blocks))
+
+    def submit(
+        self, src: TierName, dst: TierName, frm: SlotArray, to: SlotArray, group: int = 0
+    ) -> Transfer:
+        self.count += 1
+        transfer = Transfer(TransferId(self.count), src, dst, frm, to, group)
+        self.engine.submit(transfer)
+        return transfer
+
+
+@pytest.fixture(params=LAYOUTS)
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    made = Rig(request.param)
+    made.fill(1)
+    yield made
+    made.engine.close()
+
+
+def test_there_and_back_in_every_layout(rig: Rig) -> None:
+    expected = [rig.block(b) for b in range(NUM_BLOCKS)]
+    stored = rig.store([4, 0, 2], [7, 1, 3])
+    (receipt,) = rig.engine.drain(10)
+    assert (receipt.transfer_id, receipt.rank, receipt.outcome) == (stored.id, 1, Outcome.OK)
+    assert receipt.num_bytes == 3 * rig.layout.block_bytes
+    size = rig.layout.block_bytes
+    assert (rig.host[:, size:] == 0xEE).all(), "a slot larger than a block keeps its tail"
+    assert (rig.host[[0, 2, 4, 5, 6]] == 0xEE).all()
+    rig.fill(2)
+    untouched = {b: rig.block(b) for b in (0, 1, 3, 4)}
+    rig.load([7, 3], [5, 2])
+    (receipt,) = rig.engine.drain(10)
+    assert receipt.outcome is Outcome.OK
+    assert rig.block(5) == expected[4]
+    assert rig.block(2) == expected[2]
+    assert {b: rig.block(b) for b in untouched} == untouched
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "frm", "to", "group", "words"),
+    [
+        (DEVICE, HOST, [NUM_BLOCKS], [0], 0, str(NUM_BLOCKS)),
+        (DEVICE, HOST, [0], [NUM_SLOTS], 0, str(NUM_SLOTS)),
+        (HOST, DEVICE, [NUM_SLOTS], [0], 0, str(NUM_SLOTS)),
+        (HOST, DEVICE, [0], [NUM_BLOCKS], 0, str(NUM_BLOCKS)),
+        (DEVICE, HOST, [-1], [0], 0, "-1"),
+        (HOST, DEVICE, [0], [-1], 0, "-1"),
+        (DEVICE, HOST, [0], [0], 1, "1 groups, got group 1"),
+        (DEVICE, HOST, [0], [0], -1, "got group -1"),
+        (DEVICE, TierName("disk"), [0], [0], 0, "from device to disk"),
+        (HOST, HOST, [0], [0], 0, "from host to host"),
+    ],
+)
+def test_a_bad_transfer_is_a_failed_receipt_and_moves_nothing(
+    rig: Rig, src: TierName, dst: TierName, frm: list[int], to: list[int], group: int, words: str
+) -> None:
+    device, host = [rig.block(b) for b in range(NUM_BLOCKS)], rig.host.copy()
+    rig.submit(src, dst, np.array(frm), np.array(to), group)
+    (receipt,) = rig.engine.drain(10)
+    assert receipt.outcome is Outcome.FAILED
+    assert words in receipt.reason
+    assert [rig.block(b) for b in range(NUM_BLOCKS)] == device
+    assert (rig.host == host).all()
+    rig.store([0], [0])
+    assert rig.engine.drain(10)[0].outcome is Outcome.OK, "the threads outlive the fault"
+
+
+def test_a_slot_smaller_than_a_block_is_refused() -> None:
+    tensors, axis = layer_outermost()
+    with pytest.raises(LayoutError, match="144 bytes, a host slot only 143"):
+        CpuEngine([describe(tensors, block_axis=axis)], np.zeros((2, 143), np.uint8))
+
+
+def test_closing_finishes_the_work_and_use_after_is_refused(rig: Rig) -> None:
+    for block in range(4):
+        rig.store([block], [block])
+    rig.engine.close()
+    rig.engine.close()
+    assert len(rig.engine.poll()) == 4
+    assert rig.engine.drain(1) == []
+    with pytest.raises(ClosedError, match="engine is closed"):
+        rig.store([0], [0])
+
+
+# -- ordering ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compute() -> Iterator[Stream]:
+    stream = Stream("compute")
+    yield stream
+    stream.close()
+
+
+def unordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The break: streams that wait for nothing."""
+    monkeypatch.setattr(Stream, "wait", lambda self, event: None)
+
+
+def store_after_slow_compute(compute: Stream) -> bool:
+    """Compute writes block 0 late; was the store right to read it when it did?"""
+    rig = Rig(layer_outermost, compute=compute)
+    gate = threading.Event()
+
+    def work() -> None:
+        assert gate.wait(10)
+        rig.fill(3)
+
+    compute.run(work)
+    rig.store([0], [0])
+    rig.engine.drain(0.1)  # time enough for a store that does not wait
+    gate.set()
+    compute.synchronize()
+    rig.engine.close()
+    return rig.host[0, : rig.layout.block_bytes].tobytes() == rig.block(0)
+
+
+def load_after_slow_reader(compute: Stream) -> bool:
+    """Compute still reads block 0 of another request; does it see what was there?"""
+    rig = Rig(layer_outermost, compute=compute)
+    rig.fill(4)
+    before = rig.block(0)
+    seen: list[bytes] = []
+    gate = threading.Event()
+
+    def work() -> None:
+        assert gate.wait(10)
+        seen.append(rig.block(0))
+
+    compute.run(work)
+    rig.load([0], [0])
+    rig.engine.drain(0.1)
+    gate.set()
+    compute.synchronize()
+    rig.engine.close()
+    assert rig.block(0) != before, "the load did happen"
+    return seen == [before]
+
+
+def reader_after_slow_load(compute: Stream) -> bool:
+    """Compute queued after a load reads its block; does it see the loaded bytes?"""
+    rig = Rig(layer_outermost, compute=compute)
+    gate = threading.Event()
+    rig.engine._loads.run(lambda: gate.wait(10))
+    seen: list[bytes] = []
+    rig.load([0], [0])
+    rig.engine.order_compute_after_loads()
+    compute.run(lambda: seen.append(rig.block(0)))
+    marker = compute.record()
+    marker.synchronize(0.1)
+    gate.set()
+    compute.synchronize()
+    rig.engine.close()
+    return seen == [rig.host[0, : rig.layout.block_bytes].tobytes()]
+
+
+@pytest.mark.parametrize(
+    "race", [store_after_slow_compute, load_after_slow_reader, reader_after_slow_load]
+)
+def test_ordering_and_that_it_is_needed(
+    race, compute: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert race(compute)
+    unordered(monkeypatch)
+    assert not race(compute), "without the wait this must go wrong, or it proves nothing"
+
+
+# -- streams -----------------------------------------------------------------------------------
+
+
+def test_a_stream_keeps_order_and_its_faults(compute: Stream) -> None:
+    done: list[int] = []
+    for number in range(50):
+        compute.run(lambda number=number: done.append(number))
+    compute.synchronize()
+    assert done == list(range(50))
+    compute.run(lambda: 1 / 0)
+    compute.run(lambda: done.append(50))
+    with pytest.raises(ZeroDivisionError):
+        compute.synchronize()
+    assert done[-1] == 50, "work after a fault is done all the same"
+    compute.synchronize()
+
+
+def test_events_order_two_streams(compute: Stream) -> None:
+    other = Stream("other")
+    gate, order = Event(), []
+    compute.wait(gate)
+    compute.run(lambda: order.append("second"))
+    assert not gate.reached
+    assert not gate.synchronize(0.01)
+    other.run(lambda: order.append("first"))
+    other.record(gate)
+    compute.synchronize()
+    assert order == ["first", "second"]
+    other.close()
+    other.close()
+    with pytest.raises(ClosedError, match="stream other is closed"):
+        other.run(lambda: None)
