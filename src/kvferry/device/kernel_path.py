@@ -11,6 +11,9 @@ from kvferry.device.prepared import Grid, Kernels
 GRID = Grid(programs=2, warps=32)
 """Two multiprocessors fill a PCIe Gen5 link; more only take from the model (one NVIDIA H200)."""
 
+QUICK_BYTES = 8 << 20
+"""Larger jobs take so long that they can afford to be handed to a thread first."""
+
 
 class KernelPath:
     """One launch per job; the host memory must be registered with the driver.
@@ -37,7 +40,7 @@ class KernelPath:
             ids.fence(stream)
 
     def is_quick(self, job: CopyJob) -> bool:
-        return self._kernels.find(job) is not None
+        return job.num_bytes <= QUICK_BYTES and self._kernels.find(job) is not None
 
     def close(self) -> None:
         with self._driver.current():

@@ -35,7 +35,7 @@ MiB = 1 << 20
 GRID = Grid(programs=66, warps=8)
 """Half the card for some ten microseconds per chunk (one NVIDIA H200)."""
 
-HEAD, TAIL = 4 * MiB, 2 * MiB
+HEAD, TAIL = 8 * MiB, 2 * MiB
 """Sizes of a store's first chunk and of a load's last: only their kernels are not hidden behind
 copies, so they are small."""
 
@@ -112,12 +112,17 @@ class StagedPath:
                 slot = ring.next(job.direction)
                 chunk.fit(slot.num_bytes)
                 used[slot] = None
-                fork.hold(slot.stream)
-                self._wait_until_free(slot, slot.stream)
+                # The first kernel has nothing to overlap with; on the job's own stream its copy
+                # follows it without a detour.
+                kernel_stream = stream if chunk.is_first else slot.stream
+                if not chunk.is_first:
+                    fork.hold(slot.stream)
+                self._wait_until_free(slot, kernel_stream)
                 _aim(arguments, chunk, slot)
-                self._kernels.launch(prepared, slot.stream)
-                driver.record_event(slot.gathered, slot.stream)
-                driver.stream_wait_event(stream, slot.gathered)
+                self._kernels.launch(prepared, kernel_stream)
+                if not chunk.is_first:
+                    driver.record_event(slot.gathered, slot.stream)
+                    driver.stream_wait_event(stream, slot.gathered)
                 runs = runs or HostRuns(job)  # after the launch: the card need not wait for it
                 runs.store(driver, chunk.start, chunk.end, slot.address, stream)
                 driver.record_event(slot.copied_out, stream)
@@ -126,7 +131,7 @@ class StagedPath:
     def _load(
         self, job: CopyJob, prepared: Prepared, fork: _Fork, used: dict[RingSlot, None]
     ) -> None:
-        driver, ring = self._driver, self._ring
+        driver, ring, stream = self._driver, self._ring, fork.stream
         runs = HostRuns(job)
         arguments: CopyArguments | None = None
         for chunk in Cutter(job, prepared.rows, self._edges):
@@ -140,17 +145,20 @@ class StagedPath:
                 runs.load(driver, chunk.start, chunk.end, slot.address, ring.inbound)
                 driver.record_event(slot.copied_in, ring.inbound)
                 if arguments is None:  # after the first copy: the link need not wait for it
-                    ids = self._ids[job.direction].put(job, fork.stream)
+                    ids = self._ids[job.direction].put(job, stream)
                     arguments = prepared.begin(job, ids)
                     fork.mark()
-                fork.hold(slot.stream)
-                driver.stream_wait_event(slot.stream, slot.copied_in)
+                # The last kernel is what the job waits for, so it runs where the job does.
+                kernel_stream = stream if chunk.is_last else slot.stream
+                if not chunk.is_last:
+                    fork.hold(slot.stream)
+                driver.stream_wait_event(kernel_stream, slot.copied_in)
                 _aim(arguments, chunk, slot)
-                self._kernels.launch(prepared, slot.stream)
-                driver.record_event(slot.scattered, slot.stream)
+                self._kernels.launch(prepared, kernel_stream)
+                driver.record_event(slot.scattered, kernel_stream)
                 slot.free_after(slot.scattered)
         for slot in used:
-            driver.stream_wait_event(fork.stream, slot.scattered)
+            driver.stream_wait_event(stream, slot.scattered)
 
     def _wait_until_free(self, slot: RingSlot, stream: int) -> None:
         for event in slot.busy_until():
@@ -217,6 +225,14 @@ class Cutter:
         self._head, self._tail = edges
         self._is_store = job.direction is Direction.STORE
         self.first_row = self.last_row = self.start = self.end = 0
+
+    @property
+    def is_first(self) -> bool:
+        return self.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == self._total
 
     def __iter__(self) -> Iterator[Cutter]:
         while self.end < self._total:
