@@ -19,13 +19,9 @@ from kvferry.types import DEVICE, Outcome, TierName, Transfer, TransferId, as_sl
 
 
 def one_round(rig: Rig) -> list[Outcome]:
-    """A store, a load and a store; each waits for the receipt of the one before."""
+    """A store, then a load when its receipt is there."""
     outcomes = []
-    for start in (
-        lambda: rig.store([1, 2], [3, 4]),
-        lambda: rig.load([3, 4], [5, 6]),
-        lambda: rig.store([5, 6], [7, 8]),
-    ):
+    for start in (lambda: rig.store([1, 2], [3, 4]), lambda: rig.load([3, 4], [5, 6])):
         transfer = start()
         outcomes.append(rig.drain()[transfer].outcome)
     return outcomes
@@ -44,7 +40,7 @@ def calls_of_a_round(path: str) -> tuple[int, list[str]]:
     """Which calls one round makes, and how many came before it."""
     rig = Rig(path=path, seed=5)
     before = len(rig.driver.calls)
-    assert one_round(rig) == [Outcome.OK] * 3
+    assert one_round(rig) == [Outcome.OK] * 2
     calls = rig.driver.calls[before:]
     rig.close()
     return before, calls
