@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 from kvferry.answers import DeviceBlocks, Match, Settled
@@ -12,6 +12,7 @@ from kvferry.device.cpu import CpuEngine
 from kvferry.device.layout import describe
 from kvferry.errors import InputError
 from kvferry.keys import Keys
+from kvferry.levels import Level, WriteMode
 from kvferry.metrics.desk import Desk
 from kvferry.metrics.source import Source
 from kvferry.playground.runner import Runner
@@ -19,9 +20,9 @@ from kvferry.playground.tables import Tables
 from kvferry.pool import Pool
 from kvferry.scheduler import Scheduler
 from kvferry.stats import SchedulerStats
-from kvferry.tiers import HostTier
+from kvferry.tiers import HostTier, Tier, TierMover
 from kvferry.types import DEVICE, HOST, RequestId
-from kvferry.worker import Worker
+from kvferry.worker import Mover, Route, Worker
 
 
 class Offloader:
@@ -31,13 +32,27 @@ class Offloader:
     that ``load`` and ``store`` return until ``settle`` releases it.
     """
 
-    def __init__(self, runner: Runner, *, host_bytes: int, config: Config | None = None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        host_bytes: int,
+        config: Config | None = None,
+        lower: Mapping[Tier, WriteMode] | None = None,
+    ) -> None:
+        """``lower`` are tiers below the host, nearest first; their owner closes them."""
+        lower = lower or {}
         layouts = [describe(tensors, block_axis=0) for tensors in runner.group_tensors()]
         slot_bytes = max(layout.block_bytes for layout in layouts)
         if host_bytes < slot_bytes:
             raise InputError(
                 f"a block has {slot_bytes} bytes, host memory of {host_bytes} bytes holds none"
             )
+        for tier in lower:
+            if tier.slot_bytes != slot_bytes:
+                raise InputError(
+                    f"a block has {slot_bytes} bytes, a slot of tier {tier.name} {tier.slot_bytes}"
+                )
         self.host = HostTier(host_bytes // slot_bytes, slot_bytes)
         self.scheduler = Scheduler(
             Pool(self.host.num_slots),
@@ -45,11 +60,15 @@ class Offloader:
             config=config,
             num_device_blocks=runner.num_blocks,
             block_bytes=[layout.block_bytes for layout in layouts],
+            levels=[Level(tier.name, Pool(tier.num_slots), how) for tier, how in lower.items()],
         )
         self.desk = Desk()
         # Threads start here, so it comes last: nothing after it can fail and leave them behind.
         copies: CopyEngine = CpuEngine(layouts, self.host.rows, compute=runner.compute)
-        self.worker = Worker({(DEVICE, HOST): copies, (HOST, DEVICE): copies})
+        movers: dict[Route, Mover] = {(DEVICE, HOST): copies, (HOST, DEVICE): copies}
+        for tier in lower:
+            movers[HOST, tier.name] = movers[tier.name, HOST] = TierMover(self.host, tier)
+        self.worker = Worker(movers)
 
     @property
     def has_pending(self) -> bool:
