@@ -1,0 +1,234 @@
+"""Conversations on a small device, on bad days: not one token may differ, nothing may be left.
+
+Hybrid layers, too little memory, users who hang up, copies that fail and leave rubbish, a small
+tier below the host that refuses and forgets. The truth is the same engine with room for everything
+and no kvferry. ``KVFERRY_TEST_REQUESTS`` sets how many requests each life has (thousands, say).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from kvferry.config import Config
+from kvferry.device.cpu import CpuEngine
+from kvferry.device.layout import describe
+from kvferry.errors import TransferError
+from kvferry.levels import WriteMode
+from kvferry.playground import offload
+from kvferry.playground.engine import Engine, Limits
+from kvferry.playground.model import Decoder, ModelShape
+from kvferry.playground.offload import Offloader
+from kvferry.playground.request import Request
+from kvferry.playground.runner import Runner
+from kvferry.tiers import MemoryTier
+from kvferry.types import DEVICE, HOST, TierName, Transfer
+
+NUM_REQUESTS = int(os.environ.get("KVFERRY_TEST_REQUESTS", "120"))
+SECONDS_PER_REQUEST = 2.0  # far more than any request takes: beyond it the engine hangs
+
+VOCAB = 61
+LONGEST = 112
+BLOCK_TOKENS = 8
+NUM_BLOCKS = 22  # hardly two conversations
+HOST_BLOCKS = 40
+LOWER_BLOCKS = 120
+DISK = TierName("disk")
+
+FULL = ModelShape(
+    vocab=VOCAB, width=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, hidden=16, seed=5
+)
+MODELS = {"full": FULL, "hybrid": replace(FULL, windows=(None, 19))}
+
+
+@dataclass
+class Life:
+    """One way to live: which model, when to store, what is below."""
+
+    model: str
+    store_mode: str
+    below: WriteMode | None
+    failure_rate: float = 0.05
+
+    def __str__(self) -> str:
+        below = self.below.value if self.below else "nothing"
+        return f"{self.model}, {self.store_mode}, {below} below"
+
+
+LIVES = [
+    Life("full", "eager", None),
+    Life("full", "lazy", WriteMode.SPILL),
+    Life("hybrid", "eager", WriteMode.SPILL),
+    Life("hybrid", "eager", WriteMode.THROUGH, failure_rate=0.3),
+    Life("hybrid", "lazy", WriteMode.THROUGH),
+    Life("hybrid", "lazy", None, failure_rate=0.3),
+]
+
+
+def unreliable(chance: random.Random, failure_rate: float) -> type[CpuEngine]:
+    """A copy engine that fails now and then; a failed copy leaves rubbish where it wrote."""
+
+    class Unreliable(CpuEngine):
+        def _move(self, transfer: Transfer) -> int:
+            if chance.random() >= failure_rate:
+                return super()._move(transfer)
+            if transfer.dst == DEVICE:
+                for view, _ in self._groups[transfer.group].segments:
+                    view[transfer.dst_slots] = 0x7F
+            else:
+                self._host[transfer.dst_slots] = 0x7F
+            raise TransferError("injected: the copy failed")
+
+    return Unreliable
+
+
+def forgetful_tier(chance: random.Random, slot_bytes: int, failure_rate: float) -> MemoryTier:
+    def fault(what: str) -> None:
+        if chance.random() < failure_rate:
+            raise TransferError(f"injected: no {what}")
+        if chance.random() < 0.05:
+            tier.lose(np.array([chance.randrange(LOWER_BLOCKS)]))
+
+    tier = MemoryTier(LOWER_BLOCKS, slot_bytes, name=DISK, delay=0.0002, fault=fault)
+    return tier
+
+
+def conversations(chance: random.Random, answers: dict[str, list[int]]) -> Iterator[Request]:
+    """Requests without end: new ones, and old ones that go on where they stopped."""
+    systems = [[chance.randrange(VOCAB) for _ in range(24)] for _ in range(2)]
+    histories: list[list[int]] = []
+    asked: dict[str, list[int]] = {}
+    number = 0
+    while True:
+        done = [request_id for request_id in asked if request_id in answers]
+        histories += [asked.pop(request_id) + answers[request_id] for request_id in done]
+        if histories and chance.random() < 0.7:
+            history = chance.choice(histories)
+        else:
+            history = chance.choice(systems)
+        prompt = history + [chance.randrange(VOCAB) for _ in range(chance.randint(1, 12))]
+        if len(prompt) > LONGEST - 16:
+            histories.remove(history)
+            continue
+        number += 1
+        request = Request(f"r{number:05d}", tuple(prompt), chance.randint(1, 16))
+        asked[request.id] = prompt
+        yield request
+
+
+def truth(model: ModelShape, requests: list[Request]) -> dict[str, list[int]]:
+    """What these requests generate where there is room for everything, without kvferry."""
+    runner = Runner(Decoder(model), num_blocks=20 * LONGEST, block_tokens=BLOCK_TOKENS)
+    with runner:
+        engine = Engine(runner, limits=Limits(max_running=16))
+        copies = [Request(r.id, r.prompt, r.max_new_tokens) for r in requests]
+        for copy in copies:
+            engine.submit(copy)
+        engine.run()
+    return {copy.id: copy.generated for copy in copies}
+
+
+@pytest.mark.timeout(60 + SECONDS_PER_REQUEST * NUM_REQUESTS)
+@pytest.mark.parametrize("life", LIVES, ids=str)
+def test_tokens_are_equal_whatever_happens(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
+    chance = random.Random(str(life))
+    model = MODELS[life.model]
+    monkeypatch.setattr(
+        offload, "CpuEngine", unreliable(random.Random(f"copies {life}"), life.failure_rate)
+    )
+    answers: dict[str, list[int]] = {}
+    served: list[Request] = []
+    config = Config(store_mode=life.store_mode, load_policy="always", match_deadline=0.05)
+    with Runner(Decoder(model), num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS) as runner:
+        layouts = [describe(tensors, block_axis=0) for tensors in runner.group_tensors()]
+        slot_bytes = max(layout.block_bytes for layout in layouts)
+        tier = forgetful_tier(random.Random(f"tier {life}"), slot_bytes, life.failure_rate)
+        with Offloader(
+            runner,
+            host_bytes=HOST_BLOCKS * slot_bytes,
+            config=config,
+            lower={tier: life.below} if life.below else None,
+        ) as offloader:
+            engine = Engine(runner, limits=Limits(48, 4), offloader=offloader)
+            num_aborted = serve(engine, chance, answers, served)
+            engine.drain()
+            prove_nothing_left(engine, offloader)
+            stats = offloader.stats()
+        tier.close()
+    expected = truth(model, served)
+    different = [r.id for r in served if r.generated != expected[r.id]]
+    assert not different, f"{len(different)} of {len(served)} answers differ: {different[:5]}"
+    # Nothing of this proves anything unless it happened.
+    assert num_aborted > 0
+    assert engine.counts.num_preemptions > 0
+    assert engine.counts.num_loaded_tokens > 0
+    assert stats.failed > 0
+    if life.below:
+        assert stats.bytes_moved[HOST, DISK] > 0
+
+
+def serve(
+    engine: Engine, chance: random.Random, answers: dict[str, list[int]], served: list[Request]
+) -> int:
+    """Serve so many requests; some hang up, some are preempted. Returns how many hung up."""
+    coming = conversations(chance, answers)
+    under_way: list[Request] = []
+    num_aborted = num_asked = 0
+    give_up = time.monotonic() + 30.0 + SECONDS_PER_REQUEST * NUM_REQUESTS
+    while num_asked < NUM_REQUESTS or engine.has_work:
+        while num_asked < NUM_REQUESTS and len(under_way) < 6:
+            under_way.append(next(coming))
+            engine.submit(under_way[-1])
+            num_asked += 1
+        for request in engine.step():
+            under_way.remove(request)
+            answers[request.id] = request.generated
+            served.append(request)
+        if under_way and chance.random() < 0.015:
+            hung_up = under_way.pop(chance.randrange(len(under_way)))
+            engine.abort(hung_up.id)
+            num_aborted += 1
+        if engine._running and chance.random() < 0.03:  # some event elsewhere needs the memory now
+            engine._preempt(chance.choice(engine._running))
+        assert time.monotonic() < give_up, f"no progress: {len(under_way)} requests wait"
+    return num_aborted
+
+
+def prove_nothing_left(engine: Engine, offloader: Offloader) -> None:
+    scheduler = offloader.scheduler
+    engine.memory.check_integrity(num_held=0)
+    scheduler.check_integrity()
+    assert scheduler.num_in_flight == 0
+    assert scheduler.num_queued == 0
+    for pool in (scheduler.pool, *(level.pool for level in scheduler._lower.levels)):
+        assert pool.num_leases == 0
+    assert not scheduler._requests
+    assert not scheduler._waiting_for
+    assert not scheduler._being_loaded.any()
+
+
+def test_a_workload_that_fits_the_device_stores_nothing_lazily() -> None:
+    """Lazy stores wait until something is about to be dropped; here nothing ever is."""
+    config = Config(store_mode="lazy")
+    chance = random.Random(1)
+    with (
+        Runner(Decoder(MODELS["hybrid"]), num_blocks=200, block_tokens=BLOCK_TOKENS) as runner,
+        Offloader(runner, host_bytes=1 << 20, config=config) as offloader,
+    ):
+        engine = Engine(runner, limits=Limits(48, 4), offloader=offloader)
+        answers: dict[str, list[int]] = {}
+        coming = conversations(chance, answers)
+        for _ in range(12):
+            request = next(coming)
+            engine.submit(request)
+            engine.run()
+            answers[request.id] = request.generated
+        engine.drain()
+        assert offloader.stats().bytes_moved == {}
+        assert offloader.stats().landed == 0
