@@ -354,9 +354,10 @@ def test_reset_with_a_promotion_in_flight() -> None:
     finish(server)
 
 
-def test_weights_updated_in_place() -> None:
+@pytest.mark.parametrize("kind", ["full", "window", "recurrent"])
+def test_weights_updated_in_place(kind: str) -> None:
     """A running request holds blocks of the old weights; stored now, they would pass as new."""
-    server = Serving(Setup(num_blocks=64, num_slots=48, bounded=False))
+    server = Serving(Setup(kind, num_blocks=64, num_slots=48, bounded=False))
     request = server.arrive(0, 20, 40)
     server.admit(request)
     server.compute(request, 20)
