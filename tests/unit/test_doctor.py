@@ -1,0 +1,265 @@
+"""``doctor`` on machines we do not have: each line that is not ok is brought about once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+from kvferry.cli.commands import kvferry
+from kvferry.config import Config, GiB, MiB
+from kvferry.device.driver import BatchForm, DeviceIdentity
+from kvferry.doctor.environment import Environment, Gpu
+from kvferry.doctor.examine import examine
+from kvferry.doctor.finding import Finding, Grade
+from kvferry.errors import ConfigError, DriverError
+from kvferry.tiers.limits import Machine
+
+CARD = Gpu(
+    identity=DeviceIdentity("NVIDIA Test", 13000, "00000000:41:00.0", "32.0 GT/s PCIe x16"),
+    batch_form=BatchForm.WITHOUT_FAIL_INDEX,
+    speed="32.0 GT/s PCIe",
+    width="16",
+    max_speed="32.0 GT/s PCIe",
+    max_width="16",
+)
+
+FILES = {
+    "/proc/meminfo": "MemTotal: 67108864 kB\nMemAvailable: 62914560 kB\n",
+    "/proc/self/cgroup": "0::/pod\n",
+    "/sys/fs/cgroup/pod/memory.max": f"{32 * GiB}\n",
+    "/sys/fs/cgroup/pod/memory.current": f"{2 * GiB}\n",
+    "/sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
+    "/sys/devices/system/node/online": "0-1\n",
+    "/sys/devices/system/node/node1/cpulist": "8-15\n",
+    "/sys/devices/system/node/node1/distance": "21 10\n",
+    "/sys/bus/pci/devices/0000:41:00.0/numa_node": "1\n",
+}
+PACKAGES = {"torch": "2.13.0", "triton": "3.7.1", "vllm": "0.32.0"}
+
+
+def machine(files: dict[str, str | None] | None = None, memlock: int | None = None, **env: str):
+    known = {**FILES, **(files or {})}
+    return Machine(read=known.get, memlock=lambda: memlock, env={"PYTHONHASHSEED": "0", **env})
+
+
+FIT = Environment(
+    machine=machine(),
+    python=(3, 12),
+    gpu=lambda: CARD,
+    cards=lambda: ("/dev/nvidia0",),
+    package=PACKAGES.get,
+    plugins=lambda group: ("kvferry", "other"),
+    room=lambda path: (8 * GiB, 8 * GiB),
+    processors=lambda: frozenset(range(16)),
+    profile_exists=lambda identity: True,
+)
+
+
+def with_card(**changes) -> Environment:
+    return replace(FIT, gpu=lambda: replace(CARD, **changes))
+
+
+def without(package: str) -> Environment:
+    return replace(FIT, package={**PACKAGES, package: None}.get)
+
+
+def with_package(name: str, version: str) -> Environment:
+    return replace(FIT, package={**PACKAGES, name: version}.get)
+
+
+def raising(error: Exception):
+    def look(*_):
+        raise error
+
+    return look
+
+
+def settings(**values) -> Environment:
+    return replace(FIT, config=lambda env: Config.from_dict(values))
+
+
+def line(env: Environment, name: str) -> Finding:
+    (found,) = [finding for finding in examine(env) if finding.name == name]
+    return found
+
+
+def test_a_fit_machine_is_ok_in_every_line():
+    findings = examine(FIT)
+    assert {finding.grade for finding in findings} == {Grade.OK}, findings
+    assert [finding.name for finding in findings] == [
+        *("python", "settings", "gpu", "driver", "batch copy", "link", "numa", "torch", "triton"),
+        *("calibration", "host memory", "container", "locked memory", "/dev/shm", "huge pages"),
+        *("vllm", "connector", "hash seed"),
+    ]
+
+
+SICK = {
+    "python too old": (replace(FIT, python=(3, 9)), "python", Grade.FAIL, "3.10 to 3.13"),
+    "python too new": (replace(FIT, python=(3, 14)), "python", Grade.FAIL, "3.10 to 3.13"),
+    "settings refused": (
+        replace(FIT, config=raising(ConfigError("host: unknown unit in '64G'"))),
+        "settings",
+        Grade.FAIL,
+        "correct the file or the variable",
+    ),
+    "card without driver": (
+        replace(FIT, gpu=raising(OSError("libcuda.so.1: cannot open"))),
+        "gpu",
+        Grade.FAIL,
+        "--gpus all",
+    ),
+    "driver refuses": (
+        replace(FIT, gpu=raising(DriverError("cuInit(): no device"))),
+        "gpu",
+        Grade.FAIL,
+        "--gpus all",
+    ),
+    "no card": (
+        replace(FIT, gpu=raising(OSError("no libcuda")), cards=lambda: ()),
+        "gpu",
+        Grade.WARN,
+        "playground",
+    ),
+    "no batch copy": (
+        with_card(batch_form=BatchForm.ABSENT),
+        "batch copy",
+        Grade.WARN,
+        "CUDA 12.8 or newer",
+    ),
+    "half the lanes": (with_card(width="8"), "link", Grade.WARN, "reseat the card"),
+    "older generation": (with_card(speed="16.0 GT/s PCIe"), "link", Grade.WARN, "firmware"),
+    "another socket": (
+        replace(FIT, processors=lambda: frozenset(range(8))),
+        "numa",
+        Grade.WARN,
+        "numactl --cpunodebind=1",
+    ),
+    "no torch": (without("torch"), "torch", Grade.FAIL, "kvferry[gpu]"),
+    "torch for CPUs": (with_package("torch", "2.13.0+cpu"), "torch", Grade.FAIL, "your driver"),
+    "no triton": (without("triton"), "triton", Grade.WARN, "kvferry[gpu]"),
+    "not measured": (
+        replace(FIT, profile_exists=lambda identity: False),
+        "calibration",
+        Grade.WARN,
+        "kvferry calibrate",
+    ),
+    "too little memory": (settings(host="500GiB"), "host memory", Grade.FAIL, "ask for less"),
+    "container too small": (settings(host="31GiB"), "host memory", Grade.FAIL, "docker run"),
+    "too many ranks": (
+        replace(settings(host="16GiB"), machine=machine(LOCAL_WORLD_SIZE="4")),
+        "host memory",
+        Grade.FAIL,
+        "ask for less",
+    ),
+    "memory unknown": (
+        replace(settings(host="auto"), machine=Machine(read=lambda path: None, env={})),
+        "host memory",
+        Grade.FAIL,
+        "8GiB",
+    ),
+    "memlock": (
+        replace(FIT, machine=machine(memlock=8 * MiB)),
+        "locked memory",
+        Grade.WARN,
+        "ulimit -l unlimited",
+    ),
+    "memlock, pinning required": (
+        replace(settings(host_pin="required"), machine=machine(memlock=8 * MiB)),
+        "locked memory",
+        Grade.FAIL,
+        "ulimit -l unlimited",
+    ),
+    "shm of a plain container": (
+        replace(FIT, room=lambda path: (64 * MiB, 64 * MiB)),
+        "/dev/shm",
+        Grade.WARN,
+        "--shm-size",
+    ),
+    "no shm": (replace(FIT, room=lambda path: None), "/dev/shm", Grade.FAIL, "medium: Memory"),
+    "no huge pages": (
+        replace(
+            FIT,
+            machine=machine(
+                {"/sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]"}
+            ),
+        ),
+        "huge pages",
+        Grade.WARN,
+        "echo madvise",
+    ),
+    "vllm too old": (with_package("vllm", "0.9.1"), "vllm", Grade.FAIL, "install a vLLM"),
+    "vllm too new": (with_package("vllm", "9.0.0"), "vllm", Grade.FAIL, "install a vLLM"),
+    "connector not installed": (
+        replace(FIT, plugins=lambda group: ("other",)),
+        "connector",
+        Grade.FAIL,
+        "with pip",
+    ),
+    "connector shut out": (
+        replace(FIT, machine=machine(VLLM_PLUGINS="lora,other")),
+        "connector",
+        Grade.FAIL,
+        "unset VLLM_PLUGINS",
+    ),
+    "hash seed": (
+        replace(FIT, machine=machine(PYTHONHASHSEED="random")),
+        "hash seed",
+        Grade.WARN,
+        "PYTHONHASHSEED=0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("env", "name", "grade", "remedy"), SICK.values(), ids=SICK)
+def test_each_ailment_has_its_line_and_remedy(env, name, grade, remedy):
+    found = line(env, name)
+    assert found.grade is grade
+    assert remedy in found.remedy
+
+
+@pytest.mark.parametrize(("env", "name", "grade", "remedy"), SICK.values(), ids=SICK)
+def test_the_exit_code_follows_the_worst_line(env, name, grade, remedy):
+    plain = CliRunner().invoke(kvferry, ["doctor"], obj=env)
+    assert plain.exit_code == (1 if grade is Grade.FAIL else 0), plain.output
+    assert CliRunner().invoke(kvferry, ["doctor", "--strict"], obj=env).exit_code == 1
+    shown = json.loads(CliRunner().invoke(kvferry, ["doctor", "--json"], obj=env).output)
+    assert shown["fit"] is (grade is not Grade.FAIL)
+    assert {"name": name, "grade": grade.value} in [
+        {"name": f["name"], "grade": f["grade"]} for f in shown["findings"]
+    ]
+
+
+def test_a_fit_machine_passes_strictly():
+    result = CliRunner().invoke(kvferry, ["doctor", "--strict"], obj=FIT)
+    assert result.exit_code == 0
+    assert "18 ok, 0 warn, 0 fail" in result.output
+
+
+def test_a_hidden_link_is_no_fault():
+    found = line(with_card(speed=None, width=None, max_speed=None, max_width=None), "link")
+    assert found.grade is Grade.OK
+    assert "bench copy" in found.words
+
+
+def test_a_check_that_breaks_is_a_finding_and_the_others_go_on():
+    env = replace(FIT, room=raising(RuntimeError("odd machine")))
+    findings = {finding.name: finding for finding in examine(env)}
+    broken = [f for f in examine(env) if "odd machine" in f.words]
+    assert len(broken) == 1
+    assert broken[0].grade is Grade.WARN
+    assert findings["vllm"].grade is Grade.OK
+
+
+def test_a_finding_that_is_not_ok_needs_a_remedy():
+    with pytest.raises(ValueError, match="names no remedy"):
+        Finding("x", Grade.FAIL, "broken")
+
+
+def test_this_machine_can_be_looked_at():
+    result = CliRunner().invoke(kvferry, ["doctor", "--json"])
+    assert result.exit_code in (0, 1)
+    findings = json.loads(result.output)["findings"]
+    assert not [f for f in findings if "could not be looked at" in f["words"]]

@@ -1,0 +1,101 @@
+"""The journal: what it says of a request, and that it stays small."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+
+from kvferry.identity import Namespace, chain
+from kvferry.journal import MOST_COPIES, MOST_REQUESTS
+from kvferry.metrics.source import plain
+from kvferry.pool import Pool
+from kvferry.reach import FullAttention
+from kvferry.scheduler import Scheduler
+from kvferry.types import FIRST_RANK, Outcome, Rank, Receipt
+from kvferry.why import Reason
+
+NAMESPACE = Namespace(model="m", dtype="float32", layout="test", geometry="g", block_tokens=4)
+
+
+def tokens(first: int, count: int = 16):
+    return chain(NAMESPACE, np.arange(first, first + count))
+
+
+def answer(scheduler: Scheduler, outcome: Outcome = Outcome.OK, ranks: int = 1) -> None:
+    receipts = [
+        Receipt(t.id, Rank(rank), outcome, "the card fell off" if rank else "", 10, 0.5, "dma")
+        for t in scheduler.plan().transfers
+        for rank in range(ranks)
+    ]
+    scheduler.settle(receipts)
+
+
+def test_a_request_is_told_with_its_copies():
+    scheduler = Scheduler(Pool(8), (FullAttention(4),))
+    scheduler.store("a", tokens(0), ((0, 1, 2, 3),), 16)
+    answer(scheduler)
+    scheduler.match("b", tokens(0))
+    scheduler.load("b", ((4, 5, 6, 7),))
+    answer(scheduler)
+    scheduler.finish("b")
+    entry = scheduler.journal("b")
+    assert entry is not None
+    assert entry.explanation is not None
+    assert entry.explanation.reason is Reason.NOTHING_MISSED
+    (copy,) = entry.copies
+    assert (copy.src, copy.dst, copy.num_blocks, copy.paths) == ("host", "device", 4, ("dma",))
+    stored = scheduler.journal("a")
+    assert stored is not None
+    assert stored.explanation is None
+    assert [copy.dst for copy in stored.copies] == ["host"]
+    assert scheduler.recent() == ("a", "b")
+    assert json.loads(json.dumps(plain("b", entry, lambda copy: "because")))["copies"][0]["why"]
+
+
+def test_failed_copies_say_why_and_ranks_are_summed():
+    scheduler = Scheduler(Pool(8), (FullAttention(4),), num_ranks=2)
+    scheduler.store("a", tokens(0), ((0, 1, 2, 3),), 16)
+    answer(scheduler, ranks=2)
+    scheduler.match("b", tokens(0))
+    scheduler.load("b", ((4, 5, 6, 7),))
+    answer(scheduler, Outcome.FAILED, ranks=2)
+    entry = scheduler.journal("b")
+    assert entry is not None
+    (copy,) = entry.copies
+    assert "rank 0" in copy.reason
+    assert copy.num_bytes == 20
+    assert copy.seconds == 0.5
+
+
+def test_a_copy_that_is_overdue_is_told_once():
+    now = [0.0]
+    scheduler = Scheduler(Pool(8), (FullAttention(4),), clock=lambda: now[0])
+    scheduler.store("a", tokens(0), ((0, 1, 2, 3),), 16)
+    answer(scheduler)
+    scheduler.match("b", tokens(0))
+    scheduler.load("b", ((4, 5, 6, 7),))
+    (transfer,) = scheduler.plan().transfers
+    now[0] = 1000.0
+    scheduler.settle()
+    scheduler.settle([Receipt(transfer.id, FIRST_RANK, Outcome.OK)])
+    entry = scheduler.journal("b")
+    assert entry is not None
+    assert ["no answer in time" in copy.reason for copy in entry.copies] == [True]
+
+
+def test_it_forgets_the_oldest_and_stays_small():
+    scheduler = Scheduler(Pool(64), (FullAttention(4),))
+    for number in range(MOST_REQUESTS + 10):
+        scheduler.match(f"r{number}", tokens(number))
+        scheduler.finish(f"r{number}")
+    assert len(scheduler.recent()) == MOST_REQUESTS
+    assert scheduler.journal("r0") is None
+    assert scheduler.explain(f"r{MOST_REQUESTS + 9}") is not None
+    keys = tokens(5000, 4 * (MOST_COPIES + 8))
+    for number in range(1, MOST_COPIES + 9):
+        scheduler.store("long", keys[:number], (tuple(range(number)),), 4 * number)
+        answer(scheduler)
+    entry = scheduler.journal("long")
+    assert entry is not None
+    assert len(entry.copies) == MOST_COPIES

@@ -1,0 +1,197 @@
+"""Metrics: the page equals the code, every name has a value, no label can grow without bound."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvferry.identity import Namespace, chain
+from kvferry.metrics import catalog as names
+from kvferry.metrics.catalog import Kind, catalog, page
+from kvferry.metrics.collector import FerryCollector, exposition
+from kvferry.metrics.desk import Desk
+from kvferry.metrics.samples import Snapshot, samples
+from kvferry.policy.worth import Verdict
+from kvferry.pool import Pool
+from kvferry.reach import FullAttention
+from kvferry.scheduler import Level, Scheduler
+from kvferry.stats import OTHER, SIZE_BOUNDS, Distribution, Histogram, TrafficCounts
+from kvferry.types import FIRST_RANK, Outcome, Receipt, TierName
+from kvferry.why import Reason
+
+ROOT = Path(__file__).parents[2]
+NAMESPACE = Namespace(model="m", dtype="float32", layout="test", geometry="g", block_tokens=4)
+
+
+def busy_scheduler() -> Scheduler:
+    """One that has stored, matched and loaded a request, and missed another."""
+    level = Level(TierName("disk"), Pool(8))
+    scheduler = Scheduler(Pool(8), (FullAttention(4),), levels=(level,), block_bytes=(100,))
+    keys = chain(NAMESPACE, np.arange(16))
+    scheduler.store("writer", keys, ((0, 1, 2, 3),), 16)
+    settle(scheduler, path="staged", seconds=0.002)
+    scheduler.match("reader", keys)
+    scheduler.load("reader", ((4, 5, 6, 7),))
+    settle(scheduler, path="kernel", seconds=0.001)
+    scheduler.match("stranger", chain(NAMESPACE, np.arange(100, 116)))
+    return scheduler
+
+
+def settle(scheduler: Scheduler, *, path: str, seconds: float) -> None:
+    plan = scheduler.plan()
+    scheduler.settle(
+        Receipt(t.id, FIRST_RANK, Outcome.OK, "", 100 * len(t), seconds, path)
+        for t in plan.transfers
+    )
+
+
+@pytest.fixture
+def snapshot() -> Snapshot:
+    stats = busy_scheduler().stats()
+    return Snapshot(stats, "1.2.3", {"host": 100}, pinned_bytes=800, held_blocks=2)
+
+
+def test_the_page_equals_the_code():
+    """Write it anew with ``python -m tests.unit.test_metrics``."""
+    assert (ROOT / "docs" / "METRICS.md").read_text() == page()
+
+
+def test_names_follow_prometheus_habits():
+    seen = [metric.name for metric in catalog()]
+    assert len(seen) == len(set(seen))
+    for metric in catalog():
+        assert metric.name.startswith("kvferry_")
+        assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)
+        assert metric.help.endswith(".")
+
+
+def test_every_metric_has_a_value(snapshot):
+    text = exposition(snapshot).decode()
+    found = {s.name for family in text_string_to_metric_families(text) for s in family.samples}
+    rates = {names.LOAD_RATE.name, names.PREFILL_RATE.name}  # absent while unknown
+    for metric in catalog():
+        missing = set(metric.series) - found
+        assert not missing or metric.name in rates, f"{missing} is never served"
+    assert found <= {name for metric in catalog() for name in metric.series}
+
+
+def test_values_are_those_of_the_scheduler(snapshot):
+    values = {(s.metric, s.labels): s.value for s in samples(snapshot)}
+    assert values[names.QUERIES, ()] == 2
+    assert values[names.HIT_TOKENS, ()] == 16
+    assert values[names.FULL_HITS, ()] == 1
+    assert values[names.MISSED, (Reason.NEVER_STORED.value,)] == 1
+    assert values[names.DECISIONS, (Verdict.LOAD_UNMEASURED.value,)] == 1
+    assert values[names.MOVED_BYTES, ("device", "host", "staged")] == 400
+    assert values[names.MOVED_SECONDS, ("host", "device", "kernel")] == pytest.approx(0.001)
+    assert values[names.SLOTS, ("host", "cached")] == 4
+    assert values[names.SLOTS, ("disk", "free")] == 8
+    assert values[names.PINNED_BYTES, ()] == 800
+    sizes = values[names.TRANSFER_BYTES, ("host", "device", "kernel")]
+    assert isinstance(sizes, Distribution)
+    assert sizes.counts[0] == sum(sizes.counts) == 1
+
+
+def test_all_reasons_and_verdicts_are_there_before_they_happen(snapshot):
+    text = exposition(snapshot).decode()
+    for reason in set(Reason) - {Reason.NOTHING_MISSED}:
+        assert f'kvferry_misses_total{{reason="{reason.value}"}}' in text
+    for verdict in Verdict:
+        assert f'kvferry_decisions_total{{verdict="{verdict.value}"}}' in text
+
+
+def test_what_a_process_does_not_know_is_not_served():
+    text = exposition(Snapshot(busy_scheduler().stats(), "1")).decode()
+    for metric in (names.PINNED_BYTES, names.HELD_BLOCKS, names.SLOT_BYTES):
+        assert metric.name not in text
+
+
+def test_a_users_own_registry_can_take_us(snapshot):
+    asked = []
+    registry = CollectorRegistry(auto_describe=True)
+    registry.register(FerryCollector(lambda: asked.append(1) or snapshot))
+    assert not asked  # registering takes no snapshot
+    assert b"kvferry_queries_total 2.0" in generate_latest(registry)
+    assert asked
+
+
+def test_a_thousand_requests_and_paths_add_no_series():
+    scheduler = busy_scheduler()
+    for number in range(1000):
+        scheduler.match(f"request-{number}", chain(NAMESPACE, np.arange(number, number + 16)))
+        scheduler.finish(f"request-{number}")
+    traffic = TrafficCounts()
+    for number in range(1000):
+        traffic.add(("device", "host", f"path-{number}"), 10, 0.1)
+    kinds = traffic.snapshot()
+    assert len(kinds) <= 65
+    assert sum(kinds[OTHER, OTHER, OTHER].sizes.counts) == 1000 - 64
+    text = exposition(Snapshot(scheduler.stats(), "1")).decode()
+    assert "request-" not in text
+    assert len(text.splitlines()) < 250
+
+
+def test_a_histogram_counts_values_at_their_bound():
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 2.0, 3.0):
+        histogram.add(value)
+    assert histogram.snapshot() == Distribution((1.0, 2.0), (2, 2, 1), 8.0)
+    assert list(SIZE_BOUNDS) == sorted(SIZE_BOUNDS)
+
+
+def test_bounds_are_served_exactly(snapshot):
+    assert 'le="1048576"' in exposition(snapshot).decode()
+
+
+# -- the desk -----------------------------------------------------------------------------------
+
+
+def test_a_question_is_answered_on_the_engines_thread():
+    desk, where, done = Desk(), [], threading.Event()
+
+    def ask():
+        where.append(desk.ask(threading.get_ident, patience=30))
+        done.set()
+
+    asker = threading.Thread(target=ask)
+    asker.start()
+    while not done.wait(0.001):
+        desk.answer()
+    asker.join()
+    assert where == [threading.get_ident()]
+
+
+def test_an_idle_engine_is_not_waited_for():
+    desk = Desk()
+    for number in range(5):
+        assert desk.ask(lambda number=number: number, patience=0.001) == number
+    assert not desk._questions  # nothing piles up
+    desk.answer()
+
+
+def test_an_error_belongs_to_whoever_asked():
+    desk = Desk()
+    with pytest.raises(ZeroDivisionError):
+        desk.ask(lambda: 1 // 0, patience=0.001)
+
+    def bad():
+        raise ValueError("no")
+
+    def ask():
+        with pytest.raises(ValueError, match="no"):
+            desk.ask(bad, patience=30)
+
+    asker = threading.Thread(target=ask)
+    asker.start()
+    while asker.is_alive():
+        desk.answer()  # must not raise here
+    asker.join()
+
+
+if __name__ == "__main__":
+    (ROOT / "docs" / "METRICS.md").write_text(page())
