@@ -22,12 +22,12 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import InputError, IntegrityError, LeaseError
+from kvferry.errors import InputError, IntegrityError, KeyFormatError, LeaseError
 from kvferry.index import NO_SLOT, Index
 from kvferry.keys import Keys
 from kvferry.lease import Ending, Lease, Purpose
 from kvferry.policy import EvictionOrder, LruOrder
-from kvferry.types import Key, SlotArray
+from kvferry.types import KEY_BYTES, Key, SlotArray
 
 
 class SlotState(IntEnum):
@@ -475,7 +475,10 @@ class Pool:
         self._num_free += len(slots)
 
     def _slot_of(self, key: Key) -> int:
-        return int(self._index.find(Keys.from_bytes((key,)))[0])
+        if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+            what = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
+            raise KeyFormatError(f"a parent must be a key of {KEY_BYTES} bytes, got {what}")
+        return self._index.find_one(key)
 
 
 def _num_leading(flags: npt.NDArray[np.bool_]) -> int:

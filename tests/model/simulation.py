@@ -125,6 +125,7 @@ class Simulation:
         self.sent: list[Receipt] = []
         self.lost: set[int] = set()
         self.weights = 0
+        self._meanings: dict[bytes, tuple[str, int]] = {}
         self.closed = False
         self.num_loaded = 0
 
@@ -481,8 +482,15 @@ class Simulation:
         end = (place + 1) * self.shape.groups[g].block_tokens
         last = -(-end // self.shape.hash_tokens)
         weights = request.weights[min(last, len(request.weights)) - 1]
-        what = f"{request.prompt[:last]} {end} {g} {rank} {weights}"
-        return blake2b(what.encode(), digest_size=ROW_BYTES).digest()
+        what = f"{request.prompt[:last]} {end} {g} {weights}"
+        content = blake2b(f"{what} {rank}".encode(), digest_size=ROW_BYTES).digest()
+        self._meanings[content] = (what, rank)
+        return content
+
+    def meaning(self, rank: int, content: bytes) -> tuple[str, bool]:
+        """What these bytes are, and whether they belong to this rank."""
+        what, owner = self._meanings.get(content, ("poison", rank))
+        return what, owner == rank
 
     def _rows(self, rank: int, tier: TierName, group: int) -> np.ndarray:
         return self.device[rank][group] if tier == DEVICE else self.tiers[rank][tier]

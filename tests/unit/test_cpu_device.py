@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -244,7 +245,7 @@ def test_ordering_and_that_it_is_needed(
 def test_a_stream_keeps_order_and_its_faults(compute: Stream) -> None:
     done: list[int] = []
     for number in range(50):
-        compute.run(lambda number=number: done.append(number))
+        compute.run(partial(done.append, number))
     compute.synchronize()
     assert done == list(range(50))
     compute.run(lambda: 1 / 0)

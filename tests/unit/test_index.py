@@ -46,6 +46,8 @@ def test_against_a_dict(make: KeyMaker, data: st.DataObject) -> None:
             index.remove(as_slots([oracle.pop(number) for number in gone]))
         found = index.find(everything)
         assert found.tolist() == [oracle.get(number, NO_SLOT) for number in range(NUM_KEYS)]
+        for at, one in enumerate(everything):
+            assert index.find_one(one) == found[at]
         assert len(index) == len(oracle)
         assert sorted(index.slots().tolist()) == sorted(oracle.values())
         for number, slot in oracle.items():

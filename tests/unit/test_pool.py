@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.fakes.crafted_keys import key, keys
 
-from kvferry.errors import InputError, IntegrityError, LeaseError
+from kvferry.errors import InputError, IntegrityError, KeyFormatError, LeaseError
 from kvferry.keys import Keys
 from kvferry.lease import Lease, Purpose
 from kvferry.pool import Pool, SlotState
@@ -278,6 +279,15 @@ def test_repeated_keys_are_refused_and_change_nothing() -> None:
         assert pool.counts.cached == 2
     pool.touch(keys([1, 1, 2, 1]))
     pool.check_integrity()
+
+
+@pytest.mark.parametrize(("parent", "words"), [(b"short", "5 bytes"), ("text", "str")])
+def test_a_parent_that_is_no_key_is_refused(parent: Any, words: str) -> None:
+    pool = Pool(2)
+    with pytest.raises(KeyFormatError, match=f"key of 32 bytes, got {words}"):
+        pool.reserve(keys([1]), parent=parent)
+    pool.check_integrity()
+    assert pool.counts.free == 2
 
 
 @pytest.mark.parametrize("ending", ["commit", "abort"])
