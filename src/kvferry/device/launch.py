@@ -160,7 +160,13 @@ class CudaLauncher:
 
 
 def compile_for(variant: Variant, capability: int) -> tuple[bytes, bytes]:
-    """Machine code and entry name of ``variant`` for sm_``capability``; needs no card."""
+    """Machine code and entry name of ``variant`` for sm_``capability``."""
+    compiled = compile_kernel(variant, capability)
+    return compiled.asm["cubin"], compiled.metadata.name.encode()
+
+
+def compile_kernel(variant: Variant, capability: int) -> Any:
+    """What Triton makes of ``variant`` for sm_``capability``; needs no card."""
     # Imported here: Triton is heavy, and only a kernel needs it.
     try:
         import triton
@@ -176,7 +182,7 @@ def compile_for(variant: Variant, capability: int) -> tuple[bytes, bytes]:
     constants = variant.constants()
     signature = {**ARGUMENTS, **dict.fromkeys(constants, "constexpr")}
     try:
-        compiled = triton.compile(
+        return triton.compile(
             ASTSource(kernels.copy_rows, signature, constexprs=constants),
             target=GPUTarget("cuda", capability, WARP),
             options={"num_warps": variant.warps, "num_stages": 1},
@@ -186,4 +192,3 @@ def compile_for(variant: Variant, capability: int) -> tuple[bytes, bytes]:
             f"Triton {triton.__version__} could not compile {variant} for sm_{capability}: {error}",
             unsupported=True,
         ) from error
-    return compiled.asm["cubin"], compiled.metadata.name.encode()

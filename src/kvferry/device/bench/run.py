@@ -46,7 +46,7 @@ class Plan:
 FULL = Plan(
     segment_bytes=tuple(4 * KiB << power for power in range(10)),
     large_bytes=(64 * MiB, 256 * MiB),
-    repeats=7,
+    repeats=11,
     small_repeats=25,
     rounds=24,
     phases=4,
