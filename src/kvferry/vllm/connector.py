@@ -50,6 +50,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker = WorkerSide(
                 rank=vllm_config.parallel_config.rank,
                 host_bytes=config.host,
+                num_ranks_here=translate.num_ranks_here(vllm_config),
                 groups=translate.layer_names_of(kv_cache_config),
                 num_blocks=kv_cache_config.num_blocks,
                 open_engine=open_engine(config),

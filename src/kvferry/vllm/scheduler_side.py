@@ -19,7 +19,7 @@ import numpy as np
 
 from kvferry import reach
 from kvferry.answers import MatchState, Settled
-from kvferry.config import Config, format_size
+from kvferry.config import Auto, Config, format_size
 from kvferry.errors import ConfigError
 from kvferry.identity import Namespace
 from kvferry.pool import Pool
@@ -139,7 +139,7 @@ class SchedulerSide:
         layout = self._shapes[0].layout if self._shapes else "not told by the ranks"
         ranks = self._vllm_config.parallel_config.world_size
         return (
-            f"kvferry is in service: host {format_size(self.config.host)} per rank, "
+            f"kvferry is in service: host {_shown(self.config.host)} per rank, "
             f"{scheduler.pool.num_slots} slots, {ranks} rank(s), groups [{kinds}], "
             f"layout {layout}, stores {self.config.store_mode}, copies {self.config.copy_path}"
         )
@@ -399,8 +399,12 @@ class SchedulerSide:
         return self.holds
 
 
-def slots_in(host_bytes: int, slot_bytes: int) -> int:
+def slots_in(host_bytes: int | Auto, slot_bytes: int) -> int:
     """How many slots fit; the same on every rank."""
+    if isinstance(host_bytes, Auto):
+        raise ConfigError(
+            'host: "auto" is found by each rank, and this vLLM does not let them tell; give a size'
+        )
     if host_bytes < slot_bytes:
         raise ConfigError(
             f"host: {format_size(host_bytes)} hold no block of {slot_bytes} bytes; give it more"
@@ -414,3 +418,7 @@ def _table(ids: Sequence[int], length: int | None = None) -> BlockTable:
     if length is not None and len(table) < length:
         table = np.append(table, np.full(length - len(table), NO_BLOCK))
     return table
+
+
+def _shown(host: int | Auto) -> str:
+    return host.value if isinstance(host, Auto) else format_size(host)

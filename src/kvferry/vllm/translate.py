@@ -140,3 +140,9 @@ def _block_bytes(group: Any) -> int:
 
 def layer_names_of(kv_cache_config: Any) -> Sequence[Sequence[str]]:
     return [group.layer_names for group in kv_cache_config.kv_cache_groups]
+
+
+def num_ranks_here(vllm_config: Any) -> int:
+    """Workers on one host, as far as vLLM says: all of them where it counts no hosts."""
+    parallel = vllm_config.parallel_config
+    return int(getattr(parallel, "local_world_size", None) or parallel.world_size)

@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvferry.config import Auto
 from kvferry.device.layout import GroupLayout
-from kvferry.tiers import HostTier
+from kvferry.tiers import HostTier, Machine, size_for
 from kvferry.types import DEVICE, HOST, Outcome, Plan, Rank, Receipt, Transfer, TransferId
 from kvferry.vllm.geometry import layouts_of
 from kvferry.vllm.guard import Guard
@@ -45,7 +46,8 @@ class WorkerSide:
         self,
         *,
         rank: int,
-        host_bytes: int,
+        host_bytes: int | Auto,
+        num_ranks_here: int = 1,
         groups: Sequence[Sequence[str]],
         num_blocks: int,
         open_engine: OpenEngine,
@@ -53,6 +55,7 @@ class WorkerSide:
         self.guard = Guard(f"rank {rank}")
         self.rank = Rank(rank)
         self._host_bytes = host_bytes
+        self._num_ranks_here = num_ranks_here
         self._groups = groups
         self._num_blocks = num_blocks
         self._open_engine = open_engine
@@ -86,7 +89,8 @@ class WorkerSide:
     def _register(self, kv_caches: Mapping[str, Any]) -> None:
         layouts = layouts_of(kv_caches, self._groups, self._num_blocks)
         slot_bytes = max(layout.block_bytes for layout in layouts)
-        num_slots = self._host_bytes // slot_bytes
+        size = size_for(self._host_bytes, Machine(), num_ranks=self._num_ranks_here)
+        num_slots = size // slot_bytes
         if num_slots < 1:
             self._shape = RankShape(
                 self.rank,
@@ -94,7 +98,7 @@ class WorkerSide:
                 slot_bytes,
                 (),
                 "",
-                f"host: {self._host_bytes} bytes hold no block of {slot_bytes} bytes",
+                f"host: {size} bytes hold no block of {slot_bytes} bytes",
             )
             return
         self._kv_caches = dict(kv_caches)  # the engine copies by address
