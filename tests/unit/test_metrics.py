@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -113,8 +114,13 @@ def test_what_a_process_does_not_know_is_not_served():
 
 def test_a_users_own_registry_can_take_us(snapshot):
     asked = []
+
+    def look() -> Snapshot:
+        asked.append(1)
+        return snapshot
+
     registry = CollectorRegistry(auto_describe=True)
-    registry.register(FerryCollector(lambda: asked.append(1) or snapshot))
+    registry.register(FerryCollector(look))
     assert not asked  # registering takes no snapshot
     assert b"kvferry_queries_total 2.0" in generate_latest(registry)
     assert asked
@@ -169,7 +175,7 @@ def test_a_question_is_answered_on_the_engines_thread():
 def test_an_idle_engine_is_not_waited_for():
     desk = Desk()
     for number in range(5):
-        assert desk.ask(lambda number=number: number, patience=0.001) == number
+        assert desk.ask(partial(abs, -number), patience=0.001) == number
     assert not desk._questions  # nothing piles up
     desk.answer()
 
