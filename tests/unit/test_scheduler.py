@@ -1,0 +1,287 @@
+"""The scheduler's calls, right and wrong: what each answers, and that a bad one changes nothing."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.fakes.crafted_keys import keys
+
+from kvferry import reach
+from kvferry.answers import MatchState
+from kvferry.config import Config
+from kvferry.errors import ClosedError, InputError, ReceiptError
+from kvferry.keys import Keys
+from kvferry.pool import Pool
+from kvferry.reach import ChunkedLocal, FullAttention, SlidingWindow
+from kvferry.scheduler import NO_BLOCK, Scheduler
+from kvferry.types import DEVICE, HOST, Outcome, Plan, Rank, Receipt, TransferId
+
+HYBRID = (FullAttention(4), SlidingWindow(4, window=6))
+
+
+def scheduler_of(*groups: reach.Group, num_slots: int = 16, num_ranks: int = 1, **more: Any):
+    return Scheduler(
+        Pool(num_slots),
+        groups or (FullAttention(4),),
+        config=Config(load_policy="always"),
+        num_ranks=num_ranks,
+        clock=more.pop("clock", lambda: 0.0),
+        **more,
+    )
+
+
+def receipts(plan: Plan, num_ranks: int = 1, outcome: Outcome = Outcome.OK) -> list[Receipt]:
+    ranks = [Rank(rank) for rank in range(num_ranks)]
+    return [Receipt(t.id, rank, outcome, "why") for t in plan.transfers for rank in ranks]
+
+
+def stored(scheduler: Scheduler, chain: Keys, request: str = "writer") -> None:
+    tables = [list(range(len(chain))) for _ in scheduler.groups]
+    scheduler.store(request, chain, tables, 4 * len(chain))
+    scheduler.settle(receipts(scheduler.plan()))
+    scheduler.finish(request)
+
+
+def snapshot(scheduler: Scheduler) -> tuple[object, ...]:
+    """Everything a refused call must leave alone."""
+    scheduler.check_integrity()
+    pool = scheduler.pool
+    return (
+        scheduler.stats(),
+        pool.num_leases,
+        pool._state.tobytes(),
+        pool._readers.tobytes(),
+        scheduler.num_queued,
+        scheduler.num_in_flight,
+        [(r, record.hit, record.stored[:]) for r, record in scheduler._requests.items()],
+    )
+
+
+# -- what it is for ----------------------------------------------------------------------------
+
+
+def test_a_block_goes_out_and_comes_back() -> None:
+    scheduler = scheduler_of(num_ranks=2)
+    chain = keys(range(3))
+    (held,) = scheduler.store("a", chain, [[5, 6, 7]], 12)
+    assert held.blocks.tolist() == [5, 6, 7]
+    plan = scheduler.plan()
+    (transfer,) = plan.transfers
+    assert (transfer.src, transfer.dst) == (DEVICE, HOST)
+    assert transfer.src_slots.tolist() == [5, 6, 7]
+    first, second = receipts(plan, 2)
+    assert scheduler.settle([first]).released == ()
+    assert scheduler.match("b", chain).state is MatchState.MISS, "one rank is not all"
+    (released,) = scheduler.settle([second]).released
+    assert released.blocks.tolist() == [5, 6, 7]
+
+    match = scheduler.match("b", chain, max_tokens=11)
+    assert (match.state, match.num_tokens, match.to_load) == (MatchState.HIT, 8, 8)
+    (held,) = scheduler.load("b", [[2, 1]])
+    assert held.blocks.tolist() == [2, 1]
+    assert scheduler.match("b", chain).state is MatchState.WAIT
+    plan = scheduler.plan()
+    (load,) = plan.transfers
+    assert (load.src, load.dst) == (HOST, DEVICE)
+    assert load.src_slots.tolist() == transfer.dst_slots[:2].tolist()
+    assert load.dst_slots.tolist() == [2, 1]
+    settled = scheduler.settle(receipts(plan, 2))
+    assert settled.loaded == ("b",)
+    assert settled.released[0].blocks.tolist() == [2, 1]
+    assert scheduler.pool.num_leases == 0
+
+
+def test_plans_and_receipts_travel() -> None:
+    scheduler = scheduler_of()
+    scheduler.store("a", keys(range(2)), [[0, 1]], 8)
+    plan = scheduler.plan()
+    copy = pickle.loads(pickle.dumps(plan))
+    assert copy.step == plan.step
+    assert copy.transfers[0].id == plan.transfers[0].id
+    assert copy.transfers[0].src_slots.tolist() == plan.transfers[0].src_slots.tolist()
+    assert pickle.loads(pickle.dumps(receipts(plan))) == receipts(plan)
+
+
+def test_loads_go_before_stores() -> None:
+    scheduler = scheduler_of()
+    stored(scheduler, keys(range(2)))
+    scheduler.store("b", keys(range(10, 12)), [[0, 1]], 8)
+    scheduler.match("c", keys(range(2)))
+    scheduler.load("c", [[4, 5]])
+    assert [t.dst for t in scheduler.plan().transfers] == [DEVICE, HOST]
+
+
+def test_a_failed_load_names_what_to_compute_and_its_blocks_are_no_hit_again() -> None:
+    scheduler = scheduler_of(num_ranks=2)
+    chain = keys(range(3))
+    scheduler.store("a", chain, [[0, 1, 2]], 12)
+    scheduler.settle(receipts(scheduler.plan(), 2))
+    scheduler.match("b", chain, computed_tokens=4)
+    scheduler.load("b", [[3, 4, 5]])
+    good, bad = receipts(scheduler.plan(), 2)
+    bad = Receipt(bad.transfer_id, bad.rank, Outcome.FAILED, "link down")
+    settled = scheduler.settle([bad, good])
+    assert settled.loaded == ()
+    (failure,) = settled.failed
+    assert (failure.request_id, failure.first_token, failure.num_tokens) == ("b", 4, 8)
+    assert "link down" in failure.reason
+    assert scheduler.match("c", chain).num_tokens == 4
+
+
+def test_a_hit_that_reads_nothing_leaves_nobody_waiting() -> None:
+    scheduler = scheduler_of(ChunkedLocal(4, chunk=8))
+    match = scheduler.match("a", keys(range(3)), max_tokens=8)
+    assert match.state is MatchState.HIT
+    assert scheduler.load("a", [[0, 1]]) == ()
+    assert scheduler.match("a", keys(range(3)), max_tokens=11).state is not MatchState.WAIT
+    assert scheduler.num_queued == 0
+
+
+def test_groups_with_slots_of_different_size_do_not_meet_in_memory() -> None:
+    scheduler = scheduler_of(
+        FullAttention(4), SlidingWindow(4, window=20, blocks_per_slot=2), hash_block_tokens=4
+    )
+    scheduler.store("a", keys(range(4)), [[0, 1, 2, 3], [0, 1, 2, 3]], 16)
+    rows = [set(t.dst_slots.tolist()) for t in scheduler.plan().transfers]
+    assert [len(r) for r in rows] == [4, 4]
+    assert not rows[0] & rows[1]
+
+
+def test_a_window_that_lands_later_is_seen_by_those_who_wait() -> None:
+    scheduler = scheduler_of(*HYBRID)
+    chain = keys(range(4))
+    scheduler.store("a", chain[:3], [[0, 1, 2], [0, 1, 2]], 12)
+    plan = scheduler.plan()
+    full, window = receipts(plan)
+    scheduler.settle([full])
+    assert scheduler.match("b", chain).state is MatchState.MISS
+    scheduler.settle([window])
+    assert scheduler.match("b", chain).num_tokens == 12
+
+
+# -- bad input ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"num_ranks": 0}, "at least 1, got 0"),
+        ({"num_ranks": -2}, "at least 1, got -2"),
+        ({"hash_block_tokens": 3}, "slots of 4 tokens.*hash block of 3"),
+        ({"block_bytes": (1, 2)}, "2 block sizes for 1 groups"),
+    ],
+)
+def test_settings_that_cannot_be_right(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        scheduler_of(**arguments)
+
+
+def test_no_groups() -> None:
+    with pytest.raises(InputError, match="no groups"):
+        Scheduler(Pool(4), ())
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda s: s.store("b", keys(range(4)), [[0, 1, 2, 3]], 16), "1 block tables for 2 groups"),
+        (lambda s: s.store("b", keys(range(4)), [[0] * 4] * 3, 16), "3 block tables for 2 groups"),
+        (
+            lambda s: s.store("b", keys(range(4)), [[0, 1, 2, 3], [0, 1, 2]], 16),
+            "group 1's block table has 3 blocks, the first 16 tokens need 4",
+        ),
+        (
+            lambda s: s.store("b", keys(range(4)), [[0, 1, 2, 3], [0, 1, 2, -7]], 16),
+            "group 1's block table holds -7",
+        ),
+        (lambda s: s.load("hit", [[0, 1, 2]]), "1 block tables for 2 groups"),
+        (lambda s: s.load("hit", [[0, 1, 2], [0, 1]]), "group 1's block table has 2 .* needs 3"),
+        (lambda s: s.load("hit", [[0, NO_BLOCK, 2], [0, 1, 2]]), "must not be negative, got -1"),
+        (lambda s: s.match("b", keys(range(4)), computed_tokens=-1), "not be negative, got -1"),
+        (lambda s: s.match("b", keys(range(4)), max_tokens=-4), "not be negative, got -4"),
+        (lambda s: s.lose_rank(Rank(3), "typo"), "rank 3 .* 0 to 1"),
+    ],
+)
+def test_a_bad_call_is_refused_and_changes_nothing(
+    call: Callable[[Scheduler], object], words: str
+) -> None:
+    scheduler = scheduler_of(*HYBRID, num_ranks=2)
+    chain = keys(range(100, 103))
+    scheduler.store("writer", chain, [[0, 1, 2]] * 2, 12)
+    scheduler.settle(receipts(scheduler.plan(), 2))
+    assert scheduler.match("hit", chain).num_tokens == 12
+    scheduler.match("b", Keys.empty())
+    before = snapshot(scheduler)
+    with pytest.raises(InputError, match=words):
+        call(scheduler)
+    after = snapshot(scheduler)
+    if "match" not in call.__code__.co_names:
+        assert after == before
+    assert scheduler.load("hit", [[5, 6, 7]] * 2), "the hit was not lost"
+
+
+@pytest.mark.parametrize(
+    ("receipt", "words"),
+    [
+        (Receipt(TransferId(9), Rank(0), Outcome.OK), "transfer 9, but only 1"),
+        (Receipt(TransferId(-1), Rank(0), Outcome.OK), "transfer -1, but only 1"),
+        (Receipt(TransferId(0), Rank(2), Outcome.OK), "rank 2, but ranks are 0 to 1"),
+    ],
+)
+def test_a_receipt_that_answers_nothing_changes_nothing(receipt: Receipt, words: str) -> None:
+    scheduler = scheduler_of(num_ranks=2)
+    scheduler.store("a", keys(range(2)), [[0, 1]], 8)
+    good = receipts(scheduler.plan(), 2)
+    before = snapshot(scheduler)
+    with pytest.raises(ReceiptError, match=words):
+        scheduler.settle([*good, receipt])
+    assert snapshot(scheduler) == before
+    assert scheduler.settle(good).released
+
+
+def test_close_ends_everything_and_use_after_is_refused() -> None:
+    scheduler = scheduler_of(num_ranks=2)
+    chain = keys(range(4))
+    scheduler.store("a", chain[:2], [[0, 1]], 8)
+    scheduler.settle(receipts(scheduler.plan(), 2))
+    scheduler.match("pinned", chain)
+    scheduler.match("loading", chain)
+    scheduler.load("loading", [[4, 5]])
+    scheduler.plan()
+    scheduler.store("a", chain, [[0, 1, 2, 3]], 16)
+    scheduler.close()
+    scheduler.close()
+    scheduler.check_integrity()
+    assert scheduler.pool.num_leases == 0
+    assert scheduler.num_in_flight == scheduler.num_queued == 0
+    for call in (
+        lambda: scheduler.match("x", chain),
+        lambda: scheduler.load("x", [[0]]),
+        lambda: scheduler.store("x", chain, [[0]], 4),
+        lambda: scheduler.offer(0, chain, [0, 1, 2, 3]),
+        scheduler.plan,
+        scheduler.settle,
+        scheduler.reset,
+        lambda: scheduler.lose_rank(Rank(0), "late"),
+    ):
+        with pytest.raises(ClosedError, match="scheduler is closed"):
+            call()
+    scheduler.finish("x")
+    scheduler.preempt("x")
+
+
+def test_ends_of_requests_nobody_knows_are_fine() -> None:
+    scheduler = scheduler_of()
+    scheduler.finish("never seen")
+    scheduler.preempt("never seen")
+    assert scheduler.load("never seen", [[0]]) == ()
+
+
+def test_tables_may_be_arrays() -> None:
+    scheduler = scheduler_of()
+    (held,) = scheduler.store("a", keys(range(2)), [np.array([3, 4], dtype=np.int32)], 8)
+    assert held.blocks.tolist() == [3, 4]
