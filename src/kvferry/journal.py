@@ -61,12 +61,9 @@ class Journal:
     def __init__(self) -> None:
         self._entries: OrderedDict[RequestId, Entry] = OrderedDict()
 
-    def explained(self, explanation: Explanation) -> bool:
-        """A request was looked up; False if that replaces what was said about it before."""
-        entry = self._touch(explanation.request_id)
-        is_first = entry.explanation is None
-        entry.explanation = explanation
-        return is_first
+    def explained(self, explanation: Explanation) -> None:
+        """A request was looked up; this replaces what was said about it before."""
+        self._touch(explanation.request_id).explanation = explanation
 
     def ended(self, request_id: RequestId, flight: Flight) -> None:
         """A transfer ended that moved blocks of this request, or it waits no longer for it."""

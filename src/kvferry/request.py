@@ -90,6 +90,7 @@ class RequestRecord:
     promoting: set[TransferId] = field(default_factory=set)
     promoted: bool = False  # once per look: what did not come up by then is computed
     counted: bool = False
+    explained: bool = False
     outdated: bool = False  # its device blocks are from before a reset
     hit: Hit | None = None
     loading: Loading | None = None

@@ -625,8 +625,10 @@ class Scheduler:
         return Reason.NEVER_STORED
 
     def _remember(self, explanation: Explanation) -> None:
-        missed = self._counts.missed
-        if self._journal.explained(explanation):
+        self._journal.explained(explanation)
+        record, missed = self._requests[explanation.request_id], self._counts.missed
+        if not record.explained:  # once for each request, however often it asks again
+            record.explained = True
             missed[explanation.reason.value] = missed.get(explanation.reason.value, 0) + 1
 
     def _count_once(self, record: RequestRecord, look: Look) -> None:

@@ -84,6 +84,17 @@ def test_a_copy_that_is_overdue_is_told_once():
     assert ["no answer in time" in copy.reason for copy in entry.copies] == [True]
 
 
+def test_a_request_counts_once_however_often_it_asks_and_again_when_its_name_is_reused():
+    scheduler = Scheduler(Pool(8), (FullAttention(4),))
+    for _ in range(3):
+        scheduler.match("a", tokens(0))
+        scheduler.match("a", tokens(0), computed_tokens=4)
+        scheduler.finish("a")
+    stats = scheduler.stats()
+    assert stats.queries == 3
+    assert dict(stats.missed) == {Reason.NEVER_STORED.value: 3}
+
+
 def test_it_forgets_the_oldest_and_stays_small():
     scheduler = Scheduler(Pool(64), (FullAttention(4),))
     for number in range(MOST_REQUESTS + 10):
