@@ -42,7 +42,10 @@ class DeviceBlocks(NamedTuple):
 
 @dataclass(frozen=True)
 class FailedLoad:
-    """A load that did not bring its bytes: the request must compute these tokens."""
+    """A load that did not bring its bytes: the request must compute these tokens.
+
+    Into other device blocks: a slow rank may write to the ones it named until they are released.
+    """
 
     request_id: RequestId
     first_token: int
