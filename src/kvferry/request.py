@@ -99,6 +99,12 @@ class RequestRecord:
     def new(cls, groups: Sequence[reach.Group]) -> RequestRecord:
         return cls(stored=[0] * len(groups))
 
+    def renew(self) -> None:
+        """It starts from nothing: what a reset said about its blocks no longer counts."""
+        if self.outdated:
+            self.outdated = False
+            self.stored = [0] * len(self.stored)
+
     def let_go(self) -> None:
         """Drop the pinned hit, if any."""
         if self.hit is not None:

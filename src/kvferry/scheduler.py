@@ -146,6 +146,8 @@ class Scheduler:
         record = self._record(request_id)
         if record.loading is not None or record.promoting:
             return Match(MatchState.WAIT, computed_tokens, computed_tokens)
+        if not computed_tokens:  # it has no block at all, so none from before a reset
+            record.renew()
         hit = record.hit
         if hit is None or not self._still_holds(hit, computed_tokens, max_tokens):
             record.let_go()
@@ -471,9 +473,7 @@ class Scheduler:
         record = self._requests.get(request_id)
         if record is not None:
             self._let_go(request_id, record)
-            if record.outdated:
-                record.outdated = False
-                record.stored = [0] * len(self.groups)
+            record.renew()
 
     def _let_go(self, request_id: RequestId, record: RequestRecord) -> None:
         record.let_go()
@@ -495,7 +495,8 @@ class Scheduler:
 
         A request whose load is under way keeps what it was promised, as it keeps the blocks it
         already has on the device; but nothing of it is stored until it has been preempted, for
-        those blocks may stem from weights that are no more.
+        those blocks may stem from weights that are no more. The engine must forget its own prefix
+        cache too: what it still finds there, or offers, is taken for new.
         """
         self._require_open()
         for record in self._requests.values():

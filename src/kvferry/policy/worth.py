@@ -7,6 +7,7 @@ from enum import Enum
 
 _WEIGHT = 0.2  # of the newest measurement in a running average
 _MIN_TOKENS = 16  # a measurement over fewer tokens is mostly overhead
+_MEASURE_EVERY = 32  # hits declined in a row before one is loaded to see: only loads measure
 
 
 class Verdict(Enum):
@@ -17,6 +18,7 @@ class Verdict(Enum):
     LOAD_UNMEASURED = "load_unmeasured"  # a rate is not known yet: loading is the better bet
     LOAD_FASTER = "load_faster"
     COMPUTE_FASTER = "compute_faster"
+    LOAD_TO_MEASURE = "load_to_measure"  # computing won so long that the link may be another now
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,18 @@ class Decision:
 
 
 class LoadOrCompute:
-    """Decides per request. Owns two running averages: the link's bandwidth, the prefill rate."""
+    """Decides per request. Owns two running averages: the link's bandwidth, the prefill rate.
+
+    One bad first measurement would end all loads, and with them all measurements: so a hit is
+    loaded now and then although computing it looks faster.
+    """
 
     def __init__(self, policy: str, *, prefill_rate: float | None = None) -> None:
         self._policy = policy
         self._given_rate = prefill_rate
         self._learned_rate: float | None = None
         self._bandwidth: float | None = None
+        self._num_declined = 0
 
     @property
     def prefill_rate(self) -> float | None:
@@ -71,8 +78,13 @@ class LoadOrCompute:
             return Decision(Verdict.LOAD_UNMEASURED)
         load = (num_bytes + queued_bytes) / self._bandwidth
         compute = num_tokens / self.prefill_rate
-        verdict = Verdict.LOAD_FASTER if load <= compute else Verdict.COMPUTE_FASTER
-        return Decision(verdict, load, compute)
+        if load <= compute:
+            self._num_declined = 0
+            return Decision(Verdict.LOAD_FASTER, load, compute)
+        self._num_declined += 1
+        if self._num_declined % _MEASURE_EVERY == 0 and not queued_bytes:
+            return Decision(Verdict.LOAD_TO_MEASURE, load, compute)
+        return Decision(Verdict.COMPUTE_FASTER, load, compute)
 
 
 def _average(old: float | None, new: float) -> float:
