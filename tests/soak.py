@@ -28,7 +28,7 @@ from kvferry.levels import WriteMode
 
 BURST = 250  # operations of one server before the next one's turn
 CALM_EVERY = 80  # bursts of one server between two calm hours
-WARM_UP = 0.25  # of the run, before memory is measured the first time
+WARM_UP = 320_000  # operations until every bounded memory (journals of a thousand requests) is full
 MAX_GROWTH = 0.05
 
 SPILL, THROUGH = WriteMode.SPILL, WriteMode.THROUGH
@@ -74,9 +74,15 @@ class Report:
             f"({self.total / max(self.seconds, 1e-9):,.0f} states/s): {kinds}",
             f"{self.num_finished:,} requests finished, {self.num_loads:,} loads right, "
             f"{self.num_failed_loads:,} loads failed as told, {self.num_checks:,} full checks",
-            f"memory {self.warm_kib / 1024:.1f} MiB after warm-up, {self.end_kib / 1024:.1f} MiB "
-            f"at the end ({self.growth:+.1%}), peak {peak / 1024:.1f} MiB",
+            f"memory {self.memory}, peak {peak / 1024:.1f} MiB",
         ]
+
+    @property
+    def memory(self) -> str:
+        end = f"{self.end_kib / 1024:.1f} MiB at the end"
+        if not self.warm_kib:
+            return f"{end} (too short a run to say whether it grows)"
+        return f"{self.warm_kib / 1024:.1f} MiB after warm-up, {end} ({self.growth:+.1%})"
 
 
 def soak(
@@ -97,12 +103,11 @@ def soak(
                 weather.serving.quiesce()
             report.num_checks += 1
         now = time.monotonic()
-        share = max(burst / bursts, (now - start) / seconds)
-        if not report.warm_kib and share >= WARM_UP:
+        done = burst * BURST * len(weathers)
+        if not report.warm_kib and done >= WARM_UP:
             report.warm_kib = resident_kib()
         if talk and now - last_word > 5.0:
             last_word = now
-            done = burst * BURST * len(weathers)
             print(f"  {done:,} operations, {resident_kib() / 1024:.1f} MiB", flush=True)
         if now - start > seconds:
             break

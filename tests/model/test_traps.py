@@ -1,9 +1,35 @@
 """The traps that published offloaders fell into, one test each, on a server that holds real bytes.
 
 A test that cannot fail proves nothing, so each guard was taken out once, in a copy of the source,
-and the test named here was seen to fail:
+and the test named here was seen to fail::
 
-BREAKS
+    flight: commit though a rank failed            a_rank_that_fails_fails_the_transfer_for_all
+    flight: land at the first receipt              a_block_is_matchable_only_when_every_rank_has_it
+    flight: no deadlines                           a_rank_that_never_answers
+    pool: evict slots that are being read          evicted_between_match_and_load
+    pool: free a disowned slot at once             a_rank_that_writes_after_its_deadline
+    pool: free claimed slots at a reset            reset_with_a_store_in_flight
+    pool: reserve all or nothing                   a_store_batch_larger_than_the_free_space
+    pool: let a chain evict its own beginning      a_chain_does_not_evict_its_own_beginning
+    scheduler: release blocks at the deadline      a_rank_that_loads_after_its_deadline
+    scheduler: release blocks at preemption        preempted_with_a_load_in_flight
+    scheduler: keep the hit of an aborted request  aborted_between_match_and_allocation
+    scheduler: drop stores of finished requests    finished_before_its_stores_landed
+    scheduler: never join                          two_requests_that_want_the_same_block
+    scheduler: no bound on loads                   loads_that_would_hold_every_device_block
+    scheduler: the bound holds for one alone       an_engine_of_loads_alone_gets_on
+    scheduler: no epoch                            weights_updated_in_place
+    scheduler: nothing is outdated by a reset      weights_updated_while_old_blocks_are_loaded
+    scheduler: outdated for ever                   a_preempted_request_stores_again_after_new_weights
+    scheduler: lower levels keep their blocks      reset_with_a_promotion_in_flight
+    outbox: send off cancelled loads               preempted_before_its_load_was_sent_off
+    storing: do not say which blocks to hold       preempted_with_a_store_in_flight
+    storing: leave the last block for later        the_last_blocks_of_a_finished_request
+    storing: go on behind a gap                    a_chain_does_not_evict_its_own_beginning
+    worth: always load                             a_load_slower_than_computing
+    identity: use hash()                           hash_seeds_that_differ_between_processes
+    cpu, mover: catch fewer exceptions             a_copy_thread_that_raises, a_tier_that_raises
+    worker: ignore unknown routes                  a_route_nobody_serves
 """
 
 from __future__ import annotations
@@ -148,6 +174,21 @@ def test_aborted_between_match_and_allocation() -> None:
     assert desk.store("c", story(2, 4), 16) == {0: [0, 1, 2, 3]}
 
 
+def test_a_hit_lost_between_match_and_allocation() -> None:
+    """A reset or a deadline took it back: loading it now would read what is there by chance."""
+    desk = Desk(slots=4, match_deadline=5)
+    desk.keep("a", story(1, 4), 16)
+    desk.match("b", story(1, 4))
+    desk.scheduler.reset()
+    assert desk.load("b", 16) == {}
+    desk.keep("c", story(1, 4), 16)
+    desk.match("d", story(1, 4))
+    desk.now = 6.0
+    desk.scheduler.settle()
+    assert desk.load("d", 16) == {}
+    desk.check_empty()
+
+
 def test_aborted_with_a_load_in_flight() -> None:
     """A copy that is under way goes on writing into blocks nobody seems to own."""
     server = Serving(Setup(num_blocks=24, bounded=False))
@@ -278,8 +319,8 @@ def test_loads_that_would_hold_every_device_block() -> None:
 
 def test_an_engine_of_loads_alone_gets_on() -> None:
     """Every request has all its tokens in the host and the device holds hardly two of them."""
-    server = Serving(Setup(num_blocks=24, num_slots=96, num_stories=6))
-    for number in range(6):
+    server = Serving(Setup(num_blocks=24, num_slots=96, num_stories=6), max_loading_blocks=2)
+    for number in range(6):  # each has more blocks than the bound, and loads alone
         told(server, number)
     cool(server)
     for number in range(6):
@@ -396,6 +437,16 @@ def test_a_preempted_request_stores_again_after_new_weights() -> None:
     server.compute(request, 30)
     server.reset()
     server.preempt(request)
+    finish(server)
+    assert server.pool.counts.cached == 11
+
+
+def test_a_waiting_request_stores_after_new_weights() -> None:
+    """It has no block yet: it must not be taken for one that runs on old ones."""
+    server = Serving(Setup(num_blocks=64, num_slots=48, bounded=False))
+    request = server.arrive(0, 36, 8)
+    server.scheduler.match(request.id, server.stories.keys[0][:8])
+    server.reset()
     finish(server)
     assert server.pool.counts.cached == 11
 

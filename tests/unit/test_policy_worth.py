@@ -60,6 +60,31 @@ def test_rates_follow_what_happens() -> None:
     assert not worth.decide(100, 500, 0).load
 
 
+def test_one_bad_measurement_does_not_end_all_loads() -> None:
+    """Only loads measure the link, so a first load that was slow must not be the last."""
+    worth = measured(bandwidth=1, prefill=100)
+    verdicts = []
+    for _ in range(200):
+        decision = worth.decide(100, 500, 0)
+        verdicts.append(decision.verdict)
+        if decision.load:
+            worth.note_load(500, 0.001)  # the link was fast all the time
+    assert verdicts.count(Verdict.LOAD_TO_MEASURE) == 1
+    assert verdicts.index(Verdict.LOAD_TO_MEASURE) < 64
+    assert verdicts[-1] is Verdict.LOAD_FASTER
+
+
+def test_a_link_that_stays_slow_is_measured_rarely_and_never_while_busy() -> None:
+    worth = measured(bandwidth=1, prefill=100)
+    loads = 0
+    for _ in range(320):
+        if worth.decide(100, 500, 0).load:
+            loads += 1
+            worth.note_load(500, 500.0)
+    assert loads == 10
+    assert not any(worth.decide(100, 500, 1).load for _ in range(100))
+
+
 def test_small_prefills_and_empty_measurements_say_nothing() -> None:
     worth = LoadOrCompute("auto")
     worth.note_prefill(1, 1.0)  # a decode step is all overhead
