@@ -20,7 +20,7 @@ and the test named here was seen to fail::
     scheduler: the bound holds for one alone       an_engine_of_loads_alone_gets_on
     scheduler: no epoch                            weights_updated_in_place
     scheduler: nothing is outdated by a reset      weights_updated_while_old_blocks_are_loaded
-    scheduler: outdated for ever                   a_preempted_request_stores_again_after_new_weights
+    scheduler: outdated for ever                   a_preempted_request_is_stored_anew
     scheduler: lower levels keep their blocks      reset_with_a_promotion_in_flight
     outbox: send off cancelled loads               preempted_before_its_load_was_sent_off
     storing: do not say which blocks to hold       preempted_with_a_store_in_flight
@@ -429,7 +429,7 @@ def test_weights_updated_while_old_blocks_are_loaded() -> None:
     finish(server)
 
 
-def test_a_preempted_request_stores_again_after_new_weights() -> None:
+def test_a_preempted_request_is_stored_anew() -> None:
     """Nothing old is left of it, so nothing keeps it from being stored."""
     server = Serving(Setup(num_blocks=64, num_slots=48, bounded=False))
     request = server.arrive(0, 36, 8)
