@@ -81,12 +81,17 @@ def _large(data: dict[str, Any], direction: str) -> list[str]:
                         *(_gbps(cells.get(path)) for path in paths),
                         f"{auto['ceiling_gbps']:.1f}",
                         f"{auto['fraction_of_ceiling']:.3f}",
+                        *([f"{auto['alone_gbps']:.1f}"] if auto["in_flight"] > 1 else []),
                     ]
                 )
             where = ", scattered host slots" if slots == "scattered" else ""
+            queued = here[0]["in_flight"]
+            how = f", {queued} transfers queued one after another" if queued > 1 else ""
+            last = ["auto, one alone"] if queued > 1 else []
             parts.append(
-                f"## {NAMES[direction]}, {size(total)} per transfer{where}\n\nGB/s by segment.\n\n"
-                + table(["Segment", *paths, "Ceiling", "auto / ceiling"], lines)
+                f"## {NAMES[direction]}, {size(total)} per transfer{where}\n\n"
+                f"GB/s by segment{how}.\n\n"
+                + table(["Segment", *paths, "Ceiling", "auto / ceiling", *last], lines)
             )
     return parts
 

@@ -83,14 +83,21 @@ class CopyRig:
             host_pitch=layout.block_bytes,
         )
 
-    def time(self, path: Path, job: CopyJob, *, repeats: int = 5, warm_up: int = 1) -> Timing:
-        """Device time from an idle stream to the end of the copy, the call itself included."""
-        return self.time_call(
-            lambda stream: path.enqueue(job, stream),
-            job.direction,
-            repeats=repeats,
-            warm_up=warm_up,
-        )
+    def time(
+        self, path: Path, job: CopyJob, *, repeats: int = 5, warm_up: int = 1, in_flight: int = 1
+    ) -> Timing:
+        """Device time from an idle stream to the end of the copy, the call itself included.
+
+        With several ``in_flight`` they are queued one after another and the time is each one's
+        share.
+        """
+
+        def queue(stream: int) -> None:
+            for _ in range(in_flight):
+                path.enqueue(job, stream)
+
+        found = self.time_call(queue, job.direction, repeats=repeats, warm_up=warm_up)
+        return Timing(found.seconds / in_flight, found.submit_seconds / in_flight)
 
     def time_call(
         self,

@@ -8,7 +8,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-    """One timed copy. ``path`` is ``auto`` for the planner's choice, then named in ``chosen``."""
+    """One timed copy. ``path`` is ``auto`` for the planner's choice, then named in ``chosen``.
+
+    ``gbps`` is the rate with ``in_flight`` transfers queued one after another, ``alone_gbps`` that
+    of a single one on an idle stream. ``submit_us`` is the time of ``GpuEngine.submit`` for
+    ``auto``, and of the bare call for a path by itself.
+    """
 
     direction: str
     segment_bytes: int
@@ -22,6 +27,8 @@ class Row:
     chosen: str = ""
     host_slots: str = "run"
     ceiling_gbps: float = 0.0
+    in_flight: int = 1
+    alone_gbps: float = 0.0
 
     @property
     def num_bytes(self) -> int:

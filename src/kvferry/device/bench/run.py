@@ -26,6 +26,12 @@ from kvferry.types import DEVICE, HOST, Transfer, TransferId
 KiB = 1 << 10
 SEGMENTS = 64
 AUTO = "auto"
+
+LARGE = 64 * MiB
+IN_FLIGHT_BYTES = 256 * MiB
+"""Large transfers are queued one after another up to this much, as an engine with several in
+flight does; one alone is timed too."""
+
 Progress = Callable[[str], None]
 
 
@@ -255,8 +261,13 @@ class CopyBenchmark:
     ) -> Row:
         if len(job.device_blocks) * job.layout.num_segments > 16384 and name in ("loop", "dma"):
             repeats = 2  # a fifth of a second each, and no doubt about the outcome
-        timing = self.rig.time(path, job, repeats=repeats)
+        alone = self.rig.time(path, job, repeats=repeats)
+        in_flight = max(1, IN_FLIGHT_BYTES // job.num_bytes) if job.num_bytes >= LARGE else 1
+        timing = alone
+        if in_flight > 1:
+            timing = self.rig.time(path, job, repeats=repeats, in_flight=in_flight)
         gbps = job.num_bytes / timing.seconds / GB
+        submit = self._time_submit(job, AUTO, 9) if name == AUTO else alone.submit_seconds
         return Row(
             direction=job.direction.value,
             segment_bytes=int(job.layout.sizes[0]),
@@ -265,11 +276,13 @@ class CopyBenchmark:
             path=name,
             gbps=gbps,
             fraction_of_ceiling=gbps / self.ceilings[job.direction],
-            seconds=timing.seconds,
-            submit_us=1e6 * timing.submit_seconds,
+            seconds=alone.seconds,
+            submit_us=1e6 * submit,
             chosen=chosen,
             host_slots=host_slots,
             ceiling_gbps=self.ceilings[job.direction],
+            in_flight=in_flight,
+            alone_gbps=job.num_bytes / alone.seconds / GB,
         )
 
     def _choice(self, job: CopyJob, *, busy: bool = False) -> str:
@@ -298,14 +311,14 @@ class CopyBenchmark:
             seconds[chosen] / seconds[best],
         )
 
-    def _time_submit(self, job: CopyJob, path: str) -> float:
-        """Median time that ``GpuEngine.submit`` holds its caller."""
+    def _time_submit(self, job: CopyJob, path: str, repeats: int = 25) -> float:
+        """Median time that ``GpuEngine.submit`` holds its caller, after five to warm up."""
         tiers = (DEVICE, HOST) if job.direction is Direction.STORE else (HOST, DEVICE)
         ids = (job.device_blocks, job.host_slots)
         ids = ids if job.direction is Direction.STORE else ids[::-1]
         taken = []
         with self._engine(job, path) as engine:
-            for number in range(25):
+            for number in range(5 + repeats):
                 transfer = Transfer(TransferId(number), *tiers, *ids)
                 began = time.perf_counter()
                 engine.submit(transfer)
