@@ -12,18 +12,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
-from vllm.logger import init_logger
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.vllm import translate
-from kvferry.vllm.engines import open_engine
 from kvferry.vllm.messages import StepOrders
 from kvferry.vllm.metrics import FerryMetrics, FerryStats
 from kvferry.vllm.scheduler_side import SchedulerSide
 from kvferry.vllm.versions import require_supported
 from kvferry.vllm.worker_side import WorkerSide
-
-log = init_logger("vllm.kvferry")
 
 # A vLLM that can be told of a failed load by request recovers from it with any number of groups.
 _RECOMPUTES_REQUESTS = "failed_recving" in KVConnectorOutput.__dataclass_fields__
@@ -49,11 +45,10 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._by_request = len(kv_cache_config.kv_cache_groups) > 1
             self._worker = WorkerSide(
                 rank=vllm_config.parallel_config.rank,
-                host_bytes=config.host,
+                config=config,
                 num_ranks_here=translate.num_ranks_here(vllm_config),
                 groups=translate.layer_names_of(kv_cache_config),
                 num_blocks=kv_cache_config.num_blocks,
-                open_engine=open_engine(config),
             )
 
     @property
@@ -121,11 +116,9 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         self._at_scheduler.meet_ranks(list(metadata.values()))
-        log.info(self._at_scheduler.banner())
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         self._at_scheduler.meet_ranks(list(metadata.values()))
-        log.info(self._at_scheduler.banner())
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int

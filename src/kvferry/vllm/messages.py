@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvferry.types import Plan, Receipt, TransferId
+from kvferry.types import Plan, Rank, Receipt, TransferId
 
 NO_PLAN = Plan(step=0)
 
@@ -34,23 +34,35 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]  # vllm is untyped 
 
 
 @dataclass(frozen=True)
-class StepReceipts(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Every rank to the scheduler: what ended since the last step."""
-
-    receipts: tuple[Receipt, ...] = ()
-    drained: bool = False
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReceipts:
-        return StepReceipts(self.receipts + other.receipts, self.drained and other.drained)
-
-
-@dataclass(frozen=True)
 class RankShape(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """One rank at start: how many host slots it has, or why it has none."""
 
-    rank: int
-    num_slots: int
-    slot_bytes: int
-    block_bytes: tuple[int, ...]
-    layout: str
+    rank: Rank
+    num_slots: int = 0
+    ready_slots: int = 0
+    slot_bytes: int = 0
+    block_bytes: tuple[int, ...] = ()
+    layout: str = ""
     refusal: str = ""
+
+
+@dataclass(frozen=True)
+class StepReceipts(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Every rank to the scheduler: what ended since the last step.
+
+    ``ready`` says how many host slots ranks can use by now, where that has changed. ``shapes`` come
+    once: not every vLLM lets the ranks tell the scheduler's side by handshake.
+    """
+
+    receipts: tuple[Receipt, ...] = ()
+    ready: tuple[tuple[Rank, int], ...] = ()
+    shapes: tuple[RankShape, ...] = ()
+    drained: bool = False
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReceipts:
+        return StepReceipts(
+            self.receipts + other.receipts,
+            self.ready + other.ready,
+            self.shapes + other.shapes,
+            self.drained and other.drained,
+        )

@@ -10,21 +10,20 @@ A request's life here::
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from vllm.logger import init_logger
 
 from kvferry import reach
 from kvferry.answers import MatchState, Settled
-from kvferry.config import Auto, Config, format_size
-from kvferry.errors import ConfigError
+from kvferry.config import Config, format_size
 from kvferry.identity import Namespace
 from kvferry.pool import Pool
 from kvferry.scheduler import NO_BLOCK, BlockTable, Scheduler
-from kvferry.types import DEVICE, Plan, TransferId
+from kvferry.types import DEVICE, Plan, Rank, TransferId
 from kvferry.vllm import translate
 from kvferry.vllm.guard import Guard, guarded
 from kvferry.vllm.holds import BlockHolds
@@ -32,7 +31,7 @@ from kvferry.vllm.messages import RankShape, StepOrders, StepReceipts
 from kvferry.vllm.metrics import FerryStats, figures
 from kvferry.vllm.request_keys import RequestKeys
 
-log = logging.getLogger(__name__)
+log = init_logger("vllm.kvferry")
 
 NULL_BLOCK = 0
 """vLLM's placeholder in block tables for a block that a request does not have."""
@@ -69,10 +68,12 @@ class SchedulerSide:
         self.scheduler: Scheduler | None = None
         self.holds: BlockHolds | None = None
         self._vllm_config = vllm_config
+        self._num_ranks = int(vllm_config.parallel_config.world_size)
         self._kv_cache_config = kv_cache_config
         self._block_pool: Any = None
         self._manager: Any = None
-        self._shapes: list[RankShape] = []
+        self._shapes: dict[int, RankShape] = {}
+        self._ready: dict[Rank, int] = {}
         self._tracked: dict[str, _Tracked] = {}
         self._loading: set[str] = set()
         self._ordered_loads: dict[tuple[int, int], str] = {}
@@ -81,6 +82,7 @@ class SchedulerSide:
         self._settled = False
         self._busy_until = 0.0
         self._told: dict[str, float] = {}
+        self._told_at = 0.0
 
     # -- start ----------------------------------------------------------------------------------
 
@@ -94,39 +96,47 @@ class SchedulerSide:
 
     def meet_ranks(self, shapes: Sequence[RankShape]) -> None:
         """What the ranks found when they saw their KV tensors."""
-        self._shapes = list(shapes)
-        refusals = [f"rank {s.rank}: {s.refusal}" for s in shapes if s.refusal]
+        new = [shape for shape in shapes if shape.rank not in self._shapes]
+        self._shapes |= {shape.rank: shape for shape in new}
+        self._ready |= {shape.rank: shape.ready_slots for shape in new}
+        refusals = [f"rank {shape.rank}: {shape.refusal}" for shape in new if shape.refusal]
         self.refusal = self.refusal or "; ".join(refusals)
-        self._open()
+        if new and len(self._shapes) == self._num_ranks:
+            self._open()
+            log.info(self.banner())
 
     @guarded(lambda: None)
     def _open(self) -> Scheduler | None:
-        """Our scheduler, made when vLLM has bound everything it is made of."""
-        if self.scheduler is None and not self.refusal and self._block_pool is not None:
+        """Our scheduler, made when vLLM has bound its pool and every rank has been heard."""
+        met_all = len(self._shapes) == self._num_ranks
+        if self.scheduler is None and not self.refusal and met_all and self._block_pool is not None:
             hash_tokens = int(self._block_pool.hash_block_size)
+            groups = self.support.groups
             self._namespace = translate.namespace_of(
                 self._vllm_config, self._kv_cache_config, hash_tokens
             )
-            slot_bytes = max(
-                (s.slot_bytes for s in self._shapes),
-                default=translate.slot_bytes_of(self._kv_cache_config),
-            )
-            num_slots = min((s.num_slots for s in self._shapes), default=0)
-            num_slots = num_slots or slots_in(self.config.host, slot_bytes)
+            self._hash_tokens = hash_tokens
+            # The last block a draft model wrote may be of tokens that were then refused.
+            drafts = translate.uses_draft_layers(self._vllm_config)
+            step = reach.hit_alignment(groups, hash_block_tokens=hash_tokens)
+            self._volatile = step if drafts else 0
             self.scheduler = Scheduler(
-                Pool(num_slots),
-                self.support.groups,
+                Pool(min(shape.num_slots for shape in self._shapes.values()), num_ready=0),
+                groups,
                 config=self.config,
-                num_ranks=self._vllm_config.parallel_config.world_size,
+                num_ranks=self._num_ranks,
                 hash_block_tokens=hash_tokens,
                 num_device_blocks=int(self._block_pool.num_gpu_blocks),
-                block_bytes=self._shapes[0].block_bytes if self._shapes else (),
+                block_bytes=self._shapes[0].block_bytes,
             )
-            self._hash_tokens = hash_tokens
-            self._hit_step = reach.hit_alignment(self.support.groups, hash_block_tokens=hash_tokens)
-            # The last block a draft model wrote may be of tokens that were then refused.
-            self._volatile = self._hit_step if translate.uses_draft_layers(self._vllm_config) else 0
+            self._note_ready()
         return self.scheduler
+
+    def _note_ready(self) -> None:
+        """Host memory grows while requests already run."""
+        if self.scheduler is not None:
+            while self._ready:
+                self.scheduler.note_ready(*self._ready.popitem())
 
     def banner(self) -> str:
         """One line for the log: what is in service, or why nothing is."""
@@ -135,13 +145,13 @@ class SchedulerSide:
         scheduler = self._open()
         if scheduler is None:
             return "kvferry is idle: vLLM has not bound its block pool"
-        kinds = ", ".join(type(group).__name__ for group in scheduler.groups)
-        layout = self._shapes[0].layout if self._shapes else "not told by the ranks"
-        ranks = self._vllm_config.parallel_config.world_size
+        kinds = ", ".join(dict.fromkeys(type(group).__name__ for group in scheduler.groups))
+        host = format_size(scheduler.pool.num_slots * self._shapes[0].slot_bytes)
         return (
-            f"kvferry is in service: host {_shown(self.config.host)} per rank, "
-            f"{scheduler.pool.num_slots} slots, {ranks} rank(s), groups [{kinds}], "
-            f"layout {layout}, stores {self.config.store_mode}, copies {self.config.copy_path}"
+            f"kvferry is in service: {scheduler.pool.num_slots} blocks ({host}) of host memory on "
+            f"each of {self._num_ranks} rank(s), {len(scheduler.groups)} group(s) [{kinds}], "
+            f"a block is {self._shapes[0].layout}, stores {self.config.store_mode}, "
+            f"copy path {self.config.copy_path}, loads {self.config.load_policy}"
         )
 
     # -- a request comes ------------------------------------------------------------------------
@@ -331,6 +341,8 @@ class SchedulerSide:
         self._loading.difference_update(output.finished_recving or ())
         report = output.kv_connector_worker_meta
         if isinstance(report, StepReceipts):
+            self.meet_ranks(report.shapes)
+            self._ready |= dict(report.ready)
             self._settle(report.receipts)
             self._settled = True
             if report.drained and self.guard.broken and self.holds is not None:
@@ -341,6 +353,7 @@ class SchedulerSide:
         scheduler = self._open()
         if scheduler is None:
             return
+        self._note_ready()
         settled: Settled = scheduler.settle(receipts)
         self._require_holds().drop(settled.released)
         for failure in settled.failed:
@@ -381,14 +394,13 @@ class SchedulerSide:
 
     @guarded(lambda: None)
     def take_stats(self) -> FerryStats | None:
-        """What was counted since the last call; None while nothing happens."""
-        if self.scheduler is None:
+        """What was counted since the last call, at most once a second while requests run."""
+        now = time.monotonic()
+        if self.scheduler is None or (self._tracked and now < self._told_at + 1.0):
             return None
-        now = figures(self.scheduler.stats(), self._require_holds().num_held)
-        if now == self._told:
-            return None
-        before, self._told = self._told, now
-        return FerryStats.between(before, now)
+        counted = figures(self.scheduler.stats(), self._require_holds().num_held)
+        before, self._told, self._told_at = self._told, counted, now
+        return FerryStats.between(before, counted) if counted != before else None
 
     def close(self) -> None:
         if self.scheduler is not None:
@@ -399,26 +411,9 @@ class SchedulerSide:
         return self.holds
 
 
-def slots_in(host_bytes: int | Auto, slot_bytes: int) -> int:
-    """How many slots fit; the same on every rank."""
-    if isinstance(host_bytes, Auto):
-        raise ConfigError(
-            'host: "auto" is found by each rank, and this vLLM does not let them tell; give a size'
-        )
-    if host_bytes < slot_bytes:
-        raise ConfigError(
-            f"host: {format_size(host_bytes)} hold no block of {slot_bytes} bytes; give it more"
-        )
-    return host_bytes // slot_bytes
-
-
 def _table(ids: Sequence[int], length: int | None = None) -> BlockTable:
     table = np.array(ids if length is None else ids[:length], dtype=np.int64)
     table[table == NULL_BLOCK] = NO_BLOCK
     if length is not None and len(table) < length:
         table = np.append(table, np.full(length - len(table), NO_BLOCK))
     return table
-
-
-def _shown(host: int | Auto) -> str:
-    return host.value if isinstance(host, Auto) else format_size(host)

@@ -126,18 +126,6 @@ def _text(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
-def slot_bytes_of(kv_cache_config: Any) -> int:
-    """Bytes of the largest block of any group, as the scheduler sees it; the ranks know better."""
-    return max(_block_bytes(group) for group in kv_cache_config.kv_cache_groups)
-
-
-def _block_bytes(group: Any) -> int:
-    spec = group.kv_cache_spec
-    if type(spec).__name__ == "UniformTypeKVCacheSpecs":
-        return sum(int(s.page_size_bytes) for s in spec.kv_cache_specs.values())
-    return int(spec.page_size_bytes) * len(group.layer_names)
-
-
 def layer_names_of(kv_cache_config: Any) -> Sequence[Sequence[str]]:
     return [group.layer_names for group in kv_cache_config.kv_cache_groups]
 

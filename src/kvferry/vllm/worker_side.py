@@ -12,22 +12,21 @@ A store must come after the forward pass that writes its blocks is queued; a loa
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.config import Auto
+from kvferry.config import Config, format_size
 from kvferry.device.layout import GroupLayout
-from kvferry.tiers import HostTier, Machine, size_for
+from kvferry.rank import RankMemory
 from kvferry.types import DEVICE, HOST, Outcome, Plan, Rank, Receipt, Transfer, TransferId
 from kvferry.vllm.geometry import layouts_of
 from kvferry.vllm.guard import Guard
 from kvferry.vllm.messages import NO_PLAN, RankShape, StepOrders, StepReceipts
-from kvferry.worker import Mover, Worker
+from kvferry.vllm.ranks import open_rank
+from kvferry.worker import Worker
 
 log = logging.getLogger(__name__)
-
-OpenEngine = Callable[[Sequence[GroupLayout], HostTier, Rank], Mover]
 
 
 @dataclass
@@ -46,23 +45,23 @@ class WorkerSide:
         self,
         *,
         rank: int,
-        host_bytes: int | Auto,
-        num_ranks_here: int = 1,
+        config: Config,
+        num_ranks_here: int,
         groups: Sequence[Sequence[str]],
         num_blocks: int,
-        open_engine: OpenEngine,
     ) -> None:
         self.guard = Guard(f"rank {rank}")
         self.rank = Rank(rank)
-        self._host_bytes = host_bytes
+        self.shape = RankShape(self.rank, refusal="vLLM has not registered its KV cache")
+        self._config = config
         self._num_ranks_here = num_ranks_here
         self._groups = groups
         self._num_blocks = num_blocks
-        self._open_engine = open_engine
         self._kv_caches: Mapping[str, Any] = {}
-        self._host: HostTier | None = None
+        self._memory: RankMemory | None = None
         self._worker: Worker | None = None
-        self._shape = RankShape(rank, 0, 0, (), "", "vLLM has not registered its KV cache")
+        self._told_shape = False
+        self._told_ready = 0
         self._later: Plan = NO_PLAN
         self._loads: dict[str, _Load] = {}
         self._of_transfer: dict[TransferId, str] = {}
@@ -74,50 +73,36 @@ class WorkerSide:
 
     # -- start and end --------------------------------------------------------------------------
 
-    @property
-    def shape(self) -> RankShape:
-        return self._shape
-
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Find the blocks in vLLM's tensors and make the host memory for them."""
         try:
             self._register(kv_caches)
         except Exception as error:
             self.guard.trip("register", error)
-            self._shape = RankShape(self.rank, 0, 0, (), "", self.guard.reason)
+            self.shape = RankShape(self.rank, refusal=self.guard.reason)
 
     def _register(self, kv_caches: Mapping[str, Any]) -> None:
         layouts = layouts_of(kv_caches, self._groups, self._num_blocks)
-        slot_bytes = max(layout.block_bytes for layout in layouts)
-        size = size_for(self._host_bytes, Machine(), num_ranks=self._num_ranks_here)
-        num_slots = size // slot_bytes
-        if num_slots < 1:
-            self._shape = RankShape(
-                self.rank,
-                0,
-                slot_bytes,
-                (),
-                "",
-                f"host: {size} bytes hold no block of {slot_bytes} bytes",
-            )
-            return
         self._kv_caches = dict(kv_caches)  # the engine copies by address
-        self._host = HostTier(num_slots, slot_bytes)
-        engine = self._open_engine(layouts, self._host, self.rank)
+        memory = self._memory = open_rank(
+            _device_of(kv_caches), layouts, self._config, self.rank, self._num_ranks_here
+        )
+        engine = memory.engine
         self._worker = Worker({(DEVICE, HOST): engine, (HOST, DEVICE): engine}, rank=self.rank)
-        self._shape = RankShape(
+        self.shape = RankShape(
             rank=self.rank,
-            num_slots=num_slots,
-            slot_bytes=slot_bytes,
+            num_slots=memory.host.num_slots,
+            ready_slots=memory.ready_slots,
+            slot_bytes=memory.host.tier.slot_bytes,
             block_bytes=tuple(layout.block_bytes for layout in layouts),
-            layout=f"{layouts[0].num_segments} segment(s) of {int(layouts[0].sizes[0])} bytes",
+            layout=_words(layouts),
         )
 
     def close(self) -> None:
         if self._worker is not None:
             self._worker.close()
-        if self._host is not None:
-            self._host.close()
+        if self._memory is not None:
+            self._memory.close()
 
     # -- a step ---------------------------------------------------------------------------------
 
@@ -139,6 +124,8 @@ class WorkerSide:
         self._later = Plan(orders.plan.step, stores)
         if not orders.computes:
             self._flush()
+        elif self._memory is not None:
+            self._memory.note_step()
         if orders.drain:
             self._drain()
 
@@ -154,7 +141,7 @@ class WorkerSide:
         if not plan:
             return
         if self._worker is None or self.guard.broken:
-            self._refuse(plan.transfers, self.guard.reason or self._shape.refusal)
+            self._refuse(plan.transfers, self.guard.reason or self.shape.refusal)
             return
         try:
             self._worker.execute(plan)
@@ -221,6 +208,25 @@ class WorkerSide:
         return invalid
 
     def take_receipts(self) -> StepReceipts | None:
+        """What the scheduler's side does not know yet; None if that is nothing."""
         receipts, self._receipts = tuple(self._receipts), []
         drained, self._drained = self._drained, False
-        return StepReceipts(receipts, drained) if receipts or drained else None
+        shapes = () if self._told_shape else (self.shape,)
+        self._told_shape = True
+        num_ready = self._memory.ready_slots if self._memory is not None else 0
+        ready = ((self.rank, num_ready),) if num_ready != self._told_ready else ()
+        self._told_ready = num_ready
+        if receipts or ready or shapes or drained:
+            return StepReceipts(receipts, ready, shapes, drained)
+        return None
+
+
+def _device_of(kv_caches: Mapping[str, Any]) -> Any:
+    first = next(iter(kv_caches.values()))
+    return (first[0] if isinstance(first, (list, tuple)) else first).device
+
+
+def _words(layouts: Sequence[GroupLayout]) -> str:
+    """How a block lies in device memory, for the log."""
+    kinds = [f"{g.num_segments} x {format_size(int(g.sizes[0]))}" for g in layouts]
+    return ", ".join(dict.fromkeys(kinds))

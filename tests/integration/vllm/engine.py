@@ -186,19 +186,16 @@ class Tamper:
 @contextlib.contextmanager
 def tampering(monkeypatch: Any, **how: Any) -> Iterator[list[Tamper]]:
     """Engines made inside get tampered copies; yields the tampers, one per rank."""
-    import kvferry.vllm.connector as module
+    from kvferry.vllm import ranks, worker_side
 
-    real = module.open_engine
+    real = ranks.open_rank
     made: list[Tamper] = []
 
-    def open_engine(config: Any) -> Any:
-        opener = real(config)
+    def open_rank(*args: Any) -> Any:
+        memory: Any = real(*args)
+        made.append(Tamper(memory.engine, **how))
+        memory.engine = made[-1]
+        return memory
 
-        def tampered(*args: Any) -> Tamper:
-            made.append(Tamper(opener(*args), **how))
-            return made[-1]
-
-        return tampered
-
-    monkeypatch.setattr(module, "open_engine", open_engine)
+    monkeypatch.setattr(worker_side, "open_rank", open_rank)
     yield made

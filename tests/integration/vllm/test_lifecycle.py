@@ -7,7 +7,13 @@ from tests.integration.vllm.engine import make_prompts, tampering
 
 from kvferry.scheduler import Scheduler
 
-FERRY = {"host": "64MiB", "max_storing_blocks": 1000}
+# A machine under load must not turn into failed copies.
+FERRY = {
+    "host": "64MiB",
+    "max_storing_blocks": 1000,
+    "load_deadline": "5min",
+    "store_deadline": "5min",
+}
 
 
 def waiting_for_load(engine, name):
@@ -71,7 +77,7 @@ def test_many_aborts_at_random_moments(start, expect, llama):
     engine = start(llama, ferry={**FERRY, "host": "4MiB"}, num_gpu_blocks_override=48)
     for _ in range(3):
         names = {engine.add(prompt): number for number, prompt in enumerate(prompts)}
-        done = {}
+        done: dict[str, list[int]] = {}
         while engine.llm.llm_engine.has_unfinished_requests():
             done |= engine.step()
             if chooser.random() < 0.1:

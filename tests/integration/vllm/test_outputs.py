@@ -7,7 +7,13 @@ import itertools
 import pytest
 from tests.integration.vllm.engine import BLOCK_TOKENS, make_prompts, tampering
 
-FERRY = {"host": "64MiB", "max_storing_blocks": 1000}
+# A machine under load must not turn into failed copies.
+FERRY = {
+    "host": "64MiB",
+    "max_storing_blocks": 1000,
+    "load_deadline": "5min",
+    "store_deadline": "5min",
+}
 MODELS = ["llama", "gemma"]
 
 
@@ -70,14 +76,12 @@ def test_preempted_requests_go_on_where_they_were(start, expect, llama, monkeypa
     engine = start(llama, ferry=FERRY, **options)
     preempted = []
     real = engine.scheduler._preempt_request
-    monkeypatch.setattr(
-        engine.scheduler,
-        "_preempt_request",
-        lambda request, *args, **kwargs: (
-            preempted.append(request),
-            real(request, *args, **kwargs),
-        ),
-    )
+
+    def counted(request, *args, **kwargs):
+        preempted.append(request.request_id)
+        return real(request, *args, **kwargs)
+
+    monkeypatch.setattr(engine.scheduler, "_preempt_request", counted)
     assert engine.generate(prompts, max_tokens=120) == expected
     assert preempted
     engine.check_idle()

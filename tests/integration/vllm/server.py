@@ -1,0 +1,179 @@
+"""`vllm serve` as a user starts it, and a client that speaks HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+START_SECONDS = 240.0
+STOP_SECONDS = 60.0
+COMMAND = Path(sys.executable).parent / "vllm"
+
+
+def process_env() -> dict[str, str]:
+    """As for the engines in our own process, except that these have processes of their own."""
+    return {
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+    }
+
+
+class Server:
+    """A running server. Owns the process and all it starts."""
+
+    def __init__(
+        self, model: Path, log: Path, *options: str, ferry: dict[str, Any] | None = None
+    ) -> None:
+        self.port = _free_port()
+        self._log = log
+        connector = {
+            "kv_connector": "kvferry",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": ferry,
+        }
+        arguments = [
+            *(str(COMMAND), "serve", str(model), "--served-model-name", "tiny"),
+            *("--host", "127.0.0.1", "--port", str(self.port)),
+            *("--dtype", "float32", "--block-size", "32", "--max-model-len", "512"),
+            *("--max-num-seqs", "8", "--num-gpu-blocks-override", "48", "--enforce-eager"),
+            *options,
+        ]
+        if ferry is not None:
+            arguments += ["--kv-transfer-config", json.dumps(connector)]
+        with log.open("wb") as out:
+            self.process = subprocess.Popen(
+                arguments,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=process_env(),
+                start_new_session=True,
+            )
+        self._wait_until_healthy()
+
+    def _wait_until_healthy(self) -> None:
+        give_up = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                self.get("/health")
+                return
+            except (urllib.error.URLError, ConnectionError):
+                ended = self.process.poll() is not None
+                if ended or time.monotonic() > give_up:
+                    self.kill()
+                    raise AssertionError(f"the server did not start:\n{self.log[-5000:]}") from None
+                time.sleep(0.2)
+
+    # -- asking ---------------------------------------------------------------------------------
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=120) as answer:
+            text: str = answer.read().decode()
+        return text
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        asked = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(asked, timeout=240) as answer:
+            text = answer.read().decode()
+        return json.loads(text) if text.strip() else None
+
+    def complete(self, prompt: list[int] | str, max_tokens: int = 16) -> str:
+        answer = self.post(
+            "/v1/completions",
+            {
+                "model": "tiny",
+                "prompt": prompt,
+                "max_tokens": max_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+            },
+        )
+        text: str = answer["choices"][0]["text"]
+        return text
+
+    def chat(self, *messages: str, max_tokens: int = 16) -> str:
+        roles = ("user", "assistant")
+        answer = self.post(
+            "/v1/chat/completions",
+            {
+                "model": "tiny",
+                "messages": [
+                    {"role": roles[i % 2], "content": text} for i, text in enumerate(messages)
+                ],
+                "max_tokens": max_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+            },
+        )
+        text: str = answer["choices"][0]["message"]["content"]
+        return text
+
+    def metric(self, name: str) -> float:
+        """The sum over labels."""
+        found = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", self.get("/metrics"), re.M)
+        assert found, f"no metric {name}"
+        return sum(map(float, found))
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    # -- ending ---------------------------------------------------------------------------------
+
+    def terminate(self) -> int:
+        """As a service manager does; returns the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(STOP_SECONDS)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """The whole session, at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def processes(self) -> list[int]:
+        """The server's processes that still live."""
+        return [pid for pid in map(int, _numbers("/proc")) if _session(pid) == self.process.pid]
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def _numbers(folder: str) -> list[str]:
+    return [name for name in os.listdir(folder) if name.isdigit()]
+
+
+def _session(pid: int) -> int | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    state, _, _, session = stat.rpartition(")")[2].split()[:4]
+    return int(session) if state != "Z" else None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port

@@ -1,0 +1,60 @@
+"""Several ranks: a block counts as stored when all have it, and comes back on all of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from tests.integration.vllm.engine import make_prompts
+from tests.integration.vllm.server import process_env
+
+SCRIPT = """
+import json, sys, time
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    model, prompts = json.loads(sys.argv[1])
+    ferry = {"host": "64MiB", "load_deadline": "5min", "store_deadline": "5min"}
+    llm = LLM(
+        model=model, dtype="float32", block_size=32, num_gpu_blocks_override=64, max_model_len=512,
+        enforce_eager=True, max_num_seqs=8, tensor_parallel_size=2, disable_log_stats=False,
+        kv_transfer_config={"kv_connector": "kvferry", "kv_role": "kv_both",
+                            "kv_connector_extra_config": ferry},
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    def generate():
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [list(o.outputs[0].token_ids) for o in llm.generate(asked, sampling, use_tqdm=False)]
+    first = generate()
+    for _ in range(600):  # the engine steps on by itself until its stores have landed
+        if llm.reset_prefix_cache():
+            break
+        time.sleep(0.1)
+    again = generate()
+    figures = {}
+    for metric in llm.get_metrics():
+        figures[metric.name] = figures.get(metric.name, 0) + getattr(metric, "value", 0)
+    print("RESULT", json.dumps({"first": first, "again": again, "figures": figures}))
+"""
+
+
+@pytest.mark.timeout(600)
+def test_two_ranks_load_what_both_have_stored(expect, llama, tmp_path):
+    prompts = make_prompts(51, 300, 200, 100)
+    script = tmp_path / "two_ranks.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, str(script), json.dumps([str(llama), prompts])],
+        env=process_env(),
+        capture_output=True,
+        text=True,
+        timeout=580,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    result = json.loads(line.removeprefix("RESULT "))
+    assert result["first"] == result["again"] == expect(llama, prompts)
+    assert result["figures"]["vllm:external_prefix_cache_hits"] == (9 + 6 + 3) * 32
+    assert result["figures"]["vllm:kvferry_failed_transfers"] == 0

@@ -1,0 +1,99 @@
+"""`vllm serve` with kvferry, as users see it: answers, metrics, orderly and violent ends."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+
+import pytest
+from tests.integration.vllm.engine import make_prompts
+from tests.integration.vllm.server import COMMAND, Server, process_env, shared_memory
+
+# A machine under load must not turn into failed copies.
+FERRY = {"host": "64MiB", "load_deadline": "5min", "store_deadline": "5min"}
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture
+def serve(tmp_path):
+    running: list[Server] = []
+
+    def begin(model, *options, ferry=None):
+        server = Server(model, tmp_path / f"server{len(running)}.log", *options, ferry=ferry)
+        running.append(server)
+        return server
+
+    yield begin
+    for server in running:
+        server.kill()
+
+
+def test_answers_metrics_and_an_orderly_end(serve, llama):
+    before = shared_memory()
+    server = serve(llama, ferry=FERRY)
+    assert "kvferry is in service" in server.log
+    prompts = make_prompts(41, *[350] * 6)
+    answers = [server.complete(prompt) for prompt in prompts]
+    # Six prompts of eleven blocks do not fit 47: the first ones are gone from the device.
+    assert [server.complete(prompt) for prompt in prompts] == answers
+    question = "Why is the sea salty? " * 8
+    answer = server.chat(question)
+    follow_up = server.chat(question, answer, "And the rivers? " * 4)
+    for prompt in prompts:
+        server.complete(prompt)
+    assert server.chat(question) == answer
+    assert server.chat(question, answer, "And the rivers? " * 4) == follow_up
+    assert server.metric("vllm:external_prefix_cache_queries_total") > 0
+    assert server.metric("vllm:external_prefix_cache_hits_total") > 0
+    assert server.metric("vllm:kvferry_hit_tokens_total") > 0
+    assert server.metric("vllm:kvferry_moved_bytes_total") > 0
+    assert server.metric("vllm:kvferry_failed_transfers_total") == 0
+    server.post("/reset_prefix_cache?reset_external=true", {})
+    assert server.complete(prompts[0]) == answers[0]
+    assert server.terminate() == 0
+    assert server.processes() == []
+    assert shared_memory() <= before
+    assert "Traceback" not in server.log
+
+
+def test_a_violent_end_leaves_nothing_behind(serve, llama):
+    before = shared_memory()
+    server = serve(llama, ferry=FERRY)
+    for prompt in make_prompts(42, 300, 300):
+        server.complete(prompt)
+    server.kill()
+    give_up = time.monotonic() + 30
+    while server.processes() and time.monotonic() < give_up:
+        time.sleep(0.1)
+    assert server.processes() == []
+    assert shared_memory() <= before
+
+
+def test_the_published_benchmark_with_and_without(serve, llama, capsys):
+    """No figure is asserted: on a small CPU they mean little. That it runs and hits is."""
+    reports = {}
+    for name, ferry in [("without kvferry", None), ("with kvferry", FERRY)]:
+        server = serve(llama, ferry=ferry)
+        done = subprocess.run(
+            [
+                *(str(COMMAND), "bench", "serve", "--backend", "openai"),
+                *("--base-url", f"http://127.0.0.1:{server.port}", "--model", "tiny"),
+                *("--tokenizer", str(llama), "--dataset-name", "prefix_repetition"),
+                *("--prefix-repetition-prefix-len", "320", "--prefix-repetition-suffix-len", "32"),
+                *("--prefix-repetition-num-prefixes", "8", "--prefix-repetition-output-len", "8"),
+                *("--num-prompts", "48", "--max-concurrency", "4", "--seed", "1"),
+            ],
+            env=process_env(),
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        reports[name] = done.stdout[done.stdout.index("====") :]
+        if ferry is not None:
+            assert server.metric("vllm:external_prefix_cache_hits_total") > 0
+        assert server.terminate() == 0
+    with capsys.disabled():
+        for name, report in reports.items():
+            print(f"\n-- vllm bench serve, {name}\n{report}")
