@@ -32,6 +32,7 @@ VERDICTS = {
     "load_always": "load: load_policy says always",
     "compute_always": "compute: load_policy says never",
     "load_unmeasured": "load: nothing is measured yet, and loading is the better bet",
+    "load_to_measure": "load: the link was last measured long ago, so it is tried again",
     "load_faster": "load: expected to be faster",
     "compute_faster": "compute: expected to be faster",
 }

@@ -1,0 +1,171 @@
+"""The endpoint of a library user: real HTTP, a ferry at work behind it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from urllib.parse import urlsplit
+from urllib.request import urlopen
+
+import numpy as np
+import pytest
+
+import kvferry
+from kvferry.errors import ConfigError
+from kvferry.metrics import endpoint as module
+from kvferry.metrics.http import HttpServer, Reply
+
+
+@pytest.fixture
+def ferry():
+    kv = [np.zeros((32, 2, 16, 2, 8), np.float32) for _ in range(2)]
+    with kvferry.attach(kv, model="m", block_tokens=16, host="8MiB") as ferry:
+        yield ferry
+
+
+def ask(url: str, path: str, *, method: str = "GET", host: str | None = None):
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=10)
+    try:
+        headers = {"Host": host} if host is not None else {}
+        connection.request(method, path, headers=headers)
+        reply = connection.getresponse()
+        return reply.status, reply.read(), reply.headers
+    finally:
+        connection.close()
+
+
+def work(ferry: kvferry.Ferry, first: int = 0) -> kvferry.Hit:
+    keys = ferry.keys(np.arange(first, first + 64))
+    ferry.wait(ferry.store(keys, [0, 1, 2, 3]))
+    hit = ferry.match(keys)
+    ferry.wait(ferry.load(hit, [4, 5, 6, 7]))
+    return hit
+
+
+def test_metrics_and_explanations_over_http(ferry):
+    url = ferry.serve_metrics(0)
+    assert url == ferry.serve_metrics(0)
+    assert url.startswith("http://127.0.0.1:")
+    hit = work(ferry)
+    status, body, headers = ask(url, "/metrics")
+    assert status == 200
+    assert headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    assert b"kvferry_hit_tokens_total 64.0" in body
+    assert b'kvferry_slots{state="cached",tier="host"} 4.0' in body
+    status, body, _ = ask(url, f"/explain/{hit.request_id}")
+    told = json.loads(body)
+    assert told["explanation"]["reason"] == "nothing_missed"
+    assert [copy["paths"] for copy in told["copies"]] == [["cpu"]]
+    assert hit.request_id in [
+        r["request_id"] for r in json.loads(ask(url, "/explain")[1])["requests"]
+    ]
+    explained = ferry.explain(hit)
+    assert explained is not None
+    assert explained.host_tokens == 64
+    assert ask(url, "/")[0] == 200
+
+
+def test_what_is_not_there_is_refused(ferry):
+    url = ferry.serve_metrics(0)
+    assert ask(url, "/nothing")[0] == 404
+    assert ask(url, "/explain/unknown")[0] == 404
+    assert ask(url, "/explain/a/b")[0] == 404
+    assert ask(url, "/../../etc/passwd")[0] == 404
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
+def test_nothing_can_be_changed(ferry, method):
+    url = ferry.serve_metrics(0)
+    assert ask(url, "/metrics", method=method)[0] == 501
+    assert ask(url, "/metrics", method="HEAD")[:2] == (200, b"")
+
+
+def test_a_name_pointed_at_loopback_gets_nothing(ferry):
+    url = ferry.serve_metrics(0)
+    assert ask(url, "/metrics", host="evil.example:80")[0] == 403
+    assert ask(url, "/metrics", host="")[0] == 403
+    for name in ("localhost:1", "127.0.0.1", "[::1]:9"):
+        assert ask(url, "/metrics", host=name)[0] == 200
+
+
+def test_bound_to_all_addresses_any_name_will_do():
+    server = HttpServer(lambda path: Reply(b"hello"), host="0.0.0.0")
+    try:
+        assert ask(server.url, "/", host="node-7.cluster:9475")[0] == 200
+    finally:
+        server.close()
+
+
+def test_settings_start_it():
+    kv = [np.zeros((4, 2, 16, 2, 8), np.float32)]
+    probe = HttpServer(lambda path: None)
+    probe.close()
+    with kvferry.attach(
+        kv, model="m", block_tokens=16, host="1MiB", metrics_port=probe.port
+    ) as ferry:
+        assert ferry.serve_metrics() == f"http://127.0.0.1:{probe.port}/"
+        assert ask(f"http://127.0.0.1:{probe.port}/", "/metrics")[0] == 200
+
+
+def test_a_port_in_use_is_named_and_nothing_is_left_behind():
+    kv = [np.zeros((4, 2, 16, 2, 8), np.float32)]
+    taken = HttpServer(lambda path: None)
+    try:
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{taken.port}"):
+            kvferry.attach(kv, model="m", block_tokens=16, host="1MiB", metrics_port=taken.port)
+    finally:
+        taken.close()
+
+
+def test_without_its_extra_it_says_what_to_install(ferry, monkeypatch):
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'kvferry\[metrics\]'"):
+        ferry.serve_metrics(0)
+
+
+def test_an_answer_that_breaks_is_an_error_not_a_hang():
+    def answer(path):
+        raise RuntimeError("broken")
+
+    server = HttpServer(answer)
+    try:
+        status, body, _ = ask(server.url, "/")
+        assert status == 500
+        assert b"RuntimeError: broken" in body
+    finally:
+        server.close()
+
+
+def test_scraped_by_many_while_it_works(ferry):
+    """Readers on other threads see whole snapshots: every slot is in exactly one state."""
+    url, stop, seen, errors = ferry.serve_metrics(0), threading.Event(), [], []
+
+    def scrape():
+        while not stop.is_set():
+            try:
+                with urlopen(f"{url}metrics", timeout=10) as reply:
+                    text = reply.read().decode()
+                seen.append(
+                    sum(
+                        float(x.split()[-1])
+                        for x in text.splitlines()
+                        if x.startswith("kvferry_slots{")
+                    )
+                )
+            except Exception as error:
+                errors.append(error)
+
+    readers = [threading.Thread(target=scrape) for _ in range(4)]
+    for reader in readers:
+        reader.start()
+    for number in range(60):
+        work(ferry, 1000 * number)
+    stop.set()
+    while any(reader.is_alive() for reader in readers):
+        ferry.poll()
+    for reader in readers:
+        reader.join()
+    assert not errors
+    assert set(seen) == {float(ferry.stats().pool.total)}

@@ -1,0 +1,172 @@
+"""The commands an operator uses, as they are typed."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from tests.fakes.endpoint import FakeEndpoint
+
+import kvferry
+from kvferry.cli.commands import kvferry as cli
+from kvferry.cli.explain import REASONS, VERDICTS
+from kvferry.config import describe
+from kvferry.policy.worth import Verdict
+from kvferry.why import Reason
+
+
+def invoke(*arguments: str, **env: str) -> Result:
+    return CliRunner().invoke(cli, arguments, env=env)
+
+
+@pytest.fixture
+def endpoint():
+    fake = FakeEndpoint()
+    yield fake
+    fake.close()
+
+
+def test_help_names_every_command():
+    text = invoke("--help").output
+    for name in ("demo", "doctor", "calibrate", "bench", "top", "explain", "config", "version"):
+        assert f"\n  {name}" in text
+
+
+@pytest.mark.parametrize("name", ["doctor", "top", "explain", "config", "completion", "version"])
+def test_every_command_has_help(name):
+    result = invoke(name, "--help")
+    assert result.exit_code == 0
+    assert name == "completion" or "--json" in result.output
+
+
+def test_version():
+    assert invoke("version").output == f"kvferry {kvferry.__version__}\n"
+    assert json.loads(invoke("version", "--json").output) == {"version": kvferry.__version__}
+
+
+# -- top ----------------------------------------------------------------------------------------
+
+
+def test_top_once(endpoint):
+    result = invoke("top", endpoint.url, "--once", "--interval", "0.1")
+    assert result.exit_code == 0, result.output
+    for words in ("hit rate 75%", "10 requests", "700 of 1,000", "host → device", "evicted"):
+        assert words in result.output
+    assert "\x1b[" not in result.output  # plain when piped
+
+
+def test_top_once_as_json(endpoint):
+    result = invoke("top", endpoint.url, "--once", "--json", "--interval", "0.1")
+    view = json.loads(result.output)
+    assert view["hit_rate"] == 0.75
+    assert [tier["name"] for tier in view["tiers"]] == ["host", "disk"]
+
+
+def test_top_says_where_nobody_answers(endpoint):
+    endpoint.close()
+    result = invoke("top", endpoint.url, "--once")
+    assert result.exit_code == 1
+    assert "cannot be reached" in result.output
+    assert "Traceback" not in result.output
+    assert invoke("top", "file:///etc/passwd", "--once").exit_code == 1
+
+
+def test_markup_in_names_is_shown_not_obeyed(endpoint):
+    endpoint.text = endpoint.text.replace('tier="disk"', 'tier="[red]disk"')
+    assert "[red]disk" in invoke("top", endpoint.url, "--once", "--interval", "0.1").output
+
+
+# -- explain ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served():
+    kv = [np.zeros((32, 2, 16, 2, 8), np.float32) for _ in range(2)]
+    with kvferry.attach(kv, model="m", block_tokens=16, host="8MiB") as ferry:
+        url = ferry.serve_metrics(0)
+        keys = ferry.keys(np.arange(64))
+        ferry.wait(ferry.store(keys, [0, 1, 2, 3]))
+        hit = ferry.match(keys)
+        ferry.wait(ferry.load(hit, [4, 5, 6, 7]))
+        miss = ferry.match(ferry.keys(np.arange(9, 73)))
+        yield url, hit.request_id, miss.request_id
+
+
+def test_explain_tells_a_hit_a_miss_and_the_latest(served):
+    url, hit, miss = served
+    told = invoke("explain", hit, "--url", url).output
+    assert "Asked for 64 tokens: 0 were on the device, 64 in host memory" in told
+    assert "host → device" in told
+    assert "cpu" in told
+    told = invoke("explain", miss, "--url", url).output
+    assert "First missing: token 0." in told
+    assert "never_stored" in told
+    assert "Nothing was copied" in told
+    listed = invoke("explain", "--url", url).output
+    assert hit in listed
+    assert miss in listed
+    plain = json.loads(invoke("explain", hit, "--url", url, "--json").output)
+    assert plain["copies"][0]["num_blocks"] == 4
+
+
+def test_explain_says_when_a_request_is_not_remembered(served):
+    result = invoke("explain", "who/is this?", "--url", served[0])
+    assert result.exit_code == 1
+    assert "nothing is remembered of request 'who/is this?'" in result.output
+
+
+def test_every_reason_and_verdict_has_words():
+    assert set(REASONS) == set(Reason)
+    assert set(VERDICTS) == {verdict.value for verdict in Verdict}
+
+
+# -- config -------------------------------------------------------------------------------------
+
+
+def test_config_shows_every_setting_and_its_source(tmp_path):
+    file = tmp_path / "kvferry.toml"
+    file.write_text('[kvferry]\nhost = "2GiB"\nstore_mode = "lazy"\n')
+    result = invoke("config", "--json", KVFERRY_CONFIG=str(file), KVFERRY_STORE_MODE="eager")
+    rows = json.loads(result.output)
+    assert set(rows) == {setting.name for setting in describe()}
+    assert (rows["host"]["value"], rows["host"]["source"]) == ("2GiB", str(file))
+    assert (rows["store_mode"]["value"], rows["store_mode"]["source"]) == (
+        "eager",
+        "KVFERRY_STORE_MODE",
+    )
+    assert rows["copy_path"]["source"] == "default"
+    changed = invoke("config", "--changed", "--file", str(file)).output
+    assert "2GiB" in changed
+    assert "copy_path" not in changed
+    assert "Every setting has its default" in invoke("config", "--changed").output
+
+
+def test_config_refuses_what_an_engine_would_refuse():
+    result = invoke("config", KVFERRY_HOTS="1GiB")
+    assert result.exit_code == 1
+    assert "did you mean 'host'" in result.output
+
+
+# -- completion ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_for_each_shell(shell):
+    result = invoke("completion", shell)
+    assert result.exit_code == 0, result.output
+    assert "_KVFERRY_COMPLETE" in result.output
+
+
+def test_the_shell_is_answered_with_commands_and_options():
+    def complete(words: str) -> str:
+        env = {
+            "_KVFERRY_COMPLETE": "bash_complete",
+            "COMP_WORDS": words,
+            "COMP_CWORD": f"{len(words.split()) - 1}",
+        }
+        return CliRunner().invoke(cli, [], prog_name="kvferry", env=env).output
+
+    assert "doctor" in complete("kvferry do")
+    assert "--once" in complete("kvferry top --o")

@@ -1,0 +1,142 @@
+"""Watching: what is read off an endpoint, and the rates made of it."""
+
+from __future__ import annotations
+
+import pytest
+from tests.fakes.endpoint import FakeEndpoint, stats
+
+from kvferry.errors import InputError
+from kvferry.metrics.collector import exposition
+from kvferry.metrics.samples import Snapshot
+from kvferry.watch.scrape import UnreachableError, base_url, explain, parse, read
+from kvferry.watch.view import HISTORY, Watch
+from kvferry.watch.words import show_bytes, show_seconds, show_share, sparkline
+
+
+@pytest.fixture
+def endpoint():
+    fake = FakeEndpoint()
+    yield fake
+    fake.close()
+
+
+def at(second: float, *, queries: int, moved: int):
+    snapshot = Snapshot(stats(queries=queries, moved=moved), "1", {"host": 1_000_000})
+    text = exposition(snapshot).decode()
+    return parse(text, at=second)
+
+
+def watch_over(*readings) -> Watch:
+    left = list(readings)
+    return Watch("u", look=lambda url: left.pop(0), explain=lambda url: {"requests": []})
+
+
+def test_rates_are_between_two_looks():
+    watch = watch_over(at(0, queries=10, moved=10), at(2, queries=20, moved=30))
+    first = watch.look()
+    assert first.queries_per_second == 0
+    assert first.hit_rate == pytest.approx(0.75)
+    assert first.hit_rate_now is None
+    view = watch.look()
+    assert view.queries_per_second == 5
+    assert view.hit_rate_now == pytest.approx(0.75)
+    down, up = view.routes
+    assert (down.src, down.dst, up.src, up.dst) == ("device", "host", "host", "device")
+    assert up.bytes_per_second == pytest.approx(20 * 100_000_000 / 2)
+    assert up.copy_speed == pytest.approx(50e9)
+    assert up.paths == {"kernel": 3e9}
+    assert view.misses == {"evicted": 60, "never_stored": 20}
+    host, disk = view.tiers
+    assert (host.cached, host.leased, host.total, host.slot_bytes) == (600, 100, 1000, 1_000_000)
+    assert (disk.total, disk.slot_bytes) == (10000, None)
+    assert view.troubles["failed"] == 1
+    assert (view.in_flight, view.queued, view.leases) == (3, 4, 7)
+
+
+def test_history_is_bounded():
+    watch = watch_over(*(at(i, queries=i, moved=1) for i in range(HISTORY + 20)))
+    for _ in range(HISTORY + 20):
+        view = watch.look()
+    assert len(view.hit_history) == HISTORY
+    assert len(view.routes[0].history) == HISTORY
+
+
+def test_an_engine_that_starts_again_starts_a_new_history():
+    watch = watch_over(at(0, queries=100, moved=9), at(1, queries=1, moved=1))
+    watch.look()
+    view = watch.look()
+    assert view.queries == 1
+    assert view.queries_per_second == 0
+    assert view.hit_history == []
+
+
+def test_vllms_endpoint_is_understood_and_its_engines_summed(endpoint):
+    endpoint.show_as_vllm(Snapshot(stats(queries=10, moved=10), ""))
+    view = Watch(endpoint.url).look()
+    assert view.queries == 20
+    assert view.routes[1].total_bytes == 2_000_000_000
+    assert view.tiers[0].cached == 1200
+    assert view.recent == []
+
+
+def test_vllms_endpoint_is_asked_for_requests_only_once(endpoint):
+    endpoint.show_as_vllm(Snapshot(stats(queries=10), ""))
+    watch = Watch(endpoint.url)
+    for _ in range(3):
+        watch.look()
+    assert endpoint.paths.count(("explain",)) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("vllm:num_requests_running 3\n", "has no kvferry metrics"),
+        ("", "has no kvferry metrics"),
+        ("<html>kvferry_ and nothing else</html>", "does not speak the Prometheus format"),
+    ],
+)
+def test_an_endpoint_that_is_not_ours_is_named(endpoint, text, words):
+    endpoint.text = text
+    with pytest.raises(UnreachableError, match=words):
+        read(endpoint.url)
+
+
+def test_nobody_there_says_what_to_do(endpoint):
+    url = endpoint.url
+    endpoint.close()
+    with pytest.raises(UnreachableError, match="Is the engine running"):
+        read(url)
+
+
+def test_a_request_that_is_not_remembered_says_so(endpoint):
+    with pytest.raises(UnreachableError, match="404: nothing is remembered"):
+        explain(endpoint.url, "a/b?c")
+    assert endpoint.paths[-1] == ("explain", "a/b?c")
+
+
+@pytest.mark.parametrize(
+    ("given", "base"),
+    [
+        ("localhost:8000", "http://localhost:8000"),
+        ("http://h:1/metrics", "http://h:1"),
+        ("https://h/metrics/", "https://h"),
+        ("http://h:1/", "http://h:1"),
+    ],
+)
+def test_addresses_are_taken_as_people_write_them(given, base):
+    assert base_url(given) == base
+
+
+@pytest.mark.parametrize("given", ["file:///etc/passwd", "ftp://h/x", "http://", ""])
+def test_other_addresses_are_refused(given):
+    with pytest.raises(InputError, match="no address"):
+        base_url(given)
+
+
+def test_numbers_are_shown_as_people_read_them():
+    assert [show_bytes(n) for n in (0, 999, 1e3, 2.5e9)] == ["0 B", "999 B", "1.0 kB", "2.5 GB"]
+    assert [show_share(s) for s in (None, 0.5)] == ["–", "50%"]
+    assert [show_seconds(s) for s in (2, 0.02, 2e-5)] == ["2.00 s", "20.0 ms", "20 µs"]
+    assert sparkline([0, 1, 2], 5) == "▁▅█"
+    assert sparkline([0, 0], 5) == "▁▁"
+    assert sparkline([], 5) == ""
