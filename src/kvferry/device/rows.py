@@ -23,10 +23,6 @@ MAX_STEPS = 8
 """Accesses in flight per thread. Eight of 16 bytes fill a PCIe Gen5 link from two multiprocessors
 (one NVIDIA H200); more would not fit the registers of 1024 threads."""
 
-MAX_WASTE = 1.125
-"""A row longer than its segment leaves threads idle; up to this much of it is worth the longer
-row."""
-
 
 @dataclass(frozen=True)
 class RowShape:
@@ -59,13 +55,13 @@ def row_shape(layout: GroupLayout, alignment: int) -> RowShape:
     step = width * vector * LANES
     total = int(layout.sizes.sum())
 
-    def waste(steps: int) -> float:
+    def useful(steps: int) -> tuple[float, int]:
+        """Accesses in flight that move bytes: a row longer than its segment idles some threads."""
         rows = -(-layout.sizes // (step * steps))
-        return float(rows.sum()) * step * steps / total
+        return total / (float(rows.sum()) * step), -steps
 
-    choices = [2**power for power in range(MAX_STEPS.bit_length() - 1, -1, -1)]
-    fitting = [steps for steps in choices if waste(steps) <= MAX_WASTE]
-    return RowShape(width, vector, fitting[0] if fitting else min(choices, key=waste))
+    choices = [2**power for power in range(MAX_STEPS.bit_length())]
+    return RowShape(width, vector, max(choices, key=useful))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,102 @@
+"""Calibration on a fake device: every path timed, nothing left behind, failures survived."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.fakes.driver import FakeDriver
+
+from kvferry.device import calibrate as module
+from kvferry.device import toolbox as toolbox_module
+from kvferry.device.calibrate import calibrate
+from kvferry.device.copy_rig import CopyRig
+from kvferry.device.driver import BatchForm
+from kvferry.device.job import Direction
+from kvferry.device.paths import DmaPath, LoopPath
+from kvferry.device.profile import profile_file
+from kvferry.device.toolbox import open_planner, open_toolbox
+
+KiB = 1 << 10
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kilobytes instead of gigabytes, and no model beside."""
+    monkeypatch.setattr(module, "SEGMENT_BYTES", (4 * KiB, 16 * KiB))
+    monkeypatch.setattr(module, "NUM_BYTES", (16 * KiB, 64 * KiB))
+    monkeypatch.setattr(module, "CopyRig", lambda driver: CopyRig(driver, num_bytes=64 * KiB))
+    monkeypatch.setattr(module, "_time_beside_model", lambda *_: iter(()))
+
+
+def test_each_path_is_timed_each_way() -> None:
+    driver = FakeDriver()
+    said: list[str] = []
+    profile = calibrate(driver, {"dma": DmaPath(driver)}, progress=said.append)
+    assert {(cell.direction, cell.path) for cell in profile.cells} == {
+        (way, "dma") for way in Direction
+    }
+    assert {(cell.segment_bytes, cell.num_bytes) for cell in profile.cells} == {
+        (4 * KiB, 16 * KiB), (4 * KiB, 64 * KiB), (16 * KiB, 16 * KiB), (16 * KiB, 64 * KiB),
+    }  # fmt: skip
+    assert all(cell.seconds > 0 for cell in profile.cells)
+    assert profile.provenance["gpu"] == "fake"
+    assert said == ["dma, store", "dma, load"]
+    assert driver.leaks() == {}
+
+
+def test_a_call_per_segment_is_for_drivers_without_the_batch() -> None:
+    newest = BatchForm.WITHOUT_FAIL_INDEX
+    for form, expected in ((BatchForm.ABSENT, {"loop", "dma"}), (newest, {"dma"})):
+        driver = FakeDriver(batch_form=form)
+        profile = calibrate(driver, {"loop": LoopPath(driver), "dma": DmaPath(driver)})
+        assert {cell.path for cell in profile.cells} == expected
+
+
+def test_a_path_that_is_hopeless_is_not_asked_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SLOWEST", 0.0)
+    driver = FakeDriver()
+    profile = calibrate(driver, {"dma": DmaPath(driver)})
+    assert {cell.num_bytes for cell in profile.cells} == {16 * KiB}
+
+
+def test_the_planner_measures_once_and_then_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    driver: Any = FakeDriver()
+    toolbox = open_toolbox(driver, ring_bytes=1 << 20)
+    assert set(toolbox.paths) == {"loop", "dma"}  # no kernels for a driver that is not CUDA's
+    first = open_planner(driver, toolbox)
+    assert profile_file(driver.identity()).exists()
+    calls = len(driver.calls)
+    second = open_planner(driver, toolbox)
+    assert len(driver.calls) == calls
+    assert second.profile == first.profile
+    toolbox.close()
+
+
+def test_a_machine_that_cannot_be_measured_is_planned_for_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    driver: Any = FakeDriver()
+    driver.fail("alloc_host")
+    toolbox = open_toolbox(driver, ring_bytes=1 << 20)
+    planner = open_planner(driver, toolbox)
+    assert "built-in" in planner.profile.provenance["source"]
+    assert "could not be measured" in caplog.text
+    assert driver.leaks() == {}
+    unasked = open_planner(driver, toolbox, may_calibrate=False)
+    assert "there is no" in unasked.profile.provenance["source"]
+
+
+def test_a_pinned_path_needs_no_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(toolbox_module, "calibrate", None)
+    driver: Any = FakeDriver()
+    toolbox = open_toolbox(driver, ring_bytes=1 << 20)
+    assert open_planner(driver, toolbox, copy_path="loop").pinned == "loop"

@@ -1,0 +1,97 @@
+"""Host slots that follow each other become one copy, but never across a registration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.device.driver import SourceOrder
+from kvferry.device.host_runs import HostRuns
+from kvferry.device.job import CopyJob, Direction
+from kvferry.device.layout import GroupLayout
+
+BLOCK = 64
+HOST, RING = 1 << 20, 1 << 30
+
+
+class Recorder:
+    """Writes down the copies it is asked for."""
+
+    max_batch = None
+    batch_form = "any"
+
+    def __init__(self) -> None:
+        self.copies: list[tuple[int, int, int]] = []
+        self.orders: list[SourceOrder] = []
+
+    def copy_async(self, dst: int, src: int, num_bytes: int, stream: int) -> None:
+        self.copies.append((dst, src, num_bytes))
+
+    def copy_batch_async(
+        self, dsts: Any, srcs: Any, sizes: Any, order: SourceOrder, stream: int
+    ) -> None:
+        self.orders.append(order)
+        self.copies += zip(dsts.tolist(), srcs.tolist(), sizes.tolist(), strict=True)
+
+
+def job(slots: list[int], *, pitch: int = BLOCK, chunk: int | None = None) -> CopyJob:
+    layout = GroupLayout(
+        bases=np.array([0]),
+        strides=np.array([BLOCK]),
+        sizes=np.array([BLOCK]),
+        offsets=np.array([0]),
+        num_blocks=100,
+    )
+    ids = np.array(slots, dtype=np.int64)
+    return CopyJob(Direction.STORE, layout, ids, ids, HOST, pitch, chunk)
+
+
+def stored(given_job: CopyJob, start: int, end: int) -> Recorder:
+    driver: Any = Recorder()
+    HostRuns(given_job).store(driver, start, end, RING, stream=9)
+    return driver
+
+
+def test_neighbours_are_one_copy() -> None:
+    assert stored(job([3, 4, 5]), 0, 3 * BLOCK).copies == [(HOST + 3 * BLOCK, RING, 3 * BLOCK)]
+
+
+def test_a_gap_between_slots_is_never_written() -> None:
+    copies = stored(job([3, 4], pitch=BLOCK + 8), 0, 2 * BLOCK).copies
+    assert [size for _, _, size in copies] == [BLOCK, BLOCK]
+
+
+def test_no_copy_crosses_two_registrations() -> None:
+    copies = stored(job([0, 1, 2, 3], chunk=2 * BLOCK), 0, 4 * BLOCK).copies
+    assert copies == [(HOST, RING, 2 * BLOCK), (HOST + 2 * BLOCK, RING + 2 * BLOCK, 2 * BLOCK)]
+
+
+def test_stores_keep_stream_order_and_loads_may_not_need_to() -> None:
+    assert stored(job([0, 5]), 0, 2 * BLOCK).orders == [SourceOrder.STREAM]
+    driver: Any = Recorder()
+    HostRuns(job([0, 5])).load(driver, 0, 2 * BLOCK, RING, stream=9)
+    assert driver.orders == [SourceOrder.ANY]
+
+
+@given(
+    st.permutations(range(12)), st.integers(0, 12 * BLOCK - 1), st.integers(1, 12 * BLOCK),
+    st.sampled_from([None, BLOCK, 3 * BLOCK]), st.sampled_from([BLOCK, BLOCK + 16]),
+)  # fmt: skip
+def test_every_byte_goes_to_its_place(
+    slots: list[int], start: int, length: int, chunk: int | None, pitch: int
+) -> None:
+    chunk = None if chunk is None else chunk // BLOCK * pitch
+    end = min(start + length, 12 * BLOCK)
+    expected = {
+        RING + byte - start: HOST + slots[byte // BLOCK] * pitch + byte % BLOCK
+        for byte in range(start, end)
+    }
+    found = {}
+    for dst, src, size in stored(job(slots, pitch=pitch, chunk=chunk), start, end).copies:
+        if chunk is not None:
+            assert (dst - HOST) // chunk == (dst + size - 1 - HOST) // chunk
+        found.update({src + i: dst + i for i in range(size)})
+    assert found == expected

@@ -1,0 +1,68 @@
+"""The copy kernel compiles for the cards we name, without one, and to the code we mean.
+
+In a process of its own: the rest of the tests run the kernel in Triton's interpreter, which must be
+chosen before the kernel is defined.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import util
+
+import pytest
+
+pytestmark = pytest.mark.skipif(util.find_spec("triton") is None, reason="needs Triton")
+
+SCRIPT = """
+import inspect, json, re, sys
+from kvferry.device import kernels
+from kvferry.device.launch import ARGUMENTS, Variant, compile_for, compile_kernel
+
+capability = int(sys.argv[1])
+found = []
+for to_packed in (False, True):
+    for linear in (False, True):
+        for uniform in (False, True):
+            for width, vector, steps, warps in ((8, 2, 8, 32), (8, 2, 8, 8), (1, 1, 8, 8)):
+                variant = Variant(to_packed, linear, uniform, width, vector, steps, warps)
+                compiled = compile_kernel(variant, capability)
+                image, name = compile_for(variant, capability)
+                kind = "v2.b64" if vector == 2 else "b8"
+                ptx = compiled.asm["ptx"]
+                found.append({
+                    "variant": str(variant),
+                    "image": image[:4].hex(),
+                    "name": name.decode(),
+                    "loads": len(re.findall(rf"ld\\.global\\.{kind}\\b", ptx)),
+                    "stores": len(re.findall(rf"st\\.global\\.{kind}\\b", ptx)),
+                    "shared": compiled.metadata.shared,
+                    "steps": steps,
+                })
+names = list(inspect.signature(kernels.copy_rows.fn).parameters)
+print(json.dumps({"found": found, "names": names, "arguments": list(ARGUMENTS)}))
+"""
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_every_variant_compiles_to_wide_accesses(capability: int) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(capability)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+    assert run.returncode == 0, run.stderr
+    told = json.loads(run.stdout.splitlines()[-1])
+    for kernel in told["found"]:
+        assert kernel["image"] == b"\x7fELF".hex(), kernel
+        assert kernel["name"] == "copy_rows"
+        # One row per warp: each thread has its steps in flight, and not one access more.
+        assert kernel["loads"] == kernel["stores"] == kernel["steps"], kernel
+        assert kernel["shared"] == 0, kernel
+    assert told["names"][: len(told["arguments"])] == told["arguments"]

@@ -1,0 +1,128 @@
+"""The planner: right between what was measured, and able to say why."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvferry.device.builtin_profile import builtin_profile
+from kvferry.device.job import Direction
+from kvferry.device.layout import GroupLayout
+from kvferry.device.planner import MeasuredPlanner
+from kvferry.device.profile import BusyCell, Cell, Profile
+from kvferry.errors import InputError
+
+KiB, MiB = 1 << 10, 1 << 20
+LOAD, STORE = Direction.LOAD, Direction.STORE
+
+# Seconds to start, per segment, and per byte: what a path costs on a machine we made up.
+COSTS = {"dma": (10e-6, 2e-6, 1 / 55e9), "kernel": (25e-6, 0.0, 1 / 50e9)}
+
+
+def layout(segment_bytes: int, segments: int = 64) -> GroupLayout:
+    steps = np.arange(segments, dtype=np.int64)
+    return GroupLayout(
+        bases=steps * segment_bytes * 10,
+        strides=np.full(segments, segment_bytes),
+        sizes=np.full(segments, segment_bytes),
+        offsets=steps * segment_bytes,
+        num_blocks=10,
+    )
+
+
+def seconds(path: str, segment_bytes: int, num_bytes: int) -> float:
+    start, per_segment, per_byte = COSTS[path]
+    return start + per_segment * num_bytes / segment_bytes + per_byte * num_bytes
+
+
+def profile(*busy: BusyCell) -> Profile:
+    return Profile(
+        tuple(
+            Cell(way, path, segment, num_bytes // segment, seconds(path, segment, num_bytes))
+            for way in Direction
+            for path in COSTS
+            for segment in (4 * KiB, 64 * KiB, 2 * MiB)
+            for num_bytes in (2 * MiB, 64 * MiB, 256 * MiB)
+        ),
+        busy,
+    )
+
+
+@pytest.mark.parametrize("segment_bytes", [4 * KiB, 6 * KiB, 32 * KiB, 500 * KiB, 2 * MiB])
+@pytest.mark.parametrize("num_blocks", [1, 3, 40, 1000])
+def test_estimates_are_exact_for_costs_of_that_shape(segment_bytes: int, num_blocks: int) -> None:
+    blocks = layout(segment_bytes)
+    for estimate in MeasuredPlanner(profile(), COSTS).estimates(STORE, blocks, num_blocks, False):
+        num_bytes = num_blocks * blocks.block_bytes
+        if num_bytes >= 2 * MiB:
+            expected = seconds(estimate.path, segment_bytes, num_bytes)
+            assert estimate.seconds == pytest.approx(expected)
+        assert estimate.seconds > 0
+
+
+def test_small_segments_go_by_kernel_and_large_ones_by_dma() -> None:
+    planner = MeasuredPlanner(profile(), COSTS)
+    assert planner.choose(LOAD, layout(4 * KiB), 64, busy=False) == "kernel"
+    assert planner.choose(LOAD, layout(2 * MiB), 1, busy=False) == "dma"
+    assert planner.choose(LOAD, layout(512), 64, busy=False) == "kernel"
+    assert planner.choose(LOAD, layout(64 * MiB, 1), 4, busy=False) == "dma"
+
+
+def test_what_the_model_loses_counts_while_it_runs() -> None:
+    costly = BusyCell(STORE, "kernel", "a load", gbps=40.0, idle_gbps=50.0, lost_ms_per_gb=6.0)
+    planner = MeasuredPlanner(profile(costly), COSTS)
+    blocks = layout(128 * KiB)
+    assert planner.choose(STORE, blocks, 8, busy=False) == "kernel"
+    assert planner.choose(STORE, blocks, 8, busy=True) == "dma"
+    assert planner.choose(LOAD, blocks, 8, busy=True) == "kernel"
+
+
+def test_several_loads_count_by_their_mean() -> None:
+    cells = [BusyCell(STORE, "kernel", name, 50.0, 50.0, ms) for name, ms in (("a", 0), ("b", 2))]
+    planner = MeasuredPlanner(profile(*cells), COSTS)
+    blocks = layout(16 * KiB)
+    (kernel,) = [e for e in planner.estimates(STORE, blocks, 64, True) if e.path == "kernel"]
+    assert kernel.lost_seconds == pytest.approx(1e-3 * 64 * blocks.block_bytes / 1e9)
+
+
+def test_a_pinned_path_overrules_and_says_so() -> None:
+    planner = MeasuredPlanner(profile(), COSTS, pinned="dma")
+    assert planner.choose(LOAD, layout(4 * KiB), 64, busy=False) == "dma"
+    assert "copy_path" in planner.explain(LOAD, layout(4 * KiB), 64, busy=False)
+    with pytest.raises(InputError, match="staged"):
+        MeasuredPlanner(profile(), COSTS, pinned="staged")
+
+
+def test_a_path_nobody_measured_is_not_chosen() -> None:
+    planner = MeasuredPlanner(profile(), [*COSTS, "loop"])
+    found = {estimate.path for estimate in planner.estimates(LOAD, layout(4096), 1, False)}
+    assert found == set(COSTS)
+    with pytest.raises(InputError, match="loop"):
+        MeasuredPlanner(profile(), ["loop"])
+
+
+def test_the_explanation_names_choice_costs_and_source() -> None:
+    planner = MeasuredPlanner(builtin_profile("a reason"), ["dma", "kernel", "staged"])
+    text = planner.explain(STORE, layout(16 * KiB), 64, busy=True)
+    assert text.startswith("store of 64 blocks, 64 MiB in 4096 segments of 16 KiB, model running")
+    for word in ("staged", "kernel", "dma", "from the model", "a reason"):
+        assert word in text
+
+
+def test_the_builtin_profile_gives_sane_choices() -> None:
+    planner = MeasuredPlanner(builtin_profile(), ["loop", "dma", "kernel", "staged"])
+    small = layout(16 * KiB)
+    assert planner.choose(LOAD, small, 1, busy=False) == "kernel"
+    assert planner.choose(STORE, small, 1, busy=False) == "kernel"
+    assert planner.choose(STORE, small, 256, busy=False) == "staged"
+    assert planner.choose(STORE, small, 256, busy=True) == "staged"
+    assert planner.choose(LOAD, layout(8 * MiB), 4, busy=False) in ("dma", "staged")
+    without = MeasuredPlanner(builtin_profile(), ["loop", "dma"])
+    assert without.choose(LOAD, small, 64, busy=True) == "dma"
+
+
+def test_choices_are_remembered_but_not_for_ever() -> None:
+    planner = MeasuredPlanner(profile(), COSTS)
+    for count in range(1, 5000):
+        planner.choose(LOAD, layout(4096, 1), count, busy=False)
+    assert len(planner._remembered) <= 4096
