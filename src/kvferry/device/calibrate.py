@@ -54,32 +54,36 @@ def calibrate(
         try:
             cells = []
             for direction in Direction:
-                for name, path in candidates.items():
-                    progress(f"{name}, {direction.value}")
-                    cells += list(time_path(rig, direction, name, path))
+                for segment_bytes in SEGMENT_BYTES:
+                    progress(f"{direction.value}, segments of {segment_bytes // KiB} KiB")
+                    cells += list(time_paths(rig, direction, segment_bytes, candidates))
             busy = tuple(_time_beside_model(rig, candidates, progress))
         finally:
             rig.close()
     return Profile(tuple(cells), busy, provenance(driver))
 
 
-def time_path(rig: CopyRig, direction: Direction, name: str, path: Path) -> Iterator[Cell]:
-    """The cells of one path: for each segment size, larger transfers until they take too long."""
-    for segment_bytes in SEGMENT_BYTES:
-        for num_bytes in NUM_BYTES:
-            if num_bytes < segment_bytes or num_bytes > rig.num_bytes:
-                continue
-            segments = min(SEGMENTS_PER_BLOCK, num_bytes // segment_bytes)
-            job = rig.job(
-                direction, segment_bytes, segments, num_bytes // (segments * segment_bytes)
-            )
-            repeats = 7 if num_bytes <= 4 * MiB else 3
-            # Large transfers rarely come alone, and queued they differ more than they scatter.
-            in_flight = 2 if num_bytes == 64 * MiB else 1
+def time_paths(
+    rig: CopyRig, direction: Direction, segment_bytes: int, paths: Mapping[str, Path]
+) -> Iterator[Cell]:
+    """Larger and larger transfers, by each path in turn until it takes too long.
+
+    In turn, so that a machine that slows down for a while does so for all of them.
+    """
+    in_race = dict(paths)
+    for num_bytes in NUM_BYTES:
+        if num_bytes < segment_bytes or num_bytes > rig.num_bytes:
+            continue
+        segments = min(SEGMENTS_PER_BLOCK, num_bytes // segment_bytes)
+        job = rig.job(direction, segment_bytes, segments, num_bytes // (segments * segment_bytes))
+        repeats = 9 if num_bytes <= 4 * MiB else 5
+        # Large transfers rarely come alone, and queued they differ more than they scatter.
+        in_flight = 2 if num_bytes == 64 * MiB else 1
+        for name, path in list(in_race.items()):
             timing = rig.time(path, job, repeats=repeats, warm_up=1, in_flight=in_flight)
             yield Cell(direction, name, segment_bytes, num_bytes // segment_bytes, timing.seconds)
             if timing.seconds > SLOWEST:
-                break
+                del in_race[name]
 
 
 def provenance(driver: Driver) -> dict[str, str]:

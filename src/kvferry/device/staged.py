@@ -35,7 +35,7 @@ MiB = 1 << 20
 GRID = Grid(programs=66, warps=8)
 """Half the card for some ten microseconds per chunk (one NVIDIA H200)."""
 
-HEAD, TAIL = 8 * MiB, 2 * MiB
+HEAD, TAIL = 4 * MiB, 2 * MiB
 """Sizes of a store's first chunk and of a load's last: only their kernels are not hidden behind
 copies, so they are small."""
 
