@@ -63,7 +63,7 @@ class LowerLevels:
         self.levels = tuple(levels)
         self._host = host
         self._outbox = outbox
-        self._promoting: dict[TransferId, int] = {}
+        self._promoting: dict[TransferId, Keys] = {}
         self._most_promoting = max(1, host.num_slots // _PROMOTING_SHARE)
         self._watermark = Watermark(
             least=host.num_slots // _CLEAN_SHARE, most=max(1, host.num_slots // 2)
@@ -83,14 +83,19 @@ class LowerLevels:
     def promote(self, keys: Keys, *, parent: Key | None, chained: bool) -> set[TransferId]:
         """Bring up those of a run of blocks that the host lacks, as far as the budget goes.
 
-        ``parent`` is the key before the run. Returns the transfers to wait for: none if the budget
-        is spent or the host has no room.
+        ``parent`` is the key before the run. Returns the transfers to wait for, also those that
+        others began: none if the budget is spent or the host has no room.
         """
-        transfers: set[TransferId] = set()
+        transfers = self._bringing(keys)
         start = 0
         while start < len(keys):
-            room = self._most_promoting - sum(self._promoting.values())
-            piece = self._liftable(keys[start : start + min(room, _PIECE_SLOTS)])
+            room = self._most_promoting - sum(map(len, self._promoting.values()))
+            ahead = keys[start : start + min(room, _PIECE_SLOTS)]
+            if len(ahead) and self._host.known(ahead).all():
+                parent = ahead[len(ahead) - 1]
+                start += len(ahead)
+                continue
+            piece = self._liftable(ahead)
             transfer_id = self._lift(*piece, parent, chained) if piece is not None else None
             if piece is None or transfer_id is None:
                 break
@@ -100,6 +105,17 @@ class LowerLevels:
             parent = piece[1][len(piece[1]) - 1]
             start += len(piece[1])
         return transfers
+
+    def _bringing(self, keys: Keys) -> set[TransferId]:
+        """The promotions under way that bring any of these blocks."""
+        if not self._promoting:
+            return set()
+        coming = keys.take(self._host.known(keys) & ~self._host.cached(keys)).array[:, 0]
+        return {
+            transfer_id
+            for transfer_id, brought in self._promoting.items()
+            if np.isin(coming, brought.array[:, 0]).any()
+        }
 
     def _liftable(self, keys: Keys) -> tuple[Level, Keys] | None:
         """The longest start of a run that one level can complete, and that level."""
@@ -120,18 +136,26 @@ class LowerLevels:
         reading = level.pool.pin(keys.take(writing.positions))
         assert reading is not None
         transfer_id = self._outbox.move(level.name, HOST, reading, writing)
-        self._promoting[transfer_id] = len(writing)
+        self._promoting[transfer_id] = keys.take(writing.positions)
         return transfer_id
 
     def landed(self, transfer_id: TransferId) -> None:
         """A transfer ended; if it was a promotion its share of the budget is free again."""
         self._promoting.pop(transfer_id, None)
 
-    def write_through(self, keys: Keys) -> None:
-        """These blocks were just stored in the host."""
+    def write_through(self, keys: Keys, *, parent: Key | None, chained: bool) -> None:
+        """These blocks were just stored in the host, behind ``parent`` if they are a chain.
+
+        What follows a block that no level has is left out: alone it would serve nobody.
+        """
+        if parent is not None and not self._know(Keys.from_bytes((parent,))):
+            return
         for level in self.levels:
-            if level.write is WriteMode.THROUGH:
-                self._send_down(level, keys)
+            if level.write is WriteMode.THROUGH and len(keys):
+                self._send_down(level, keys, parent=parent, chained=chained)
+
+    def _know(self, key: Keys) -> bool:
+        return any(level.pool.known(key)[0] for level in self.levels)
 
     def spill(self) -> None:
         """Once a step: copy down what the host would evict next, ahead of need.
@@ -143,23 +167,18 @@ class LowerLevels:
         wanted = self._watermark.depth - self._host.num_free
         for level in self.levels:
             if level.write is WriteMode.SPILL and wanted > 0:
-                self._send_down(level, self._host.coldest(wanted)[::-1])
+                coldest = self._host.coldest(wanted)[::-1]
+                missing = coldest.take(~level.pool.known(coldest))
+                # No chain: ends come before beginnings here, as they should go later on.
+                self._send_down(level, missing, parent=None, chained=False)
 
-    def _send_down(self, level: Level, keys: Keys) -> None:
-        missing = keys.take(~level.pool.known(keys))
-        reading = self._host.pin(missing, Purpose.COPY) if len(missing) else None
-        if reading is None:
-            return
-        writing = level.pool.reserve(missing[: len(reading)], chained=False)
-        if writing is None:
-            reading.release()
-            return
-        if len(writing) < len(reading):
-            fits = missing.take(writing.positions)
-            reading.release()
-            reading = self._host.pin(fits, Purpose.COPY)
+    def _send_down(self, level: Level, keys: Keys, *, parent: Key | None, chained: bool) -> None:
+        """Copy those of the host's blocks to a level that it lacks and has room for."""
+        writing = level.pool.reserve(keys, parent=parent, chained=chained)
+        if writing is not None:
+            reading = self._host.pin(keys.take(writing.positions), Purpose.COPY)
             assert reading is not None
-        self._outbox.move(HOST, level.name, reading, writing)
+            self._outbox.move(HOST, level.name, reading, writing)
 
     def reset(self) -> None:
         for level in self.levels:

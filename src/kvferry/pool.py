@@ -126,6 +126,11 @@ class Pool:
         slots = lease.slots
         return self._index.keys_of(slots[self._state.take(slots) == SlotState.CACHED])
 
+    def key_before(self, lease: Lease) -> Key | None:
+        """The key that a lease's first slot follows, if it is here."""
+        parent = self._parent[lease.slots[:1]]
+        return self._index.keys_of(parent)[0] if parent[0] != NO_SLOT else None
+
     @property
     def num_free(self) -> int:
         return self._num_free

@@ -113,7 +113,7 @@ class Scheduler:
         self._max_loading = _bound(config.max_loading_blocks, num_device_blocks, 2)
         self._worth = LoadOrCompute(config.load_policy, prefill_rate=config.prefill_rate)
         self._requests: dict[RequestId, RequestRecord] = {}
-        self._waiting_for: dict[TransferId, RequestId] = {}
+        self._waiting_for: dict[TransferId, list[RequestId]] = {}
         self._being_loaded = np.zeros(pool.num_slots, dtype=np.int32)
         self._num_loads = 0
         self._released: list[DeviceBlocks] = []
@@ -247,7 +247,7 @@ class Scheduler:
             chained = isinstance(self.groups[g], reach.FullAttention)
             record.promoting |= self._lower.promote(keys, parent=parent, chained=chained)
         for transfer_id in record.promoting:
-            self._waiting_for[transfer_id] = request_id
+            self._waiting_for.setdefault(transfer_id, []).append(request_id)
         record.promoted = bool(record.promoting)
         self._counts.promoted_tokens += look.all_tokens - look.host_tokens if record.promoted else 0
         return record.promoted
@@ -282,7 +282,7 @@ class Scheduler:
         for g, lease, host_slots, device_blocks in parts:
             order = self._outbox.load(request_id, g, lease, host_slots, device_blocks)
             record.loading.waiting.add(order.transfer.id)
-            self._waiting_for[order.transfer.id] = request_id
+            self._waiting_for[order.transfer.id] = [request_id]
             self._being_loaded[lease.slots] += 1
         self._counts.hit_tokens += hit.match.to_load
         return tuple(DeviceBlocks(g, blocks) for g, _, _, blocks in parts)
@@ -424,21 +424,36 @@ class Scheduler:
         elif transfer.src == DEVICE:
             self._released.append(DeviceBlocks(transfer.group, transfer.src_slots))
             if flight.ok and self._lower:
-                for lease in flight.leases:
-                    self._lower.write_through(self.pool.keys_of(lease))
+                self._write_through(flight)
         else:
             self._lower.landed(transfer.id)
 
+    def _write_through(self, flight: Flight) -> None:
+        # Lazy stores come from anywhere; eager ones follow each other where every key is needed.
+        full = isinstance(self.groups[flight.transfer.group], reach.FullAttention)
+        chained = full and not self._storing.is_lazy
+        for lease in flight.leases:
+            parent = self.pool.key_before(lease) if chained else None
+            self._lower.write_through(self.pool.keys_of(lease), parent=parent, chained=chained)
+
     def _tell(self, flight: Flight, loaded: list[RequestId], failed: list[FailedLoad]) -> None:
-        """Let the request that waits for a transfer know that its waiting is over."""
-        request_id = self._waiting_for.pop(flight.transfer.id, None)
-        if request_id is None:
-            return
-        self._journal.ended(request_id, flight)
-        record = self._requests[request_id]
-        if flight.transfer.id in record.promoting:
-            record.promoting.discard(flight.transfer.id)
-            return
+        """Let those who wait for a transfer know that their waiting is over."""
+        for request_id in self._waiting_for.pop(flight.transfer.id, ()):
+            self._journal.ended(request_id, flight)
+            record = self._requests[request_id]
+            if flight.transfer.id in record.promoting:
+                record.promoting.discard(flight.transfer.id)
+            else:
+                self._tell_loading(request_id, record, flight, loaded, failed)
+
+    def _tell_loading(
+        self,
+        request_id: RequestId,
+        record: RequestRecord,
+        flight: Flight,
+        loaded: list[RequestId],
+        failed: list[FailedLoad],
+    ) -> None:
         loading = record.loading
         assert loading is not None
         loading.waiting.discard(flight.transfer.id)
@@ -446,7 +461,7 @@ class Scheduler:
         if loading.waiting and not loading.reason:
             return
         # The first failure fails the request; what else it waits for lands on its own.
-        self._stop_waiting(record)
+        self._stop_waiting(request_id, record)
         if not loading.reason:
             loaded.append(request_id)
         else:
@@ -480,12 +495,16 @@ class Scheduler:
         for order in self._outbox.cancel_loads(request_id):
             self._being_loaded[order.lease.slots] -= 1
             self._released.append(DeviceBlocks(order.transfer.group, order.transfer.dst_slots))
-        self._stop_waiting(record)
+        self._stop_waiting(request_id, record)
 
-    def _stop_waiting(self, record: RequestRecord) -> None:
+    def _stop_waiting(self, request_id: RequestId, record: RequestRecord) -> None:
         loads = record.loading.waiting if record.loading is not None else set()
         for transfer_id in loads | record.promoting:
-            self._waiting_for.pop(transfer_id, None)
+            others = [other for other in self._waiting_for[transfer_id] if other != request_id]
+            if others:
+                self._waiting_for[transfer_id] = others
+            else:
+                del self._waiting_for[transfer_id]
         record.loading = None
         record.promoting = set()
         record.promoted = False

@@ -149,6 +149,18 @@ def test_a_level_too_small_takes_what_fits() -> None:
     settle_down(desk)
 
 
+def test_a_level_too_small_for_a_conversation_keeps_its_beginning() -> None:
+    """Stored step by step, the oldest blocks are the first: without them the rest is useless."""
+    small = level(slots=6)
+    desk = Desk(levels=[small], slots=64)
+    told = story(1, 10)
+    for end in range(8, 41, 8):
+        desk.store("a", told, end)
+        settle_down(desk)
+    keys = desk.scheduler._matcher.slot_keys(0, told, range(10))
+    assert small.pool.match(keys) == 6
+
+
 def test_two_levels_each_in_its_own_way() -> None:
     through, spill = level(), level(write=WriteMode.SPILL, name=FAR)
     desk = Desk(levels=[through, spill], slots=8)
@@ -233,6 +245,45 @@ def test_promotion_is_bounded_by_a_share_of_the_host() -> None:
     assert desk.plan() == []
     desk.land(move)
     assert desk.match("b", story(1, 16)).num_tokens == 16
+
+
+def test_a_second_request_joins_a_promotion_under_way() -> None:
+    """Neither computes what is coming up, and it comes up once."""
+    told = story(1, 4)
+    desk = below_only(told)
+    assert desk.match("b", told).state is MatchState.WAIT
+    (move,) = desk.plan()
+    assert desk.match("c", told).state is MatchState.WAIT
+    assert desk.plan() == []
+    desk.scheduler.abort("b")  # whoever began it
+    assert desk.match("c", told).state is MatchState.WAIT
+    desk.land(move)
+    assert desk.match("c", told).num_tokens == 16
+
+
+def test_a_longer_request_joins_and_brings_up_the_rest() -> None:
+    told = story(1, 6)
+    desk = below_only(told, slots=64)
+    desk.match("b", told[:3])
+    (first,) = desk.plan()
+    assert desk.match("c", told).state is MatchState.WAIT
+    (second,) = desk.plan()
+    assert (len(first), len(second)) == (3, 3)
+    desk.land(second)
+    assert desk.match("c", told).state is MatchState.WAIT
+    desk.land(first)
+    assert desk.match("b", told[:3]).num_tokens == 12
+    assert desk.match("c", told).num_tokens == 24
+
+
+def test_joining_a_promotion_that_fails_ends_the_wait_for_both() -> None:
+    told = story(1, 4)
+    desk = below_only(told)
+    desk.match("b", told)
+    desk.match("c", told)
+    desk.land(*desk.plan(), failed="unreadable")
+    assert desk.match("b", told).state is MatchState.MISS
+    assert desk.match("c", told).state is MatchState.MISS
 
 
 def test_a_failed_promotion_is_a_host_only_answer() -> None:
