@@ -598,6 +598,9 @@ class Driver:
         self.sim.wait_past_deadlines()
         if self.sim.scheduler.num_queued:
             return
+        for pool in (self.sim.pool, *(level.pool for level in self.sim.levels)):
+            writing = pool._state == SlotState.WRITING
+            assert not writing.any(), "a block that did not come in time is still expected"
         for request in self.sim.requests.values():
             assert request.state != "loading", f"{request.id} still waits for its load"
             if request.state == "waiting" and not self.sim.levels:
