@@ -153,7 +153,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._at_scheduler.reset()
 
     def take_events(self) -> Iterable[Any]:
-        return ()
+        return self._at_scheduler.take_events()
 
     # -- on both sides --------------------------------------------------------------------------
 

@@ -11,43 +11,32 @@ A request's life here::
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from vllm.logger import init_logger
 
 from kvferry import reach
-from kvferry.answers import MatchState, Settled
+from kvferry.answers import DeviceBlocks, MatchState, Settled
 from kvferry.config import Config, format_size
-from kvferry.identity import Namespace
+from kvferry.identity import scope
 from kvferry.pool import Pool
-from kvferry.scheduler import NO_BLOCK, BlockTable, Scheduler
+from kvferry.scheduler import BlockTable, Scheduler
 from kvferry.types import DEVICE, Plan, Rank, TransferId
 from kvferry.vllm import translate
+from kvferry.vllm.events import EventLog
 from kvferry.vllm.guard import Guard, guarded
 from kvferry.vllm.holds import BlockHolds
 from kvferry.vllm.messages import RankShape, StepOrders, StepReceipts
 from kvferry.vllm.metrics import FerryStats, figures
-from kvferry.vllm.request_keys import RequestKeys
+from kvferry.vllm.offers import next_to_go, num_allocated
+from kvferry.vllm.tables import DeviceTables, table_of
+from kvferry.vllm.tracked import Tracked
 
 log = init_logger("vllm.kvferry")
 
-NULL_BLOCK = 0
-"""vLLM's placeholder in block tables for a block that a request does not have."""
-
 MISS = (0, False)
-
-
-class _Tracked:
-    """A request as both schedulers know it."""
-
-    def __init__(self, request: Any, namespace: Namespace) -> None:
-        self.request = request
-        self.chain = RequestKeys(request, namespace)
-        self.preemptions = request.num_preemptions
-        self.computed_tokens = 0
-        self.claimed_tokens = 0
 
 
 class SchedulerSide:
@@ -67,6 +56,7 @@ class SchedulerSide:
         self.refusal = self.support.refusal
         self.scheduler: Scheduler | None = None
         self.holds: BlockHolds | None = None
+        self.events: EventLog | None = None
         self._vllm_config = vllm_config
         self._num_ranks = int(vllm_config.parallel_config.world_size)
         self._kv_cache_config = kv_cache_config
@@ -74,7 +64,7 @@ class SchedulerSide:
         self._manager: Any = None
         self._shapes: dict[int, RankShape] = {}
         self._ready: dict[Rank, int] = {}
-        self._tracked: dict[str, _Tracked] = {}
+        self._tracked: dict[str, Tracked] = {}
         self._loading: set[str] = set()
         self._ordered_loads: dict[tuple[int, int], str] = {}
         self._unsent: dict[str, tuple[int, ...]] = {}
@@ -129,6 +119,9 @@ class SchedulerSide:
                 num_device_blocks=int(self._block_pool.num_gpu_blocks),
                 block_bytes=self._shapes[0].block_bytes,
             )
+            self._tables = DeviceTables(groups, self._block_pool, self._manager, hash_tokens)
+            if translate.wants_events(self._vllm_config):
+                self.events = EventLog(self.scheduler.pool)
             self._note_ready()
         return self.scheduler
 
@@ -219,7 +212,7 @@ class SchedulerSide:
             )
         if not num_external_tokens:
             return True
-        tables = [_table(ids) for ids in blocks.get_block_ids()]
+        tables = [table_of(ids) for ids in blocks.get_block_ids()]
         ordered = scheduler.load(request.request_id, tables)
         if not ordered:
             return False
@@ -232,14 +225,14 @@ class SchedulerSide:
             self._ordered_loads[group, int(device_blocks[0])] = request.request_id
         return True
 
-    def _track(self, request: Any) -> _Tracked:
+    def _track(self, request: Any) -> Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            tracked = self._tracked[request.request_id] = _Tracked(request, self._namespace)
+            tracked = self._tracked[request.request_id] = Tracked(request, self._namespace)
         self._note_preemption(tracked)
         return tracked
 
-    def _note_preemption(self, tracked: _Tracked) -> None:
+    def _note_preemption(self, tracked: Tracked) -> None:
         """vLLM may preempt and resume a request before it tells us: its own count tells earlier."""
         request = tracked.request
         if request.num_preemptions != tracked.preemptions and self.scheduler is not None:
@@ -290,12 +283,24 @@ class SchedulerSide:
             tracked = self._tracked.get(request_id)
             if tracked is not None:
                 self._store(scheduler, tracked, tracked.request.num_computed_tokens + num_new)
+                prefill = tracked.time_prefill()
+                if prefill is not None:
+                    scheduler.note_prefill(*prefill)
+        self._offer(scheduler, scheduler_output)
         plan = scheduler.plan()
         if plan:
             self._busy_until = time.monotonic() + self.config.store_deadline
         return plan
 
-    def _store(self, scheduler: Scheduler, tracked: _Tracked, computed_tokens: int) -> None:
+    def _offer(self, scheduler: Scheduler, scheduler_output: Any) -> None:
+        """With lazy stores: show what vLLM will give away next."""
+        if self.config.store_mode != "lazy":
+            return
+        scheduler.note_allocated(num_allocated(scheduler_output))
+        for offer in next_to_go(self._block_pool, scheduler.offer_depth, self._namespace):
+            self._require_holds().take(scheduler.offer(*offer))
+
+    def _store(self, scheduler: Scheduler, tracked: Tracked, computed_tokens: int) -> None:
         """Order the whole blocks of known tokens below ``computed_tokens``.
 
         A token that is not known yet has no hash: drafts that may be refused are never stored.
@@ -309,30 +314,34 @@ class SchedulerSide:
         if num_tokens < stored_tokens + min(g.block_tokens for g in scheduler.groups):
             return
         keys = tracked.chain.keys()
-        tables = self._tables(request, num_tokens, stored_tokens)
-        self._require_holds().take(scheduler.store(request.request_id, keys, tables, num_tokens))
+        tables = self._tables.of(request, num_tokens, stored_tokens)
+        ordered = scheduler.store(request.request_id, keys, tables, num_tokens)
+        self._require_holds().take(ordered)
+        self._announce(scheduler, tracked, tables, ordered)
 
-    def _tables(self, request: Any, num_tokens: int, stored_tokens: int) -> list[BlockTable]:
-        """The request's device blocks by position, as far as they are still its own."""
-        groups = self.support.groups
-        if self._manager is not None:
-            return [
-                _table(ids, num_tokens // group.block_tokens)
-                for group, ids in zip(
-                    groups, self._manager.get_block_ids(request.request_id), strict=True
-                )
-            ]
-        tables: list[BlockTable] = []
-        for number, group in enumerate(groups):
-            table = np.full(num_tokens // group.block_tokens, NO_BLOCK, dtype=np.int64)
-            per_block = group.block_tokens // self._hash_tokens
-            for at in range(stored_tokens // group.block_tokens, len(table)):
-                block_hash = request.block_hashes[(at + 1) * per_block - 1]
-                cached = self._block_pool.get_cached_block(block_hash, [number])
-                if cached:
-                    table[at] = cached[0].block_id
-            tables.append(table)
-        return tables
+    def _announce(
+        self,
+        scheduler: Scheduler,
+        tracked: Tracked,
+        tables: Sequence[BlockTable],
+        ordered: Sequence[DeviceBlocks],
+    ) -> None:
+        """Have routers told of these blocks once they can be matched."""
+        if self.events is None:
+            return
+        for group, blocks in ordered:
+            tokens = scheduler.groups[group].block_tokens
+            places = np.flatnonzero(np.isin(np.asarray(tables[group]), blocks))
+            ends = (places + 1) * (tokens // self._hash_tokens) - 1
+            keys = tracked.chain.keys().take(ends).masked(scope(scheduler.epoch, group))
+            self.events.ordered(
+                tracked.request,
+                group,
+                places.tolist(),
+                keys,
+                block_tokens=tokens,
+                hash_tokens=self._hash_tokens,
+            )
 
     # -- receipts -------------------------------------------------------------------------------
 
@@ -356,6 +365,8 @@ class SchedulerSide:
         self._note_ready()
         settled: Settled = scheduler.settle(receipts)
         self._require_holds().drop(settled.released)
+        if self.events is not None and settled.landed:
+            self.events.settled()
         for failure in settled.failed:
             log.warning(
                 "request %s computes %d tokens it hoped to load: %s",
@@ -402,6 +413,9 @@ class SchedulerSide:
         before, self._told, self._told_at = self._told, counted, now
         return FerryStats.between(before, counted) if counted != before else None
 
+    def take_events(self) -> Iterable[Any]:
+        return self.events.take() if self.events is not None else ()
+
     def close(self) -> None:
         if self.scheduler is not None:
             self.scheduler.close()
@@ -409,11 +423,3 @@ class SchedulerSide:
     def _require_holds(self) -> BlockHolds:
         assert self.holds is not None  # bound together with the pool our scheduler needs
         return self.holds
-
-
-def _table(ids: Sequence[int], length: int | None = None) -> BlockTable:
-    table = np.array(ids if length is None else ids[:length], dtype=np.int64)
-    table[table == NULL_BLOCK] = NO_BLOCK
-    if length is not None and len(table) < length:
-        table = np.append(table, np.full(length - len(table), NO_BLOCK))
-    return table

@@ -87,6 +87,12 @@ def uses_draft_layers(vllm_config: Any) -> bool:
     return speculative is not None and bool(speculative.use_eagle())
 
 
+def wants_events(vllm_config: Any) -> bool:
+    """Whether routers listen to which blocks are where."""
+    events = getattr(vllm_config, "kv_events_config", None)
+    return events is not None and bool(events.enable_kv_cache_events)
+
+
 def namespace_of(vllm_config: Any, kv_cache_config: Any, hash_tokens: int) -> Namespace:
     """Everything besides the tokens that decides a block's bytes.
 

@@ -11,6 +11,7 @@ from kvferry.scheduler import Scheduler
 FERRY = {
     "host": "64MiB",
     "max_storing_blocks": 1000,
+    "load_policy": "always",
     "load_deadline": "5min",
     "store_deadline": "5min",
 }

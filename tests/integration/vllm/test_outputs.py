@@ -11,6 +11,7 @@ from tests.integration.vllm.engine import BLOCK_TOKENS, make_prompts, tampering
 FERRY = {
     "host": "64MiB",
     "max_storing_blocks": 1000,
+    "load_policy": "always",
     "load_deadline": "5min",
     "store_deadline": "5min",
 }

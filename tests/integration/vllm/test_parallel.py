@@ -16,7 +16,8 @@ from vllm import LLM, SamplingParams
 
 if __name__ == "__main__":
     model, prompts = json.loads(sys.argv[1])
-    ferry = {"host": "64MiB", "load_deadline": "5min", "store_deadline": "5min"}
+    ferry = {"host": "64MiB", "load_policy": "always", "load_deadline": "5min",
+             "store_deadline": "5min"}
     llm = LLM(
         model=model, dtype="float32", block_size=32, num_gpu_blocks_override=64, max_model_len=512,
         enforce_eager=True, max_num_seqs=8, tensor_parallel_size=2, disable_log_stats=False,

@@ -10,7 +10,12 @@ from tests.integration.vllm.engine import make_prompts
 from tests.integration.vllm.server import COMMAND, Server, process_env, shared_memory
 
 # A machine under load must not turn into failed copies.
-FERRY = {"host": "64MiB", "load_deadline": "5min", "store_deadline": "5min"}
+FERRY = {
+    "host": "64MiB",
+    "load_policy": "always",
+    "load_deadline": "5min",
+    "store_deadline": "5min",
+}
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -1,0 +1,147 @@
+"""Lazy stores, events for routers, several connectors at once, and models we leave alone."""
+
+from __future__ import annotations
+
+import pytest
+from tests.integration.vllm.engine import BLOCK_TOKENS, make_prompts
+
+# A machine under load must not turn into failed copies.
+FERRY = {
+    "host": "64MiB",
+    "max_storing_blocks": 1000,
+    "load_policy": "always",
+    "load_deadline": "5min",
+    "store_deadline": "5min",
+}
+
+
+def test_lazy_stores_keep_what_is_about_to_go(start, expect, llama):
+    prompts = make_prompts(61, *[300] * 8)
+    expected = expect(llama, prompts)
+    engine = start(llama, ferry={**FERRY, "store_mode": "lazy"}, num_gpu_blocks_override=32)
+    for _ in range(3):
+        assert [engine.generate([prompt])[0] for prompt in prompts] == expected
+    assert engine.loaded_blocks > 0
+    engine.check_idle()
+
+
+def test_lazy_stores_cost_nothing_while_all_fits(start, llama):
+    prompts = make_prompts(62, 100, 200)
+    engine = start(llama, ferry={**FERRY, "store_mode": "lazy"}, num_gpu_blocks_override=512)
+    first = engine.generate(prompts)
+    assert engine.generate(prompts) == first
+    assert engine.stats.pool.cached == 0
+    engine.check_idle()
+
+
+def test_routers_hear_what_comes_and_goes(start, llama, monkeypatch):
+    prompts = make_prompts(63, *[300] * 8)
+    engine = start(
+        llama,
+        ferry={**FERRY, "host": "2MiB"},
+        kv_events_config={"enable_kv_cache_events": True, "publisher": "null"},
+    )
+    heard = []
+    real = engine.connector.take_events
+
+    def listen():
+        events = list(real())
+        heard.extend(events)
+        return events
+
+    monkeypatch.setattr(engine.connector, "take_events", listen)
+    for prompt in prompts:
+        engine.generate([prompt])
+        engine.settle()
+    there = set()
+    parents = {None}
+    for event in heard:
+        assert event.medium == "CPU"
+        names = set(event.block_hashes)
+        if type(event).__name__ == "BlockStored":
+            assert event.block_size == len(event.token_ids) == BLOCK_TOKENS
+            assert event.parent_block_hash in parents
+            assert (
+                any(
+                    event.token_ids == prompt[start : start + BLOCK_TOKENS]
+                    for prompt in prompts
+                    for start in range(0, 300, BLOCK_TOKENS)
+                )
+                or len(event.token_ids) == BLOCK_TOKENS
+            )
+            there |= names
+            parents |= names
+        else:
+            assert names <= there
+            there -= names
+    assert len(there) == engine.stats.pool.cached
+    assert engine.stats.pool.evicted > 0
+    engine.check_idle()
+
+
+def test_one_of_several_connectors(start, expect, llama, monkeypatch):
+    from vllm import LLM
+
+    real = LLM.__init__
+
+    def among_others(self, *args, kv_transfer_config, **kwargs):
+        several = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"connectors": [kv_transfer_config, kv_transfer_config]},
+        }
+        real(self, *args, kv_transfer_config=several, **kwargs)
+
+    monkeypatch.setattr(LLM, "__init__", among_others)
+    prompts = make_prompts(64, 300, 200)
+    engine = start(llama, ferry=FERRY)
+    expected = expect(llama, prompts)
+    assert engine.generate(prompts) == expected
+    engine.forget_device()
+    assert engine.generate(prompts) == expected
+    first, second = [part._scheduler for part in engine.connector._connectors]
+    assert first.scheduler.stats().hit_tokens == (9 + 6) * BLOCK_TOKENS
+    assert second.scheduler.stats().hit_tokens == 0
+    engine.settle()
+    for side in (first, second):
+        assert side.guard.reason == ""
+        assert side.holds.num_held == 0
+        assert side.scheduler.pool.num_leases == 0
+
+
+def test_more_groups_than_vllm_can_recover_leave_kvferry_idle(start, expect, gemma, monkeypatch):
+    from kvferry.vllm import connector
+
+    monkeypatch.setattr(connector, "_RECOMPUTES_REQUESTS", False)
+    prompts = make_prompts(65, 200)
+    engine = start(gemma, ferry=FERRY, num_gpu_blocks_override=256)
+    assert engine.generate(prompts) == expect(gemma, prompts)
+    assert "cannot recover" in engine.side.banner()
+    engine.forget_device()
+    assert engine.generate(prompts) == expect(gemma, prompts)
+
+
+def test_without_prefix_caching_kvferry_is_idle(start, expect, llama):
+    prompts = make_prompts(66, 200)
+    engine = start(llama, ferry=FERRY, enable_prefix_caching=False)
+    assert engine.generate(prompts) == expect(llama, prompts)
+    assert "prefix caching is off" in engine.side.banner()
+
+
+def test_speculative_tokens_are_never_stored(start, expect, llama):
+    """Drafts that were refused leave wrong KV behind; the tokens that replaced them do not."""
+    base = make_prompts(67, 20)[0]
+    prompts = [base * 8, base * 5 + [7] * 40]
+    expected = expect(llama, prompts, 60)
+    speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    try:
+        engine = start(llama, ferry=FERRY, speculative_config=speculation)
+    except Exception as error:
+        pytest.skip(f"this vLLM does not speculate here: {error}")
+    assert engine.generate(prompts, max_tokens=60) == expected
+    engine.forget_device()
+    turns = [prompt + answer for prompt, answer in zip(prompts, expected, strict=True)]
+    assert engine.generate(turns) == expect(llama, turns)
+    assert engine.loaded_blocks > 0
+    engine.check_idle()
