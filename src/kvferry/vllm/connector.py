@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.vllm import translate
+from kvferry.vllm.logs import speak_as_vllm
 from kvferry.vllm.messages import StepOrders
 from kvferry.vllm.metrics import FerryMetrics, FerryStats
 from kvferry.vllm.scheduler_side import SchedulerSide
@@ -35,6 +36,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # after it has made us.
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
         config = translate.config_of(vllm_config)
+        speak_as_vllm(config.log_level)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -50,6 +52,10 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 groups=translate.layer_names_of(kv_cache_config),
                 num_blocks=kv_cache_config.num_blocks,
             )
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        return translate.preferred_layout()
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -21,9 +21,10 @@ from kvferry import reach
 from kvferry.answers import DeviceBlocks, MatchState, Settled
 from kvferry.config import Config, format_size
 from kvferry.identity import scope
+from kvferry.metrics.desk import Desk
 from kvferry.pool import Pool
 from kvferry.scheduler import BlockTable, Scheduler
-from kvferry.types import DEVICE, Plan, Rank, TransferId
+from kvferry.types import DEVICE, HOST, Plan, Rank, TransferId
 from kvferry.vllm import translate
 from kvferry.vllm.events import EventLog
 from kvferry.vllm.guard import Guard, guarded
@@ -73,6 +74,8 @@ class SchedulerSide:
         self._busy_until = 0.0
         self._told: dict[str, float] = {}
         self._told_at = 0.0
+        self._desk = Desk()
+        self._endpoint: Any = None
 
     # -- start ----------------------------------------------------------------------------------
 
@@ -122,8 +125,24 @@ class SchedulerSide:
             self._tables = DeviceTables(groups, self._block_pool, self._manager, hash_tokens)
             if translate.wants_events(self._vllm_config):
                 self.events = EventLog(self.scheduler.pool)
+            self._serve_metrics(self.scheduler)
             self._note_ready()
         return self.scheduler
+
+    def _serve_metrics(self, scheduler: Scheduler) -> None:
+        """On a port of our own, if asked for: also says why a request missed."""
+        if self.config.metrics_port is None:
+            return
+        from kvferry.metrics.endpoint import Endpoint
+        from kvferry.metrics.source import Source
+
+        source = Source(scheduler, self._desk, slot_bytes={HOST: self._shapes[0].slot_bytes})
+        try:
+            self._endpoint = Endpoint(
+                source, host=self.config.metrics_host, port=self.config.metrics_port
+            )
+        except Exception as error:
+            log.warning("kvferry serves no metrics of its own: %s", error)
 
     def _note_ready(self) -> None:
         """Host memory grows while requests already run."""
@@ -276,6 +295,7 @@ class SchedulerSide:
         if not self._settled:
             self._settle(())
         self._settled = False
+        self._desk.answer()
         for request_id in scheduler_output.preempted_req_ids or ():
             if request_id in self._tracked:
                 self._note_preemption(self._tracked[request_id])
@@ -417,6 +437,8 @@ class SchedulerSide:
         return self.events.take() if self.events is not None else ()
 
     def close(self) -> None:
+        if self._endpoint is not None:
+            self._endpoint.close()
         if self.scheduler is not None:
             self.scheduler.close()
 

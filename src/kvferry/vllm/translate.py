@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import util
 from typing import Any
 
 from kvferry import reach
@@ -79,6 +80,20 @@ def _single(spec: Any) -> Any:
         if len({type(s) for s in specs}) == 1:
             return specs[0]
     return spec
+
+
+def preferred_layout() -> str | None:
+    """The layout that makes a block one run of bytes, where vLLM has it; it takes it or leaves it.
+
+    Asked on a GPU only: the CPU's attention reads no other layout than its own.
+    """
+    from vllm.platforms import current_platform
+
+    if util.find_spec("vllm.v1.kv_cache_layout") is None or not current_platform.is_cuda():
+        return None
+    capability = current_platform.get_device_capability()
+    # Blackwell's attention kernels want the heads outside the tokens of a block.
+    return "BLHNC" if capability is not None and capability.major == 10 else "BLNHC"
 
 
 def uses_draft_layers(vllm_config: Any) -> bool:

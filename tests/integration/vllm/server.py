@@ -150,13 +150,21 @@ class Server:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
+    def wait_until_gone(self) -> None:
+        """All of the server's processes must end, and soon."""
+        give_up = time.monotonic() + STOP_SECONDS
+        while self.processes():
+            assert time.monotonic() < give_up, f"still there: {self.processes()}"
+            time.sleep(0.1)
+
     def processes(self) -> list[int]:
         """The server's processes that still live."""
         return [pid for pid in map(int, _numbers("/proc")) if _session(pid) == self.process.pid]
 
 
-def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+def our_shared_memory() -> list[str]:
+    """Files of ours in shared memory; other programs' come and go meanwhile."""
+    return [name for name in os.listdir("/dev/shm") if "kvferry" in name]
 
 
 def _numbers(folder: str) -> list[str]:
