@@ -3,6 +3,20 @@
 After every step the pool proves itself (``check_integrity``) and agrees with the model about what
 is cached, on its way in, free and claimed.
 
+What must hold, and a one-line break of the code that these tests were seen to catch:
+
+- A slot being written is never matchable. ``Pool._readable`` takes any slot that is not free.
+- A slot being read is never evicted. ``Pool._take_coldest`` does not leave out the slots with
+  readers.
+- No cached child outlives its parent through eviction. ``Pool._without_survivors`` lets all go.
+- Everything that can go goes when room is needed. ``Pool._take_coldest`` looks only once.
+- A partial store takes the leading missing keys. ``Pool.reserve`` takes the last ones.
+- What is forgotten while claimed comes back with its claim. ``Pool.end`` does not free doomed
+  slots.
+- What is disowned is not matched. ``Pool._disown`` leaves it in the index.
+- A lease ends exactly once. ``Lease._finish`` does not look at ``ended``.
+- Two keys are one only if all their bytes are. ``Index._holds`` believes the tag.
+- New hits are announced. ``Pool.end`` does not raise the generation.
 """
 
 from __future__ import annotations

@@ -4,6 +4,29 @@ The engine and the workers around the scheduler are simulated with real bytes; s
 :mod:`tests.model.simulation`. After every step the bookkeeping proves itself, every copy still to
 be carried out has its memory to itself, and every running request computes with the right bytes.
 In the end everything lands, and nothing is left claimed, held or waiting.
+
+What must hold, and a one-line break of the code that these tests were seen to catch:
+
+- A block is a hit only once every rank has it. ``Flights.settle`` lands a flight at its first
+  receipt: a device block is released while a transfer still needs it.
+- A rank that fails fails the transfer for all. ``Flights._take`` ignores failed receipts, or
+  ``Flights._land`` commits a failed store: a request computes with bytes that are not its own.
+- A deadline ends the waiting and never the claim. ``_report`` releases overdue flights at once: a
+  block is let go while a slow rank still writes to it.
+- What did not come in time is expected no more. ``_report`` does not disown overdue leases: blocks
+  stay on their way for ever.
+- Nobody is told to have loaded before all groups have. ``_tell`` does not wait for the rest: the
+  other group's blocks still hold garbage.
+- Old weights are never stored under new keys. ``reset`` leaves ``outdated`` false: a later request
+  loads the bytes of the old ones.
+- Groups and slots never mix. ``Matcher.scoped`` uses group 0 for all, or ``Outbox.rows`` forgets
+  the rows per slot: the wrong bytes, or a slot that is not claimed.
+- A repeated receipt changes nothing. ``Flights.settle`` takes a rank's second receipt: it is not
+  counted as stale.
+- A dead rank is not waited for. ``Flights.lose_rank`` keeps it in ``waiting``, or flights launched
+  with no rank left are not landed: they never end.
+- Every pin and claim ends. ``RequestRecord.let_go`` or ``Outbox.cancel_loads`` does not release:
+  leases are left over.
 """
 
 from __future__ import annotations
@@ -284,5 +307,7 @@ def test_a_long_life(groups: str, levels: str) -> None:
         )
     )
     live(sim, rng, 800 if groups != "chunks" else 2000)  # at a chunk's end nothing is loaded
-    sim.drain()
     assert sim.num_loaded > 5
+    sim.lose_rank(0)
+    live(sim, rng, 60)
+    sim.drain()
