@@ -1,0 +1,233 @@
+"""The parts of the connector that need no vLLM: stand-ins have the few attributes that are read."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from kvferry import reach
+from kvferry.answers import DeviceBlocks
+from kvferry.errors import ConfigError
+from kvferry.identity import Namespace, adopt
+from kvferry.keys import Keys
+from kvferry.scheduler import NO_BLOCK
+from kvferry.types import as_slots
+from kvferry.vllm.guard import Guard, guarded
+from kvferry.vllm.holds import BlockHolds
+from kvferry.vllm.offers import next_to_go
+from kvferry.vllm.request_keys import RequestKeys
+from kvferry.vllm.tables import DeviceTables, table_of
+from kvferry.vllm.tracked import Tracked
+from kvferry.vllm.translate import support_of
+from kvferry.vllm.versions import require_supported
+
+NAMESPACE = Namespace(model="m", dtype="d", layout="l", geometry="g", block_tokens=16)
+
+
+def spec(kind, **fields):
+    return type(kind, (SimpleNamespace,), {})(block_size=16, **fields)
+
+
+def configs(*specs, prefix_caching=True, **parallel):
+    return (
+        SimpleNamespace(
+            parallel_config=SimpleNamespace(**parallel),
+            cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
+        ),
+        SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=s) for s in specs]),
+    )
+
+
+FULL = spec("FullAttentionSpec", sliding_window=None)
+WINDOW = spec("SlidingWindowSpec", sliding_window=64)
+
+
+def test_kinds_of_groups():
+    several = spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": FULL, "b": FULL})
+    chunked = spec("ChunkedLocalAttentionSpec", attention_chunk_size=128)
+    mla = spec("MLAAttentionSpec")
+    support = support_of(*configs(FULL, WINDOW, chunked, mla, several), recomputes_requests=True)
+    assert support.refusal == ""
+    assert support.groups == (
+        reach.FullAttention(16),
+        reach.SlidingWindow(16, window=64),
+        reach.ChunkedLocal(16, chunk=128),
+        reach.FullAttention(16),
+        reach.FullAttention(16),
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (configs(spec("MambaSpec")), "MambaSpec"),
+        (configs(spec("SinkFullAttentionSpec")), "SinkFullAttentionSpec"),
+        (configs(spec("SlidingWindowSpec", sliding_window=64, extra_retained_tokens=8)), "Sliding"),
+        (configs(FULL, prefix_caching=False), "prefix caching is off"),
+        (configs(FULL, decode_context_parallel_size=2), "decode_context_parallel_size"),
+        (configs(), "no KV cache"),
+    ],
+)
+def test_what_we_do_not_know_is_left_alone(given, words):
+    assert words in support_of(*given, recomputes_requests=True).refusal
+
+
+def test_a_vllm_that_cannot_recover_gets_one_group_only():
+    assert support_of(*configs(FULL), recomputes_requests=False).refusal == ""
+    assert "2 groups" in support_of(*configs(FULL, WINDOW), recomputes_requests=False).refusal
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.27.1", "0.32.0", "0.30.1rc1+cpu", "0.32.9.dev3"])
+def test_supported_versions(version):
+    require_supported(version)
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.33.0", "1.0.0", "unknown"])
+def test_other_versions_are_refused_with_the_range(version):
+    with pytest.raises(ConfigError, match=r"0\.26 to 0\.32.*" + version):
+        require_supported(version)
+
+
+def test_keys_grow_with_the_request_and_start_over_when_it_changes():
+    request = SimpleNamespace(block_hashes=[b"a", b"b"])
+    chain = RequestKeys(request, NAMESPACE)
+    assert chain.keys() == adopt(NAMESPACE, [b"a", b"b"])
+    request.block_hashes.append(b"c")
+    assert chain.keys() == adopt(NAMESPACE, [b"a", b"b", b"c"])
+    del request.block_hashes[1:]
+    assert chain.keys() == adopt(NAMESPACE, [b"a"])
+    request.block_hashes[:] = [b"x", b"y", b"z"]
+    assert chain.keys() == adopt(NAMESPACE, [b"x", b"y", b"z"])
+
+
+class FakePool:
+    """vLLM's block pool as far as we touch it."""
+
+    def __init__(self, num_blocks=8):
+        self.blocks = [
+            SimpleNamespace(block_id=n, ref_cnt=0, block_hash=None, is_null=n == 0)
+            for n in range(num_blocks)
+        ]
+        self.freed = []
+        end = SimpleNamespace(next_free_block=None, block_hash=None, is_null=False)
+        following = end
+        for block in reversed(self.blocks[1:]):
+            block.next_free_block = following
+            following = block
+        self.free_block_queue = SimpleNamespace(
+            fake_free_list_head=SimpleNamespace(next_free_block=following)
+        )
+
+    def touch(self, blocks):
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks):
+        for block in blocks:
+            block.ref_cnt -= 1
+            self.freed.append(block.block_id)
+
+    def get_cached_block(self, block_hash, groups):
+        name = block_hash + groups[0].to_bytes(4, "big")
+        found = [block for block in self.blocks if block.block_hash == name]
+        return found or None
+
+
+def test_holds_are_counted_per_mention():
+    pool = FakePool()
+    holds = BlockHolds(pool)
+    holds.take([DeviceBlocks(0, as_slots([1, 2])), DeviceBlocks(1, as_slots([2]))])
+    assert [block.ref_cnt for block in pool.blocks[:4]] == [0, 1, 2, 0]
+    holds.drop([DeviceBlocks(0, as_slots([1, 2]))])
+    assert pool.freed == [2, 1]
+    assert holds.num_held == 1
+    holds.drop_all()
+    assert holds.num_held == 0
+    assert not any(block.ref_cnt for block in pool.blocks)
+
+
+def test_the_free_queue_is_offered_soonest_first():
+    pool = FakePool()
+    for number, group in [(1, 0), (2, 1), (4, 0), (6, 0)]:
+        pool.blocks[number].block_hash = b"hash%d" % number + group.to_bytes(4, "big")
+    offers = {group: (keys, ids) for group, keys, ids in next_to_go(pool, 5, NAMESPACE)}
+    assert offers[0] == (adopt(NAMESPACE, [b"hash1", b"hash4"]), [1, 4])
+    assert offers[1] == (adopt(NAMESPACE, [b"hash2"]), [2])
+    assert list(next_to_go(pool, 0, NAMESPACE)) == []
+    assert sum(len(ids) for _, _, ids in next_to_go(pool, 100, NAMESPACE)) == 4
+
+
+def test_tables_by_the_manager_or_by_content():
+    groups = (reach.FullAttention(16), reach.SlidingWindow(32, window=32))
+    request = SimpleNamespace(request_id="r", block_hashes=[b"a", b"b", b"c", b"d"])
+    manager = SimpleNamespace(get_block_ids=lambda name: ([3, 5, 4, 6], [0, 7]))
+    full, window = DeviceTables(groups, FakePool(), manager, 16).of(request, 64, 0)
+    assert list(full) == [3, 5, 4, 6]
+    assert list(window) == [NO_BLOCK, 7]
+    pool = FakePool()
+    for number, name in [(3, b"a"), (5, b"b"), (6, b"d")]:
+        pool.blocks[number].block_hash = name + bytes(4)
+    pool.blocks[7].block_hash = b"d" + (1).to_bytes(4, "big")
+    full, window = DeviceTables(groups, pool, None, 16).of(request, 64, 16)
+    assert list(full) == [NO_BLOCK, 5, NO_BLOCK, 6]
+    assert list(window) == [NO_BLOCK, 7]
+
+
+def test_tables_are_cut_and_filled():
+    assert list(table_of([0, 3, 4], 2)) == [NO_BLOCK, 3]
+    assert list(table_of([3], 3)) == [3, NO_BLOCK, NO_BLOCK]
+    assert list(table_of([0, 2])) == [NO_BLOCK, 2]
+
+
+def test_prefill_is_timed_once_and_only_if_computed_here():
+    request = SimpleNamespace(
+        request_id="r",
+        num_preemptions=0,
+        num_computed_tokens=32,
+        num_output_tokens=0,
+        num_prompt_tokens=100,
+        block_hashes=[],
+    )
+    tracked = Tracked(request, NAMESPACE)
+    assert tracked.time_prefill() is None
+    assert tracked.time_prefill() is None
+    request.num_output_tokens = 1
+    timed = tracked.time_prefill()
+    assert timed is not None
+    num_tokens, seconds = timed
+    assert num_tokens == 68
+    assert seconds >= 0
+    assert tracked.time_prefill() is None
+    resumed = Tracked(request, NAMESPACE)
+    assert resumed.time_prefill() is None
+    assert resumed.time_prefill() is None
+
+
+class Fragile:
+    def __init__(self):
+        self.guard = Guard("test")
+        self.calls = 0
+
+    @guarded(lambda: "instead")
+    def hook(self, fail):
+        self.calls += 1
+        if fail:
+            raise RuntimeError("a mistake")
+        return "done"
+
+
+def test_a_guard_trips_once_and_stays(caplog):
+    fragile = Fragile()
+    assert fragile.hook(False) == "done"
+    with caplog.at_level(logging.ERROR, "kvferry.vllm.guard"):
+        assert fragile.hook(True) == "instead"
+        assert fragile.hook(False) == "instead"
+    assert fragile.calls == 2
+    assert fragile.guard.reason == "hook: RuntimeError: a mistake"
+    assert len(caplog.records) == 1
+
+
+def test_an_empty_chain_has_no_keys():
+    assert RequestKeys(SimpleNamespace(block_hashes=[]), NAMESPACE).keys() == Keys.empty()
