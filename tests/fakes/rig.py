@@ -30,10 +30,10 @@ if util.find_spec("triton") is not None and util.find_spec("torch") is not None:
     from kvferry.device.kernel_path import KernelPath
     from kvferry.device.staged import StagedPath
 
-    # A ring so small that most jobs go around it more than once.
     PATHS["kernel"] = lambda driver: KernelPath(driver, InterpretedLauncher(driver))
+    # A ring so small that large jobs go around it, and edges so small that all jobs go through it.
     PATHS["staged"] = lambda driver: StagedPath(
-        driver, InterpretedLauncher(driver), ring_bytes=1 << 16
+        driver, InterpretedLauncher(driver), ring_bytes=1 << 14, edges=(64, 64)
     )
 
 LONG = 60.0

@@ -27,13 +27,13 @@ def cut(
     ids = np.arange(num_blocks, dtype=np.int64)
     job = CopyJob(direction, given_layout, ids, ids, 0, given_layout.block_bytes)
     rows = RowTable(given_layout, row_shape(given_layout, common_alignment(given_layout)))
-    found = []
-    for number, chunk in enumerate(Cutter(job, rows, (edge, edge))):
-        chunk.fit(slots[number % len(slots)])
+    found: list[tuple[int, int, int, int]] = []
+    chunk = Cutter(job, rows, (edge, edge))
+    while not chunk.is_last:
+        slot = slots[len(found) % len(slots)]
+        chunk.fit(slot)
         found.append((chunk.first_row, chunk.last_row, chunk.start, chunk.end))
-        assert chunk.end - chunk.start <= slots[number % len(slots)]
-        assert chunk.is_first == (number == 0)
-        assert chunk.is_last == (chunk.end == job.num_bytes)
+        assert chunk.end - chunk.start <= slot
     assert found[0][0] == found[0][2] == 0
     assert found[-1][1] == num_blocks * rows.rows_per_block
     assert found[-1][3] == job.num_bytes

@@ -38,32 +38,42 @@ class _Buffer:
 class IdBuffers:
     """Owns pinned buffers of ids, each with a copy in device memory; one thread at a time.
 
-    A buffer holds the block ids of a job and then its slot numbers. It is taken by ``put`` and free
-    again when the event recorded by ``fence`` is reached. A pageable buffer would make the copy to
-    the device wait for the stream, and the caller with it.
+    A buffer holds the block ids of a job and then its slot numbers. It is taken by ``write`` and
+    free again when the event recorded by ``fence`` is reached. A pageable buffer would make the
+    copy to the device wait for the stream, and the caller with it.
     """
 
-    def __init__(self, driver: Driver, *, max_in_place: int = MAX_READ_IN_PLACE) -> None:
+    def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._max_in_place = max_in_place
+        self._count = 0
         self._buffers: list[_Buffer] = []
         self._taken: _Buffer | None = None
 
     def put(self, job: CopyJob, stream: int) -> int:
         """Write the ids of ``job``; returns an address kernels queued on ``stream`` may read."""
+        address = self.write(job)
+        return address if len(job.device_blocks) <= MAX_READ_IN_PLACE else self.send(stream)
+
+    def write(self, job: CopyJob) -> int:
+        """Write the ids of ``job``; returns where a kernel may read them over the link."""
         count = len(job.device_blocks)
         buffer = self._taken = self._take(2 * count)
+        self._count = 2 * count
         buffer.is_fenced = False
         ids = buffer.ids
         ids[:count] = job.device_blocks
         ids[count : 2 * count] = job.host_slots
-        if count <= self._max_in_place:
-            return buffer.host
-        self._driver.copy_async(buffer.device, buffer.host, 16 * count, stream)
+        return buffer.host
+
+    def send(self, stream: int) -> int:
+        """Queue the copy of what was last written; returns its address on the device."""
+        buffer = self._taken
+        assert buffer is not None, "ids are written before they are sent"
+        self._driver.copy_async(buffer.device, buffer.host, 8 * self._count, stream)
         return buffer.device
 
     def fence(self, stream: int) -> None:
-        """What was queued on ``stream`` until now is all that reads the buffer last put."""
+        """What was queued on ``stream`` until now is all that reads the buffer last written."""
         buffer, self._taken = self._taken, None
         if buffer is not None:
             # If the record is refused the buffer is never used again: better than used too early.

@@ -2,11 +2,11 @@
 
 ::
 
-    store   slot streams   [gather 0][gather 1]      [gather 2]
-            the job's          └▶[copy 0───────]└▶[copy 1───────][copy 2───────]
+    store   the job's      [head by kernel][copy 1───────][copy 2───────][copy 3───────]
+            slot streams   [gather 1]▲[gather 2]──────────▲    [gather 3]▲
     load    inbound        [copy 0───────][copy 1───────][copy 2─]
-            slot streams                 └▶[scatter 0]  └▶[scatter 1]└▶[scatter 2]
-            the job's                                                            └▶
+            slot streams                 └▶[scatter 0]  └▶[scatter 1]
+            the job's                                            └▶[scatter 2]
 
 The copy engines run at the full rate of the link and take nothing from the model; the kernel works
 inside device memory, where a chunk takes a twentieth of the time. Copies of one direction share a
@@ -17,13 +17,12 @@ one of the model's ends, and then all chunks that wait must go at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from kvferry.device.driver import Driver
 from kvferry.device.events import EventPool
 from kvferry.device.host_runs import HostRuns
 from kvferry.device.ids import IdBuffers
 from kvferry.device.job import CopyJob, Direction
+from kvferry.device.kernel_path import GRID as DIRECT_GRID
 from kvferry.device.launch import CopyArguments, Launcher
 from kvferry.device.prepared import Grid, Kernels, Prepared
 from kvferry.device.ring import Ring, RingSlot
@@ -35,12 +34,12 @@ MiB = 1 << 20
 GRID = Grid(programs=66, warps=8)
 """Half the card for some ten microseconds per chunk (one NVIDIA H200)."""
 
-HEAD, TAIL = 4 * MiB, 2 * MiB
-"""Sizes of a store's first chunk and of a load's last: only their kernels are not hidden behind
-copies, so they are small."""
+HEAD, TAIL = 3 * MiB, 2 * MiB
+"""What a store's first kernel writes to host memory by itself, while the first gather runs; and the
+size of a load's last chunk, whose scatter no copy hides."""
 
-MAX_STORE_IDS_IN_PLACE = 4096
-"""Blocks of a store whose ids the kernel reads over the link: they come in while bytes go out."""
+MIN_SENT_IDS = 64
+"""From this many blocks on, ids are worth a copy to the device even where it may be late."""
 
 
 class StagedPath:
@@ -63,10 +62,8 @@ class StagedPath:
         self._driver = driver
         self._edges = edges
         self._kernels = Kernels(driver, launcher, grid, linear=True)
-        self._ids = {
-            Direction.STORE: IdBuffers(driver, max_in_place=MAX_STORE_IDS_IN_PLACE),
-            Direction.LOAD: IdBuffers(driver),
-        }
+        self._direct = Kernels(driver, launcher, DIRECT_GRID, linear=False)
+        self._ids = {direction: IdBuffers(driver) for direction in Direction}
         self._ring = Ring(driver, ring_bytes)
         self._forks = EventPool(driver, timing=False)
 
@@ -97,6 +94,7 @@ class StagedPath:
             for ids in self._ids.values():
                 ids.close()
             self._kernels.close()
+            self._direct.close()
 
     # -- the two directions ------------------------------------------------------------------
 
@@ -104,37 +102,63 @@ class StagedPath:
         self, job: CopyJob, prepared: Prepared, fork: _Fork, used: dict[RingSlot, None]
     ) -> None:
         driver, ring, stream = self._driver, self._ring, fork.stream
-        arguments = prepared.begin(job, self._ids[job.direction].put(job, stream))
+        ids = self._ids[job.direction]
+        arguments = prepared.begin(job, ids.write(job))
         fork.mark()
+        chunk = Cutter(job, prepared.rows, self._edges)
+        self._store_head(job, prepared, chunk, stream)
         runs: HostRuns | None = None
-        for chunk in Cutter(job, prepared.rows, self._edges):
-            with ring.lock:
-                slot = ring.next(job.direction)
-                chunk.fit(slot.num_bytes)
-                used[slot] = None
-                # The first kernel has nothing to overlap with; on the job's own stream its copy
-                # follows it without a detour.
-                kernel_stream = stream if chunk.is_first else slot.stream
-                if not chunk.is_first:
+        sent = self._send_ids_if_idle(job, chunk, arguments)
+        try:
+            while not chunk.is_last:
+                with ring.lock:
+                    slot = ring.next(job.direction)
+                    chunk.fit(slot.num_bytes)
+                    used[slot] = None
                     fork.hold(slot.stream)
-                self._wait_until_free(slot, kernel_stream)
-                _aim(arguments, chunk, slot)
-                self._kernels.launch(prepared, kernel_stream)
-                if not chunk.is_first:
+                    sent.hold(slot.stream)
+                    self._wait_until_free(slot, slot.stream)
+                    _aim(arguments, chunk, slot)
+                    self._kernels.launch(prepared, slot.stream)
                     driver.record_event(slot.gathered, slot.stream)
                     driver.stream_wait_event(stream, slot.gathered)
-                runs = runs or HostRuns(job)  # after the launch: the card need not wait for it
-                runs.store(driver, chunk.start, chunk.end, slot.address, stream)
-                driver.record_event(slot.copied_out, stream)
-                slot.free_after(slot.copied_out)
+                    runs = runs or HostRuns(job)  # after the launch: the card need not wait
+                    runs.store(driver, chunk.start, chunk.end, slot.address, stream)
+                    driver.record_event(slot.copied_out, stream)
+                    slot.free_after(slot.copied_out)
+        finally:
+            sent.close()
+
+    def _store_head(self, job: CopyJob, prepared: Prepared, chunk: Cutter, stream: int) -> None:
+        """The first bytes straight to host memory: the link is busy before anything is gathered."""
+        direct = self._direct.get(job)
+        if direct.rows.shape != prepared.rows.shape:
+            return  # host slots are aligned worse than the ring, so rows are counted differently
+        chunk.fit(self._edges[0])
+        arguments = direct.begin(job, prepared.arguments.ids)
+        arguments.packed_base, arguments.packed_pitch = job.host_base, job.host_pitch
+        arguments.last_row = chunk.last_row
+        self._direct.launch(direct, stream)
+
+    def _send_ids_if_idle(self, job: CopyJob, chunk: Cutter, arguments: CopyArguments) -> _Fork:
+        """Let the gathers to come read ids on the device, if no load's copies would delay them."""
+        inbound = self._ring.inbound
+        sent = _Fork(self._driver, self._forks, inbound)
+        is_worth_it = len(job.device_blocks) >= MIN_SENT_IDS and not chunk.is_last
+        if is_worth_it and self._driver.stream_is_idle(inbound):
+            arguments.ids = self._ids[job.direction].send(inbound)
+            sent.mark()
+        return sent
 
     def _load(
         self, job: CopyJob, prepared: Prepared, fork: _Fork, used: dict[RingSlot, None]
     ) -> None:
         driver, ring, stream = self._driver, self._ring, fork.stream
+        ids = self._ids[job.direction]
         runs = HostRuns(job)
         arguments: CopyArguments | None = None
-        for chunk in Cutter(job, prepared.rows, self._edges):
+        chunk = Cutter(job, prepared.rows, self._edges)
+        while not chunk.is_last:
             with ring.lock:
                 slot = ring.next(job.direction)
                 chunk.fit(slot.num_bytes)
@@ -143,11 +167,11 @@ class StagedPath:
                 # Not behind the fork: a leased slot does not change, so it may be read before what
                 # the job's stream still waits for. Only the scatter writes what others may read.
                 runs.load(driver, chunk.start, chunk.end, slot.address, ring.inbound)
-                driver.record_event(slot.copied_in, ring.inbound)
                 if arguments is None:  # after the first copy: the link need not wait for it
-                    ids = self._ids[job.direction].put(job, stream)
-                    arguments = prepared.begin(job, ids)
+                    ids.write(job)
+                    arguments = prepared.begin(job, ids.send(ring.inbound))
                     fork.mark()
+                driver.record_event(slot.copied_in, ring.inbound)
                 # The last kernel is what the job waits for, so it runs where the job does.
                 kernel_stream = stream if chunk.is_last else slot.stream
                 if not chunk.is_last:
@@ -213,7 +237,7 @@ class _Fork:
 
 
 class Cutter:
-    """Cuts a job into chunks, each told its slot's size; its own attributes are the chunk at hand.
+    """Cuts a job into chunks, each told its slot's size; its attributes are the chunk at hand.
 
     Rows ``first_row`` to ``last_row`` of the job are bytes ``start`` to ``end`` of its blocks. A
     store's first chunk and a load's last are small.
@@ -227,16 +251,8 @@ class Cutter:
         self.first_row = self.last_row = self.start = self.end = 0
 
     @property
-    def is_first(self) -> bool:
-        return self.start == 0
-
-    @property
     def is_last(self) -> bool:
         return self.end == self._total
-
-    def __iter__(self) -> Iterator[Cutter]:
-        while self.end < self._total:
-            yield self
 
     def fit(self, num_bytes: int) -> None:
         """Go on to the next chunk, of at most ``num_bytes``."""
