@@ -133,6 +133,14 @@ class Matcher:
                     watch += self.slot_keys(g, look.keys, range(slot, slot + 1))
         return watch
 
+    def lacking(self, look: Look) -> npt.NDArray[np.uint64]:
+        """The first words, sorted, of all keys that the host lacked at this look."""
+        words = [
+            self.slot_keys(g, look.keys, range(len(here))).take(~here).array[:, 0]
+            for g, here in enumerate(look.host)
+        ]
+        return np.sort(np.concatenate(words))
+
     def can_grow(self, look: Look) -> bool:
         """Whether a longer hit than the host's would still be within what was asked for."""
         return self._next_length(look) <= look.max_tokens

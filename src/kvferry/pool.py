@@ -15,9 +15,11 @@ of a conversation is always a prefix of it, and a match stops at a hole only if 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +30,8 @@ from kvferry.keys import Keys
 from kvferry.lease import Ending, Lease, Purpose
 from kvferry.policy import EvictionOrder, LruOrder
 from kvferry.types import KEY_BYTES, Key, SlotArray
+
+_NEWS = 256  # commits remembered for those who ask what is new; a step has fewer
 
 
 class SlotState(IntEnum):
@@ -76,6 +80,7 @@ class Pool:
         """Slots from the first on that can be used; the others wait for :meth:`grow`."""
         self.generation = 0
         """Grows whenever blocks become matchable: an unchanged value means no new hits."""
+        self._news: deque[npt.NDArray[np.uint64]] = deque(maxlen=_NEWS)
         self._order: EvictionOrder = order if order is not None else LruOrder(num_slots)
         self._index = Index(num_slots)
         self._state = np.full(num_slots, SlotState.UNREADY, dtype=np.int8)
@@ -111,6 +116,13 @@ class Pool:
     def known(self, keys: Keys) -> npt.NDArray[np.bool_]:
         """For each key, whether its block is cached or on its way in."""
         return self._index.find(keys) != NO_SLOT
+
+    def news_since(self, generation: int) -> npt.NDArray[np.uint64] | None:
+        """The first words of the keys committed after a generation; None if too long ago."""
+        count = self.generation - generation
+        if count > len(self._news):
+            return None
+        return np.concatenate([np.empty(0, np.uint64), *islice(reversed(self._news), count)])
 
     def match(self, keys: Keys) -> int:
         """How many leading keys can be read now."""
@@ -334,6 +346,7 @@ class Pool:
         if ending is Ending.COMMIT:
             self._state[slots] = SlotState.CACHED
             self.generation += 1
+            self._news.append(self._index.keys_of(slots).array[:, 0].copy())
         if lease.purpose is Purpose.COPY:
             self._order.put_back(slots[~self._order.holds(slots)])
         else:

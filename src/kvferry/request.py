@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from kvferry import reach
 from kvferry.answers import Match, MatchState
 from kvferry.errors import InputError
@@ -43,11 +46,11 @@ class GroupKeys:
 class Hit:
     """A pinned hit: the leases, by group, of the slots a load would read.
 
-    ``watch`` are keys that must all be cached before a longer hit is possible; while the pool's
-    generation is ``generation``, or any of them is missing, the answer stands. ``joined`` are
-    slots that another request was loading when we looked, after ``num_loads`` loads in all. A load
-    would fill ``num_blocks`` device blocks. One that ``can_grow`` no longer need not be looked up
-    again.
+    ``watch`` are keys that must all be cached before a longer hit is possible; where there are
+    none, one of ``lacking`` (first words of keys, sorted) must be. Until then, and while the pool's
+    generation is ``generation``, the answer stands. ``joined`` are slots that another request was
+    loading when we looked, after ``num_loads`` loads in all. A load would fill ``num_blocks``
+    device blocks. One that ``can_grow`` no longer need not be looked up again.
     """
 
     match: Match
@@ -55,6 +58,7 @@ class Hit:
     leases: tuple[Lease | None, ...]
     joined: SlotArray
     watch: Keys
+    lacking: npt.NDArray[np.uint64] | None
     generation: int
     deadline: float
     num_blocks: int

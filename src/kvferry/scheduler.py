@@ -170,25 +170,38 @@ class Scheduler:
                 return False
             hit.num_loads = self._num_loads
         if hit.generation != self.pool.generation and hit.can_grow:
-            if bool(self.pool.cached(hit.watch).all()):
+            if self._may_be_longer(hit):
                 return False
             hit.generation = self.pool.generation
         hit.deadline = self._clock() + self._config.match_deadline
         return True
 
+    def _may_be_longer(self, hit: Hit) -> bool:
+        """Whether anything a longer hit needs has come since we looked."""
+        if hit.lacking is None:
+            return bool(self.pool.cached(hit.watch).all())
+        news = self.pool.news_since(hit.generation)
+        if news is None or not len(hit.lacking):
+            return news is None
+        places = np.searchsorted(hit.lacking, news)
+        return bool((hit.lacking.take(places, mode="clip") == news).any())
+
     def _pin(self, request_id: RequestId, look: Look) -> Hit:
         leases = self._matcher.pin(look)
         blocks = self._matcher.num_device_blocks(look.host_tokens, look.computed_tokens)
+        watch = self._matcher.watch(look)
+        can_grow = self._matcher.can_grow(look)
         hit = Hit(
             match=Match(MatchState.HIT, look.host_tokens, look.computed_tokens),
             max_tokens=look.max_tokens,
             leases=leases,
             joined=self._joined(leases),
-            watch=self._matcher.watch(look),
+            watch=watch,
+            lacking=self._matcher.lacking(look) if can_grow and not len(watch) else None,
             generation=self.pool.generation,
             deadline=self._clock() + self._config.match_deadline,
             num_blocks=blocks,
-            can_grow=self._matcher.can_grow(look),
+            can_grow=can_grow,
             num_loads=self._num_loads,
         )
         decision: Decision | None = None

@@ -163,6 +163,44 @@ def test_a_window_stored_later_makes_it_look_again() -> None:
     assert desk.match("b", told).num_tokens == 16
 
 
+def test_others_stores_do_not_make_it_look_again_for_its_window_either() -> None:
+    desk = Desk(FULL, WINDOW, slots=64)
+    told = story(1, 8)
+    desk.scheduler.store("a", told, [list(range(8)), [-1] * 8], 32)
+    desk.run()
+    looks = count_looks(desk)
+    for number in range(2, 8):
+        assert desk.match("b", told).state is MatchState.MISS
+        desk.keep(f"x{number}", story(number, 2), 8)
+    assert len(looks) == 1
+    desk.scheduler.store("c", told[:4], [list(range(4)), [-1, -1, 2, 3]], 16)
+    desk.run()
+    assert desk.match("b", told).num_tokens == 16
+    assert len(looks) == 2
+
+
+def test_who_was_away_too_long_to_know_what_is_new_looks_again() -> None:
+    desk = Desk(FULL, WINDOW, slots=64, match_deadline=1e6)
+    told = story(1, 4)
+    desk.scheduler.store("a", told, [list(range(4)), [-1] * 4], 16)
+    desk.run()
+    looks = count_looks(desk)
+    desk.match("b", told)
+    for number in range(300):
+        desk.keep(f"x{number}", story(2 + number, 1), 4)
+    desk.match("b", told)
+    assert len(looks) == 2
+
+
+def test_a_last_slot_that_is_not_whole_is_nothing_to_wait_for() -> None:
+    desk = Desk(reach.FullAttention(4, blocks_per_slot=2), hash_tokens=4)
+    told = story(1, 3)  # a slot and a half
+    desk.keep("a", told, 12)
+    for number in range(2, 5):
+        assert desk.match("b", told).num_tokens == 8
+        desk.keep(f"x{number}", story(number, 2), 8)
+
+
 def test_other_tokens_of_its_own_or_another_cap_make_it_look_again() -> None:
     desk = Desk()
     told = story(1, 4)
