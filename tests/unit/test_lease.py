@@ -13,6 +13,7 @@ from kvferry.types import as_slots
 ALLOWED = {
     Purpose.WRITE: {Ending.COMMIT, Ending.ABORT},
     Purpose.READ: {Ending.RELEASE, Ending.SPOIL},
+    Purpose.COPY: {Ending.RELEASE, Ending.SPOIL},
 }
 
 
