@@ -31,7 +31,7 @@ SIM_READY := $(VENV)/.ready-gpu-sim-$(TORCH_VERSION)-$(TRITON_VERSION)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-vllm test-vllm-matrix check format soak bench env gpu-sim hooks clean
+.PHONY: help demo test test-vllm test-vllm-matrix check docs format soak bench env gpu-sim hooks clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,11 +63,15 @@ test-vllm-matrix: $(VLLM_READY) $(VLLM_OLDEST_READY) ## the same with the oldest
 	@.venv-vllm-oldest/bin/python -m pytest tests/integration/vllm $(ARGS)
 	@.venv-vllm/bin/python -m pytest tests/integration/vllm $(ARGS)
 
-check: $(DEV_READY) ## formatting, lint, types, import contracts
+check: $(DEV_READY) ## formatting, lint, types, import contracts, documentation
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@PYTHONPATH=src $(BIN)/lint-imports
+	@$(MAKE) --no-print-directory docs
+
+docs: $(DEV_READY) ## build the documentation site into site/; a broken link fails
+	@$(BIN)/zensical build --strict --clean
 
 format: $(DEV_READY) ## fix formatting and whatever lint can fix
 	@$(BIN)/ruff check --fix .
@@ -90,7 +94,7 @@ hooks: $(DEV_READY) ## run the checks before every git commit
 	@$(BIN)/pre-commit install
 
 clean: ## remove the environment, caches and reports
-	rm -rf $(VENV) .venv-vllm .venv-vllm-oldest build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-vllm .venv-vllm-oldest build dist site .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	rm -f kvferry-demo.html kvferry-demo.json
 	find src tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
