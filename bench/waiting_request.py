@@ -21,7 +21,7 @@ from kvferry import reach
 from kvferry.config import Config
 from kvferry.keys import KEY_WORDS, Keys
 from kvferry.pool import Pool
-from kvferry.scheduler import Scheduler
+from kvferry.scheduler import NO_BLOCK, Scheduler
 from kvferry.types import FIRST_RANK, Outcome, Receipt
 
 BLOCKS = 8192
@@ -46,7 +46,7 @@ GROUPS: dict[str, tuple[reach.Group, ...]] = {
         reach.SlidingWindow(BLOCK_TOKENS, window=1024),
     ),
 }
-STORED = {"nothing": 0, "half": BLOCKS // 2, "everything": BLOCKS}
+STORED = {"nothing": 0, "half": BLOCKS // 2, "everything": BLOCKS, "few windows": BLOCKS}
 
 
 def chain(count: int, seed: int) -> Keys:
@@ -67,6 +67,8 @@ def measure(model: str, stored: str, steps: int) -> Row:
     waiting = chain(BLOCKS, 1)
     if STORED[stored]:
         tables = [list(range(BLOCKS)) for _ in groups]
+        if stored == "few windows":  # the hit is stopped by them, not by full attention
+            tables[-1][BLOCKS // 2 :] = [NO_BLOCK] * (BLOCKS // 2)
         scheduler.store("earlier", waiting, tables, STORED[stored] * BLOCK_TOKENS)
         settle_all(scheduler)
         scheduler.finish("earlier")
