@@ -23,7 +23,6 @@ from urllib.request import urlopen
 import numpy as np
 
 import kvferry
-from kvferry.journal import Journal
 from kvferry.metrics.collector import exposition
 from kvferry.metrics.desk import Desk
 from kvferry.metrics.endpoint import Endpoint
@@ -34,6 +33,7 @@ from kvferry.playground.offload import Offloader
 from kvferry.playground.runner import Runner
 from kvferry.playground.threads import limit_matrix_threads
 from kvferry.playground.workload import Chat, serve
+from kvferry.scheduler.journal import Journal
 from kvferry.stats import TrafficCounts
 
 SCRAPES_PER_SECOND = 1.0

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from kvferry.answers import MatchState, Settled
 from kvferry.config import Config
+from kvferry.device.job import Direction
 from kvferry.device.layout import GroupLayout, describe
 from kvferry.device.stream import Stream
 from kvferry.errors import ClosedError, ConfigError, DeadlineError, InputError
@@ -37,10 +38,11 @@ from kvferry.pool import Pool
 from kvferry.rank import RankMemory, open_on_cpu, open_on_gpu
 from kvferry.reach import FullAttention
 from kvferry.scheduler import NO_BLOCK, Scheduler
+from kvferry.scheduler.journal import Copy
+from kvferry.scheduler.why import Explanation
 from kvferry.stats import SchedulerStats
 from kvferry.tiers import GrowthStats
 from kvferry.types import DEVICE, FIRST_RANK, HOST, Key, RequestId, TransferId
-from kvferry.why import Explanation
 from kvferry.worker import Worker
 
 if TYPE_CHECKING:
@@ -302,6 +304,7 @@ class Ferry:
                 self._desk,
                 slot_bytes={HOST: self._layout.block_bytes},
                 pinned_bytes=lambda: self._rank.host.stats().pinned_bytes,
+                why_path=self._why_path,
             )
             self._endpoint = Endpoint(source, host=host, port=port)
         return self._endpoint.url
@@ -326,6 +329,14 @@ class Ferry:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _why_path(self, copy: Copy) -> str:
+        """Why a copy went as it did, where the engine had a choice."""
+        why = getattr(self._rank.engine, "why", None)
+        if why is None or not copy.paths:
+            return ""
+        direction = Direction.LOAD if copy.dst == DEVICE else Direction.STORE
+        return str(why(direction, copy.group, copy.num_blocks, copy.paths[0]))
 
     def _take(self, settled: Settled) -> None:
         for request_id in settled.loaded:

@@ -248,3 +248,24 @@ def test_compute_may_be_the_default_stream() -> None:
     rig.drain_ok()
     assert rig.slot(1) == wrote
     rig.close()
+
+
+def test_the_planners_reason_can_be_asked_for_afterwards():
+    class Explaining:
+        def choose(
+            self, direction: Direction, layout: GroupLayout, num_blocks: int, busy: bool
+        ) -> str:
+            return "dma" if busy else "loop"
+
+        def explain(
+            self, direction: Direction, layout: GroupLayout, num_blocks: int, busy: bool
+        ) -> str:
+            return f"{direction.value} of {num_blocks}, {'running' if busy else 'idle'}"
+
+    rig = Rig()
+    assert rig.engine.why(Direction.LOAD, 0, 3, "loop") == ""  # a planner that cannot say
+    rig.engine._planner = Explaining()
+    assert rig.engine.why(Direction.LOAD, 0, 3, "loop") == "load of 3, idle"
+    assert rig.engine.why(Direction.STORE, 0, 3, "dma") == "store of 3, running"
+    assert rig.engine.why(Direction.STORE, 0, 3, "kernel") == ""
+    rig.close()

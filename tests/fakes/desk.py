@@ -10,9 +10,9 @@ from kvferry import reach
 from kvferry.answers import DeviceBlocks, Match, MatchState, Settled
 from kvferry.config import Config
 from kvferry.keys import Keys
-from kvferry.levels import Level
 from kvferry.pool import Pool
 from kvferry.scheduler import BlockTable, Scheduler
+from kvferry.scheduler.levels import Level
 from kvferry.types import DEVICE, HOST, Outcome, Rank, Receipt, Transfer
 
 FULL = reach.FullAttention(4)

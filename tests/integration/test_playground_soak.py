@@ -20,13 +20,13 @@ from kvferry.config import Config
 from kvferry.device.cpu import CpuEngine
 from kvferry.device.layout import describe
 from kvferry.errors import TransferError
-from kvferry.levels import WriteMode
 from kvferry.playground import offload
 from kvferry.playground.engine import Engine, Limits
 from kvferry.playground.model import Decoder, ModelShape
 from kvferry.playground.offload import Offloader
 from kvferry.playground.request import Request
 from kvferry.playground.runner import Runner
+from kvferry.scheduler.levels import WriteMode
 from kvferry.tiers import MemoryTier
 from kvferry.types import DEVICE, HOST, TierName, Transfer
 

@@ -14,7 +14,7 @@ from kvferry.cli.commands import kvferry as cli
 from kvferry.cli.explain import REASONS, VERDICTS
 from kvferry.config import describe
 from kvferry.policy.worth import Verdict
-from kvferry.why import Reason
+from kvferry.scheduler.why import Reason
 
 
 def invoke(*arguments: str, **env: str) -> Result:

@@ -17,7 +17,7 @@ from typing import Any
 from tests.model.simulation import Request, Shape, Simulation
 
 from kvferry.answers import MatchState
-from kvferry.request import RequestRecord
+from kvferry.scheduler.request import RequestRecord
 from kvferry.types import DEVICE, HOST, Transfer, TransferId
 
 Action = tuple[Any, ...]

@@ -39,9 +39,9 @@ from kvferry.config import Config
 from kvferry.errors import TransferError
 from kvferry.identity import scope
 from kvferry.keys import Keys
-from kvferry.levels import Level
 from kvferry.pool import Pool, SlotState
 from kvferry.scheduler import NO_BLOCK, Scheduler
+from kvferry.scheduler.levels import Level
 from kvferry.tiers import MemoryTier
 from kvferry.types import DEVICE, HOST, Outcome, Rank, Receipt, TierName, Transfer
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvferry import reach
-from kvferry.levels import WriteMode
 from kvferry.reach import ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
+from kvferry.scheduler.levels import WriteMode
 
 GROUPS: dict[str, tuple[reach.Group, ...]] = {
     "full": (FullAttention(4),),

@@ -27,9 +27,9 @@ from kvferry import reach
 from kvferry.answers import DeviceBlocks, Match, MatchState, Settled
 from kvferry.config import Config
 from kvferry.keys import Keys
-from kvferry.levels import Level, WriteMode
 from kvferry.pool import Pool, SlotState
 from kvferry.scheduler import NO_BLOCK, Scheduler
+from kvferry.scheduler.levels import Level, WriteMode
 from kvferry.types import DEVICE, HOST, Outcome, Rank, Receipt, TierName, Transfer
 
 ROW_BYTES = 8

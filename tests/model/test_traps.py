@@ -51,12 +51,12 @@ from kvferry.answers import MatchState
 from kvferry.device.cpu import CpuEngine
 from kvferry.device.layout import describe
 from kvferry.errors import TransferError
-from kvferry.levels import WriteMode
 from kvferry.playground.engine import Engine, Limits
 from kvferry.playground.model import Decoder, ModelShape
 from kvferry.playground.offload import Offloader
 from kvferry.playground.request import Request
 from kvferry.playground.runner import Runner
+from kvferry.scheduler.levels import WriteMode
 from kvferry.tiers import HostTier, MemoryTier, TierMover
 from kvferry.types import DEVICE, HOST, Outcome, Plan, TierName, Transfer, TransferId
 from kvferry.worker import Worker

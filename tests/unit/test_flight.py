@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvferry.errors import InputError, ReceiptError
-from kvferry.flight import Flights
 from kvferry.lease import Ending, Lease, Purpose
+from kvferry.scheduler.flight import Flights
 from kvferry.types import (
     DEVICE,
     HOST,

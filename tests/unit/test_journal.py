@@ -7,13 +7,13 @@ import json
 import numpy as np
 
 from kvferry.identity import Namespace, chain
-from kvferry.journal import MOST_COPIES, MOST_REQUESTS
 from kvferry.metrics.source import plain
 from kvferry.pool import Pool
 from kvferry.reach import FullAttention
 from kvferry.scheduler import Scheduler
+from kvferry.scheduler.journal import MOST_COPIES, MOST_REQUESTS
+from kvferry.scheduler.why import Reason
 from kvferry.types import FIRST_RANK, Outcome, Rank, Receipt
-from kvferry.why import Reason
 
 NAMESPACE = Namespace(model="m", dtype="float32", layout="test", geometry="g", block_tokens=4)
 
@@ -93,6 +93,19 @@ def test_a_request_counts_once_however_often_it_asks_and_again_when_its_name_is_
     stats = scheduler.stats()
     assert stats.queries == 3
     assert dict(stats.missed) == {Reason.NEVER_STORED.value: 3}
+
+
+def test_a_name_used_again_starts_a_new_entry():
+    scheduler = Scheduler(Pool(8), (FullAttention(4),))
+    for _ in range(2):
+        scheduler.match("a", tokens(0))
+        scheduler.store("a", tokens(0), ((0, 1, 2, 3),), 16)
+        answer(scheduler)
+        scheduler.finish("a")
+        scheduler.reset()
+    entry = scheduler.journal("a")
+    assert entry is not None
+    assert len(entry.copies) == 1
 
 
 def test_it_forgets_the_oldest_and_stays_small():

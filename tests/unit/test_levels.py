@@ -15,9 +15,9 @@ from kvferry.answers import MatchState, Settled
 from kvferry.config import Config
 from kvferry.errors import TransferError
 from kvferry.keys import Keys
-from kvferry.levels import Level, WriteMode
 from kvferry.pool import Pool
 from kvferry.scheduler import Scheduler
+from kvferry.scheduler.levels import Level, WriteMode
 from kvferry.tiers import HostTier, MemoryTier, TierMover
 from kvferry.types import DEVICE, FIRST_RANK, HOST, Outcome, Receipt, TierName, Transfer
 from kvferry.worker import Worker
@@ -245,6 +245,21 @@ def test_promotion_is_bounded_by_a_share_of_the_host() -> None:
     assert desk.plan() == []
     desk.land(move)
     assert desk.match("b", story(1, 16)).num_tokens == 16
+
+
+def test_what_comes_up_within_the_bound_is_of_use() -> None:
+    """All of one group and nothing of the other would flush the host for nobody."""
+    window = reach.SlidingWindow(4, window=9)
+    desk = Desk(reach.FullAttention(4), window, levels=[level()], slots=32)
+    told = story(1, 12)
+    desk.keep("a", told, 48)
+    settle_down(desk)
+    forget_host(desk)
+    assert desk.match("b", told).state is MatchState.WAIT  # eight slots: six and two
+    assert sum(map(len, desk.plan())) == 8
+    desk.land()
+    match = desk.match("b", told)
+    assert (match.state, match.num_tokens) == (MatchState.HIT, 24)
 
 
 def test_a_second_request_joins_a_promotion_under_way() -> None:

@@ -21,9 +21,9 @@ from kvferry.policy.worth import Verdict
 from kvferry.pool import Pool
 from kvferry.reach import FullAttention
 from kvferry.scheduler import Level, Scheduler
+from kvferry.scheduler.why import Reason
 from kvferry.stats import OTHER, SIZE_BOUNDS, Distribution, Histogram, TrafficCounts
 from kvferry.types import FIRST_RANK, Outcome, Receipt, TierName
-from kvferry.why import Reason
 
 ROOT = Path(__file__).parents[2]
 NAMESPACE = Namespace(model="m", dtype="float32", layout="test", geometry="g", block_tokens=4)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.fakes.desk import LOAD, STORE, Desk, by_group, routes, story
 
 from kvferry import reach
-from kvferry.levels import Level, WriteMode
 from kvferry.pool import Pool
+from kvferry.scheduler.levels import Level, WriteMode
 from kvferry.types import DEVICE, HOST, TierName
 
 DISK = TierName("disk")

@@ -7,9 +7,9 @@ import pytest
 from tests.fakes.crafted_keys import keys
 from tests.fakes.desk import Desk, story
 
-from kvferry.levels import Level, WriteMode
 from kvferry.policy import SeenOften
 from kvferry.pool import Pool
+from kvferry.scheduler.levels import Level, WriteMode
 from kvferry.types import TierName
 
 

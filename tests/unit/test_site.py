@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from kvferry.cli.commands import kvferry as cli
 from kvferry.config import describe
 from kvferry.metrics.catalog import catalog
-from kvferry.why import Reason
+from kvferry.scheduler.why import Reason
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -9,11 +9,11 @@ from tests.fakes.desk import Desk, story
 
 from kvferry import reach
 from kvferry.answers import MatchState
-from kvferry.levels import Level, WriteMode
 from kvferry.policy import Verdict
 from kvferry.pool import Pool
+from kvferry.scheduler.levels import Level, WriteMode
+from kvferry.scheduler.why import Explanation, Reason
 from kvferry.types import TierName
-from kvferry.why import Explanation, Reason
 
 
 def why(desk: Desk, request: str) -> Explanation:

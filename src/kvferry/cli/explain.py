@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.errors import KvferryError
+from kvferry.scheduler.why import Reason
 from kvferry.watch import scrape
 from kvferry.watch.words import show_bytes, show_seconds
-from kvferry.why import Reason
 
 REASONS = {
     Reason.NOTHING_MISSED: "Everything asked for was on the device or in host memory.",

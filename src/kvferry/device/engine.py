@@ -178,6 +178,21 @@ class GpuEngine:
         """Whether a thread is still inside a driver call after ``close``."""
         return any(lane.is_stuck for lane in self._lanes.values())
 
+    def why(self, direction: Direction, group: int, num_blocks: int, path: str) -> str:
+        """Why such a transfer took ``path``, in the planner's words; empty where it cannot say.
+
+        Whether the model ran at the time is not remembered: the answer is for the state, idle or
+        running, in which the planner picks that path.
+        """
+        explain = getattr(self._planner, "explain", None)
+        if explain is None:
+            return ""
+        layout = self._layouts[group]
+        for busy in (False, True):
+            if self._planner.choose(direction, layout, num_blocks, busy) == path:
+                return str(explain(direction, layout, num_blocks, busy))
+        return ""
+
     def __enter__(self) -> GpuEngine:
         return self
 

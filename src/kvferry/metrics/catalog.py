@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvferry.policy.worth import Verdict
-from kvferry.why import Reason
+from kvferry.scheduler.why import Reason
 
 PREFIX = "kvferry_"
 

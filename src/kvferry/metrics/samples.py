@@ -9,9 +9,9 @@ from typing import NamedTuple
 from kvferry.metrics import catalog as names
 from kvferry.metrics.catalog import Metric
 from kvferry.pool import PoolCounts
+from kvferry.scheduler.why import Reason
 from kvferry.stats import Distribution, SchedulerStats
 from kvferry.types import HOST
-from kvferry.why import Reason
 
 
 @dataclass(frozen=True)

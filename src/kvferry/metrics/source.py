@@ -8,9 +8,9 @@ from functools import cache
 from importlib import metadata
 from typing import Any, Protocol
 
-from kvferry.journal import Copy, Entry
 from kvferry.metrics.desk import Desk
 from kvferry.metrics.samples import Snapshot
+from kvferry.scheduler.journal import Copy, Entry
 from kvferry.stats import SchedulerStats
 from kvferry.types import RequestId
 

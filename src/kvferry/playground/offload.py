@@ -12,13 +12,13 @@ from kvferry.device.cpu import CpuEngine
 from kvferry.device.layout import describe
 from kvferry.errors import InputError
 from kvferry.keys import Keys
-from kvferry.levels import Level, WriteMode
 from kvferry.metrics.desk import Desk
 from kvferry.metrics.source import Source
 from kvferry.playground.runner import Runner
 from kvferry.playground.tables import Tables
 from kvferry.pool import Pool
 from kvferry.scheduler import Scheduler
+from kvferry.scheduler.levels import Level, WriteMode
 from kvferry.stats import SchedulerStats
 from kvferry.tiers import HostTier, Tier, TierMover
 from kvferry.types import DEVICE, HOST, RequestId

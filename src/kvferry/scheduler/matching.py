@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +13,9 @@ from kvferry import reach
 from kvferry.identity import scope
 from kvferry.keys import Keys
 from kvferry.lease import Lease
-from kvferry.levels import LowerLevels
 from kvferry.pool import Pool
-from kvferry.request import GroupKeys
+from kvferry.scheduler.levels import LowerLevels
+from kvferry.scheduler.request import GroupKeys
 from kvferry.types import Key
 
 Present = list[npt.NDArray[np.bool_]]
@@ -96,6 +96,33 @@ class Matcher:
     def _pin(self, g: int, look: Look) -> Lease | None:
         slots = self._needed(g, look.host_tokens, look.computed_tokens)
         return self._host.pin(self.slot_keys(g, look.keys, slots)) if slots else None
+
+    def within(self, look: Look, num_slots: int) -> Look:
+        """The same look, its longer hit cut down until so few slots complete it in the host.
+
+        Half of every group would serve nobody: the hit gets shorter in all groups at once.
+        """
+        low, high = look.host_tokens, look.all_tokens
+        if self._num_to_bring(look, high) <= num_slots:
+            return look
+        best = low
+        while high - low >= self._step:
+            middle = (low + high) // 2
+            length = self._longest(look.everywhere, look.computed_tokens, middle)
+            if self._num_to_bring(look, length) <= num_slots:
+                best, low = max(best, length), middle
+            else:
+                high = length
+        return replace(look, all_tokens=best)
+
+    def _num_to_bring(self, look: Look, num_tokens: int) -> int:
+        """Slots that a hit of this length needs and that are not even on their way to the host."""
+        count = 0
+        for g in range(len(self.groups)):
+            slots = self._needed(g, num_tokens, look.computed_tokens)
+            known = self._host.known(self.slot_keys(g, look.keys, slots)) if slots else np.ones(1)
+            count += int((known == 0).sum())
+        return count
 
     def to_promote(self, look: Look) -> Iterator[tuple[int, Keys, Key | None]]:
         """By group, the run of blocks to complete for the longer hit, and the key before it."""

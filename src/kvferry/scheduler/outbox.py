@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.config import Config
-from kvferry.flight import Flights
 from kvferry.lease import Lease
+from kvferry.scheduler.flight import Flights
 from kvferry.types import (
     DEVICE,
     HOST,

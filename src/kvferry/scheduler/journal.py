@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
-from kvferry.flight import Flight
+from kvferry.scheduler.flight import Flight
+from kvferry.scheduler.why import Explanation
 from kvferry.types import RequestId
-from kvferry.why import Explanation
 
 MOST_REQUESTS = 1024
 MOST_COPIES = 32
@@ -64,6 +64,10 @@ class Journal:
     def explained(self, explanation: Explanation) -> None:
         """A request was looked up; this replaces what was said about it before."""
         self._touch(explanation.request_id).explanation = explanation
+
+    def begin(self, request_id: RequestId) -> None:
+        """A request of this name has come; what another of the same name did is forgotten."""
+        self._entries.pop(request_id, None)
 
     def ended(self, request_id: RequestId, flight: Flight) -> None:
         """A transfer ended that moved blocks of this request, or it waits no longer for it."""

@@ -22,9 +22,9 @@ import numpy.typing as npt
 
 from kvferry.keys import Keys
 from kvferry.lease import Purpose
-from kvferry.outbox import Outbox
 from kvferry.policy import Watermark
 from kvferry.pool import Pool
+from kvferry.scheduler.outbox import Outbox
 from kvferry.types import HOST, Key, TierName, TransferId
 
 _PIECE_SLOTS = 32
@@ -80,6 +80,11 @@ class LowerLevels:
             found |= level.pool.cached(keys)
         return found
 
+    @property
+    def room(self) -> int:
+        """How many more host slots promotions may claim now."""
+        return self._most_promoting - sum(map(len, self._promoting.values()))
+
     def promote(self, keys: Keys, *, parent: Key | None, chained: bool) -> set[TransferId]:
         """Bring up those of a run of blocks that the host lacks, as far as the budget goes.
 
@@ -89,8 +94,7 @@ class LowerLevels:
         transfers = self._bringing(keys)
         start = 0
         while start < len(keys):
-            room = self._most_promoting - sum(map(len, self._promoting.values()))
-            ahead = keys[start : start + min(room, _PIECE_SLOTS)]
+            ahead = keys[start : start + min(self.room, _PIECE_SLOTS)]
             if len(ahead) and self._host.known(ahead).all():
                 parent = ahead[len(ahead) - 1]
                 start += len(ahead)

@@ -22,20 +22,21 @@ from kvferry import reach
 from kvferry.answers import DeviceBlocks, FailedLoad, Landing, Match, MatchState, Settled
 from kvferry.config import Config
 from kvferry.errors import ClosedError, InputError
-from kvferry.flight import Flight, Flights
-from kvferry.ghosts import Ghosts
 from kvferry.identity import scope
-from kvferry.journal import Entry, Journal
 from kvferry.keys import Keys
 from kvferry.lease import Lease
-from kvferry.levels import Level, LowerLevels
-from kvferry.matching import Look, Matcher
-from kvferry.outbox import Outbox
 from kvferry.policy import Decision, LoadOrCompute
 from kvferry.pool import Pool
-from kvferry.request import Hit, Loading, RequestRecord
+from kvferry.scheduler.flight import Flight, Flights
+from kvferry.scheduler.ghosts import Ghosts
+from kvferry.scheduler.journal import Entry, Journal
+from kvferry.scheduler.levels import Level, LowerLevels
+from kvferry.scheduler.matching import Look, Matcher
+from kvferry.scheduler.outbox import Outbox
+from kvferry.scheduler.request import Hit, Loading, RequestRecord
+from kvferry.scheduler.storing import NO_BLOCK, BlockTable, Storing
+from kvferry.scheduler.why import Explanation, Reason
 from kvferry.stats import MatchCounts, SchedulerStats
-from kvferry.storing import NO_BLOCK, BlockTable, Storing
 from kvferry.types import (
     DEVICE,
     HOST,
@@ -47,7 +48,6 @@ from kvferry.types import (
     TransferId,
     as_slots,
 )
-from kvferry.why import Explanation, Reason
 
 __all__ = ["NO_BLOCK", "BlockTable", "Level", "Scheduler"]
 
@@ -256,6 +256,7 @@ class Scheduler:
         """Start bringing up what lies below the host; True if the request should wait for it."""
         if look.all_tokens <= look.host_tokens or record.promoted:
             return False
+        look = self._matcher.within(look, self._lower.room)
         for g, keys, parent in self._matcher.to_promote(look):
             chained = isinstance(self.groups[g], reach.FullAttention)
             record.promoting |= self._lower.promote(keys, parent=parent, chained=chained)
@@ -658,11 +659,12 @@ class Scheduler:
         return Reason.NEVER_STORED
 
     def _remember(self, explanation: Explanation) -> None:
-        self._journal.explained(explanation)
         record, missed = self._requests[explanation.request_id], self._counts.missed
         if not record.explained:  # once for each request, however often it asks again
             record.explained = True
+            self._journal.begin(explanation.request_id)
             missed[explanation.reason.value] = missed.get(explanation.reason.value, 0) + 1
+        self._journal.explained(explanation)
 
     def _count_once(self, record: RequestRecord, look: Look) -> None:
         if record.counted:

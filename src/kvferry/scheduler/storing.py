@@ -12,11 +12,11 @@ from kvferry.answers import DeviceBlocks
 from kvferry.config import Config
 from kvferry.errors import ConfigError, InputError
 from kvferry.keys import Keys
-from kvferry.matching import Matcher
-from kvferry.outbox import Outbox, StoreOrder
 from kvferry.policy import SeenOften, Watermark
 from kvferry.pool import Pool
-from kvferry.request import RequestRecord
+from kvferry.scheduler.matching import Matcher
+from kvferry.scheduler.outbox import Outbox, StoreOrder
+from kvferry.scheduler.request import RequestRecord
 from kvferry.types import RequestId, as_slots
 
 NO_BLOCK = -1

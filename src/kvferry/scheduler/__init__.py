@@ -1,0 +1,16 @@
+"""The scheduler half: what moves, when, and what became of it. Never touches a byte."""
+
+from kvferry.scheduler.half import Scheduler
+from kvferry.scheduler.levels import Level, WriteMode
+from kvferry.scheduler.storing import NO_BLOCK, BlockTable
+from kvferry.scheduler.why import Explanation, Reason
+
+__all__ = [
+    "NO_BLOCK",
+    "BlockTable",
+    "Explanation",
+    "Level",
+    "Reason",
+    "Scheduler",
+    "WriteMode",
+]
