@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
+from tests.fakes.driver import FakeDriver
 
 from kvferry.cli.commands import kvferry
 from kvferry.config import Config, GiB, MiB
 from kvferry.device.driver import BatchForm, DeviceIdentity
+from kvferry.doctor import environment
 from kvferry.doctor.environment import Environment, Gpu
 from kvferry.doctor.examine import examine
 from kvferry.doctor.finding import Finding, Grade
@@ -263,3 +265,39 @@ def test_this_machine_can_be_looked_at():
     assert result.exit_code in (0, 1)
     findings = json.loads(result.output)["findings"]
     assert not [f for f in findings if "could not be looked at" in f["words"]]
+
+
+# -- looking at a card ---------------------------------------------------------------------------
+
+
+def test_a_card_is_looked_at_while_it_copies_and_left_as_it_was(monkeypatch):
+    driver = FakeDriver()
+    seen = []
+
+    def said(path: str) -> str:
+        seen.append(path)
+        return "16"
+
+    monkeypatch.setattr(environment, "open_driver", lambda device: driver)
+    monkeypatch.setattr(environment, "_said", said)
+    gpu = environment.look_at_gpu(0)
+    assert gpu.identity == driver.identity()
+    assert gpu.batch_form is driver.batch_form
+    assert (gpu.width, gpu.max_width) == ("16", "16")
+    assert [path.rpartition("/")[2] for path in seen] == [
+        *("current_link_speed", "current_link_width", "max_link_speed", "max_link_width"),
+    ]
+    made = [call for call in driver.calls if call.startswith(("alloc", "create_stream"))]
+    ended = [call for call in driver.calls if call.startswith(("free", "destroy_stream"))]
+    assert len(made) == len(ended) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("32.0 GT/s PCIe\n", "32.0 GT/s PCIe"), ("Unknown\n", None), ("255\n", None), ("", None)],
+)
+def test_a_link_that_will_not_say_is_unknown(tmp_path, text, value):
+    file = tmp_path / "link"
+    file.write_text(text)
+    assert environment._said(str(file)) == value
+    assert environment._said(str(tmp_path / "none")) is None
