@@ -262,6 +262,19 @@ def test_what_comes_up_within_the_bound_is_of_use() -> None:
     assert (match.state, match.num_tokens) == (MatchState.HIT, 24)
 
 
+@pytest.mark.parametrize("num_keys", range(5, 14))
+def test_blocks_of_one_token_come_up_within_the_bound(num_keys: int) -> None:
+    desk = Desk(reach.FullAttention(1), levels=[level()], slots=16)
+    told = story(1, num_keys)
+    desk.keep("a", told, num_keys)
+    settle_down(desk)
+    forget_host(desk)
+    assert desk.match("b", told).state is MatchState.WAIT
+    assert sum(map(len, desk.plan())) == 4
+    desk.land()
+    assert desk.match("b", told).num_tokens == 4
+
+
 def test_a_second_request_joins_a_promotion_under_way() -> None:
     """Neither computes what is coming up, and it comes up once."""
     told = story(1, 4)

@@ -102,17 +102,17 @@ class Matcher:
 
         Half of every group would serve nobody: the hit gets shorter in all groups at once.
         """
-        low, high = look.host_tokens, look.all_tokens
-        if self._num_to_bring(look, high) <= num_slots:
+        if self._num_to_bring(look, look.all_tokens) <= num_slots:
             return look
-        best = low
-        while high - low >= self._step:
+        best = look.host_tokens
+        low, high = look.host_tokens // self._step, -(-look.all_tokens // self._step)
+        while high - low > 1:
             middle = (low + high) // 2
-            length = self._longest(look.everywhere, look.computed_tokens, middle)
+            length = self._longest(look.everywhere, look.computed_tokens, middle * self._step)
             if self._num_to_bring(look, length) <= num_slots:
                 best, low = max(best, length), middle
             else:
-                high = length
+                high = middle
         return replace(look, all_tokens=best)
 
     def _num_to_bring(self, look: Look, num_tokens: int) -> int:
@@ -120,8 +120,8 @@ class Matcher:
         count = 0
         for g in range(len(self.groups)):
             slots = self._needed(g, num_tokens, look.computed_tokens)
-            known = self._host.known(self.slot_keys(g, look.keys, slots)) if slots else np.ones(1)
-            count += int((known == 0).sum())
+            if slots:
+                count += int((~self._host.known(self.slot_keys(g, look.keys, slots))).sum())
         return count
 
     def to_promote(self, look: Look) -> Iterator[tuple[int, Keys, Key | None]]:
