@@ -47,7 +47,7 @@ def plot(data: dict[str, Any]) -> str:
     for number, direction in enumerate(NAMES):
         parts += _bandwidth(data, direction, 70 + number * 460, 100)
     parts += _legend(70, 425)
-    parts += _costs(data, 70, 490)
+    parts += _costs(data, 70, 515)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -91,16 +91,16 @@ def _bandwidth(data: dict[str, Any], direction: str, left: float, top: float) ->
 def _legend(left: float, top: float) -> list[str]:
     parts = [
         _line(left, top - 4, left + 26, top - 4, "ceiling"),
-        _text(left + 32, top, "ceiling: one large copy"),
+        _text(left + 32, top, "one large copy"),
     ]
-    at = left + 205
+    at = left + 150
     for _, name, colour, width, dash in LINES:
         parts.append(
             f'<line x1="{at}" y1="{top - 4}" x2="{at + 26}" y2="{top - 4}" stroke="{colour}" '
             f'stroke-width="{width}" stroke-dasharray="{dash}"/>'
         )
         parts.append(_text(at + 32, top, name))
-        at += 62 + 6.6 * len(name)
+        at += 52 + 6.6 * len(name)
     return parts
 
 
@@ -113,7 +113,10 @@ def _costs(data: dict[str, Any], left: float, top: float) -> list[str]:
     if not groups:
         return []
     high, height, width = 10.0, 170.0, 840.0
-    parts = [_text(left, top - 12, "Model time lost, ms per GB moved (GB/s above)", kind="title")]
+    parts = [
+        _text(left, top - 36, "Model time lost, ms per GB moved", kind="title"),
+        _text(left + 320, top - 36, "above each bar: GB/s of the copy", kind="small"),
+    ]
     for tick in (0, 2, 4, 6, 8, 10):
         y = top + height * (1 - tick / high)
         parts.append(_line(left, y, left + width, y, "grid"))
@@ -132,11 +135,11 @@ def _costs(data: dict[str, Any], left: float, top: float) -> list[str]:
         parts.append(
             _text(middle, top + height + 36, load.split(",")[0], anchor="middle", kind="small")
         )
-    at = left + 380
+    at = left + 540
     for path, colour in BARS:
-        parts.append(f'<rect x="{at}" y="{top - 23}" width="12" height="12" fill="{colour}"/>')
-        parts.append(_text(at + 18, top - 12, path))
-        at += 90
+        parts.append(f'<rect x="{at}" y="{top - 47}" width="12" height="12" fill="{colour}"/>')
+        parts.append(_text(at + 18, top - 36, path))
+        at += 80
     return parts
 
 

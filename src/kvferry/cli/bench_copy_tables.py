@@ -187,7 +187,8 @@ def _slowdown(data: dict[str, Any]) -> str:
     return (
         "## What the copy costs the model\n\n"
         "Copies of 256 MiB in 16 KiB segments, without a pause, beside a load; the load's rounds "
-        "are timed alone and beside the copies in turn.\n\n"
+        "are timed alone and beside the copies in turn. What `dma` costs here is its call: while "
+        "the driver works through the descriptors, it launches nothing for the model.\n\n"
         + table(["Load, direction", "Path", "Copy GB/s", "Load time", "ms lost per GB"], lines)
     )
 
