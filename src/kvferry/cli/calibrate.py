@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import click
@@ -26,7 +27,8 @@ EXAMPLES = ((16 * KiB, 1), (16 * KiB, 64), (2 * KiB * KiB, 1))
 @click.command("calibrate")
 @click.option("--device", default=0, show_default=True, help="Which GPU.")
 @click.option("--force", is_flag=True, help="Measure again though there is a profile.")
-def calibrate(device: int, force: bool) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")
+def calibrate(device: int, force: bool, as_json: bool) -> None:
     """Time the copy paths on this machine: a few seconds, kept for every later run."""
     driver = open_card("kvferry calibrate", device)
     file = profile_file(driver.identity())
@@ -38,7 +40,10 @@ def calibrate(device: int, force: bool) -> None:
             profile = measure(driver, toolbox.paths, progress=_show)
             _show("")
             save_profile(profile, file)
-            click.echo(f"Measured in {time.perf_counter() - began:.1f} s.")
+            click.echo(f"Measured in {time.perf_counter() - began:.1f} s.", err=as_json)
+        if as_json:
+            click.echo(json.dumps({"file": str(file), "profile": profile.to_json()}))
+            return
         click.echo(f"Profile: {file}")
         for key, value in profile.provenance.items():
             click.echo(f"  {key}: {value}")
