@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -89,8 +90,8 @@ class MatchCounts:
     hit_tokens: int = 0
     promoted_tokens: int = 0
     expired_hits: int = 0
-    verdicts: dict[str, int] = field(default_factory=dict)
-    missed: dict[str, int] = field(default_factory=dict)
+    verdicts: Counter[str] = field(default_factory=Counter)
+    missed: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)

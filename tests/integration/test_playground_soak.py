@@ -210,7 +210,7 @@ def prove_nothing_left(engine: Engine, offloader: Offloader) -> None:
         assert pool.num_leases == 0
     assert not scheduler._requests
     assert not scheduler._waiting_for
-    assert not scheduler._being_loaded.any()
+    assert not scheduler._hits.num_slots_being_loaded
 
 
 def test_a_workload_that_fits_the_device_stores_nothing_lazily() -> None:

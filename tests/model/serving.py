@@ -538,7 +538,7 @@ class Serving:
             assert not any(device.holders), "a device block is still held"
         assert not scheduler._waiting_for
         assert not scheduler._requests
-        assert not scheduler._being_loaded.any()
+        assert not scheduler._hits.num_slots_being_loaded
         assert not scheduler._lower._promoting
 
     def describe(self) -> str:

@@ -372,7 +372,7 @@ class Simulation:
             assert counts.free + counts.cached == counts.total
         assert self.scheduler.num_in_flight == 0
         assert self.scheduler.num_queued == 0
-        assert not self.scheduler._being_loaded.any(), "a slot is still said to be loading"
+        assert not self.scheduler._hits.num_slots_being_loaded, "a slot is still said to be loading"
         assert not self.scheduler._waiting_for, "a request is still waited for"
 
     # -- the parts ------------------------------------------------------------------------------

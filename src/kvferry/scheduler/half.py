@@ -16,26 +16,22 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from types import MappingProxyType
 
-import numpy as np
-
 from kvferry import reach
 from kvferry.answers import DeviceBlocks, FailedLoad, Landing, Match, MatchState, Settled
 from kvferry.config import Config
 from kvferry.errors import ClosedError, InputError
-from kvferry.identity import scope
 from kvferry.keys import Keys
-from kvferry.lease import Lease
-from kvferry.policy import Decision, LoadOrCompute
 from kvferry.pool import Pool
+from kvferry.scheduler.explainer import Explainer
 from kvferry.scheduler.flight import Flight, Flights
-from kvferry.scheduler.ghosts import Ghosts
+from kvferry.scheduler.hits import Hits
 from kvferry.scheduler.journal import Entry, Journal
 from kvferry.scheduler.levels import Level, LowerLevels
 from kvferry.scheduler.matching import Look, Matcher
 from kvferry.scheduler.outbox import Outbox
-from kvferry.scheduler.request import Hit, Loading, RequestRecord
-from kvferry.scheduler.storing import NO_BLOCK, BlockTable, Storing
-from kvferry.scheduler.why import Explanation, Reason
+from kvferry.scheduler.request import Loading, RequestRecord
+from kvferry.scheduler.storing import BlockTable, Storing
+from kvferry.scheduler.why import Explanation
 from kvferry.stats import MatchCounts, SchedulerStats
 from kvferry.types import (
     DEVICE,
@@ -44,12 +40,8 @@ from kvferry.types import (
     Rank,
     Receipt,
     RequestId,
-    SlotArray,
     TransferId,
-    as_slots,
 )
-
-__all__ = ["NO_BLOCK", "BlockTable", "Level", "Scheduler"]
 
 
 class Scheduler:
@@ -94,7 +86,6 @@ class Scheduler:
         self.groups = tuple(groups)
         self._config = config
         self._clock = clock
-        self._joins_loads = joins_loads
         self._block_bytes = tuple(block_bytes) or (0,) * len(self.groups)
         self._ready = [pool.num_ready] * num_ranks
         self._flights = Flights(num_ranks)
@@ -110,18 +101,23 @@ class Scheduler:
             max_blocks=_bound(config.max_storing_blocks, num_device_blocks, 4),
             block_bytes=self._block_bytes,
         )
-        self._max_loading = _bound(config.max_loading_blocks, num_device_blocks, 2)
-        self._worth = LoadOrCompute(config.load_policy, prefill_rate=config.prefill_rate)
+        self._hits = Hits(
+            self._matcher,
+            pool,
+            self._outbox,
+            config,
+            max_blocks=_bound(config.max_loading_blocks, num_device_blocks, 2),
+            block_bytes=self._block_bytes,
+            joins_loads=joins_loads,
+            clock=clock,
+        )
+        self._explainer = Explainer(self._matcher, pool, self._storing.admission)
         self._requests: dict[RequestId, RequestRecord] = {}
         self._waiting_for: dict[TransferId, list[RequestId]] = {}
-        self._being_loaded = np.zeros(pool.num_slots, dtype=np.int32)
-        self._num_loads = 0
         self._released: list[DeviceBlocks] = []
         self._counts = MatchCounts()
         self._journal = Journal()
-        self._ghosts = Ghosts(pool.num_slots)
         self._closed = False
-        pool.listeners.append(self._ghosts.add)
 
     # -- match ----------------------------------------------------------------------------------
 
@@ -149,108 +145,18 @@ class Scheduler:
         if not computed_tokens:  # it has no block at all, so none from before a reset
             record.renew()
         hit = record.hit
-        if hit is None or not self._still_holds(hit, computed_tokens, max_tokens):
+        if hit is None or not self._hits.still_holds(hit, computed_tokens, max_tokens):
             record.let_go()
             look = self._matcher.look(keys, computed_tokens, max_tokens)
             self._count_once(record, look)
             if self._promote(request_id, record, look):
                 return Match(MatchState.WAIT, computed_tokens, computed_tokens)
-            hit = record.hit = self._pin(request_id, look)
-        if hit.match.state is MatchState.HIT and not self._may_load(hit):
+            hit, decision = self._hits.pin(look)
+            record.hit = hit
+            self._remember(record, self._explainer.explain(request_id, look, decision))
+        if hit.match.state is MatchState.HIT and not self._hits.may_load(hit):
             return Match(MatchState.WAIT, computed_tokens, computed_tokens)
         return hit.match
-
-    def _still_holds(self, hit: Hit, computed_tokens: int, max_tokens: int) -> bool:
-        if hit.match.computed_tokens != computed_tokens or hit.max_tokens != max_tokens:
-            return False
-        if hit.match.state is MatchState.WAIT:
-            return bool(self._being_loaded.take(hit.joined).any())
-        if hit.num_loads != self._num_loads:  # who else was promised these blocks may have begun
-            if len(self._joined(hit.leases)):
-                return False
-            hit.num_loads = self._num_loads
-        if hit.generation != self.pool.generation and hit.can_grow:
-            if self._may_be_longer(hit):
-                return False
-            hit.generation = self.pool.generation
-        hit.deadline = self._clock() + self._config.match_deadline
-        return True
-
-    def _may_be_longer(self, hit: Hit) -> bool:
-        """Whether anything a longer hit needs has come since we looked."""
-        if hit.lacking is None:
-            return bool(self.pool.cached(hit.watch).all())
-        news = self.pool.news_since(hit.generation)
-        if news is None or not len(hit.lacking):
-            return news is None
-        places = np.searchsorted(hit.lacking, news)
-        return bool((hit.lacking.take(places, mode="clip") == news).any())
-
-    def _pin(self, request_id: RequestId, look: Look) -> Hit:
-        leases = self._matcher.pin(look)
-        blocks = self._matcher.num_device_blocks(look.host_tokens, look.computed_tokens)
-        watch = self._matcher.watch(look)
-        can_grow = self._matcher.can_grow(look)
-        hit = Hit(
-            match=Match(MatchState.HIT, look.host_tokens, look.computed_tokens),
-            max_tokens=look.max_tokens,
-            leases=leases,
-            joined=self._joined(leases),
-            watch=watch,
-            lacking=self._matcher.lacking(look) if can_grow and not len(watch) else None,
-            generation=self.pool.generation,
-            deadline=self._clock() + self._config.match_deadline,
-            num_blocks=blocks,
-            can_grow=can_grow,
-            num_loads=self._num_loads,
-        )
-        decision: Decision | None = None
-        if len(hit.joined):
-            hit.decline(MatchState.WAIT)
-        elif hit.match.to_load <= 0:
-            hit.decline(MatchState.MISS)
-        else:
-            decision = self._decide(look)
-            if not decision.load:
-                hit.decline(MatchState.MISS)
-        self._remember(self._explanation(request_id, look, decision))
-        return hit
-
-    def _joined(self, leases: Sequence[Lease | None]) -> SlotArray:
-        """The slots of a hit that another request is loading right now."""
-        pinned = [lease.slots for lease in leases if lease is not None]
-        if not pinned or not self._joins_loads:
-            return as_slots(())
-        slots = np.concatenate(pinned)
-        return slots[self._being_loaded.take(slots) > 0]
-
-    def _may_load(self, hit: Hit) -> bool:
-        """Whether a load fits the bounds. One load alone always does, or it would wait for ever."""
-        loading = self._outbox.num_blocks_to_device()
-        if loading == 0:
-            return True
-        if self._max_loading is not None and loading + hit.num_blocks > self._max_loading:
-            return False
-        return self._outbox.bytes_to_device(self._block_bytes) <= self._config.max_bytes_in_flight
-
-    def _decide(self, look: Look) -> Decision:
-        num_bytes = sum(
-            len(
-                reach.needed_device_blocks(
-                    g, look.host_tokens, computed_tokens=look.computed_tokens
-                )
-            )
-            * size
-            for g, size in zip(self.groups, self._block_bytes, strict=True)
-        )
-        decision = self._worth.decide(
-            look.host_tokens - look.computed_tokens,
-            num_bytes,
-            self._outbox.bytes_to_device(self._block_bytes),
-        )
-        verdicts = self._counts.verdicts
-        verdicts[decision.verdict.value] = verdicts.get(decision.verdict.value, 0) + 1
-        return decision
 
     def _promote(self, request_id: RequestId, record: RequestRecord, look: Look) -> bool:
         """Start bringing up what lies below the host; True if the request should wait for it."""
@@ -282,41 +188,19 @@ class Scheduler:
         hit = record.hit
         if hit is None or hit.match.state is not MatchState.HIT:
             return ()
-        parts = [
-            (g, lease, *self._load_part(request_id, g, hit.match, lease, tables[g]))
-            for g, lease in enumerate(hit.leases)
-            if lease is not None
-        ]
+        parts = self._hits.parts(request_id, hit, tables)
         record.hit = None
         record.promoted = False
         if not parts:  # a hit that reads nothing has no landing to wait for
             return ()
         record.loading = Loading(hit.match, set())
-        self._num_loads += 1
+        self._hits.began([lease for _, lease, _, _ in parts])
         for g, lease, host_slots, device_blocks in parts:
             order = self._outbox.load(request_id, g, lease, host_slots, device_blocks)
             record.loading.waiting.add(order.transfer.id)
             self._waiting_for[order.transfer.id] = [request_id]
-            self._being_loaded[lease.slots] += 1
         self._counts.hit_tokens += hit.match.to_load
         return tuple(DeviceBlocks(g, blocks) for g, _, _, blocks in parts)
-
-    def _load_part(
-        self, request_id: RequestId, g: int, match: Match, lease: Lease, table: BlockTable
-    ) -> tuple[SlotArray, SlotArray]:
-        group = self.groups[g]
-        blocks = reach.needed_device_blocks(
-            group, match.num_tokens, computed_tokens=match.computed_tokens
-        )
-        if len(table) < blocks.stop:
-            raise InputError(
-                f"request {request_id!r}: group {g}'s block table has {len(table)} blocks, the hit "
-                f"of {match.num_tokens} tokens needs {blocks.stop}"
-            )
-        places = np.arange(blocks.start, blocks.stop)
-        slots = lease.slots[places // group.blocks_per_slot - blocks.start // group.blocks_per_slot]
-        host_slots = self._outbox.rows(slots, places % group.blocks_per_slot)
-        return host_slots, as_slots(table[blocks.start : blocks.stop])
 
     def store(
         self,
@@ -373,7 +257,7 @@ class Scheduler:
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """The engine computed this many prompt tokens in this time; load-or-compute learns it."""
-        self._worth.note_prefill(num_tokens, seconds)
+        self._hits.worth.note_prefill(num_tokens, seconds)
 
     def note_ready(self, rank: Rank, num_slots: int) -> None:
         """The first ``num_slots`` host slots of a rank can be used.
@@ -399,7 +283,7 @@ class Scheduler:
         num_bytes, seconds = self._flights.counts.moved(HOST, DEVICE)
         landed = self._flights.settle(receipts)
         now_bytes, now_seconds = self._flights.counts.moved(HOST, DEVICE)
-        self._worth.note_load(now_bytes - num_bytes, now_seconds - seconds)
+        self._hits.worth.note_load(now_bytes - num_bytes, now_seconds - seconds)
         return self._report(landed)
 
     def lose_rank(self, rank: Rank, reason: str) -> Settled:
@@ -434,7 +318,7 @@ class Scheduler:
         if transfer.dst == DEVICE:
             self._released.append(DeviceBlocks(transfer.group, transfer.dst_slots))
             for lease in flight.leases:
-                self._being_loaded[lease.slots] -= 1
+                self._hits.ended(lease)
         elif transfer.src == DEVICE:
             self._released.append(DeviceBlocks(transfer.group, transfer.src_slots))
             if flight.ok and self._lower:
@@ -507,7 +391,7 @@ class Scheduler:
     def _let_go(self, request_id: RequestId, record: RequestRecord) -> None:
         record.let_go()
         for order in self._outbox.cancel_loads(request_id):
-            self._being_loaded[order.lease.slots] -= 1
+            self._hits.ended(order.lease)
             self._released.append(DeviceBlocks(order.transfer.group, order.transfer.dst_slots))
         self._stop_waiting(request_id, record)
 
@@ -546,7 +430,7 @@ class Scheduler:
                 self.finish(request_id)
             self._outbox.discard()
             self._flights.abandon("closed")
-            self.pool.listeners.remove(self._ghosts.add)
+            self._explainer.close()
             self._closed = True
 
     # -- looking ----------------------------------------------------------------------------------
@@ -612,8 +496,8 @@ class Scheduler:
                 }
             ),
             resets=self.epoch,
-            bandwidth=self._worth.bandwidth,
-            prefill_rate=self._worth.prefill_rate,
+            bandwidth=self._hits.worth.bandwidth,
+            prefill_rate=self._hits.worth.prefill_rate,
         )
 
     def check_integrity(self) -> None:
@@ -621,49 +505,13 @@ class Scheduler:
         self.pool.check_integrity()
         self._lower.check_integrity()
 
-    def _explanation(
-        self, request_id: RequestId, look: Look, decision: Decision | None
-    ) -> Explanation:
-        missing = self._matcher.first_missing(look)
-        if decision is not None and not decision.load:
-            reason, group, token = Reason.LOAD_SLOWER, None, look.computed_tokens
-        elif missing is None:
-            reason, group, token = Reason.NOTHING_MISSED, None, None
-        else:
-            group, token, key = missing
-            below = look.all_tokens > look.host_tokens
-            reason = Reason.STILL_BELOW if below else self._why_missing(group, key)
-        return Explanation(
-            request_id=request_id,
-            asked_tokens=look.max_tokens,
-            device_tokens=look.computed_tokens,
-            host_tokens=look.host_tokens - look.computed_tokens,
-            lower_tokens=look.all_tokens - look.host_tokens,
-            reason=reason,
-            first_missing=token,
-            group=group,
-            decision=decision,
-        )
-
-    def _why_missing(self, group: int, key: Keys) -> Reason:
-        if self.pool.known(key)[0]:
-            return Reason.IN_FLIGHT
-        if self._ghosts.have(key)[0]:
-            return Reason.EVICTED
-        if not self._storing.admission.admits(key)[0]:
-            return Reason.BELOW_THRESHOLD
-        if self.epoch:
-            bare = key.masked(scope(self.epoch, group))
-            if self._ghosts.have(bare.masked(scope(self.epoch - 1, group)))[0]:
-                return Reason.OTHER_NAMESPACE
-        return Reason.NEVER_STORED
-
-    def _remember(self, explanation: Explanation) -> None:
-        record, missed = self._requests[explanation.request_id], self._counts.missed
+    def _remember(self, record: RequestRecord, explanation: Explanation) -> None:
+        if explanation.decision is not None:
+            self._counts.verdicts[explanation.decision.verdict.value] += 1
         if not record.explained:  # once for each request, however often it asks again
             record.explained = True
             self._journal.begin(explanation.request_id)
-            missed[explanation.reason.value] = missed.get(explanation.reason.value, 0) + 1
+            self._counts.missed[explanation.reason.value] += 1
         self._journal.explained(explanation)
 
     def _count_once(self, record: RequestRecord, look: Look) -> None:

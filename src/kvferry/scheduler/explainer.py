@@ -1,0 +1,62 @@
+"""Finds out why a look-up ended where it did."""
+
+from __future__ import annotations
+
+from kvferry.identity import scope
+from kvferry.keys import Keys
+from kvferry.policy import Decision, SeenOften
+from kvferry.pool import Pool
+from kvferry.scheduler.ghosts import Ghosts
+from kvferry.scheduler.matching import Look, Matcher
+from kvferry.scheduler.why import Explanation, Reason
+from kvferry.types import RequestId
+
+
+class Explainer:
+    """Explains looks. Owns the memory of what was here once; changes nothing else."""
+
+    def __init__(self, matcher: Matcher, pool: Pool, admission: SeenOften) -> None:
+        self._matcher = matcher
+        self._pool = pool
+        self._admission = admission
+        self._ghosts = Ghosts(pool.num_slots)
+        pool.listeners.append(self._ghosts.add)
+
+    def close(self) -> None:
+        self._pool.listeners.remove(self._ghosts.add)
+
+    def explain(self, request_id: RequestId, look: Look, decision: Decision | None) -> Explanation:
+        missing = self._matcher.first_missing(look)
+        if decision is not None and not decision.load:
+            reason, group, token = Reason.LOAD_SLOWER, None, look.computed_tokens
+        elif missing is None:
+            reason, group, token = Reason.NOTHING_MISSED, None, None
+        else:
+            group, token, key = missing
+            below = look.all_tokens > look.host_tokens
+            reason = Reason.STILL_BELOW if below else self._why_missing(group, key)
+        return Explanation(
+            request_id=request_id,
+            asked_tokens=look.max_tokens,
+            device_tokens=look.computed_tokens,
+            host_tokens=look.host_tokens - look.computed_tokens,
+            lower_tokens=look.all_tokens - look.host_tokens,
+            reason=reason,
+            first_missing=token,
+            group=group,
+            decision=decision,
+        )
+
+    def _why_missing(self, group: int, key: Keys) -> Reason:
+        if self._pool.known(key)[0]:
+            return Reason.IN_FLIGHT
+        if self._ghosts.have(key)[0]:
+            return Reason.EVICTED
+        if not self._admission.admits(key)[0]:
+            return Reason.BELOW_THRESHOLD
+        epoch = self._matcher.epoch
+        if epoch:
+            bare = key.masked(scope(epoch, group))
+            if self._ghosts.have(bare.masked(scope(epoch - 1, group)))[0]:
+                return Reason.OTHER_NAMESPACE
+        return Reason.NEVER_STORED
