@@ -22,13 +22,9 @@ class InterpretedLauncher:
     def __init__(self, driver: FakeDriver) -> None:
         self._driver = driver
         self.launches: list[tuple[Variant, int, int]] = []
-        self._ready: set[Variant] = set()
 
     def prepare(self, variant: Variant) -> None:
-        self._ready.add(variant)
-
-    def is_ready(self, variant: Variant) -> bool:
-        return variant in self._ready
+        pass
 
     def launch(
         self, variant: Variant, programs: int, arguments: CopyArguments, stream: int
@@ -44,4 +40,4 @@ class InterpretedLauncher:
         self.launches.append((variant, programs, stream))
 
     def close(self) -> None:
-        self._ready.clear()
+        pass

@@ -125,7 +125,7 @@ def _time_beside_model(
         log.warning("torch is not installed: what copies cost the model is not measured")
         return
     # Imported here: torch is heavy, and only these loads need it.
-    from kvferry.device.loads import MatmulLoad, WeightLoad
+    from kvferry.device.loads import MatmulLoad, WeightLoad, release
     from kvferry.device.slowdown import measure_slowdown
 
     for make_load in (MatmulLoad, WeightLoad):
@@ -144,3 +144,5 @@ def _time_beside_model(
                 idle = job.num_bytes / rig.time(path, job, repeats=3).seconds / GB
                 found = measure_slowdown(rig, load, path, job, rounds=BUSY_ROUNDS, phases=2)
                 yield BusyCell(direction, name, load.name, found.gbps, idle, found.lost_ms_per_gb)
+        del load
+        release()

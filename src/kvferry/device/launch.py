@@ -85,9 +85,6 @@ class Launcher(Protocol):
     def prepare(self, variant: Variant) -> None:
         """Compile and load ``variant``; may take a second the first time."""
 
-    def is_ready(self, variant: Variant) -> bool:
-        """Whether ``launch`` would return at once."""
-
     def launch(
         self, variant: Variant, programs: int, arguments: CopyArguments, stream: int
     ) -> None:
@@ -113,9 +110,6 @@ class CudaLauncher:
         with self._lock:
             if variant not in self._functions:
                 self._functions[variant] = self._load(variant)
-
-    def is_ready(self, variant: Variant) -> bool:
-        return variant in self._functions
 
     def launch(
         self, variant: Variant, programs: int, arguments: CopyArguments, stream: int

@@ -6,6 +6,7 @@ tokens keeps the memory busy (decode). This module needs torch and is imported o
 
 from __future__ import annotations
 
+import gc
 from typing import Any, Protocol
 
 import torch
@@ -60,3 +61,9 @@ class WeightLoad:
     def _round(self) -> None:
         for weights in self._weights:
             torch.mm(self._tokens, weights, out=self._out)
+
+
+def release() -> None:
+    """Hand the memory of loads that are gone back to the card: a server has its own use for it."""
+    gc.collect()
+    torch.cuda.empty_cache()
