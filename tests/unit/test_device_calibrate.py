@@ -17,6 +17,7 @@ from kvferry.device.job import Direction
 from kvferry.device.paths import DmaPath, LoopPath
 from kvferry.device.profile import profile_file
 from kvferry.device.toolbox import open_planner, open_toolbox
+from kvferry.errors import DriverError
 
 KiB = 1 << 10
 
@@ -100,3 +101,27 @@ def test_a_pinned_path_needs_no_measurement(
     driver: Any = FakeDriver()
     toolbox = open_toolbox(driver, ring_bytes=1 << 20)
     assert open_planner(driver, toolbox, copy_path="loop").pinned == "loop"
+
+
+@pytest.mark.parametrize("can_compile", [True, False])
+def test_kernels_that_cannot_be_compiled_are_not_offered(
+    can_compile: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Launcher:
+        def __init__(self, driver: object) -> None:
+            self.closed = False
+
+        def prepare(self, variant: object) -> None:
+            if not can_compile:
+                raise DriverError("no compiler for this card", unsupported=True)
+
+        def close(self) -> None:
+            self.closed = True
+
+    monkeypatch.setattr(toolbox_module, "CudaDriver", FakeDriver)
+    monkeypatch.setattr(toolbox_module, "CudaLauncher", Launcher)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    toolbox = open_toolbox(FakeDriver(), ring_bytes=1 << 20)
+    assert ({"kernel", "staged"} <= set(toolbox.paths)) is can_compile
+    assert ("no compiler for this card" in caplog.text) is not can_compile
+    toolbox.close()

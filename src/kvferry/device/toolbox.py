@@ -11,17 +11,22 @@ from kvferry.device.calibrate import Progress, calibrate
 from kvferry.device.cuda import CudaDriver
 from kvferry.device.driver import Driver
 from kvferry.device.job import Path
-from kvferry.device.kernel_path import KernelPath
-from kvferry.device.launch import CudaLauncher, Launcher
+from kvferry.device.kernel_path import GRID, KernelPath
+from kvferry.device.launch import CudaLauncher, Launcher, Variant
 from kvferry.device.paths import DmaPath, LoopPath
 from kvferry.device.planner import MeasuredPlanner
 from kvferry.device.profile import Profile, load_profile, profile_file, save_profile
 from kvferry.device.staged import StagedPath
-from kvferry.errors import KvferryError
+from kvferry.errors import DriverError, KvferryError
 
 log = logging.getLogger(__name__)
 
 AUTO = "auto"
+
+PROBE = Variant(
+    to_packed=False, linear=False, uniform=True, width=8, vector=2, steps=8, warps=GRID.warps
+)
+"""A kernel most engines need anyway."""
 
 
 @dataclass(eq=False)
@@ -50,10 +55,23 @@ def open_toolbox(driver: Driver, *, ring_bytes: int) -> Toolbox:
     elif util.find_spec("triton") is None:
         log.warning("Triton is not installed: copying by dma. pip install 'kvferry[gpu]'")
     else:
-        toolbox.launcher = CudaLauncher(driver)
-        toolbox.paths["kernel"] = KernelPath(driver, toolbox.launcher)
-        toolbox.paths["staged"] = StagedPath(driver, toolbox.launcher, ring_bytes=ring_bytes)
+        _add_kernels(toolbox, driver, ring_bytes)
     return toolbox
+
+
+def _add_kernels(toolbox: Toolbox, driver: CudaDriver, ring_bytes: int) -> None:
+    """The paths with kernels, if one can be compiled and loaded: else every transfer would fail."""
+    launcher = CudaLauncher(driver)
+    try:
+        with driver.current():
+            launcher.prepare(PROBE)
+    except DriverError as error:
+        log.warning("copy kernels cannot be used here, copying by dma: %s", error)
+        launcher.close()
+        return
+    toolbox.launcher = launcher
+    toolbox.paths["kernel"] = KernelPath(driver, launcher)
+    toolbox.paths["staged"] = StagedPath(driver, launcher, ring_bytes=ring_bytes)
 
 
 def open_planner(
