@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -39,3 +41,26 @@ def _serve(model: Path, pipe: Connection[Any, Any]) -> None:
         except EOFError:
             return
         pipe.send(engine.generate(*asked))
+
+
+def in_a_process(work: Callable[..., Any], *args: Any) -> Any:
+    """What ``work`` returns, from a process that ends with it."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=_work, args=(work, args, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        result, failure = ours.recv()
+    finally:
+        process.join(20)
+        process.kill()
+    assert not failure, failure
+    return result
+
+
+def _work(work: Callable[..., Any], args: Any, pipe: Connection[Any, Any]) -> None:
+    try:
+        pipe.send((work(*args), ""))
+    except Exception:
+        pipe.send((None, traceback.format_exc()))

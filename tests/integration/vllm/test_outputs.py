@@ -15,7 +15,7 @@ FERRY = {
     "load_deadline": "5min",
     "store_deadline": "5min",
 }
-MODELS = ["llama", "gemma"]
+MODELS = ["llama", "gemma_hits"]
 
 
 @pytest.fixture(params=MODELS)
@@ -112,14 +112,14 @@ def test_requests_that_share_a_prefix_load_it_once(start, expect, llama):
     engine.check_idle()
 
 
-def test_a_shorter_window_is_no_shorter_hit(start, expect, gemma):
+def test_a_shorter_window_is_no_shorter_hit(start, expect, gemma_hits):
     """A hit may end at any block although most layers keep only the last 64 tokens."""
     (prompt,) = make_prompts(9, 400)
     (tail,) = make_prompts(10, 60)
     turns = [prompt[:length] + tail for length in (96, 160, 320)]
     options = {"num_gpu_blocks_override": 256}
-    expected = expect(gemma, turns)
-    engine = start(gemma, ferry=FERRY, **options)
+    expected = expect(gemma_hits, turns)
+    engine = start(gemma_hits, ferry=FERRY, **options)
     engine.generate([prompt])
     engine.forget_device()
     assert [engine.generate([turn])[0] for turn in turns] == expected
