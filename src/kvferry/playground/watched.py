@@ -44,7 +44,8 @@ def main() -> None:
         for seed in itertools.count():
             if time.monotonic() >= end:
                 break
-            serve(engine, Chat(num_conversations=8, num_turns=3, vocab=shape.vocab, seed=seed))
+            chat = Chat(num_conversations=24, num_turns=4, vocab=shape.vocab, seed=seed)
+            serve(engine, chat)  # more than host memory holds, so some of it is dropped
         engine.drain()
 
 
