@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import InputError, IntegrityError, KeyFormatError, LeaseError
+from kvferry.family import Family
 from kvferry.index import NO_SLOT, Index
 from kvferry.keys import Keys
 from kvferry.lease import Ending, Lease, Purpose
@@ -85,9 +86,7 @@ class Pool:
         self._index = Index(num_slots)
         self._state = np.full(num_slots, SlotState.UNREADY, dtype=np.int8)
         self._readers = np.zeros(num_slots, dtype=np.int32)
-        self._parent = np.full(num_slots, NO_SLOT, dtype=np.int64)
-        self._children = np.zeros(num_slots, dtype=np.int32)
-        self._place = np.full(num_slots, NO_SLOT, dtype=np.int64)  # scratch, NO_SLOT between calls
+        self._family = Family(num_slots)
         self._free = np.empty(num_slots, dtype=np.int64)
         self._num_free = 0
         self._leases: set[Lease] = set()
@@ -140,8 +139,8 @@ class Pool:
 
     def key_before(self, lease: Lease) -> Key | None:
         """The key that a lease's first slot follows, if it is here."""
-        parent = self._parent[lease.slots[:1]]
-        return self._index.keys_of(parent)[0] if parent[0] != NO_SLOT else None
+        parent = self._family.parent_of(int(lease.slots[0]))
+        return self._index.key_of(parent) if parent != NO_SLOT else None
 
     @property
     def num_free(self) -> int:
@@ -155,7 +154,7 @@ class Pool:
         slots = found[: _num_leading(self._readable(found))]
         if not len(slots):
             return None
-        if not self._last_mentions(slots).all():
+        if not self._family.last_mentions(slots).all():
             raise InputError(f"{len(keys)} keys to pin are not distinct; a chain never repeats")
         self._readers[slots] += 1
         return self._open(Lease.leading(purpose, slots, self))
@@ -190,7 +189,7 @@ class Pool:
             self._index.insert(keys.take(positions), slots)
             found[positions] = slots
         if chained:
-            self._link(found, np.concatenate(([above], found[:-1])))
+            self._family.link(found, np.concatenate(([above], found[:-1])))
         if not len(slots):
             return None
         return self._open(Lease(Purpose.WRITE, slots, positions, self))
@@ -199,7 +198,7 @@ class Pool:
         """These keys were used (a hit elsewhere, say): keep them longer."""
         found = self._index.find(keys)
         found = found[found != NO_SLOT]
-        self._touch(found[self._last_mentions(found)])
+        self._touch(found[self._family.last_mentions(found)])
 
     # -- letting go -----------------------------------------------------------------------------
 
@@ -236,8 +235,7 @@ class Pool:
         self._tell_gone(np.flatnonzero(self._state == SlotState.CACHED))
         self._index.clear()
         self._order.clear()
-        self._parent.fill(NO_SLOT)
-        self._children.fill(0)
+        self._family.clear()
         self._state[claimed] = SlotState.DOOMED
         self._push_free(np.flatnonzero(idle))
 
@@ -279,7 +277,7 @@ class Pool:
         again = self._index.find(self._index.keys_of(indexed))
         _require(np.array_equal(again, indexed), "an index entry points at a slot of another key")
         self._check_claims()
-        self._check_family()
+        self._family.check((state == SlotState.WRITING) | (state == SlotState.CACHED))
         evictable = np.flatnonzero((state == SlotState.CACHED) & (self._readers == 0))
         _require(bool(self._order.holds(evictable).all()), "a cached slot is not in the order")
 
@@ -309,17 +307,6 @@ class Pool:
             counts.free + counts.cached + counts.leased + counts.unready == counts.total,
             "free + cached + leased + unready != total",
         )
-
-    def _check_family(self) -> None:
-        linked = np.flatnonzero(self._parent != NO_SLOT)
-        parents = self._parent[linked]
-        living = (SlotState.WRITING, SlotState.CACHED)
-        _require(bool(np.isin(self._state[linked], living).all()), "a dead slot has a parent")
-        _require(
-            bool(np.isin(self._state[parents], living).all()), "a parent died before its child"
-        )
-        counted = np.bincount(parents, minlength=self.num_slots)
-        _require(np.array_equal(counted, self._children), "children are miscounted")
 
     # -- the parts ------------------------------------------------------------------------------
 
@@ -391,97 +378,29 @@ class Pool:
             # Slots being read fall out of the order here; their release puts them back.
             idle = oldest[self._readers.take(oldest) == 0]
             looked = np.concatenate((looked, idle))
-            can_go = self._without_survivors(looked)
+            can_go = self._family.can_go(looked)
         going = looked[can_go]
         if len(going) == len(looked) == wanted:
             return going
-        going, spare = np.split(self._children_first(going), [wanted])
+        going, spare = np.split(self._family.children_first(going), [wanted])
         gone = np.flatnonzero(np.isin(looked, going))
         end = int(gone[-1]) + 1 if len(gone) else len(looked)
         stays = ~can_go
         # What we looked at beyond need keeps its place. A parent met before, whose children stay,
         # was used when they were: it goes behind them.
         self._order.put_back(np.concatenate((spare, looked[end:][stays[end:]])))
-        self._order.touch(self._children_first(looked[:end][stays[:end]]))
+        self._order.touch(self._family.children_first(looked[:end][stays[:end]]))
         return going
-
-    def _without_survivors(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
-        """Which of these slots can go together: no descendant of theirs stays behind."""
-        children = self._children.take(slots)
-        if not children.any():
-            return np.ones(len(slots), dtype=bool)
-        above = self._parents_among(slots)
-        going = np.bincount(above[above != NO_SLOT], minlength=len(slots))
-        stays = going != children
-        # A slot that stays keeps all its ancestors. Doubling the step reaches those of any depth
-        # in a few rounds; one level a round would take as many rounds as the chain is long.
-        for _ in range(len(slots).bit_length()):
-            linked = np.flatnonzero(above != NO_SLOT)
-            if not len(linked) or not stays.any():
-                break
-            stays[above[linked[stays[linked]]]] = True
-            above[linked] = above.take(above[linked])
-        return ~stays
-
-    def _children_first(self, slots: SlotArray) -> SlotArray:
-        """These slots, each after those of its descendants that are among them."""
-        above = self._parents_among(slots)
-        depth = (above != NO_SLOT).astype(np.int64)
-        for _ in range(len(slots).bit_length()):
-            linked = np.flatnonzero(above != NO_SLOT)
-            if not len(linked):
-                break
-            depth[linked] += depth.take(above[linked])
-            above[linked] = above.take(above[linked])
-        return slots[np.argsort(-depth, kind="stable")]
-
-    def _parents_among(self, slots: SlotArray) -> SlotArray:
-        """For each slot the place of its parent in ``slots``, or ``NO_SLOT``."""
-        self._place[slots] = np.arange(len(slots))
-        parents = self._parent.take(slots)
-        above = np.where(parents == NO_SLOT, NO_SLOT, self._place.take(parents, mode="wrap"))
-        self._place[slots] = NO_SLOT
-        return above
 
     def _unindex(self, slots: SlotArray) -> None:
         """Nothing matches these slots any more; their state is the caller's to set."""
         if len(slots):
             self._index.remove(slots)
             self._order.discard(slots)
-            self._unlink(slots)
+            self._family.unlink(slots)
 
     def _readable(self, found: SlotArray) -> npt.NDArray[np.bool_]:
         return (found != NO_SLOT) & (self._state.take(found, mode="wrap") == SlotState.CACHED)
-
-    def _link(self, slots: SlotArray, before: SlotArray) -> None:
-        """Give each slot the one before it as parent, also where a lost parent is back."""
-        known = np.flatnonzero((slots != NO_SLOT) & (before != NO_SLOT))
-        known = known[self._parent.take(slots[known]) == NO_SLOT]
-        self._parent[slots[known]] = before[known]
-        self._children[before[known]] += 1  # distinct: each has one next block here
-
-    def _unlink(self, slots: SlotArray) -> None:
-        parents = self._parent.take(slots)
-        self._lose_child(parents[parents != NO_SLOT])
-        self._parent[slots] = NO_SLOT
-        bereft = slots[self._children.take(slots) > 0]
-        if len(bereft):  # only when bytes were lost: a look at every slot is fair then
-            self._parent[np.isin(self._parent, bereft)] = NO_SLOT
-            self._children[bereft] = 0
-
-    def _lose_child(self, parents: SlotArray) -> None:
-        # np.subtract.at counts repeats but is slow: use it only for the few that do repeat.
-        once = self._last_mentions(parents)
-        self._children[parents[once]] -= 1
-        np.subtract.at(self._children, parents[~once], 1)
-
-    def _last_mentions(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
-        """True where no later place in ``slots`` names the same slot."""
-        at = np.arange(len(slots))
-        self._place[slots] = at
-        last = self._place.take(slots) == at
-        self._place[slots] = NO_SLOT
-        return np.asarray(last)
 
     def _pop_free(self, count: int) -> SlotArray:
         self._num_free -= count

@@ -207,7 +207,7 @@ class World:
 
     def _slot(self, slot: int, names: Names) -> tuple[int, ...]:
         pool = self.sim.pool
-        parent = names.slot(int(pool._parent[slot]))
+        parent = names.slot(pool._family.parent_of(slot))
         return int(pool._state[slot]), int(pool._readers[slot]), parent
 
     def _rank(self, rank: int, names: Names) -> tuple[object, ...]:

@@ -8,7 +8,7 @@ What must hold, and a one-line break of the code that these tests were seen to c
 - A slot being written is never matchable. ``Pool._readable`` takes any slot that is not free.
 - A slot being read is never evicted. ``Pool._take_coldest`` does not leave out the slots with
   readers.
-- No cached child outlives its parent through eviction. ``Pool._without_survivors`` lets all go.
+- No cached child outlives its parent through eviction. ``Family.can_go`` lets all go.
 - Everything that can go goes when room is needed. ``Pool._take_coldest`` looks only once.
 - A partial store takes the leading missing keys. ``Pool.reserve`` takes the last ones.
 - What is forgotten while claimed comes back with its claim. ``Pool.end`` does not free doomed

@@ -337,7 +337,7 @@ def breaks(pool: Pool, how: str) -> None:
     elif how == "a wrong key":
         pool._index._keys[int(pool._index.find(keys([1]))[0])] ^= np.uint64(1)
     elif how == "a lost parent":
-        pool._children[:] = 0
+        pool._family._children[:] = 0
     elif how == "out of order":
         pool._order.clear()
     elif how == "a lost lease":

@@ -1,0 +1,115 @@
+"""Who follows whom: the slots of chained blocks, each with the slot of the block before it.
+
+A parent must outlive its children, or what is left of a conversation cannot be reached. So slots
+leave in sets that take all their descendants along.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import IntegrityError
+from kvferry.index import NO_SLOT
+from kvferry.types import SlotArray
+
+
+class Family:
+    """Parents and how many children each has. Owns only these; knows no keys, states or claims."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._parent = np.full(num_slots, NO_SLOT, dtype=np.int64)
+        self._children = np.zeros(num_slots, dtype=np.int32)
+        self._place = np.full(num_slots, NO_SLOT, dtype=np.int64)  # scratch, NO_SLOT between calls
+
+    def parent_of(self, slot: int) -> int:
+        """The slot before this one, or ``NO_SLOT``."""
+        return int(self._parent[slot])
+
+    def link(self, slots: SlotArray, before: SlotArray) -> None:
+        """Give each slot the one before it as parent, also where a lost parent is back.
+
+        ``NO_SLOT`` on either side means: nothing to link here.
+        """
+        known = np.flatnonzero((slots != NO_SLOT) & (before != NO_SLOT))
+        known = known[self._parent.take(slots[known]) == NO_SLOT]
+        self._parent[slots[known]] = before[known]
+        self._children[before[known]] += 1  # distinct: each has one next block here
+
+    def unlink(self, slots: SlotArray) -> None:
+        """These slots leave. Children that stay, because bytes were lost, have no parent then."""
+        parents = self._parent.take(slots)
+        self._lose_child(parents[parents != NO_SLOT])
+        self._parent[slots] = NO_SLOT
+        bereft = slots[self._children.take(slots) > 0]
+        if len(bereft):  # only when bytes were lost: a look at every slot is fair then
+            self._parent[np.isin(self._parent, bereft)] = NO_SLOT
+            self._children[bereft] = 0
+
+    def clear(self) -> None:
+        self._parent.fill(NO_SLOT)
+        self._children.fill(0)
+
+    def can_go(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
+        """Which of these slots can leave together: no descendant of theirs stays behind."""
+        children = self._children.take(slots)
+        if not children.any():
+            return np.ones(len(slots), dtype=bool)
+        above = self._parents_among(slots)
+        going = np.bincount(above[above != NO_SLOT], minlength=len(slots))
+        stays = going != children
+        # A slot that stays keeps all its ancestors. Doubling the step reaches those of any depth
+        # in a few rounds; one level a round would take as many rounds as the chain is long.
+        for _ in range(len(slots).bit_length()):
+            linked = np.flatnonzero(above != NO_SLOT)
+            if not len(linked) or not stays.any():
+                break
+            stays[above[linked[stays[linked]]]] = True
+            above[linked] = above.take(above[linked])
+        return ~stays
+
+    def children_first(self, slots: SlotArray) -> SlotArray:
+        """These slots, each after those of its descendants that are among them."""
+        above = self._parents_among(slots)
+        depth = (above != NO_SLOT).astype(np.int64)
+        for _ in range(len(slots).bit_length()):
+            linked = np.flatnonzero(above != NO_SLOT)
+            if not len(linked):
+                break
+            depth[linked] += depth.take(above[linked])
+            above[linked] = above.take(above[linked])
+        return slots[np.argsort(-depth, kind="stable")]
+
+    def last_mentions(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
+        """True where no later place in ``slots`` names the same slot."""
+        at = np.arange(len(slots))
+        self._place[slots] = at
+        last = self._place.take(slots) == at
+        self._place[slots] = NO_SLOT
+        return np.asarray(last)
+
+    def check(self, living: npt.NDArray[np.bool_]) -> None:
+        """Prove that parents and children agree and that only ``living`` slots have any."""
+        linked = np.flatnonzero(self._parent != NO_SLOT)
+        parents = self._parent[linked]
+        if not living[linked].all():
+            raise IntegrityError("pool: a dead slot has a parent")
+        if not living[parents].all():
+            raise IntegrityError("pool: a parent died before its child")
+        counted = np.bincount(parents, minlength=len(self._parent))
+        if not np.array_equal(counted, self._children):
+            raise IntegrityError("pool: children are miscounted")
+
+    def _parents_among(self, slots: SlotArray) -> SlotArray:
+        """For each slot the place of its parent in ``slots``, or ``NO_SLOT``."""
+        self._place[slots] = np.arange(len(slots))
+        parents = self._parent.take(slots)
+        above = np.where(parents == NO_SLOT, NO_SLOT, self._place.take(parents, mode="wrap"))
+        self._place[slots] = NO_SLOT
+        return above
+
+    def _lose_child(self, parents: SlotArray) -> None:
+        # np.subtract.at counts repeats but is slow: use it only for the few that do repeat.
+        once = self.last_mentions(parents)
+        self._children[parents[once]] -= 1
+        np.subtract.at(self._children, parents[~once], 1)
