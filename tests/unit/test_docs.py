@@ -1,0 +1,92 @@
+"""The documents say what the code does: examples and settings in them are the real ones."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from kvferry.config import describe
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "kvferry"
+MAP_BEGINS = "## Every module in a sentence"
+
+
+def settings_page() -> str:
+    """docs/SETTINGS.md as it should be; write it anew with ``python -m tests.unit.test_docs``."""
+    rows = [
+        f"| `{s.name}` | {s.accepts.replace('|', ', ')} | {s.default} | {s.help} |"
+        for s in describe()
+    ]
+    return "\n".join(
+        [
+            "# Settings",
+            "",
+            "As keywords of `kvferry.attach`, as environment variables (`KVFERRY_` and the name in "
+            "capitals), or in the TOML or JSON file that `KVFERRY_CONFIG` names (its table "
+            "`kvferry`, if it has one). Keywords win over the environment, the environment over "
+            "the file.",
+            "",
+            "| setting | accepts | default | what it does |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def test_settings_page_is_current() -> None:
+    assert (ROOT / "docs" / "SETTINGS.md").read_text() == settings_page()
+
+
+def test_readme_shows_the_library_example_as_it_stands() -> None:
+    program = (ROOT / "examples" / "library.py").read_text().split('"""', 2)[2].strip()
+    assert program in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "page", [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")], ids=lambda path: path.name
+)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def module_map() -> str:
+    """Every module with the first sentence of its docstring, package by package."""
+    lines = []
+    for folder in (PACKAGE, *sorted(path for path in PACKAGE.rglob("*") if path.is_dir())):
+        modules = sorted(path for path in folder.glob("*.py") if path.name != "__init__.py")
+        if modules:
+            name = folder.relative_to(PACKAGE.parent)
+            lines += ["", f"### `{name}/`", "", _first_words(folder / "__init__.py"), ""]
+            lines += [f"- `{path.name}`: {_first_words(path)}" for path in modules]
+    return "\n".join(line for line in lines)
+
+
+def _first_words(module: Path) -> str:
+    text = ast.get_docstring(ast.parse(module.read_text())) or ""
+    return " ".join(text.split("\n\n")[0].replace("``", "`").split())
+
+
+def test_structure_page_has_every_module() -> None:
+    page = (ROOT / "docs" / "STRUCTURE.md").read_text()
+    assert page.split(MAP_BEGINS)[1].strip() == module_map().strip()
+
+
+def test_every_module_says_what_it_is() -> None:
+    silent = [str(path) for path in PACKAGE.rglob("*.py") if not _first_words(path)]
+    assert not silent
+
+
+def write_anew() -> None:
+    (ROOT / "docs" / "SETTINGS.md").write_text(settings_page())
+    structure = ROOT / "docs" / "STRUCTURE.md"
+    words = structure.read_text().split(MAP_BEGINS)[0]
+    structure.write_text(f"{words}{MAP_BEGINS}\n{module_map()}\n")
+
+
+if __name__ == "__main__":
+    write_anew()
