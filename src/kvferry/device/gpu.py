@@ -58,18 +58,17 @@ class GpuDevice(GpuEngine):
                 undo.callback(driver.close)
             registration = None
             if host_chunk is None:
-                # In the background, while the paths are measured or their profile is read.
                 num_bytes = (num_slots - 1) * pitch + slot_bytes
                 registration = HostRegistration(driver, address, num_bytes, slot_bytes=pitch)
                 undo.callback(registration.close)
                 host_chunk = registration.chunk_bytes
             toolbox = open_toolbox(driver, ring_bytes=ring_bytes)
             undo.callback(toolbox.close)
+            if registration is not None:
+                registration.wait()  # pinning beside a calibration would be measured with it
             planner = open_planner(
                 driver, toolbox, copy_path=copy_path, may_calibrate=may_calibrate
             )
-            if registration is not None:
-                registration.wait()
             super().__init__(
                 driver,
                 layouts,
