@@ -20,7 +20,7 @@ from kvferry.vllm.offers import next_to_go
 from kvferry.vllm.request_keys import RequestKeys
 from kvferry.vllm.tables import DeviceTables, table_of
 from kvferry.vllm.tracked import Tracked
-from kvferry.vllm.translate import support_of
+from kvferry.vllm.translate import place_of, support_of
 from kvferry.vllm.versions import require_supported
 
 NAMESPACE = Namespace(model="m", dtype="d", layout="l", geometry="g", block_tokens=16)
@@ -231,3 +231,33 @@ def test_a_guard_trips_once_and_stays(caplog):
 
 def test_an_empty_chain_has_no_keys():
     assert RequestKeys(SimpleNamespace(block_hashes=[]), NAMESPACE).keys() == Keys.empty()
+
+
+def parallel_config(tensor=1, pipeline=1, rank=0, **more):
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=tensor, world_size=tensor * pipeline, rank=rank, **more
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("vllm_config", "kind", "told", "replicates"),
+    [
+        (parallel_config(4, rank=2), "MLAAttentionSpec", 4, True),
+        (parallel_config(4, rank=2), "MLAAttentionSpec", None, True),
+        (parallel_config(4), "FullAttentionSpec", None, False),
+        (parallel_config(4), "FullAttentionSpec", 2, False),
+        (parallel_config(4, 2), "MLAAttentionSpec", 4, False),  # stages hold different layers
+        (parallel_config(4, local_world_size=2), "MLAAttentionSpec", 4, False),  # two hosts
+        (parallel_config(), "MLAAttentionSpec", 1, False),
+    ],
+)
+def test_ranks_share_their_memory_only_if_all_hold_the_same(vllm_config, kind, told, replicates):
+    caches = configs(spec(kind))[1]
+    if told is not None:
+        caches.kv_tp_replicas = told
+    place = place_of(vllm_config, caches)
+    assert place.replicates is replicates
+    assert place.rank == vllm_config.parallel_config.rank
+    assert place.num_ranks == vllm_config.parallel_config.world_size

@@ -46,9 +46,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         else:
             self._by_request = len(kv_cache_config.kv_cache_groups) > 1
             self._worker = WorkerSide(
-                rank=vllm_config.parallel_config.rank,
+                place=translate.place_of(vllm_config, kv_cache_config),
                 config=config,
-                num_ranks_here=translate.num_ranks_here(vllm_config),
                 groups=translate.layer_names_of(kv_cache_config),
                 num_blocks=kv_cache_config.num_blocks,
             )

@@ -43,6 +43,7 @@ class RankShape(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     slot_bytes: int = 0
     block_bytes: tuple[int, ...] = ()
     layout: str = ""
+    is_shared: bool = False
     refusal: str = ""
 
 

@@ -158,10 +158,11 @@ class SchedulerSide:
         if scheduler is None:
             return "kvferry is idle: vLLM has not bound its block pool"
         kinds = ", ".join(dict.fromkeys(type(group).__name__ for group in scheduler.groups))
+        shared = "shared by" if self._shapes[0].is_shared else "on each of"
         host = format_size(scheduler.pool.num_slots * self._shapes[0].slot_bytes)
         return (
-            f"kvferry is in service: {scheduler.pool.num_slots} blocks ({host}) of host memory on "
-            f"each of {self._num_ranks} rank(s), {len(scheduler.groups)} group(s) [{kinds}], "
+            f"kvferry is in service: {scheduler.pool.num_slots} blocks ({host}) of host memory "
+            f"{shared} {self._num_ranks} rank(s), {len(scheduler.groups)} group(s) [{kinds}], "
             f"a block is {self._shapes[0].layout}, stores {self.config.store_mode}, "
             f"copy path {self.config.copy_path}, loads {self.config.load_policy}"
         )

@@ -11,6 +11,8 @@ from typing import Any
 from kvferry import reach
 from kvferry.config import Config
 from kvferry.identity import Namespace
+from kvferry.types import Rank
+from kvferry.vllm.ranks import Place
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,21 @@ def layer_names_of(kv_cache_config: Any) -> Sequence[Sequence[str]]:
     return [group.layer_names for group in kv_cache_config.kv_cache_groups]
 
 
-def num_ranks_here(vllm_config: Any) -> int:
-    """Workers on one host, as far as vLLM says: all of them where it counts no hosts."""
+def place_of(vllm_config: Any, kv_cache_config: Any) -> Place:
+    """This worker among the others."""
     parallel = vllm_config.parallel_config
-    return int(getattr(parallel, "local_world_size", None) or parallel.world_size)
+    num_ranks = int(parallel.world_size)
+    # As far as vLLM says: all of them where it counts no hosts.
+    here = int(getattr(parallel, "local_world_size", None) or num_ranks)
+    replicates = num_ranks > 1 and here == num_ranks == _num_replicas(vllm_config, kv_cache_config)
+    return Place(Rank(int(parallel.rank)), num_ranks, here, replicates)
+
+
+def _num_replicas(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Tensor-parallel ranks that hold the same KV, in every layer."""
+    told = getattr(kv_cache_config, "kv_tp_replicas", None)
+    if told is not None:
+        return int(told)
+    kinds = {type(_single(g.kv_cache_spec)).__name__ for g in kv_cache_config.kv_cache_groups}
+    size = int(vllm_config.parallel_config.tensor_parallel_size)
+    return size if kinds == {"MLAAttentionSpec"} else 1

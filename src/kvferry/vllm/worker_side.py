@@ -19,11 +19,11 @@ from typing import Any
 from kvferry.config import Config, format_size
 from kvferry.device.layout import GroupLayout
 from kvferry.rank import RankMemory
-from kvferry.types import DEVICE, HOST, Outcome, Plan, Rank, Receipt, Transfer, TransferId
+from kvferry.types import DEVICE, HOST, Outcome, Plan, Receipt, Transfer, TransferId
 from kvferry.vllm.geometry import layouts_of
 from kvferry.vllm.guard import Guard
 from kvferry.vllm.messages import NO_PLAN, RankShape, StepOrders, StepReceipts
-from kvferry.vllm.ranks import open_rank
+from kvferry.vllm.ranks import Place, mover_of, open_rank
 from kvferry.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -44,17 +44,16 @@ class WorkerSide:
     def __init__(
         self,
         *,
-        rank: int,
+        place: Place,
         config: Config,
-        num_ranks_here: int,
         groups: Sequence[Sequence[str]],
         num_blocks: int,
     ) -> None:
-        self.guard = Guard(f"rank {rank}")
-        self.rank = Rank(rank)
+        self.guard = Guard(f"rank {place.rank}")
+        self.rank = place.rank
         self.shape = RankShape(self.rank, refusal="vLLM has not registered its KV cache")
         self._config = config
-        self._num_ranks_here = num_ranks_here
+        self._place = place
         self._groups = groups
         self._num_blocks = num_blocks
         self._kv_caches: Mapping[str, Any] = {}
@@ -84,11 +83,9 @@ class WorkerSide:
     def _register(self, kv_caches: Mapping[str, Any]) -> None:
         layouts = layouts_of(kv_caches, self._groups, self._num_blocks)
         self._kv_caches = dict(kv_caches)  # the engine copies by address
-        memory = self._memory = open_rank(
-            _device_of(kv_caches), layouts, self._config, self.rank, self._num_ranks_here
-        )
-        engine = memory.engine
-        self._worker = Worker({(DEVICE, HOST): engine, (HOST, DEVICE): engine}, rank=self.rank)
+        memory = self._memory = open_rank(_device_of(kv_caches), layouts, self._config, self._place)
+        mover = mover_of(memory, self._place)
+        self._worker = Worker({(DEVICE, HOST): mover, (HOST, DEVICE): mover}, rank=self.rank)
         self.shape = RankShape(
             rank=self.rank,
             num_slots=memory.host.num_slots,
@@ -96,6 +93,7 @@ class WorkerSide:
             slot_bytes=memory.host.tier.slot_bytes,
             block_bytes=tuple(layout.block_bytes for layout in layouts),
             layout=_words(layouts),
+            is_shared=self._place.replicates,
         )
 
     def close(self) -> None:

@@ -28,11 +28,12 @@ _SHAPE: dict[str, Any] = {
 }
 
 
-def make_llama(folder: Path) -> Path:
+def make_llama(folder: Path, kv_heads: int = 2) -> Path:
     """Full attention in every layer: one group."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return _save(folder, LlamaForCausalLM, LlamaConfig(**_SHAPE))
+    shape = {**_SHAPE, "num_key_value_heads": kv_heads}
+    return _save(folder, LlamaForCausalLM, LlamaConfig(**shape))
 
 
 def make_gemma(folder: Path) -> Path:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
+from tests.integration.vllm import models
 from tests.integration.vllm.engine import make_prompts
 from tests.integration.vllm.server import process_env
 
@@ -41,21 +43,47 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.timeout(600)
-def test_two_ranks_load_what_both_have_stored(expect, llama, tmp_path):
-    prompts = make_prompts(51, 300, 200, 100)
-    script = tmp_path / "two_ranks.py"
+pytestmark = pytest.mark.timeout(600)
+
+# vLLM tells of equal ranks for latent attention only, which on a CPU has no prefix cache. One KV
+# head on two ranks is the same case: this says so in every process.
+EQUAL_RANKS = """
+from kvferry.vllm import translate
+translate._num_replicas = lambda *configs: 2
+"""
+
+
+def run_two_ranks(folder, model, prompts, **env):
+    script = folder / "two_ranks.py"
     script.write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, str(script), json.dumps([str(llama), prompts])],
-        env=process_env(),
+        [sys.executable, str(script), json.dumps([str(model), prompts])],
+        env={**process_env(), **env},
         capture_output=True,
         text=True,
         timeout=580,
     )
     assert done.returncode == 0, done.stderr[-5000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    result = json.loads(line.removeprefix("RESULT "))
+    return json.loads(line.removeprefix("RESULT ")), done.stdout + done.stderr
+
+
+def test_two_ranks_load_what_both_have_stored(expect, llama, tmp_path):
+    prompts = make_prompts(51, 300, 200, 100)
+    result, log = run_two_ranks(tmp_path, llama, prompts)
+    assert "on each of 2 rank(s)" in log
     assert result["first"] == result["again"] == expect(llama, prompts)
+    assert result["figures"]["vllm:external_prefix_cache_hits"] == (9 + 6 + 3) * 32
+    assert result["figures"]["vllm:kvferry_failed_transfers"] == 0
+
+
+def test_ranks_with_the_same_kv_store_it_once(expect, tmp_path):
+    model = models.make_llama(tmp_path / "one-head", kv_heads=1)
+    (tmp_path / "sitecustomize.py").write_text(EQUAL_RANKS)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    prompts = make_prompts(52, 300, 200, 100)
+    result, log = run_two_ranks(tmp_path, model, prompts, PYTHONPATH=path)
+    assert "shared by 2 rank(s)" in log
+    assert result["first"] == result["again"] == expect(model, prompts)
     assert result["figures"]["vllm:external_prefix_cache_hits"] == (9 + 6 + 3) * 32
     assert result["figures"]["vllm:kvferry_failed_transfers"] == 0
