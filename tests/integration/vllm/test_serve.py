@@ -8,6 +8,10 @@ import pytest
 from tests.integration.vllm.engine import make_prompts
 from tests.integration.vllm.server import COMMAND, Server, our_shared_memory, process_env
 
+from kvferry.metrics.http import HttpServer
+from kvferry.watch.scrape import explain
+from kvferry.watch.view import Watch
+
 # A machine under load must not turn into failed copies.
 FERRY = {
     "host": "64MiB",
@@ -33,8 +37,25 @@ def serve(tmp_path):
         server.kill()
 
 
+def check_tools(vllms: str, ours: str) -> None:
+    """What ``kvferry top`` and ``kvferry explain`` show of this server."""
+    for url in (vllms, ours):
+        view = Watch(url).look()
+        assert view.hit_rate
+        assert {(route.src, route.dst) for route in view.routes} == {
+            ("device", "host"),
+            ("host", "device"),
+        }
+        assert view.tiers[0].cached > 0
+    told = [explain(ours, row["request_id"]) for row in explain(ours)["requests"]]
+    assert any(copy["dst"] == "device" for one in told for copy in one["copies"])
+    assert all(one["explanation"]["reason"] for one in told)
+
+
 def test_answers_metrics_and_an_orderly_end(serve, llama):
-    server = serve(llama, ferry=FERRY)
+    probe = HttpServer(lambda path: None)  # a port that is free
+    probe.close()
+    server = serve(llama, ferry={**FERRY, "metrics_port": probe.port})
     assert "kvferry is in service" in server.log
     prompts = make_prompts(41, *[350] * 6)
     answers = [server.complete(prompt) for prompt in prompts]
@@ -52,6 +73,7 @@ def test_answers_metrics_and_an_orderly_end(serve, llama):
     assert server.metric("vllm:kvferry_hit_tokens_total") > 0
     assert server.metric("vllm:kvferry_moved_bytes_total") > 0
     assert server.metric("vllm:kvferry_failed_transfers_total") == 0
+    check_tools(server.url, probe.url)
     server.post("/reset_prefix_cache?reset_external=true", {})
     assert server.complete(prompts[0]) == answers[0]
     assert server.terminate() == 0
