@@ -73,7 +73,7 @@ def test_answers_metrics_and_an_orderly_end(serve, llama):
     assert server.metric("vllm:kvferry_hit_tokens_total") > 0
     assert server.metric("vllm:kvferry_moved_bytes_total") > 0
     assert server.metric("vllm:kvferry_failed_transfers_total") == 0
-    check_tools(server.url, probe.url)
+    check_tools(f"http://127.0.0.1:{server.port}", probe.url)
     server.post("/reset_prefix_cache?reset_external=true", {})
     assert server.complete(prompts[0]) == answers[0]
     assert server.terminate() == 0
