@@ -15,6 +15,7 @@
     ├── TransferError (RuntimeError)     bytes did not move
     │   ├── DriverError                  the GPU driver said no; carries its code and words
     │   └── DeadlineError (TimeoutError) bytes did not move in time
+    ├── UnreachableError (ConnectionError)  a metrics endpoint did not answer, or is another's
     └── IntegrityError (AssertionError)  our own bookkeeping is wrong: please report it
 
 ``InputError`` and ``StateError`` mean the caller's code needs a change. ``TransferError`` never
@@ -82,6 +83,10 @@ class DriverError(TransferError):
 
 class DeadlineError(TransferError, TimeoutError):
     """Bytes did not move in time."""
+
+
+class UnreachableError(KvferryError, ConnectionError):
+    """A metrics endpoint did not answer, or answered something else; the message says which."""
 
 
 class IntegrityError(KvferryError, AssertionError):

@@ -73,6 +73,17 @@ def test_top_says_where_nobody_answers(endpoint):
     assert invoke("top", "file:///etc/passwd", "--once").exit_code == 1
 
 
+EVIL = "a\x1b[2J\x1b]0;pwned\x07[red]b\n\u202e"
+
+
+def test_a_terminal_is_told_nothing_by_names_others_chose(endpoint):
+    endpoint.requests = [{"request_id": EVIL, "reason": EVIL, "asked_tokens": 1, "host_tokens": 0}]
+    for arguments in (("explain", "--url", endpoint.url), ("explain", EVIL, "--url", endpoint.url)):
+        output = invoke(*arguments).output
+        assert not set(output) & {"\x1b", "\x07", "\u202e"}
+    assert "[red]b" in invoke("explain", "--url", endpoint.url).output
+
+
 def test_markup_in_names_is_shown_not_obeyed(endpoint):
     endpoint.text = endpoint.text.replace('tier="disk"', 'tier="[red]disk"')
     assert "[red]disk" in invoke("top", endpoint.url, "--once", "--interval", "0.1").output

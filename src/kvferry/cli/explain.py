@@ -14,7 +14,7 @@ from rich.text import Text
 from kvferry.errors import KvferryError
 from kvferry.scheduler.why import Reason
 from kvferry.watch import scrape
-from kvferry.watch.words import show_bytes, show_seconds
+from kvferry.watch.words import clean, show_bytes, show_seconds
 
 REASONS = {
     Reason.NOTHING_MISSED: "Everything asked for was on the device or in host memory.",
@@ -70,9 +70,9 @@ def _list(requests: list[dict[str, Any]], console: Console) -> None:
         return
     table = _table("Request", "Asked", "From host", "First thing missing")
     for row in requests:
-        reason = str(row.get("reason") or "–").replace("_", " ")
+        reason = clean(row.get("reason") or "–").replace("_", " ")
         table.add_row(
-            escape(str(row.get("request_id"))),
+            escape(clean(row.get("request_id"))),
             _count(row.get("asked_tokens")),
             _count(row.get("host_tokens")),
             escape(reason),
@@ -81,7 +81,7 @@ def _list(requests: list[dict[str, Any]], console: Console) -> None:
 
 
 def _tell(answer: dict[str, Any], console: Console) -> None:
-    console.print(Text(f"Request {answer.get('request_id')}", style="bold"))
+    console.print(Text(f"Request {clean(answer.get('request_id'))}", style="bold"))
     why = answer.get("explanation")
     if why is None:
         console.print("It was never looked up; it only stored.")
@@ -96,7 +96,8 @@ def _tell(answer: dict[str, Any], console: Console) -> None:
         table.add_row(*_copy(copy))
     console.print(table)
     for words in dict.fromkeys(str(copy["why"]) for copy in copies if copy.get("why")):
-        console.print(Text(words, style="dim"))
+        for line in words.splitlines():
+            console.print(Text(clean(line), style="dim"))
 
 
 def _tell_why(why: dict[str, Any], console: Console) -> None:
@@ -128,13 +129,13 @@ def _copy(copy: dict[str, Any]) -> tuple[str, ...]:
     seconds, num_bytes = copy["seconds"], copy["num_bytes"]
     speed = f"{show_bytes(num_bytes / seconds)}/s" if seconds else "–"
     return (
-        escape(f"{copy['src']} → {copy['dst']}"),
+        escape(clean(f"{copy['src']} → {copy['dst']}")),
         f"{copy['num_blocks']}",
         show_bytes(num_bytes),
         show_seconds(seconds),
         speed,
-        escape(", ".join(copy["paths"]) or "–"),
-        escape(f"failed: {copy['reason']}" if copy["reason"] else ""),
+        escape(clean(", ".join(copy["paths"]) or "–")),
+        escape(clean(f"failed: {copy['reason']}") if copy["reason"] else ""),
     )
 
 

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.watch.view import TierView, View
-from kvferry.watch.words import show_bytes, show_share, sparkline
+from kvferry.watch.words import clean, show_bytes, show_share, sparkline
 
 _BAR_WIDTH = 30
 _LINE_WIDTH = 24
@@ -19,13 +19,15 @@ def screen(view: View, *, error: str = "") -> RenderableType:
     """Everything, top to bottom. Without colours the shades still differ."""
     parts: list[RenderableType] = [_head(view)]
     if error:
-        parts.append(Text(error, style="bold red"))
+        parts.append(Text(clean(error), style="bold red"))
     parts += [_tiers(view), _routes(view), _counts(view), _foot(view)]
     return Group(*parts)
 
 
 def _head(view: View) -> Text:
-    text = Text.assemble(("kvferry ", "bold"), (view.version, "dim"), "  ", (view.url, "dim"), "\n")
+    text = Text.assemble(
+        ("kvferry ", "bold"), (clean(view.version), "dim"), "  ", (view.url, "dim"), "\n"
+    )
     now = f" (now {show_share(view.hit_rate_now)})" if view.hit_rate_now is not None else ""
     text.append(f"hit rate {show_share(view.hit_rate)}{now}", style="bold")
     text.append(
@@ -46,7 +48,7 @@ def _tiers(view: View) -> Table:
         size = "–" if tier.slot_bytes is None else show_bytes(used * tier.slot_bytes)
         share = show_share(used / tier.total if tier.total else None)
         slots = f"{used:,} of {tier.total:,}"
-        table.add_row(escape(tier.name), _bar(tier), share, slots, size, f"{tier.evicted:,}")
+        table.add_row(escape(clean(tier.name)), _bar(tier), share, slots, size, f"{tier.evicted:,}")
     return table
 
 
@@ -69,12 +71,12 @@ def _routes(view: View) -> RenderableType:
         speed = "–" if route.copy_speed is None else f"{show_bytes(route.copy_speed)}/s"
         paths = ", ".join(f"{path} {show_bytes(n)}" for path, n in route.paths.items() if path)
         table.add_row(
-            escape(f"{route.src} → {route.dst}"),
+            escape(clean(f"{route.src} → {route.dst}")),
             f"{show_bytes(route.bytes_per_second)}/s",
             Text(sparkline(route.history, _LINE_WIDTH), style="cyan"),
             speed,
             show_bytes(route.total_bytes),
-            escape(paths),
+            escape(clean(paths)),
         )
     return table
 
@@ -92,7 +94,7 @@ def _counts(view: View) -> Table:
 def _ranking(title: str, counts: dict[str, int]) -> Table:
     table = _table(title, "")
     for name, count in counts.items():
-        table.add_row(escape(name.replace("_", " ")), f"{count:,}")
+        table.add_row(escape(clean(name).replace("_", " ")), f"{count:,}")
     if not counts:
         table.add_row(Text("none", style="dim"), "")
     return table

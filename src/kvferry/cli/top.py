@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.live import Live
 
 from kvferry.cli.screen import screen
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, UnreachableError
 from kvferry.metrics.http import LOOPBACK
-from kvferry.watch.scrape import DEFAULT_URL, UnreachableError, base_url
+from kvferry.watch.scrape import DEFAULT_URL, base_url
 from kvferry.watch.view import View, Watch
 
 

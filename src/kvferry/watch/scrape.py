@@ -14,9 +14,10 @@ from urllib.request import Request, urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvferry.errors import InputError, KvferryError
+from kvferry.errors import InputError, UnreachableError
 from kvferry.metrics import DEFAULT_PORT
 from kvferry.metrics.catalog import PREFIX, Metric, catalog
+from kvferry.watch.words import clean
 
 DEFAULT_URL = f"http://127.0.0.1:{DEFAULT_PORT}"
 _TIMEOUT_SECONDS = 5.0
@@ -28,10 +29,6 @@ _LABELS = {
     for metric in catalog()
     for name in metric.series
 }
-
-
-class UnreachableError(KvferryError):
-    """An endpoint did not answer, or answered something else."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,9 @@ def read(url: str, fetch: Fetch = fetch) -> Reading:
     try:
         reading = parse(text, at=time.time())
     except ValueError as error:
-        raise UnreachableError(f"{target} does not speak the Prometheus format: {error}") from error
+        raise UnreachableError(
+            f"{target} does not speak the Prometheus format: {clean(error)}"
+        ) from error
     if not reading.values:
         raise UnreachableError(
             f"{target} answers, but has no kvferry metrics: is the connector configured?"
@@ -141,6 +140,6 @@ def _ours(text: str) -> str:
 
 def _words(detail: str) -> str:
     try:
-        return str(json.loads(detail)["error"])
+        return clean(json.loads(detail)["error"])
     except (ValueError, KeyError, TypeError):
-        return detail
+        return clean(detail)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from importlib.resources import files
 from types import TracebackType
 
+from kvferry.errors import UnreachableError
 from kvferry.metrics.http import LOOPBACK, HttpServer, Reply
-from kvferry.watch.scrape import UnreachableError
 from kvferry.watch.view import Watch
 
 _FILES = {

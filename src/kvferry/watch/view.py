@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
+from kvferry.errors import UnreachableError
 from kvferry.metrics import catalog as names
 from kvferry.metrics.catalog import Metric
-from kvferry.watch.scrape import Reading, UnreachableError, explain, read
+from kvferry.watch.scrape import Reading, explain, read
 
 HISTORY = 60
 """Looks remembered for sparklines."""

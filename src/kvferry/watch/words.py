@@ -6,6 +6,11 @@ _SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _BARS = "▁▂▃▄▅▆▇█"
 
 
+def clean(text: object) -> str:
+    """What someone else wrote, on one line and without what a terminal would obey."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(text))
+
+
 def show_bytes(num_bytes: float) -> str:
     for factor, unit in _SIZES:
         if num_bytes >= factor:
