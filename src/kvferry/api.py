@@ -17,13 +17,13 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NewType
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.answers import MatchState, Settled
+from kvferry.closing import Closing
 from kvferry.config import Config
 from kvferry.device.job import Direction
 from kvferry.device.layout import GroupLayout, describe
@@ -131,7 +131,7 @@ def _open_rank(
     return open_on_gpu((layout,), config, device=tensor.device.index or 0)
 
 
-class Ferry:
+class Ferry(Closing):
     """Blocks of one engine, kept in host memory. Owns both halves and the memory; ends in close.
 
     Call it from one thread. Nothing here waits, except :meth:`wait` and :meth:`close`.
@@ -318,17 +318,6 @@ class Ferry:
             self._worker.close()
             self._scheduler.close()
             self._rank.close()
-
-    def __enter__(self) -> Ferry:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _why_path(self, copy: Copy) -> str:
         """Why a copy went as it did, where the engine had a choice."""

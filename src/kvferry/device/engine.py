@@ -18,10 +18,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 
 import numpy as np
 
+from kvferry.closing import Closing
 from kvferry.device.base import Ticket
 from kvferry.device.driver import Driver, Priority
 from kvferry.device.events import EventPool
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 RANK_ZERO = Rank(0)
 
 
-class GpuEngine:
+class GpuEngine(Closing):
     """Copies blocks between paged device memory and pinned host slots.
 
     Owns its streams, its events and the paths it is given; leaves the driver, the KV tensors, the
@@ -192,17 +192,6 @@ class GpuEngine:
             if self._planner.choose(direction, layout, num_blocks, busy) == path:
                 return str(explain(direction, layout, num_blocks, busy))
         return ""
-
-    def __enter__(self) -> GpuEngine:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # -- one transfer ------------------------------------------------------------------------
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from http import HTTPStatus
 from importlib.util import find_spec
-from types import TracebackType
 
+from kvferry.closing import Closing
 from kvferry.errors import ConfigError
 from kvferry.metrics import DEFAULT_PORT
 from kvferry.metrics.http import LOOPBACK, HttpServer, Reply
@@ -18,7 +18,7 @@ _WELCOME = """kvferry
 """
 
 
-class Endpoint:
+class Endpoint(Closing):
     """Serves what a source knows, read-only. Owns its server; leaves the source to its owner."""
 
     def __init__(self, source: Source, *, host: str = LOOPBACK, port: int = DEFAULT_PORT) -> None:
@@ -62,14 +62,3 @@ class Endpoint:
     def close(self) -> None:
         """Stop serving. Safe to call twice."""
         self._server.close()
-
-    def __enter__(self) -> Endpoint:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 
 from kvferry.answers import DeviceBlocks, Match, Settled
+from kvferry.closing import Closing
 from kvferry.config import Config
 from kvferry.device.base import CopyEngine
 from kvferry.device.cpu import CpuEngine
@@ -25,7 +25,7 @@ from kvferry.types import DEVICE, HOST, RequestId
 from kvferry.worker import Mover, Route, Worker
 
 
-class Offloader:
+class Offloader(Closing):
     """kvferry as the engine sees it: a scheduler half and a worker half, in one process.
 
     Owns both halves, the copy engine and the host memory. The engine holds every device block
@@ -142,14 +142,3 @@ class Offloader:
         self.worker.close()
         self.scheduler.close()
         self.host.close()
-
-    def __enter__(self) -> Offloader:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

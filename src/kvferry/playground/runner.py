@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 import numpy as np
 
+from kvferry.closing import Closing
 from kvferry.device.stream import Stream
 from kvferry.errors import InputError
 from kvferry.identity import Namespace
 from kvferry.playground.model import KEY_TILE, Decoder, Floats, Span
 
 
-class Runner:
+class Runner(Closing):
     """Owns one device's KV tensors and its compute stream; leaves block tables to the engine."""
 
     def __init__(self, decoder: Decoder, *, num_blocks: int, block_tokens: int = 16) -> None:
@@ -64,14 +64,3 @@ class Runner:
     def close(self) -> None:
         """Finish what was queued and end the compute stream. Safe to call twice."""
         self.compute.close()
-
-    def __enter__(self) -> Runner:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

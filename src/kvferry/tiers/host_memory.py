@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from types import TracebackType
 
+from kvferry.closing import Closing
 from kvferry.config import Auto, format_size
 from kvferry.errors import ConfigError
 from kvferry.tiers.chunks import CHUNK_BYTES, Chunks
@@ -20,7 +20,7 @@ from kvferry.types import HOST, TierName
 log = logging.getLogger(__name__)
 
 
-class HostMemory:
+class HostMemory(Closing):
     """The host tier and what makes it usable. Owns both, and ends them in the right order.
 
     Returns when the first slots can serve; the others follow in the background (``ready_slots``).
@@ -114,17 +114,6 @@ class HostMemory:
         self.tier.close()
         if self._shared is not None:
             self._shared.close()
-
-    def __enter__(self) -> HostMemory:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _slots_in(size: int, slot_bytes: int) -> int:

@@ -10,8 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 from importlib.resources import files
-from types import TracebackType
 
+from kvferry.closing import Closing
 from kvferry.errors import UnreachableError
 from kvferry.metrics.http import LOOPBACK, HttpServer, Reply
 from kvferry.watch.view import Watch
@@ -24,7 +24,7 @@ _FILES = {
 }
 
 
-class PageServer:
+class PageServer(Closing):
     """Serves a watch to any number of browsers. Owns its server; ends in close.
 
     The endpoint is looked at when a browser asks, at most once an interval, however many ask.
@@ -76,14 +76,3 @@ class PageServer:
     def close(self) -> None:
         """Stop serving. Safe to call twice."""
         self._server.close()
-
-    def __enter__(self) -> PageServer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
