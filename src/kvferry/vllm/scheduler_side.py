@@ -14,24 +14,21 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 from vllm.logger import init_logger
 
 from kvferry import reach
-from kvferry.answers import DeviceBlocks, MatchState, Settled
+from kvferry.answers import MatchState, Settled
 from kvferry.config import Config, format_size
-from kvferry.identity import scope
-from kvferry.metrics.desk import Desk
 from kvferry.pool import Pool
-from kvferry.scheduler import BlockTable, Scheduler
-from kvferry.types import DEVICE, HOST, Plan, Rank, TransferId
+from kvferry.scheduler import Scheduler
+from kvferry.types import DEVICE, Plan, Rank, TransferId
 from kvferry.vllm import translate
-from kvferry.vllm.events import EventLog
 from kvferry.vllm.guard import Guard, guarded
 from kvferry.vllm.holds import BlockHolds
 from kvferry.vllm.messages import RankShape, StepOrders, StepReceipts
-from kvferry.vllm.metrics import FerryStats, figures
+from kvferry.vllm.metrics import FerryStats
 from kvferry.vllm.offers import next_to_go, num_allocated
+from kvferry.vllm.sight import Sight
 from kvferry.vllm.tables import DeviceTables, table_of
 from kvferry.vllm.tracked import Tracked
 
@@ -57,7 +54,7 @@ class SchedulerSide:
         self.refusal = self.support.refusal
         self.scheduler: Scheduler | None = None
         self.holds: BlockHolds | None = None
-        self.events: EventLog | None = None
+        self.sight: Sight | None = None
         self._vllm_config = vllm_config
         self._num_ranks = int(vllm_config.parallel_config.world_size)
         self._kv_cache_config = kv_cache_config
@@ -72,10 +69,6 @@ class SchedulerSide:
         self._undone: dict[str, tuple[int, ...]] = {}
         self._settled = False
         self._busy_until = 0.0
-        self._told: dict[str, float] = {}
-        self._told_at = 0.0
-        self._desk = Desk()
-        self._endpoint: Any = None
 
     # -- start ----------------------------------------------------------------------------------
 
@@ -87,6 +80,7 @@ class SchedulerSide:
         self._manager = manager
         self.bind_block_pool(manager.block_pool)
 
+    @guarded(lambda: None)
     def meet_ranks(self, shapes: Sequence[RankShape]) -> None:
         """What the ranks found when they saw their KV tensors."""
         new = [shape for shape in shapes if shape.rank not in self._shapes]
@@ -123,26 +117,14 @@ class SchedulerSide:
                 block_bytes=self._shapes[0].block_bytes,
             )
             self._tables = DeviceTables(groups, self._block_pool, self._manager, hash_tokens)
-            if translate.wants_events(self._vllm_config):
-                self.events = EventLog(self.scheduler.pool)
-            self._serve_metrics(self.scheduler)
+            self.sight = Sight(
+                self.scheduler,
+                self.config,
+                slot_bytes=self._shapes[0].slot_bytes,
+                has_listeners=translate.wants_events(self._vllm_config),
+            )
             self._note_ready()
         return self.scheduler
-
-    def _serve_metrics(self, scheduler: Scheduler) -> None:
-        """On a port of our own, if asked for: also says why a request missed."""
-        if self.config.metrics_port is None:
-            return
-        from kvferry.metrics.endpoint import Endpoint
-        from kvferry.metrics.source import Source
-
-        source = Source(scheduler, self._desk, slot_bytes={HOST: self._shapes[0].slot_bytes})
-        try:
-            self._endpoint = Endpoint(
-                source, host=self.config.metrics_host, port=self.config.metrics_port
-            )
-        except Exception as error:
-            log.warning("kvferry serves no metrics of its own: %s", error)
 
     def _note_ready(self) -> None:
         """Host memory grows while requests already run."""
@@ -273,20 +255,25 @@ class SchedulerSide:
 
     def orders(self, scheduler_output: Any) -> StepOrders:
         """This step's plan. Stores are of what this very step computes: the ranks order them so."""
-        undone, self._undone = self._undone, {}
         computes = scheduler_output.total_num_scheduled_tokens > 0
         plan = self._plan(scheduler_output)
+        loads = self._loads_of(plan)
+        undone, self._undone = self._undone, {}
         unsent, self._unsent = self._unsent, {}
-        if plan is None:
-            undone |= unsent
+        if plan is None or loads is None:
             stuck = self.guard.broken and self.holds is not None and self.holds.num_held > 0
-            return StepOrders(undone=undone, computes=computes, drain=stuck)
+            return StepOrders(undone=undone | unsent, computes=computes, drain=stuck)
+        return StepOrders(plan, loads, undone, computes)
+
+    @guarded(lambda: None)
+    def _loads_of(self, plan: Plan | None) -> dict[str, tuple[TransferId, ...]] | None:
+        """Which requests wait for which of the plan's transfers."""
         loads: dict[str, tuple[TransferId, ...]] = {}
-        for transfer in plan.transfers:
+        for transfer in plan.transfers if plan is not None else ():
             if transfer.dst == DEVICE:
                 waiting = self._ordered_loads.pop((transfer.group, int(transfer.dst_slots[0])))
                 loads[waiting] = (*loads.get(waiting, ()), transfer.id)
-        return StepOrders(plan, loads, undone, computes)
+        return loads
 
     @guarded(lambda: None)
     def _plan(self, scheduler_output: Any) -> Plan | None:
@@ -296,7 +283,8 @@ class SchedulerSide:
         if not self._settled:
             self._settle(())
         self._settled = False
-        self._desk.answer()
+        if self.sight is not None:
+            self.sight.answer()
         for request_id in scheduler_output.preempted_req_ids or ():
             if request_id in self._tracked:
                 self._note_preemption(self._tracked[request_id])
@@ -338,31 +326,8 @@ class SchedulerSide:
         tables = self._tables.of(request, num_tokens, stored_tokens)
         ordered = scheduler.store(request.request_id, keys, tables, num_tokens)
         self._require_holds().take(ordered)
-        self._announce(scheduler, tracked, tables, ordered)
-
-    def _announce(
-        self,
-        scheduler: Scheduler,
-        tracked: Tracked,
-        tables: Sequence[BlockTable],
-        ordered: Sequence[DeviceBlocks],
-    ) -> None:
-        """Have routers told of these blocks once they can be matched."""
-        if self.events is None:
-            return
-        for group, blocks in ordered:
-            tokens = scheduler.groups[group].block_tokens
-            places = np.flatnonzero(np.isin(np.asarray(tables[group]), blocks))
-            ends = (places + 1) * (tokens // self._hash_tokens) - 1
-            keys = tracked.chain.keys().take(ends).masked(scope(scheduler.epoch, group))
-            self.events.ordered(
-                tracked.request,
-                group,
-                places.tolist(),
-                keys,
-                block_tokens=tokens,
-                hash_tokens=self._hash_tokens,
-            )
+        if self.sight is not None:
+            self.sight.ordered(tracked, tables, ordered, self._hash_tokens)
 
     # -- receipts -------------------------------------------------------------------------------
 
@@ -371,12 +336,16 @@ class SchedulerSide:
         self._loading.difference_update(output.finished_recving or ())
         report = output.kv_connector_worker_meta
         if isinstance(report, StepReceipts):
-            self.meet_ranks(report.shapes)
-            self._ready |= dict(report.ready)
-            self._settle(report.receipts)
-            self._settled = True
+            self._hear(report)
             if report.drained and self.guard.broken and self.holds is not None:
                 self.holds.drop_all()
+
+    @guarded(lambda: None)
+    def _hear(self, report: StepReceipts) -> None:
+        self.meet_ranks(report.shapes)
+        self._ready |= dict(report.ready)
+        self._settle(report.receipts)
+        self._settled = True
 
     @guarded(lambda: None)
     def _settle(self, receipts: Sequence[Any]) -> None:
@@ -386,8 +355,8 @@ class SchedulerSide:
         self._note_ready()
         settled: Settled = scheduler.settle(receipts)
         self._require_holds().drop(settled.released)
-        if self.events is not None and settled.landed:
-            self.events.settled()
+        if self.sight is not None and settled.landed:
+            self.sight.landed()
         for failure in settled.failed:
             log.warning(
                 "request %s computes %d tokens it hoped to load: %s",
@@ -426,20 +395,18 @@ class SchedulerSide:
 
     @guarded(lambda: None)
     def take_stats(self) -> FerryStats | None:
-        """What was counted since the last call, at most once a second while requests run."""
-        now = time.monotonic()
-        if self.scheduler is None or (self._tracked and now < self._told_at + 1.0):
+        if self.sight is None:
             return None
-        counted = figures(self.scheduler.stats(), self._require_holds().num_held)
-        before, self._told, self._told_at = self._told, counted, now
-        return FerryStats.between(before, counted) if counted != before else None
+        held = self._require_holds().num_held
+        return self.sight.take_stats(num_held=held, is_busy=bool(self._tracked))
 
+    @guarded(lambda: ())
     def take_events(self) -> Iterable[Any]:
-        return self.events.take() if self.events is not None else ()
+        return self.sight.take_events() if self.sight is not None else ()
 
     def close(self) -> None:
-        if self._endpoint is not None:
-            self._endpoint.close()
+        if self.sight is not None:
+            self.sight.close()
         if self.scheduler is not None:
             self.scheduler.close()
 

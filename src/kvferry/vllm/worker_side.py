@@ -97,15 +97,38 @@ class WorkerSide:
         )
 
     def close(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
-        if self._memory is not None:
-            self._memory.close()
+        for part in (self._worker, self._memory):
+            try:
+                if part is not None:
+                    part.close()
+            except Exception:
+                log.exception("kvferry did not close its %s", type(part).__name__)
 
     # -- a step ---------------------------------------------------------------------------------
 
     def begin(self, orders: StepOrders) -> None:
         """Start the step's loads, and its stores too where there is no forward to wait for."""
+        try:
+            self._begin(orders)
+        except Exception as error:
+            self.guard.trip("begin", error)
+            self._give_up(orders)
+
+    def _give_up(self, orders: StepOrders) -> None:
+        """Nobody may wait for us: what was asked and what was on its way counts as failed."""
+        self._drain()
+        blocks = {t.id: t.dst_slots.tolist() for t in orders.plan.transfers}
+        for request_id, ids in orders.loads.items():
+            self._fail(request_id, {block for id in ids for block in blocks.get(id, ())})
+        for request_id, load in self._loads.items():
+            self._fail(request_id, load.blocks)
+        for request_id, undone in orders.undone.items():
+            self._fail(request_id, undone)
+        self._loads.clear()
+        self._of_transfer.clear()
+        self._refuse(orders.plan.transfers, self.guard.reason)
+
+    def _begin(self, orders: StepOrders) -> None:
         self._flush()
         for request_id, ids in orders.loads.items():
             self._loads[request_id] = _Load(set(ids))
@@ -166,8 +189,11 @@ class WorkerSide:
     def _drain(self) -> None:
         self._flush()
         if self._worker is not None:
-            for receipt in self._worker.drain():
-                self._take(receipt)
+            try:
+                for receipt in self._worker.drain():
+                    self._take(receipt)
+            except Exception as error:
+                self.guard.trip("drain", error)
         self._drained = True
 
     def _take(self, receipt: Receipt) -> None:

@@ -1,0 +1,100 @@
+"""What others see of kvferry in vLLM: figures, events for routers, a port of our own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from vllm.logger import init_logger
+
+from kvferry.answers import DeviceBlocks
+from kvferry.config import Config
+from kvferry.identity import scope
+from kvferry.metrics.desk import Desk
+from kvferry.scheduler import BlockTable, Scheduler
+from kvferry.types import HOST
+from kvferry.vllm.events import EventLog
+from kvferry.vllm.metrics import FerryStats, figures
+from kvferry.vllm.tracked import Tracked
+
+log = init_logger("vllm.kvferry")
+
+_STATS_SECONDS = 1.0
+
+
+class Sight:
+    """Tells; never changes anything. Owns the endpoint and what was told so far."""
+
+    def __init__(
+        self, scheduler: Scheduler, config: Config, *, slot_bytes: int, has_listeners: bool
+    ) -> None:
+        self._scheduler = scheduler
+        self._events = EventLog(scheduler.pool) if has_listeners else None
+        self._told: dict[str, float] = {}
+        self._told_at = 0.0
+        self._desk = Desk()
+        self._endpoint: Any = None
+        if config.metrics_port is not None:
+            self._serve(config.metrics_host, config.metrics_port, slot_bytes)
+
+    def _serve(self, host: str, port: int, slot_bytes: int) -> None:
+        """Metrics, and why a request missed."""
+        from kvferry.metrics.endpoint import Endpoint
+        from kvferry.metrics.source import Source
+
+        source = Source(self._scheduler, self._desk, slot_bytes={HOST: slot_bytes})
+        try:
+            self._endpoint = Endpoint(source, host=host, port=port)
+        except Exception as error:
+            log.warning("kvferry serves no metrics of its own: %s", error)
+
+    def answer(self) -> None:
+        """Once a step: what the endpoint was asked."""
+        self._desk.answer()
+
+    def ordered(
+        self,
+        tracked: Tracked,
+        tables: Sequence[BlockTable],
+        ordered: Iterable[DeviceBlocks],
+        hash_tokens: int,
+    ) -> None:
+        """Have routers told of these blocks once they can be matched."""
+        if self._events is None:
+            return
+        for group, blocks in ordered:
+            tokens = self._scheduler.groups[group].block_tokens
+            places = np.flatnonzero(np.isin(np.asarray(tables[group]), blocks))
+            ends = (places + 1) * (tokens // hash_tokens) - 1
+            keys = tracked.chain.keys().take(ends).masked(scope(self._scheduler.epoch, group))
+            self._events.ordered(
+                tracked.request,
+                group,
+                places.tolist(),
+                keys,
+                block_tokens=tokens,
+                hash_tokens=hash_tokens,
+            )
+
+    def landed(self) -> None:
+        """Copies have ended."""
+        if self._events is not None:
+            self._events.settled()
+
+    def take_events(self) -> Iterable[Any]:
+        return self._events.take() if self._events is not None else ()
+
+    def take_stats(self, *, num_held: int, is_busy: bool) -> FerryStats | None:
+        """What was counted since the last call, at most once a second while requests run."""
+        now = time.monotonic()
+        if is_busy and now < self._told_at + _STATS_SECONDS:
+            return None
+        counted = figures(self._scheduler.stats(), num_held)
+        before, self._told, self._told_at = self._told, counted, now
+        return FerryStats.between(before, counted) if counted != before else None
+
+    def close(self) -> None:
+        if self._endpoint is not None:
+            self._endpoint.close()
