@@ -180,6 +180,8 @@ class Ferry(Closing):
     def match(self, keys: Keys, *, on_device: int = 0) -> Hit:
         """How many of a request's blocks, after the ``on_device`` first ones, can be loaded now."""
         self._require_open()
+        if not 0 <= on_device <= len(keys):
+            raise InputError(f"{on_device} blocks on the device do not fit {len(keys)} keys")
         request_id = f"hit-{next(self._names)}"
         tokens = self.namespace.block_tokens
         match = self._scheduler.match(request_id, keys, computed_tokens=on_device * tokens)
@@ -198,6 +200,8 @@ class Ferry(Closing):
                 f"a hit of {len(hit)} blocks needs as many device blocks, got {len(device_blocks)}"
             )
         self._require_blocks(device_blocks)
+        if len(np.unique(device_blocks)) != len(device_blocks):
+            raise InputError("two blocks of a hit cannot be loaded into one device block")
         self._rank.note_step()
         ticket = Ticket(next(self._tickets))
         table = np.concatenate((np.full(hit.on_device, NO_BLOCK), np.asarray(device_blocks)))

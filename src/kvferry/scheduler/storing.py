@@ -127,8 +127,8 @@ class Storing:
         wanted &= self._matcher.worth_storing(g, slots)
         wanted &= self.admission.admits(slot_keys)
         chained = isinstance(group, reach.FullAttention)
-        if chained:  # what follows a block left out could never be reached
-            wanted = np.logical_and.accumulate(wanted)
+        if chained and not wanted.all():  # what follows a block left out could never be reached
+            wanted = np.logical_and.accumulate(wanted | self._pool.known(slot_keys))
         chosen = np.flatnonzero(wanted)
         parent = self._matcher.key_before(g, keys, slots) if chained else None
         if parent is not None and not self._matcher.has(parent):

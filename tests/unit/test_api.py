@@ -1,0 +1,222 @@
+"""The library as a stranger uses it: what comes back is what went out, and misuse says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvferry
+from kvferry.errors import ClosedError, ConfigError, InputError, UnknownSettingError
+
+BLOCKS, TOKENS = 12, 4
+Tensors = list[np.ndarray[Any, Any]]
+
+
+@pytest.fixture
+def kv() -> Tensors:
+    rng = np.random.default_rng()
+    return [rng.integers(0, 255, (BLOCKS, 2, TOKENS, 8), np.uint8) for _ in range(3)]
+
+
+@pytest.fixture
+def ferry(kv: Tensors) -> Iterator[kvferry.Ferry]:
+    with kvferry.attach(kv, model="m", block_tokens=TOKENS, host="64KiB") as ferry:
+        yield ferry
+
+
+def copied(kv: Tensors, blocks: list[int]) -> Tensors:
+    return [layer[blocks].copy() for layer in kv]
+
+
+def poison(kv: Tensors) -> None:
+    for layer in kv:
+        layer[:] = 0xEE
+
+
+def same(kv: Tensors, blocks: list[int], expected: Tensors) -> bool:
+    return all(np.array_equal(a[blocks], b) for a, b in zip(kv, expected, strict=True))
+
+
+def test_blocks_come_back_as_they_went(ferry: kvferry.Ferry, kv: Tensors) -> None:
+    keys = ferry.keys(range(3 * TOKENS + 1))
+    expected = copied(kv, [7, 0, 11])
+    assert ferry.wait(ferry.store(keys, [7, 0, 11])).num_blocks == 3
+    poison(kv)
+    hit = ferry.match(keys)
+    done = ferry.wait(ferry.load(hit, [1, 2, 3]))
+    assert (done.ok, done.num_blocks) == (True, 3)
+    assert same(kv, [1, 2, 3], expected)
+    untouched = [0, *range(4, BLOCKS)]
+    assert all((layer[untouched] == 0xEE).all() for layer in kv)
+
+
+def test_only_what_is_missing_on_the_device_is_loaded(ferry: kvferry.Ferry, kv: Tensors) -> None:
+    keys = ferry.keys(range(4 * TOKENS))
+    ferry.wait(ferry.store(keys, [0, 1, 2, 3]))
+    expected = copied(kv, [2, 3])
+    poison(kv)
+    hit = ferry.match(keys, on_device=2)
+    assert (len(hit), hit.on_device) == (2, 2)
+    ferry.wait(ferry.load(hit, [9, 8]))
+    assert same(kv, [9, 8], expected)
+
+
+def test_what_is_kept_is_not_stored_again(ferry: kvferry.Ferry) -> None:
+    keys = ferry.keys(range(3 * TOKENS))
+    ferry.wait(ferry.store(keys[:2], [0, 1]))
+    assert ferry.wait(ferry.store(keys, [0, 1, 2])).num_blocks == 1
+    assert ferry.wait(ferry.store(keys, [0, 1, 2])).num_blocks == 0
+
+
+def test_a_conversation_goes_on_where_it_stopped(ferry: kvferry.Ferry) -> None:
+    keys = ferry.keys(range(4 * TOKENS))
+    ferry.wait(ferry.store(keys[:2], [0, 1]))
+    ferry.wait(ferry.store(keys, [2, 3], first=2))
+    assert len(ferry.match(keys)) == 4
+
+
+def test_a_full_host_keeps_the_newest(kv: Tensors) -> None:
+    with kvferry.attach(kv, model="m", block_tokens=TOKENS, host=4 * 3 * 64) as ferry:
+        first, second = ferry.keys(range(3 * TOKENS)), ferry.keys(range(100, 100 + 3 * TOKENS))
+        ferry.wait(ferry.store(first, [0, 1, 2]))
+        ferry.wait(ferry.store(second, [3, 4, 5]))
+        assert len(ferry.match(second)) == 3
+        assert len(ferry.match(first)) == 1  # the end went, the beginning stayed
+
+
+def test_a_pinned_hit_survives_a_flood(kv: Tensors) -> None:
+    with kvferry.attach(kv, model="m", block_tokens=TOKENS, host=4 * 3 * 64) as ferry:
+        keys = ferry.keys(range(2 * TOKENS))
+        expected = copied(kv, [0, 1])
+        ferry.wait(ferry.store(keys, [0, 1]))
+        hit = ferry.match(keys)
+        for start in range(100, 1000, 100):
+            ferry.wait(ferry.store(ferry.keys(range(start, start + 4 * TOKENS)), [2, 3, 4, 5]))
+        poison(kv)
+        assert ferry.wait(ferry.load(hit, [0, 1])).ok
+        assert same(kv, [0, 1], expected)
+
+
+def test_poll_tells_each_end_once(ferry: kvferry.Ferry) -> None:
+    tickets = {ferry.store(ferry.keys(range(n, n + TOKENS)), [0]) for n in (0, 50, 100)}
+    told: list[kvferry.Done] = []
+    while len(told) < len(tickets):
+        told += ferry.poll()
+    assert {done.ticket for done in told} == tickets
+    assert ferry.poll() == []
+
+
+def test_reset_forgets_at_once_and_a_hit_from_before_is_gone(ferry: kvferry.Ferry) -> None:
+    keys = ferry.keys(range(2 * TOKENS))
+    ferry.wait(ferry.store(keys, [0, 1]))
+    hit = ferry.match(keys)
+    ferry.reset()
+    assert len(ferry.match(keys)) == 0
+    done = ferry.wait(ferry.load(hit, [2, 3]))
+    assert (done.ok, done.num_blocks) == (False, 0)
+    assert "gone" in done.reason
+
+
+def test_released_and_loaded_hits_cannot_be_loaded(ferry: kvferry.Ferry) -> None:
+    keys = ferry.keys(range(TOKENS))
+    ferry.wait(ferry.store(keys, [0]))
+    hit = ferry.match(keys)
+    ferry.release(hit)
+    assert not ferry.wait(ferry.load(hit, [1])).ok
+    hit = ferry.match(keys)
+    assert ferry.wait(ferry.load(hit, [1])).ok
+    assert not ferry.wait(ferry.load(hit, [2])).ok
+
+
+def test_a_failed_copy_is_a_failed_ticket_and_then_a_miss(
+    ferry: kvferry.Ferry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = ferry.keys(range(2 * TOKENS))
+    ferry.wait(ferry.store(keys, [0, 1]))
+    engine: Any = ferry._rank.engine
+
+    def broken(transfer: object) -> int:
+        raise OSError("the link fell off")
+
+    monkeypatch.setattr(engine, "_move", broken)
+    done = ferry.wait(ferry.load(ferry.match(keys), [2, 3]))
+    assert (done.ok, done.num_blocks) == (False, 0)
+    assert "the link fell off" in done.reason
+    assert not ferry.wait(ferry.store(ferry.keys(range(90, 90 + TOKENS)), [5])).ok
+    monkeypatch.undo()
+    assert len(ferry.match(keys)) == 0  # never offered again
+    assert ferry.wait(ferry.store(keys, [0, 1])).num_blocks == 2
+    assert ferry.wait(ferry.load(ferry.match(keys), [2, 3])).ok
+
+
+def test_other_models_tenants_and_layouts_share_nothing(kv: Tensors) -> None:
+    def keys_of(**identity: Any) -> kvferry.Keys:
+        with kvferry.attach(kv, **{"model": "m", "block_tokens": TOKENS, **identity}) as ferry:
+            return ferry.keys(range(TOKENS))
+
+    base = keys_of()
+    assert base == keys_of()
+    others = [
+        keys_of(model="n"),
+        keys_of(revision="2"),
+        keys_of(salt="tenant"),
+        keys_of(overrides={"rope": 1}),
+    ]
+    assert all(other[0] != base[0] for other in others)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda f, k: f.match(k, on_device=4), "4 blocks on the device do not fit 3"),
+        (lambda f, k: f.match(k, on_device=-1), "-1 blocks"),
+        (lambda f, k: f.store(k, [0, 1]), "2 device blocks from block 0 on do not fit 3"),
+        (lambda f, k: f.store(k, [0], first=-2), "from block -2"),
+        (lambda f, k: f.store(k, [0, 1, BLOCKS]), f"block {BLOCKS} does not exist"),
+        (lambda f, k: f.store(k, [0, 1, -1]), "block -1 does not exist"),
+        (lambda f, k: f.load(f.match(k), [0, 1]), "a hit of 3 blocks needs as many"),
+        (lambda f, k: f.load(f.match(k), [0, 1, 1]), "into one device block"),
+        (lambda f, k: f.load(f.match(k), [0, 1, 99]), "block 99 does not exist"),
+        (lambda f, k: f.wait(12345), "ticket 12345 is not in flight"),
+    ],
+)
+def test_misuse_is_said_and_loses_nothing(ferry: kvferry.Ferry, call: Any, words: str) -> None:
+    keys = ferry.keys(range(3 * TOKENS))
+    ferry.wait(ferry.store(keys, [0, 1, 2]))
+    with pytest.raises(InputError, match=words):
+        call(ferry, keys)
+    assert ferry.wait(ferry.load(ferry.match(keys), [3, 4, 5])).num_blocks == 3
+    ferry._scheduler.check_integrity()
+
+
+def test_close_is_safe_twice_and_ends_all_use(kv: Tensors) -> None:
+    ferry = kvferry.attach(kv, model="m", block_tokens=TOKENS, host="64KiB")
+    keys = ferry.keys(range(TOKENS))
+    hit = ferry.match(keys)
+    ferry.store(keys, [0])
+    ferry.close()
+    ferry.close()
+    for use in (
+        lambda: ferry.match(keys),
+        lambda: ferry.load(hit, []),
+        lambda: ferry.release(hit),
+        lambda: ferry.store(keys, [0]),
+        ferry.poll,
+        ferry.reset,
+    ):
+        with pytest.raises(ClosedError, match="closed"):
+            use()
+
+
+def test_settings_that_cannot_be_used_are_refused(kv: Tensors) -> None:
+    with pytest.raises(UnknownSettingError, match="host"):
+        kvferry.attach(kv, model="m", hosst="1GiB")
+    with pytest.raises(ConfigError, match="not both"):
+        kvferry.attach(kv, model="m", config=kvferry.Config(), host="1GiB")
+    with pytest.raises(ConfigError, match="host"):
+        kvferry.attach(kv, model="m", block_tokens=TOKENS, host=100)
+    with pytest.raises(InputError):
+        kvferry.attach([kv[0], kv[1][:5]], model="m", block_tokens=TOKENS)
