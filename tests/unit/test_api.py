@@ -154,7 +154,9 @@ def test_a_failed_copy_is_a_failed_ticket_and_then_a_miss(
 
 def test_other_models_tenants_and_layouts_share_nothing(kv: Tensors) -> None:
     def keys_of(**identity: Any) -> kvferry.Keys:
-        with kvferry.attach(kv, **{"model": "m", "block_tokens": TOKENS, **identity}) as ferry:
+        with kvferry.attach(
+            kv, **{"model": "m", "block_tokens": TOKENS, "host": "64KiB", **identity}
+        ) as ferry:
             return ferry.keys(range(TOKENS))
 
     base = keys_of()
