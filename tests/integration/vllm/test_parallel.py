@@ -73,7 +73,7 @@ def test_two_ranks_load_what_both_have_stored(expect, llama, tmp_path):
     result, log = run_two_ranks(tmp_path, llama, prompts)
     assert "on each of 2 rank(s)" in log
     assert result["first"] == result["again"] == expect(llama, prompts)
-    assert result["figures"]["vllm:external_prefix_cache_hits"] == (9 + 6 + 3) * 32
+    assert result["figures"]["vllm:kvferry_hit_tokens"] == (9 + 6 + 3) * 32
     assert result["figures"]["vllm:kvferry_failed_transfers"] == 0
 
 
@@ -85,5 +85,5 @@ def test_ranks_with_the_same_kv_store_it_once(expect, tmp_path):
     result, log = run_two_ranks(tmp_path, model, prompts, PYTHONPATH=path)
     assert "shared by 2 rank(s)" in log
     assert result["first"] == result["again"] == expect(model, prompts)
-    assert result["figures"]["vllm:external_prefix_cache_hits"] == (9 + 6 + 3) * 32
+    assert result["figures"]["vllm:kvferry_hit_tokens"] == (9 + 6 + 3) * 32
     assert result["figures"]["vllm:kvferry_failed_transfers"] == 0
