@@ -103,6 +103,7 @@ class SchedulerSide:
                 self._vllm_config, self._kv_cache_config, hash_tokens
             )
             self._hash_tokens = hash_tokens
+            self._least_block = min(group.block_tokens for group in groups)
             # The last block a draft model wrote may be of tokens that were then refused.
             drafts = translate.uses_draft_layers(self._vllm_config)
             step = reach.hit_alignment(groups, hash_block_tokens=hash_tokens)
@@ -239,6 +240,7 @@ class SchedulerSide:
         request = tracked.request
         if request.num_preemptions != tracked.preemptions and self.scheduler is not None:
             tracked.preemptions = request.num_preemptions
+            tracked.next_store = 0
             self.scheduler.preempt(request.request_id)
 
     def _external_blocks(
@@ -291,7 +293,9 @@ class SchedulerSide:
         for request_id, num_new in scheduler_output.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
             if tracked is not None:
-                self._store(scheduler, tracked, tracked.request.num_computed_tokens + num_new)
+                computed_tokens = tracked.request.num_computed_tokens + num_new
+                if computed_tokens >= tracked.next_store:
+                    self._store(scheduler, tracked, computed_tokens)
                 prefill = tracked.time_prefill()
                 if prefill is not None:
                     scheduler.note_prefill(*prefill)
@@ -320,14 +324,15 @@ class SchedulerSide:
         known_tokens = len(request.block_hashes) * self._hash_tokens
         num_tokens = min(computed_tokens, known_tokens) - self._volatile
         stored_tokens = scheduler.stored_tokens(request.request_id)
-        if num_tokens < stored_tokens + min(g.block_tokens for g in scheduler.groups):
-            return
-        keys = tracked.chain.keys()
-        tables = self._tables.of(request, num_tokens, stored_tokens)
-        ordered = scheduler.store(request.request_id, keys, tables, num_tokens)
-        self._require_holds().take(ordered)
-        if self.sight is not None:
-            self.sight.ordered(tracked, tables, ordered, self._hash_tokens)
+        if num_tokens >= stored_tokens + self._least_block:
+            tables = self._tables.of(request, num_tokens, stored_tokens)
+            keys = tracked.chain.keys()
+            ordered = scheduler.store(request.request_id, keys, tables, num_tokens)
+            self._require_holds().take(ordered)
+            if self.sight is not None:
+                self.sight.ordered(tracked, tables, ordered, self._hash_tokens)
+            stored_tokens = scheduler.stored_tokens(request.request_id)
+        tracked.next_store = stored_tokens + self._least_block + self._volatile
 
     # -- receipts -------------------------------------------------------------------------------
 

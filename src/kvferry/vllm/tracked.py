@@ -18,6 +18,7 @@ class Tracked:
         self.preemptions = request.num_preemptions
         self.computed_tokens = 0
         self.claimed_tokens = 0
+        self.next_store = 0  # with fewer tokens computed there is nothing to store
         self._began: tuple[float, int] | None = None
         self._timed = False
 
