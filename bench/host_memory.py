@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import kvferry
-from kvferry.config import GiB, MiB, parse_size
 from kvferry.device.driver import Driver, Priority, open_driver
 from kvferry.device.registrar import DriverRegistrar
 from kvferry.errors import DriverError
+from kvferry.quantities import GiB, MiB, parse_size
 from kvferry.tiers import HostMemory, Pin
 
 SLOT_BYTES = 2 * MiB

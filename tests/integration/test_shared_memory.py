@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from tests.fakes.crafted_keys import key
 
-from kvferry.config import MiB
 from kvferry.device.cpu import CpuEngine
 from kvferry.device.layout import describe
 from kvferry.errors import ConfigError, InputError
 from kvferry.keys import Keys
 from kvferry.pool import Pool
+from kvferry.quantities import MiB
 from kvferry.reach import FullAttention
 from kvferry.scheduler import Scheduler
 from kvferry.tiers import HostMemory, SharedHandle, SharedMemory, SharedMover

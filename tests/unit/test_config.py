@@ -11,19 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.config import (
-    Config,
+from kvferry.config import Config, describe
+from kvferry.errors import ConfigError, UnknownSettingError
+from kvferry.quantities import (
     GiB,
     KiB,
     MiB,
     TiB,
-    describe,
     format_size,
     parse_count,
     parse_seconds,
     parse_size,
 )
-from kvferry.errors import ConfigError, UnknownSettingError
 
 # -- sizes, times, counts
 

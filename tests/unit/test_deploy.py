@@ -9,8 +9,9 @@ from typing import Any
 
 import yaml
 
-from kvferry.config import Config, describe, parse_size
+from kvferry.config import Config, describe
 from kvferry.metrics.catalog import catalog
+from kvferry.quantities import parse_size
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SERIES = {name for metric in catalog() for name in metric.series}

@@ -10,13 +10,14 @@ from click.testing import CliRunner
 from tests.fakes.driver import FakeDriver
 
 from kvferry.cli.commands import kvferry
-from kvferry.config import Config, GiB, MiB
+from kvferry.config import Config
 from kvferry.device.driver import BatchForm, DeviceIdentity
 from kvferry.doctor import environment
 from kvferry.doctor.environment import Environment, Gpu
 from kvferry.doctor.examine import examine
 from kvferry.doctor.finding import Finding, Grade
 from kvferry.errors import ConfigError, DriverError
+from kvferry.quantities import GiB, MiB
 from kvferry.tiers.limits import Machine
 
 CARD = Gpu(

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fakes.registrar import FakeRegistrar
 
-from kvferry.config import AUTO, GiB, MiB
+from kvferry.config import AUTO
 from kvferry.errors import ConfigError
+from kvferry.quantities import GiB, MiB
 from kvferry.tiers import HostMemory, Machine, Pin, Progress
 from kvferry.tiers import mapping as mapping_module
 from kvferry.tiers.chunks import Chunks

@@ -13,13 +13,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvferry.cli.report import NAMES, ROWS, gain, render, show_seconds, verdict
-from kvferry.config import parse_size
 from kvferry.errors import ConfigError, InputError
 from kvferry.playground.compare import Answers, Comparison, Figures, Setting, Way, compare, run
 from kvferry.playground.model import Decoder, ModelShape
 from kvferry.playground.request import Request
 from kvferry.playground.threads import limit_matrix_threads
 from kvferry.playground.workload import Chat
+from kvferry.quantities import parse_size
 
 INTERRUPTED = 130
 TOKENS_DIFFER = 1

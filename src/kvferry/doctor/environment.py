@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 
-from kvferry.config import Config, MiB
+from kvferry.config import Config
 from kvferry.device.driver import BatchForm, DeviceIdentity, Driver, Priority, open_driver
 from kvferry.device.profile import profile_file
+from kvferry.quantities import MiB
 from kvferry.tiers.limits import Machine
 
 _WAKE_BYTES = 32 * MiB

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from kvferry.config import GiB
 from kvferry.errors import ConfigError
+from kvferry.quantities import GiB
 from kvferry.tiers.chunks import Chunk
 from kvferry.tiers.host import HostTier
 from kvferry.tiers.limits import Machine, pin_advice, shortage

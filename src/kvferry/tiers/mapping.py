@@ -12,8 +12,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.config import format_size
 from kvferry.errors import ConfigError
+from kvferry.quantities import format_size
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -16,8 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.config import Config, format_size
+from kvferry.config import Config
 from kvferry.device.layout import GroupLayout
+from kvferry.quantities import format_size
 from kvferry.rank import RankMemory
 from kvferry.types import DEVICE, HOST, Outcome, Plan, Receipt, Transfer, TransferId
 from kvferry.vllm.geometry import layouts_of

@@ -1,0 +1,132 @@
+"""Sizes, times, counts and rates as people write them."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from decimal import Decimal
+from typing import cast
+
+from kvferry.errors import ConfigError
+
+KiB, MiB, GiB, TiB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+
+_SIZE_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": KiB,
+    "mib": MiB,
+    "gib": GiB,
+    "tib": TiB,
+}
+_TIME_UNITS = {
+    "": Decimal(1),
+    "us": Decimal("1e-6"),
+    "ms": Decimal("1e-3"),
+    "s": Decimal(1),
+    "min": Decimal(60),
+    "h": Decimal(3600),
+}
+_QUANTITY = re.compile(r"\s*([+-]?[0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_MOST_BYTES = 2**63 - 1
+
+
+def parse_size(value: object, *, name: str = "size", minimum: int = 1) -> int:
+    """Bytes from an int or from "64GiB" (powers of 1024), "1.5 GB" (powers of 1000), "4096".
+
+    A fraction of a byte is dropped. Refuses less than ``minimum``, and units that do not say which
+    power they mean ("64G").
+    """
+    if isinstance(value, str):
+        number, unit = _quantity(name, value, "a size such as 64GiB or 1.5 GB")
+        if unit not in _SIZE_UNITS:
+            hint = f"; say {unit}ib or {unit}b" if f"{unit}ib" in _SIZE_UNITS else ""
+            raise ConfigError(
+                f"{name}: unknown unit in {value!r}{hint}; units: B, kB, KiB, MB, ..."
+            )
+        size = math.floor(number * _SIZE_UNITS[unit])
+    else:
+        size = _whole(name, value, "a number of bytes or a size such as 64GiB")
+    return _between(name, value, size, minimum, _MOST_BYTES, "bytes")
+
+
+def parse_seconds(value: object, *, name: str = "time") -> float:
+    """Seconds from a number or from "30s", "500ms", "2min", "1h". Must be finite and above zero."""
+    seconds: float
+    if isinstance(value, str):
+        number, unit = _quantity(name, value, "a time such as 30s or 500ms")
+        if unit not in _TIME_UNITS:
+            raise ConfigError(f"{name}: unknown unit in {value!r}; units: us, ms, s, min, h")
+        seconds = float(number * _TIME_UNITS[unit])
+    elif isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"{name}: expected seconds or a time such as 30s, got {shown(value)}")
+    else:
+        seconds = float(value) if abs(value) < _MOST_BYTES else math.inf  # a huge int overflows
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise ConfigError(f"{name}: must be above zero and finite, got {shown(value)}")
+    return seconds
+
+
+def parse_count(value: object, *, name: str = "count", minimum: int = 1) -> int:
+    """A whole number of at least ``minimum``, from an int or from its digits."""
+    if isinstance(value, str):
+        if not re.fullmatch(r"\s*[+-]?[0-9]{1,30}\s*", value):
+            raise ConfigError(f"{name}: expected a whole number, got {value!r}")
+        count = int(value)
+    else:
+        count = _whole(name, value, "a whole number")
+    return _between(name, value, count, minimum, _MOST_BYTES, "")
+
+
+def parse_rate(value: object, *, name: str = "rate") -> float:
+    """A number above zero, from a number or from its digits."""
+    try:
+        rate = float(value) if isinstance(value, (int, float, str)) else math.nan
+    except (ValueError, OverflowError):
+        rate = math.nan
+    if isinstance(value, bool) or not (math.isfinite(rate) and rate > 0):
+        raise ConfigError(f"{name}: expected a number above zero, got {shown(value)}")
+    return rate
+
+
+def format_size(size: int) -> str:
+    """A size as :func:`parse_size` reads it back exactly, in the largest unit that divides it."""
+    for unit, factor in (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
+        if size and size % factor == 0:
+            return f"{size // factor}{unit}"
+    return f"{size}B"
+
+
+def shown(value: object) -> str:
+    """A value and its type, for a message that refuses it."""
+    return f"{value!r} ({type(value).__name__})"
+
+
+def _quantity(name: str, text: str, expected: str) -> tuple[Decimal, str]:
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"{name}: expected {expected}, got {text!r}")
+    return Decimal(match[1]), match[2].lower()
+
+
+def _whole(name: str, value: object, expected: str) -> int:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if not isinstance(value, bool):
+        try:
+            return operator.index(cast(int, value))
+        except TypeError:
+            pass
+    raise ConfigError(f"{name}: expected {expected}, got {shown(value)}")
+
+
+def _between(name: str, given: object, value: int, least: int, most: int, unit: str) -> int:
+    if not least <= value <= most:
+        bound = f"at least {least}" if value < least else f"at most {most}"
+        raise ConfigError(f"{name}: must be {bound} {unit}".rstrip() + f", got {shown(given)}")
+    return value
