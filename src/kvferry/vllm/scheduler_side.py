@@ -18,8 +18,9 @@ from vllm.logger import init_logger
 
 from kvferry import reach
 from kvferry.answers import MatchState, Settled
-from kvferry.config import Config, format_size
+from kvferry.config import Config
 from kvferry.pool import Pool
+from kvferry.quantities import format_size
 from kvferry.scheduler import Scheduler
 from kvferry.types import DEVICE, Plan, Rank, TransferId
 from kvferry.vllm import translate
