@@ -37,6 +37,10 @@ log = init_logger("vllm.kvferry")
 
 MISS = (0, False)
 
+_DECODE_BLOCKS = 4
+"""Blocks of generated tokens that are stored together: one by one they would cost the scheduler
+more time than they are worth. The last ones are stored when the request ends."""
+
 
 class SchedulerSide:
     """Owns our scheduler, the holds on vLLM's blocks and what vLLM was told about loads.
@@ -105,6 +109,9 @@ class SchedulerSide:
             )
             self._hash_tokens = hash_tokens
             self._least_block = min(group.block_tokens for group in groups)
+            # A window may pass a block before its turn comes; full attention keeps them all.
+            is_full = all(isinstance(group, reach.FullAttention) for group in groups)
+            self._decode_step = self._least_block * (_DECODE_BLOCKS if is_full else 1)
             # The last block a draft model wrote may be of tokens that were then refused.
             drafts = translate.uses_draft_layers(self._vllm_config)
             step = reach.hit_alignment(groups, hash_block_tokens=hash_tokens)
@@ -295,11 +302,12 @@ class SchedulerSide:
             tracked = self._tracked.get(request_id)
             if tracked is not None:
                 computed_tokens = tracked.request.num_computed_tokens + num_new
-                if computed_tokens >= tracked.next_store:
+                if computed_tokens >= tracked.next_store or num_new >= self._least_block:
                     self._store(scheduler, tracked, computed_tokens)
-                prefill = tracked.time_prefill()
-                if prefill is not None:
-                    scheduler.note_prefill(*prefill)
+                if not tracked.is_timed:
+                    prefill = tracked.time_prefill()
+                    if prefill is not None:
+                        scheduler.note_prefill(*prefill)
         self._offer(scheduler, scheduler_output)
         plan = scheduler.plan()
         if plan:
@@ -333,7 +341,7 @@ class SchedulerSide:
             if self.sight is not None:
                 self.sight.ordered(tracked, tables, ordered, self._hash_tokens)
             stored_tokens = scheduler.stored_tokens(request.request_id)
-        tracked.next_store = stored_tokens + self._least_block + self._volatile
+        tracked.next_store = stored_tokens + self._decode_step + self._volatile
 
     # -- receipts -------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ class Tracked:
         self.claimed_tokens = 0
         self.next_store = 0  # with fewer tokens computed there is nothing to store
         self._began: tuple[float, int] | None = None
-        self._timed = False
+        self.is_timed = False
 
     def time_prefill(self) -> tuple[int, float] | None:
         """Call in every step it runs: once, the prompt tokens it computed and how long that took.
@@ -29,14 +29,14 @@ class Tracked:
         that is what computing costs here.
         """
         request = self.request
-        if self._timed:
+        if self.is_timed:
             return None
         if self._began is None:
             self._began = (time.monotonic(), request.num_computed_tokens)
-            self._timed = request.num_output_tokens > 0  # resumed: its prompt was timed before
+            self.is_timed = request.num_output_tokens > 0  # resumed: its prompt was timed before
             return None
         if not request.num_output_tokens:
             return None
-        self._timed = True
+        self.is_timed = True
         start, had_tokens = self._began
         return request.num_prompt_tokens - had_tokens, time.monotonic() - start
