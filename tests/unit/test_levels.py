@@ -345,6 +345,28 @@ def test_a_promotion_that_hangs_ends_with_its_deadline() -> None:
     desk.check_empty()
 
 
+def test_nobody_joins_a_promotion_whose_time_is_up() -> None:
+    told = story(1, 4)
+    desk = below_only(told, slots=64, promote_deadline=3)
+    desk.match("b", told)
+    (hung,) = desk.plan()
+    desk.flying.remove(hung)
+    desk.now = 3.5
+    desk.scheduler.settle()
+    desk.scheduler.finish("b")
+    desk.keep("c", told, 16)  # computed anew, and sent down again
+    settle_down(desk)
+    forget_host(desk)
+    assert desk.match("d", told).state is MatchState.WAIT
+    assert desk.match("e", told).state is MatchState.WAIT  # for the one that d began
+    desk.run()
+    assert desk.match("e", told).state is MatchState.HIT
+    for request_id in "de":
+        desk.scheduler.finish(request_id)
+    desk.land(hung)
+    desk.check_empty()
+
+
 def test_one_lost_piece_leaves_the_others() -> None:
     told = story(1, 64)
     desk = below_only(told, slots=400)

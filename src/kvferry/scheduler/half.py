@@ -300,6 +300,7 @@ class Scheduler:
             self._tell(flight, loaded, failed)
         for flight in self._flights.expire(now):
             self._tell(flight, loaded, failed)
+            self._lower.overdue(flight.transfer.id)
             for lease in flight.in_doubt:
                 lease.disown()
         for record in self._requests.values():

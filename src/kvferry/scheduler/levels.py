@@ -53,6 +53,14 @@ class Level:
     write: WriteMode = WriteMode.SPILL
 
 
+@dataclass(eq=False)
+class _Promotion:
+    """Blocks on their way up. One that is ``late`` keeps its slots, but nobody waits for it."""
+
+    keys: Keys
+    late: bool = False
+
+
 class LowerLevels:
     """What is below the host: finds blocks there, brings them up, sends them down.
 
@@ -63,7 +71,7 @@ class LowerLevels:
         self.levels = tuple(levels)
         self._host = host
         self._outbox = outbox
-        self._promoting: dict[TransferId, Keys] = {}
+        self._promoting: dict[TransferId, _Promotion] = {}
         self._most_promoting = max(1, host.num_slots // _PROMOTING_SHARE)
         self._watermark = Watermark(
             least=host.num_slots // _CLEAN_SHARE, most=max(1, host.num_slots // 2)
@@ -83,7 +91,9 @@ class LowerLevels:
     @property
     def room(self) -> int:
         """How many more host slots promotions may claim now."""
-        return self._most_promoting - sum(map(len, self._promoting.values()))
+        return self._most_promoting - sum(
+            len(promotion.keys) for promotion in self._promoting.values()
+        )
 
     def promote(self, keys: Keys, *, parent: Key | None, chained: bool) -> set[TransferId]:
         """Bring up those of a run of blocks that the host lacks, as far as the budget goes.
@@ -117,8 +127,8 @@ class LowerLevels:
         coming = keys.take(self._host.known(keys) & ~self._host.cached(keys)).array[:, 0]
         return {
             transfer_id
-            for transfer_id, brought in self._promoting.items()
-            if np.isin(coming, brought.array[:, 0]).any()
+            for transfer_id, promotion in self._promoting.items()
+            if not promotion.late and np.isin(coming, promotion.keys.array[:, 0]).any()
         }
 
     def _liftable(self, keys: Keys) -> tuple[Level, Keys] | None:
@@ -140,8 +150,13 @@ class LowerLevels:
         reading = level.pool.pin(keys.take(writing.positions))
         assert reading is not None
         transfer_id = self._outbox.move(level.name, HOST, reading, writing)
-        self._promoting[transfer_id] = keys.take(writing.positions)
+        self._promoting[transfer_id] = _Promotion(keys.take(writing.positions))
         return transfer_id
+
+    def overdue(self, transfer_id: TransferId) -> None:
+        """A transfer's time is up: its deadline has ended all waiting, so nobody may begin to."""
+        if transfer_id in self._promoting:
+            self._promoting[transfer_id].late = True
 
     def landed(self, transfer_id: TransferId) -> None:
         """A transfer ended; if it was a promotion its share of the budget is free again."""
