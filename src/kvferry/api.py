@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -105,6 +106,12 @@ def attach(
     if config is not None and settings:
         raise ConfigError("give either a config or single settings, not both")
     config = config if config is not None else Config.load(overrides=settings)
+    if config.store_mode == "lazy":
+        raise ConfigError(
+            "store_mode: lazy needs an engine that offers its blocks before it drops them; with "
+            "attach you store what you want kept, so use eager"
+        )
+    logging.getLogger("kvferry").setLevel(config.log_level.upper())
     layout = describe(kv, block_axis=block_axis)
     tensors = list(kv.values()) if isinstance(kv, Mapping) else list(kv)
     namespace = Namespace(
@@ -153,7 +160,13 @@ class Ferry(Closing):
         self._worker = Worker({(DEVICE, HOST): rank.engine, (HOST, DEVICE): rank.engine})
         group = FullAttention(config.block_tokens)
         pool = Pool(rank.host.num_slots, num_ready=rank.ready_slots)
-        self._scheduler = Scheduler(pool, (group,), config=config, joins_loads=False)
+        self._scheduler = Scheduler(
+            pool,
+            (group,),
+            config=config,
+            block_bytes=(layout.block_bytes,),
+            joins_loads=False,
+        )
         self._names = itertools.count()
         self._tickets = itertools.count()
         self._loading: dict[RequestId, tuple[Ticket, int]] = {}
@@ -178,7 +191,11 @@ class Ferry(Closing):
         return chain(self.namespace, tokens, parent)
 
     def match(self, keys: Keys, *, on_device: int = 0) -> Hit:
-        """How many of a request's blocks, after the ``on_device`` first ones, can be loaded now."""
+        """How many of a request's blocks, after the ``on_device`` first ones, can be loaded now.
+
+        None while more than ``Config.max_bytes_in_flight`` are on their way already, or where
+        computing them is expected to be faster (see :meth:`note_prefill`).
+        """
         self._require_open()
         if not 0 <= on_device <= len(keys):
             raise InputError(f"{on_device} blocks on the device do not fit {len(keys)} keys")
@@ -274,6 +291,14 @@ class Ferry(Closing):
             if end is not None and time.monotonic() >= end:
                 raise DeadlineError(f"ticket {ticket} did not end within {timeout} seconds")
             time.sleep(_POLL_SECONDS)
+
+    def note_prefill(self, num_tokens: int, seconds: float) -> None:
+        """The engine computed this many prompt tokens in this time.
+
+        Once told, and once it has seen a load, ``match`` offers a hit only where loading it is
+        expected to be faster than computing it (``Config.load_policy``).
+        """
+        self._scheduler.note_prefill(num_tokens, seconds)
 
     def reset(self) -> None:
         """Forget every block kept, at once."""

@@ -39,9 +39,10 @@ ENV_PREFIX = "KVFERRY_"
 CONFIG_FILE_ENV = "KVFERRY_CONFIG"
 """Names the file to read where no file is given."""
 
-# Not settings: the file's name, our tests' own switches, and what Kubernetes puts into every pod
+# Not settings: the file's name, the debug switch of the copies, our tests' own switches, and what
+# Kubernetes puts into every pod
 # beside a service called kvferry (KVFERRY_PORT=tcp://..., KVFERRY_SERVICE_HOST=...).
-_NOT_A_SETTING = re.compile(r"KVFERRY_(CONFIG$|TEST_|PORT$|PORT_\d|SERVICE_(HOST|PORT))")
+_NOT_A_SETTING = re.compile(r"KVFERRY_(CONFIG$|DEBUG$|TEST_|PORT$|PORT_\d|SERVICE_(HOST|PORT))")
 
 T = TypeVar("T")
 

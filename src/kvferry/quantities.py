@@ -102,6 +102,14 @@ def format_size(size: int) -> str:
     return f"{size}B"
 
 
+def rounded_size(size: int) -> str:
+    """A size for people to read, in the largest unit it has one of: 63.9GiB."""
+    for unit, factor in (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
+        if size >= factor:
+            return f"{size / factor:.1f}".removesuffix(".0") + unit
+    return f"{size}B"
+
+
 def shown(value: object) -> str:
     """A value and its type, for a message that refuses it."""
     return f"{value!r} ({type(value).__name__})"

@@ -213,7 +213,28 @@ def test_close_is_safe_twice_and_ends_all_use(kv: Tensors) -> None:
             use()
 
 
+def test_a_slow_link_is_not_waited_for(kv: Tensors) -> None:
+    with kvferry.attach(
+        kv, model="m", block_tokens=TOKENS, host="64KiB", prefill_rate=1e15
+    ) as ferry:
+        keys = ferry.keys(range(4 * TOKENS))
+        ferry.wait(ferry.store(keys, [0, 1, 2, 3]))
+        assert len(ferry.match(keys)) == 4  # no load was ever timed
+        ferry.wait(ferry.load(ferry.match(keys), [4, 5, 6, 7]))
+        assert len(ferry.match(keys)) == 0
+        assert ferry.stats().verdicts["compute_faster"] == 1
+
+
+def test_only_so_many_bytes_are_on_their_way(kv: Tensors) -> None:
+    settings: dict[str, Any] = {"host": "64KiB", "max_bytes_in_flight": 2 * 3 * 64}
+    with kvferry.attach(kv, model="m", block_tokens=TOKENS, **settings) as ferry:
+        keys = ferry.keys(range(4 * TOKENS))
+        assert ferry.wait(ferry.store(keys, [0, 1, 2, 3])).num_blocks == 2
+
+
 def test_settings_that_cannot_be_used_are_refused(kv: Tensors) -> None:
+    with pytest.raises(ConfigError, match="store_mode: lazy needs an engine"):
+        kvferry.attach(kv, model="m", store_mode="lazy")
     with pytest.raises(UnknownSettingError, match="host"):
         kvferry.attach(kv, model="m", hosst="1GiB")
     with pytest.raises(ConfigError, match="not both"):

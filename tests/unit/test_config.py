@@ -22,6 +22,7 @@ from kvferry.quantities import (
     parse_count,
     parse_seconds,
     parse_size,
+    rounded_size,
 )
 
 # -- sizes, times, counts
@@ -306,3 +307,13 @@ def test_describe_covers_every_field_and_its_defaults_read_back():
         assert s.help
         assert s.accepts
         assert s.name in str(s)
+
+
+def test_rounded_sizes_are_for_people() -> None:
+    assert rounded_size(64 * GiB - 300 * KiB) == "64GiB"
+    assert rounded_size(3 * GiB // 2) == "1.5GiB"
+    assert rounded_size(12) == "12B"
+
+
+def test_the_debug_switch_is_not_a_setting() -> None:
+    assert Config.from_env({"KVFERRY_DEBUG": "1"}) == Config()

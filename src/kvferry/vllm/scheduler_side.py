@@ -20,7 +20,7 @@ from kvferry import reach
 from kvferry.answers import MatchState, Settled
 from kvferry.config import Config
 from kvferry.pool import Pool
-from kvferry.quantities import format_size
+from kvferry.quantities import rounded_size
 from kvferry.scheduler import Scheduler
 from kvferry.types import DEVICE, Plan, Rank, TransferId
 from kvferry.vllm import translate
@@ -150,7 +150,7 @@ class SchedulerSide:
             return "kvferry is idle: vLLM has not bound its block pool"
         kinds = ", ".join(dict.fromkeys(type(group).__name__ for group in scheduler.groups))
         shared = "shared by" if self._shapes[0].is_shared else "on each of"
-        host = format_size(scheduler.pool.num_slots * self._shapes[0].slot_bytes)
+        host = rounded_size(scheduler.pool.num_slots * self._shapes[0].slot_bytes)
         return (
             f"kvferry is in service: {scheduler.pool.num_slots} blocks ({host}) of host memory "
             f"{shared} {self._num_ranks} rank(s), {len(scheduler.groups)} group(s) [{kinds}], "
