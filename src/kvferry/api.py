@@ -73,7 +73,10 @@ class Hit:
 
 @dataclass(frozen=True)
 class Done:
-    """A load or store that ended. A failed load means: compute those blocks."""
+    """A load or store that ended: nothing touches its device blocks any more.
+
+    A failed load means: compute those blocks.
+    """
 
     ticket: Ticket
     num_blocks: int
@@ -169,8 +172,8 @@ class Ferry(Closing):
         )
         self._names = itertools.count()
         self._tickets = itertools.count()
-        self._loading: dict[RequestId, tuple[Ticket, int]] = {}
-        self._storing: dict[TransferId, tuple[Ticket, int]] = {}
+        self._loading: set[RequestId] = set()
+        self._moving: dict[TransferId, tuple[Ticket, int]] = {}
         self._done: list[Done] = []
         self._desk = Desk()
         self._endpoint: Endpoint | None = None
@@ -223,12 +226,12 @@ class Ferry(Closing):
         ticket = Ticket(next(self._tickets))
         table = np.concatenate((np.full(hit.on_device, NO_BLOCK), np.asarray(device_blocks)))
         if len(hit) and self._scheduler.load(hit.request_id, (table,)):
-            self._loading[hit.request_id] = (ticket, len(hit))
-            self._worker.execute(self._scheduler.plan())
+            self._loading.add(hit.request_id)
+            self._send(ticket)
             self._rank.engine.order_compute_after_loads()
         else:
             lost = "the hit is gone: it was released, loaded, or too old" if len(hit) else ""
-            self._scheduler.finish(hit.request_id)
+            self.release(hit)
             self._done.append(Done(ticket, 0, lost))
         return ticket
 
@@ -258,13 +261,17 @@ class Ferry(Closing):
         num_tokens = len(keys) * self.namespace.block_tokens
         self._scheduler.store(request_id, keys, (table,), num_tokens)
         self._scheduler.finish(request_id)
+        if not self._send(ticket):
+            self._done.append(Done(ticket, 0))
+        return ticket
+
+    def _send(self, ticket: Ticket) -> bool:
+        """Send off what was just ordered for a ticket; False if that is nothing."""
         plan = self._scheduler.plan()
         for transfer in plan.transfers:
-            self._storing[transfer.id] = (ticket, len(transfer))
-        if not plan:
-            self._done.append(Done(ticket, 0))
+            self._moving[transfer.id] = (ticket, len(transfer))
         self._worker.execute(plan)
-        return ticket
+        return bool(plan)
 
     def poll(self) -> list[Done]:
         """What ended since the last call; never blocks."""
@@ -357,22 +364,16 @@ class Ferry(Closing):
         return str(why(direction, copy.group, copy.num_blocks, copy.paths[0]))
 
     def _take(self, settled: Settled) -> None:
-        for request_id in settled.loaded:
-            ticket, count = self._loading.pop(request_id)
+        for request_id in (*settled.loaded, *(load.request_id for load in settled.failed)):
+            self._loading.discard(request_id)
             self._scheduler.finish(request_id)
-            self._done.append(Done(ticket, count))
-        for failure in settled.failed:
-            ticket, _ = self._loading.pop(failure.request_id)
-            self._scheduler.finish(failure.request_id)
-            self._done.append(Done(ticket, 0, failure.reason))
+        # A load that is overdue has failed, but its copy may still write: only landing ends it.
         for landing in settled.landed:
-            if landing.transfer_id in self._storing:
-                ticket, count = self._storing.pop(landing.transfer_id)
-                self._done.append(Done(ticket, count if landing.ok else 0, landing.reason))
+            ticket, count = self._moving.pop(landing.transfer_id)
+            self._done.append(Done(ticket, count if landing.ok else 0, landing.reason))
 
     def _is_open(self, ticket: Ticket) -> bool:
-        flying = itertools.chain(self._loading.values(), self._storing.values())
-        return any(ticket == known for known, _ in flying)
+        return any(ticket == known for known, _ in self._moving.values())
 
     def _require_blocks(self, blocks: Blocks) -> None:
         array = np.asarray(blocks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,13 @@ import numpy as np
 import pytest
 
 import kvferry
-from kvferry.errors import ClosedError, ConfigError, InputError, UnknownSettingError
+from kvferry.errors import (
+    ClosedError,
+    ConfigError,
+    DeadlineError,
+    InputError,
+    UnknownSettingError,
+)
 
 BLOCKS, TOKENS = 12, 4
 Tensors = list[np.ndarray[Any, Any]]
@@ -150,6 +157,35 @@ def test_a_failed_copy_is_a_failed_ticket_and_then_a_miss(
     assert len(ferry.match(keys)) == 0  # never offered again
     assert ferry.wait(ferry.store(keys, [0, 1])).num_blocks == 2
     assert ferry.wait(ferry.load(ferry.match(keys), [2, 3])).ok
+
+
+def test_a_load_ends_only_when_nothing_writes_its_blocks(kv: Tensors) -> None:
+    with kvferry.attach(
+        kv, model="m", block_tokens=TOKENS, host="64KiB", load_deadline=0.01
+    ) as ferry:
+        keys = ferry.keys(range(TOKENS))
+        ferry.wait(ferry.store(keys, [0]))
+        hit = ferry.match(keys)
+        go_on = threading.Event()
+        engine: Any = ferry._rank.engine
+        engine._loads.run(go_on.wait)
+        ticket = ferry.load(hit, [1])
+        with pytest.raises(DeadlineError):
+            ferry.wait(ticket, timeout=0.1)
+        assert ferry.stats().overdue == 1
+        go_on.set()
+        done = ferry.wait(ticket)
+        assert "no answer in time" in done.reason
+        assert len(ferry.match(keys)) == 0
+
+
+def test_a_hit_that_is_being_loaded_cannot_be_loaded_again(ferry: kvferry.Ferry) -> None:
+    keys = ferry.keys(range(TOKENS))
+    ferry.wait(ferry.store(keys, [0]))
+    hit = ferry.match(keys)
+    first, second = ferry.load(hit, [1]), ferry.load(hit, [2])
+    assert not ferry.wait(second).ok
+    assert ferry.wait(first, timeout=5).ok
 
 
 def test_other_models_tenants_and_layouts_share_nothing(kv: Tensors) -> None:
