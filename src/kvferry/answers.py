@@ -71,9 +71,11 @@ class Settled:
     ``loaded`` requests may run. ``failed`` ones must compute what they hoped to load. ``released``
     device blocks are touched by no transfer any more: drop the hold taken when ``load`` or
     ``store`` returned them (one hold per mention). ``landed`` are all transfers that ended.
+    ``expired`` requests left their hit alone for too long: it is let go, as if never asked for.
     """
 
     loaded: tuple[RequestId, ...] = ()
     failed: tuple[FailedLoad, ...] = ()
     released: tuple[DeviceBlocks, ...] = ()
     landed: tuple[Landing, ...] = ()
+    expired: tuple[RequestId, ...] = ()

@@ -364,7 +364,8 @@ class Ferry(Closing):
         return str(why(direction, copy.group, copy.num_blocks, copy.paths[0]))
 
     def _take(self, settled: Settled) -> None:
-        for request_id in (*settled.loaded, *(load.request_id for load in settled.failed)):
+        failed = (load.request_id for load in settled.failed)
+        for request_id in (*settled.loaded, *failed, *settled.expired):
             self._loading.discard(request_id)
             self._scheduler.finish(request_id)
         # A load that is overdue has failed, but its copy may still write: only landing ends it.

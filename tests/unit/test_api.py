@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -136,6 +137,21 @@ def test_released_and_loaded_hits_cannot_be_loaded(ferry: kvferry.Ferry) -> None
     hit = ferry.match(keys)
     assert ferry.wait(ferry.load(hit, [1])).ok
     assert not ferry.wait(ferry.load(hit, [2])).ok
+
+
+def test_a_hit_left_alone_leaves_nothing_behind(kv: Tensors) -> None:
+    with kvferry.attach(
+        kv, model="m", block_tokens=TOKENS, host="64KiB", match_deadline=0.01
+    ) as ferry:
+        keys = ferry.keys(range(TOKENS))
+        ferry.wait(ferry.store(keys, [0]))
+        hits = [ferry.match(keys) for _ in range(20)]
+        assert all(len(hit) == 1 for hit in hits)
+        time.sleep(0.02)
+        ferry.poll()
+        assert ferry.stats().leases["host"] == 0
+        assert not ferry._scheduler._requests
+        assert "gone" in ferry.wait(ferry.load(hits[0], [1])).reason
 
 
 def test_a_failed_copy_is_a_failed_ticket_and_then_a_miss(

@@ -303,13 +303,15 @@ class Scheduler:
             self._lower.overdue(flight.transfer.id)
             for lease in flight.in_doubt:
                 lease.disown()
-        for record in self._requests.values():
+        expired: list[RequestId] = []
+        for request_id, record in self._requests.items():
             if record.hit is not None and record.hit.deadline <= now:
-                self._counts.expired_hits += 1
+                expired.append(request_id)
                 record.let_go()
+        self._counts.expired_hits += len(expired)
         released, self._released = tuple(self._released), []
         landings = tuple(Landing(flight.transfer.id, flight.reason) for flight in landed)
-        return Settled(tuple(loaded), tuple(failed), released, landings)
+        return Settled(tuple(loaded), tuple(failed), released, landings, tuple(expired))
 
     def _release(self, flight: Flight) -> None:
         """No rank touches this transfer's memory any more."""
