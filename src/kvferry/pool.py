@@ -93,7 +93,7 @@ class Pool:
         self.num_reserved = 0
         """Slots given out for writing so far."""
         self.listeners: list[Callable[[Keys], None]] = []
-        """Called with the keys of every block that is evicted or reset away."""
+        """Called with the keys of blocks that can no longer be matched, whatever took them away."""
         self._evicted = 0
         self.grow(num_slots if num_ready is None else num_ready)
 
@@ -214,6 +214,7 @@ class Pool:
         slots = np.unique(found[found != NO_SLOT])
         writing = self._state.take(slots) == SlotState.WRITING
         claimed = writing | (self._readers.take(slots) > 0)
+        self._tell_gone(slots[~writing])
         self._unindex(slots)
         self._state[slots[claimed]] = SlotState.DOOMED
         self._push_free(slots[~claimed])
@@ -341,6 +342,7 @@ class Pool:
 
     def _disown(self, slots: SlotArray) -> None:
         slots = slots[self._state.take(slots) != SlotState.DOOMED]
+        self._tell_gone(slots[self._state.take(slots) == SlotState.CACHED])
         self._unindex(slots)
         self._state[slots] = SlotState.DOOMED
 

@@ -326,6 +326,25 @@ def test_listeners_hear_what_was_evicted() -> None:
     assert gone == [key(2)]
 
 
+def test_listeners_hear_of_blocks_that_are_not_trusted_any_more() -> None:
+    pool = Pool(8)
+    gone: list[bytes] = []
+    pool.listeners.append(gone.extend)
+    stored(pool, [1, 2, 3], chained=False)
+    read, late, written = pool.pin(keys([1])), pool.pin(keys([2])), pool.reserve(keys([4]))
+    assert read is not None
+    assert late is not None
+    assert written is not None
+    read.spoil()
+    late.disown()
+    pool.forget(keys([3]))
+    written.disown()  # nobody was ever told of it
+    assert gone == [key(1), key(2), key(3)]
+    late.spoil()
+    written.abort()
+    assert len(gone) == 3
+
+
 def breaks(pool: Pool, how: str) -> None:
     lease: Lease | None = None
     if how == "a reader nobody is":

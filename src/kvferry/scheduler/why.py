@@ -13,7 +13,7 @@ class Reason(Enum):
     """Why the first token that could not be had from here could not."""
 
     NOTHING_MISSED = "nothing_missed"
-    EVICTED = "evicted"  # it was here; the room was needed
+    EVICTED = "evicted"  # it was here; the room was needed, or a copy of it failed
     NEVER_STORED = "never_stored"  # nobody computed it yet, or it found no room
     BELOW_THRESHOLD = "below_threshold"  # not asked for often enough to be stored
     IN_FLIGHT = "in_flight"  # its bytes are still on their way in
