@@ -137,7 +137,9 @@ def page() -> str:
             "What a kvferry endpoint serves under `/metrics` (see [operations](operations.md)). "
             "Every label has few values, all known beforehand: no request, key or user becomes "
             "one. On vLLM's own endpoint the counters and gauges appear as `vllm:kvferry_…`, with "
-            "vLLM's labels beside ours; histograms are on kvferry's endpoint only.",
+            "vLLM's labels beside ours; histograms, `kvferry_info`, `kvferry_slot_bytes` and "
+            "`kvferry_pinned_bytes` are on kvferry's endpoint only, and the last is not known "
+            "there either where workers are processes of their own, as under vLLM.",
             "",
             "| metric | kind | labels | what it says |",
             "|---|---|---|---|",
