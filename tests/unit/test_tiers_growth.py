@@ -196,6 +196,30 @@ def test_a_refused_chunk_leaves_the_pool_smaller(
     assert registrar.held == {}
 
 
+@pytest.mark.parametrize("allowed", [0, 1, 3])
+def test_a_process_that_may_have_few_threads_grows_with_those(
+    allowed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name.startswith("kvferry-grow") and int(thread.name[-1]) >= allowed:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    registrar = FakeRegistrar()
+    growth = Growth(tier(40), registrar=registrar)
+    assert growth.wait(5)
+    stats = growth.stats()
+    assert stats.ready_slots == (40 if allowed else 4)
+    assert stats.progress is (Progress.DONE if allowed else Progress.STOPPED)
+    assert ("can't start" in stats.reason) is not bool(allowed)
+    growth.close()
+    assert not registrar.held
+
+
 def test_a_busy_signal_that_breaks_stops_the_growth_and_nothing_else() -> None:
     def broken() -> bool:
         raise ValueError("no stream")

@@ -152,14 +152,8 @@ class Growth:
         count = min(num_threads or NUM_THREADS, os.cpu_count() or 1, len(self._chunks) - 1)
         self._num_running = max(count, 0)
         self._make_first_ready()
-        self._threads = [
-            threading.Thread(target=self._run, args=(k,), name=f"kvferry-grow-{k}", daemon=True)
-            for k in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
-        if not self._threads:
-            self._end()
+        self._threads: list[threading.Thread] = []
+        self._start(count)
 
     # -- looking --------------------------------------------------------------------------------
 
@@ -219,6 +213,27 @@ class Growth:
         elif self._pin is Pin.REQUIRED:
             raise ConfigError("host_pin: required, but there is no driver to pin host memory with")
         self._mark(0)
+
+    def _start(self, count: int) -> None:
+        """So many threads, or as many as the process may have: fewer are merely slower."""
+        for k in range(count):
+            thread = threading.Thread(
+                target=self._run, args=(k,), name=f"kvferry-grow-{k}", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:
+                log.warning("host memory grows with %d threads, not %d: %s", k, count, error)
+                if k == 0:
+                    self._give_up(None, error)
+                break
+            self._threads.append(thread)
+        if len(self._threads) < count or count <= 0:
+            with self._lock:  # the missing ones kept those that ran from being the last
+                self._num_running -= max(count, 0) - len(self._threads)
+                last = self._num_running == 0
+            if last:
+                self._end()
 
     def _run(self, number: int) -> None:
         index = None
