@@ -349,11 +349,12 @@ class Ferry(Closing):
         """Finish the copies in flight and give the memory back. Safe to call twice."""
         if not self._closed:
             self._closed = True
-            if self._endpoint is not None:
-                self._endpoint.close()
-            self._worker.close()
-            self._scheduler.close()
-            self._rank.close()
+            with ExitStack() as rest:  # each of them, though one before it raises
+                rest.callback(self._rank.close)
+                rest.callback(self._scheduler.close)
+                rest.callback(self._worker.close)
+                if self._endpoint is not None:
+                    rest.callback(self._endpoint.close)
 
     def _why_path(self, copy: Copy) -> str:
         """Why a copy went as it did, where the engine had a choice."""

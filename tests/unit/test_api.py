@@ -265,6 +265,24 @@ def test_close_is_safe_twice_and_ends_all_use(kv: Tensors) -> None:
             use()
 
 
+def test_close_gives_everything_back_though_a_part_fails(
+    kv: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ferry = kvferry.attach(kv, model="m", block_tokens=TOKENS, host="64KiB")
+    close = ferry._worker.close
+
+    def broken() -> None:
+        close()
+        raise RuntimeError("will not close")
+
+    monkeypatch.setattr(ferry._worker, "close", broken)
+    with pytest.raises(RuntimeError, match="will not close"):
+        ferry.close()
+    assert ferry._scheduler._closed
+    with pytest.raises(ClosedError):
+        _ = ferry._rank.host.tier.rows
+
+
 def test_a_slow_link_is_not_waited_for(kv: Tensors) -> None:
     with kvferry.attach(
         kv, model="m", block_tokens=TOKENS, host="64KiB", prefill_rate=1e15

@@ -186,6 +186,7 @@ class WorkerSide:
                     self._take(receipt)
             except Exception as error:
                 self.guard.trip("poll", error)
+                self._give_up(StepOrders())
 
     def _drain(self) -> None:
         self._flush()

@@ -124,6 +124,22 @@ def test_a_mistake_of_ours_never_stops_the_engine(start, expect, llama, monkeypa
     assert engine.generate(prompts) == expected
 
 
+def test_a_mistake_while_copies_are_polled_leaves_nobody_waiting(start, expect, llama, monkeypatch):
+    from kvferry.worker import Worker
+
+    prompts = make_prompts(28, 300, 200, 250)
+    expected = expect(llama, prompts)
+    engine = start(llama, ferry=FERRY)
+    assert engine.generate(prompts) == expected
+    engine.forget_device()
+
+    def mistaken(self):
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(Worker, "poll", mistaken)
+    assert engine.generate(prompts) == expected
+
+
 def test_tensors_we_cannot_describe_leave_kvferry_idle(start, expect, llama, monkeypatch):
     from kvferry.errors import LayoutError
     from kvferry.vllm import worker_side
