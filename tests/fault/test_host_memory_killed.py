@@ -8,7 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,54 +37,62 @@ with HostMemory(0, 1_000_003, shared=shared, chunk_bytes=4 << 20) as host:
 """
 
 
-def listing(*folders: Path) -> set[str]:
-    return {str(path) for folder in folders for path in folder.rglob("*")}
+def ours_in_shared_memory() -> set[str]:
+    # Names only, one level: what others keep there comes and goes while we look.
+    return {name for name in os.listdir("/dev/shm") if "kvferry" in name}
 
 
-def available() -> int:
+@contextmanager
+def running(program: str, **how: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """The program and whatever it forks: killed with it by the end, whatever the test finds."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True, **how
+    )
+    assert process.stdout is not None
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(10)
+        process.stdout.close()
+
+
+def wait_until_ready(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line == b"ready\n"
+
+
+def shared_memory_in_use() -> int:
+    """Bytes of shared memory on this machine: few others use any, so it tells ours."""
     lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Shmem:"))
 
 
 @pytest.mark.parametrize("program", [PRIVATE, SHARED], ids=["private", "shared"])
 def test_nothing_is_left_behind(program: str, tmp_path: Path) -> None:
-    shm, rng = Path("/dev/shm"), random.Random(program)
+    rng = random.Random(program)
     env = {**os.environ, "TMPDIR": str(tmp_path), "HOME": str(tmp_path)}
     for moment in range(4):
-        before = listing(shm)
-        process = subprocess.Popen(
-            [sys.executable, "-c", program],
-            stdout=subprocess.PIPE,
-            cwd=tmp_path,
-            env=env,
-            start_new_session=True,
-        )
-        assert process.stdout is not None
-        if moment:  # the first one dies before it is ready, somewhere on the way
-            assert process.stdout.readline() == b"ready\n"
-        time.sleep(rng.random() * 0.3)
-        assert process.poll() is None, "it ended by itself"
-        during = listing(shm) - before
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(10)
-        process.stdout.close()
-        assert not {name for name in during if "kvferry" in name}
-        assert not {name for name in listing(shm) - before if "kvferry" in name}
-        assert listing(tmp_path) == set()
+        before = ours_in_shared_memory()
+        with running(program, cwd=tmp_path, env=env) as process:
+            if moment:  # the first one dies before it is ready, somewhere on the way
+                wait_until_ready(process)
+            time.sleep(rng.random() * 0.3)
+            assert process.poll() is None, "it ended by itself"
+            during = ours_in_shared_memory()
+        assert during <= before
+        assert ours_in_shared_memory() <= before
+        assert list(tmp_path.rglob("*")) == []
 
 
 def test_the_memory_of_a_killed_process_is_free_again() -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", SHARED], stdout=subprocess.PIPE, start_new_session=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"ready\n"
-    time.sleep(0.5)
-    held = available()
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait(10)
-    process.stdout.close()
+    with running(SHARED) as process:
+        wait_until_ready(process)
+        time.sleep(0.5)
+        held = shared_memory_in_use()
     end = time.monotonic() + 10
-    while available() - held < 32 << 20:  # others on this machine move too
+    while held - shared_memory_in_use() < 32 << 20:
         assert time.monotonic() < end, "the memory did not come back"
         time.sleep(0.05)
