@@ -1,11 +1,13 @@
 """Host cost of bookkeeping, per 8192 keys: match, reserve + commit, pin + release.
 
-Three ways, in one run on one machine:
+Four ways, in one run on one machine:
 
 - ``kvferry``: the pool, one call per request.
-- ``per key``: the way published Python offload indexes work, written here as plain loops: a
-  look-up call per key through a policy object, a block object with a reference count per stored
-  key, ``move_to_end`` per key used.
+- ``lean``: key after key in the leanest Python we can write: one ordered dict, a two-item list per
+  block, loops in line.
+- ``layered``: key after key as we understand published Python offload indexes to be built: a call
+  per key through a policy object, a ctypes record per block. Written from general knowledge of
+  them, not checked against any; what they themselves were measured at is in ``TARGET_MS``.
 - ``dict``: ``list(map(index.get, keys))``, the floor for a look-up in Python; no states, no counts.
 
 Requests are chains of 8192 keys; pools hold 10k, 100k and 1M of them and are full, so that every
@@ -36,9 +38,6 @@ KEYS = 8192
 SIZES = (10_000, 100_000, 1_000_000)
 TARGET_MS = {"match": 5.5 / 10, "reserve+commit": 15 / 5, "pin+release": 10 / 5}
 """What each operation may cost: so many times less than the published index was measured at."""
-MAY_GROW = 2.0
-"""Cost per key at 1M slots over that at 10k that still counts as not growing: it buys the step from
-the processor's caches to memory, once, and no more."""
 
 
 class BlockStatus(ctypes.Structure):
@@ -145,6 +144,59 @@ class PerKeyIndex:
         self.policy.touch(keys)
 
 
+class LeanIndex:
+    """The same work, one key at a time, with nothing between the loop and the dict."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.blocks: OrderedDict[Key, list[int]] = OrderedDict()  # references (-1: writing), slot
+        self.free = list(range(num_slots))
+
+    def match(self, keys: list[Key]) -> int:
+        get = self.blocks.get
+        count = 0
+        for key in keys:
+            block = get(key)
+            if block is None or block[0] < 0:
+                break
+            count += 1
+        return count
+
+    def prepare_store(self, keys: list[Key]) -> list[Key]:
+        blocks, free = self.blocks, self.free
+        missing = [key for key in keys if key not in blocks]
+        lacking = len(missing) - len(free)
+        if lacking > 0:
+            protected = set(keys)
+            chosen = []
+            for key, block in blocks.items():
+                if block[0] == 0 and key not in protected:
+                    chosen.append(key)
+                    if len(chosen) == lacking:
+                        break
+            free.extend(blocks.pop(key)[1] for key in chosen)
+        for key in missing:
+            blocks[key] = [-1, free.pop()]
+        return missing
+
+    def complete_store(self, keys: list[Key]) -> None:
+        for key in reversed(keys):
+            self.blocks[key][0] = 0
+            self.blocks.move_to_end(key)
+
+    def prepare_load(self, keys: list[Key]) -> list[int]:
+        slots = []
+        for key in keys:
+            block = self.blocks[key]
+            block[0] += 1
+            slots.append(block[1])
+        return slots
+
+    def complete_load(self, keys: list[Key]) -> None:
+        for key in reversed(keys):
+            self.blocks[key][0] -= 1
+            self.blocks.move_to_end(key)
+
+
 @dataclass
 class Row:
     """One operation at one pool size; milliseconds per 8192 keys."""
@@ -152,12 +204,9 @@ class Row:
     operation: str
     slots: int
     kvferry_ms: float
-    per_key_ms: float
+    lean_ms: float
+    layered_ms: float
     dict_ms: float | None = None
-
-    @property
-    def ratio(self) -> float:
-        return self.per_key_ms / self.kvferry_ms
 
 
 def requests(count: int, seed: int, length: int = KEYS) -> Iterator[Keys]:
@@ -210,8 +259,9 @@ def store_missing(pool: Pool, keys: Keys) -> None:
         lease.commit()
 
 
-def measure_per_key(num_slots: int, length: int, rounds: int) -> tuple[float, float, float]:
-    index = PerKeyIndex(num_slots)
+def measure_per_key(
+    index: LeanIndex | PerKeyIndex, num_slots: int, length: int, rounds: int
+) -> tuple[float, float, float]:
     resident = [list(keys) for keys in requests(num_slots // length + 1, 1, length)]
     for keys in resident:
         index.complete_store(index.prepare_store(keys))
@@ -244,25 +294,27 @@ def require(holds: bool) -> None:
 def measure(num_slots: int, rounds: int) -> list[Row]:
     length = KEYS
     ours = measure_kvferry(num_slots, length, rounds)
-    theirs = measure_per_key(num_slots, length, rounds)
+    lean = measure_per_key(LeanIndex(num_slots), num_slots, length, rounds)
+    layered = measure_per_key(PerKeyIndex(num_slots), num_slots, length, rounds)
     floor = measure_dict(num_slots, length, rounds)
     names = ("match", "reserve+commit", "pin+release")
     return [
-        Row(name, num_slots, mine, other, floor if name == "match" else None)
-        for name, mine, other in zip(names, ours, theirs, strict=True)
+        Row(name, num_slots, mine, thin, thick, floor if name == "match" else None)
+        for name, mine, thin, thick in zip(names, ours, lean, layered, strict=True)
     ]
 
 
 def show(rows: list[Row]) -> bool:
     print(f"per {KEYS} keys, {platform.machine()}, Python {platform.python_version()}, "
           f"numpy {np.__version__}\n")  # fmt: skip
-    head = ("operation", "slots", "kvferry ms", "us/key", "per key ms", "ratio", "dict ms")
-    print("{:<15}{:>9}{:>12}{:>9}{:>12}{:>8}{:>9}".format(*head))
+    head = ("operation", "slots", "kvferry ms", "us/key", "lean ms", "layered ms", "dict ms")
+    print("{:<15}{:>9}{:>12}{:>9}{:>17}{:>17}{:>9}".format(*head))
     for row in rows:
         floor = f"{row.dict_ms:9.2f}" if row.dict_ms is not None else f"{'-':>9}"
         print(
             f"{row.operation:<15}{row.slots:>9}{row.kvferry_ms:>12.3f}"
-            f"{1e3 * row.kvferry_ms / KEYS:>9.4f}{row.per_key_ms:>12.2f}{row.ratio:>7.1f}x{floor}"
+            f"{1e3 * row.kvferry_ms / KEYS:>9.4f}{beside(row.lean_ms, row):>17}"
+            f"{beside(row.layered_ms, row):>17}{floor}"
         )
     good = True
     print()
@@ -270,15 +322,18 @@ def show(rows: list[Row]) -> bool:
         mine = [row for row in rows if row.operation == name]
         worst = max(row.kvferry_ms for row in mine)
         growth = mine[-1].kvferry_ms / mine[0].kvferry_ms
-        their_growth = mine[-1].per_key_ms / mine[0].per_key_ms
-        kept = worst <= target and growth <= MAY_GROW
-        good &= kept
+        lean_growth = mine[-1].lean_ms / mine[0].lean_ms
+        good &= worst <= target
         print(
-            f"{name:<15} worst {worst:.3f} ms, at most {target:.2f} wanted; "
-            f"{mine[0].slots} -> {mine[-1].slots} slots costs x{growth:.2f} per key "
-            f"(per key index x{their_growth:.2f}): {'kept' if kept else 'NOT KEPT'}"
+            f"{name:<15} worst {worst:.3f} ms, at most {target:.2f} wanted: "
+            f"{'kept' if worst <= target else 'NOT KEPT'}; {mine[0].slots} -> {mine[-1].slots} "
+            f"slots costs x{growth:.2f} per key (lean x{lean_growth:.2f})"
         )
     return good
+
+
+def beside(other_ms: float, row: Row) -> str:
+    return f"{other_ms:.2f} ({other_ms / row.kvferry_ms:.1f}x)"
 
 
 def main() -> int:
@@ -296,7 +351,7 @@ def main() -> int:
             "python": platform.python_version(),
             "numpy": np.__version__,
             "kept": good,
-            "rows": [{**asdict(row), "ratio": row.ratio} for row in rows],
+            "rows": [asdict(row) for row in rows],
         }
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
     return 0

@@ -1,8 +1,8 @@
-"""Key to slot, for a whole request in one call, at a cost that does not grow with the pool.
+"""Key to slot, for a whole request in one call, at a cost that hardly depends on the pool.
 
-A Python dict looks keys up one cache miss after the other: at a million entries that is ten times
-the cost at ten thousand. Here numpy gathers for the whole batch at once, which keeps many misses
-in flight.
+A Python dict looks keys up one cache miss after the other: at a million entries that is several
+times the cost at ten thousand. Here numpy gathers for the whole batch at once, which keeps many
+misses in flight; ``bench/index_cost.py`` measures both.
 
 ::
 
