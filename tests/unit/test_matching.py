@@ -131,6 +131,27 @@ def test_asking_again_looks_once() -> None:
     assert len(looks) == 1
 
 
+def test_a_hit_leaves_spare_tokens_and_still_looks_once() -> None:
+    """For draft models, whose last block is computed again whatever is stored."""
+    desk = Desk(slots=64)
+    told = story(1, 8)
+    desk.keep("a", told[:4], 16)
+    looks = count_looks(desk)
+    match = desk.scheduler.match
+
+    def ask(request, computed=0):
+        return match(request, told, computed_tokens=computed, max_tokens=31, spare_tokens=4)
+
+    for _ in range(10):
+        assert ask("b").num_tokens == 12
+    assert len(looks) == 1
+    assert ask("c", computed=8).to_load == 4
+    assert ask("d", computed=12).state is MatchState.MISS
+    assert ask("e", computed=16).state is MatchState.MISS
+    desk.keep("f", told, 24)
+    assert ask("b").num_tokens == 20
+
+
 def test_others_stores_do_not_make_it_look_again() -> None:
     desk = Desk(slots=64)
     told = story(1, 8)

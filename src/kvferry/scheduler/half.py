@@ -128,13 +128,14 @@ class Scheduler:
         *,
         computed_tokens: int = 0,
         max_tokens: int | None = None,
+        spare_tokens: int = 0,
     ) -> Match:
         """How many tokens of this request can be had without computing them; pins their slots.
 
         ``keys`` is the request's chain; the engine itself has the first ``computed_tokens``.
-        ``max_tokens`` caps the answer (a request must compute at least one token itself). Asking
-        again while nothing changed is cheap. A pinned hit is let go by ``load``, ``finish``,
-        ``preempt``, or its deadline.
+        ``max_tokens`` caps the answer (a request must compute at least one token itself), and a hit
+        leaves its last ``spare_tokens`` to compute in any case. Asking again while nothing changed
+        is cheap. A pinned hit is let go by ``load``, ``finish``, ``preempt``, or its deadline.
         """
         self._require_open()
         covered = len(keys) * self._matcher.hash_tokens
@@ -147,7 +148,7 @@ class Scheduler:
         hit = record.hit
         if hit is None or not self._hits.still_holds(hit, computed_tokens, max_tokens):
             record.let_go()
-            look = self._matcher.look(keys, computed_tokens, max_tokens)
+            look = self._matcher.look(keys, computed_tokens, max_tokens, spare_tokens)
             self._count_once(record, look)
             if self._promote(request_id, record, look):
                 return Match(MatchState.WAIT, computed_tokens, computed_tokens)

@@ -64,30 +64,37 @@ class Matcher:
         """Chain keys, each at the end of one slot, as the pool knows them in this epoch."""
         return keys.masked(scope(self.epoch, group))
 
-    def look(self, keys: Keys, computed_tokens: int, max_tokens: int) -> Look:
-        """See what is there, without claiming any of it."""
+    def look(
+        self, keys: Keys, computed_tokens: int, max_tokens: int, spare_tokens: int = 0
+    ) -> Look:
+        """See what is there, without claiming any of it: hits end ``spare_tokens`` early."""
         cuts = [
             self.slot_keys(g, keys, range(self._keys[g].count(keys)))
             for g in range(len(self.groups))
         ]
         host = [self._host.cached(cut) for cut in cuts]
-        host_tokens = self._longest(host, computed_tokens, max_tokens)
+        host_tokens = self._longest(host, computed_tokens, max_tokens, spare_tokens)
         everywhere, all_tokens = host, host_tokens
         if self._lower and host_tokens + self._alignment <= max_tokens:
             everywhere = [
                 here | self._lower.cached(cut) for here, cut in zip(host, cuts, strict=True)
             ]
-            all_tokens = self._longest(everywhere, computed_tokens, max_tokens)
+            all_tokens = self._longest(everywhere, computed_tokens, max_tokens, spare_tokens)
         return Look(keys, computed_tokens, max_tokens, host, host_tokens, everywhere, all_tokens)
 
-    def _longest(self, present: Present, computed_tokens: int, max_tokens: int) -> int:
-        return reach.longest_hit(
+    def _longest(
+        self, present: Present, computed_tokens: int, max_tokens: int, spare_tokens: int = 0
+    ) -> int:
+        longest = reach.longest_hit(
             self.groups,
             present,
             max_tokens,
             alignment=self._alignment,
             computed_tokens=computed_tokens,
         )
+        if not spare_tokens or longest <= computed_tokens:
+            return longest
+        return self._longest(present, computed_tokens, max(computed_tokens, longest - spare_tokens))
 
     def pin(self, look: Look) -> tuple[Lease | None, ...]:
         """Claim what the host's hit reads, by group; None where a group needs nothing."""

@@ -67,6 +67,7 @@ class SchedulerSide:
         self._manager: Any = None
         self._shapes: dict[int, RankShape] = {}
         self._ready: dict[Rank, int] = {}
+        self._pinned: dict[Rank, int] = {}
         self._tracked: dict[str, Tracked] = {}
         self._loading: set[str] = set()
         self._ordered_loads: dict[tuple[int, int], str] = {}
@@ -129,7 +130,9 @@ class SchedulerSide:
             self.sight = Sight(
                 self.scheduler,
                 self.config,
-                slot_bytes=self._shapes[0].slot_bytes,
+                shape=self._shapes[0],
+                num_ranks=self._num_ranks,
+                pinned=self._pinned,
                 has_listeners=translate.wants_events(self._vllm_config),
             )
             self._note_ready()
@@ -174,14 +177,8 @@ class SchedulerSide:
             keys,
             computed_tokens=computed_tokens,
             max_tokens=request.num_tokens - 1,
+            spare_tokens=self._volatile,
         )
-        if match.state is MatchState.HIT and self._volatile:
-            match = scheduler.match(
-                request.request_id,
-                keys,
-                computed_tokens=computed_tokens,
-                max_tokens=max(computed_tokens, match.num_tokens - self._volatile),
-            )
         if match.state is MatchState.WAIT:
             return None, False
         if match.state is MatchState.MISS:
@@ -358,6 +355,7 @@ class SchedulerSide:
     def _hear(self, report: StepReceipts) -> None:
         self.meet_ranks(report.shapes)
         self._ready |= dict(report.ready)
+        self._pinned |= dict(report.pinned)
         self._settle(report.receipts)
         self._settled = True
 
