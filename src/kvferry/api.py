@@ -26,7 +26,6 @@ import numpy.typing as npt
 from kvferry.answers import MatchState, Settled
 from kvferry.closing import Closing
 from kvferry.config import Config
-from kvferry.device.job import Direction
 from kvferry.device.layout import GroupLayout, describe
 from kvferry.device.stream import Stream
 from kvferry.errors import ClosedError, ConfigError, DeadlineError, InputError
@@ -357,12 +356,9 @@ class Ferry(Closing):
                     rest.callback(self._endpoint.close)
 
     def _why_path(self, copy: Copy) -> str:
-        """Why a copy went as it did, where the engine had a choice."""
-        why = getattr(self._rank.engine, "why", None)
-        if why is None or not copy.paths:
-            return ""
-        direction = Direction.LOAD if copy.dst == DEVICE else Direction.STORE
-        return str(why(direction, copy.group, copy.num_blocks, copy.paths[0]))
+        from kvferry.metrics.reasons import why_path  # here: few ask, and it brings the planner
+
+        return why_path(copy, getattr(self._rank.engine, "choices", None))
 
     def _take(self, settled: Settled) -> None:
         failed = (load.request_id for load in settled.failed)

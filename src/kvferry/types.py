@@ -92,7 +92,10 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Receipt:
-    """What became of one transfer on one rank."""
+    """What became of one transfer on one rank.
+
+    ``path`` is the way it was copied, chosen while the model ran (``beside_model``) or not.
+    """
 
     transfer_id: TransferId
     rank: Rank
@@ -101,3 +104,4 @@ class Receipt:
     num_bytes: int = 0
     seconds: float = 0.0
     path: str = ""
+    beside_model: bool = False

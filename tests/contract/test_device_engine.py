@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import statistics
 import threading
 import time
@@ -12,11 +13,13 @@ from tests.fakes.driver import FakeDriver
 from tests.fakes.kv import Kv, make_kv
 from tests.fakes.rig import Rig
 
+from kvferry.device.builtin_profile import builtin_profile
 from kvferry.device.driver import Priority
 from kvferry.device.engine import GpuEngine
 from kvferry.device.job import CopyJob, Direction, FixedPlanner
 from kvferry.device.layout import GroupLayout, describe
 from kvferry.device.paths import DmaPath, LoopPath
+from kvferry.device.planner import MeasuredPlanner
 from kvferry.errors import ClosedError, LayoutError
 from kvferry.types import Outcome, Receipt
 
@@ -250,22 +253,33 @@ def test_compute_may_be_the_default_stream() -> None:
     rig.close()
 
 
-def test_the_planners_reason_can_be_asked_for_afterwards():
-    class Explaining:
-        def choose(
-            self, direction: Direction, layout: GroupLayout, num_blocks: int, busy: bool
-        ) -> str:
-            return "dma" if busy else "loop"
-
-        def explain(
-            self, direction: Direction, layout: GroupLayout, num_blocks: int, busy: bool
-        ) -> str:
-            return f"{direction.value} of {num_blocks}, {'running' if busy else 'idle'}"
-
+def test_what_paths_are_picked_by_can_be_sent_to_another_process() -> None:
     rig = Rig()
-    assert rig.engine.why(Direction.LOAD, 0, 3, "loop") == ""  # a planner that cannot say
-    rig.engine._planner = Explaining()
-    assert rig.engine.why(Direction.LOAD, 0, 3, "loop") == "load of 3, idle"
-    assert rig.engine.why(Direction.STORE, 0, 3, "dma") == "store of 3, running"
-    assert rig.engine.why(Direction.STORE, 0, 3, "kernel") == ""
+    assert rig.engine.choices is None  # a planner that never measured
+    rig.engine._planner = MeasuredPlanner(builtin_profile(), rig.engine._paths)
+    choices = rig.engine.choices
+    assert choices is not None
+    sent = pickle.loads(pickle.dumps(choices))
+    layout = rig.engine._layouts[0]
+    for busy in (False, True):
+        path = rig.engine._planner.choose(Direction.LOAD, layout, 3, busy)
+        words = sent.why(Direction.LOAD, 0, 3, path, busy=busy)
+        assert words == rig.engine._planner.explain(Direction.LOAD, layout, 3, busy)
+        assert f"model {'running' if busy else 'idle'}" in words
+        assert sent.why(Direction.LOAD, 0, 3, "another", busy=busy) == ""
+    assert sent.why(Direction.LOAD, 7, 3, path, busy=False) == ""
+    rig.close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_receipt_says_whether_the_model_ran_when_its_path_was_chosen(fails: bool) -> None:
+    rig = Rig()
+    for busy in (False, True):
+        rig.engine._is_busy = lambda busy=busy: busy
+        if fails:
+            rig.engine._paths.clear()
+        transfer = rig.store([1], [2])
+        receipt = rig.drain()[transfer]
+        assert receipt.outcome is (Outcome.FAILED if fails else Outcome.OK)
+        assert receipt.beside_model is busy
     rig.close()

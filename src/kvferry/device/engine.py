@@ -23,11 +23,13 @@ import numpy as np
 
 from kvferry.closing import Closing
 from kvferry.device.base import Ticket
+from kvferry.device.choices import Choices
 from kvferry.device.driver import Driver, Priority
 from kvferry.device.events import EventPool
 from kvferry.device.job import CopyJob, Direction, Path, Planner
 from kvferry.device.lane import Flight, Lane
 from kvferry.device.layout import GroupLayout
+from kvferry.device.planner import MeasuredPlanner
 from kvferry.errors import ClosedError, DeadlineError, InputError, LayoutError
 from kvferry.types import DEVICE, HOST, Outcome, Rank, Receipt, SlotArray, Transfer
 
@@ -178,20 +180,14 @@ class GpuEngine(Closing):
         """Whether a thread is still inside a driver call after ``close``."""
         return any(lane.is_stuck for lane in self._lanes.values())
 
-    def why(self, direction: Direction, group: int, num_blocks: int, path: str) -> str:
-        """Why such a transfer took ``path``, in the planner's words; empty where it cannot say.
-
-        Whether the model ran at the time is not remembered: the answer is for the state, idle or
-        running, in which the planner picks that path.
-        """
-        explain = getattr(self._planner, "explain", None)
-        if explain is None:
-            return ""
-        layout = self._layouts[group]
-        for busy in (False, True):
-            if self._planner.choose(direction, layout, num_blocks, busy) == path:
-                return str(explain(direction, layout, num_blocks, busy))
-        return ""
+    @property
+    def choices(self) -> Choices | None:
+        """What paths are picked by here; None where that was not measured."""
+        planner = self._planner
+        if not isinstance(planner, MeasuredPlanner):
+            return None
+        paths = tuple(self._paths)
+        return Choices(planner.profile, paths, planner.pinned, self._layouts)
 
     # -- one transfer ------------------------------------------------------------------------
 
@@ -220,6 +216,7 @@ class GpuEngine(Closing):
             # Here and not on the lane's thread: later compute must not hold this copy back.
             flight.ready = self._order_events.take()
             self._driver.record_event(flight.ready, compute)
+        flight.beside_model = busy
         flight.path = self._planner.choose(job.direction, job.layout, len(job.device_blocks), busy)
         path = self._paths.get(flight.path)
         if path is None:
@@ -231,7 +228,12 @@ class GpuEngine(Closing):
     def _receipt(self, flight: Flight) -> Receipt:
         if flight.reason:
             return Receipt(
-                flight.transfer_id, self._rank, Outcome.FAILED, flight.reason, path=flight.path
+                flight.transfer_id,
+                self._rank,
+                Outcome.FAILED,
+                flight.reason,
+                path=flight.path,
+                beside_model=flight.beside_model,
             )
         return Receipt(
             flight.transfer_id,
@@ -240,6 +242,7 @@ class GpuEngine(Closing):
             num_bytes=flight.num_bytes,
             seconds=flight.seconds,
             path=flight.path,
+            beside_model=flight.beside_model,
         )
 
     def _release_ready(self, flight: Flight) -> None:

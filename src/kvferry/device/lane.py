@@ -33,6 +33,7 @@ class Flight:
 
     transfer_id: TransferId
     path: str = ""
+    beside_model: bool = False
     num_bytes: int = 0
     ready: int | None = None
     """Event recorded on the compute stream at submit; the copy comes after it."""

@@ -18,7 +18,8 @@ MOST_COPIES = 32
 class Copy:
     """One transfer that ended for a request (a store may have carried others' blocks too).
 
-    Bytes are summed over ranks, seconds are the slowest rank's. ``paths`` are those the ranks took.
+    Bytes are summed over ranks, seconds are the slowest rank's. ``paths`` are those the ranks took,
+    ``beside_model`` says that a rank chose its own while the model ran.
     """
 
     transfer_id: int
@@ -30,6 +31,7 @@ class Copy:
     seconds: float
     paths: tuple[str, ...]
     reason: str = ""
+    beside_model: bool = False
 
     @classmethod
     def of(cls, flight: Flight) -> Copy:
@@ -44,6 +46,7 @@ class Copy:
             seconds=max((receipt.seconds for receipt in receipts), default=0.0),
             paths=tuple(sorted({receipt.path for receipt in receipts if receipt.path})),
             reason=flight.reason,
+            beside_model=any(receipt.beside_model for receipt in receipts),
         )
 
 

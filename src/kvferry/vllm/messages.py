@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvferry.device.choices import Choices
 from kvferry.types import Plan, Rank, Receipt, TransferId
 
 NO_PLAN = Plan(step=0)
@@ -35,7 +36,10 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]  # vllm is untyped 
 
 @dataclass(frozen=True)
 class RankShape(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """One rank at start: how many host slots it has, or why it has none."""
+    """One rank at start: how many host slots it has, or why it has none.
+
+    ``choices`` are what it picks copy paths by, where it has several.
+    """
 
     rank: Rank
     num_slots: int = 0
@@ -44,6 +48,7 @@ class RankShape(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     block_bytes: tuple[int, ...] = ()
     layout: str = ""
     is_shared: bool = False
+    choices: Choices | None = None
     refusal: str = ""
 
 
@@ -51,19 +56,23 @@ class RankShape(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 class StepReceipts(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Every rank to the scheduler: what ended since the last step.
 
-    ``ready`` says how many host slots ranks can use by now, where that has changed. ``shapes`` come
-    once: not every vLLM lets the ranks tell the scheduler's side by handshake.
+    ``ready`` says how many host slots ranks can use by now, where that has changed, and ``pinned``
+    how many bytes of them are registered with the GPU's driver. ``shapes`` come once: not every
+    vLLM lets the ranks tell the scheduler's side by handshake. ``drained`` names the ranks that
+    were asked to drain and have: a rank with nothing to say is not in the sum at all.
     """
 
     receipts: tuple[Receipt, ...] = ()
     ready: tuple[tuple[Rank, int], ...] = ()
     shapes: tuple[RankShape, ...] = ()
-    drained: bool = False
+    drained: tuple[Rank, ...] = ()
+    pinned: tuple[tuple[Rank, int], ...] = ()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReceipts:
         return StepReceipts(
             self.receipts + other.receipts,
             self.ready + other.ready,
             self.shapes + other.shapes,
-            self.drained and other.drained,
+            self.drained + other.drained,
+            self.pinned + other.pinned,
         )

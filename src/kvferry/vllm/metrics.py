@@ -1,15 +1,18 @@
 """What kvferry counts, in the shapes vLLM logs and exports: the catalog's names on vLLM's endpoint.
 
 Figures travel from vLLM's engine to its front end as one flat dict of numbers, so a labelled value
-is keyed by its name and labels: ``kvferry_moved_bytes_total|host|device|kernel``.
+is keyed by its name and labels: ``kvferry_moved_bytes_total|host|device|kernel``. A histogram's
+are keyed by the part, too: how many values each bucket got, by its number, and their sum.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -18,27 +21,29 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from kvferry.metrics import catalog as names
 from kvferry.metrics.catalog import Kind, Metric, catalog
 from kvferry.metrics.samples import Snapshot, samples
-from kvferry.stats import SchedulerStats
+from kvferry.stats import SIZE_BOUNDS, TIME_BOUNDS, Distribution
 from kvferry.types import DEVICE, HOST
 
 PREFIX = "vllm:"
-EXPORTED = {
-    metric.name: metric
-    for metric in catalog()
-    if metric.kind is not Kind.HISTOGRAM and metric is not names.INFO
-}
-"""Histograms would need each single value, and vLLM is told only how much was added."""
+EXPORTED = {metric.name: metric for metric in catalog() if metric is not names.INFO}
 
 _SEPARATOR = "|"
+_SUM = "sum"
 
 
-def figures(stats: SchedulerStats, num_held: int) -> dict[str, float]:
+def figures(snapshot: Snapshot) -> dict[str, float]:
     """A snapshot as flat numbers."""
-    return {
-        _SEPARATOR.join((metric.name, *labels)): float(value)
-        for metric, labels, value in samples(Snapshot(stats, "", held_blocks=num_held))
-        if metric.name in EXPORTED and isinstance(value, (int, float))
-    }
+    flat: dict[str, float] = {}
+    for metric, labels, value in samples(snapshot):
+        if metric.name not in EXPORTED:
+            continue
+        key = _SEPARATOR.join((metric.name, *labels))
+        if isinstance(value, Distribution):
+            flat |= {f"{key}|{i}": float(n) for i, n in enumerate(value.counts) if n}
+            flat[f"{key}|{_SUM}"] = value.total
+        else:
+            flat[key] = float(value)
+    return flat
 
 
 @dataclass
@@ -49,7 +54,7 @@ class FerryStats(KVConnectorStats):  # type: ignore[misc]
     def between(cls, before: dict[str, float], now: dict[str, float]) -> FerryStats:
         return cls(
             data={
-                key: value - before.get(key, 0) if _is_counter(key) else value
+                key: value - before.get(key, 0) if _adds_up(key) else value
                 for key, value in now.items()
             }
         )
@@ -59,7 +64,7 @@ class FerryStats(KVConnectorStats):  # type: ignore[misc]
 
     def aggregate(self, other: FerryStats) -> FerryStats:
         for key, value in other.data.items():
-            self.data[key] = self.data.get(key, 0) + value if _is_counter(key) else value
+            self.data[key] = self.data.get(key, 0) + value if _adds_up(key) else value
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -79,7 +84,7 @@ class FerryStats(KVConnectorStats):  # type: ignore[misc]
         }
 
     def is_empty(self) -> bool:
-        return not any(value for key, value in self.data.items() if _is_counter(key))
+        return not any(value for key, value in self.data.items() if _adds_up(key))
 
     def _sum(self, metric: Metric, *labels: str) -> float:
         start = _SEPARATOR.join((metric.name, *labels))
@@ -105,29 +110,71 @@ class FerryMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics = {
-            name: metric_types[Counter if metric.kind is Kind.COUNTER else Gauge](
+            name: metric_types[_CLASSES[metric.kind]](
                 name=PREFIX + name.removesuffix("_total"),
                 documentation=metric.help,
                 labelnames=[*labelnames, *(label.name for label in metric.labels)],
+                **({"buckets": _BOUNDS[name]} if name in _BOUNDS else {}),
             )
             for name, metric in EXPORTED.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        vllms = self.per_engine_labelvalues[engine_idx]
+        spread: dict[tuple[str, ...], dict[str, float]] = {}
         for key, value in transfer_stats_data.items():
             name, *labels = key.split(_SEPARATOR)
             if name not in self._metrics:
                 continue
-            child = self._metrics[name].labels(*self.per_engine_labelvalues[engine_idx], *labels)
-            if _is_counter(key):
+            if name in _BOUNDS:
+                *labels, part = labels
+                spread.setdefault((name, *labels), {})[part] = value
+                continue
+            child = self._metrics[name].labels(*vllms, *labels)
+            if EXPORTED[name].kind is Kind.COUNTER:
                 child.inc(max(0.0, value))
             else:
                 child.set(value)
+        for (name, *labels), parts in spread.items():
+            child = self._metrics[name].labels(*vllms, *labels)
+            for value, count in values_of(_BOUNDS[name], parts):
+                for _ in range(count):
+                    child.observe(value)
 
 
-def _is_counter(key: str) -> bool:
+def values_of(bounds: Sequence[float], parts: Mapping[str, float]) -> list[tuple[float, int]]:
+    """Values, and how often, that fill a histogram's buckets as counted and have the counted sum.
+
+    A metric in vLLM takes one value at a time, and only how many fell into each bucket is known.
+    The real sum is between that of all lower bounds and that of all upper ones: so is ours, with
+    every value at the same point of its bucket.
+    """
+    counts = {int(i): round(n) for i, n in parts.items() if i != _SUM and n > 0}
+    total = parts.get(_SUM, 0.0)
+    edges = (0.0, *bounds)
+    low = sum(n * edges[i] for i, n in counts.items())
+    width = sum(n * (edges[i + 1] - edges[i]) for i, n in counts.items() if i < len(bounds))
+    above = counts.get(len(bounds), 0)
+    share = min(1.0, max(0.0, (total - low) / width)) if width else 0.0
+    rest = max(0.0, total - low - share * width)
+    found = []
+    for i, n in counts.items():
+        if i == len(bounds):
+            value = edges[i] + rest / above
+        else:
+            value = min(edges[i] + share * (edges[i + 1] - edges[i]), edges[i + 1])
+        # A bucket begins right after its lower bound: on it, a value would count one too low.
+        found.append((max(value, math.nextafter(edges[i], math.inf)), n))
+    return found
+
+
+_CLASSES = {Kind.COUNTER: Counter, Kind.GAUGE: Gauge, Kind.HISTOGRAM: Histogram}
+_BOUNDS = {names.TRANSFER_BYTES.name: SIZE_BOUNDS, names.TRANSFER_SECONDS.name: TIME_BOUNDS}
+
+
+def _adds_up(key: str) -> bool:
     metric = EXPORTED.get(key.split(_SEPARATOR, 1)[0])
-    return metric is not None and metric.kind is Kind.COUNTER
+    return metric is not None and metric.kind is not Kind.GAUGE
 
 
 def _rate(num_bytes: float, seconds: float) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,12 @@ from kvferry.answers import DeviceBlocks
 from kvferry.config import Config
 from kvferry.identity import scope
 from kvferry.metrics.desk import Desk
+from kvferry.metrics.reasons import why_path
+from kvferry.metrics.samples import Snapshot
 from kvferry.scheduler import BlockTable, Scheduler
-from kvferry.types import HOST
+from kvferry.types import HOST, Rank
 from kvferry.vllm.events import EventLog
+from kvferry.vllm.messages import RankShape
 from kvferry.vllm.metrics import FerryStats, figures
 from kvferry.vllm.tracked import Tracked
 
@@ -25,26 +28,46 @@ _STATS_SECONDS = 1.0
 
 
 class Sight:
-    """Tells; never changes anything. Owns the endpoint and what was told so far."""
+    """Tells; never changes anything. Owns the endpoint and what was told so far.
+
+    ``pinned`` is the scheduler side's own: what each rank last said.
+    """
 
     def __init__(
-        self, scheduler: Scheduler, config: Config, *, slot_bytes: int, has_listeners: bool
+        self,
+        scheduler: Scheduler,
+        config: Config,
+        *,
+        shape: RankShape,
+        num_ranks: int,
+        pinned: Mapping[Rank, int],
+        has_listeners: bool,
     ) -> None:
         self._scheduler = scheduler
+        self._choices = shape.choices
+        self._num_sharing = num_ranks if shape.is_shared else 1
+        self._slot_bytes: dict[str, int] = {HOST: shape.slot_bytes}
+        self._pinned = pinned
         self._events = EventLog(scheduler.pool) if has_listeners else None
         self._told: dict[str, float] = {}
         self._told_at = 0.0
         self._desk = Desk()
         self._endpoint: Any = None
         if config.metrics_port is not None:
-            self._serve(config.metrics_host, config.metrics_port, slot_bytes)
+            self._serve(config.metrics_host, config.metrics_port)
 
-    def _serve(self, host: str, port: int, slot_bytes: int) -> None:
+    def _serve(self, host: str, port: int) -> None:
         """Metrics, and why a request missed."""
         from kvferry.metrics.endpoint import Endpoint
         from kvferry.metrics.source import Source
 
-        source = Source(self._scheduler, self._desk, slot_bytes={HOST: slot_bytes})
+        source = Source(
+            self._scheduler,
+            self._desk,
+            slot_bytes=self._slot_bytes,
+            pinned_bytes=self._pinned_bytes,
+            why_path=lambda copy: why_path(copy, self._choices, num_sharing=self._num_sharing),
+        )
         try:
             self._endpoint = Endpoint(source, host=host, port=port)
         except Exception as error:
@@ -91,9 +114,14 @@ class Sight:
         now = time.monotonic()
         if is_busy and now < self._told_at + _STATS_SECONDS:
             return None
-        counted = figures(self._scheduler.stats(), num_held)
+        counted = figures(
+            Snapshot(self._scheduler.stats(), "", self._slot_bytes, self._pinned_bytes(), num_held)
+        )
         before, self._told, self._told_at = self._told, counted, now
         return FerryStats.between(before, counted) if counted != before else None
+
+    def _pinned_bytes(self) -> int:
+        return sum(list(self._pinned.values()))  # a copy: an endpoint's thread may ask
 
     def close(self) -> None:
         if self._endpoint is not None:

@@ -20,7 +20,7 @@ from kvferry.config import Config
 from kvferry.device.layout import GroupLayout
 from kvferry.quantities import format_size
 from kvferry.rank import RankMemory
-from kvferry.types import DEVICE, HOST, Outcome, Plan, Receipt, Transfer, TransferId
+from kvferry.types import DEVICE, HOST, Outcome, Plan, Rank, Receipt, Transfer, TransferId
 from kvferry.vllm.geometry import layouts_of
 from kvferry.vllm.guard import Guard
 from kvferry.vllm.messages import NO_PLAN, RankShape, StepOrders, StepReceipts
@@ -28,6 +28,8 @@ from kvferry.vllm.ranks import Place, mover_of, open_rank
 from kvferry.worker import Worker
 
 log = logging.getLogger(__name__)
+
+Told = tuple[tuple[Rank, int], ...]
 
 
 @dataclass
@@ -49,10 +51,13 @@ class WorkerSide:
         config: Config,
         groups: Sequence[Sequence[str]],
         num_blocks: int,
+        refusal: str = "",
     ) -> None:
+        """``refusal`` says why the scheduler's side will be idle: then no memory is taken."""
         self.guard = Guard(f"rank {place.rank}")
         self.rank = place.rank
-        self.shape = RankShape(self.rank, refusal="vLLM has not registered its KV cache")
+        self.shape = RankShape(self.rank, refusal=refusal or "vLLM has not registered its KV cache")
+        self._is_idle = bool(refusal)
         self._config = config
         self._place = place
         self._groups = groups
@@ -75,11 +80,17 @@ class WorkerSide:
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Find the blocks in vLLM's tensors and make the host memory for them."""
+        if self._is_idle:
+            return
         try:
             self._register(kv_caches)
         except Exception as error:
             self.guard.trip("register", error)
             self.shape = RankShape(self.rank, refusal=self.guard.reason)
+
+    def register_whole(self, kv_cache: Any) -> None:
+        """As ``register``, for one tensor that holds all layers of the only group."""
+        self.register({names[0]: kv_cache for names in self._groups})
 
     def _register(self, kv_caches: Mapping[str, Any]) -> None:
         layouts = layouts_of(kv_caches, self._groups, self._num_blocks)
@@ -95,6 +106,7 @@ class WorkerSide:
             block_bytes=tuple(layout.block_bytes for layout in layouts),
             layout=_words(layouts),
             is_shared=self._place.replicates,
+            choices=getattr(memory.engine, "choices", None),
         )
 
     def close(self) -> None:
@@ -150,6 +162,7 @@ class WorkerSide:
             self._memory.note_step()
         if orders.drain:
             self._drain()
+            self._drained = True
 
     def after_forward(self) -> None:
         """The step's forward is queued: its blocks may be stored."""
@@ -196,7 +209,6 @@ class WorkerSide:
                     self._take(receipt)
             except Exception as error:
                 self.guard.trip("drain", error)
-        self._drained = True
 
     def _take(self, receipt: Receipt) -> None:
         self._receipts.append(receipt)
@@ -236,15 +248,22 @@ class WorkerSide:
     def take_receipts(self) -> StepReceipts | None:
         """What the scheduler's side does not know yet; None if that is nothing."""
         receipts, self._receipts = tuple(self._receipts), []
-        drained, self._drained = self._drained, False
+        drained, self._drained = (self.rank,) if self._drained else (), False
         shapes = () if self._told_shape else (self.shape,)
         self._told_shape = True
-        num_ready = self._memory.ready_slots if self._memory is not None else 0
-        ready = ((self.rank, num_ready),) if num_ready != self._told_ready else ()
-        self._told_ready = num_ready
+        ready, pinned = self._take_ready()
         if receipts or ready or shapes or drained:
-            return StepReceipts(receipts, ready, shapes, drained)
+            return StepReceipts(receipts, ready, shapes, drained, pinned)
         return None
+
+    def _take_ready(self) -> tuple[Told, Told]:
+        """Usable slots and pinned bytes of this rank, if there are more of them than was told."""
+        num_ready = self._memory.ready_slots if self._memory is not None else 0
+        if self._memory is None or num_ready == self._told_ready:
+            return (), ()
+        self._told_ready = num_ready
+        pinned_bytes = self._memory.host.stats().pinned_bytes
+        return ((self.rank, num_ready),), ((self.rank, pinned_bytes),)
 
 
 def _device_of(kv_caches: Mapping[str, Any]) -> Any:
