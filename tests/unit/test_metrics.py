@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,16 +12,24 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvferry.device.builtin_profile import builtin_profile
+from kvferry.device.choices import Choices
+from kvferry.device.job import Direction
+from kvferry.device.layout import GroupLayout
+from kvferry.device.planner import MeasuredPlanner
 from kvferry.identity import Namespace, chain
 from kvferry.metrics import catalog as names
 from kvferry.metrics.catalog import Kind, catalog, page
 from kvferry.metrics.collector import FerryCollector, exposition
 from kvferry.metrics.desk import Desk
+from kvferry.metrics.reasons import why_path
 from kvferry.metrics.samples import Snapshot, samples
+from kvferry.metrics.source import Source, is_part
 from kvferry.policy.worth import Verdict
 from kvferry.pool import Pool
 from kvferry.reach import FullAttention
 from kvferry.scheduler import Level, Scheduler
+from kvferry.scheduler.journal import Copy
 from kvferry.scheduler.why import Reason
 from kvferry.stats import OTHER, SIZE_BOUNDS, Distribution, Histogram, TrafficCounts
 from kvferry.types import FIRST_RANK, Outcome, Receipt, TierName
@@ -197,6 +206,87 @@ def test_an_error_belongs_to_whoever_asked():
     while asker.is_alive():
         desk.answer()  # must not raise here
     asker.join()
+
+
+# -- explaining ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "request_id", "is_found"),
+    [
+        ("cmpl-5f2c", "cmpl-5f2c-0-8b2677e5", True),
+        ("chatcmpl-5f2c", "chatcmpl-5f2c-8b2677e5", True),
+        ("cmpl-5f2c", "1_cmpl-5f2c-0-8b2677e5", True),
+        ("my-own-id", "cmpl-my-own-id-0-8b2677e5", True),  # given by the client in a header
+        ("cmpl-5f2", "cmpl-5f2c-0-8b2677e5", False),
+        ("mpl-5f2c", "cmpl-5f2c-0-8b2677e5", False),
+        ("", "cmpl-5f2c-0-8b2677e5", False),
+    ],
+)
+def test_a_request_is_known_by_the_name_its_client_has(name, request_id, is_found):
+    assert is_part(name, request_id) is is_found
+
+
+def test_of_several_requests_of_one_name_the_latest_is_explained():
+    scheduler = busy_scheduler()
+    keys = chain(NAMESPACE, np.arange(16))
+    for request_id in ("cmpl-a-0-1", "cmpl-a-1-2", "cmpl-b-0-3"):
+        scheduler.match(request_id, keys)
+    source = Source(scheduler, Desk())
+    told = source.explain("cmpl-a")
+    assert told is not None
+    assert told["request_id"] == "cmpl-a-1-2"
+    assert told["others"] == ["cmpl-a-0-1"]
+    exact = source.explain("cmpl-a-0-1")
+    assert exact is not None
+    assert exact["request_id"] == "cmpl-a-0-1"
+    assert exact["others"] == []
+    assert source.explain("cmpl-c") is None
+
+
+def layout(segment_bytes: int, segments: int) -> GroupLayout:
+    steps = np.arange(segments, dtype=np.int64)
+    sizes = np.full(segments, segment_bytes)
+    return GroupLayout(steps << 30, sizes, sizes, steps * segment_bytes, num_blocks=10)
+
+
+@pytest.fixture(scope="module")
+def choices() -> Choices:
+    return Choices(
+        builtin_profile(), ("loop", "dma", "kernel", "staged"), None, (layout(8192, 64),)
+    )
+
+
+def copy_of(path: str, **changes: object) -> Copy:
+    made = Copy(1, "host", "device", 0, 16, 16 << 19, 0.001, (path,))
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize(("src", "dst"), [("host", "device"), ("device", "host")])
+def test_a_copys_path_is_explained_for_how_it_was_chosen(choices, src, dst, busy):
+    planner = MeasuredPlanner(choices.profile, choices.paths)
+    way = Direction.LOAD if dst == "device" else Direction.STORE
+    path = planner.choose(way, choices.layouts[0], 16, busy)
+    words = why_path(copy_of(path, src=src, dst=dst, beside_model=busy), choices)
+    assert words.startswith(f"{way.value} of 16 blocks")
+    assert f"model {'running' if busy else 'idle'}: {path}." in words
+    other = copy_of("loop", src=src, dst=dst, beside_model=busy)
+    assert why_path(other, choices) == ""  # nobody chose that: nothing is made up
+
+
+def test_a_rank_that_stores_a_part_chose_for_its_part(choices):
+    planner = MeasuredPlanner(choices.profile, choices.paths)
+    path = planner.choose(Direction.STORE, choices.layouts[0], 4, False)
+    copy = copy_of(path, src="device", dst="host", paths=("shared", path))
+    assert why_path(copy, choices, num_sharing=4).startswith("store of 4 blocks")
+
+
+def test_where_there_is_one_path_only_that_is_said():
+    assert "no other path" in why_path(copy_of("cpu"), None)
+    assert "no other path" in why_path(copy_of("tier", src="disk", dst="host"), None)
+    assert why_path(copy_of("kernel"), None) == ""
+    assert why_path(copy_of("kernel", paths=()), None) == ""
 
 
 if __name__ == "__main__":

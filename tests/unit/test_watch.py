@@ -7,6 +7,7 @@ from tests.fakes.endpoint import FakeEndpoint, stats
 
 from kvferry.errors import InputError, UnreachableError
 from kvferry.metrics.collector import exposition
+from kvferry.metrics.http import HttpServer
 from kvferry.metrics.samples import Snapshot
 from kvferry.watch.scrape import base_url, explain, parse, read
 from kvferry.watch.view import HISTORY, Watch
@@ -106,6 +107,25 @@ def test_nobody_there_says_what_to_do(endpoint):
     endpoint.close()
     with pytest.raises(UnreachableError, match="Is the engine running"):
         read(url)
+
+
+def test_of_vllms_engines_sizes_and_rates_are_not_added_up(endpoint):
+    endpoint.show_as_vllm(Snapshot(stats(queries=10, moved=10), "", {"host": 4096}, 1 << 20))
+    view = Watch(endpoint.url).look()
+    assert view.tiers[0].slot_bytes == 4096
+    assert view.load_rate == 50e9
+    assert view.prefill_rate == 20_000
+    assert view.pinned_bytes == 2 << 20
+
+
+@pytest.mark.parametrize("request_id", [None, "cmpl-1"])
+def test_an_endpoint_that_explains_nothing_says_where_to_ask(request_id):
+    server = HttpServer(lambda path: None)  # as vLLM's: no such page
+    try:
+        with pytest.raises(UnreachableError, match="set metrics_port among the connector"):
+            explain(server.url, request_id)
+    finally:
+        server.close()
 
 
 def test_a_request_that_is_not_remembered_says_so(endpoint):

@@ -45,14 +45,16 @@ VERDICTS = {
 )
 @click.option("--json", "as_json", is_flag=True, help="Print what the endpoint answered.")
 def explain(request_id: str | None, url: str, as_json: bool) -> None:
-    """Say why a request hit or missed, and by which path each of its copies went.
+    """Say why a request hit or missed, and by which path each of its copies went, and why.
 
-    Without REQUEST it lists the latest requests. An engine remembers about a thousand of them.
+    REQUEST is the engine's name for it, or the id in the server's answer: vLLM's own names have
+    that in them. Without REQUEST it lists the latest requests. An engine remembers about a
+    thousand of them.
 
     The exit code is 1 where nothing answers, or the request is not remembered.
     """
     try:
-        answer = scrape.explain(scrape.base_url(url), request_id)
+        answer = scrape.explain(url, request_id)
     except KvferryError as error:
         raise click.ClickException(str(error)) from error
     console = Console(highlight=False)
@@ -87,6 +89,9 @@ def _tell(answer: dict[str, Any], console: Console) -> None:
         console.print("It was never looked up; it only stored.")
     else:
         _tell_why(why, console)
+    others = answer.get("others", [])
+    if others:
+        console.print(Text(f"Also of that name: {', '.join(map(clean, others))}", style="dim"))
     copies = answer.get("copies", [])
     if not copies:
         console.print("Nothing was copied for it yet.")

@@ -16,7 +16,10 @@ VERDICTS = tuple(verdict.value for verdict in Verdict)
 STATES = ("free", "cached", "leased", "unready")
 
 _TIERS = "device, host and the tiers configured below it"
-_PATHS = "loop, dma, kernel, staged, cpu, shared; empty where a tier has only one way"
+_PATHS = (
+    "loop, dma, kernel, staged; cpu for KV in ordinary memory; tier below the host; shared for a "
+    "rank that had no part in a store"
+)
 
 
 class Kind(Enum):
@@ -100,7 +103,9 @@ SLOTS = _gauge(
 )
 SLOT_BYTES = _gauge("slot_bytes", "Bytes of one slot on one rank.", _TIER)
 LEASES = _gauge("leases", "Claims on slots while bytes move.", _TIER)
-PINNED_BYTES = _gauge("pinned_bytes", "Host memory of this process registered with a GPU driver.")
+PINNED_BYTES = _gauge(
+    "pinned_bytes", "Host memory registered with a GPU driver, summed over ranks."
+)
 HELD_BLOCKS = _gauge(
     "held_blocks", "Device blocks that copies keep from being reused; where vLLM is the engine."
 )
@@ -136,10 +141,9 @@ def page() -> str:
             "",
             "What a kvferry endpoint serves under `/metrics` (see [operations](operations.md)). "
             "Every label has few values, all known beforehand: no request, key or user becomes "
-            "one. On vLLM's own endpoint the counters and gauges appear as `vllm:kvferry_…`, with "
-            "vLLM's labels beside ours; histograms, `kvferry_info`, `kvferry_slot_bytes` and "
-            "`kvferry_pinned_bytes` are on kvferry's endpoint only, and the last is not known "
-            "there either where workers are processes of their own, as under vLLM.",
+            "one. On vLLM's own endpoint all of them but `kvferry_info` appear as "
+            "`vllm:kvferry_…`, with vLLM's labels beside ours; they are brought up to date once a "
+            "second while requests run. `kvferry_held_blocks` is there only.",
             "",
             "| metric | kind | labels | what it says |",
             "|---|---|---|---|",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import cache
@@ -13,6 +14,8 @@ from kvferry.metrics.samples import Snapshot
 from kvferry.scheduler.journal import Copy, Entry
 from kvferry.stats import SchedulerStats
 from kvferry.types import RequestId
+
+_SAMPLE = re.compile(r"^\d+_")
 
 WhyPath = Callable[[Copy], str]
 """Why a copy took its path, in words; empty where that is not known here."""
@@ -51,13 +54,26 @@ class Source:
         return Snapshot(stats, _version(), self._slot_bytes, self._pinned_bytes())
 
     def explain(self, request_id: RequestId) -> dict[str, Any] | None:
-        """What is remembered of a request, as plain data; None if nothing is."""
+        """What is remembered of a request, as plain data; None if nothing is.
+
+        A server tells its users a shorter name than its engine has, and may make several requests
+        of one: then it is the latest whose name has ``request_id`` in it, and ``others`` names the
+        rest.
+        """
 
         def look() -> dict[str, Any] | None:
-            entry = self._scheduler.journal(request_id)
-            return plain(request_id, entry, self._why_path) if entry is not None else None
+            ids = self._named(request_id)
+            entry = self._scheduler.journal(ids[0]) if ids else None
+            if entry is None:
+                return None
+            return {**plain(ids[0], entry, self._why_path), "others": ids[1:]}
 
         return self._desk.ask(look)
+
+    def _named(self, name: str) -> list[RequestId]:
+        if self._scheduler.journal(name) is not None:
+            return [name]
+        return [found for found in reversed(self._scheduler.recent()) if is_part(name, found)]
 
     def recent(self, most: int = 50) -> list[dict[str, Any]]:
         """The latest requests and what each of them missed, the latest first."""
@@ -78,6 +94,16 @@ class Source:
             return found
 
         return self._desk.ask(look)
+
+
+def is_part(name: str, request_id: RequestId) -> bool:
+    """Whether an engine made ``request_id`` of ``name``, as vLLM does.
+
+    What a client knows as ``cmpl-5f2c`` is ``cmpl-5f2c-0-8b2677e5`` there, with one such name for
+    each prompt, and ``1_cmpl-5f2c-0-8b2677e5`` for the second of several samples.
+    """
+    whole = _SAMPLE.sub("", request_id)
+    return bool(name) and f"-{name}-" in f"-{whole}-"
 
 
 def plain(request_id: RequestId, entry: Entry, why_path: WhyPath) -> dict[str, Any]:

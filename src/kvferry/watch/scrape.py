@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import quote, urlsplit
@@ -16,13 +17,22 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.errors import InputError, UnreachableError
 from kvferry.metrics import DEFAULT_PORT
-from kvferry.metrics.catalog import PREFIX, Metric, catalog
+from kvferry.metrics.catalog import (
+    LOAD_RATE,
+    PREFILL_RATE,
+    PREFIX,
+    SLOT_BYTES,
+    Metric,
+    catalog,
+)
 from kvferry.watch.words import clean
 
 DEFAULT_URL = f"http://127.0.0.1:{DEFAULT_PORT}"
 _TIMEOUT_SECONDS = 5.0
 _MOST_BYTES = 32 << 20
 _VLLM = "vllm:"
+
+_NEVER_SUMMED = frozenset(metric.name for metric in (SLOT_BYTES, LOAD_RATE, PREFILL_RATE))
 
 _LABELS = {
     name: tuple(label.name for label in metric.labels)
@@ -35,7 +45,8 @@ _LABELS = {
 class Reading:
     """What an endpoint said at one moment: values by metric and by that metric's labels.
 
-    Labels that are not ours (vLLM's model and engine) are summed over.
+    Labels that are not ours (vLLM's model and engine) are summed over, except where that makes no
+    sense: of sizes and rates it is the largest.
     """
 
     at: float
@@ -51,6 +62,18 @@ class Reading:
         }
 
 
+class AnswerError(UnreachableError):
+    """Somebody answered, and refused. ``is_ours`` says that it was one of kvferry's endpoints."""
+
+    def __init__(self, url: str, code: int, detail: str) -> None:
+        try:
+            words, self.is_ours = json.loads(detail)["error"], True
+        except (ValueError, KeyError, TypeError):
+            words, self.is_ours = detail, False
+        self.code = code
+        super().__init__(f"{url} answered {code}: {clean(words)}")
+
+
 Fetch = Callable[[str], bytes]
 
 
@@ -62,7 +85,7 @@ def fetch(url: str) -> bytes:
             body = reply.read(_MOST_BYTES + 1)
     except HTTPError as error:
         detail = error.read(500).decode(errors="replace").strip()
-        raise UnreachableError(f"{url} answered {error.code}: {_words(detail)}") from error
+        raise AnswerError(url, error.code, detail) from error
     except (URLError, OSError, http.client.HTTPException, ValueError) as error:
         reason = error.reason if isinstance(error, URLError) else error
         raise UnreachableError(
@@ -115,7 +138,10 @@ def parse(text: str, *, at: float) -> Reading:
             if "le" in sample.labels:
                 continue  # what spreads how is for dashboards
             key = (name, tuple(sample.labels.get(label, "") for label in labels))
-            values[key] = values.get(key, 0.0) + sample.value
+            if name in _NEVER_SUMMED:
+                values[key] = max(values.get(key, 0.0), sample.value)
+            else:
+                values[key] = values.get(key, 0.0) + sample.value
     return Reading(at, values, version)
 
 
@@ -123,7 +149,15 @@ def explain(url: str, request_id: str | None = None, fetch: Fetch = fetch) -> di
     """What an endpoint remembers of one request, or of the latest ones."""
     where = f"{base_url(url)}/explain"
     target = where if request_id is None else f"{where}/{quote(request_id, safe='')}"
-    body = fetch(target)
+    try:
+        body = fetch(target)
+    except AnswerError as error:
+        if error.code == HTTPStatus.NOT_FOUND and not error.is_ours:
+            raise UnreachableError(
+                f"{target} does not exist: requests are explained by kvferry's own endpoint. In "
+                "vLLM, set metrics_port among the connector's settings and ask there"
+            ) from error
+        raise
     try:
         answer = json.loads(body)
     except ValueError as error:
@@ -136,10 +170,3 @@ def explain(url: str, request_id: str | None = None, fetch: Fetch = fetch) -> di
 def _ours(text: str) -> str:
     """The lines about us: vLLM's endpoint has thousands of others."""
     return "".join(f"{line}\n" for line in text.splitlines() if PREFIX in line)
-
-
-def _words(detail: str) -> str:
-    try:
-        return clean(json.loads(detail)["error"])
-    except (ValueError, KeyError, TypeError):
-        return clean(detail)
