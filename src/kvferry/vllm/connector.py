@@ -37,12 +37,13 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
         config = translate.config_of(vllm_config)
         speak_as_vllm(config.log_level)
+        support = translate.support_of(
+            vllm_config, kv_cache_config, recomputes_requests=_RECOMPUTES_REQUESTS
+        )
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(
-                vllm_config, kv_cache_config, config, recomputes_requests=_RECOMPUTES_REQUESTS
-            )
+            self._scheduler = SchedulerSide(vllm_config, kv_cache_config, config, support)
         else:
             self._by_request = len(kv_cache_config.kv_cache_groups) > 1
             self._worker = WorkerSide(
@@ -50,6 +51,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 config=config,
                 groups=translate.layer_names_of(kv_cache_config),
                 num_blocks=kv_cache_config.num_blocks,
+                refusal=support.refusal,
             )
 
     @classmethod
@@ -70,8 +72,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._at_worker.register(kv_caches)
 
     def register_cross_layers_kv_cache(self, kv_cache: Any, attn_backend: Any) -> None:
-        (names,) = translate.layer_names_of(self._kv_cache_config)
-        self._at_worker.register({names[0]: kv_cache})
+        self._at_worker.register_whole(kv_cache)
 
     def get_handshake_metadata(self) -> Any:
         return self._at_worker.shape

@@ -49,14 +49,12 @@ class SchedulerSide:
     """
 
     def __init__(
-        self, vllm_config: Any, kv_cache_config: Any, config: Config, *, recomputes_requests: bool
+        self, vllm_config: Any, kv_cache_config: Any, config: Config, support: translate.Support
     ) -> None:
         self.guard = Guard("scheduler")
         self.config = config
-        self.support = translate.support_of(
-            vllm_config, kv_cache_config, recomputes_requests=recomputes_requests
-        )
-        self.refusal = self.support.refusal
+        self.support = support
+        self.refusal = support.refusal
         self.scheduler: Scheduler | None = None
         self.holds: BlockHolds | None = None
         self.sight: Sight | None = None
@@ -73,6 +71,7 @@ class SchedulerSide:
         self._ordered_loads: dict[tuple[int, int], str] = {}
         self._unsent: dict[str, tuple[int, ...]] = {}
         self._undone: dict[str, tuple[int, ...]] = {}
+        self._drained: set[Rank] = set()
         self._settled = False
         self._busy_until = 0.0
 
@@ -348,8 +347,17 @@ class SchedulerSide:
         report = output.kv_connector_worker_meta
         if isinstance(report, StepReceipts):
             self._hear(report)
-            if report.drained and self.guard.broken and self.holds is not None:
+            self._drained.update(report.drained)
+            if self.guard.broken and len(self._drained) == self._num_ranks:
+                self._drop_holds()
+
+    def _drop_holds(self) -> None:
+        """We are out of service and no rank copies any more: give every block back."""
+        try:
+            if self.holds is not None:
                 self.holds.drop_all()
+        except Exception:
+            log.exception("kvferry could not give its device blocks back")
 
     @guarded(lambda: None)
     def _hear(self, report: StepReceipts) -> None:
@@ -417,10 +425,13 @@ class SchedulerSide:
         return self.sight.take_events() if self.sight is not None else ()
 
     def close(self) -> None:
-        if self.sight is not None:
-            self.sight.close()
-        if self.scheduler is not None:
-            self.scheduler.close()
+        """Each part though another cannot: vLLM is on its way out and shall get there."""
+        for part in (self.sight, self.scheduler):
+            try:
+                if part is not None:
+                    part.close()
+            except Exception:
+                log.exception("kvferry did not close its %s", type(part).__name__)
 
     def _require_holds(self) -> BlockHolds:
         assert self.holds is not None  # bound together with the pool our scheduler needs

@@ -117,6 +117,12 @@ class Engine:
         return self.connector._scheduler
 
     @property
+    def worker(self) -> Any:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group()._worker
+
+    @property
     def stats(self) -> SchedulerStats:
         stats: SchedulerStats = self.side.scheduler.stats()
         return stats

@@ -127,6 +127,7 @@ def test_without_prefix_caching_kvferry_is_idle(start, expect, llama):
     engine = start(llama, ferry=FERRY, enable_prefix_caching=False)
     assert engine.generate(prompts) == expect(llama, prompts)
     assert "prefix caching is off" in engine.side.banner()
+    assert engine.worker._memory is None, "an idle kvferry takes no memory"
 
 
 def test_speculative_tokens_are_never_stored(expect, llama):

@@ -1,0 +1,145 @@
+"""Both sides of the connector without an engine: the test is vLLM's scheduler and all its ranks.
+
+vLLM's own block pool and its own sum over the ranks' answers are used; requests and configurations
+are stand-ins with the attributes that are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from kvferry.config import Config
+from kvferry.types import Rank
+from kvferry.vllm.messages import StepOrders
+from kvferry.vllm.ranks import Place
+from kvferry.vllm.scheduler_side import SchedulerSide
+from kvferry.vllm.translate import support_of
+from kvferry.vllm.worker_side import WorkerSide
+
+BLOCK_TOKENS = 16
+NUM_BLOCKS = 32
+SPEC = type("FullAttentionSpec", (SimpleNamespace,), {})(block_size=BLOCK_TOKENS)
+SETTINGS = {"load_policy": "always", "load_deadline": "5min", "store_deadline": "5min"}
+
+
+def request_of(name: str, block_hashes: Sequence[bytes], computed: int = 0) -> Any:
+    tokens = len(block_hashes) * BLOCK_TOKENS + 1
+    return SimpleNamespace(
+        request_id=name,
+        block_hashes=list(block_hashes),
+        num_preemptions=0,
+        num_tokens=tokens,
+        num_prompt_tokens=tokens,
+        num_computed_tokens=computed,
+        num_output_tokens=0,
+    )
+
+
+class Sides:
+    """One scheduler's side and as many ranks as there are lists of layers. Owns their tensors."""
+
+    def __init__(self, *stages: Sequence[str], host: Sequence[str] = (), **settings: Any) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+        from vllm.v1.core.block_pool import BlockPool
+
+        layers = [name for stage in stages for name in stage]
+        caches = SimpleNamespace(
+            num_blocks=NUM_BLOCKS,
+            kv_cache_groups=[SimpleNamespace(kv_cache_spec=SPEC, layer_names=layers)],
+        )
+        self.config = _vllm_config(len(stages))
+        support = support_of(self.config, caches, recomputes_requests=False)
+        sizes = host or ["1MiB"] * len(stages)
+        configs = [Config.from_dict({**SETTINGS, **settings, "host": size}) for size in sizes]
+        self.kv = [
+            {name: torch.zeros(NUM_BLOCKS, 2, BLOCK_TOKENS, 8) for name in stage}
+            for stage in stages
+        ]
+        self.ranks = [
+            WorkerSide(
+                place=Place(Rank(number), len(stages), len(stages)),
+                config=configs[number],
+                groups=[layers],
+                num_blocks=NUM_BLOCKS,
+            )
+            for number in range(len(stages))
+        ]
+        self.pool = BlockPool(NUM_BLOCKS, enable_caching=True, hash_block_size=BLOCK_TOKENS)
+        self.tables: dict[str, list[int]] = {}
+        self.side = SchedulerSide(self.config, caches, configs[0], support)
+        self.side.bind_manager(
+            SimpleNamespace(block_pool=self.pool, get_block_ids=lambda name: (self.tables[name],))
+        )
+        for rank, tensors in zip(self.ranks, self.kv, strict=True):
+            rank.register(tensors)
+        self.side.meet_ranks([rank.shape for rank in self.ranks])
+        self._sum = KVOutputAggregator(expected_finished_count=len(stages))
+
+    def allocate(self, name: str, num_blocks: int) -> Any:
+        """Device blocks for a request, as vLLM hands them over."""
+        blocks = self.pool.get_new_blocks(num_blocks)
+        self.tables[name] = [block.block_id for block in blocks]
+        return SimpleNamespace(get_block_ids=lambda: (self.tables[name],))
+
+    def orders(self, scheduled: dict[str, int] | None = None) -> StepOrders:
+        return self.side.orders(
+            SimpleNamespace(
+                total_num_scheduled_tokens=sum((scheduled or {}).values()),
+                num_scheduled_tokens=scheduled or {},
+                preempted_req_ids=None,
+            )
+        )
+
+    def answer(self, *numbers: int) -> Any:
+        """What these ranks have to say now, summed up and heard; the others are silent."""
+        from vllm.v1.outputs import KVConnectorOutput
+
+        outputs = []
+        for number, rank in enumerate(self.ranks):
+            told = KVConnectorOutput()
+            if number in numbers:
+                rank.poll()
+                told.finished_recving = rank.take_arrived()
+                told.invalid_block_ids = rank.take_invalid()
+                told.kv_connector_worker_meta = rank.take_receipts()
+            outputs.append(SimpleNamespace(kv_connector_output=told))
+        summed = self._sum.aggregate(outputs).kv_connector_output
+        self.side.take(summed)
+        return summed
+
+    def run(self, orders: StepOrders) -> None:
+        """All ranks carry out a step and finish their copies, but tell nobody yet."""
+        for rank in self.ranks:
+            rank.begin(orders)
+            rank.after_forward()
+            rank._drain()
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+        self.side.close()
+
+
+def _vllm_config(num_stages: int) -> Any:
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            world_size=num_stages,
+            tensor_parallel_size=1,
+            pipeline_parallel_size=num_stages,
+        ),
+        cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"),
+        model_config=SimpleNamespace(
+            model="m",
+            revision=None,
+            dtype="float32",
+            quantization=None,
+            hf_overrides={},
+            hf_text_config=SimpleNamespace(),
+        ),
+        lora_config=None,
+        speculative_config=None,
+    )

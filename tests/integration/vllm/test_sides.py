@@ -1,0 +1,149 @@
+"""Two ranks that hold different layers, as with pipeline parallel, and what ends badly on one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.integration.vllm.sides import BLOCK_TOKENS, Sides, request_of
+
+from kvferry.types import DEVICE, Outcome, Receipt
+
+HASHES = [bytes([number]) * 32 for number in range(1, 5)]
+STAGES = (["layer0", "layer1", "layer2"], ["layer3"])
+
+
+@pytest.fixture
+def make(no_leaked_threads: None) -> Iterator[Callable[..., Sides]]:
+    made: list[Sides] = []
+
+    def begin(*stages: Any, **options: Any) -> Sides:
+        made.append(Sides(*(stages or STAGES), **options))
+        return made[-1]
+
+    yield begin
+    for sides in made:
+        sides.close()
+
+
+def store(sides: Sides, name: str = "writer") -> None:
+    """Compute four blocks of fresh bytes and order their stores; the ranks copy, none answers."""
+    request = request_of(name, HASHES)
+    assert sides.side.match(request, 0) == (0, False)
+    sides.side.allocated(request, sides.allocate(name, 5), 0)
+    for tensors in sides.kv:
+        for tensor in tensors.values():
+            tensor.copy_(torch.randn(tensor.shape))
+    sides.run(sides.orders({name: 4 * BLOCK_TOKENS + 1}))
+    request.num_computed_tokens = 4 * BLOCK_TOKENS + 1
+    sides.side.finished(request)
+
+
+def load(sides: Sides, name: str = "reader") -> tuple[list[int], Any]:
+    """Ask for the four blocks and order their load; returns where to, and the orders."""
+    request = request_of(name, HASHES)
+    assert sides.side.match(request, 0) == (4 * BLOCK_TOKENS, True)
+    sides.side.allocated(request, sides.allocate(name, 5), 4 * BLOCK_TOKENS)
+    return sides.tables[name][:4], sides.orders()
+
+
+def test_a_block_is_stored_when_every_stage_has_it(make):
+    sides = make()
+    store(sides)
+    wanted = [{n: t[sides.tables["writer"][:4]].clone() for n, t in kv.items()} for kv in sides.kv]
+    sides.answer(0)
+    assert sides.side.match(request_of("early", HASHES), 0) == (0, False)
+    assert sides.side.holds.num_held == 4
+    sides.answer(1)
+    assert sides.side.holds.num_held == 0
+    places, orders = load(sides)
+    for tensors in sides.kv:
+        for tensor in tensors.values():
+            tensor[places] = torch.nan
+    sides.run(orders)
+    assert not sides.answer(1).finished_recving
+    assert sides.answer(0).finished_recving == {"reader"}
+    for tensors, right in zip(sides.kv, wanted, strict=True):
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor[places], right[name])
+    assert sides.side.guard.reason == ""
+
+
+def test_a_load_that_fails_on_one_stage_fails(make):
+    sides = make()
+    store(sides)
+    sides.answer(0, 1)
+    places, orders = load(sides)
+    mover = sides.ranks[1]._worker._routes["host", DEVICE]
+    failed: list[Receipt] = []
+    mover.submit = lambda transfer: failed.append(
+        Receipt(transfer.id, sides.ranks[1].rank, Outcome.FAILED, "tampered")
+    )
+    mover.poll = lambda: [failed.pop() for _ in range(len(failed))]
+    for rank in sides.ranks:
+        rank.begin(orders)
+        rank.after_forward()
+    sides.ranks[0]._drain()
+    told = sides.answer(0, 1)
+    assert told.finished_recving == {"reader"}
+    assert told.invalid_block_ids == set(places)
+    # Blocks that could not be read are not promised again.
+    assert sides.side.match(request_of("later", HASHES), 0) == (0, False)
+
+
+def test_stages_agree_on_the_slots_the_smallest_has(make):
+    sides = make(host=["1MiB", "64KiB"])
+    assert sides.ranks[0].shape.num_slots > sides.ranks[1].shape.num_slots
+    assert sides.side.scheduler.pool.num_slots == sides.ranks[1].shape.num_slots
+
+
+def test_blocks_are_given_back_when_every_rank_has_drained(make):
+    """A rank that says nothing is not in the sum: the others do not speak for it."""
+    sides = make()
+    store(sides)
+    sides.side.guard.trip("test", RuntimeError("a mistake"))
+    held = sides.side.holds.num_held
+    assert held == 4
+    orders = sides.orders()
+    assert orders.drain
+    for rank in sides.ranks:
+        rank.begin(orders)
+    sides.answer(0)
+    assert sides.side.holds.num_held == held
+    sides.answer(1)
+    assert sides.side.holds.num_held == 0
+
+
+def test_a_rank_that_gave_up_is_not_one_that_was_asked_to_drain(make):
+    sides = make()
+    store(sides)
+    sides.ranks[0]._give_up(sides.orders())
+    sides.side.guard.trip("test", RuntimeError("a mistake"))
+    sides.answer(0, 1)
+    assert sides.side.holds.num_held == 4
+
+
+def test_a_pool_that_takes_nothing_back_stops_nobody(make, monkeypatch):
+    sides = make()
+    store(sides)
+    sides.side.guard.trip("test", RuntimeError("a mistake"))
+
+    def refuse(blocks):
+        raise RuntimeError("not mine")
+
+    monkeypatch.setattr(sides.pool, "free_blocks", refuse)
+    sides.run(sides.orders())
+    sides.answer(0, 1)
+
+
+def test_one_part_that_does_not_close_leaves_no_other_open(make, monkeypatch):
+    sides = make()
+
+    def refuse():
+        raise RuntimeError("busy")
+
+    monkeypatch.setattr(sides.side.sight, "close", refuse)
+    sides.side.close()
+    assert sides.side.scheduler._closed
