@@ -2,7 +2,7 @@
 
 ::
 
-    driver ──> host memory (mapped, first slots ready, growing) ──> copy engine
+    driver ──> copy paths, measured ──> host memory (first slots ready, growing) ──> copy engine
     close:     the engine, then the registrations, then the mapping, then the driver
 
 An engine in one process (:func:`kvferry.attach`) and a server's workers open a rank the same way.
@@ -14,7 +14,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 
 from kvferry.config import Config
 from kvferry.device.base import CopyEngine
@@ -123,13 +122,19 @@ def open_on_gpu(
 
     Where the driver pins no host memory, copies go one by one through the driver: slow and right.
     """
-    from kvferry.device.gpu import GpuDevice  # here: what it brings is needed with a GPU only
+    # Here: what they bring is needed with a GPU only.
+    from kvferry.device.gpu import GpuDevice
+    from kvferry.device.toolbox import open_planner, open_toolbox
 
     activity = Activity()
     with ExitStack() as undo:
         if driver is None:
             driver = open_driver(device)
             undo.callback(driver.close)
+        toolbox = open_toolbox(driver, ring_bytes=config.staging_ring)
+        undo.callback(toolbox.close)
+        # Before there is host memory: its growth beside a calibration would be measured with it.
+        planner = open_planner(driver, toolbox, copy_path=config.copy_path)
         registrar = DriverRegistrar(driver)
         host = HostMemory(
             config.host,
@@ -144,17 +149,16 @@ def open_on_gpu(
         undo.callback(host.close)
         if not host.is_pinned:
             # A kernel that touches memory the driver does not know kills the process's GPU work.
-            config = replace(config, copy_path="loop")
+            planner = open_planner(driver, toolbox, copy_path="loop")
         engine = GpuDevice(
             layouts,
             host.tier.rows,
             compute_stream=compute_stream,
             device=device,
             rank=rank,
-            copy_path=config.copy_path,
-            ring_bytes=config.staging_ring,
             host_chunk=host.chunk_bytes,
             driver=driver,
+            tools=(toolbox, planner),
         )
         return RankMemory(host, engine, activity, undo.pop_all())
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from tests.fakes.driver import FakeDriver
 from tests.fakes.kv import make_kv
 
 from kvferry.config import Config
+from kvferry.device import toolbox
+from kvferry.device.builtin_profile import builtin_profile
+from kvferry.device.profile import Profile
 from kvferry.errors import ConfigError, InputError
 from kvferry.rank import Activity, RankMemory, open_on_cpu, open_on_gpu
 from kvferry.types import DEVICE, HOST, Outcome, Transfer, TransferId, as_slots
@@ -85,6 +90,28 @@ def test_a_refusal_while_opening_leaves_nothing_behind() -> None:
     kernel = settings(copy_path="kernel")  # this driver has none
     with pytest.raises(InputError, match="'kernel' is pinned"):
         open_on_gpu([KV.layout], kernel, driver=driver, compute_stream=lambda: 0)
+    assert driver.leaks() == {}
+
+
+def test_a_machine_is_measured_before_its_host_memory_grows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pinning beside a calibration would be measured with it."""
+    driver = fake_driver()
+    pinned_before: list[int] = []
+
+    def measure(*_: object, **__: object) -> Profile:
+        pinned_before.append(driver.calls.count("register_host"))
+        return builtin_profile()
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(toolbox, "calibrate", measure)
+    auto = settings(copy_path="auto")
+    rank = open_on_gpu([KV.layout], auto, driver=driver, compute_stream=lambda: 0)
+    assert rank.host.growth.wait(5)
+    assert pinned_before == [0]
+    assert "register_host" in driver.calls
+    rank.close()
     assert driver.leaks() == {}
 
 

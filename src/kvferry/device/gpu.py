@@ -13,7 +13,8 @@ from kvferry.device.driver import Driver, open_driver
 from kvferry.device.engine import RANK_ZERO, GpuEngine
 from kvferry.device.hostmem import HostRegistration
 from kvferry.device.layout import GroupLayout
-from kvferry.device.toolbox import AUTO, open_planner, open_toolbox
+from kvferry.device.planner import MeasuredPlanner
+from kvferry.device.toolbox import AUTO, Toolbox, open_planner, open_toolbox
 from kvferry.types import Rank
 
 log = logging.getLogger(__name__)
@@ -43,12 +44,14 @@ class GpuDevice(GpuEngine):
         is_busy: Callable[[], bool] | None = None,
         host_chunk: int | None = None,
         driver: Driver | None = None,
+        tools: tuple[Toolbox, MeasuredPlanner] | None = None,
     ) -> None:
         """``rows`` are the host slots, one row each, in memory that begins on a page.
 
         ``host_chunk`` says that their owner has registered them with the driver, in chunks of so
         many bytes; without it they are registered here. ``driver`` is opened on ``device`` if none
-        is given. ``compute_stream`` is torch's current stream if none is given.
+        is given. ``compute_stream`` is torch's current stream if none is given. ``tools`` are paths
+        and a planner opened before, so that nothing is measured here; their opener closes them.
         """
         num_slots, slot_bytes = rows.shape
         address, pitch = int(rows.ctypes.data), int(rows.strides[0])
@@ -62,13 +65,16 @@ class GpuDevice(GpuEngine):
                 registration = HostRegistration(driver, address, num_bytes, slot_bytes=pitch)
                 undo.callback(registration.close)
                 host_chunk = registration.chunk_bytes
-            toolbox = open_toolbox(driver, ring_bytes=ring_bytes)
-            undo.callback(toolbox.close)
-            if registration is not None:
-                registration.wait()  # pinning beside a calibration would be measured with it
-            planner = open_planner(
-                driver, toolbox, copy_path=copy_path, may_calibrate=may_calibrate
-            )
+            if tools is None:
+                toolbox = open_toolbox(driver, ring_bytes=ring_bytes)
+                undo.callback(toolbox.close)
+                if registration is not None:
+                    registration.wait()  # pinning beside a calibration would be measured with it
+                planner = open_planner(
+                    driver, toolbox, copy_path=copy_path, may_calibrate=may_calibrate
+                )
+            else:
+                toolbox, planner = tools
             super().__init__(
                 driver,
                 layouts,
