@@ -12,6 +12,7 @@ from prometheus_client.core import (
     GaugeMetricFamily,
     HistogramMetricFamily,
 )
+from prometheus_client.utils import floatToGoString
 
 from kvferry.metrics.catalog import Kind, Metric, catalog
 from kvferry.metrics.samples import Snapshot, samples
@@ -57,7 +58,7 @@ def _family(metric: Metric) -> Family:
 
 def _add(family: Family, labels: tuple[str, ...], value: float | Distribution) -> None:
     if isinstance(value, Distribution):
-        bounds = [*(f"{bound:.12g}" for bound in value.bounds), "+Inf"]
+        bounds = [*map(floatToGoString, value.bounds), "+Inf"]
         buckets = list(zip(bounds, accumulate(value.counts), strict=True))
         family.add_metric(labels, buckets, value.total)
     else:

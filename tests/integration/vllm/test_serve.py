@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import subprocess
+import sys
+from urllib.request import urlopen
 
 import pytest
 from tests.integration.vllm.engine import make_prompts
@@ -48,8 +50,54 @@ def check_tools(vllms: str, ours: str) -> None:
         }
         assert view.tiers[0].cached > 0
     told = [explain(ours, row["request_id"]) for row in explain(ours)["requests"]]
-    assert any(copy["dst"] == "device" for one in told for copy in one["copies"])
+    copies = [copy for one in told for copy in one["copies"]]
+    assert any(copy["dst"] == "device" for copy in copies)
+    assert all(copy["paths"] == ["cpu"] and "no other path" in copy["why"] for copy in copies)
     assert all(one["explanation"]["reason"] for one in told)
+
+
+def check_spread(server: Server, ours: str) -> None:
+    """Sizes and times of copies: on vLLM's endpoint as on ours."""
+    own = urlopen(f"{ours}metrics", timeout=60).read().decode()
+    for metric, whole in (("bytes", "moved_bytes"), ("seconds", "moved_seconds")):
+        name = f"kvferry_transfer_{metric}"
+        assert server.metric(f"vllm:{name}_sum") == pytest.approx(
+            server.metric(f"vllm:kvferry_{whole}_total")
+        )
+        said = {line for line in server.get("/metrics").splitlines() if f"{name}_bucket" in line}
+        for line in own.splitlines():
+            if line.startswith(f"{name}_bucket"):
+                labels, value = line[len(name) + len("_bucket{") :].split("} ")
+                parts = set(labels.split(","))
+                assert [
+                    theirs
+                    for theirs in said
+                    if parts <= set(theirs.partition("{")[2].rpartition("}")[0].split(","))
+                    and theirs.endswith(f" {value}")
+                ], line
+
+
+def check_a_clients_id(server: Server, ours: str, prompt: list[int]) -> None:
+    """``kvferry explain`` with the id that the server's answer had, as a user types it."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "temperature": 0}
+    asked = server.post("/v1/completions", body)["id"]
+    told = subprocess.run(
+        [sys.executable, "-m", "kvferry", "explain", asked, "--url", ours],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert told.returncode == 0, told.stderr
+    assert f"Request {asked}-" in told.stdout
+    assert "tokens: " in told.stdout
+    refused = subprocess.run(
+        [sys.executable, "-m", "kvferry", "explain", "--url", f"127.0.0.1:{server.port}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert refused.returncode == 1
+    assert "metrics_port" in refused.stderr
 
 
 def test_answers_metrics_and_an_orderly_end(serve, llama):
@@ -73,7 +121,10 @@ def test_answers_metrics_and_an_orderly_end(serve, llama):
     assert server.metric("vllm:kvferry_hit_tokens_total") > 0
     assert server.metric("vllm:kvferry_moved_bytes_total") > 0
     assert server.metric("vllm:kvferry_failed_transfers_total") == 0
+    assert server.metric("vllm:kvferry_slot_bytes") > 0
     check_tools(f"http://127.0.0.1:{server.port}", probe.url)
+    check_spread(server, probe.url)
+    check_a_clients_id(server, probe.url, prompts[0])
     server.post("/reset_prefix_cache?reset_external=true", {})
     assert server.complete(prompts[0]) == answers[0]
     assert server.terminate() == 0

@@ -1,0 +1,177 @@
+"""Our figures on vLLM's endpoint: what the scheduler counted is what a scrape reads."""
+
+from __future__ import annotations
+
+import pickle
+from bisect import bisect_left
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.registry import CollectorRegistry
+from tests.integration.vllm.engine import make_prompts
+
+from kvferry.device.builtin_profile import builtin_profile
+from kvferry.device.choices import Choices
+from kvferry.metrics.catalog import Kind
+from kvferry.metrics.collector import FerryCollector
+from kvferry.metrics.http import HttpServer
+from kvferry.metrics.samples import Snapshot
+from kvferry.stats import SIZE_BOUNDS, TIME_BOUNDS, SchedulerStats, TrafficCounts
+from kvferry.stats import Histogram as OurHistogram
+from kvferry.types import Receipt
+from kvferry.vllm import ranks, worker_side
+from kvferry.vllm.metrics import EXPORTED, PREFIX, FerryMetrics, FerryStats, figures, values_of
+from kvferry.watch.scrape import explain
+
+FERRY = {"host": "64MiB", "load_policy": "always", "load_deadline": "5min"}
+
+values = st.lists(st.floats(0, 1e11, allow_subnormal=False), max_size=30)
+
+
+@given(values, st.sampled_from([SIZE_BOUNDS, TIME_BOUNDS]))
+def test_made_up_values_fill_the_buckets_as_the_real_ones_did(real, bounds):
+    histogram = OurHistogram(bounds)
+    for value in real:
+        histogram.add(value)
+    counted = histogram.snapshot()
+    parts = {str(i): float(n) for i, n in enumerate(counted.counts)}
+    told = values_of(bounds, {**parts, "sum": counted.total})
+    counts = [0] * (len(bounds) + 1)
+    for value, number in told:
+        counts[bisect_left(bounds, value)] += number
+    assert tuple(counts) == counted.counts
+    # On a bucket's lower bound itself a value may not lie: that much the sum may be off.
+    assert sum(v * n for v, n in told) == pytest.approx(counted.total, rel=1e-9, abs=1e-300)
+
+
+class Exported:
+    """vLLM's side of it: metrics in a registry, told of one interval after another."""
+
+    def __init__(self, num_engines: int = 1) -> None:
+        self.registry = CollectorRegistry()
+        types = {
+            kind: lambda kind=kind, **options: kind(**options, registry=self.registry)
+            for kind in (Counter, Gauge, Histogram)
+        }
+        labels: dict[int, list[object]] = {i: ["tiny", str(i)] for i in range(num_engines)}
+        config = SimpleNamespace(kv_transfer_config=None)
+        self.metrics = FerryMetrics(config, types, ["model_name", "engine"], labels)
+        self._before: dict[int, dict[str, float]] = {}
+
+    def tell(self, snapshot: Snapshot, engine: int = 0) -> None:
+        now = figures(snapshot)
+        interval = FerryStats.between(self._before.get(engine, {}), now)
+        self._before[engine] = now
+        self.metrics.observe(interval.data, engine)
+
+    def values(self, engine: int = 0) -> dict[Any, float]:
+        return {
+            (sample.name, *sorted(i for i in sample.labels.items() if i[0] not in VLLMS)): (
+                sample.value
+            )
+            for family in self.registry.collect()
+            for sample in family.samples
+            if sample.labels.get("engine") == str(engine) and not sample.name.endswith("_created")
+        }
+
+
+VLLMS = ("model_name", "engine")
+
+
+def ours(snapshot: Snapshot) -> dict[Any, float]:
+    """What our own endpoint says, named as vLLM names it."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(FerryCollector(lambda: snapshot))
+    return {
+        (PREFIX + sample.name, *sorted(sample.labels.items())): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name != "kvferry_info"
+    }
+
+
+def snapshot_of(stats: SchedulerStats, traffic: TrafficCounts) -> Snapshot:
+    return Snapshot(replace(stats, traffic=traffic.snapshot()), "", {"host": 4096}, 1 << 20, 3)
+
+
+def test_both_endpoints_say_the_same(start, llama):
+    """Every metric, every label, every bucket, after several intervals of two engines."""
+    engine = start(llama, ferry=FERRY)
+    engine.generate(make_prompts(71, 200))
+    stats = engine.stats
+    exported, traffics = Exported(2), (TrafficCounts(), TrafficCounts())
+    assert {metric.kind for metric in EXPORTED.values()} == set(Kind)
+    for step in range(1, 5):
+        for number, traffic in enumerate(traffics):
+            for i in range(step * 7):
+                traffic.add(("host", "device", "kernel"), 10**step * (i + 1), 1e-6 * 7**i)
+                traffic.add(("device", "host", "staged"), 1 << (10 + i), 0.0)
+            exported.tell(snapshot_of(stats, traffic), number)
+    for number, traffic in enumerate(traffics):
+        expected, said = ours(snapshot_of(stats, traffic)), exported.values(number)
+        assert said == pytest.approx(expected)
+        assert said.keys() == expected.keys()
+
+
+def test_one_interval_after_another_adds_up_to_all_of_them(start, llama, monkeypatch):
+    engine = start(llama, ferry=FERRY)
+    sight, told = engine.side.sight, []
+    monkeypatch.setattr("kvferry.vllm.sight._STATS_SECONDS", 0.0)
+    real = sight.take_stats
+
+    def take_stats(**now: Any) -> FerryStats | None:
+        told.append(real(**now))
+        return told[-1]
+
+    monkeypatch.setattr(sight, "take_stats", take_stats)
+    for seed in range(3):
+        engine.generate(make_prompts(seed, 300, 150))
+        engine.settle()
+    take_stats(num_held=0, is_busy=False)
+    total = FerryStats()
+    for interval in filter(None, told):
+        total.aggregate(interval)
+    assert len(told) > 3
+    expected = figures(Snapshot(engine.stats, "", sight._slot_bytes, 0, 0))
+    assert total.data == pytest.approx(expected)
+
+
+def test_the_planners_reason_reaches_whoever_explains(start, llama, monkeypatch):
+    """A CPU has no paths to choose from: this rank tells of a card's, and says that it took one."""
+    real = ranks.open_rank
+
+    def open_rank(*arguments: Any) -> Any:
+        memory: Any = real(*arguments)
+        engine, poll = memory.engine, memory.engine.poll
+        layouts = tuple(group.layout for group in engine._groups)
+        choices = Choices(builtin_profile(), ("kernel",), None, layouts)
+        engine.choices = pickle.loads(pickle.dumps(choices))  # as between processes
+
+        def polled() -> list[Receipt]:
+            return [replace(receipt, path="kernel", beside_model=True) for receipt in poll()]
+
+        engine.poll = polled
+        return memory
+
+    monkeypatch.setattr(worker_side, "open_rank", open_rank)
+    probe = HttpServer(lambda path: None)  # a port that is free
+    probe.close()
+    engine = start(llama, ferry={**FERRY, "metrics_port": probe.port})
+    prompts = make_prompts(72, 300)
+    engine.generate(prompts)
+    engine.forget_device()
+    engine.generate(prompts)
+    engine.settle()
+    told = [explain(probe.url, row["request_id"]) for row in explain(probe.url)["requests"]]
+    copies = [copy for one in told for copy in one["copies"]]
+    assert {copy["dst"] for copy in copies} == {"device", "host"}
+    for copy in copies:
+        way = "load" if copy["dst"] == "device" else "store"
+        assert copy["paths"] == ["kernel"]
+        assert copy["why"].startswith(f"{way} of {copy['num_blocks']} blocks")
+        assert "model running: kernel." in copy["why"]
