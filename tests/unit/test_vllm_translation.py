@@ -148,6 +148,19 @@ def test_holds_are_counted_per_mention():
     assert not any(block.ref_cnt for block in pool.blocks)
 
 
+def test_holds_know_which_blocks_only_they_keep():
+    pool = FakePool()
+    holds = BlockHolds(pool)
+    assert not holds.keeps_free_blocks
+    pool.blocks[1].ref_cnt = pool.blocks[2].ref_cnt = 1  # a request's own
+    holds.take([DeviceBlocks(0, as_slots([1, 2])), DeviceBlocks(1, as_slots([2]))])
+    assert not holds.keeps_free_blocks
+    pool.free_blocks([pool.blocks[2]])
+    assert holds.keeps_free_blocks
+    holds.drop([DeviceBlocks(0, as_slots([2])), DeviceBlocks(1, as_slots([2]))])
+    assert not holds.keeps_free_blocks
+
+
 def test_the_free_queue_is_offered_soonest_first():
     pool = FakePool()
     for number, group in [(1, 0), (2, 1), (4, 0), (6, 0)]:

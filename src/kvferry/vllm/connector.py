@@ -155,6 +155,9 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def has_pending_push_work(self) -> bool:
         return self._at_scheduler.has_work
 
+    def has_pending_block_frees(self) -> bool:
+        return self._at_scheduler.frees_soon()
+
     def reset_cache(self) -> bool | None:
         return self._at_scheduler.reset()
 

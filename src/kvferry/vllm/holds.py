@@ -24,6 +24,12 @@ class BlockHolds:
     def num_held(self) -> int:
         return self._held.total()
 
+    @property
+    def keeps_free_blocks(self) -> bool:
+        """Whether some block is in use by copies alone: it is free once they have ended."""
+        blocks = self._pool.blocks
+        return any(blocks[number].ref_cnt == count for number, count in self._held.items())
+
     def take(self, ordered: Iterable[DeviceBlocks]) -> None:
         for mention in ordered:
             numbers = mention.blocks.tolist()

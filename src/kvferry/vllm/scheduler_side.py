@@ -409,8 +409,22 @@ class SchedulerSide:
         """Whether the engine should keep stepping, so that copies under way can be told."""
         if self.scheduler is None or self.guard.broken:
             return bool(self._undone)
-        return bool(self.scheduler.num_queued) or (
-            bool(self.scheduler.num_in_flight) and time.monotonic() < self._busy_until
+        return bool(self.scheduler.num_queued) or self._expects_copies
+
+    @guarded(lambda: False)
+    def frees_soon(self) -> bool:
+        """Whether waiting for copies under way would give vLLM a block: cheaper than preempting."""
+        holds = self.holds
+        return holds is not None and self._expects_copies and holds.keeps_free_blocks
+
+    @property
+    def _expects_copies(self) -> bool:
+        """Copies are under way, and not for longer than any should take."""
+        scheduler = self.scheduler
+        return (
+            scheduler is not None
+            and bool(scheduler.num_in_flight)
+            and time.monotonic() < self._busy_until
         )
 
     @guarded(lambda: None)

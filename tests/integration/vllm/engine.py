@@ -102,6 +102,18 @@ class Engine:
             self.settle()
         assert self.llm.reset_prefix_cache(), "vLLM still holds blocks"
 
+    def note_preemptions(self, monkeypatch: Any) -> list[str]:
+        """The names of requests that vLLM preempts from now on."""
+        preempted: list[str] = []
+        real = self.scheduler._preempt_request
+
+        def noted(request: Any, *args: Any, **kwargs: Any) -> Any:
+            preempted.append(request.request_id)
+            return real(request, *args, **kwargs)
+
+        monkeypatch.setattr(self.scheduler, "_preempt_request", noted)
+        return preempted
+
     # -- looking --------------------------------------------------------------------------------
 
     @property

@@ -42,7 +42,7 @@ def test_what_is_asked_for(monkeypatch, machine, layout):
 
 
 def test_older_versions_are_asked_for_blocks_across_layers():
-    assert KvferryConnector.prefer_cross_layer_blocks.fget(None) is True
+    assert vars(KvferryConnector)["prefer_cross_layer_blocks"].fget(None) is True
 
 
 @pytest.mark.skipif(not HAS_LAYOUTS, reason="this vLLM has no cache layouts to choose from")

@@ -102,6 +102,29 @@ def test_finishing_never_waits_for_a_store(start, llama, monkeypatch):
     engine.check_idle()
 
 
+def test_nobody_is_preempted_for_blocks_that_a_store_gives_back(start, expect, llama, monkeypatch):
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    if not hasattr(KVConnectorBase_V1, "has_pending_block_frees"):
+        pytest.skip("this vLLM preempts without asking")
+    first, second = make_prompts(29, 200, 220)
+    expected = expect(llama, [second], 60)
+    with tampering(monkeypatch) as tampers:
+        engine = start(llama, ferry=FERRY, num_gpu_blocks_override=15, max_model_len=320)
+    preempted = engine.note_preemptions(monkeypatch)
+    tampers[0].holds_receipts = True
+    engine.generate([first], max_tokens=1)
+    assert engine.side.holds.num_held == 6  # of 14, and the next needs 7, then 9
+    name = engine.add(second, 60)
+    for _ in range(80):
+        assert not engine.step()
+    assert engine.connector.has_pending_block_frees()
+    tampers[0].holds_receipts = False
+    assert engine.run()[name] == expected[0]
+    assert not preempted
+    engine.check_idle()
+
+
 @pytest.mark.parametrize("hook", ["match", "load", "store", "plan", "settle", "finish"])
 def test_a_mistake_of_ours_never_stops_the_engine(start, expect, llama, monkeypatch, hook):
     prompts = make_prompts(25, 300, 200, 250)

@@ -75,14 +75,7 @@ def test_preempted_requests_go_on_where_they_were(start, expect, llama, monkeypa
     options = {"num_gpu_blocks_override": 18, "max_model_len": 256}
     expected = expect(llama, prompts, 120)
     engine = start(llama, ferry=FERRY, **options)
-    preempted = []
-    real = engine.scheduler._preempt_request
-
-    def counted(request, *args, **kwargs):
-        preempted.append(request.request_id)
-        return real(request, *args, **kwargs)
-
-    monkeypatch.setattr(engine.scheduler, "_preempt_request", counted)
+    preempted = engine.note_preemptions(monkeypatch)
     assert engine.generate(prompts, max_tokens=120) == expected
     assert preempted
     engine.check_idle()
