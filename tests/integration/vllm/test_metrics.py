@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from bisect import bisect_left
 from dataclasses import replace
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.registry import CollectorRegistry
@@ -34,6 +35,9 @@ values = st.lists(st.floats(0, 1e11, allow_subnormal=False), max_size=30)
 
 
 @given(values, st.sampled_from([SIZE_BOUNDS, TIME_BOUNDS]))
+@example([math.nextafter(bound, 1) for bound in TIME_BOUNDS[:-1]], TIME_BOUNDS)
+@example([math.nextafter(1e-4, 1)] * 3, TIME_BOUNDS)
+@example([*TIME_BOUNDS], TIME_BOUNDS)
 def test_made_up_values_fill_the_buckets_as_the_real_ones_did(real, bounds):
     histogram = OurHistogram(bounds)
     for value in real:
