@@ -39,10 +39,15 @@ ENV_PREFIX = "KVFERRY_"
 CONFIG_FILE_ENV = "KVFERRY_CONFIG"
 """Names the file to read where no file is given."""
 
-# Not settings: the file's name, the debug switch of the copies, our tests' own switches, and what
-# Kubernetes puts into every pod
-# beside a service called kvferry (KVFERRY_PORT=tcp://..., KVFERRY_SERVICE_HOST=...).
-_NOT_A_SETTING = re.compile(r"KVFERRY_(CONFIG$|DEBUG$|TEST_|PORT$|PORT_\d|SERVICE_(HOST|PORT))")
+# The file's name, the debug switch of the copies, our tests' own switches.
+_NOT_A_SETTING = re.compile(r"KVFERRY_(CONFIG$|DEBUG$|TEST_)")
+
+# What Kubernetes puts into every pod for each service of its namespace: beside one that is called
+# kvferry-metrics, KVFERRY_METRICS_PORT is tcp://10.0.0.1:9475 and no setting of ours.
+_SERVICE_LINK = re.compile(
+    r"KVFERRY_(.+_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?)$"
+)
+_SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 
 T = TypeVar("T")
 
@@ -295,12 +300,20 @@ def _read(settings: Mapping[str, object], where: str) -> dict[str, Any]:
     return read
 
 
+def is_setting(name: str, value: str) -> bool:
+    """Whether an environment variable says something about a setting of ours."""
+    if not name.startswith(ENV_PREFIX) or not value.strip() or _NOT_A_SETTING.match(name):
+        return False
+    is_url = name.endswith("PORT") and _SERVICE_URL.match(value.strip())
+    return not is_url and not _SERVICE_LINK.match(name)
+
+
 def _read_env(env: Mapping[str, str]) -> dict[str, Any]:
     return _read(
         {
             name.removeprefix(ENV_PREFIX).lower(): value
             for name, value in env.items()
-            if name.startswith(ENV_PREFIX) and value.strip() and not _NOT_A_SETTING.match(name)
+            if is_setting(name, value)
         },
         f"environment ({ENV_PREFIX}*)",
     )

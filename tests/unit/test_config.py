@@ -265,16 +265,31 @@ def test_from_the_real_environment(monkeypatch):
     assert Config.load().block_tokens == 64
 
 
-def test_what_kubernetes_puts_beside_a_service_called_kvferry_is_no_setting():
+@pytest.mark.parametrize(
+    "service", ["KVFERRY", "KVFERRY_METRICS", "KVFERRY_VLLM_0", "KVFERRY_HOST"]
+)
+@pytest.mark.parametrize("protocol", ["tcp", "udp", "sctp"])
+def test_what_kubernetes_puts_beside_a_service_named_like_us_is_no_setting(service, protocol):
+    port = f"{service}_PORT_9475_{protocol.upper()}"
     env = {
-        "KVFERRY_PORT": "tcp://10.0.0.1:80",
-        "KVFERRY_PORT_80_TCP": "tcp://10.0.0.1:80",
-        "KVFERRY_PORT_80_TCP_ADDR": "10.0.0.1",
-        "KVFERRY_SERVICE_HOST": "10.0.0.1",
-        "KVFERRY_SERVICE_PORT": "80",
+        f"{service}_SERVICE_HOST": "10.0.0.1",
+        f"{service}_SERVICE_PORT": "9475",
+        f"{service}_SERVICE_PORT_HTTP_METRICS": "9475",
+        f"{service}_PORT": f"{protocol}://10.0.0.1:9475",
+        port: f"{protocol}://10.0.0.1:9475",
+        f"{port}_PROTO": protocol,
+        f"{port}_PORT": "9475",
+        f"{port}_ADDR": "10.0.0.1",
         "KVFERRY_TEST_PROFILE": "ci",
     }
     assert Config.from_env(env) == Config()
+
+
+def test_a_port_that_is_a_number_is_ours_and_a_misspelt_one_is_refused():
+    assert Config.from_env({"KVFERRY_METRICS_PORT": "9475"}).metrics_port == 9475
+    for name in ("KVFERRY_PORT", "KVFERRY_METRIC_PORT", "KVFERRY_SERVICE", "KVFERRY_PORT_HTTP"):
+        with pytest.raises(UnknownSettingError):
+            Config.from_env({name: "9475"})
 
 
 def test_precedence(tmp_path):

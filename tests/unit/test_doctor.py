@@ -36,16 +36,24 @@ FILES = {
     "/sys/fs/cgroup/pod/memory.current": f"{2 * GiB}\n",
     "/sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
     "/sys/devices/system/node/online": "0-1\n",
+    "/sys/devices/system/node/node0/cpulist": "0-7\n",
     "/sys/devices/system/node/node1/cpulist": "8-15\n",
     "/sys/devices/system/node/node1/distance": "21 10\n",
     "/sys/bus/pci/devices/0000:41:00.0/numa_node": "1\n",
+    "/proc/driver/nvidia/version": (
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n"
+        "GCC version:  gcc version 13.3.0\n"
+    ),
 }
 PACKAGES = {"torch": "2.13.0", "triton": "3.7.1", "vllm": "0.32.0"}
 
 
-def machine(files: dict[str, str | None] | None = None, memlock: int | None = None, **env: str):
+def machine(
+    files: dict[str, str | None] | None = None, memlock: int | None = None, **env: str | None
+):
     known = {**FILES, **(files or {})}
-    return Machine(read=known.get, memlock=lambda: memlock, env={"PYTHONHASHSEED": "0", **env})
+    said = {name: value for name, value in {"PYTHONHASHSEED": "0", **env}.items() if value}
+    return Machine(read=known.get, memlock=lambda: memlock, env=said)
 
 
 FIT = Environment(
@@ -208,7 +216,7 @@ SICK = {
         "unset VLLM_PLUGINS",
     ),
     "hash seed": (
-        replace(FIT, machine=machine(PYTHONHASHSEED="random")),
+        replace(with_package("vllm", "0.28.0"), machine=machine(PYTHONHASHSEED=None)),
         "hash seed",
         Grade.WARN,
         "PYTHONHASHSEED=0",
@@ -239,6 +247,63 @@ def test_a_fit_machine_passes_strictly():
     result = CliRunner().invoke(kvferry, ["doctor", "--strict"], obj=FIT)
     assert result.exit_code == 0
     assert "18 ok, 0 warn, 0 fail" in result.output
+
+
+@pytest.mark.parametrize(
+    ("version", "seed", "grade", "words"),
+    [
+        ("0.26.0", None, Grade.WARN, "differently in every process"),
+        ("0.28.0", None, Grade.WARN, "differently in every process"),
+        ("0.29.0", None, Grade.OK, "not needed"),
+        ("0.32.0+cpu", None, Grade.OK, "not needed"),
+        ("0.26.0", "0", Grade.OK, "PYTHONHASHSEED=0"),
+        ("0.26.0", "random", Grade.OK, "PYTHONHASHSEED=random"),  # to vLLM a text like any other
+    ],
+)
+def test_a_hash_seed_is_asked_for_where_this_vllm_needs_one(version, seed, grade, words):
+    env = replace(with_package("vllm", version), machine=machine(PYTHONHASHSEED=seed))
+    found = line(env, "hash seed")
+    assert found.grade is grade
+    assert words in found.words
+
+
+def test_driver_and_link_are_named_as_people_know_them():
+    assert line(FIT, "driver").words == "580.95.05, for CUDA up to 13.0"
+    assert line(FIT, "link").words == "PCIe generation 5 x16, all it can have"
+    hidden = replace(FIT, machine=machine({"/proc/driver/nvidia/version": None}))
+    assert line(hidden, "driver").words == "for CUDA up to 13.0"
+    slow = line(with_card(speed="16.0 GT/s PCIe"), "link")
+    assert (
+        "generation 4 x16 while copying, where the card could have PCIe generation 5" in slow.words
+    )
+    odd = line(with_card(speed="48.0 GT/s", max_speed="48.0 GT/s"), "link")
+    assert odd.words == "48.0 GT/s x16, all it can have"
+
+
+def test_the_distance_is_to_the_node_this_process_runs_on():
+    node = "/sys/devices/system/node"
+    files: dict[str, str | None] = {
+        f"{node}/online": "0-1,3",
+        f"{node}/node0/cpulist": "0-3",
+        f"{node}/node3/cpulist": "4-7",
+        f"{node}/node1/distance": "12 10 32",
+    }
+    env = replace(FIT, machine=machine(files))
+    near = line(replace(env, processors=lambda: frozenset({1})), "numa")
+    assert near.grade is Grade.WARN
+    assert "(distance 12, its own is 10)" in near.words
+    far = line(replace(env, processors=lambda: frozenset({2, 5})), "numa")
+    assert "(distance 32, its own is 10)" in far.words
+
+
+def test_a_pipe_gets_a_line_for_each_finding_however_long():
+    env = replace(FIT, plugins=lambda group: ("other",))
+    lines = CliRunner().invoke(kvferry, ["doctor"], obj=env).output.splitlines()
+    assert [text for text in lines if text.startswith("fail")] == [
+        "fail  connector      kvferry is not among vLLM's plugins: its entry point is not installed"
+    ]
+    assert len(lines) == 18 + 1 + 1
+    assert not any(text.endswith(" ") for text in lines)
 
 
 def test_a_hidden_link_is_no_fault():

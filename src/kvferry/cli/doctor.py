@@ -47,6 +47,9 @@ def doctor(ctx: click.Context, device: int, strict: bool, as_json: bool) -> None
 
 def _show(findings: list[Finding], counts: Counter[Grade]) -> None:
     console = Console(highlight=False)
+    if not console.is_terminal:
+        _show_plainly(findings, counts)
+        return
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
@@ -57,7 +60,21 @@ def _show(findings: list[Finding], counts: Counter[Grade]) -> None:
         if finding.remedy:
             table.add_row("", "", Text(f"→ {finding.remedy}", style="dim"))
     console.print(table)
-    console.print(", ".join(f"{counts[grade]} {grade.value}" for grade in Grade))
+    console.print(_sum(counts))
+
+
+def _show_plainly(findings: list[Finding], counts: Counter[Grade]) -> None:
+    """For pipes and logs: a line for each finding, however long, and one for its remedy."""
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        click.echo(f"{finding.grade.value:<4}  {finding.name:<{width}}  {finding.words}")
+        if finding.remedy:
+            click.echo(f"      {'':<{width}}  → {finding.remedy}")
+    click.echo(_sum(counts))
+
+
+def _sum(counts: Counter[Grade]) -> str:
+    return ", ".join(f"{counts[grade]} {grade.value}" for grade in Grade)
 
 
 def _plain(finding: Finding) -> dict[str, str]:

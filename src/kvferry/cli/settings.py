@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvferry.config import CONFIG_FILE_ENV, Config, describe, show
+from kvferry.config import CONFIG_FILE_ENV, Config, describe, is_setting, show
 from kvferry.errors import ConfigError
 
 
@@ -59,7 +59,7 @@ def _rows(file: Path | None, env: Mapping[str, str]) -> list[dict[str, str]]:
     in_file = Config.from_file(path) if path else Config()
     rows = []
     for setting in describe():
-        if env.get(setting.env, "").strip():
+        if is_setting(setting.env, env.get(setting.env, "")):
             source = setting.env
         elif getattr(in_file, setting.name) != getattr(Config(), setting.name):
             source = path

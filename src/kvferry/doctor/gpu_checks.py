@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from kvferry.device.driver import BatchForm
 from kvferry.doctor.environment import Environment, Gpu
 from kvferry.doctor.finding import Finding, fail, ok, warn
 from kvferry.errors import DriverError
-from kvferry.tiers.numa import find_placement
+from kvferry.tiers.numa import find_placement, parse_list
 
-_REMOTE = 20
-"""Of memory nodes: a node's own memory is at distance 10; 20 and more is another socket."""
+_RELEASE = re.compile(r"Kernel Module\b.*?(\d+\.\d+(?:\.\d+)?)")
+_GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6, 128.0: 7}
+"""By gigatransfers per second and lane."""
 
 
 def check_gpu(env: Environment) -> Iterator[Finding]:
@@ -22,7 +24,7 @@ def check_gpu(env: Environment) -> Iterator[Finding]:
         yield _without(env, str(error))
         return
     yield ok("gpu", gpu.identity.name)
-    yield ok("driver", _driver_words(gpu))
+    yield ok("driver", _driver_words(env, gpu))
     yield from _batch(gpu)
     yield _link(gpu)
     yield _numa(env, gpu)
@@ -48,11 +50,13 @@ def _without(env: Environment, error: str) -> Finding:
     )
 
 
-def _driver_words(gpu: Gpu) -> str:
+def _driver_words(env: Environment, gpu: Gpu) -> str:
     version = gpu.identity.driver_version
     if not gpu.is_cuda:
         return f"HIP {version}"
-    return f"CUDA {version // 1000}.{version % 1000 // 10}"
+    release = _RELEASE.search(env.read("/proc/driver/nvidia/version") or "")
+    words = f"for CUDA up to {version // 1000}.{version % 1000 // 10}"
+    return f"{release[1]}, {words}" if release else words
 
 
 def _batch(gpu: Gpu) -> Iterator[Finding]:
@@ -71,7 +75,7 @@ def _batch(gpu: Gpu) -> Iterator[Finding]:
 def _link(gpu: Gpu) -> Finding:
     if not (gpu.speed and gpu.width and gpu.max_speed and gpu.max_width):
         return ok("link", "the kernel does not say (usual in a guest); kvferry bench copy measures")
-    now, most = f"{gpu.speed} x{gpu.width}", f"{gpu.max_speed} x{gpu.max_width}"
+    now, most = _link_words(gpu.speed, gpu.width), _link_words(gpu.max_speed, gpu.max_width)
     if _number(gpu.width) < _number(gpu.max_width):
         return warn(
             "link",
@@ -90,6 +94,11 @@ def _link(gpu: Gpu) -> Finding:
     return ok("link", f"{now}, all it can have")
 
 
+def _link_words(speed: str, width: str) -> str:
+    generation = _GENERATIONS.get(_number(speed))
+    return f"PCIe generation {generation} x{width}" if generation else f"{speed} x{width}"
+
+
 def _numa(env: Environment, gpu: Gpu) -> Finding:
     placement = find_placement(gpu.identity.pci_bus_id, env.read)
     if placement.node is None or not placement.cpus:
@@ -98,20 +107,26 @@ def _numa(env: Environment, gpu: Gpu) -> Finding:
     if here & placement.cpus:
         return ok("numa", placement.words)
     distance = _distance(env, placement.node, here)
-    far = f" (distance {distance}, its own is 10)" if distance >= _REMOTE else ""
+    far = f" (distance {distance}, its own is 10)" if distance else ""
     return warn(
         "numa",
         f"this process runs on none of the processors of node {placement.node}, where the GPU "
-        f"is{far}: every copy crosses between sockets",
+        f"is{far}: every copy goes by way of another node",
         f"start the engine near its GPU: numactl --cpunodebind={placement.node} "
         f"--membind={placement.node}, or a Kubernetes topology manager policy of single-numa-node",
     )
 
 
 def _distance(env: Environment, node: int, processors: frozenset[int]) -> int:
+    """From a node's memory to these processors, the farthest of them; 0 where it is not said."""
+    nodes = parse_list(env.read("/sys/devices/system/node/online") or "")
     distances = (env.read(f"/sys/devices/system/node/node{node}/distance") or "").split()
-    others = [int(word) for i, word in enumerate(distances) if i != node and word.isdigit()]
-    return max(others, default=0)
+    far = 0
+    for other, words in zip(nodes, distances, strict=False):  # offline nodes have no column
+        cpus = parse_list(env.read(f"/sys/devices/system/node/node{other}/cpulist") or "")
+        if words.isdigit() and processors & frozenset(cpus):
+            far = max(far, int(words))
+    return far
 
 
 def _torch(env: Environment) -> Finding:

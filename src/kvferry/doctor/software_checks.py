@@ -9,7 +9,7 @@ from kvferry.doctor.environment import Environment
 from kvferry.doctor.finding import Finding, fail, ok, warn
 from kvferry.errors import ConfigError
 from kvferry.vllm import CONNECTOR_NAME
-from kvferry.vllm.versions import require_supported
+from kvferry.vllm.versions import require_supported, seeds_are_fixed
 
 _OLDEST, _NEWEST = (3, 10), (3, 13)
 _PLUGINS = "vllm.general_plugins"
@@ -46,7 +46,7 @@ def check_vllm(env: Environment) -> Iterator[Finding]:
     else:
         yield ok("vllm", version)
     yield _connector(env)
-    yield _hash_seed(env)
+    yield _hash_seed(env, version)
 
 
 def _connector(env: Environment) -> Finding:
@@ -54,8 +54,9 @@ def _connector(env: Environment) -> Finding:
         return fail(
             "connector",
             "kvferry is not among vLLM's plugins: its entry point is not installed",
-            "install kvferry with pip into vLLM's environment; a source tree on PYTHONPATH is not "
-            "enough",
+            "install kvferry with pip into vLLM's environment; with a source tree on PYTHONPATH, "
+            'say "kv_connector": "KvferryConnector" and "kv_connector_module_path": '
+            '"kvferry.vllm.connector"',
         )
     allowed = env.env.get("VLLM_PLUGINS")
     if allowed is not None and CONNECTOR_NAME not in allowed.split(","):
@@ -67,13 +68,20 @@ def _connector(env: Environment) -> Finding:
     return ok("connector", "vLLM finds it")
 
 
-def _hash_seed(env: Environment) -> Finding:
-    seed = env.env.get("PYTHONHASHSEED", "")
-    if seed.isdigit():
-        return ok("hash seed", f"PYTHONHASHSEED={seed}")
+def _hash_seed(env: Environment, version: str) -> Finding:
+    """vLLM takes any text for a seed, and without one makes its own: see its ``NONE_HASH``."""
+    seed = env.env.get("PYTHONHASHSEED")
+    if seed is not None:
+        return ok("hash seed", f"PYTHONHASHSEED={seed}, for every process alike")
+    if seeds_are_fixed(version):
+        return ok(
+            "hash seed",
+            "not needed: this vLLM names blocks alike in every process, unless you chose xxhash "
+            "for --prefix-caching-hash-algo",
+        )
     return warn(
         "hash seed",
-        "PYTHONHASHSEED is not set, so every vLLM process names the same blocks differently: what "
-        "outlives it or is shared between servers is never found again",
-        "export PYTHONHASHSEED=0 for every server; host memory of a single one works without",
+        "PYTHONHASHSEED is not set, and this vLLM then names the same blocks differently in every "
+        "process: routers that follow the events of several servers find no two blocks alike",
+        "export PYTHONHASHSEED=0 for every server; a single one works without",
     )
