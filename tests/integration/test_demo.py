@@ -31,6 +31,18 @@ def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(kvferry, arguments)
 
 
+@pytest.mark.parametrize("asked", [("--json",), ("--json", "-"), ("--json", "--seed", "3")])
+def test_figures_alone_go_to_standard_output_where_no_file_is_named(
+    tmp_path: Path, asked: tuple[str, ...]
+) -> None:
+    result = invoke(*TINY, "--html", str(tmp_path / "report.html"), *asked)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["tokens_equal"] is True
+    assert "identical in the three runs" in result.stderr
+    assert "\x1b[" not in result.stderr
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["report.html"]
+
+
 @pytest.mark.parametrize("extra", [(), ("--window", "24")], ids=["full", "hybrid"])
 def test_runs_three_ways_and_writes_its_figures(tmp_path: Path, extra: tuple[str, ...]) -> None:
     html, figures = tmp_path / "report.html", tmp_path / "figures.json"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -11,11 +10,18 @@ import click
 from kvferry.cli.bench_copy_plot import plot
 from kvferry.cli.bench_copy_tables import report
 from kvferry.cli.card import open_card
+from kvferry.cli.json_output import is_stdout, json_option, put
 
 
 @click.command("copy")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), default=None)
-@click.option("--plot", "plot_file", type=click.Path(dir_okay=False, path_type=Path), default=None)
+@json_option
+@click.option(
+    "--plot",
+    "plot_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=None,
+    help="Write a plot as SVG.",
+)
 @click.option(
     "--report",
     "report_file",
@@ -50,9 +56,8 @@ def bench_copy(
         driver.close()
     data = result.to_json()
     text = report(data)
-    click.echo(text)
-    if json_file is not None:
-        json_file.write_text(json.dumps(data, indent=1) + "\n")
+    click.echo(text, err=is_stdout(json_file))
+    put(data, json_file, indent=1)
     if plot_file is not None:
         plot_file.write_text(plot(data))
     if report_file is not None:

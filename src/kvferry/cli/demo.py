@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvferry.cli.json_output import is_stdout, json_option, put
 from kvferry.cli.report import NAMES, ROWS, gain, render, show_seconds, verdict
 from kvferry.errors import ConfigError, InputError
 from kvferry.playground.compare import Answers, Comparison, Figures, Setting, Way, compare, run
@@ -101,7 +101,7 @@ FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
     default="kvferry-demo.html",
     help="Where to write the report: one page with plots that needs no network.",
 )
-@click.option("--json", "json_file", type=FILE, default=None, help="Write all figures there too.")
+@json_option
 @click.pass_context
 def demo(
     ctx: click.Context,
@@ -127,7 +127,7 @@ def demo(
 
     The exit code is 0 when all tokens agree and 1 when they do not.
     """
-    console = Console()
+    console = Console(stderr=is_stdout(json_file))
     try:
         shape = ModelShape(windows=(None, window) * 3 if window else (), seed=seed)
         chat = Chat(
@@ -152,7 +152,7 @@ def demo(
             )
     except InputError as error:
         raise click.UsageError(str(error), ctx) from error
-    _require_folder(html, json_file)
+    _require_folder(html, None if is_stdout(json_file) else json_file)
     try:
         result = _run_all(setting, console)
     except KeyboardInterrupt:
@@ -161,8 +161,8 @@ def demo(
     _show(result, console)
     html.write_text(render(result), encoding="utf-8")
     console.print(f"Report: {html}", highlight=False, soft_wrap=True)
-    if json_file is not None:
-        json_file.write_text(json.dumps(result.to_dict(), indent=2) + "\n", encoding="utf-8")
+    put(result.to_dict(), json_file)
+    if json_file is not None and not is_stdout(json_file):
         console.print(f"Figures: {json_file}", highlight=False, soft_wrap=True)
     if not result.tokens_equal:
         ctx.exit(TOKENS_DIFFER)
