@@ -29,14 +29,14 @@ def allow() -> None:
     import torch
     from vllm.platforms.cpu import CpuPlatform
 
-    real = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
+    real = CpuPlatform.check_and_update_config.__func__
 
     def check(cls: Any, vllm_config: Any) -> None:
         asked = vllm_config.scheduler_config.async_scheduling
         real(cls, vllm_config)
         vllm_config.scheduler_config.async_scheduling = asked
 
-    CpuPlatform.check_and_update_config = classmethod(check)  # type: ignore[assignment]
+    CpuPlatform.check_and_update_config = classmethod(check)
     cuda: Any = torch.cuda
     cuda.Stream = cuda.Event = _Nothing
     cuda.current_stream = lambda *args: _Nothing()

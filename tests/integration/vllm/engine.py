@@ -172,6 +172,7 @@ class Tamper:
     fails: Callable[[Transfer], bool] = lambda transfer: False
     zeroes_loads: bool = False
     holds_receipts: bool = False
+    copies_at_once: bool = False
 
     def __post_init__(self) -> None:
         self._own: list[Receipt] = []
@@ -185,7 +186,10 @@ class Tamper:
         if self.zeroes_loads and transfer.dst == DEVICE:
             self._own += self.mover.drain()  # a store may still write the slot
             self.mover._host[transfer.src_slots] = 0
-        return self.mover.submit(transfer)
+        ticket = self.mover.submit(transfer)
+        if self.copies_at_once:
+            self._own += self.mover.drain()
+        return ticket
 
     def poll(self) -> list[Receipt]:
         if self.holds_receipts:

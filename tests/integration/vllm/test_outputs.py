@@ -151,6 +151,20 @@ def test_a_failed_store_is_only_a_miss(start, expect, llama, monkeypatch):
     engine.check_idle()
 
 
+def test_a_store_is_submitted_after_the_forward_that_writes_it(start, expect, model, monkeypatch):
+    """Copies that read at once what is there: a store that came early would keep older bytes."""
+    prompts = make_prompts(16, 300, 200)
+    options = {"num_gpu_blocks_override": blocks_for(model), "max_num_batched_tokens": 128}
+    expected = expect(model, prompts)
+    with tampering(monkeypatch, copies_at_once=True):
+        engine = start(model, ferry=FERRY, **options)
+    assert engine.generate(prompts) == expected
+    engine.forget_device()
+    assert engine.generate(prompts) == expected
+    assert engine.stats.hit_tokens == (9 + 6) * BLOCK_TOKENS
+    engine.check_idle()
+
+
 def test_loads_of_zeros_change_the_output(start, model, monkeypatch):
     """The control: if this passed with the right output, the tests above would prove nothing."""
     prompts = make_prompts(13, 300, 200)
