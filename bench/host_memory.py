@@ -17,6 +17,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,12 @@ from kvferry.device.registrar import DriverRegistrar
 from kvferry.errors import DriverError
 from kvferry.quantities import GiB, MiB, parse_size
 from kvferry.tiers import HostMemory, Pin
+from kvferry.tiers.mapping import Bytes, PrivateMemory, populate
 
 SLOT_BYTES = 2 * MiB
 MATMUL = 8192
+BESIDE_BYTES = 4 * GiB
+PART_BYTES = 64 * MiB
 SKIPPED = 77
 
 
@@ -90,6 +94,31 @@ class Bench:
         began = time.perf_counter()
         host.close()
         self.figures[name]["close_seconds"] = time.perf_counter() - began
+
+    def beside_fresh(self) -> None:
+        """What else fresh memory can be had by, in turns: the bare calls in loops, and torch.
+
+        The machine's limit, then, and the peer's way. Everything is held until the end, so that
+        each gets pages nobody had before.
+        """
+        registrar = DriverRegistrar(self.driver)
+        held: list[Any] = []
+        rates: dict[str, list[float]] = {"bare_calls": [], "torch": []}
+        for _ in range(2):
+            memory = PrivateMemory(BESIDE_BYTES).bytes
+            began = time.perf_counter()
+            registered = make_ready(memory, registrar)
+            rates["bare_calls"].append(BESIDE_BYTES / (time.perf_counter() - began) / 1e9)
+            held.append((memory, registered))
+            began = time.perf_counter()
+            pinned = self.torch.empty(BESIDE_BYTES, dtype=self.torch.uint8, pin_memory=True)
+            rates["torch"].append(BESIDE_BYTES / (time.perf_counter() - began) / 1e9)
+            held.append((pinned, []))
+        for _, registered in held:
+            for address in registered:
+                registrar.unregister(address)
+        self.figures["beside_fresh"] = {"bytes_each": BESIDE_BYTES, "gb_per_s": rates}
+        self.say("beside_fresh")
 
     def torch_pinning(self) -> None:
         began = time.perf_counter()
@@ -226,9 +255,24 @@ class Bench:
         print(f"{name}: {json.dumps(self.figures[name], default=str)}", flush=True)
 
 
+def make_ready(memory: Bytes, registrar: DriverRegistrar) -> list[int]:
+    """Touch and register in plain loops, a part for each processor; the addresses registered."""
+    base = int(memory.ctypes.data)
+    threads = len(os.sched_getaffinity(0))
+
+    def one(start: int) -> int:
+        populate(memory[start : start + PART_BYTES])
+        registrar.register(base + start, PART_BYTES)
+        return base + start
+
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(one, range(0, memory.nbytes, PART_BYTES)))
+
+
 def run(driver: Driver, size: int, torch_size: int, seconds: float) -> dict[str, Any]:
     bench = Bench(driver, size, torch_size, seconds)
     fresh = bench.grow("fresh_memory")
+    bench.beside_fresh()
     bench.close("fresh_memory", fresh)
     bench.close("used_memory", bench.grow("used_memory"))
     bench.model_while_growing()
@@ -244,6 +288,7 @@ def run(driver: Driver, size: int, torch_size: int, seconds: float) -> dict[str,
 def table(figures: dict[str, Any]) -> str:
     fresh, used = figures["fresh_memory"], figures["used_memory"]
     model, copies, torch = figures["model"], figures["copies"], figures["torch_pinning"]
+    beside = figures["beside_fresh"]["gb_per_s"]
     usual = max(model[when]["products_per_s"] for when in ("before", "after"))
     loss = {mode: 1 - model[mode]["products_per_s"] / usual for mode in ("throttled", "full_speed")}
     kept = {
@@ -262,6 +307,8 @@ def table(figures: dict[str, Any]) -> str:
             "",
         ),
         ("whole pool, fresh memory", f"{fresh['gb_per_s']:.1f} GB/s", "4"),
+        ("  right after, the bare calls in loops", f"{rates(beside['bare_calls'])} GB/s", ""),
+        ("  right after, torch", f"{rates(beside['torch'])} GB/s", ""),
         ("whole pool, used memory", f"{used['gb_per_s']:.1f} GB/s", "15"),
         (
             "bytes pinned more than asked",
@@ -279,6 +326,10 @@ def table(figures: dict[str, Any]) -> str:
     ]
     lines = ["| what | measured | must |", "|---|---|---|"]
     return "\n".join([*lines, *(f"| {what} | {is_} | {must} |" for what, is_, must in rows)])
+
+
+def rates(gb_per_s: list[float]) -> str:
+    return " and ".join(f"{rate:.1f}" for rate in gb_per_s)
 
 
 def provenance(driver: Driver, command: str) -> dict[str, Any]:

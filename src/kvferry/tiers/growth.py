@@ -32,8 +32,8 @@ from kvferry.tiers.numa import Placement, run_near
 log = logging.getLogger(__name__)
 
 NUM_THREADS = 16
-"""At most one for each processor. Memory a hypervisor has yet to back came at 8 GB/s with 16, at
-6.3 with 8. (16 vCPU, Linux 6.18, 2026-11-15.)"""
+"""At most one for each processor. Pages a hypervisor has yet to back came at 8 GB/s with 16, at
+6.3 with 8, before they were pinned. (16 vCPU, Linux 6.18, 2026-11-15.)"""
 
 _REST = 0.5
 """While the model is busy one thread works alone, then rests this many times as long.
