@@ -1,9 +1,13 @@
-"""What metrics cost a busy playground, in one process and one run.
+"""What metrics cost a busy playground.
 
-Three figures. *Counting* always happens: the time spent in it is measured inside a run, call by
-call, as a share of it. *A scrape* happens when someone asks: its CPU time, as a share of the time
-between two scrapes. And, as a check on both, the same run *alone and scraped* once a second, in
-turns; on a machine that others use too, that difference drowns in theirs.
+Measured twice, in two ways that know nothing of each other:
+
+- *Piece by piece*, inside one process: the time spent in counting, call by call, as a share of a
+  run; and the CPU time of one scrape over HTTP. These hardly depend on who else uses the machine.
+- *Whole runs* in turns, in random order: without any counting, with it, and scraped by another
+  process at several rates. Each run is compared with the run of the same round without counting,
+  in CPU time of the serving process (that of the scraper is not the engine's) and in wall time.
+  Scraping ten times a second is there because the cost of one scrape is then well above the noise.
 """
 
 from __future__ import annotations
@@ -11,11 +15,14 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import random
 import statistics
-import threading
+import subprocess
+import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 from urllib.request import urlopen
@@ -23,23 +30,52 @@ from urllib.request import urlopen
 import numpy as np
 
 import kvferry
-from kvferry.metrics.collector import exposition
 from kvferry.metrics.desk import Desk
 from kvferry.metrics.endpoint import Endpoint
-from kvferry.metrics.samples import Snapshot
+from kvferry.metrics.source import Source
 from kvferry.playground.engine import Engine, Limits
 from kvferry.playground.model import Decoder, ModelShape
 from kvferry.playground.offload import Offloader
 from kvferry.playground.runner import Runner
 from kvferry.playground.threads import limit_matrix_threads
 from kvferry.playground.workload import Chat, serve
+from kvferry.scheduler.explainer import Explainer
+from kvferry.scheduler.ghosts import Ghosts
 from kvferry.scheduler.journal import Journal
+from kvferry.scheduler.why import Explanation, Reason
 from kvferry.stats import TrafficCounts
 
-SCRAPES_PER_SECOND = 1.0
-USUAL_PAUSE = 15.0
-"""Seconds between scrapes in most Prometheus installations."""
 LIMIT = 0.01
+PAUSES = (1.0, 5.0, 15.0)
+"""Seconds between scrapes: the most anxious, and what Prometheus installations do."""
+
+WAYS = {"off": None, "counting": 0.0, "scraped 1/s": 1.0, "scraped 10/s": 10.0}
+"""Scrapes per second; None: nothing is even counted."""
+
+SCRAPER = """
+import sys, time
+from urllib.request import urlopen
+url, pause = sys.argv[1], float(sys.argv[2])
+due = time.monotonic()
+while True:
+    with urlopen(url, timeout=10) as reply:
+        assert b"kvferry_queries_total" in reply.read()
+    print("scraped", flush=True)
+    due += pause
+    time.sleep(max(0.0, due - time.monotonic()))
+"""
+
+Hook = tuple[type, str]
+COUNTING: tuple[Hook, ...] = (
+    (TrafficCounts, "add"),
+    (Journal, "ended"),
+    (Journal, "begin"),
+    (Journal, "explained"),
+    (Explainer, "explain"),
+    (Ghosts, "add"),
+    (Desk, "answer"),
+)
+"""All that runs only so that somebody may look."""
 
 
 class Meter:
@@ -65,113 +101,177 @@ class Meter:
         return metered
 
 
-class Scraper:
-    """Scrapes an endpoint at a steady pace until closed."""
-
-    def __init__(self, url: str, per_second: float) -> None:
-        self.num_scrapes = 0
-        self._url = f"{url}metrics"
-        self._pause = 1 / per_second
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            with urlopen(self._url, timeout=10) as reply:
-                assert b"kvferry_queries_total" in reply.read()
-            self.num_scrapes += 1
-            self._stop.wait(self._pause)
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join()
+def unexplained(_: Explainer, request_id: str, *__: object) -> Explanation:
+    return Explanation(request_id, 0, 0, 0, 0, Reason.NOTHING_MISSED)
 
 
-def run(decoder: Decoder, chat: Chat, per_second: float) -> tuple[float, float, int]:
-    """Seconds of wall time and of CPU time of one run, and how often it was scraped."""
+@contextmanager
+def replaced(change: Callable[[Hook, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Every hook of counting replaced by what ``change`` makes of it."""
+    originals = [(hook, getattr(*hook)) for hook in COUNTING]
+    try:
+        for (owner, name), call in originals:
+            setattr(owner, name, change((owner, name), call))
+        yield
+    finally:
+        for (owner, name), call in originals:
+            setattr(owner, name, call)
+
+
+def nothing(hook: Hook, call: Callable[..., Any]) -> Callable[..., Any]:
+    return unexplained if hook == (Explainer, "explain") else lambda *_: None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One whole run: seconds of wall time, CPU time of this process, and how often scraped."""
+
+    wall: float
+    cpu: float
+    num_scrapes: int = 0
+
+
+def run(decoder: Decoder, chat: Chat, per_second: float | None) -> Run:
     with ExitStack() as stack:
+        if per_second is None:
+            stack.enter_context(replaced(nothing))
         runner = stack.enter_context(Runner(decoder, num_blocks=96))
         offloader = stack.enter_context(Offloader(runner, host_bytes=48 << 20))
         scraper = None
         if per_second:
             endpoint = stack.enter_context(Endpoint(offloader.source(), port=0))
-            scraper = Scraper(endpoint.url, per_second)
-            stack.callback(scraper.close)
+            scraper = start_scraper(endpoint.url, 1 / per_second)
+            stack.callback(scraper.kill)
         engine = Engine(runner, limits=Limits(), offloader=offloader)
         cpu, start = time.process_time(), time.perf_counter()
         serve(engine, chat)
-        seconds = time.perf_counter() - start
-        cpu = time.process_time() - cpu
+        wall, cpu = time.perf_counter() - start, time.process_time() - cpu
         engine.drain()
-        return seconds, cpu, scraper.num_scrapes if scraper is not None else 0
+        return Run(wall, cpu, num_scrapes(scraper))
+
+
+def start_scraper(url: str, pause: float) -> subprocess.Popen[str]:
+    """Another process that asks at a steady pace; it has asked once when this returns."""
+    arguments = [sys.executable, "-c", SCRAPER, f"{url}metrics", str(pause)]
+    scraper = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+    assert scraper.stdout is not None
+    assert scraper.stdout.readline() == "scraped\n"
+    return scraper
+
+
+def num_scrapes(scraper: subprocess.Popen[str] | None) -> int:
+    if scraper is None:
+        return 0
+    assert scraper.poll() is None, "the scraper has ended before the run"
+    scraper.kill()
+    return scraper.communicate()[0].count("scraped")
 
 
 def counting_share(decoder: Decoder, chat: Chat) -> tuple[float, int]:
     """The share of a run spent in counting, and how many calls that is."""
     meter = Meter()
-    hooks = ((TrafficCounts, "add"), (Journal, "ended"), (Journal, "explained"), (Desk, "answer"))
-    originals = [(owner, name, getattr(owner, name)) for owner, name in hooks]
-    try:
-        for owner, name, call in originals:
-            metered = meter.around(call)
-            setattr(owner, name, lambda *a, metered=metered: metered(*a))
-        seconds, _, _ = run(decoder, chat, 0)
-    finally:
-        for owner, name, call in originals:
-            setattr(owner, name, call)
+
+    def metered(hook: Hook, call: Callable[..., Any]) -> Callable[..., Any]:
+        around = meter.around(call)
+        return lambda *arguments: around(*arguments)
+
+    with replaced(metered):
+        seconds = run(decoder, chat, 0.0).wall
     return meter.seconds / seconds, meter.num_calls
 
 
-def scrape_seconds(decoder: Decoder, chat: Chat, count: int = 50) -> float:
-    """CPU time of one scrape, of an engine that has something to tell."""
+class Unattended(Desk):
+    """Answers at once: here no engine comes by that could."""
+
+    def ask(self, work: Callable[[], Any], **_: Any) -> Any:
+        return work()
+
+
+def scrape_seconds(decoder: Decoder, chat: Chat, count: int = 300) -> float:
+    """CPU time that one scrape over HTTP takes from the process that is scraped."""
     with Runner(decoder, num_blocks=96) as runner, Offloader(runner, host_bytes=48 << 20) as ferry:
         engine = Engine(runner, limits=Limits(), offloader=ferry)
         serve(engine, chat)
         engine.drain()
-        start = time.thread_time()
-        for _ in range(count):
-            exposition(Snapshot(ferry.stats(), kvferry.__version__))
-        return (time.thread_time() - start) / count
+        with Endpoint(Source(ferry.scheduler, Unattended()), port=0) as endpoint:
+            with urlopen(f"{endpoint.url}metrics", timeout=10) as reply:
+                reply.read()
+            scraper = start_scraper(endpoint.url, 0.0)
+            assert scraper.stdout is not None
+            start = time.process_time()
+            for _ in range(count):
+                assert scraper.stdout.readline() == "scraped\n"
+            seconds = time.process_time() - start
+            scraper.kill()
+            scraper.wait()
+    return seconds / count
+
+
+def whole_runs(decoder: Decoder, chat: Chat, rounds: int) -> dict[str, list[Run]]:
+    runs: dict[str, list[Run]] = {way: [] for way in WAYS}
+    order = list(WAYS)
+    for _ in range(rounds):
+        random.shuffle(order)
+        for way in order:
+            runs[way].append(run(decoder, chat, WAYS[way]))
+    return runs
+
+
+def interval(values: list[float], draws: int = 4000) -> tuple[float, float, float]:
+    """The median, and between what it lies nine times in ten, by drawing again."""
+    chooser = random.Random(0)
+    medians = sorted(
+        statistics.median(chooser.choices(values, k=len(values))) for _ in range(draws)
+    )
+    return statistics.median(values), medians[draws // 20], medians[-draws // 20]
+
+
+def show(runs: dict[str, list[Run]]) -> None:
+    base = runs["off"]
+    wall = statistics.median(one.wall for one in base)
+    cpu = statistics.median(one.cpu for one in base)
+    print(
+        f"whole runs: {len(base)} of each, in turns; without counting {wall:.2f} s, CPU {cpu:.2f} s"
+    )
+    for way, some in runs.items():
+        if way == "off":
+            continue
+        words = []
+        for name in ("cpu", "wall"):
+            ratios = [
+                getattr(a, name) / getattr(b, name) - 1 for a, b in zip(some, base, strict=True)
+            ]
+            middle, low, high = (100 * value for value in interval(ratios))
+            words.append(f"{name} {middle:+.2f}% (90%: {low:+.2f} to {high:+.2f})")
+        scrapes = sum(one.num_scrapes for one in some)
+        print(f"  {way:<13} {', '.join(words)}" + (f", {scrapes} scrapes" if scrapes else ""))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = argparse.ArgumentParser(description="What metrics cost a busy playground.")
+    parser.add_argument("--rounds", type=int, default=5, help="whole runs of each kind")
     rounds = parser.parse_args().rounds
     limit_matrix_threads(1)
     shape = ModelShape()
     decoder = Decoder(shape)
-    chat = Chat(num_conversations=8, num_turns=4, vocab=shape.vocab)
+    chat = Chat(num_conversations=14, num_turns=4, vocab=shape.vocab)
     print(
         f"kvferry {kvferry.__version__}, Python {platform.python_version()}, numpy "
         f"{np.__version__}, {os.cpu_count()} CPUs, {platform.machine()}, "
-        f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC"
+        f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, load {os.getloadavg()[0]:.1f}"
     )
-    run(decoder, chat, 0)  # warm caches
+    run(decoder, chat, 0.0)  # warm caches
     share, num_calls = counting_share(decoder, chat)
-    print(f"counting: {100 * share:.3f}% of a busy run ({num_calls} calls)")
     scrape = scrape_seconds(decoder, chat)
-    print(
-        f"a scrape: {1e3 * scrape:.2f} ms of CPU time, {100 * scrape / USUAL_PAUSE:.3f}% of one "
-        f"processor when asked every {USUAL_PAUSE:g} s"
-    )
-
-    quiet, scraped, num_scrapes = [], [], 0
-    for _ in range(rounds):
-        quiet.append(run(decoder, chat, 0))
-        scraped.append(run(decoder, chat, SCRAPES_PER_SECOND))
-        num_scrapes += scraped[-1][2]
-    for what, column in (("wall time", 0), ("CPU time", 1)):
-        a, b = min(r[column] for r in quiet), min(r[column] for r in scraped)
-        medians = [statistics.median(r[column] for r in runs) for runs in (quiet, scraped)]
-        print(
-            f"{what}: {a:.3f} s alone, {b:.3f} s scraped {SCRAPES_PER_SECOND:g} times a "
-            f"second ({100 * (b / a - 1):+.2f}%; medians {medians[0]:.3f} and {medians[1]:.3f} s)"
-        )
-    print(f"scraped {num_scrapes} times in all, {rounds} runs each, load {os.getloadavg()[0]:.1f}")
-    total = share + scrape / USUAL_PAUSE
-    print(f"in all {100 * total:.3f}% (the bound is {100 * LIMIT:g}%)")
+    print(f"counting: {100 * share:.3f}% of a busy run ({num_calls} calls)")
+    print(f"a scrape: {1e3 * scrape:.2f} ms of CPU time")
+    for pause in PAUSES:
+        total = share + scrape / pause
+        print(f"  scraped every {pause:g} s: {100 * total:.3f}% in all")
+    if rounds:
+        show(whole_runs(decoder, chat, rounds))
+        print(f"load at the end {os.getloadavg()[0]:.1f}")
+    total = share + scrape / min(PAUSES)
     assert total < LIMIT, f"metrics take {100 * total:.2f}% of a run"
 
 

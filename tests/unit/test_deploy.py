@@ -1,44 +1,157 @@
-"""What is shipped to be deployed names only what exists."""
+"""What is shipped to be deployed names only what exists, in the languages it is written in."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
+import promql_parser
+import pytest
 import yaml
 
 from kvferry.config import Config, describe
-from kvferry.metrics.catalog import catalog
+from kvferry.metrics.catalog import FIGURES, Kind, Metric, catalog
 from kvferry.quantities import parse_size
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-SERIES = {name for metric in catalog() for name in metric.series}
-LABELS = {label.name for metric in catalog() for label in metric.labels} | {"le", "instance"}
+SERIES = {name: metric for metric in catalog() for name in metric.series}
+TARGET = {"instance", "job"}
+VLLMS = {"model_name", "engine"}
+RATES = ("rate", "increase", "irate")
 
 
-def check_query(query: str) -> None:
-    plain = query.replace("${names}", "kvferry_").replace("vllm:", "")
-    used = set(re.findall(r"kvferry_\w+", plain))
-    assert used, query
-    assert used <= SERIES, f"{used - SERIES} is no metric: {query}"
-    for group in re.findall(r"by \(([^)]*)\)", plain):
-        assert {label.strip() for label in group.split(",")} <= LABELS, query
-    for label in re.findall(r"(\w+)=~?\"", plain):
-        assert label in LABELS, query
-    assert plain.count("(") == plain.count(")"), query
+def board() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((DEPLOY / "grafana" / "kvferry.json").read_text())
+    return loaded
 
 
-def test_the_dashboard_uses_metrics_that_exist():
-    board = json.loads((DEPLOY / "grafana" / "kvferry.json").read_text())
-    panels = board["panels"]
+def rules() -> list[list[dict[str, Any]]]:
+    text = (DEPLOY / "prometheus" / "kvferry-alerts.yml").read_text()
+    return [group["rules"] for group in yaml.safe_load(text)["groups"]]
+
+
+def filled(query: str, names: str) -> str:
+    """A dashboard's query as Grafana sends it."""
+    query = query.replace("${names}", names).replace("$__rate_interval", "5m")
+    return query.replace("$instance", ".*")
+
+
+def queries() -> Iterator[tuple[str, str]]:
+    for panel in board()["panels"]:
+        for number, target in enumerate(panel["targets"]):
+            for names in ("kvferry_", "vllm:kvferry_"):
+                where = f"panel {panel['title']!r} {number} {names}"
+                yield where, filled(target["expr"], names)
+    for group, some in zip(("kvferry", "vllm"), rules(), strict=True):
+        for rule in some:
+            yield f"alert {rule['alert']} {group}", rule["expr"]
+    for words, query in FIGURES.items():
+        yield f"figure {words!r}", query.replace("\\|", "|")  # escaped for a table
+
+
+def parts(expr: Any) -> Iterator[Any]:
+    """An expression and all below it."""
+    yield expr
+    for name in ("lhs", "rhs", "expr", "param", "args", "vector_selector"):
+        below = getattr(expr, name, None)
+        for part in below if isinstance(below, list) else [below]:
+            if part is not None:
+                yield from parts(part)
+
+
+def metric_of(selector: Any) -> Metric:
+    name = selector.name.removeprefix("vllm:")
+    assert name in SERIES, f"{selector.name} is no metric"
+    return SERIES[name]
+
+
+def labels_of(selector: Any) -> set[str]:
+    labels = {label.name for label in metric_of(selector).labels} | TARGET
+    if selector.name.endswith("_bucket"):
+        labels.add("le")
+    return labels | VLLMS if selector.name.startswith("vllm:") else labels
+
+
+def selectors(expr: Any) -> list[Any]:
+    return [part for part in parts(expr) if isinstance(part, promql_parser.VectorSelector)]
+
+
+def check_selector(selector: Any) -> None:
+    """Labels that the metric has, with values that the label has."""
+    known = {label.name: label.values for label in metric_of(selector).labels}
+    for matcher in selector.matchers.matchers:
+        assert matcher.name in labels_of(selector), matcher
+        values = known.get(matcher.name)
+        if values is not None:
+            for value in matcher.value.split("|"):
+                assert re.search(rf"\b{value}\b", values), f"{matcher} is none of: {values}"
+
+
+def check_modifiers(part: Any) -> None:
+    """What is grouped or joined by is a label of everything below."""
+    modifier: Any = getattr(part, "modifier", None)
+    by = modifier if hasattr(modifier, "labels") else getattr(modifier, "matching", None)
+    if by is None:
+        return
+    for selector in selectors(part):
+        assert set(by.labels) <= labels_of(selector), f"{by.labels} of {selector.name}"
+
+
+def check_call(part: Any) -> None:
+    if not isinstance(part, promql_parser.Call):
+        return
+    if part.func.name in RATES:
+        (selector,) = selectors(part)
+        assert metric_of(selector).kind is not Kind.GAUGE, f"a rate of {selector.name}"
+    if part.func.name == "histogram_quantile":
+        (grouped,) = [p for p in parts(part) if isinstance(p, promql_parser.AggregateExpr)]
+        assert grouped.modifier is not None
+        assert "le" in grouped.modifier.labels
+
+
+ALL = dict(queries())
+
+
+@pytest.mark.parametrize("query", ALL.values(), ids=ALL)
+def test_a_query_parses_and_asks_for_what_exists(query):
+    expr = promql_parser.parse(query)
+    assert selectors(expr), query
+    for part in parts(expr):
+        check_modifiers(part)
+        check_call(part)
+    for selector in selectors(expr):
+        check_selector(selector)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "sum(rate(kvferry_queries_totl[5m]))",
+        "sum(rate(kvferry_queries_total[5m]",
+        "rate(kvferry_leases[5m])",
+        'kvferry_misses_total{reason="bad_luck"}',
+        'kvferry_misses_total{tier="host"}',
+        "sum by (path) (kvferry_slots)",
+        "histogram_quantile(0.5, sum by (src) (rate(kvferry_transfer_bytes_bucket[5m])))",
+    ],
+)
+def test_these_checks_refuse_what_is_wrong(query):
+    with pytest.raises((AssertionError, ValueError)):
+        test_a_query_parses_and_asks_for_what_exists(query)
+
+
+def test_the_dashboard_is_laid_out_and_labelled():
+    panels = board()["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels) >= 12
     for panel in panels:
         for target in panel["targets"]:
-            check_query(target["expr"])
-            for label in re.findall(r"{{(\w+)}}", target["legendFormat"]):
-                assert label in LABELS
+            expr = promql_parser.parse(filled(target["expr"], "kvferry_"))
+            known = set[str]().union(*map(labels_of, selectors(expr)))
+            assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= known
     places = [panel["gridPos"] for panel in panels]
     cells = [
         (x, y)
@@ -50,22 +163,40 @@ def test_the_dashboard_uses_metrics_that_exist():
     assert max(x for x, _ in cells) < 24
 
 
-def test_alerts_use_metrics_that_exist_on_both_endpoints():
-    groups = yaml.safe_load((DEPLOY / "prometheus" / "kvferry-alerts.yml").read_text())["groups"]
-    ours, vllms = (group["rules"] for group in groups)
+def test_alerts_are_the_same_for_both_endpoints():
+    ours, vllms = rules()
     for rule in ours + vllms:
-        check_query(rule["expr"])
         assert rule["labels"]["severity"] in ("info", "warning", "critical")
         assert rule["annotations"]["summary"]
     for our, vllm in zip(ours, vllms, strict=True):
         assert our["expr"] == vllm["expr"].replace("vllm:", "")
         assert our["annotations"] == vllm["annotations"]
+    # Two rules of one name and labels: Prometheus could not tell whose alert is meant.
+    named = [(rule["alert"], *sorted(rule["labels"].items())) for rule in ours + vllms]
+    assert len(set(named)) == len(named)
+
+
+def manifest() -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((DEPLOY / "kubernetes" / "vllm-kvferry.yaml").read_text()))
 
 
 def pod() -> dict[str, Any]:
-    documents = yaml.safe_load_all((DEPLOY / "kubernetes" / "vllm-kvferry.yaml").read_text())
-    (deployment,) = [d for d in documents if d["kind"] == "Deployment"]
-    return deployment["spec"]["template"]["spec"]
+    (deployment,) = [d for d in manifest() if d["kind"] == "Deployment"]
+    spec: dict[str, Any] = deployment["spec"]["template"]["spec"]
+    return spec
+
+
+@pytest.mark.parametrize("version", ["1.29", "1.32", kubernetes_validate.latest_version()])
+def test_the_manifest_is_what_kubernetes_takes(version):
+    for document in manifest():
+        kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_that_check_refuses_a_field_that_does_not_exist():
+    deployment, _ = manifest()
+    deployment["spec"]["template"]["spec"]["enableServiceLink"] = False
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(deployment, kubernetes_validate.latest_version(), strict=True)
 
 
 def test_the_manifest_sets_settings_that_exist():

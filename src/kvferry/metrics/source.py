@@ -10,6 +10,7 @@ from importlib import metadata
 from typing import Any, Protocol
 
 from kvferry.metrics.desk import Desk
+from kvferry.metrics.reasons import why_path
 from kvferry.metrics.samples import Snapshot
 from kvferry.scheduler.journal import Copy, Entry
 from kvferry.stats import SchedulerStats
@@ -41,7 +42,7 @@ class Source:
         *,
         slot_bytes: Mapping[str, int] | None = None,
         pinned_bytes: Callable[[], int | None] = lambda: None,
-        why_path: WhyPath = lambda copy: "",
+        why_path: WhyPath = lambda copy: why_path(copy, None),
     ) -> None:
         self._scheduler = scheduler
         self._desk = desk
