@@ -24,7 +24,8 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]  # vllm is untyped 
     ``undone`` are loads that vLLM waits for but that no transfer will bring, with the device blocks
     they were meant for. ``computes`` says that a forward pass belongs to this step: its stores must
     come after that. ``drain`` asks to finish all copies before answering, because the scheduler's
-    side is out of service and will read no receipts.
+    side is out of service and will read no receipts. ``epoch`` counts how often everything was
+    forgotten: loads are of blocks stored in it.
     """
 
     plan: Plan = NO_PLAN
@@ -32,6 +33,7 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]  # vllm is untyped 
     undone: dict[str, tuple[int, ...]] = field(default_factory=dict)
     computes: bool = False
     drain: bool = False
+    epoch: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class StepReceipts(KVConnectorWorkerMetadata):  # type: ignore[misc]
     ``ready`` says how many host slots ranks can use by now, where that has changed, and ``pinned``
     how many bytes of them are registered with the GPU's driver. ``shapes`` come once: not every
     vLLM lets the ranks tell the scheduler's side by handshake. ``drained`` names the ranks that
-    were asked to drain and have: a rank with nothing to say is not in the sum at all.
+    were asked to drain and have: a rank with nothing to say is not in the sum at all. ``stale`` are
+    epochs whose blocks no longer fit the model's weights.
     """
 
     receipts: tuple[Receipt, ...] = ()
@@ -67,6 +70,7 @@ class StepReceipts(KVConnectorWorkerMetadata):  # type: ignore[misc]
     shapes: tuple[RankShape, ...] = ()
     drained: tuple[Rank, ...] = ()
     pinned: tuple[tuple[Rank, int], ...] = ()
+    stale: tuple[int, ...] = ()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReceipts:
         return StepReceipts(
@@ -75,4 +79,5 @@ class StepReceipts(KVConnectorWorkerMetadata):  # type: ignore[misc]
             self.shapes + other.shapes,
             self.drained + other.drained,
             self.pinned + other.pinned,
+            self.stale + other.stale,
         )

@@ -269,7 +269,8 @@ class SchedulerSide:
         if plan is None or loads is None:
             stuck = self.guard.broken and self.holds is not None and self.holds.num_held > 0
             return StepOrders(undone=undone | unsent, computes=computes, drain=stuck)
-        return StepOrders(plan, loads, undone, computes)
+        epoch = self.scheduler.epoch if self.scheduler is not None else 0
+        return StepOrders(plan, loads, undone, computes, epoch=epoch)
 
     @guarded(lambda: None)
     def _loads_of(self, plan: Plan | None) -> dict[str, tuple[TransferId, ...]] | None:
@@ -366,6 +367,9 @@ class SchedulerSide:
         self._pinned |= dict(report.pinned)
         self._settle(report.receipts)
         self._settled = True
+        if self.scheduler is not None and self.scheduler.epoch in report.stale:
+            log.warning("The model's weights have changed: kvferry forgets what it has stored.")
+            self.scheduler.reset()
 
     @guarded(lambda: None)
     def _settle(self, receipts: Sequence[Any]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvferry.config import Config
@@ -25,9 +25,12 @@ from kvferry.vllm.geometry import layouts_of
 from kvferry.vllm.guard import Guard
 from kvferry.vllm.messages import NO_PLAN, RankShape, StepOrders, StepReceipts
 from kvferry.vllm.ranks import Place, mover_of, open_rank
+from kvferry.vllm.weights import Freshness, weights_of_caller
 from kvferry.worker import Worker
 
 log = logging.getLogger(__name__)
+
+_STALE = "the model's weights have changed"
 
 Told = tuple[tuple[Rank, int], ...]
 
@@ -37,6 +40,7 @@ class _Load:
     """A request whose blocks are on their way to this rank."""
 
     waiting: set[TransferId]
+    epoch: int
     blocks: set[int] = field(default_factory=set)
     failed: bool = False
 
@@ -75,6 +79,7 @@ class WorkerSide:
         self._failed: set[str] = set()
         self._invalid: set[int] = set()
         self._drained = False
+        self._freshness = Freshness()
 
     # -- start and end --------------------------------------------------------------------------
 
@@ -95,7 +100,9 @@ class WorkerSide:
     def _register(self, kv_caches: Mapping[str, Any]) -> None:
         layouts = layouts_of(kv_caches, self._groups, self._num_blocks)
         self._kv_caches = dict(kv_caches)  # the engine copies by address
-        memory = self._memory = open_rank(_device_of(kv_caches), layouts, self._config, self._place)
+        device = _device_of(kv_caches)
+        self._freshness = Freshness(weights_of_caller(device))
+        memory = self._memory = open_rank(device, layouts, self._config, self._place)
         mover = mover_of(memory, self._place)
         self._worker = Worker({(DEVICE, HOST): mover, (HOST, DEVICE): mover}, rank=self.rank)
         self.shape = RankShape(
@@ -144,7 +151,7 @@ class WorkerSide:
     def _begin(self, orders: StepOrders) -> None:
         self._flush()
         for request_id, ids in orders.loads.items():
-            self._loads[request_id] = _Load(set(ids))
+            self._loads[request_id] = _Load(set(ids), orders.epoch)
             self._of_transfer.update(dict.fromkeys(ids, request_id))
         for transfer in orders.plan.transfers:
             if transfer.id in self._of_transfer:
@@ -154,7 +161,13 @@ class WorkerSide:
             self._fail(request_id, blocks)
         stores = tuple(t for t in orders.plan.transfers if t.src == DEVICE)
         others = tuple(t for t in orders.plan.transfers if t.src != DEVICE)
-        self._execute(Plan(orders.plan.step, others))
+        self._freshness.enter(orders.epoch)
+        if orders.loads and self._freshness.is_stale(orders.epoch):
+            self._refuse(others, _STALE)
+        else:
+            self._execute(Plan(orders.plan.step, others))
+            if orders.loads:
+                self._freshness.mark()
         self._later = Plan(orders.plan.step, stores)
         if not orders.computes:
             self._flush()
@@ -195,6 +208,7 @@ class WorkerSide:
         """Take what has ended by now."""
         if self._worker is not None:
             try:
+                self._freshness.look()
                 for receipt in self._worker.poll():
                     self._take(receipt)
             except Exception as error:
@@ -211,11 +225,14 @@ class WorkerSide:
                 self.guard.trip("drain", error)
 
     def _take(self, receipt: Receipt) -> None:
-        self._receipts.append(receipt)
         request_id = self._of_transfer.pop(receipt.transfer_id, None)
         if request_id is None:
+            self._receipts.append(receipt)
             return
         load = self._loads[request_id]
+        if self._freshness.is_stale(load.epoch):
+            receipt = replace(receipt, outcome=Outcome.FAILED, reason=receipt.reason or _STALE)
+        self._receipts.append(receipt)
         load.waiting.discard(receipt.transfer_id)
         load.failed |= receipt.outcome is not Outcome.OK
         if load.waiting:
@@ -252,8 +269,9 @@ class WorkerSide:
         shapes = () if self._told_shape else (self.shape,)
         self._told_shape = True
         ready, pinned = self._take_ready()
-        if receipts or ready or shapes or drained:
-            return StepReceipts(receipts, ready, shapes, drained, pinned)
+        stale = self._freshness.take_stale()
+        if receipts or ready or shapes or drained or stale:
+            return StepReceipts(receipts, ready, shapes, drained, pinned, stale)
         return None
 
     def _take_ready(self) -> tuple[Told, Told]:

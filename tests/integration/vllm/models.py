@@ -28,12 +28,15 @@ _SHAPE: dict[str, Any] = {
 }
 
 
-def make_llama(folder: Path, kv_heads: int = 2) -> Path:
+SEED = 20260807
+
+
+def make_llama(folder: Path, kv_heads: int = 2, seed: int = SEED) -> Path:
     """Full attention in every layer: one group."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = {**_SHAPE, "num_key_value_heads": kv_heads}
-    return _save(folder, LlamaForCausalLM, LlamaConfig(**shape))
+    return _save(folder, LlamaForCausalLM, LlamaConfig(**shape), seed)
 
 
 def make_gemma(folder: Path) -> Path:
@@ -47,10 +50,10 @@ def make_gemma(folder: Path) -> Path:
     return _save(folder, Gemma3ForCausalLM, config)
 
 
-def _save(folder: Path, model_class: Any, config: Any) -> Path:
+def _save(folder: Path, model_class: Any, config: Any, seed: int = SEED) -> Path:
     import torch
 
-    torch.manual_seed(20260807)
+    torch.manual_seed(seed)
     model_class(config).to(torch.float32).save_pretrained(folder)
     _tokenizer().save_pretrained(folder)
     return folder

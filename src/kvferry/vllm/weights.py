@@ -1,0 +1,152 @@
+"""Whether the model still has the weights that stored KV was computed with.
+
+vLLM tells a connector nothing of weights that are replaced in a running server. So each rank looks
+for itself: in a step that loads, it takes sums over a part of the weights, and if they are not what
+they were, the loads fail, the requests compute, and the scheduler's side forgets everything::
+
+    epoch 0                                        epoch 1
+    first step: sums    a load: the same sums      first step: sums
+                        a load: others ──> stale ──> reset
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+from kvferry.device.sums import PendingSums, Sums
+
+log = logging.getLogger(__name__)
+
+_MOST_KINDS = 8
+"""Kinds of weights that are looked at: the projections of a layer, the embedding."""
+
+
+class Weights:
+    """A few of a model's weights. Owns none of them: an update may put others in their place."""
+
+    def __init__(self, places: Sequence[tuple[Any, str]], device: Any) -> None:
+        self._places = places
+        self._sums = Sums(device)
+
+    def mark(self) -> None:
+        self._sums.mark()
+
+    def begin(self) -> PendingSums:
+        return self._sums.begin([getattr(module, name) for module, name in self._places])
+
+
+class Freshness:
+    """Knows which epochs' blocks no longer fit the weights. Owns the comparisons, no transfer.
+
+    Without weights to look at every epoch is fresh until it is reset.
+    """
+
+    def __init__(self, weights: Weights | None = None) -> None:
+        self._weights = weights
+        self._epoch: int | None = None
+        self._known: tuple[int, ...] | None = None
+        self._is_marked = False
+        self._pending: PendingSums | None = None
+        self._stale: int | None = None
+        self._untold: tuple[int, ...] = ()
+
+    def enter(self, epoch: int) -> None:
+        """Every step. What is stored from an epoch's first step on is of the weights of that step.
+
+        So a reset that came with an update is no reason for another one.
+        """
+        if epoch != self._epoch:
+            self._compare()
+            self._epoch, self._known = epoch, None
+            self.mark()
+
+    def mark(self) -> None:
+        """A step that loads: its blocks must fit the weights as they are now."""
+        self._compare()
+        if self._weights is not None:
+            self._weights.mark()
+            self._is_marked = True
+
+    def look(self) -> None:
+        """Take the sums that were marked: off the way of the step's own work."""
+        if self._is_marked and self._weights is not None:
+            self._is_marked = False
+            try:
+                self._pending = self._weights.begin()
+            except Exception:
+                self._give_up()
+
+    def is_stale(self, epoch: int) -> bool:
+        """Whether the weights have changed since blocks of this epoch were computed."""
+        self._compare()
+        return self._stale is not None and epoch <= self._stale
+
+    def take_stale(self) -> tuple[int, ...]:
+        """Epochs found stale since the last call."""
+        untold, self._untold = self._untold, ()
+        return untold
+
+    def _compare(self) -> None:
+        self.look()
+        if self._pending is None:
+            return
+        try:
+            sums = self._pending.result()
+        except Exception:
+            self._give_up()
+            return
+        self._pending = None
+        if self._known is not None and sums != self._known:
+            self._note_stale()
+        self._known = sums
+
+    def _give_up(self) -> None:
+        """Weights that cannot be looked at any more are not those we knew."""
+        log.exception("kvferry cannot look at the model's weights; reset its cache after updates")
+        self._weights = self._pending = None
+        self._note_stale()
+
+    def _note_stale(self) -> None:
+        assert self._epoch is not None
+        self._stale = self._epoch
+        self._untold = (*self._untold, self._epoch)
+
+
+def weights_of_caller(device: Any) -> Weights | None:
+    """Weights on ``device`` of the model whose runner called us; None if they cannot be found."""
+    try:
+        get_model = next(_getters(sys._getframe(1)), None)
+        places = list(_places(get_model(), device)) if get_model is not None else []
+        if places:
+            return Weights(places, device)
+        log.warning("kvferry finds no weights to look at; reset its cache after updates")
+    except Exception:
+        log.exception("kvferry cannot look at the model's weights; reset its cache after updates")
+    return None
+
+
+def _getters(frame: FrameType | None) -> Iterator[Callable[[], Any]]:
+    """Who among our callers has a model: vLLM's runner does, and does not tell connectors of it."""
+    while frame is not None:
+        getter = getattr(frame.f_locals.get("self"), "get_model", None)
+        if callable(getter):
+            yield getter
+        frame = frame.f_back
+
+
+def _places(model: Any, device: Any) -> Iterator[tuple[Any, str]]:
+    """Modules and names of weights to look at: of each kind the last, which training spares least.
+
+    Matrices only: a bias may be all zeros, and experts (three axes) may change their places.
+    """
+    kinds: dict[str, tuple[Any, str]] = {}
+    for path, module in model.named_modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if weight.dim() == 2 and weight.device == device:
+                kinds[re.sub(r"\d+", "#", f"{path}.{name}")] = (module, name)
+    yield from list(kinds.values())[:_MOST_KINDS]

@@ -1,0 +1,166 @@
+"""KV of weights that are no more must never be loaded, however they were replaced."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from tests.integration.vllm import models
+from tests.integration.vllm.engine import BLOCK_TOKENS, make_prompts
+
+from kvferry.vllm.weights import Freshness, Weights
+
+# A machine under load must not turn into failed copies.
+FERRY = {
+    "host": "64MiB",
+    "max_storing_blocks": 1000,
+    "load_policy": "always",
+    "load_deadline": "5min",
+    "store_deadline": "5min",
+}
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """The same model after some training."""
+    return models.make_llama(tmp_path_factory.mktemp("models") / "trained", seed=7)
+
+
+def replace_weights(engine, model):
+    engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model)})
+
+
+def test_weights_replaced_without_a_word_are_noticed(start, expect, llama, trained):
+    prompts = make_prompts(91, 100, 200, 300)
+    new = expect(trained, prompts)
+    engine = start(llama, ferry=FERRY)
+    assert engine.generate(prompts) == expect(llama, prompts) != new
+    engine.forget_device()
+    replace_weights(engine, trained)
+    assert engine.generate(prompts) == new
+    assert engine.stats.resets == 1
+    assert engine.stats.failed > 0
+    engine.forget_device()
+    before = engine.stats.hit_tokens
+    assert engine.generate(prompts) == new
+    assert engine.stats.hit_tokens - before == (3 + 6 + 9) * BLOCK_TOKENS
+    assert engine.stats.resets == 1
+    engine.check_idle()
+
+
+def test_one_reset_is_enough_for_an_update(start, expect, llama, trained):
+    prompts = make_prompts(92, 200)
+    engine = start(llama, ferry=FERRY)
+    engine.generate(prompts)
+    engine.settle()
+    assert engine.llm.reset_prefix_cache(reset_connector=True)
+    replace_weights(engine, trained)
+    for _ in range(2):
+        assert engine.generate(prompts) == expect(trained, prompts)
+        engine.forget_device()
+    assert engine.stats.hit_tokens == 6 * BLOCK_TOKENS
+    assert engine.stats.resets == 1
+    engine.check_idle()
+
+
+def test_the_same_weights_again_are_no_update(start, llama):
+    prompts = make_prompts(93, 200)
+    engine = start(llama, ferry=FERRY)
+    expected = engine.generate(prompts)
+    engine.forget_device()
+    replace_weights(engine, llama)
+    assert engine.generate(prompts) == expected
+    assert engine.stats.hit_tokens == 6 * BLOCK_TOKENS
+    assert engine.stats.resets == 0
+    engine.check_idle()
+
+
+def sleep(engine):
+    engine.llm.sleep(level=1)
+    engine.llm.wake_up()
+
+
+def pause(engine):
+    """As ``/pause`` does it, unless it is told to keep the caches."""
+    core = engine.llm.llm_engine.engine_core.engine_core
+    core.pause_scheduler(mode="abort", clear_cache=True)
+    core.resume_scheduler()
+
+
+@pytest.mark.parametrize("what", [sleep, pause])
+def test_sleep_and_pause_forget_the_host(start, llama, what):
+    prompts = make_prompts(94, 200)
+    engine = start(llama, ferry=FERRY)
+    expected = engine.generate(prompts)
+    engine.settle()
+    what(engine)
+    assert engine.stats.resets == 1
+    assert engine.stats.pool.cached == 0
+    assert engine.generate(prompts) == expected
+    assert engine.stats.hit_tokens == 0
+    engine.forget_device()
+    assert engine.generate(prompts) == expected
+    assert engine.stats.hit_tokens == 6 * BLOCK_TOKENS
+    engine.check_idle()
+
+
+class FakeWeights(Weights):
+    def __init__(self):
+        self.value = 1
+        self.looks = 0
+        self.fails = False
+
+    def mark(self):
+        self.looks += 1
+
+    def begin(self):
+        if self.fails:
+            raise RuntimeError("gone")
+        value = self.value
+        return SimpleNamespace(result=lambda: (value,))
+
+
+def load(freshness, epoch):
+    """A step that loads; whether its blocks may be used."""
+    freshness.enter(epoch)
+    if freshness.is_stale(epoch):
+        return False
+    freshness.mark()
+    freshness.look()
+    return not freshness.is_stale(epoch)
+
+
+def test_loads_of_a_stale_epoch_fail_until_the_scheduler_has_heard():
+    weights = FakeWeights()
+    freshness = Freshness(weights)
+    assert load(freshness, 0)
+    weights.value = 2
+    assert not load(freshness, 0)
+    assert not load(freshness, 0), "planned before the scheduler's side heard of it"
+    assert freshness.take_stale() == (0,)
+    assert freshness.take_stale() == ()
+    assert load(freshness, 1)
+    weights.value = 3
+    freshness.enter(2)  # a reset that came with the update
+    assert load(freshness, 2)
+    assert freshness.take_stale() == ()
+
+
+def test_weights_that_cannot_be_read_any_more_are_stale_once():
+    weights = FakeWeights()
+    freshness = Freshness(weights)
+    assert load(freshness, 0)
+    weights.fails = True
+    assert not load(freshness, 0)
+    assert freshness.take_stale() == (0,)
+    assert load(freshness, 1)
+    assert freshness.take_stale() == ()
+
+
+def test_steps_that_load_nothing_look_at_nothing():
+    weights = FakeWeights()
+    freshness = Freshness(weights)
+    for _ in range(10):
+        freshness.enter(0)
+        freshness.look()
+    assert weights.looks == 1
