@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
+import yaml
 from tests.integration.vllm.engine import make_prompts
 from tests.integration.vllm.server import COMMAND, Server, our_shared_memory, process_env
 
@@ -169,3 +171,19 @@ def test_the_published_benchmark_with_and_without(serve, llama, capsys):
     with capsys.disabled():
         for name, report in reports.items():
             print(f"\n-- vllm bench serve, {name}\n{report}")
+
+
+def test_the_manifests_command_line_is_understood():
+    from vllm.entrypoints.cli import serve as command
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    file = Path(__file__).parents[3] / "deploy" / "kubernetes" / "vllm-kvferry.yaml"
+    deployment = next(yaml.safe_load_all(file.read_text()))
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["vllm", "serve"]
+    parser = command.make_arg_parser(FlexibleArgumentParser())
+    parsed = parser.parse_args(container["args"])
+    assert parsed.model_tag == container["args"][0]
+    connector = parsed.kv_transfer_config
+    connector = connector if isinstance(connector, dict) else vars(connector)
+    assert connector["kv_connector"] == "kvferry"
