@@ -170,6 +170,54 @@ def test_slots_no_group_can_ever_use_are_not_stored() -> None:
     assert held == {0: [0, 1, 2, 3], 1: [3, 7, 11, 15]}
 
 
+# -- what is kept already --------------------------------------------------------------------------
+
+
+def test_a_request_that_returns_goes_on_behind_what_is_kept() -> None:
+    desk = Desk()
+    told = story(1, 6)
+    desk.keep("a", told, 16)
+    assert desk.scheduler.skip_stored("b", told, 24) == 16
+    assert desk.scheduler.skip_stored("b", told, 24) == 16
+    assert desk.store("b", told, 24, first_block=8) == {0: [12, 13]}
+    assert desk.scheduler.skip_stored("c", told, 24) == 24  # on its way counts
+    assert desk.scheduler.skip_stored("d", story(2, 6), 24) == 0
+    assert desk.store("d", story(2, 6), 4) == {0: [0]}
+
+
+def test_what_is_skipped_was_used_and_stays_longer() -> None:
+    desk = Desk(slots=8)
+    old, new = story(1, 4), story(2, 4)
+    desk.keep("a", old, 16)
+    desk.keep("b", new, 16)
+    desk.scheduler.skip_stored("c", old, 16)
+    desk.keep("d", story(3, 4), 16)
+    assert (desk.hit(old), desk.hit(new)) == (16, 0)
+
+
+def test_a_hole_ends_what_can_be_skipped() -> None:
+    desk = Desk()
+    told = story(1, 4)
+    desk.keep("a", told, 16)
+    desk.pool.forget(told[1:2])
+    assert desk.scheduler.skip_stored("b", told, 16) == 4
+
+
+def test_windows_lazy_stores_and_old_blocks_skip_nothing() -> None:
+    desk = Desk(reach.FullAttention(4), WINDOW)
+    told = story(1, 4)
+    desk.keep("a", told, 16)
+    assert desk.scheduler.skip_stored("b", told, 16) == 0
+    lazy = Desk(store_mode="lazy")
+    lazy.offer(0, told, [0, 1, 2, 3])
+    assert lazy.scheduler.skip_stored("b", told, 16) == 0
+    desk = Desk()
+    desk.match("b", told)
+    desk.scheduler.reset()
+    desk.keep("a", told, 16)
+    assert desk.scheduler.skip_stored("b", told, 16) == 0
+
+
 # -- bounds ----------------------------------------------------------------------------------------
 
 

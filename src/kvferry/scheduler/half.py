@@ -225,6 +225,18 @@ class Scheduler:
         num_tokens = min(num_tokens, len(keys) * self._matcher.hash_tokens)
         return self._storing.computed(request_id, record, keys, tables, num_tokens)
 
+    def skip_stored(self, request_id: RequestId, keys: Keys, num_tokens: int) -> int:
+        """Pass over the leading tokens that are kept already; as ``stored_tokens`` from there.
+
+        For a request that returns: :meth:`store` would find the same, but needs its block tables.
+        """
+        self._require_open()
+        record = self._record(request_id)
+        if not record.outdated and not self._storing.is_lazy:
+            num_tokens = min(num_tokens, len(keys) * self._matcher.hash_tokens)
+            self._storing.skip_known(record, keys, num_tokens)
+        return self.stored_tokens(request_id)
+
     def stored_tokens(self, request_id: RequestId) -> int:
         """Leading tokens that :meth:`store` is done with; while there are more, call it again.
 

@@ -41,13 +41,22 @@ class BlockHolds:
             numbers = mention.blocks.tolist()
             # Backwards: the end of a conversation is the first to be given away.
             self._pool.free_blocks(self._blocks(numbers)[::-1])
-            self._held.subtract(numbers)
-        self._held += Counter()  # forget the zeros
+            self._forget(numbers)
 
     def drop_all(self) -> None:
         """Only once no copy runs: we are out of service and the ranks have drained."""
         self._pool.free_blocks(self._blocks(list(self._held.elements())))
         self._held.clear()
+
+    def _forget(self, numbers: list[int]) -> None:
+        # By hand: a load has a thousand blocks, and subtracting counters takes twice as long.
+        held = self._held
+        for number in numbers:
+            count = held[number] - 1
+            if count:
+                held[number] = count
+            else:
+                del held[number]
 
     def _blocks(self, numbers: list[int]) -> list[Any]:
         blocks = self._pool.blocks

@@ -116,6 +116,8 @@ class SchedulerSide:
             drafts = translate.uses_draft_layers(self._vllm_config)
             step = reach.hit_alignment(groups, hash_block_tokens=hash_tokens)
             self._volatile = step if drafts else 0
+            # A window that serves the token after the prompt may not reach back for its last one.
+            self._claims_whole = is_full and not drafts
             self.scheduler = Scheduler(
                 Pool(min(shape.num_slots for shape in self._shapes.values()), num_ready=0),
                 groups,
@@ -175,7 +177,7 @@ class SchedulerSide:
             request.request_id,
             keys,
             computed_tokens=computed_tokens,
-            max_tokens=request.num_tokens - 1,
+            max_tokens=self._claimable(request, computed_tokens),
             spare_tokens=self._volatile,
         )
         if match.state is MatchState.WAIT:
@@ -184,6 +186,17 @@ class SchedulerSide:
             return MISS
         tracked.claimed_tokens = match.to_load
         return match.to_load, True
+
+    def _claimable(self, request: Any, computed_tokens: int) -> int:
+        """How far a hit may go. One token must be computed, or there is none to sample from.
+
+        vLLM computes the last token again where a load brings all of them. That is a step of one
+        token, as in decoding, where the end of a block would be a prefill; but for what is on the
+        device but for its last block, waiting for a load is not worth it.
+        """
+        rest = request.num_tokens - 1
+        is_whole = self._claims_whole and computed_tokens + self._least_block <= rest
+        return int(request.num_tokens if is_whole else rest)
 
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM has given the request its blocks: order the load it was promised.
@@ -329,10 +342,13 @@ class SchedulerSide:
         request = tracked.request
         known_tokens = len(request.block_hashes) * self._hash_tokens
         num_tokens = min(computed_tokens, known_tokens) - self._volatile
+        keys = tracked.chain.keys()
         stored_tokens = scheduler.stored_tokens(request.request_id)
+        if not stored_tokens and num_tokens >= self._least_block:
+            # It may have come back: what was loaded, or never left, needs no look at its blocks.
+            stored_tokens = scheduler.skip_stored(request.request_id, keys, num_tokens)
         if num_tokens >= stored_tokens + self._least_block:
             tables = self._tables.of(request, num_tokens, stored_tokens)
-            keys = tracked.chain.keys()
             ordered = scheduler.store(request.request_id, keys, tables, num_tokens)
             self._require_holds().take(ordered)
             if self.sight is not None:

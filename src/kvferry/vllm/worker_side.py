@@ -12,6 +12,7 @@ A store must come after the forward pass that writes its blocks is queued; a loa
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,6 +34,12 @@ log = logging.getLogger(__name__)
 _STALE = "the model's weights have changed"
 
 Told = tuple[tuple[Rank, int], ...]
+
+
+_IDLE_SECONDS = 0.5e-3
+"""How long a step without a forward may wait for a load. An engine with nothing to compute steps as
+fast as it can, and would keep the interpreter from the thread that queues the copies."""
+_NAP_SECONDS = 2e-5
 
 
 @dataclass
@@ -72,6 +79,7 @@ class WorkerSide:
         self._told_shape = False
         self._told_ready = 0
         self._later: Plan = NO_PLAN
+        self._computes = False
         self._loads: dict[str, _Load] = {}
         self._of_transfer: dict[TransferId, str] = {}
         self._receipts: list[Receipt] = []
@@ -165,7 +173,8 @@ class WorkerSide:
         if orders.loads and self._freshness.is_stale(orders.epoch):
             self._refuse(others, _STALE)
         else:
-            self._execute(Plan(orders.plan.step, others))
+            self._computes = orders.computes
+        self._execute(Plan(orders.plan.step, others))
             if orders.loads:
                 self._freshness.mark()
         self._later = Plan(orders.plan.step, stores)
@@ -205,7 +214,14 @@ class WorkerSide:
     # -- what happened --------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Take what has ended by now."""
+        """Take what has ended by now; where nothing else is to do, what ends in a moment."""
+        self._poll()
+        end = time.monotonic() + _IDLE_SECONDS
+        while self._loads and not (self._computes or self._arrived) and time.monotonic() < end:
+            time.sleep(_NAP_SECONDS)
+            self._poll()
+
+    def _poll(self) -> None:
         if self._worker is not None:
             try:
                 self._freshness.look()

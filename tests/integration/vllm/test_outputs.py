@@ -42,6 +42,22 @@ def test_a_prompt_comes_back_after_a_reset(start, expect, model):
     engine.check_idle()
 
 
+def test_a_prompt_of_whole_blocks_comes_back_whole(start, expect, model):
+    """Its last token is computed again; a window may not reach back to it, so there a block is."""
+    (prompt,) = make_prompts(14, 8 * BLOCK_TOKENS)
+    expected = expect(model, [prompt])
+    engine = start(model, ferry=FERRY, num_gpu_blocks_override=blocks_for(model))
+    assert engine.generate([prompt]) == expected
+    engine.forget_device()
+    assert engine.generate([prompt]) == expected
+    whole = 8 * BLOCK_TOKENS
+    assert engine.stats.hit_tokens == (whole if model.name == "llama" else whole - BLOCK_TOKENS)
+    loaded = engine.loaded_blocks
+    assert engine.generate([prompt]) == expected  # on the device: no load for one block of it
+    assert engine.loaded_blocks == loaded
+    engine.check_idle()
+
+
 def test_generated_tokens_come_back_in_the_next_turn(start, expect, llama):
     (prompt,) = make_prompts(2, 50)
     (more,) = make_prompts(3, 40)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from tests.integration.vllm.sides import BLOCK_TOKENS, Sides, request_of
 
 from kvferry.types import DEVICE, Outcome, Receipt
+from kvferry.vllm import worker_side
 
 HASHES = [bytes([number]) * 32 for number in range(1, 5)]
 STAGES = (["layer0", "layer1", "layer2"], ["layer3"])
@@ -91,6 +93,28 @@ def test_a_load_that_fails_on_one_stage_fails(make):
     assert told.invalid_block_ids == set(places)
     # Blocks that could not be read are not promised again.
     assert sides.side.match(request_of("later", HASHES), 0) == (0, False)
+
+
+@pytest.mark.parametrize("computes", [False, True])
+def test_only_a_step_without_a_forward_waits_for_a_load(make, monkeypatch, computes):
+    monkeypatch.setattr(worker_side, "_IDLE_SECONDS", 60.0)
+    sides = make(["layer0"])
+    store(sides)
+    sides.answer(0)
+    _, orders = load(sides)
+    (rank,) = sides.ranks
+    mover = rank._worker._routes["host", DEVICE]
+    poll, polls = mover.poll, []
+
+    def late() -> list[Receipt]:
+        polls.append(poll() if len(polls) > 2 else [])
+        return polls[-1]
+
+    monkeypatch.setattr(mover, "poll", late)
+    rank.begin(replace(orders, computes=computes))
+    rank.poll()
+    assert rank.take_arrived() == (set() if computes else {"reader"})
+    assert len(polls) == 1 if computes else len(polls) > 3
 
 
 def test_stages_agree_on_the_slots_the_smallest_has(make):
