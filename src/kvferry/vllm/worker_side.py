@@ -169,12 +169,12 @@ class WorkerSide:
             self._fail(request_id, blocks)
         stores = tuple(t for t in orders.plan.transfers if t.src == DEVICE)
         others = tuple(t for t in orders.plan.transfers if t.src != DEVICE)
+        self._computes = orders.computes
         self._freshness.enter(orders.epoch)
         if orders.loads and self._freshness.is_stale(orders.epoch):
             self._refuse(others, _STALE)
         else:
-            self._computes = orders.computes
-        self._execute(Plan(orders.plan.step, others))
+            self._execute(Plan(orders.plan.step, others))
             if orders.loads:
                 self._freshness.mark()
         self._later = Plan(orders.plan.step, stores)
