@@ -37,9 +37,9 @@ class QuickPath(LoopPath):
     def is_quick(self, job: CopyJob) -> bool:
         return True
 
-    def enqueue(self, job: CopyJob, stream: int) -> None:
+    def enqueue(self, job: CopyJob, stream: int, ready: int | None = None) -> None:
         self.seen.append(threading.current_thread().name)
-        super().enqueue(job, stream)
+        super().enqueue(job, stream, ready)
 
 
 class SlowPath(DmaPath):
@@ -49,9 +49,9 @@ class SlowPath(DmaPath):
         super().__init__(driver)
         self._gate = gate
 
-    def enqueue(self, job: CopyJob, stream: int) -> None:
+    def enqueue(self, job: CopyJob, stream: int, ready: int | None = None) -> None:
         assert self._gate.wait(60.0)
-        super().enqueue(job, stream)
+        super().enqueue(job, stream, ready)
 
 
 def test_many_in_flight_come_back_in_order_per_direction() -> None:
@@ -104,7 +104,12 @@ def test_a_slow_path_never_holds_the_caller_nor_the_other_direction() -> None:
 
     class Planner:
         def choose(
-            self, direction: Direction, layout: GroupLayout, num_blocks: int, busy: bool
+            self,
+            direction: Direction,
+            layout: GroupLayout,
+            num_blocks: int,
+            busy: bool,
+            num_runs: int = 1,
         ) -> str:
             return "slow" if direction is Direction.STORE else "loop"
 
@@ -205,7 +210,12 @@ def test_busy_is_whether_compute_has_work() -> None:
 
     class Planner:
         def choose(
-            self, direction: Direction, layout: GroupLayout, num_blocks: int, busy: bool
+            self,
+            direction: Direction,
+            layout: GroupLayout,
+            num_blocks: int,
+            busy: bool,
+            num_runs: int = 1,
         ) -> str:
             seen.append((direction, num_blocks, busy))
             return "loop"

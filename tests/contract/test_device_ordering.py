@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import cached_property, partial
 
 import pytest
 from tests.fakes.driver import FakeDriver
@@ -29,21 +30,36 @@ class GatedPath(DmaPath):
         super().__init__(driver)
         self.gate = gate
 
-    def enqueue(self, job: CopyJob, stream: int) -> None:
+    def enqueue(self, job: CopyJob, stream: int, ready: int | None = None) -> None:
         assert self.gate.wait(60.0)
-        super().enqueue(job, stream)
+        super().enqueue(job, stream, ready)
 
 
 class Mutant(FakeDriver):
     """A driver that can be told to drop a promise; by itself it keeps them all."""
 
-    deaf_stream: int | None = None
+    deaf: frozenset[int] = frozenset()
+    """Streams that do not wait for what was recorded on the ``ignored`` ones; all, if empty."""
+    ignored: frozenset[int] = frozenset()
     hasty = False
     order_of: dict[SourceOrder, SourceOrder] | None = None
 
+    def record_event(self, event: int, stream: int) -> None:
+        super().record_event(event, stream)
+        self.recorded_on[event] = stream
+
     def stream_wait_event(self, stream: int, event: int) -> None:
-        if stream != self.deaf_stream:
+        is_deaf = bool(self.deaf | self.ignored)
+        if self.deaf and stream not in self.deaf:
+            is_deaf = False
+        if self.ignored and self.recorded_on.get(event) not in self.ignored:
+            is_deaf = False
+        if not is_deaf:
             super().stream_wait_event(stream, event)
+
+    @cached_property
+    def recorded_on(self) -> dict[int, int]:
+        return {}
 
     def event_is_done(self, event: int) -> bool:
         return self.hasty or super().event_is_done(event)
@@ -60,15 +76,37 @@ def right(rig: Rig, driver: Mutant) -> None:
 
 
 def store_does_not_wait(rig: Rig, driver: Mutant) -> None:
-    driver.deaf_stream = rig.stream(Direction.STORE)
+    driver.deaf = frozenset({rig.stream(Direction.STORE)})
 
 
 def load_does_not_wait(rig: Rig, driver: Mutant) -> None:
-    driver.deaf_stream = rig.stream(Direction.LOAD)
+    driver.deaf = frozenset({rig.stream(Direction.LOAD)})
 
 
 def compute_does_not_wait(rig: Rig, driver: Mutant) -> None:
-    driver.deaf_stream = rig.compute
+    driver.deaf = frozenset({rig.compute})
+
+
+def ring_streams(rig: Rig) -> tuple[int, set[int]]:
+    """The stream beside the ring, and those of its slots."""
+    ring = rig.engine._paths["staged"]._ring  # type: ignore[attr-defined]
+    with rig.driver.current():
+        ring.open()
+    slots = [ring._alone, *ring._shared.values()]
+    return ring.beside, {slot.stream for s in slots for slot in (*s.large, s.small)}
+
+
+def kernels_do_not_wait_for_compute(rig: Rig, driver: Mutant) -> None:
+    driver.deaf = frozenset(ring_streams(rig)[1])
+    driver.ignored = frozenset({rig.compute})
+
+
+def nobody_waits_for_the_head(rig: Rig, driver: Mutant) -> None:
+    driver.ignored = frozenset({ring_streams(rig)[0]})
+
+
+def nobody_waits_for_kernels(rig: Rig, driver: Mutant) -> None:
+    driver.ignored = frozenset(ring_streams(rig)[1])
 
 
 def receipts_do_not_wait(rig: Rig, driver: Mutant) -> None:
@@ -149,6 +187,29 @@ def receipt_after_bytes(rig: Rig) -> bool:
     return stored == loaded == wrote == rig.kv.block(1)
 
 
+def store_from_an_idle_card(rig: Rig) -> bool:
+    """Nothing runs, so part of the store takes a shortcut; it is part of the store all the same."""
+    if rig.path == "staged":
+        rig.driver.timeline.late = {ring_streams(rig)[0]}
+    rig.store([3, 1], [5, 8])
+    rig.drain()
+    return [rig.slot(5), rig.slot(8)] == [rig.kv.block(3), rig.kv.block(1)]
+
+
+def stores_behind_each_other(rig: Rig) -> bool:
+    """Compute goes on writing between two stores: each must find what was written before it."""
+    wrote = [rig.fresh(), rig.fresh()]
+    rig.driver.timeline.frozen = {rig.compute}
+    for block, slot, content in ((3, 5, wrote[0]), (1, 8, wrote[1])):
+        rig.launch(partial(rig.kv.set_block, block, content))
+        rig.store([block], [slot])
+    rig.wait_until_queued()
+    rig.driver.timeline.run_all()
+    rig.driver.timeline.frozen = set()
+    rig.drain()
+    return [rig.slot(5), rig.slot(8)] == wrote
+
+
 Scenario = Callable[[Rig], bool]
 BATCHED = tuple(path for path in PATHS if path in ("dma", "staged"))
 SCENARIOS: list[Scenario] = [
@@ -156,7 +217,10 @@ SCENARIOS: list[Scenario] = [
     load_after_compute_read,
     compute_after_load,
     receipt_after_bytes,
+    store_from_an_idle_card,
+    stores_behind_each_other,
 ]
+STAGED = tuple(path for path in PATHS if path == "staged")
 CAUGHT: list[tuple[Callable[[Rig, Mutant], None], Scenario, tuple[str, ...]]] = [
     (store_does_not_wait, store_after_compute_wrote, tuple(PATHS)),
     (load_does_not_wait, load_after_compute_read, tuple(PATHS)),
@@ -164,6 +228,10 @@ CAUGHT: list[tuple[Callable[[Rig, Mutant], None], Scenario, tuple[str, ...]]] = 
     (receipts_do_not_wait, receipt_after_bytes, tuple(PATHS)),
     (orders_are_swapped, store_after_compute_wrote, BATCHED),
     (stores_read_in_any_order, store_after_compute_wrote, BATCHED),
+    (kernels_do_not_wait_for_compute, stores_behind_each_other, STAGED),
+    (kernels_do_not_wait_for_compute, load_after_compute_read, STAGED),
+    (nobody_waits_for_kernels, store_from_an_idle_card, STAGED),
+    (nobody_waits_for_the_head, store_from_an_idle_card, STAGED),
 ]
 
 

@@ -58,7 +58,7 @@ class FakeDriver:
         self._ranges: dict[int, int] = {}  # reachable memory: start -> end
         self._registered: set[int] = set()
         self._failures: dict[tuple[str, int], int] = {}
-        self._fail_at: tuple[int, int] | None = None
+        self._fail_at: dict[int, int] = {}
         self._dead: int | None = None
         self._seen: Counter[str] = Counter()
         self._inside = threading.local()
@@ -71,7 +71,7 @@ class FakeDriver:
 
     def fail_at(self, index: int, code: int = ILLEGAL_ADDRESS) -> None:
         """The call that would be ``calls[index]`` is refused with ``code``."""
-        self._fail_at = (index, code)
+        self._fail_at[index] = code
 
     def die(self, code: int = ILLEGAL_ADDRESS) -> None:
         """From now on every call is refused, as after a fault on the device."""
@@ -275,8 +275,7 @@ class FakeDriver:
             if self._dead is not None:
                 raise self._refusal(name, self._dead)
             code = self._failures.pop((name, self._seen[name]), None)
-            if self._fail_at is not None and self._fail_at[0] == index:
-                code = self._fail_at[1]
+            code = self._fail_at.get(index, code)
             if code is not None:
                 raise self._refusal(name, code)
 

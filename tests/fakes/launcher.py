@@ -13,7 +13,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 from tests.fakes.driver import FakeDriver
 
 from kvferry.device import kernels
-from kvferry.device.launch import ARGUMENTS, CopyArguments, Variant
+from kvferry.device.launch import ARGUMENTS, CopyArguments, Launch, Variant
 
 
 class InterpretedLauncher:
@@ -23,21 +23,20 @@ class InterpretedLauncher:
         self._driver = driver
         self.launches: list[tuple[Variant, int, int]] = []
 
-    def prepare(self, variant: Variant) -> None:
-        pass
-
-    def launch(
-        self, variant: Variant, programs: int, arguments: CopyArguments, stream: int
-    ) -> None:
-        # The real launch reads its arguments during the call, so a late run needs its own.
-        values = [getattr(arguments, name) for name in ARGUMENTS]
+    def prepare(self, variant: Variant) -> Launch:
         constants = variant.constants()
 
-        def run() -> None:
-            kernels.copy_rows[(programs,)](*values, **constants)
+        def launch(programs: int, arguments: CopyArguments, stream: int) -> None:
+            # The real launch reads its arguments during the call, so a late run needs its own.
+            values = [getattr(arguments, name) for name in ARGUMENTS]
 
-        self._driver.enqueue_host_function(stream, run)
-        self.launches.append((variant, programs, stream))
+            def run() -> None:
+                kernels.copy_rows[(programs,)](*values, **constants)
+
+            self._driver.enqueue_host_function(stream, run)
+            self.launches.append((variant, programs, stream))
+
+        return launch
 
     def close(self) -> None:
         pass

@@ -33,7 +33,7 @@ if util.find_spec("triton") is not None and util.find_spec("torch") is not None:
     PATHS["kernel"] = lambda driver: KernelPath(driver, InterpretedLauncher(driver))
     # A ring so small that large jobs go around it, and edges so small that all jobs go through it.
     PATHS["staged"] = lambda driver: StagedPath(
-        driver, InterpretedLauncher(driver), ring_bytes=1 << 14, edges=(64, 64)
+        driver, InterpretedLauncher(driver), ring_bytes=1 << 14, edges=(64, 64, 64)
     )
 
 LONG = 60.0
@@ -67,6 +67,7 @@ class Rig:
             for memory in group.memory:
                 self.driver.adopt(memory)
         self.num_slots = num_slots
+        self.path = path
         self.pitch = max(group.layout.block_bytes for group in self.groups) + SLOT_GUARD
         mapping = mmap.mmap(-1, num_slots * self.pitch)
         self.host = np.frombuffer(mapping, dtype=np.uint8).reshape(num_slots, self.pitch)

@@ -11,7 +11,7 @@ from tests.fakes.driver import NOT_SUPPORTED, FakeDriver
 from tests.fakes.kv import make_kv
 from tests.fakes.rig import PATHS, Rig
 
-from kvferry.device.driver import BatchForm
+from kvferry.device.driver import Addresses, BatchForm, SourceOrder
 from kvferry.device.job import CopyJob, Direction
 from kvferry.device.paths import LoopPath
 from kvferry.errors import DriverError
@@ -65,6 +65,62 @@ def test_every_call_refused_once(path: str) -> None:
         assert rig.engine._timing_events.num_held == 0
         rig.close()
         assert sum(rig.driver.leaks().values()) == give_back, refused
+
+
+class Spiteful(FakeDriver):
+    """Refuses a copy of its choice, and then the fences that should follow."""
+
+    copies_until_refusal = 0
+    fences_to_refuse = 0
+
+    def copy_async(self, dst: int, src: int, num_bytes: int, stream: int) -> None:
+        self._count_down()
+        super().copy_async(dst, src, num_bytes, stream)
+
+    def copy_batch_async(
+        self, dsts: Addresses, srcs: Addresses, sizes: Addresses, order: SourceOrder, stream: int
+    ) -> None:
+        self._count_down()
+        super().copy_batch_async(dsts, srcs, sizes, order, stream)
+
+    def _count_down(self) -> None:
+        if self.copies_until_refusal:
+            self.copies_until_refusal -= 1
+            if not self.copies_until_refusal:
+                self.fences_to_refuse = 1
+                raise DriverError("copy: refused", code=1)
+
+    def record_event(self, event: int, stream: int) -> None:
+        if self.fences_to_refuse:
+            self.fences_to_refuse -= 1
+            raise DriverError("record_event: refused", code=1)
+        super().record_event(event, stream)
+
+
+@pytest.mark.skipif("staged" not in PATHS, reason="needs Triton's interpreter")
+@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize("direction", Direction)
+def test_a_refused_fence_does_not_let_a_receipt_out_early(direction: Direction, nth: int) -> None:
+    """A copy is refused, then the fence behind what a ring's own streams already hold."""
+    for seed in range(2):
+        driver = Spiteful(seed=seed)
+        rig = Rig(make_kv("split", page=1024), path="staged", driver=driver, seed=seed)
+        transfer_works(rig)
+        ring = rig.engine._paths["staged"]._ring  # type: ignore[attr-defined]
+        slots = [ring._alone, *ring._shared.values()]
+        streams = {slot.stream for s in slots for slot in (*s.large, s.small)}
+        driver.timeline.late = {ring.inbound, ring.beside, *streams}
+        driver.copies_until_refusal = nth
+        blocks, places = [1, 2, 3, 4], [3, 5, 7, 1]
+        is_store = direction is Direction.STORE
+        transfer = rig.store(blocks, places) if is_store else rig.load(places, blocks)
+        receipt = rig.drain()[transfer]
+        assert receipt.outcome is Outcome.FAILED
+        assert "copy: refused" in receipt.reason
+        assert not any(driver.timeline.streams[s].queue for s in driver.timeline.late)
+        transfer_works(rig)
+        rig.close()
+        assert driver.leaks() == {}
 
 
 @pytest.mark.parametrize(
@@ -141,7 +197,7 @@ class BrokenPath(LoopPath):
 
     name = "broken"
 
-    def enqueue(self, job: CopyJob, stream: int) -> None:
+    def enqueue(self, job: CopyJob, stream: int, ready: int | None = None) -> None:
         raise ZeroDivisionError("a bug")
 
 
@@ -169,7 +225,7 @@ class InterruptedPath(LoopPath):
     def is_quick(self, job: CopyJob) -> bool:
         return True
 
-    def enqueue(self, job: CopyJob, stream: int) -> None:
+    def enqueue(self, job: CopyJob, stream: int, ready: int | None = None) -> None:
         raise KeyboardInterrupt
 
 

@@ -15,7 +15,7 @@ from kvferry.cli.bench_copy import bench_copy
 from kvferry.cli.bench_copy_plot import plot
 from kvferry.cli.bench_copy_tables import report
 from kvferry.cli.calibrate import calibrate
-from kvferry.device.bench.result import PlannerCell, Result, Row, SlowdownRow
+from kvferry.device.bench.result import OneCopy, PlannerCell, Result, Row, SlowdownRow
 from kvferry.device.cuda import CudaDriver
 
 MiB = 1 << 20
@@ -64,6 +64,7 @@ def made_up() -> dict[str, Any]:
         )
         result.slowdown.append(SlowdownRow("a load", direction, "auto", 30.0, 1.1, 12.0, "staged"))
         result.planner.append(PlannerCell(direction, 8192, 2 * MiB, "kernel", "staged", 1.5))
+        result.one_copy.append(OneCopy(direction, 64 * MiB, 49.0, 48.0, 50.0, 4))
     result.both_ways = {"ceiling": {"load": 50.0, "store": 50.0}}
     return result.to_json()
 
@@ -81,6 +82,8 @@ def test_a_run_becomes_tables_and_a_plot(file: Path | None) -> None:
         assert heading in text
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert lines
+    if file is None:
+        assert "| 0.960 |".replace(" ", "") in text.replace(" ", "")  # 48 of 50 GB/s, one copy
     root = ElementTree.fromstring(plot(data))
     assert root.tag.endswith("svg")
     assert "href" not in plot(data)  # needs nothing else, not even a network

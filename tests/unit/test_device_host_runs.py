@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.device.driver import SourceOrder
-from kvferry.device.host_runs import HostRuns
+from kvferry.device.host_runs import FIRST_CALL, MAX_CALL, HostRuns, count_runs
 from kvferry.device.job import CopyJob, Direction
 from kvferry.device.layout import GroupLayout
 
@@ -26,6 +26,7 @@ class Recorder:
     def __init__(self) -> None:
         self.copies: list[tuple[int, int, int]] = []
         self.orders: list[SourceOrder] = []
+        self.calls: list[int] = []
 
     def copy_async(self, dst: int, src: int, num_bytes: int, stream: int) -> None:
         self.copies.append((dst, src, num_bytes))
@@ -34,6 +35,7 @@ class Recorder:
         self, dsts: Any, srcs: Any, sizes: Any, order: SourceOrder, stream: int
     ) -> None:
         self.orders.append(order)
+        self.calls.append(len(sizes))
         self.copies += zip(dsts.tolist(), srcs.tolist(), sizes.tolist(), strict=True)
 
 
@@ -67,6 +69,23 @@ def test_a_gap_between_slots_is_never_written() -> None:
 def test_no_copy_crosses_two_registrations() -> None:
     copies = stored(job([0, 1, 2, 3], chunk=2 * BLOCK), 0, 4 * BLOCK).copies
     assert copies == [(HOST, RING, 2 * BLOCK), (HOST + 2 * BLOCK, RING + 2 * BLOCK, 2 * BLOCK)]
+
+
+def test_runs_are_counted_as_they_are_copied() -> None:
+    assert count_runs(job([7])) == 1
+    assert count_runs(job([3, 4, 5])) == 1
+    assert count_runs(job([3, 4, 6, 5])) == 3
+    assert count_runs(job([3, 4, 5], pitch=BLOCK + 8)) == 3
+    assert count_runs(job([0, 1, 2, 3], chunk=2 * BLOCK)) == 2
+
+
+def test_the_first_calls_are_short() -> None:
+    """The driver starts nothing before it has seen a whole call."""
+    driver: Any = Recorder()
+    HostRuns(job(list(range(0, 400, 2)))).store(driver, 0, 200 * BLOCK, RING, stream=9)
+    assert driver.calls[:3] == [FIRST_CALL, 2 * FIRST_CALL, MAX_CALL]
+    assert max(driver.calls) == MAX_CALL
+    assert sum(driver.calls) == 200
 
 
 def test_stores_keep_stream_order_and_loads_may_not_need_to() -> None:

@@ -24,10 +24,10 @@ from kvferry.device.launch import ARGUMENTS, Variant, compile_for, compile_kerne
 capability = int(sys.argv[1])
 found = []
 for to_packed in (False, True):
-    for linear in (False, True):
+    for linear, single in ((False, False), (True, False), (True, True)):
         for uniform in (False, True):
             for width, vector, steps, warps in ((8, 2, 8, 32), (8, 2, 8, 8), (1, 1, 8, 8)):
-                variant = Variant(to_packed, linear, uniform, width, vector, steps, warps)
+                variant = Variant(to_packed, linear, uniform, width, vector, steps, warps, single)
                 compiled = compile_kernel(variant, capability)
                 image, name = compile_for(variant, capability)
                 kind = "v2.b64" if vector == 2 else "b8"

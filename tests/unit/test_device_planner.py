@@ -85,6 +85,30 @@ def test_several_loads_count_by_their_mean() -> None:
     assert kernel.lost_seconds == pytest.approx(1e-3 * 64 * blocks.block_bytes / 1e9)
 
 
+def test_scattered_host_slots_cost_a_path_that_copies_them_one_by_one() -> None:
+    """At 64 KiB per slot a ring pays for each; a kernel does not care where they are."""
+    costs = {"kernel": (25e-6, 51e9, 0.0), "staged": (60e-6, 54e9, 0.5e-6)}
+    cells = tuple(
+        Cell(way, path, segment, num_bytes // segment, start + num_bytes / rate + runs * per, runs)
+        for way in Direction
+        for path, (start, rate, per) in costs.items()
+        for segment in (4 * KiB, 64 * KiB)
+        for num_bytes in (1 * MiB, 256 * MiB)
+        for runs in (1, 200)
+    )
+    planner = MeasuredPlanner(Profile(cells), costs)
+    small, large = layout(4 * KiB, 16), layout(64 * KiB, 64)
+    assert planner.choose(STORE, small, 1000, busy=False) == "staged"
+    assert planner.choose(STORE, small, 1000, False, 10) == "staged"
+    assert planner.choose(STORE, small, 1000, False, 1000) == "kernel"
+    assert planner.choose(STORE, large, 64, False, 64) == "staged"
+    by_path = {e.path: e.seconds for e in planner.estimates(LOAD, small, 1000, False, 101)}
+    in_one = {e.path: e.seconds for e in planner.estimates(LOAD, small, 1000, False)}
+    assert by_path["kernel"] == pytest.approx(in_one["kernel"])
+    assert by_path["staged"] == pytest.approx(in_one["staged"] + 100 * 0.5e-6)
+    assert "64 runs" in planner.explain(STORE, large, 64, False, 64)
+
+
 def test_a_pinned_path_overrules_and_says_so() -> None:
     planner = MeasuredPlanner(profile(), COSTS, pinned="dma")
     assert planner.choose(LOAD, layout(4 * KiB), 64, busy=False) == "dma"
@@ -116,6 +140,9 @@ def test_the_builtin_profile_gives_sane_choices() -> None:
     assert planner.choose(STORE, small, 1, busy=False) == "kernel"
     assert planner.choose(STORE, small, 256, busy=False) == "staged"
     assert planner.choose(STORE, small, 256, busy=True) == "staged"
+    tiny = layout(1 * KiB)
+    assert planner.choose(STORE, tiny, 4096, busy=False) == "staged"
+    assert planner.choose(STORE, tiny, 4096, False, 4096) == "kernel"
     assert planner.choose(LOAD, layout(8 * MiB), 4, busy=False) in ("dma", "staged")
     without = MeasuredPlanner(builtin_profile(), ["loop", "dma"])
     assert without.choose(LOAD, small, 64, busy=True) == "dma"

@@ -35,7 +35,7 @@ def test_card_driver_and_link_have_a_file_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{", '{"format": 2}', '{"format": 1, "cells": [{}], "busy": []}', "null"]
+    "text", ["", "[]", "{", '{"format": 1}', '{"format": 2, "cells": [{}], "busy": []}', "null"]
 )
 def test_an_unreadable_profile_is_none_and_said(
     text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from tests.fakes.driver import FakeDriver
 from tests.unit.test_device_rows import layout
 
 from kvferry.device.job import CopyJob, Direction
-from kvferry.device.ring import NUM_QUARTERS, Ring
+from kvferry.device.ring import NUM_LARGE, NUM_SMALL, Ring, RingSlot
 from kvferry.device.rows import RowTable, common_alignment, row_shape
 from kvferry.device.staged import Cutter
 from kvferry.errors import DriverError
@@ -20,20 +21,20 @@ from kvferry.errors import DriverError
 PAGE = 4096
 
 
-def cut(
-    direction: Direction, sizes: list[int], num_blocks: int, slots: list[int], edge: int
-) -> list[tuple[int, int, int, int]]:
+def cut(sizes: list[int], num_blocks: int, slots: list[int], keep: int) -> list[tuple[int, ...]]:
     given_layout = layout(sizes)
     ids = np.arange(num_blocks, dtype=np.int64)
-    job = CopyJob(direction, given_layout, ids, ids, 0, given_layout.block_bytes)
+    job = CopyJob(Direction.LOAD, given_layout, ids, ids, 0, given_layout.block_bytes)
     rows = RowTable(given_layout, row_shape(given_layout, common_alignment(given_layout)))
-    found: list[tuple[int, int, int, int]] = []
-    chunk = Cutter(job, rows, (edge, edge))
+    found: list[tuple[int, ...]] = []
+    chunk = Cutter(job, rows)
     while not chunk.is_last:
+        left = chunk.num_left
         slot = slots[len(found) % len(slots)]
-        chunk.fit(slot)
+        chunk.fit(slot, keep=keep)
         found.append((chunk.first_row, chunk.last_row, chunk.start, chunk.end))
         assert chunk.end - chunk.start <= slot
+        assert chunk.num_left == left - (chunk.end - chunk.start)
     assert found[0][0] == found[0][2] == 0
     assert found[-1][1] == num_blocks * rows.rows_per_block
     assert found[-1][3] == job.num_bytes
@@ -41,64 +42,82 @@ def cut(
 
 
 @given(
-    st.sampled_from(list(Direction)),
     st.lists(st.integers(1, 9000), min_size=1, max_size=4),
     st.integers(1, 40),
     st.lists(st.sampled_from([PAGE, 2 * PAGE, 16 * PAGE]), min_size=1, max_size=3),
-    st.integers(1, 5 * PAGE),
+    st.integers(0, 5 * PAGE),
 )
 def test_chunks_cover_the_job_and_never_exceed_their_slot(
-    direction: Direction, sizes: list[int], num_blocks: int, slots: list[int], edge: int
+    sizes: list[int], num_blocks: int, slots: list[int], keep: int
 ) -> None:
-    found = cut(direction, sizes, num_blocks, slots, edge)
+    found = cut(sizes, num_blocks, slots, keep)
     for before, after in itertools.pairwise(found):
         assert before[1] == after[0]
         assert before[3] == after[2]
         assert after[1] > after[0]
 
 
-def test_only_the_exposed_end_is_small() -> None:
-    sizes, slots, edge = [PAGE] * 4, [16 * PAGE], 2 * PAGE
-    store = [end - start for *_, start, end in cut(Direction.STORE, sizes, 16, slots, edge)]
-    load = [end - start for *_, start, end in cut(Direction.LOAD, sizes, 16, slots, edge)]
-    assert store == [2 * PAGE, 16 * PAGE, 16 * PAGE, 16 * PAGE, 14 * PAGE]
-    assert load == [16 * PAGE, 16 * PAGE, 16 * PAGE, 14 * PAGE, 2 * PAGE]
+def test_what_is_kept_is_left_for_the_last_chunk() -> None:
+    sizes, slots = [PAGE] * 4, [16 * PAGE]
+    kept = [end - start for *_, start, end in cut(sizes, 16, slots, 2 * PAGE)]
+    assert kept == [16 * PAGE, 16 * PAGE, 16 * PAGE, 14 * PAGE, 2 * PAGE]
+    assert [end - start for *_, start, end in cut(sizes, 16, slots, 0)] == [16 * PAGE] * 4
+
+
+LARGE, SMALL = 15 * PAGE, 2 * PAGE
+RING_BYTES = 4 * LARGE + 2 * SMALL
+
+
+def addresses(slots: Iterable[RingSlot]) -> set[int]:
+    return {part.address for slot in slots for part in slot.parts}
 
 
 def test_one_direction_alone_has_all_of_the_ring() -> None:
     driver = FakeDriver()
     with driver.current():
-        ring = Ring(driver, 8 * PAGE)
+        ring = Ring(driver, RING_BYTES)
         ring.open()
-        slots = {ring.next(Direction.STORE) for _ in range(6)}
-        assert {slot.num_bytes for slot in slots} == {4 * PAGE}
-        assert len({quarter for slot in slots for quarter in slot.quarters}) == NUM_QUARTERS
+        large = {ring.next(Direction.STORE) for _ in range(6)}
+        assert {slot.num_bytes for slot in large} == {2 * LARGE}
+        assert ring.next(Direction.STORE, 2 * SMALL + 1) in large
+        small = ring.next(Direction.STORE, 2 * SMALL)
+        assert small.num_bytes == 2 * SMALL
+        assert len(addresses(large)) == NUM_LARGE
+        assert len(addresses({small, *large})) == NUM_LARGE + NUM_SMALL
         ring.close()
     assert driver.leaks() == {}
+
+
+def test_slots_do_not_overlap() -> None:
+    driver = FakeDriver()
+    with driver.current():
+        ring = Ring(driver, RING_BYTES)
+        ring.open()
+        alone = [*{ring.next(Direction.LOAD) for _ in range(2)}, ring.next(Direction.LOAD, 1)]
+        spans = sorted((slot.address, slot.address + slot.num_bytes) for slot in alone)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+        assert spans[-1][1] - spans[0][0] == RING_BYTES
+        ring.close()
 
 
 def test_both_directions_at_once_keep_out_of_each_others_way() -> None:
     driver = FakeDriver()
     with driver.current():
-        ring = Ring(driver, 8 * PAGE)
+        ring = Ring(driver, RING_BYTES)
         ring.open()
         stream = ring.inbound
         driver.timeline.frozen = {stream}
         load = ring.next(Direction.LOAD)
         driver.record_event(load.scattered, stream)  # a load that is not over yet
-        stores = {ring.next(Direction.STORE) for _ in range(4)}
-        driver.record_event(next(iter(stores)).copied_out, stream)
+        sizes = (None, None, 0, None)
+        stores = {ring.next(Direction.STORE, size) for size in sizes}
         for slot in stores:
             driver.record_event(slot.copied_out, stream)
-        loads = {ring.next(Direction.LOAD) for _ in range(4)}
-        quarters = [
-            {quarter.address for slot in slots for quarter in slot.quarters}
-            for slots in (stores, loads)
-        ]
-        assert not quarters[0] & quarters[1]
+        loads = {ring.next(Direction.LOAD, size) for size in sizes}
+        assert not addresses(stores) & addresses(loads)
         driver.timeline.frozen = set()
         driver.timeline.run_all()
-        assert ring.next(Direction.STORE).num_bytes == 4 * PAGE
+        assert ring.next(Direction.STORE).num_bytes == 2 * LARGE
         ring.close()
     assert driver.leaks() == {}
 
@@ -109,7 +128,7 @@ def test_a_ring_that_cannot_open_takes_nothing(call: str, nth: int) -> None:
     driver = FakeDriver()
     driver.fail(call, nth if call != "alloc_device" else 1)
     with driver.current():
-        ring = Ring(driver, 8 * PAGE)
+        ring = Ring(driver, RING_BYTES)
         with pytest.raises(DriverError):
             ring.open()
         assert driver.leaks() == {}

@@ -41,7 +41,8 @@ def bench_copy(
     """Copy blocks each way, by every path: a minute or two on an otherwise idle GPU."""
     driver = open_card("kvferry bench copy", device)
     # Imported here: it needs torch, and the message above must come before its absence.
-    from kvferry.device.bench.run import FULL, QUICK, CopyBenchmark
+    from kvferry.device.bench.plan import FULL, QUICK
+    from kvferry.device.bench.run import CopyBenchmark
 
     command = " ".join(["kvferry bench copy", *(["--quick"] if quick else [])])
     try:

@@ -14,17 +14,19 @@ NOTES = """\
 **loop**: one `cuMemcpyAsync` per segment. **dma**: one `cuMemcpyBatchAsync` with a descriptor per
 segment. **published**: a Triton kernel that takes one descriptor per program on 12 multiprocessors
 for host to GPU below 28 KiB, one `cuMemcpyBatchAsync` otherwise. **kernel**, **staged**: kvferry's
-own. **auto**: the planner's choice, in brackets. **Ceiling**: one large copy between pinned and GPU
-memory, timed just before each row. Blocks have 64 segments and random block ids; host slots are one
-run unless said otherwise. Times are medians on the device, from an idle stream to the copy's end,
-the call that queues it included."""
+own. **auto**: the planner's choice, in brackets. **Ceiling**: one copy of 256 MiB between pinned
+and GPU memory, timed just before each row. Blocks have 64 segments and random block ids; host slots
+are one run or, where called scattered, every second slot in random order: no two neighbours. Times
+are medians on the device, from an idle stream to the copy's end, the call that queues it included.
+"""
 
 
 def report(data: dict[str, Any]) -> str:
     """Everything a run found, as one Markdown page."""
-    parts = [_title(data), NOTES]
+    parts = [_title(data), NOTES.rstrip()]
     for direction in NAMES:
         parts += _large(data, direction)
+    parts.append(_one_copy(data))
     for direction in NAMES:
         parts.append(_small(data, direction))
     parts += [_submit(data), _both_ways(data), _slowdown(data), _planner(data)]
@@ -68,8 +70,6 @@ def _large(data: dict[str, Any], direction: str) -> list[str]:
     parts = []
     for slots, paths in (("run", PATHS), ("scattered", ("kernel", "staged", "auto"))):
         for total in sorted({num_bytes(r) for r in rows if r["host_slots"] == slots}):
-            if slots == "scattered" and total != 256 * MiB:
-                continue
             here = [r for r in rows if num_bytes(r) == total and r["host_slots"] == slots]
             lines = []
             for segment in sorted({r["segment_bytes"] for r in here}):
@@ -94,6 +94,26 @@ def _large(data: dict[str, Any], direction: str) -> list[str]:
                 + table(["Segment", *paths, "Ceiling", "auto / ceiling", *last], lines)
             )
     return parts
+
+
+def _one_copy(data: dict[str, Any]) -> str:
+    if not data.get("one_copy"):
+        return ""
+    lines = [
+        [
+            f"{NAMES[c['direction']]}, {size(c['num_bytes'])}",
+            f"{c['gbps']:.1f}" if c["in_flight"] > 1 else "–",
+            f"{c['alone_gbps']:.1f}",
+            f"{c['ceiling_gbps']:.1f}",
+            f"{c['alone_gbps'] / c['ceiling_gbps']:.3f}",
+        ]
+        for c in data["one_copy"]
+    ]
+    return (
+        "## One pinned copy by its size\n\nGB/s of a single copy, timed as the paths are. "
+        "All shares in the tables above are of the ceiling, not of these.\n\n"
+        + table(["Copy", "queued", "alone", "Ceiling", "alone / ceiling"], lines)
+    )
 
 
 def _gbps(row: dict[str, Any] | None) -> str:
@@ -208,7 +228,8 @@ def _planner(data: dict[str, Any]) -> str:
         [
             [
                 f"{NAMES[c['direction']]}, {size(c['segment_bytes'])}, "
-                f"{c['num_bytes'] / MiB:.4g} MiB",
+                f"{c['num_bytes'] / MiB:.4g} MiB"
+                + (", scattered" if c.get("host_slots") == "scattered" else ""),
                 c["chosen"],
                 c["best"],
                 f"{c['times_best']:.3f}",

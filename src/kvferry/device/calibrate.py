@@ -31,6 +31,12 @@ SEGMENTS_PER_BLOCK = 64
 SLOWEST = 8e-3
 """Seconds; a path that took longer is not timed on more bytes of the same segments."""
 
+SCATTERED = (4 * KiB, 16 * KiB)
+"""Segment sizes at which paths are timed with host slots that are no neighbours."""
+SCATTERED_BYTES = 64 * MiB
+SCATTERED_PATHS = ("kernel", "staged")
+"""The others copy segment by segment and do not care where the slots are."""
+
 BUSY_SEGMENTS = {"kernel": 16 * KiB, "staged": 16 * KiB, "dma": 2 * MiB, "loop": 2 * MiB}
 """Segment size at which each path is timed beside a model: one at which it may be chosen."""
 BUSY_BYTES = 128 * MiB
@@ -57,6 +63,7 @@ def calibrate(
                 for segment_bytes in SEGMENT_BYTES:
                     progress(f"{direction.value}, segments of {segment_bytes // KiB} KiB")
                     cells += list(time_paths(rig, direction, segment_bytes, candidates))
+                cells += list(_time_scattered(rig, direction, candidates))
             busy = tuple(_time_beside_model(rig, candidates, progress))
         finally:
             rig.close()
@@ -84,6 +91,22 @@ def time_paths(
             yield Cell(direction, name, segment_bytes, num_bytes // segment_bytes, timing.seconds)
             if timing.seconds > SLOWEST:
                 del in_race[name]
+
+
+def _time_scattered(
+    rig: CopyRig, direction: Direction, paths: Mapping[str, Path]
+) -> Iterator[Cell]:
+    for segment_bytes in SCATTERED:
+        num_bytes = min(SCATTERED_BYTES, rig.num_bytes // 2)
+        num_blocks = num_bytes // (segment_bytes * SEGMENTS_PER_BLOCK)
+        if num_blocks < 2:
+            continue
+        job = rig.job(direction, segment_bytes, SEGMENTS_PER_BLOCK, num_blocks, scattered=True)
+        for name in SCATTERED_PATHS:
+            if name in paths:
+                timing = rig.time(paths[name], job, warm_up=1, in_flight=2)
+                num_segments = num_blocks * SEGMENTS_PER_BLOCK
+                yield Cell(direction, name, segment_bytes, num_segments, timing.seconds, num_blocks)
 
 
 def provenance(driver: Driver) -> dict[str, str]:

@@ -34,6 +34,8 @@ class Choices:
         if not 0 <= group < len(self.layouts):
             return ""
         layout = self.layouts[group]
-        if self._planner.choose(direction, layout, num_blocks, busy) != path:
-            return ""
-        return self._planner.explain(direction, layout, num_blocks, busy)
+        # How the host slots lay is not told: together or, which is the rule later, each by itself.
+        for num_runs in (1, num_blocks):
+            if self._planner.choose(direction, layout, num_blocks, busy, num_runs) == path:
+                return self._planner.explain(direction, layout, num_blocks, busy, num_runs)
+        return ""

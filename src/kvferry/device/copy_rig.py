@@ -29,14 +29,24 @@ class Timing:
 
 
 class CopyRig:
-    """Owns ``num_bytes`` of pinned host memory, twice as much device memory, and a stream per way.
+    """Owns ``host_bytes`` of pinned host memory, device memory, and a stream per way.
 
-    Blocks are spread over all the device memory, layer by layer, and picked at random.
+    Jobs have up to ``num_bytes``; the device memory is twice that. Blocks are spread over all of
+    it, layer by layer, and picked at random. ``ready`` is an event of an idle compute stream: what
+    an engine tells a path while no model runs.
     """
 
-    def __init__(self, driver: Driver, *, num_bytes: int = 256 * MiB, seed: int = 0) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        *,
+        num_bytes: int = 256 * MiB,
+        host_bytes: int | None = None,
+        seed: int = 0,
+    ) -> None:
         self.driver = driver
         self.num_bytes = num_bytes
+        self.host_bytes = host_bytes or num_bytes
         self._rng = np.random.default_rng(seed)
         self._layouts: dict[tuple[int, int], GroupLayout] = {}
         self._give_back: list[Callable[[], None]] = []
@@ -70,10 +80,14 @@ class CopyRig:
         *,
         scattered: bool = False,
     ) -> CopyJob:
-        """Random blocks, from or to host slots in one run or, ``scattered``, at random too."""
+        """Random blocks, from or to host slots in one run or, ``scattered``, at random too.
+
+        Scattered slots are every second one: no two of them are neighbours.
+        """
         layout = self.layout(segment_bytes, segments)
-        num_slots = self.num_bytes // layout.block_bytes
-        slots = self._rng.permutation(num_slots) if scattered else np.arange(num_slots)
+        slots = np.arange(self.host_bytes // layout.block_bytes)
+        if scattered:
+            slots = self._rng.permutation(slots[::2])
         return CopyJob(
             direction,
             layout,
@@ -94,7 +108,7 @@ class CopyRig:
 
         def queue(stream: int) -> None:
             for _ in range(in_flight):
-                path.enqueue(job, stream)
+                path.enqueue(job, stream, self.ready)
 
         found = self.time_call(queue, job.direction, repeats=repeats, warm_up=warm_up)
         return Timing(found.seconds / in_flight, found.submit_seconds / in_flight)
@@ -130,14 +144,19 @@ class CopyRig:
                 gc.enable()
         return Timing(statistics.median(seconds), statistics.median(submits))
 
-    def ceiling(self, direction: Direction, num_bytes: int | None = None) -> float:
+    def ceiling(
+        self, direction: Direction, num_bytes: int | None = None, *, in_flight: int = 1
+    ) -> float:
         """GB/s of one large copy between pinned and device memory: what no path can beat."""
         num_bytes = num_bytes or self.num_bytes
         ends = (self.device, self.host) if direction is Direction.LOAD else (self.host, self.device)
-        timing = self.time_call(
-            lambda stream: self.driver.copy_async(*ends, num_bytes, stream), direction, repeats=9
-        )
-        return num_bytes / timing.seconds / GB
+
+        def queue(stream: int) -> None:
+            for _ in range(in_flight):
+                self.driver.copy_async(*ends, num_bytes, stream)
+
+        timing = self.time_call(queue, direction, repeats=9)
+        return in_flight * num_bytes / timing.seconds / GB
 
     def close(self) -> None:
         """Give everything back. Safe to call twice."""
@@ -146,7 +165,7 @@ class CopyRig:
 
     def _take(self) -> None:
         driver = self.driver
-        self.host = driver.alloc_host(self.num_bytes)
+        self.host = driver.alloc_host(self.host_bytes)
         self._give_back.append(partial(driver.free_host, self.host))
         self.device = driver.alloc_device(2 * self.num_bytes)
         self._give_back.append(partial(driver.free_device, self.device))
@@ -159,15 +178,17 @@ class CopyRig:
             self.streams[direction] = stream
             self._give_back.append(partial(driver.destroy_stream, stream))
         self._events = (driver.create_event(timing=True), driver.create_event(timing=True))
-        for event in self._events:
+        self.ready = driver.create_event(timing=False)
+        for event in (*self._events, self.ready):
             self._give_back.append(partial(driver.destroy_event, event))
+        driver.record_event(self.ready, self.streams[Direction.LOAD])
         self._fill()
 
     def _fill(self) -> None:
         """Random bytes on both sides: a copy of zeros may run faster than yours will."""
         piece = 16 * MiB
-        for start in range(0, self.num_bytes, piece):
-            size = min(piece, self.num_bytes - start)
+        for start in range(0, self.host_bytes, piece):
+            size = min(piece, self.host_bytes - start)
             noise = self._rng.bytes(size)
             ctypes.memmove(self.host + start, noise, size)
         stream = self.streams[Direction.LOAD]

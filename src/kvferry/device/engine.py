@@ -26,6 +26,7 @@ from kvferry.device.base import Ticket
 from kvferry.device.choices import Choices
 from kvferry.device.driver import Driver, Priority
 from kvferry.device.events import EventPool
+from kvferry.device.host_runs import count_runs
 from kvferry.device.job import CopyJob, Direction, Path, Planner
 from kvferry.device.lane import Flight, Lane
 from kvferry.device.layout import GroupLayout
@@ -217,7 +218,9 @@ class GpuEngine(Closing):
             flight.ready = self._order_events.take()
             self._driver.record_event(flight.ready, compute)
         flight.beside_model = busy
-        flight.path = self._planner.choose(job.direction, job.layout, len(job.device_blocks), busy)
+        flight.path = self._planner.choose(
+            job.direction, job.layout, len(job.device_blocks), busy, count_runs(job)
+        )
         path = self._paths.get(flight.path)
         if path is None:
             raise InputError(

@@ -49,8 +49,13 @@ class Path(Protocol):
 
     name: str
 
-    def enqueue(self, job: CopyJob, stream: int) -> None:
+    def enqueue(self, job: CopyJob, stream: int, ready: int | None = None) -> None:
         """Queue the whole job on ``stream`` (a raw driver handle); DriverError on refusal.
+
+        ``stream`` comes after everything the job must wait for. ``ready`` says more: the event
+        after which its blocks may be read or written, whatever earlier jobs still do on
+        ``stream``. A path with streams of its own may begin there; the caller may record the event
+        anew when this returns. None means that only ``stream`` knows.
 
         Whatever was queued before a raise, also on streams of the path's own, must come before
         anything queued on ``stream`` from then on: the engine holds the failed receipt back until
@@ -70,8 +75,18 @@ class Path(Protocol):
 class Planner(Protocol):
     """Picks the path of each transfer."""
 
-    def choose(self, direction: Direction, layout: GroupLayout, num_blocks: int, busy: bool) -> str:
-        """The name of a path; ``busy`` says that the model runs on the device now."""
+    def choose(
+        self,
+        direction: Direction,
+        layout: GroupLayout,
+        num_blocks: int,
+        busy: bool,
+        num_runs: int = 1,
+    ) -> str:
+        """The name of a path; ``busy`` says that the model runs on the device now.
+
+        ``num_runs`` is how many runs of neighbours the host slots make up.
+        """
 
 
 @dataclass(frozen=True)
@@ -81,5 +96,12 @@ class FixedPlanner:
     store: str
     load: str
 
-    def choose(self, direction: Direction, layout: GroupLayout, num_blocks: int, busy: bool) -> str:
+    def choose(
+        self,
+        direction: Direction,
+        layout: GroupLayout,
+        num_blocks: int,
+        busy: bool,
+        num_runs: int = 1,
+    ) -> str:
         return self.store if direction is Direction.STORE else self.load

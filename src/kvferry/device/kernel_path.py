@@ -25,10 +25,14 @@ class KernelPath:
 
     def __init__(self, driver: Driver, launcher: Launcher, *, grid: Grid = GRID) -> None:
         self._driver = driver
-        self._kernels = Kernels(driver, launcher, grid, linear=False)
+        self._kernels = Kernels(driver, launcher, grid)
+        self._single = Kernels(driver, launcher, grid, single=True)
         self._ids = {direction: IdBuffers(driver) for direction in Direction}
 
-    def enqueue(self, job: CopyJob, stream: int) -> None:
+    def enqueue(self, job: CopyJob, stream: int, ready: int | None = None) -> None:
+        if len(job.device_blocks) == 1:
+            self._enqueue_one(job, stream)
+            return
         prepared = self._kernels.get(job)
         ids = self._ids[job.direction]
         try:
@@ -40,10 +44,19 @@ class KernelPath:
             ids.fence(stream)
 
     def is_quick(self, job: CopyJob) -> bool:
-        return job.num_bytes <= QUICK_BYTES and self._kernels.find(job) is not None
+        kernels = self._single if len(job.device_blocks) == 1 else self._kernels
+        return job.num_bytes <= QUICK_BYTES and kernels.find(job) is not None
 
     def close(self) -> None:
         with self._driver.current():
             for ids in self._ids.values():
                 ids.close()
             self._kernels.close()
+            self._single.close()
+
+    def _enqueue_one(self, job: CopyJob, stream: int) -> None:
+        """One block's ids travel with the launch: no buffer, and no read over the link first."""
+        prepared = self._single.get(job)
+        arguments = prepared.begin(job, int(job.device_blocks[0]))
+        arguments.packed_base = job.host_base + int(job.host_slots[0]) * job.host_pitch
+        self._single.launch(prepared, stream)

@@ -175,7 +175,7 @@ class Lane:
                 self._driver.stream_wait_event(self.stream, flight.ready)
             flight.start = self._timing_events.take()
             self._driver.record_event(flight.start, self.stream)
-            path.enqueue(job, self.stream)
+            path.enqueue(job, self.stream, flight.ready)
         except Exception as error:
             flight.fail(error)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable
 from ctypes import byref, c_char_p, c_int, c_int32, c_int64, c_uint, c_void_p
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -65,12 +66,14 @@ class Variant:
     vector: int
     steps: int
     warps: int
+    single: bool = False
 
     def constants(self) -> dict[str, Any]:
         """The kernel's compile-time arguments. One row per warp: see the kernel."""
         return {
             "TO_PACKED": self.to_packed,
             "LINEAR": self.linear,
+            "SINGLE": self.single,
             "UNIFORM": self.uniform,
             "WIDTH": self.width,
             "VECTOR": self.vector,
@@ -79,16 +82,15 @@ class Variant:
         }
 
 
+Launch = Callable[[int, CopyArguments, int], None]
+"""Queues so many programs of one kernel, with arguments, on a stream; DriverError on refusal."""
+
+
 class Launcher(Protocol):
-    """Compiles the copy kernel and queues it on streams."""
+    """Compiles the copy kernel and loads it."""
 
-    def prepare(self, variant: Variant) -> None:
+    def prepare(self, variant: Variant) -> Launch:
         """Compile and load ``variant``; may take a second the first time."""
-
-    def launch(
-        self, variant: Variant, programs: int, arguments: CopyArguments, stream: int
-    ) -> None:
-        """Queue the kernel on ``stream``; DriverError on refusal."""
 
     def close(self) -> None:
         """Unload what was loaded. Safe to call twice."""
@@ -100,37 +102,37 @@ class CudaLauncher:
     def __init__(self, driver: CudaDriver) -> None:
         self._driver = driver
         self._lock = threading.Lock()
-        self._functions: dict[Variant, int] = {}
+        self._launches: dict[Variant, Launch] = {}
         self._modules: list[int] = []
-        self._launch = driver.bind(
+        self._call = driver.bind(
             "cuLaunchKernel", c_void_p, *(c_uint,) * 7, c_void_p, c_void_p, c_void_p
         )
 
-    def prepare(self, variant: Variant) -> None:
+    def prepare(self, variant: Variant) -> Launch:
         with self._lock:
-            if variant not in self._functions:
-                self._functions[variant] = self._load(variant)
-
-    def launch(
-        self, variant: Variant, programs: int, arguments: CopyArguments, stream: int
-    ) -> None:
-        function = self._functions.get(variant)
-        if function is None:
-            self.prepare(variant)
-            function = self._functions[variant]
-        threads = variant.warps * WARP
-        code = self._launch(
-            function, programs, 1, 1, threads, 1, 1, 0, stream, arguments.pointers, None
-        )
-        if code:
-            self._driver.check(code, f"cuLaunchKernel({programs} x {threads} threads)")
+            if variant not in self._launches:
+                function = self._load(variant)
+                self._launches[variant] = self._launch_of(function, variant.warps * WARP)
+            return self._launches[variant]
 
     def close(self) -> None:
         with self._lock, self._driver.current():
             unload = self._driver.bind("cuModuleUnload", c_void_p)
             while self._modules:
                 unload(self._modules.pop())
-            self._functions.clear()
+            self._launches.clear()
+
+    def _launch_of(self, function: int, threads: int) -> Launch:
+        # A closure, no look-up: what comes before the launch of a small copy is part of its time.
+        call, check = self._call, self._driver.check
+
+        def launch(programs: int, arguments: CopyArguments, stream: int) -> None:
+            pointers = arguments.pointers
+            code = call(function, programs, 1, 1, threads, 1, 1, 0, stream, pointers, None)
+            if code:
+                check(code, f"cuLaunchKernel({programs} x {threads} threads)")
+
+        return launch
 
     def _load(self, variant: Variant) -> int:
         image, name = compile_for(variant, self._capability())

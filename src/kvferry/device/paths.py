@@ -60,7 +60,7 @@ class LoopPath:
         self._driver = driver
         self._table = DescriptorTable()
 
-    def enqueue(self, job: CopyJob, stream: int) -> None:
+    def enqueue(self, job: CopyJob, stream: int, ready: int | None = None) -> None:
         copy_each(self._driver, *self._table.build(job), stream)
 
     def is_quick(self, job: CopyJob) -> bool:
@@ -79,7 +79,7 @@ class DmaPath:
         self._driver = driver
         self._table = DescriptorTable()
 
-    def enqueue(self, job: CopyJob, stream: int) -> None:
+    def enqueue(self, job: CopyJob, stream: int, ready: int | None = None) -> None:
         # A store reads live KV: only STREAM keeps the read behind the stream's wait for compute.
         # A load reads a committed host slot, which nobody writes while it is leased.
         order = SourceOrder.ANY if job.direction is Direction.LOAD else SourceOrder.STREAM

@@ -3,7 +3,8 @@
 Between measured sizes it interpolates the time: straight in the bytes of the transfer, because a
 copy costs a start and then so much per byte; straight in one over the segment size, because what a
 path pays per segment it pays the more often the smaller they are. Both are exact for a path whose
-time is ``a + b * bytes + c * segments``.
+time is ``a + b * bytes + c * segments``. Host slots that are no neighbours cost a path that copies
+them one by one so much each, measured too.
 """
 
 from __future__ import annotations
@@ -61,14 +62,27 @@ class _Curve:
 
 
 class _Surface:
-    """Seconds of one path in one direction, over segment size and bytes."""
+    """Seconds of one path in one direction, over segment size, bytes and runs of host slots."""
 
     def __init__(self, cells: Sequence[Cell]) -> None:
-        sizes = sorted({cell.segment_bytes for cell in cells})
+        in_one_run = [cell for cell in cells if cell.num_runs == 1]
+        sizes = sorted({cell.segment_bytes for cell in in_one_run})
         self._sizes = sizes
-        self._curves = [_Curve([c for c in cells if c.segment_bytes == size]) for size in sizes]
+        self._curves = [
+            _Curve([c for c in in_one_run if c.segment_bytes == size]) for size in sizes
+        ]
+        more = [
+            (cell.seconds - self._in_one_run(cell.segment_bytes, cell.num_bytes))
+            / (cell.num_runs - 1)
+            for cell in cells
+            if cell.num_runs > 1
+        ]
+        self._per_run = max(0.0, fmean(more)) if more else 0.0
 
-    def at(self, segment_bytes: float, num_bytes: int) -> float:
+    def at(self, segment_bytes: float, num_bytes: int, num_runs: int = 1) -> float:
+        return self._in_one_run(segment_bytes, num_bytes) + self._per_run * (num_runs - 1)
+
+    def _in_one_run(self, segment_bytes: float, num_bytes: int) -> float:
         sizes, curves = self._sizes, self._curves
         if segment_bytes <= sizes[0]:
             # Smaller than all we know: as many segments of the smallest size cost at least that.
@@ -108,7 +122,7 @@ class MeasuredPlanner:
             self._surfaces[direction] = {
                 path: _Surface([cell for cell in known if cell.path == path])
                 for path in paths
-                if any(cell.path == path for cell in known)
+                if any(cell.path == path and cell.num_runs == 1 for cell in known)
             }
             if pinned is None and not self._surfaces[direction]:
                 raise InputError(
@@ -121,30 +135,45 @@ class MeasuredPlanner:
             for direction in Direction
             for path in paths
         }
-        self._remembered: OrderedDict[tuple[Direction, int, int, int, bool], str] = OrderedDict()
+        self._remembered: OrderedDict[tuple[Direction, int, int, int, bool, int], str]
+        self._remembered = OrderedDict()
 
-    def choose(self, direction: Direction, layout: GroupLayout, num_blocks: int, busy: bool) -> str:
+    def choose(
+        self,
+        direction: Direction,
+        layout: GroupLayout,
+        num_blocks: int,
+        busy: bool,
+        num_runs: int = 1,
+    ) -> str:
         """The name of the path that costs least; ``busy`` says that the model runs now."""
         if self.pinned is not None:
             return self.pinned
-        key = (direction, layout.block_bytes, layout.num_segments, num_blocks, busy)
+        # To the next power of two: what is remembered must not depend on every single slot.
+        num_runs = 1 << (num_runs - 1).bit_length()
+        key = (direction, layout.block_bytes, layout.num_segments, num_blocks, busy, num_runs)
         path = self._remembered.get(key)
         if path is None:
-            path = self.estimates(direction, layout, num_blocks, busy)[0].path
+            path = self.estimates(direction, layout, num_blocks, busy, num_runs)[0].path
             self._remembered[key] = path
             if len(self._remembered) > MAX_REMEMBERED:
                 self._remembered.popitem(last=False)
         return path
 
     def estimates(
-        self, direction: Direction, layout: GroupLayout, num_blocks: int, busy: bool
+        self,
+        direction: Direction,
+        layout: GroupLayout,
+        num_blocks: int,
+        busy: bool,
+        num_runs: int = 1,
     ) -> list[Estimate]:
         """What each path would cost, the best first."""
         num_bytes = num_blocks * layout.block_bytes
         segment_bytes = layout.block_bytes / layout.num_segments
         found = []
         for path, surface in self._surfaces[direction].items():
-            seconds, lost = surface.at(segment_bytes, num_bytes), 0.0
+            seconds, lost = surface.at(segment_bytes, num_bytes, num_runs), 0.0
             if busy:
                 beside = self._beside[direction, path]
                 seconds *= beside.stretch
@@ -153,7 +182,12 @@ class MeasuredPlanner:
         return sorted(found, key=lambda estimate: estimate.score)
 
     def explain(
-        self, direction: Direction, layout: GroupLayout, num_blocks: int, busy: bool
+        self,
+        direction: Direction,
+        layout: GroupLayout,
+        num_blocks: int,
+        busy: bool,
+        num_runs: int = 1,
     ) -> str:
         """Why ``choose`` answers as it does, in words."""
         num_bytes = num_blocks * layout.block_bytes
@@ -163,9 +197,11 @@ class MeasuredPlanner:
             f"{num_blocks * layout.num_segments} segments of {segment / 1024:.4g} KiB, "
             f"model {'running' if busy else 'idle'}"
         )
+        if num_runs > 1:
+            what += f", host slots in {num_runs} runs"
         if self.pinned is not None:
             return f"{what}: {self.pinned}, because copy_path pins it."
-        estimates = self.estimates(direction, layout, num_blocks, busy)
+        estimates = self.estimates(direction, layout, num_blocks, busy, num_runs)
         lines = [f"{what}: {estimates[0].path}."]
         for estimate in estimates:
             line = (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvferry.device.driver import Driver
 from kvferry.device.job import CopyJob, Direction
-from kvferry.device.launch import CopyArguments, Launcher, Variant
+from kvferry.device.launch import CopyArguments, Launch, Launcher, Variant
 from kvferry.device.rows import RowTable
 from kvferry.device.tables import DeviceTables
 from kvferry.errors import InputError
@@ -31,11 +31,14 @@ class Prepared:
     """
 
     rows: RowTable
-    variant: Variant
+    launch: Launch
     arguments: CopyArguments
 
     def begin(self, job: CopyJob, ids: int) -> CopyArguments:
-        """The arguments for all rows of ``job``; where the packed side is, the path says."""
+        """The arguments for all rows of ``job``; where the packed side is, the path says.
+
+        ``ids`` is where the ids are or, of a single block, its number.
+        """
         arguments = self.arguments
         num_blocks = len(job.device_blocks)
         num_rows = num_blocks * self.rows.rows_per_block
@@ -49,12 +52,26 @@ class Prepared:
 
 
 class Kernels:
-    """Owns what is prepared, per layout and direction; leaves the launcher to its owner."""
+    """Owns what is prepared, per layout and direction; leaves the launcher to its owner.
 
-    def __init__(self, driver: Driver, launcher: Launcher, grid: Grid, *, linear: bool) -> None:
+    ``linear`` for packed memory without slot numbers, a ring or (``single``) the one slot of a
+    job of one block.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        launcher: Launcher,
+        grid: Grid,
+        *,
+        linear: bool = False,
+        single: bool = False,
+    ) -> None:
         self._launcher = launcher
         self._grid = grid
-        self._linear = linear
+        self._linear = linear or single
+        self._single = single
+        self._is_ring = linear and not single
         self._tables = DeviceTables(driver)
         self._prepared: dict[tuple[int, Direction, int], Prepared] = {}
 
@@ -75,7 +92,7 @@ class Kernels:
         arguments, grid = prepared.arguments, self._grid
         tiles = -(-(arguments.last_row - arguments.first_row) // grid.warps)
         programs = min(grid.programs, tiles)
-        self._launcher.launch(prepared.variant, programs, arguments, stream)
+        prepared.launch(programs, arguments, stream)
 
     def close(self) -> None:
         """Free the tables; call only when no copy is in flight. Safe to call twice."""
@@ -84,7 +101,7 @@ class Kernels:
 
     def _key(self, job: CopyJob) -> tuple[int, Direction, int]:
         # Only host slots can be aligned worse than the layout; a ring never is.
-        alignment = 0 if self._linear else math.gcd(job.host_base, job.host_pitch)
+        alignment = 0 if self._is_ring else math.gcd(job.host_base, job.host_pitch)
         return id(job.layout), job.direction, alignment
 
     def _prepare(self, job: CopyJob, alignment: int) -> Prepared:
@@ -98,8 +115,8 @@ class Kernels:
             vector=rows.shape.vector,
             steps=rows.shape.steps,
             warps=self._grid.warps,
+            single=self._single,
         )
-        self._launcher.prepare(variant)
         arguments = CopyArguments(
             tables=table.address,
             num_segments=job.layout.num_segments,
@@ -108,4 +125,4 @@ class Kernels:
             rows_per_block=rows.rows_per_block,
             rows_per_segment=int(rows.rows_per_segment[0]),
         )
-        return Prepared(rows, variant, arguments)
+        return Prepared(rows, self._launcher.prepare(variant), arguments)

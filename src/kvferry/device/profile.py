@@ -20,18 +20,22 @@ from kvferry.device.job import Direction
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One timed copy: ``num_segments`` segments of ``segment_bytes`` in ``seconds``."""
+    """One timed copy: ``num_segments`` segments of ``segment_bytes`` in ``seconds``.
+
+    ``num_runs`` is how many runs of neighbours its host slots made up.
+    """
 
     direction: Direction
     path: str
     segment_bytes: int
     num_segments: int
     seconds: float
+    num_runs: int = 1
 
     @property
     def num_bytes(self) -> int:

@@ -2,11 +2,12 @@
 
 ::
 
-    quarters         |    0    |    1    |    2    |    3    |
-    one direction    |      slot 0       |      slot 1       |     fewer, larger copies
-    both at once     | store 0 | store 1 | load 0  | load 1  |     neither waits for the other
+    memory           |    0    |    1    |    2    |    3    |4|5|
+    one direction    |      large 0      |      large 1      |   |     fewer, larger copies
+    both at once     | store 0 | store 1 | load 0  | load 1  |s|l|     neither waits for the other
 
-Slots may share memory, so a slot is free when all its quarters are.
+The small slot at the end is for a store's first chunk and a load's last one, which nothing hides.
+Slots may share memory, so a slot is free when all its parts are.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from kvferry.errors import DriverError
 log = logging.getLogger(__name__)
 
 ALIGNMENT = 4096
-NUM_QUARTERS = 4
+NUM_LARGE, NUM_SMALL = 4, 2
+SMALL_SHARE = 32
+"""A small part is this fraction of the ring: 2 MiB of 64, or as long as a kernel takes to start."""
 
 
 @dataclass(eq=False)
-class Quarter:
-    """A quarter of the ring's memory, and the event after which nobody uses it any more."""
+class Part:
+    """A part of the ring's memory, and the event after which nobody uses it any more."""
 
     address: int
     freed_by: int | None = None
@@ -41,7 +44,7 @@ class RingSlot:
     A store gathers into the slot and copies out of it; a load copies into it and scatters.
     """
 
-    quarters: tuple[Quarter, ...]
+    parts: tuple[Part, ...]
     num_bytes: int
     stream: int
     gathered: int
@@ -52,16 +55,24 @@ class RingSlot:
 
     @property
     def address(self) -> int:
-        return self.quarters[0].address
+        return self.parts[0].address
 
     def busy_until(self) -> Iterator[int]:
         """The events to wait for before the slot may be written."""
-        yield from dict.fromkeys(q.freed_by for q in self.quarters if q.freed_by is not None)
+        yield from dict.fromkeys(p.freed_by for p in self.parts if p.freed_by is not None)
 
     def free_after(self, event: int) -> None:
         """Say what the last step of this use is."""
-        for quarter in self.quarters:
-            quarter.freed_by = event
+        for part in self.parts:
+            part.freed_by = event
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The slots of one direction: large ones used in turn, and a small one."""
+
+    large: tuple[RingSlot, ...]
+    small: RingSlot
 
 
 class Ring:
@@ -75,10 +86,14 @@ class Ring:
         self.lock = threading.Lock()
         self.inbound = 0
         """The stream on which loads are copied into slots."""
-        self._quarter_bytes = max(ALIGNMENT, num_bytes // NUM_QUARTERS // ALIGNMENT * ALIGNMENT)
+        self.beside = 0
+        """The stream of a kernel that bypasses the ring."""
+        small = _whole_pages(num_bytes // SMALL_SHARE)
+        self._small_bytes = small
+        self._large_bytes = _whole_pages((num_bytes - NUM_SMALL * small) // NUM_LARGE)
         self._driver = driver
-        self._alone: list[RingSlot] = []
-        self._shared: dict[Direction, list[RingSlot]] = {}
+        self._alone: Slots | None = None
+        self._shared: dict[Direction, Slots] = {}
         self._latest: dict[Direction, int] = {}
         self._clock = 0
         self._give_back: list[tuple[Callable[[int], None], int]] = []
@@ -96,10 +111,14 @@ class Ring:
                 self.close()
                 raise
 
-    def next(self, direction: Direction) -> RingSlot:
-        """The slot to use next; call while holding ``lock``."""
+    def next(self, direction: Direction, num_bytes: int | None = None) -> RingSlot:
+        """The slot to use next, the small one if ``num_bytes`` fit it; hold ``lock`` meanwhile."""
         slots = self._shared[direction] if self._is_other_at_work(direction) else self._alone
-        slot = min(slots, key=_used_at)
+        assert slots is not None, "a ring is opened before it is used"
+        if num_bytes is not None and num_bytes <= slots.small.num_bytes:
+            slot = slots.small
+        else:
+            slot = min(slots.large, key=_used_at)
         self._clock += 1
         slot.used_at = self._clock
         store = direction is Direction.STORE
@@ -108,7 +127,7 @@ class Ring:
 
     def close(self) -> None:
         """Give everything back; call only when no copy is in flight. Safe to call twice."""
-        self._alone, self._shared, self._latest = [], {}, {}
+        self._alone, self._shared, self._latest = None, {}, {}
         while self._give_back:
             give, handle = self._give_back.pop()
             try:
@@ -122,24 +141,36 @@ class Ring:
         return event is not None and not self._driver.event_is_done(event)
 
     def _take_all(self) -> None:
-        size = self._quarter_bytes
-        base = self._take(self._driver.alloc_device(NUM_QUARTERS * size), self._driver.free_device)
-        a, b, c, d = (Quarter(base + number * size) for number in range(NUM_QUARTERS))
-        self.inbound = self._stream()
-        streams = [self._stream() for _ in range(NUM_QUARTERS)]
-        alone = [self._slot((a, b), streams[0]), self._slot((c, d), streams[2])]
+        driver, large, small = self._driver, self._large_bytes, self._small_bytes
+        size = NUM_LARGE * large + NUM_SMALL * small
+        base = self._take(driver.alloc_device(size), driver.free_device)
+        a, b, c, d = (Part(base + number * large) for number in range(NUM_LARGE))
+        end = base + NUM_LARGE * large
+        s, t = (Part(end + number * small) for number in range(NUM_SMALL))
+        self.inbound, self.beside = self._stream(), self._stream()
+        streams = [self._stream() for _ in range(NUM_LARGE + NUM_SMALL)]
+        alone = Slots(
+            (self._slot((a, b), 2 * large, streams[0]), self._slot((c, d), 2 * large, streams[2])),
+            self._slot((s, t), 2 * small, streams[4]),
+        )
         self._shared = {
-            Direction.STORE: [self._slot((a,), streams[0]), self._slot((b,), streams[1])],
-            Direction.LOAD: [self._slot((c,), streams[2]), self._slot((d,), streams[3])],
+            Direction.STORE: Slots(
+                (self._slot((a,), large, streams[0]), self._slot((b,), large, streams[1])),
+                self._slot((s,), small, streams[4]),
+            ),
+            Direction.LOAD: Slots(
+                (self._slot((c,), large, streams[2]), self._slot((d,), large, streams[3])),
+                self._slot((t,), small, streams[5]),
+            ),
         }
         self._alone = alone
 
-    def _slot(self, quarters: tuple[Quarter, ...], stream: int) -> RingSlot:
+    def _slot(self, parts: tuple[Part, ...], num_bytes: int, stream: int) -> RingSlot:
         driver = self._driver
         events = (
             self._take(driver.create_event(timing=False), driver.destroy_event) for _ in range(4)
         )
-        return RingSlot(quarters, len(quarters) * self._quarter_bytes, stream, *events)
+        return RingSlot(parts, num_bytes, stream, *events)
 
     def _stream(self) -> int:
         driver = self._driver
@@ -148,6 +179,10 @@ class Ring:
     def _take(self, handle: int, give: Callable[[int], None]) -> int:
         self._give_back.append((give, handle))
         return handle
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return max(ALIGNMENT, num_bytes // ALIGNMENT * ALIGNMENT)
 
 
 def _used_at(slot: RingSlot) -> int:

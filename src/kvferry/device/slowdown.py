@@ -96,7 +96,8 @@ class _Copier:
 
     def _copy(self) -> None:
         while self._go.is_set():
-            self._path.enqueue(self._job, self._rig.streams[self._job.direction])
+            stream = self._rig.streams[self._job.direction]
+            self._path.enqueue(self._job, stream, self._rig.ready)
             end: Any = torch.cuda.Event(enable_timing=True)
             end.record(self._stream)
             self.ends.append(end)

@@ -2,20 +2,28 @@
 
 ::
 
-    store   the job's      [head by kernel][copy 1───────][copy 2───────][copy 3───────]
-            slot streams   [gather 1]▲[gather 2]──────────▲    [gather 3]▲
-    load    inbound        [copy 0───────][copy 1───────][copy 2─]
-            slot streams                 └▶[scatter 0]  └▶[scatter 1]
-            the job's                                            └▶[scatter 2]
+    store   slot streams   [gather 1][gather 2]─────▲[gather 3]──────▲
+            beside           [head by kernel]       │                │
+            the job's           ▲[copy 1]───────────[copy 2─────────][copy 3─────────]
+    load    inbound        [copy 1──────────][copy 2──────────][copy 3]
+            slot streams                     └▶[scatter 1]     └▶[scatter 2]
+            the job's                                                  └▶[scatter 3]
 
 The copy engines run at the full rate of the link and take nothing from the model; the kernel works
 inside device memory, where a chunk takes a twentieth of the time. Copies of one direction share a
-stream, because a copy engine loses some ten microseconds when it turns to another one. Every slot
-has a stream for its kernels: beside a model that fills the card, kernels get their turn only when
-one of the model's ends, and then all chunks that wait must go at once.
+stream, because a copy engine loses some ten microseconds when it turns to another one. A copy that
+waits for a kernel, or a kernel for a copy, starts that much later too: so the gathers of a job run
+while the job before it is still being copied, and only the first chunk of the first job, kept
+small, has anyone wait. Until it can be copied, a kernel writes a few bytes to host memory itself.
+
+Every slot has a stream for its kernels: beside a model that fills the card, kernels get their turn
+only when one of the model's ends, and then all chunks that wait must go at once.
 """
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
 
 from kvferry.device.driver import Driver
 from kvferry.device.events import EventPool
@@ -29,14 +37,18 @@ from kvferry.device.ring import Ring, RingSlot
 from kvferry.device.rows import RowTable
 from kvferry.errors import DriverError
 
+log = logging.getLogger(__name__)
+
 MiB = 1 << 20
 
 GRID = Grid(programs=66, warps=8)
 """Half the card for some ten microseconds per chunk (one NVIDIA H200)."""
 
-HEAD, TAIL = 3 * MiB, 2 * MiB
-"""What a store's first kernel writes to host memory by itself, while the first gather runs; and the
-size of a load's last chunk, whose scatter no copy hides."""
+FIRST, HEAD, TAIL = 4 * MiB, 2 * MiB, 3 * MiB
+"""A store's first chunk, whose gather no copy hides; what a kernel then writes to host memory by
+itself until that chunk can be copied (more would hold the gathers up: writes over the link fill the
+way to memory for everyone); and a load's last chunk, whose scatter no copy hides. The first and the
+last have the ring's small slot."""
 
 MIN_SENT_IDS = 64
 """From this many blocks on, ids are worth a copy to the device even where it may be late."""
@@ -57,21 +69,21 @@ class StagedPath:
         *,
         ring_bytes: int = 64 * MiB,
         grid: Grid = GRID,
-        edges: tuple[int, int] = (HEAD, TAIL),
+        edges: tuple[int, int, int] = (FIRST, HEAD, TAIL),
     ) -> None:
         self._driver = driver
-        self._edges = edges
+        self._first, self._head, self._tail = edges
         self._kernels = Kernels(driver, launcher, grid, linear=True)
-        self._direct = Kernels(driver, launcher, DIRECT_GRID, linear=False)
+        self._direct = Kernels(driver, launcher, DIRECT_GRID)
         self._ids = {direction: IdBuffers(driver) for direction in Direction}
         self._ring = Ring(driver, ring_bytes)
-        self._forks = EventPool(driver, timing=False)
+        self._events = EventPool(driver, timing=False)
 
-    def enqueue(self, job: CopyJob, stream: int) -> None:
+    def enqueue(self, job: CopyJob, stream: int, ready: int | None = None) -> None:
         prepared = self._kernels.get(job)
         self._ring.open()
         used: dict[RingSlot, None] = {}
-        fork = _Fork(self._driver, self._forks, stream)
+        fork = _Fork(self._driver, self._events, stream, ready)
         try:
             if job.direction is Direction.STORE:
                 self._store(job, prepared, fork, used)
@@ -90,7 +102,7 @@ class StagedPath:
     def close(self) -> None:
         with self._driver.current():
             self._ring.close()
-            self._forks.close()
+            self._events.close()
             for ids in self._ids.values():
                 ids.close()
             self._kernels.close()
@@ -102,53 +114,69 @@ class StagedPath:
         self, job: CopyJob, prepared: Prepared, fork: _Fork, used: dict[RingSlot, None]
     ) -> None:
         driver, ring, stream = self._driver, self._ring, fork.stream
-        ids = self._ids[job.direction]
-        arguments = prepared.begin(job, ids.write(job))
+        arguments = prepared.begin(job, self._ids[job.direction].write(job))
         fork.mark()
-        chunk = Cutter(job, prepared.rows, self._edges)
-        self._store_head(job, prepared, chunk, stream)
+        sent = _Fork(driver, self._events, ring.inbound)
+        chunk = Cutter(job, prepared.rows)
         runs: HostRuns | None = None
-        sent = self._send_ids_if_idle(job, chunk, arguments)
+        has_head = False
         try:
             while not chunk.is_last:
+                is_first = runs is None
                 with ring.lock:
-                    slot = ring.next(job.direction)
-                    chunk.fit(slot.num_bytes)
+                    slot = ring.next(job.direction, 0 if is_first else None)
+                    chunk.fit(min(slot.num_bytes, self._first) if is_first else slot.num_bytes)
+                    start, end = chunk.start, chunk.end
                     used[slot] = None
-                    fork.hold(slot.stream)
-                    sent.hold(slot.stream)
-                    self._wait_until_free(slot, slot.stream)
-                    _aim(arguments, chunk, slot)
-                    self._kernels.launch(prepared, slot.stream)
-                    driver.record_event(slot.gathered, slot.stream)
+                    self._gather(chunk, prepared, slot, (fork, sent))
+                    if is_first:
+                        has_head = self._store_head(job, prepared, chunk, fork)
                     driver.stream_wait_event(stream, slot.gathered)
                     runs = runs or HostRuns(job)  # after the launch: the card need not wait
-                    runs.store(driver, chunk.start, chunk.end, slot.address, stream)
+                    runs.store(driver, start, end, slot.address, stream)
                     driver.record_event(slot.copied_out, stream)
                     slot.free_after(slot.copied_out)
+                if is_first:
+                    self._send_ids_if_idle(job, chunk, arguments, sent)
+            if has_head:
+                self._join((ring.beside,), stream)
         finally:
             sent.close()
 
-    def _store_head(self, job: CopyJob, prepared: Prepared, chunk: Cutter, stream: int) -> None:
-        """The first bytes straight to host memory: the link is busy before anything is gathered."""
+    def _gather(
+        self, chunk: Cutter, prepared: Prepared, slot: RingSlot, after: Iterable[_Fork]
+    ) -> None:
+        for fork in after:
+            fork.hold(slot.stream)
+        self._wait_until_free(slot, slot.stream)
+        _aim(prepared.arguments, chunk, slot)
+        self._kernels.launch(prepared, slot.stream)
+        self._driver.record_event(slot.gathered, slot.stream)
+
+    def _store_head(self, job: CopyJob, prepared: Prepared, chunk: Cutter, fork: _Fork) -> bool:
+        """Some bytes straight to host memory, if the link would be idle until the first copy."""
+        if chunk.is_last or not self._driver.stream_is_idle(fork.stream):
+            return False
         direct = self._direct.get(job)
         if direct.rows.shape != prepared.rows.shape:
-            return  # host slots are aligned worse than the ring, so rows are counted differently
-        chunk.fit(self._edges[0])
+            return False  # host slots are aligned worse than the ring: rows are counted otherwise
+        chunk.fit(self._head)
         arguments = direct.begin(job, prepared.arguments.ids)
         arguments.packed_base, arguments.packed_pitch = job.host_base, job.host_pitch
-        arguments.last_row = chunk.last_row
-        self._direct.launch(direct, stream)
+        arguments.first_row, arguments.last_row = chunk.first_row, chunk.last_row
+        fork.hold(self._ring.beside)
+        self._direct.launch(direct, self._ring.beside)
+        return True
 
-    def _send_ids_if_idle(self, job: CopyJob, chunk: Cutter, arguments: CopyArguments) -> _Fork:
+    def _send_ids_if_idle(
+        self, job: CopyJob, chunk: Cutter, arguments: CopyArguments, sent: _Fork
+    ) -> None:
         """Let the gathers to come read ids on the device, if no load's copies would delay them."""
         inbound = self._ring.inbound
-        sent = _Fork(self._driver, self._forks, inbound)
         is_worth_it = len(job.device_blocks) >= MIN_SENT_IDS and not chunk.is_last
         if is_worth_it and self._driver.stream_is_idle(inbound):
             arguments.ids = self._ids[job.direction].send(inbound)
             sent.mark()
-        return sent
 
     def _load(
         self, job: CopyJob, prepared: Prepared, fork: _Fork, used: dict[RingSlot, None]
@@ -157,11 +185,12 @@ class StagedPath:
         ids = self._ids[job.direction]
         runs = HostRuns(job)
         arguments: CopyArguments | None = None
-        chunk = Cutter(job, prepared.rows, self._edges)
+        chunk = Cutter(job, prepared.rows)
         while not chunk.is_last:
             with ring.lock:
-                slot = ring.next(job.direction)
-                chunk.fit(slot.num_bytes)
+                left = chunk.num_left
+                slot = ring.next(job.direction, left)
+                chunk.fit(slot.num_bytes, keep=self._tail if left > 2 * self._tail else 0)
                 used[slot] = None
                 self._wait_until_free(slot, ring.inbound)
                 # Not behind the fork: a leased slot does not change, so it may be read before what
@@ -184,34 +213,60 @@ class StagedPath:
         for slot in used:
             driver.stream_wait_event(stream, slot.scattered)
 
+    # -- what waits for what -----------------------------------------------------------------
+
     def _wait_until_free(self, slot: RingSlot, stream: int) -> None:
         for event in slot.busy_until():
             # Asking costs no more than waiting, and spares the card a semaphore between copies.
             if not self._driver.event_is_done(event):
                 self._driver.stream_wait_event(stream, event)
 
+    def _join(self, streams: Iterable[int], stream: int) -> None:
+        """Bring what ``streams`` hold before anything queued on ``stream`` from now on."""
+        event = self._events.take()
+        try:
+            for other in streams:
+                self._driver.record_event(event, other)
+                self._driver.stream_wait_event(stream, event)
+        finally:
+            self._events.give(event)
+
     def _join_after_fault(self, used: dict[RingSlot, None], stream: int) -> None:
-        """Bring what other streams already hold before anything queued on ``stream`` later."""
+        """Whatever is queued already must have run when the failed job's receipt is given.
+
+        Where the driver will not order it, we wait for it here: memory that a stray copy or kernel
+        still touches would go to someone else.
+        """
         driver, ring = self._driver, self._ring
+        streams = dict.fromkeys((ring.inbound, ring.beside, *(slot.stream for slot in used)))
         with ring.lock:
-            for slot in used:
-                slot.free_after(slot.copied_out)
-                try:
-                    driver.record_event(slot.copied_in, ring.inbound)
-                    driver.stream_wait_event(stream, slot.copied_in)
-                    driver.record_event(slot.scattered, slot.stream)
-                    driver.stream_wait_event(stream, slot.scattered)
+            try:
+                self._join(streams, stream)
+                for slot in used:
                     driver.record_event(slot.copied_out, stream)
-                except DriverError:
-                    # The first fault is the one to tell; the engine's fence meets this one too.
-                    continue
+                    slot.free_after(slot.copied_out)
+                return
+            except DriverError as error:
+                log.warning("a failed copy cannot be fenced, so it is waited for: %s", error)
+            for other in (*streams, stream):
+                try:
+                    driver.synchronize_stream(other)
+                except DriverError as error:
+                    # What refuses this too is a device that is lost: nothing runs on it any more.
+                    log.error("a failed copy could not be waited for: %s", error)
 
 
 class _Fork:
-    """The point of a job's stream that its kernels must come after, on whatever stream they run."""
+    """The point that a job's kernels must come after, on whatever stream they run.
 
-    def __init__(self, driver: Driver, events: EventPool, stream: int) -> None:
+    That is ``ready`` or, where none was given, all that ``stream`` holds at the mark.
+    """
+
+    def __init__(
+        self, driver: Driver, events: EventPool, stream: int, ready: int | None = None
+    ) -> None:
         self.stream = stream
+        self._ready = ready
         self._driver = driver
         self._events = events
         self._event: int | None = None
@@ -219,7 +274,9 @@ class _Fork:
 
     def mark(self) -> None:
         """Here, if anything before is still to be waited for."""
-        if not self._driver.stream_is_idle(self.stream):
+        if self._ready is not None:
+            self._event = None if self._driver.event_is_done(self._ready) else self._ready
+        elif not self._driver.stream_is_idle(self.stream):
             self._event = self._events.take()
             self._driver.record_event(self._event, self.stream)
 
@@ -231,39 +288,36 @@ class _Fork:
 
     def close(self) -> None:
         """Every wait has captured the mark, so its event is free for the next job."""
-        if self._event is not None:
+        if self._event is not None and self._ready is None:
             self._events.give(self._event)
-            self._event = None
+        self._event = None
 
 
 class Cutter:
-    """Cuts a job into chunks, each told its slot's size; its attributes are the chunk at hand.
+    """Cuts a job into chunks as large as it is told; its attributes are the chunk at hand.
 
-    Rows ``first_row`` to ``last_row`` of the job are bytes ``start`` to ``end`` of its blocks. A
-    store's first chunk and a load's last are small.
+    Rows ``first_row`` to ``last_row`` of the job are bytes ``start`` to ``end`` of its blocks.
     """
 
-    def __init__(self, job: CopyJob, rows: RowTable, edges: tuple[int, int]) -> None:
+    def __init__(self, job: CopyJob, rows: RowTable) -> None:
         self._rows = rows
         self._total = job.num_bytes
-        self._head, self._tail = edges
-        self._is_store = job.direction is Direction.STORE
         self.first_row = self.last_row = self.start = self.end = 0
 
     @property
     def is_last(self) -> bool:
         return self.end == self._total
 
-    def fit(self, num_bytes: int) -> None:
-        """Go on to the next chunk, of at most ``num_bytes``."""
+    @property
+    def num_left(self) -> int:
+        """The bytes after this chunk."""
+        return self._total - self.end
+
+    def fit(self, num_bytes: int, *, keep: int = 0) -> None:
+        """Go on to the next chunk, of at most ``num_bytes``; leave ``keep`` bytes, or none."""
         self.first_row, self.start = self.last_row, self.end
         left = self._total - self.start
-        if not self._is_store:
-            wanted = left - self._tail if left > self._tail else left
-        elif self.start == 0:
-            wanted = min(self._head, left)
-        else:
-            wanted = left
+        wanted = left - keep if left > keep else left
         # A chunk ends where a row does, so it may fall short of its size but never exceed it.
         row = self._rows.row_at(self.start + min(wanted, num_bytes))
         self.last_row = max(self.first_row + 1, row)

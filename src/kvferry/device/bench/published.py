@@ -45,7 +45,7 @@ class PublishedPath:
         self._dma = DmaPath(driver)
         self._table = DescriptorTable()
 
-    def enqueue(self, job: CopyJob, stream: int) -> None:
+    def enqueue(self, job: CopyJob, stream: int, ready: int | None = None) -> None:
         segment = int(job.layout.sizes.max())
         count = len(job.device_blocks) * job.layout.num_segments
         small = segment < MAX_KERNEL_SEGMENT and count >= MIN_DESCRIPTORS

@@ -36,6 +36,18 @@ class Row:
 
 
 @dataclass(frozen=True)
+class OneCopy:
+    """One pinned copy, timed as paths are: queued ``in_flight`` times, and alone."""
+
+    direction: str
+    num_bytes: int
+    gbps: float
+    alone_gbps: float
+    ceiling_gbps: float
+    in_flight: int
+
+
+@dataclass(frozen=True)
 class SlowdownRow:
     """A load beside copies of one path; ``chosen`` names the planner's choice."""
 
@@ -58,6 +70,7 @@ class PlannerCell:
     chosen: str
     best: str
     times_best: float
+    host_slots: str = "run"
 
 
 @dataclass
@@ -66,6 +79,7 @@ class Result:
 
     provenance: dict[str, str]
     ceiling: dict[str, float] = field(default_factory=dict)
+    one_copy: list[OneCopy] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     small: list[Row] = field(default_factory=list)
     submit: list[dict[str, Any]] = field(default_factory=list)

@@ -6,15 +6,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from statistics import median
 
-from kvferry.device.bench.result import PlannerCell, Result, Row, SlowdownRow
+from kvferry.device.bench.plan import Plan
+from kvferry.device.bench.result import OneCopy, PlannerCell, Result, Row, SlowdownRow
 from kvferry.device.calibrate import calibrate, provenance
 from kvferry.device.copy_rig import GB, CopyRig, MiB
 from kvferry.device.cuda import CudaDriver
 from kvferry.device.driver import Priority
 from kvferry.device.engine import GpuEngine
+from kvferry.device.host_runs import count_runs
 from kvferry.device.job import CopyJob, Direction, FixedPlanner, Path
 from kvferry.device.loads import MatmulLoad, WeightLoad
 from kvferry.device.planner import MeasuredPlanner
@@ -32,43 +33,10 @@ IN_FLIGHT_BYTES = 256 * MiB
 """Large transfers are queued one after another up to this much, as an engine with several in
 flight does; one alone is timed too."""
 
+SCATTERED_SEGMENTS = (8 * KiB, 32 * KiB)
+"""Segment sizes at which the planner's choice is looked at with scattered host slots too."""
+
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How much to measure."""
-
-    segment_bytes: tuple[int, ...]
-    large_bytes: tuple[int, ...]
-    repeats: int
-    small_repeats: int
-    rounds: int
-    phases: int
-    planner_segments: tuple[int, ...]
-    planner_bytes: tuple[int, ...]
-
-
-FULL = Plan(
-    segment_bytes=tuple(4 * KiB << power for power in range(10)),
-    large_bytes=(64 * MiB, 256 * MiB),
-    repeats=11,
-    small_repeats=25,
-    rounds=24,
-    phases=4,
-    planner_segments=tuple(kib * KiB for kib in (8, 12, 32, 48, 128, 512, 1024)),
-    planner_bytes=tuple(mib * MiB for mib in (2, 3, 8, 24, 32, 128, 192)),
-)
-QUICK = Plan(
-    segment_bytes=(4 * KiB, 16 * KiB, 64 * KiB, 2 * MiB),
-    large_bytes=(64 * MiB, 256 * MiB),
-    repeats=3,
-    small_repeats=9,
-    rounds=12,
-    phases=2,
-    planner_segments=(8 * KiB, 32 * KiB, 512 * KiB),
-    planner_bytes=(2 * MiB, 24 * MiB, 128 * MiB),
-)
 
 
 class CopyBenchmark:
@@ -81,7 +49,7 @@ class CopyBenchmark:
         self.driver = driver
         self.plan = plan
         self.progress = progress
-        self.rig = CopyRig(driver)
+        self.rig = CopyRig(driver, host_bytes=512 * MiB)  # room for slots that are no neighbours
         self.toolbox: Toolbox = open_toolbox(driver, ring_bytes=64 * MiB)
         self.paths: dict[str, Path] = {
             "loop": self.toolbox.paths["loop"],
@@ -110,6 +78,7 @@ class CopyBenchmark:
         seen: dict[Direction, list[float]] = {direction: [] for direction in Direction}
         result.rows = list(self._large(seen))
         result.ceiling = {way.value: median(gbps) for way, gbps in seen.items()}
+        result.one_copy = list(self._one_copy())
         result.small = list(self._small())
         result.submit = list(self._submit())
         result.both_ways = self._both_ways()
@@ -149,6 +118,17 @@ class CopyBenchmark:
                     yield from self._time_all(
                         job, self.plan.repeats, only=("kernel", "staged"), host_slots="scattered"
                     )
+
+    def _one_copy(self) -> Iterator[OneCopy]:
+        """The ceiling's copy at every size that paths are timed at, in the same two ways."""
+        for direction in Direction:
+            ceiling = self.rig.ceiling(direction)
+            for num_bytes in self.plan.large_bytes:
+                self.progress(f"{direction.value}, one copy of {_mib(num_bytes)}")
+                in_flight = max(1, IN_FLIGHT_BYTES // num_bytes)
+                gbps = self.rig.ceiling(direction, num_bytes, in_flight=in_flight)
+                alone = self.rig.ceiling(direction, num_bytes)
+                yield OneCopy(direction.value, num_bytes, gbps, alone, ceiling, in_flight)
 
     def _small(self) -> Iterator[Row]:
         for direction in Direction:
@@ -190,7 +170,10 @@ class CopyBenchmark:
         choices = {job.direction: self._choice(job) for job in jobs}
         found["ceiling"] = self._time_both(jobs, copy_all)
         found[AUTO] = self._time_both(
-            jobs, lambda job, stream: self.paths[choices[job.direction]].enqueue(job, stream)
+            jobs,
+            lambda job, stream: self.paths[choices[job.direction]].enqueue(
+                job, stream, self.rig.ready
+            ),
         )
         return found
 
@@ -207,6 +190,11 @@ class CopyBenchmark:
                     blocks = num_bytes // (segments * segment_bytes)
                     job = self.rig.job(direction, segment_bytes, segments, blocks)
                     yield self._check_choice(job, segment_bytes)
+                    if segment_bytes in SCATTERED_SEGMENTS and blocks > 1:
+                        job = self.rig.job(
+                            direction, segment_bytes, segments, blocks, scattered=True
+                        )
+                        yield self._check_choice(job, segment_bytes, host_slots="scattered")
 
     def _slowdown(self) -> Iterator[SlowdownRow]:
         for make_load in (MatmulLoad, WeightLoad):
@@ -259,8 +247,8 @@ class CopyBenchmark:
         host_slots: str,
         chosen: str = "",
     ) -> Row:
-        if len(job.device_blocks) * job.layout.num_segments > 16384 and name in ("loop", "dma"):
-            repeats = 2  # a fifth of a second each, and no doubt about the outcome
+        if len(job.device_blocks) * job.layout.num_segments > 4096 and name in ("loop", "dma"):
+            repeats = 2  # up to a fifth of a second each, and no doubt about the outcome
         alone = self.rig.time(path, job, repeats=repeats)
         in_flight = max(1, IN_FLIGHT_BYTES // job.num_bytes) if job.num_bytes >= LARGE else 1
         timing = alone
@@ -286,22 +274,27 @@ class CopyBenchmark:
         )
 
     def _choice(self, job: CopyJob, *, busy: bool = False) -> str:
-        return self.planner.choose(job.direction, job.layout, len(job.device_blocks), busy)
+        num_blocks, num_runs = len(job.device_blocks), count_runs(job)
+        return self.planner.choose(job.direction, job.layout, num_blocks, busy, num_runs)
 
-    def _check_choice(self, job: CopyJob, segment_bytes: int) -> PlannerCell:
+    def _check_choice(
+        self, job: CopyJob, segment_bytes: int, *, host_slots: str = "run"
+    ) -> PlannerCell:
         """Time every path that has a chance; twice in turn, so that a hiccup hits no one alone."""
         estimates = self.planner.estimates(
-            job.direction, job.layout, len(job.device_blocks), busy=False
+            job.direction, job.layout, len(job.device_blocks), False, count_runs(job)
         )
+        chosen = self._choice(job)
         repeats = self.plan.small_repeats if job.num_bytes <= 8 * MiB else self.plan.repeats
-        hopeful = [e.path for e in estimates if e.seconds < 3 * estimates[0].seconds]
+        hopeful = dict.fromkeys(
+            [chosen, *(e.path for e in estimates if e.seconds < 3 * estimates[0].seconds)]
+        )
         seconds: dict[str, float] = {}
         for _ in range(2):
             for path in hopeful:
                 timing = self.rig.time(self.toolbox.paths[path], job, repeats=repeats)
                 seconds[path] = min(timing.seconds, seconds.get(path, timing.seconds))
         best = min(seconds, key=lambda path: seconds[path])
-        chosen = estimates[0].path
         return PlannerCell(
             job.direction.value,
             segment_bytes,
@@ -309,6 +302,7 @@ class CopyBenchmark:
             chosen,
             best,
             seconds[chosen] / seconds[best],
+            host_slots,
         )
 
     def _time_submit(self, job: CopyJob, path: str, repeats: int = 25) -> float:
