@@ -61,7 +61,7 @@ class FakeEndpoint:
         """As on vLLM's endpoint: prefixed, with vLLM's labels, between vLLM's own metrics."""
         lines = ["# TYPE vllm:num_requests_running gauge", 'vllm:num_requests_running{a="b"} 3']
         for line in exposition(snapshot).decode().splitlines():
-            if line.startswith("#") or "kvferry_info" in line:
+            if line.startswith("#"):
                 continue
             name, _, rest = line.partition("{")
             if rest:

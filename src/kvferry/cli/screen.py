@@ -34,7 +34,7 @@ def _head(view: View) -> Text:
         f"   {view.queries:,} requests, {view.queries_per_second:.1f}/s, "
         f"{view.full_hits:,} full hits\n"
         f"{view.in_flight} in flight, {view.queued} queued, {show_bytes(view.bytes_in_flight)}, "
-        f"{view.leases} leases"
+        f"{view.leases} {'lease' if view.leases == 1 else 'leases'}"
     )
     if view.pinned_bytes is not None:
         text.append(f"   {show_bytes(view.pinned_bytes)} pinned")
@@ -82,7 +82,7 @@ def _routes(view: View) -> RenderableType:
 
 
 def _counts(view: View) -> Table:
-    grid = Table.grid(padding=(0, 6))
+    grid = Table.grid(padding=(0, 4))
     grid.add_row(
         _ranking("Why requests got no more", view.misses),
         _ranking("Load or compute", view.decisions),
@@ -111,7 +111,7 @@ def _foot(view: View) -> Text:
 
 def _table(first: str, *others: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold dim")
-    table.add_column(first)
+    table.add_column(first, min_width=len(first))
     for name in others:
         table.add_column(name, justify="left" if not name or name == "Paths" else "right")
     return table

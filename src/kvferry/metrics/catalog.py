@@ -141,9 +141,9 @@ def page() -> str:
             "",
             "What a kvferry endpoint serves under `/metrics` (see [operations](operations.md)). "
             "Every label has few values, all known beforehand: no request, key or user becomes "
-            "one. On vLLM's own endpoint all of them but `kvferry_info` appear as "
-            "`vllm:kvferry_…`, with vLLM's labels beside ours; they are brought up to date once a "
-            "second while requests run. `kvferry_held_blocks` is there only.",
+            "one. On vLLM's own endpoint all of them appear as `vllm:kvferry_…`, with vLLM's "
+            "labels beside ours; they are brought up to date once a second while requests run. "
+            "`kvferry_held_blocks` is there only.",
             "",
             "| metric | kind | labels | what it says |",
             "|---|---|---|---|",

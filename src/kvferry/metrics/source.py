@@ -52,7 +52,7 @@ class Source:
 
     def snapshot(self) -> Snapshot:
         stats = self._desk.ask(self._scheduler.stats)
-        return Snapshot(stats, _version(), self._slot_bytes, self._pinned_bytes())
+        return Snapshot(stats, installed_version(), self._slot_bytes, self._pinned_bytes())
 
     def explain(self, request_id: RequestId) -> dict[str, Any] | None:
         """What is remembered of a request, as plain data; None if nothing is.
@@ -118,7 +118,7 @@ def plain(request_id: RequestId, entry: Entry, why_path: WhyPath) -> dict[str, A
 
 
 @cache
-def _version() -> str:
+def installed_version() -> str:
     try:
         return metadata.version("kvferry")
     except metadata.PackageNotFoundError:  # run from a source tree

@@ -25,7 +25,7 @@ from kvferry.stats import SIZE_BOUNDS, TIME_BOUNDS, Distribution
 from kvferry.types import DEVICE, HOST
 
 PREFIX = "vllm:"
-EXPORTED = {metric.name: metric for metric in catalog() if metric is not names.INFO}
+EXPORTED = {metric.name: metric for metric in catalog()}
 
 _SEPARATOR = "|"
 _SUM = "sum"
@@ -35,8 +35,6 @@ def figures(snapshot: Snapshot) -> dict[str, float]:
     """A snapshot as flat numbers."""
     flat: dict[str, float] = {}
     for metric, labels, value in samples(snapshot):
-        if metric.name not in EXPORTED:
-            continue
         key = _SEPARATOR.join((metric.name, *labels))
         if isinstance(value, Distribution):
             flat |= {f"{key}|{i}": float(n) for i, n in enumerate(value.counts) if n}
@@ -114,7 +112,7 @@ class FerryMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 name=PREFIX + name.removesuffix("_total"),
                 documentation=metric.help,
                 labelnames=[*labelnames, *(label.name for label in metric.labels)],
-                **({"buckets": _BOUNDS[name]} if name in _BOUNDS else {}),
+                **_options(metric),
             )
             for name, metric in EXPORTED.items()
         }
@@ -170,6 +168,14 @@ def values_of(bounds: Sequence[float], parts: Mapping[str, float]) -> list[tuple
 
 _CLASSES = {Kind.COUNTER: Counter, Kind.GAUGE: Gauge, Kind.HISTOGRAM: Histogram}
 _BOUNDS = {names.TRANSFER_BYTES.name: SIZE_BOUNDS, names.TRANSFER_SECONDS.name: TIME_BOUNDS}
+
+
+def _options(metric: Metric) -> dict[str, Any]:
+    if metric.kind is Kind.HISTOGRAM:
+        return {"buckets": _BOUNDS[metric.name]}
+    if metric.kind is Kind.GAUGE:
+        return {"multiprocess_mode": "mostrecent"}  # else one from each of vLLM's API servers
+    return {}
 
 
 def _adds_up(key: str) -> bool:

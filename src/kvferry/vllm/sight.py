@@ -15,6 +15,7 @@ from kvferry.identity import scope
 from kvferry.metrics.desk import Desk
 from kvferry.metrics.reasons import why_path
 from kvferry.metrics.samples import Snapshot
+from kvferry.metrics.source import Source, installed_version
 from kvferry.scheduler import BlockTable, Scheduler
 from kvferry.types import HOST, Rank
 from kvferry.vllm.events import EventLog
@@ -59,7 +60,6 @@ class Sight:
     def _serve(self, host: str, port: int) -> None:
         """Metrics, and why a request missed."""
         from kvferry.metrics.endpoint import Endpoint
-        from kvferry.metrics.source import Source
 
         source = Source(
             self._scheduler,
@@ -115,7 +115,13 @@ class Sight:
         if is_busy and now < self._told_at + _STATS_SECONDS:
             return None
         counted = figures(
-            Snapshot(self._scheduler.stats(), "", self._slot_bytes, self._pinned_bytes(), num_held)
+            Snapshot(
+                self._scheduler.stats(),
+                installed_version(),
+                self._slot_bytes,
+                self._pinned_bytes(),
+                num_held,
+            )
         )
         before, self._told, self._told_at = self._told, counted, now
         return FerryStats.between(before, counted) if counted != before else None

@@ -22,6 +22,7 @@ from kvferry.metrics.catalog import Kind
 from kvferry.metrics.collector import FerryCollector
 from kvferry.metrics.http import HttpServer
 from kvferry.metrics.samples import Snapshot
+from kvferry.metrics.source import installed_version
 from kvferry.stats import SIZE_BOUNDS, TIME_BOUNDS, SchedulerStats, TrafficCounts
 from kvferry.stats import Histogram as OurHistogram
 from kvferry.types import Receipt
@@ -95,12 +96,11 @@ def ours(snapshot: Snapshot) -> dict[Any, float]:
         (PREFIX + sample.name, *sorted(sample.labels.items())): sample.value
         for family in registry.collect()
         for sample in family.samples
-        if sample.name != "kvferry_info"
     }
 
 
 def snapshot_of(stats: SchedulerStats, traffic: TrafficCounts) -> Snapshot:
-    return Snapshot(replace(stats, traffic=traffic.snapshot()), "", {"host": 4096}, 1 << 20, 3)
+    return Snapshot(replace(stats, traffic=traffic.snapshot()), "1.2", {"host": 4096}, 1 << 20, 3)
 
 
 def test_both_endpoints_say_the_same(start, llama):
@@ -141,7 +141,7 @@ def test_one_interval_after_another_adds_up_to_all_of_them(start, llama, monkeyp
     for interval in filter(None, told):
         total.aggregate(interval)
     assert len(told) > 3
-    expected = figures(Snapshot(engine.stats, "", sight._slot_bytes, 0, 0))
+    expected = figures(Snapshot(engine.stats, installed_version(), sight._slot_bytes, 0, 0))
     assert total.data == pytest.approx(expected)
 
 
