@@ -1,0 +1,274 @@
+"""A vLLM engine in this process: started with one connector, stepped by hand, looked into.
+
+Stepping by hand gives a time to first token without a server in between, and lets us see the very
+bytes of the KV cache: the block of a prompt before it left the GPU and after it came back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+GiB = 1 << 30
+
+CONNECTORS = ("none", "OffloadingConnector", "SimpleCPUOffloadConnector", "kvferry")
+
+KV_HEADS = {"qwen7b": 4, "qwen7b-1kv": 1}
+"""Shapes: Qwen2.5-7B, and the same with one KV head. A layer's page is 32 KiB and 8 KiB."""
+
+LAYERS, HEADS, HEAD_SIZE, VOCABULARY, BLOCK_TOKENS = 28, 28, 128, 152064, 16
+
+_LABELS = ("src", "dst", "reason", "path")
+
+_POISON = 77
+"""A byte nothing computes: every KV value becomes 2.1e+08."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model as far as its KV cache is concerned."""
+
+    name: str
+    kv_heads: int
+
+    @property
+    def token_bytes(self) -> int:
+        return 2 * LAYERS * self.kv_heads * HEAD_SIZE * 2
+
+    @property
+    def block_bytes(self) -> int:
+        return self.token_bytes * BLOCK_TOKENS
+
+    def write(self, folder: str) -> str:
+        """A Hugging Face config without weights; vLLM fills them in by ``load_format="dummy"``."""
+        config = {
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "hidden_size": HEADS * HEAD_SIZE,
+            "intermediate_size": 18944,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": HEADS,
+            "num_key_value_heads": self.kv_heads,
+            "vocab_size": VOCABULARY,
+            "max_position_embeddings": 32768,
+            "max_window_layers": LAYERS,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1000000.0,
+            "hidden_act": "silu",
+            "initializer_range": 0.02,
+            "tie_word_embeddings": False,
+            "use_sliding_window": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "dtype": "bfloat16",
+        }
+        os.makedirs(folder, exist_ok=True)
+        with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
+            json.dump(config, file)
+        return folder
+
+
+def shape_of(name: str) -> Shape:
+    return Shape(name, KV_HEADS[name])
+
+
+def transfer_config(connector: str, pool_bytes: int) -> dict[str, Any] | None:
+    """Each connector with its own defaults and the same host memory."""
+    if connector == "none":
+        return None
+    config: dict[str, Any] = {"kv_role": "kv_both"}
+    if connector == "kvferry":
+        return config | {
+            "kv_connector": "KvferryConnector",
+            "kv_connector_module_path": "kvferry.vllm.connector",
+            "kv_connector_extra_config": {"host": pool_bytes},
+        }
+    return config | {
+        "kv_connector": connector,
+        "kv_connector_extra_config": {"cpu_bytes_to_use": pool_bytes},
+    }
+
+
+@dataclass(eq=False)
+class Live:
+    """A request on its way."""
+
+    prompt: list[int]
+    added: float
+    first: float = 0.0
+    done: float = 0.0
+    cached_tokens: int = 0
+    tokens: list[int] = field(default_factory=list)
+
+
+class Engine:
+    """Owns vLLM's engine. ``start_seconds`` is what making it took, imports left out."""
+
+    def __init__(
+        self, shape: Shape, connector: str, *, pool_bytes: int, device_bytes: int, graphs: bool
+    ) -> None:
+        from vllm import LLM
+
+        folder = os.path.join(tempfile.gettempdir(), f"bench-{shape.name}")
+        began = time.perf_counter()
+        self.llm = LLM(
+            model=shape.write(folder),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            seed=0,
+            attention_config={"backend": "FLASH_ATTN"},
+            enforce_eager=not graphs,
+            compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
+            max_model_len=20480,
+            max_num_seqs=16,
+            max_num_batched_tokens=8192,
+            block_size=BLOCK_TOKENS,
+            gpu_memory_utilization=0.5,
+            kv_cache_memory_bytes=device_bytes,
+            enable_prefix_caching=True,
+            disable_log_stats=False,
+            kv_transfer_config=transfer_config(connector, pool_bytes),
+        )
+        self.start_seconds = time.perf_counter() - began
+        self.shape = shape
+        self._engine = self.llm.llm_engine
+        self._number = 0
+        self._live: dict[str, Live] = {}
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def add(self, prompt: list[int], max_tokens: int) -> Live:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, detokenize=False, ignore_eos=True
+        )
+        self._number += 1
+        live = self._live[f"r{self._number}"] = Live(prompt, time.perf_counter())
+        self._engine.add_request(f"r{self._number}", {"prompt_token_ids": prompt}, sampling)
+        return live
+
+    def step(self) -> list[Live]:
+        """One step; returns the requests that ended in it."""
+        ended = []
+        for output in self._engine.step():
+            live = self._live[output.request_id]
+            live.tokens = list(output.outputs[0].token_ids)
+            if live.tokens and not live.first:
+                live.first = time.perf_counter()
+                live.cached_tokens = output.num_cached_tokens or 0
+            if output.finished:
+                live.done = time.perf_counter()
+                ended.append(self._live.pop(output.request_id))
+        return ended
+
+    def run(self, prompt: list[int], max_tokens: int) -> Live:
+        """One request alone, from a quiet GPU to its last token."""
+        import torch
+
+        torch.cuda.synchronize()
+        live = self.add(prompt, max_tokens)
+        while not live.done:
+            self.step()
+        return live
+
+    def settle(self, other: Sequence[list[int]]) -> None:
+        """Let stores end: some connectors collect them only while other requests run."""
+        for prompt in other:
+            self.run(prompt, 2)
+            for _ in range(20):
+                self._engine.step()
+                time.sleep(0.005)
+
+    # -- the device's cache ---------------------------------------------------------------------
+
+    def forget(self, other: Sequence[list[int]]) -> None:
+        """Drop the GPU's prefix cache, not the connector's."""
+        for _ in range(20):
+            if self.llm.reset_prefix_cache():
+                return
+            self.settle(other)  # a store may hold blocks
+        raise RuntimeError("vLLM did not reset its prefix cache")
+
+    @property
+    def core(self) -> Any:
+        return self._engine.engine_core.engine_core
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self.core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks)
+
+    def kv_tensors(self) -> list[Any]:
+        return list(self.core.model_executor.driver_worker.worker.model_runner.kv_caches)
+
+    def poison(self) -> None:
+        """Overwrite the whole KV cache on the GPU, so that only a real load can bring a hit."""
+        import torch
+
+        for tensor in self.kv_tensors():
+            raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            raw.set_(tensor.untyped_storage()).fill_(_POISON)
+        torch.cuda.synchronize()
+
+    def digests(self, prompt: list[int]) -> list[tuple[int, ...]]:
+        """One number per layer of every whole block of this prompt that the GPU's cache has."""
+        import torch
+
+        blocks = self._blocks_of(prompt)
+        device = self.kv_tensors()[0].device
+        ids = torch.tensor(blocks, dtype=torch.int64, device=device)
+        torch.manual_seed(1)
+        columns = []
+        for tensor in self.kv_tensors():
+            axis = list(tensor.shape).index(self.num_blocks)
+            rows = tensor.index_select(axis, ids).movedim(axis, 0).reshape(len(blocks), -1)
+            words = rows.contiguous().view(torch.int32).to(torch.int64)
+            odd = torch.randint(1, 1 << 31, (words.shape[1],), device=device) * 2 + 1
+            columns.append((words * odd).sum(dim=1).tolist())
+        return list(zip(*columns, strict=True))
+
+    def _blocks_of(self, prompt: list[int]) -> list[int]:
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        core = self.core
+        request = Request(
+            request_id="digest",
+            prompt_token_ids=prompt,
+            sampling_params=SamplingParams(max_tokens=1),
+            pooling_params=None,
+            block_hasher=core.request_block_hasher,
+        )
+        pool = core.scheduler.kv_cache_manager.block_pool
+        found = [pool.get_cached_block(name, [0]) for name in request.block_hashes]
+        return [blocks[0].block_id for blocks in found if blocks]
+
+    # -- what was counted -----------------------------------------------------------------------
+
+    def counters(self) -> dict[str, float]:
+        """Of vLLM and of the connector: prefix caches, copies, preemptions."""
+        words = ("prefix_cache", "kvferry", "kv_offload", "preemptions")
+        found: dict[str, float] = {}
+        for metric in self.llm.get_metrics():
+            value = getattr(metric, "value", None)
+            if value and any(word in metric.name for word in words):
+                labels = [f"{k}={v}" for k, v in sorted(metric.labels.items()) if k in _LABELS]
+                found[metric.name + ("{" + ",".join(labels) + "}" if labels else "")] = value
+        return found
+
+    def host_memory(self) -> str:
+        """How far kvferry's host memory is; empty for other connectors."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+        worker = (
+            getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
+        )
+        memory = getattr(worker, "_memory", None)
+        return str(memory.host.stats()) if memory is not None else ""
