@@ -1,17 +1,17 @@
-"""Key to slot, for a whole request in one call, at a cost that hardly depends on the pool.
+"""Key to slot, for a whole request in one call, at a cost that the pool's size hardly moves.
 
-A Python dict looks keys up one cache miss after the other: at a million entries that is several
-times the cost at ten thousand. Here numpy gathers for the whole batch at once, which keeps many
-misses in flight; ``bench/index_cost.py`` measures both.
+Blocks that were stored together mostly lie in slots that follow each other. So a look-up asks the
+table for one key only, and compares the keys of the slots behind it with those that were asked for:
+one pass over memory, which a processor reads ahead, where a table is fetched from at random.
 
 ::
 
-    key -> bucket (low bits of word 0) -> 4 ways, each an entry of 64 bits
-    entry = tag (high half of word 1) << 32 | slot + 1          0 is empty
-    an entry whose tag fits is checked against the whole key, which is kept per slot
+    runs       look the first key up, compare on from its slot; at the first difference again
+    around     where runs get short: look every 32nd key up, compare around the slots of those
+    table      whatever is left, all keys at once; and a dict for those the table had no room for
 
-A batch goes through the ways one after the other; most keys are settled by the first. A key that
-finds all ways of its bucket taken goes to a small dict, and its bucket says so.
+However a slot was guessed, the whole key is compared, and that the slot still has it: a slot that
+was freed keeps its last key.
 """
 
 from __future__ import annotations
@@ -21,31 +21,35 @@ import numpy.typing as npt
 
 from kvferry.errors import IntegrityError
 from kvferry.keys import KEY_WORDS, KeyArray, Keys
-from kvferry.types import Key, SlotArray
+from kvferry.table import Positions, Table
+from kvferry.types import KEY_BYTES, Key, SlotArray
 
 NO_SLOT = -1
 """In arrays of slots: this key has none."""
 
-_WAYS = 4
-_BUCKETS_PER_SLOT = 2  # 1 key in 5 then needs a second way, 1 in 600 the dict
-_TAG_SHIFT = np.uint64(32)
-_SLOT_MASK = np.uint64(0xFFFFFFFF)
+_ABSENT = -1  # place of a slot whose key is not in the index
+_SPILLED = -2  # and of one whose key is in the dict
+
+_FIRST_LOOK = 128  # keys compared at once where a run begins, and how many times more after that
+_LOOK_GROWTH = 8
+_LONG = 1024  # a shorter run costs more to follow than its keys cost otherwise
+_SHORT_RUNS = 2  # followed before another way is taken
+_STRIDE = 32
+_MANY = 512  # keys from which on looking around pays
 
 _PIECE = 2048
-
-Positions = npt.NDArray[np.int64]
+_NOBODY: dict[Key, int] = {}
+_WHOLE = np.dtype((np.void, KEY_BYTES))
 
 
 class Index:
     """Which slot holds which key. Owns both directions; knows nothing of states or leases."""
 
     def __init__(self, num_slots: int) -> None:
-        num_buckets = 1 << (num_slots * _BUCKETS_PER_SLOT - 1).bit_length()
-        self._bucket_mask = np.uint64(num_buckets - 1)
-        self._entries = np.zeros(num_buckets * _WAYS, dtype=np.uint64)
-        self._spilled = np.zeros(num_buckets, dtype=np.uint16)  # keys of the bucket in the dict
-        self._overflow: dict[Key, int] = {}
-        self._keys = np.zeros((num_slots, KEY_WORDS), dtype="<u8")
+        self._table = Table(num_slots)
+        self._keys = np.full((num_slots, KEY_WORDS), 0, dtype="<u8")
+        self._place = np.full(num_slots, _ABSENT, dtype=np.int64)
+        self._overflow: dict[int, dict[Key, int]] = {}  # by row of the table
         self._size = 0
 
     def __len__(self) -> int:
@@ -59,90 +63,87 @@ class Index:
         """The keys last inserted for ``slots``; only meaningful while they are in the index."""
         return Keys(self._keys.take(slots, axis=0))
 
+    def first_words_of(self, slots: SlotArray) -> npt.NDArray[np.uint64]:
+        """The first words of those keys."""
+        # Not a column's take: numpy would copy the whole column first.
+        return self._keys.reshape(-1).take(slots * KEY_WORDS)
+
+    # -- looking up -----------------------------------------------------------------------------
+
     def find(self, keys: Keys) -> SlotArray:
         """The slot of each key, or ``NO_SLOT``."""
-        words = keys.array
-        if len(words) == 1:
-            return np.array([self.find_one(keys[0])])
-        tags = words[:, 1] >> _TAG_SHIFT
-        first = self._first_way(words)
-        found = np.full(len(words), NO_SLOT, dtype=np.int64)
-        pending: Positions = np.arange(len(words))
-        for way in range(_WAYS):
-            entry = self._entries.take(first[pending] + way)
-            fits = np.flatnonzero((entry >> _TAG_SHIFT == tags[pending]) & (entry != 0))
-            at = pending[fits]
-            slots = (entry[fits] & _SLOT_MASK).astype(np.int64) - 1
-            right = self._holds(slots, words, at)
-            found[at[right]] = slots[right]
-            pending = np.flatnonzero(found == NO_SLOT)
-            if not len(pending):
-                return found
-        if self._overflow:
-            for at in pending[self._spilled[first[pending] // _WAYS] > 0]:
-                found[at] = self._overflow.get(keys[int(at)], NO_SLOT)
+        found = np.full(len(keys), NO_SLOT, dtype=np.int64)
+        at = self._follow_runs(keys, found)
+        keys, rest = keys[at:], found[at:]
+        if at >= _SHORT_RUNS * _STRIDE and len(keys) >= _MANY and self._look_around(keys, rest):
+            missing = np.flatnonzero(rest == NO_SLOT)
+            rest[missing] = self._ask_table(keys.take(missing))
+        elif len(keys):
+            rest[:] = self._ask_table(keys)
         return found
 
     def find_one(self, key: Key) -> int:
         """The slot of one key, or ``NO_SLOT``: for one, plain Python beats arrays ten to one."""
-        bucket = int.from_bytes(key[:8], "little") & int(self._bucket_mask)
-        tag = int.from_bytes(key[12:16], "little")
-        for entry in self._entries[bucket * _WAYS : (bucket + 1) * _WAYS].tolist():
-            if entry and entry >> 32 == tag:
-                slot: int = (entry & 0xFFFFFFFF) - 1
-                if self.key_of(slot) == key:
-                    return slot
-        return self._overflow.get(key, NO_SLOT)
+        for slot in self._table.candidates_of(key):
+            if self.key_of(slot) == key:
+                return slot
+        return self._overflow.get(self._table.row_of(key), _NOBODY).get(key, NO_SLOT)
 
-    def insert(self, keys: Keys, slots: SlotArray) -> None:
-        """Map each key to its slot. The keys must be distinct and none of them present."""
-        words = keys.array
-        self._keys[slots] = words
-        self._size += len(words)
-        first = self._first_way(words)
-        entry = (words[:, 1] >> _TAG_SHIFT << _TAG_SHIFT) | (slots + 1).astype(np.uint64)
-        pending: Positions = np.arange(len(words))
-        for way in range(_WAYS):
-            at = first[pending] + way
-            empty = np.flatnonzero(self._entries.take(at) == 0)
-            # Two keys of one batch may want the same place: both write, one is found there after.
-            self._entries[at[empty]] = entry[pending[empty]]
-            pending = pending[self._entries.take(at) != entry[pending]]
-            if not len(pending):
-                return
-        for position in pending:
-            self._overflow[keys[int(position)]] = int(slots[position])
-            self._spilled[first[position] // _WAYS] += 1
+    def _follow_runs(self, keys: Keys, found: SlotArray) -> int:
+        """Settle leading keys run by run, up to the first absent one; returns how many."""
+        at = short = 0
+        while at < len(keys) and short < _SHORT_RUNS:
+            slot = self.find_one(keys[at])
+            if slot == NO_SLOT:
+                return at + 1
+            length = self._run_length(slot, keys.array[at:])
+            found[at : at + length] = np.arange(slot, slot + length)
+            at += length
+            short += length < _LONG
+        return at
 
-    def remove(self, slots: SlotArray) -> None:
-        """Take the keys of these slots out; every one of them must be present."""
-        first = self._first_way(self._keys.take(slots, axis=0))
-        low = (slots + 1).astype(np.uint64)
-        pending: Positions = np.arange(len(slots))
-        for way in range(_WAYS):
-            at = first[pending] + way
-            here = self._entries.take(at) & _SLOT_MASK == low[pending]
-            self._entries[at[here]] = 0
-            pending = pending[~here]
-            if not len(pending):
+    def _run_length(self, slot: int, words: KeyArray) -> int:
+        """How many of these keys, the first of which is at ``slot``, lie in the slots from it."""
+        length, look = 1, _FIRST_LOOK
+        longest = min(len(words), len(self._keys) - slot)
+        while length < longest:
+            asked = words[length : min(length + look, longest)]
+            start, end = slot + length, slot + length + len(asked)
+            num_same = num_leading((self._keys[start:end] == asked).reshape(-1)) // KEY_WORDS
+            # A slot keeps its last key: only its place says whether that is still in the index.
+            num_here = num_leading(self._place[start:end] != _ABSENT)
+            length += min(num_same, num_here)
+            if min(num_same, num_here) < len(asked):
                 break
-        for position in pending:
-            if self._overflow.pop(self.key_of(int(slots[position])), None) is None:
-                raise IntegrityError(f"slot {int(slots[position])} should be indexed and is not")
-            self._spilled[first[position] // _WAYS] -= 1
-        self._size -= len(slots)
+            look *= _LOOK_GROWTH
+        return length
 
-    def clear(self) -> None:
-        self._entries.fill(0)
-        self._spilled.fill(0)
-        self._overflow.clear()
-        self._size = 0
+    def _look_around(self, keys: Keys, found: SlotArray) -> bool:
+        """Note in ``found`` what lies in the slots around those of a few keys, which are looked up.
 
-    def slots(self) -> SlotArray:
-        """Every slot in the index, in no order. Walks the whole table: for checks only."""
-        entries = self._entries[self._entries != 0]
-        spilled = np.fromiter(self._overflow.values(), dtype=np.int64, count=len(self._overflow))
-        return np.concatenate(((entries & _SLOT_MASK).astype(np.int64) - 1, spilled))
+        False where this is not worth it: too few of the keys are where their neighbours say.
+        """
+        every = np.arange(len(keys))
+        asked = np.minimum(every[::_STRIDE] + _STRIDE // 2, len(keys) - 1)
+        shift = self._ask_table(keys.take(asked)) - asked
+        if np.count_nonzero(shift[1:] == shift[:-1]) < len(shift) // 4:
+            return False
+        guess = (np.repeat(shift, _STRIDE)[: len(keys)] + every).clip(0, len(self._keys) - 1)
+        right = self._holds(guess, keys.array, every) & (self._place.take(guess) != _ABSENT)
+        np.copyto(found, guess, where=right)
+        return True
+
+    def _ask_table(self, keys: Keys) -> SlotArray:
+        """The slot of each key, or ``NO_SLOT``, with no guess where it could be."""
+        found = np.full(len(keys), NO_SLOT, dtype=np.int64)
+        words = keys.array
+        at, slots, crowded = self._table.candidates(words)
+        right = np.flatnonzero(self._holds(slots, words, at))
+        found[at.take(right)] = slots.take(right)
+        for position in crowded.tolist():
+            key = keys[position]
+            found[position] = self._overflow[self._table.row_of(key)].get(key, found[position])
+        return found
 
     def _holds(self, slots: SlotArray, words: KeyArray, at: Positions) -> npt.NDArray[np.bool_]:
         """Whether slot ``slots[i]`` has exactly the key ``words[at[i]]``."""
@@ -159,5 +160,55 @@ class Index:
             same[piece] = folded == 0
         return same
 
-    def _first_way(self, words: KeyArray) -> Positions:
-        return (words[:, 0] & self._bucket_mask).astype(np.int64) * _WAYS
+    # -- changing -------------------------------------------------------------------------------
+
+    def insert(self, keys: Keys, slots: SlotArray) -> None:
+        """Map each key to its slot. The keys must be distinct and none of them present."""
+        words = keys.array
+        self._keys.view(_WHOLE)[slots, 0] = words.view(_WHOLE)[:, 0]
+        places, homeless = self._table.claim(words, slots)
+        places[homeless] = _SPILLED
+        self._place[slots] = places
+        self._size += len(words)
+        for position in homeless.tolist():
+            key = keys[position]
+            row = self._table.row_of(key)
+            self._overflow.setdefault(row, {})[key] = int(slots[position])
+            self._table.set_crowded(row, True)
+
+    def remove(self, slots: SlotArray) -> None:
+        """Take the keys of these slots out; every one of them must be present."""
+        places = self._place.take(slots)
+        if len(places) and int(places.min()) < 0:
+            self._remove_spilled(slots[places < 0])
+            places = places[places >= 0]
+        self._table.free(places)
+        self._place[slots] = _ABSENT
+        self._size -= len(slots)
+
+    def _remove_spilled(self, slots: SlotArray) -> None:
+        for slot in slots.tolist():
+            if self._place[slot] == _ABSENT:
+                raise IntegrityError(f"slot {slot} should be indexed and is not")
+            key = self.key_of(slot)
+            row = self._table.row_of(key)
+            del self._overflow[row][key]
+            if not self._overflow[row]:
+                del self._overflow[row]
+                self._table.set_crowded(row, False)
+
+    def clear(self) -> None:
+        self._table.clear()
+        self._place.fill(_ABSENT)
+        self._overflow.clear()
+        self._size = 0
+
+    def slots(self) -> SlotArray:
+        """Every slot in the index, ascending. Walks all of them: for checks only."""
+        return np.flatnonzero(self._place != _ABSENT)
+
+
+def num_leading(flags: npt.NDArray[np.bool_]) -> int:
+    """How many are true before the first that is not."""
+    first = int(flags.argmin()) if len(flags) else 0
+    return first if len(flags) and not flags[first] else len(flags)

@@ -139,6 +139,20 @@ def test_a_long_conversation_does_not_make_one_eviction_long() -> None:
     assert pool.match(keys(range(4096))) == 4096 - 8
 
 
+@pytest.mark.parametrize("count", [5, 8])
+def test_what_was_freed_together_is_given_out_in_order(count: int) -> None:
+    """Else the blocks of a chain lie anywhere, and every look-up of them is a search."""
+    pool = Pool(8)
+    for first in (10, 20):  # two conversations, stored turn by turn: their slots alternate
+        stored(pool, [first])
+    for number in (11, 21, 12, 22, 13, 23):
+        stored(pool, [number], after=number - 1)
+    lease = pool.reserve(keys(range(30, 30 + count)))
+    assert lease is not None
+    assert lease.slots.tolist() == sorted(lease.slots.tolist())
+    assert len(lease) == count
+
+
 def test_a_slot_being_read_stays() -> None:
     pool = Pool(3)
     stored(pool, [1, 2, 3], chained=False)

@@ -1,0 +1,270 @@
+"""The index against a dict, wherever the keys of a chain may lie.
+
+A look-up follows runs of slots, looks around keys it knows, and asks the table, depending on how
+long runs are. Here these lengths are a few keys, so that small cases take every way; one test runs
+with the real ones. Layouts are those that a guess from a neighbour gets wrong: runs that break,
+change direction or meet the last slot, a key that moved while its old slot still holds a copy of
+it, another key in the middle, keys asked for twice, from the middle, backwards, or not there.
+
+One-line breaks of ``index.py`` and ``table.py`` that were tried; each made a test of this module
+fail. Try them again when you change either.
+
+- ``_run_length``: no look at ``_place``; ``// KEY_WORDS + 1``; ``longest = len(words)``
+- ``_follow_runs``: ``return at + 1`` at its end; ``at + 2`` at an absent key
+- ``_look_around``: no look at ``_place``; every guess right; no ``clip``, or one that lets negative
+  slots through; no ``+ every``
+- ``find``: no table after looking around; the table asked for all keys but noted for the missing
+- ``_ask_table``: no look at the crowded; ``_holds``: only word 1 compared
+- ``insert``: the homeless keep their place; ``remove``: no ``_ABSENT``; the table not told
+- ``_remove_spilled``: a row is never crowded any more once one of its keys has left the dict
+- ``clear``: the table not told; the dict not cleared
+- ``Table.claim``: two keys of a batch get the same lane (no look at whose turn it is); a full row
+  has room
+- ``Table.candidates``: the byte that is no lane compared like a tag; a tag of 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.fakes.crafted_keys import colliding_key, key
+
+from kvferry import index as index_module
+from kvferry.index import NO_SLOT, Index
+from kvferry.keys import KEY_WORDS, KeyArray, Keys
+from kvferry.table import Positions
+from kvferry.types import Key, SlotArray, as_slots
+
+NUM_SLOTS = 20
+NUM_KEYS = 30
+
+KeyMaker = Callable[[int], Key]
+
+
+def crowding_key(number: int) -> Key:
+    """Keys of one row of the table, each with a tag of its own."""
+    words = np.zeros(KEY_WORDS, dtype="<u8")
+    words[1] = number + 1 | number << 8
+    return Key(words.tobytes())
+
+
+def odd_crowding_key(number: int) -> Key:
+    return crowding_key(number) if number % 3 else key(number)
+
+
+MAKERS: tuple[KeyMaker, ...] = (key, colliding_key, crowding_key, odd_crowding_key)
+
+
+@contextmanager
+def short_ways() -> Iterator[None]:
+    """Every length at which a look-up changes its way, small enough for a few keys."""
+    with mock.patch.multiple(
+        index_module, _FIRST_LOOK=2, _LOOK_GROWTH=2, _LONG=4, _STRIDE=2, _MANY=3, _SHORT_RUNS=1
+    ):
+        yield
+
+
+class Twin:
+    """An index and a dict that are told the same."""
+
+    def __init__(self, make: KeyMaker, num_slots: int = NUM_SLOTS) -> None:
+        self.make = make
+        self.num_slots = num_slots
+        self.index = Index(num_slots)
+        self.slots: dict[int, int] = {}
+
+    def keys(self, numbers: Sequence[int]) -> Keys:
+        return Keys.from_bytes(map(self.make, numbers))
+
+    def insert(self, numbers: Sequence[int], slots: Sequence[int]) -> None:
+        """What is present, or wants a slot in use, is left out; the rest goes in one batch."""
+        used = set(self.slots.values())
+        pairs = [
+            (number, slot)
+            for number, slot in zip(numbers, slots, strict=False)
+            if number not in self.slots and slot not in used
+        ]
+        self.index.insert(self.keys([n for n, _ in pairs]), as_slots([s for _, s in pairs]))
+        self.slots.update(pairs)
+
+    def remove(self, numbers: Sequence[int]) -> None:
+        here = [number for number in dict.fromkeys(numbers) if number in self.slots]
+        self.index.remove(as_slots([self.slots.pop(number) for number in here]))
+
+    def check(self, numbers: Sequence[int]) -> None:
+        expected = [self.slots.get(number, NO_SLOT) for number in numbers]
+        assert self.index.find(self.keys(numbers)).tolist() == expected
+        assert [self.index.find_one(self.make(number)) for number in numbers] == expected
+
+    def check_all(self) -> None:
+        assert len(self.index) == len(self.slots)
+        assert self.index.slots().tolist() == sorted(self.slots.values())
+        for number, slot in self.slots.items():
+            assert self.index.key_of(slot) == self.make(number)
+
+
+numbers = st.integers(0, NUM_KEYS - 1)
+spans = st.tuples(numbers, st.integers(1, NUM_KEYS)).map(
+    lambda span: list(range(span[0], min(NUM_KEYS, span[0] + span[1])))
+)
+rings = st.tuples(st.integers(0, NUM_SLOTS - 1), st.sampled_from((1, -1, 2, 7))).map(
+    lambda ring: [(ring[0] + ring[1] * step) % NUM_SLOTS for step in range(NUM_SLOTS)]
+)
+layouts = st.one_of(
+    rings, rings.map(lambda ring: list(dict.fromkeys(ring))), st.permutations(range(NUM_SLOTS))
+).map(lambda slots: list(dict.fromkeys(slots)))
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("insert"), spans, layouts),
+        st.tuples(st.just("remove"), spans, st.none()),
+        st.tuples(st.just("remove"), st.lists(numbers), st.none()),
+        st.tuples(st.just("clear"), st.just([]), st.none()),
+    ),
+    max_size=10,
+)
+questions = st.lists(
+    st.one_of(spans, spans.map(lambda span: span[::-1]), st.lists(numbers)), min_size=1, max_size=6
+)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@given(steps=steps, questions=questions)
+@settings(max_examples=150)
+def test_wherever_the_keys_lie(
+    make: KeyMaker,
+    steps: list[tuple[str, list[int], list[int] | None]],
+    questions: list[list[int]],
+) -> None:
+    twin = Twin(make)
+    with short_ways():
+        for what, asked, slots in steps:
+            if what == "insert":
+                assert slots is not None
+                twin.insert(asked, slots)
+            elif what == "remove":
+                twin.remove(asked)
+            else:
+                twin.index.clear()
+                twin.slots.clear()
+            twin.check(range(NUM_KEYS))
+            for question in questions:
+                twin.check(question)
+    twin.check_all()
+
+
+def both_ways(test: Callable[[int], None]) -> Callable[[int], None]:
+    """With runs of a few keys and the short lengths; with long runs and the real ones."""
+    return pytest.mark.parametrize("unit", [4, 1500])(test)
+
+
+@contextmanager
+def ways_for(unit: int) -> Iterator[None]:
+    if unit < index_module._LONG:
+        with short_ways():
+            yield
+    else:
+        yield
+
+
+@both_ways
+def test_a_removed_key_is_absent_though_its_slot_still_has_it(unit: int) -> None:
+    twin = Twin(key, 3 * unit)
+    chain = range(3 * unit)
+    with ways_for(unit):
+        twin.insert(chain, chain)
+        twin.remove(range(unit + 1, 2 * unit))
+        twin.check(chain)
+        twin.remove([3 * unit - 1])
+        twin.check(chain)
+        twin.remove(chain)
+        twin.check(chain)
+
+
+@both_ways
+def test_a_key_that_moved_is_where_it_is_now(unit: int) -> None:
+    twin = Twin(key, 4 * unit)
+    chain = range(3 * unit)
+    with ways_for(unit):
+        twin.insert(chain, chain)
+        moved = range(unit + 2, unit + 2 + unit // 2)
+        twin.remove(moved)
+        twin.insert(moved, range(4 * unit - len(moved), 4 * unit))
+        twin.check(chain)
+
+
+@both_ways
+def test_another_key_in_the_middle_is_not_taken_for_the_one_asked_for(unit: int) -> None:
+    twin = Twin(key, 3 * unit)
+    chain = list(range(3 * unit))
+    with ways_for(unit):
+        twin.insert(chain, chain)
+        for hole in (1, unit, 2 * unit + 1, 3 * unit - 1):
+            twin.remove([hole])
+            twin.insert([10 * unit + hole], [hole])
+        twin.check(chain)
+        twin.check([*chain[unit:], 11 * unit, *chain[: unit + 2]])
+
+
+@both_ways
+def test_a_run_goes_no_further_than_the_last_slot(unit: int) -> None:
+    twin = Twin(key, 2 * unit)
+    with ways_for(unit):
+        chain = range(2 * unit)
+        twin.insert(chain, [*range(unit, 2 * unit), *range(unit)])
+        twin.check(chain)
+        twin.check([*chain, *chain])
+
+
+def test_runs_of_every_length_with_the_real_ones() -> None:
+    """Chains cut into pieces that lie anywhere, holes and copies left behind: as after long use."""
+    rng = np.random.default_rng(8)
+    num_slots = 6000
+    for piece in (1, 3, 31, 32, 33, 100, 700, 1023, 1024, 2000):
+        twin = Twin(key, num_slots)
+        starts = rng.permutation(num_slots // piece) * piece
+        slots = (starts[:, None] + np.arange(piece)).ravel().tolist()
+        chain = range(len(slots))
+        twin.insert(chain, slots)
+        twin.check(chain)
+        gone = rng.permutation(len(slots))[: len(slots) // 50].tolist()
+        twin.remove(gone)
+        twin.check(chain)
+        back = gone[: len(gone) // 2]
+        twin.insert(back, [slots[number] for number in gone[::-1]])
+        twin.check(chain)
+        twin.check(rng.permutation(len(slots)).tolist())
+        twin.check_all()
+
+
+@pytest.mark.parametrize(
+    ("piece", "most"), [(6000, 0.001), (2000, 0.001), (1024, 0.002), (500, 0.12), (100, 0.25)]
+)
+def test_few_keys_of_a_run_are_looked_up_one_by_one(piece: int, most: float) -> None:
+    """What is fast here is fast because the table, at random places, is seldom asked."""
+    twin = Twin(key, 6000)
+    starts = np.random.default_rng(9).permutation(6000 // piece) * piece
+    slots = (starts[:, None] + np.arange(piece)).ravel().tolist()
+    twin.insert(range(len(slots)), slots)
+    chain = twin.keys(range(len(slots)))
+    table, asked = twin.index._table, 0
+    one, many = table.candidates_of, table.candidates
+
+    def count_one(key: Key) -> list[int]:
+        nonlocal asked
+        asked += 1
+        return one(key)
+
+    def count_many(words: KeyArray) -> tuple[Positions, SlotArray, Positions]:
+        nonlocal asked
+        asked += len(words)
+        return many(words)
+
+    with mock.patch.multiple(table, candidates_of=count_one, candidates=count_many):
+        assert twin.index.find(chain).tolist() == slots
+    assert 0 < asked <= max(1, most * len(slots))
