@@ -134,6 +134,7 @@ class SchedulerSide:
                 shape=self._shapes[0],
                 num_ranks=self._num_ranks,
                 pinned=self._pinned,
+                engine_here=int(self._vllm_config.parallel_config.data_parallel_rank_local or 0),
                 has_listeners=translate.wants_events(self._vllm_config),
             )
             self._note_ready()

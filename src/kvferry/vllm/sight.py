@@ -31,7 +31,8 @@ _STATS_SECONDS = 1.0
 class Sight:
     """Tells; never changes anything. Owns the endpoint and what was told so far.
 
-    ``pinned`` is the scheduler side's own: what each rank last said.
+    ``pinned`` is the scheduler side's own: what each rank last said. ``engine_here`` counts the
+    engines of a data-parallel server on this host: each has a port of its own.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Sight:
         shape: RankShape,
         num_ranks: int,
         pinned: Mapping[Rank, int],
+        engine_here: int,
         has_listeners: bool,
     ) -> None:
         self._scheduler = scheduler
@@ -55,7 +57,7 @@ class Sight:
         self._desk = Desk()
         self._endpoint: Any = None
         if config.metrics_port is not None:
-            self._serve(config.metrics_host, config.metrics_port)
+            self._serve(config.metrics_host, config.metrics_port + engine_here)
 
     def _serve(self, host: str, port: int) -> None:
         """Metrics, and why a request missed."""
