@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+import time
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -12,6 +14,7 @@ import yaml
 from tests.integration.vllm.engine import make_prompts
 from tests.integration.vllm.server import COMMAND, Server, our_shared_memory, process_env
 
+from kvferry.errors import ConfigError
 from kvferry.metrics.http import HttpServer
 from kvferry.watch.scrape import explain
 from kvferry.watch.view import Watch
@@ -39,6 +42,19 @@ def serve(tmp_path):
     yield begin
     for server in running:
         server.kill()
+
+
+def two_free_ports() -> int:
+    """The first of two that follow each other."""
+    while True:
+        servers: list[HttpServer] = []
+        with contextlib.suppress(ConfigError):
+            servers.append(HttpServer(lambda path: None))
+            servers.append(HttpServer(lambda path: None, port=servers[0].port + 1))
+        for server in servers:
+            server.close()
+        if len(servers) == 2:
+            return servers[0].port
 
 
 def check_tools(vllms: str, ours: str) -> None:
@@ -133,6 +149,30 @@ def test_answers_metrics_and_an_orderly_end(serve, llama):
     server.wait_until_gone()
     assert our_shared_memory() == []
     assert "out of service" not in server.log
+
+
+def test_each_engine_of_a_data_parallel_server_tells_its_own(serve, llama):
+    """Two engines behind two API servers: one endpoint counts for all, two ports explain."""
+    first = two_free_ports()
+    server = serve(llama, "--data-parallel-size", "2", ferry={**FERRY, "metrics_port": first})
+    prompts = make_prompts(43, *[200] * 6)
+    for prompt in prompts:
+        server.complete(prompt, max_tokens=2)
+    told = [
+        [row["request_id"] for row in explain(f"http://127.0.0.1:{port}")["requests"]]
+        for port in (first, first + 1)
+    ]
+    assert all(told), "an engine was never asked"
+    assert len({*told[0], *told[1]}) == len(prompts)
+    give_up = time.monotonic() + 60.0
+    while (view := Watch(f"http://127.0.0.1:{server.port}").look()).queries < len(prompts):
+        assert time.monotonic() < give_up, "the last requests were never counted"
+        time.sleep(0.2)
+    assert view.queries == len(prompts)
+    slots = {port: Watch(f"http://127.0.0.1:{port}").look().tiers[0] for port in (first, first + 1)}
+    assert view.tiers[0].total == sum(tier.total for tier in slots.values())
+    assert view.tiers[0].slot_bytes == slots[first].slot_bytes
+    assert server.terminate() == 0
 
 
 def test_a_violent_end_leaves_nothing_behind(serve, llama):
