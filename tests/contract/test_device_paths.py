@@ -53,6 +53,26 @@ def test_bytes_arrive_exactly(path: str, layout: str, page: int, dtype: Any) -> 
     assert rig.driver.leaks() == {}
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("path", PATHS)
+def test_many_blocks_and_slots_in_any_order(path: str, seed: int) -> None:
+    """So many that ids travel on their own, and slots that are no neighbours."""
+    kv = make_kv("split", page=24, num_blocks=100, seed=seed)
+    rig = Rig(kv, path=path, num_slots=100, seed=seed)
+    for _ in range(2):  # the second on an idle card, with everything prepared
+        blocks, slots = (rig.rng.permutation(100)[:70].tolist() for _ in range(2))
+        rig.host[...] = 0xEE
+        rig.store(blocks, slots)
+        rig.drain_ok()
+        assert [rig.slot(slot) for slot in slots] == [kv.block(block) for block in blocks]
+        targets = rig.rng.permutation(100)[:70].tolist()
+        rig.load(slots, targets)
+        rig.drain_ok()
+        assert [kv.block(block) for block in targets] == [rig.slot(slot) for slot in slots]
+    rig.close()
+    assert rig.driver.leaks() == {}
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_groups_of_different_shape_share_the_slots(path: str) -> None:
     groups = [make_kv("layers", page=64, seed=1), make_kv("split", page=7, num_blocks=4, seed=2)]
