@@ -270,6 +270,9 @@ def test_a_hash_seed_is_asked_for_where_this_vllm_needs_one(version, seed, grade
 def test_driver_and_link_are_named_as_people_know_them():
     assert line(FIT, "driver").words == "580.95.05, for CUDA up to 13.0"
     assert line(FIT, "link").words == "PCIe generation 5 x16, all it can have"
+    closed = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC"
+    older = replace(FIT, machine=machine({"/proc/driver/nvidia/version": closed}))
+    assert line(older, "driver").words.startswith("535.129.03, ")
     hidden = replace(FIT, machine=machine({"/proc/driver/nvidia/version": None}))
     assert line(hidden, "driver").words == "for CUDA up to 13.0"
     slow = line(with_card(speed="16.0 GT/s PCIe"), "link")
