@@ -22,6 +22,7 @@ import yaml
 from tests.fakes.endpoint import FakeEndpoint, stats
 from tests.unit.test_deploy import DEPLOY, board, filled
 
+from kvferry.metrics.catalog import FIGURES
 from kvferry.metrics.http import HttpServer
 from kvferry.metrics.samples import Snapshot
 
@@ -194,8 +195,11 @@ def wait_for(what: Callable[[], bool], seconds: float = 60.0) -> None:
 
 @needs_prometheus
 def test_every_panel_has_something_to_show(tmp_path):
-    """Both endpoints are scraped while they count; then every query of the dashboard is asked."""
-    ours, vllms = FakeEndpoint(), FakeEndpoint()
+    """Two endpoints of ours and a vLLM's are scraped while they count; then all queries are asked.
+
+    Two, because a join that forgets the instance is refused only then.
+    """
+    ours, others, vllms = FakeEndpoint(), FakeEndpoint(), FakeEndpoint()
     count = 0
 
     def work() -> None:
@@ -203,15 +207,16 @@ def test_every_panel_has_something_to_show(tmp_path):
         count += 1
         now = Snapshot(stats(queries=count, moved=count), "1", {"host": 1 << 20}, 1 << 30, 3)
         ours.show(now)
+        others.show(now)
         vllms.show_as_vllm(now)
 
     try:
-        with prometheus(tmp_path, ours, vllms) as server:
+        with prometheus(tmp_path, ours, others, vllms) as server:
 
             def is_scraped() -> bool:
                 work()
                 found = server.ask("query", query="count_over_time(up[1m])")["result"]
-                return len(found) == 2 and all(float(one["value"][1]) >= 4 for one in found)
+                return len(found) == 3 and all(float(one["value"][1]) >= 4 for one in found)
 
             wait_for(is_scraped)
             assert {one["value"][1] for one in server.ask("query", query="up")["result"]} == {"1"}
@@ -223,10 +228,14 @@ def test_every_panel_has_something_to_show(tmp_path):
                         found = server.ask("query", query=query)["result"]
                         if not found or any(one["value"][1] == "NaN" for one in found):
                             empty.append((panel["title"], query, found))
+            for words, query in FIGURES.items():
+                query = query.replace("\\|", "|").replace("[5m]", "[1m]")
+                if not server.ask("query", query=query)["result"]:
+                    empty.append((words, query, []))
             assert not empty
             (kvferry, vllm) = server.ask("rules")["groups"]
             states = {rule["health"] for group in (kvferry, vllm) for rule in group["rules"]}
             assert states <= {"ok", "unknown"}
     finally:
-        ours.close()
-        vllms.close()
+        for endpoint in (ours, others, vllms):
+            endpoint.close()
