@@ -176,6 +176,7 @@ FIGURES = {
         "(rate(kvferry_transfer_seconds_bucket[5m])))"
     ),
     "Bytes of blocks in each tier": (
-        'kvferry_slots{state=~"cached\\|leased"} * on (instance, tier) group_left kvferry_slot_bytes'
+        'kvferry_slots{state=~"cached\\|leased"} '
+        "* on (instance, tier) group_left kvferry_slot_bytes"
     ),
 }
