@@ -94,7 +94,8 @@ class Outcome(Enum):
 class Receipt:
     """What became of one transfer on one rank.
 
-    ``path`` is the way it was copied, chosen while the model ran (``beside_model``) or not.
+    ``path`` is the way it was copied, chosen while the model ran (``beside_model``) or not, and for
+    host slots that lay in ``num_runs`` pieces.
     """
 
     transfer_id: TransferId
@@ -105,3 +106,4 @@ class Receipt:
     seconds: float = 0.0
     path: str = ""
     beside_model: bool = False
+    num_runs: int = 1

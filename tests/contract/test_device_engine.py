@@ -282,14 +282,15 @@ def test_what_paths_are_picked_by_can_be_sent_to_another_process() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_receipt_says_whether_the_model_ran_when_its_path_was_chosen(fails: bool) -> None:
+def test_a_receipt_says_what_its_path_was_chosen_for(fails: bool) -> None:
     rig = Rig()
     for busy in (False, True):
         rig.engine._is_busy = lambda busy=busy: busy
         if fails:
             rig.engine._paths.clear()
-        transfer = rig.store([1], [2])
+        transfer = rig.store([1, 2, 3], [2, 5, 7])
         receipt = rig.drain()[transfer]
         assert receipt.outcome is (Outcome.FAILED if fails else Outcome.OK)
         assert receipt.beside_model is busy
+        assert receipt.num_runs == 3
     rig.close()

@@ -271,10 +271,13 @@ def copy_of(path: str, **changes: object) -> Copy:
 def test_a_copys_path_is_explained_for_how_it_was_chosen(choices, src, dst, busy):
     planner = MeasuredPlanner(choices.profile, choices.paths)
     way = Direction.LOAD if dst == "device" else Direction.STORE
-    path = planner.choose(way, choices.layouts[0], 16, busy)
-    words = why_path(copy_of(path, src=src, dst=dst, beside_model=busy), choices)
-    assert words.startswith(f"{way.value} of 16 blocks")
-    assert f"model {'running' if busy else 'idle'}: {path}." in words
+    for num_runs in (1, 5, 16):
+        path = planner.choose(way, choices.layouts[0], 16, busy, num_runs)
+        copy = copy_of(path, src=src, dst=dst, beside_model=busy, num_runs=num_runs)
+        words = why_path(copy, choices)
+        assert words.startswith(f"{way.value} of 16 blocks")
+        assert f"model {'running' if busy else 'idle'}" in words
+        assert (f"in {num_runs} runs: {path}." if num_runs > 1 else f": {path}.") in words
     other = copy_of("loop", src=src, dst=dst, beside_model=busy)
     assert why_path(other, choices) == ""  # nobody chose that: nothing is made up
 

@@ -28,14 +28,19 @@ class Choices:
         return MeasuredPlanner(self.profile, self.paths, pinned=self.pinned)
 
     def why(
-        self, direction: Direction, group: int, num_blocks: int, path: str, *, busy: bool
+        self,
+        direction: Direction,
+        group: int,
+        num_blocks: int,
+        path: str,
+        *,
+        busy: bool,
+        num_runs: int = 1,
     ) -> str:
         """Why such a transfer took ``path``, in the planner's words; empty where it would not."""
         if not 0 <= group < len(self.layouts):
             return ""
         layout = self.layouts[group]
-        # How the host slots lay is not told: together or, which is the rule later, each by itself.
-        for num_runs in (1, num_blocks):
-            if self._planner.choose(direction, layout, num_blocks, busy, num_runs) == path:
-                return self._planner.explain(direction, layout, num_blocks, busy, num_runs)
-        return ""
+        if self._planner.choose(direction, layout, num_blocks, busy, num_runs) != path:
+            return ""
+        return self._planner.explain(direction, layout, num_blocks, busy, num_runs)

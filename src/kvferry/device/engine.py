@@ -217,9 +217,9 @@ class GpuEngine(Closing):
             # Here and not on the lane's thread: later compute must not hold this copy back.
             flight.ready = self._order_events.take()
             self._driver.record_event(flight.ready, compute)
-        flight.beside_model = busy
+        flight.beside_model, flight.num_runs = busy, count_runs(job)
         flight.path = self._planner.choose(
-            job.direction, job.layout, len(job.device_blocks), busy, count_runs(job)
+            job.direction, job.layout, len(job.device_blocks), busy, flight.num_runs
         )
         path = self._paths.get(flight.path)
         if path is None:
@@ -237,6 +237,7 @@ class GpuEngine(Closing):
                 flight.reason,
                 path=flight.path,
                 beside_model=flight.beside_model,
+                num_runs=flight.num_runs,
             )
         return Receipt(
             flight.transfer_id,
@@ -246,6 +247,7 @@ class GpuEngine(Closing):
             seconds=flight.seconds,
             path=flight.path,
             beside_model=flight.beside_model,
+            num_runs=flight.num_runs,
         )
 
     def _release_ready(self, flight: Flight) -> None:

@@ -34,6 +34,7 @@ class Flight:
     transfer_id: TransferId
     path: str = ""
     beside_model: bool = False
+    num_runs: int = 1
     num_bytes: int = 0
     ready: int | None = None
     """Event recorded on the compute stream at submit; the copy comes after it."""

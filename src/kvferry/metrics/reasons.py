@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from kvferry.device.choices import Choices
 from kvferry.device.job import Direction
 from kvferry.scheduler.journal import Copy
@@ -28,13 +30,10 @@ def why_path(copy: Copy, choices: Choices | None, *, num_sharing: int = 1) -> st
 
 
 def _chosen(copy: Copy, path: str, choices: Choices, num_sharing: int) -> str:
+    why = partial(choices.why, busy=copy.beside_model, num_runs=copy.num_runs)
     if copy.dst == DEVICE:
-        return choices.why(
-            Direction.LOAD, copy.group, copy.num_blocks, path, busy=copy.beside_model
-        )
+        return why(Direction.LOAD, copy.group, copy.num_blocks, path)
     least, rest = divmod(copy.num_blocks, num_sharing)
-    for part in {least + (rest > 0), least} - {0}:
-        words = choices.why(Direction.STORE, copy.group, part, path, busy=copy.beside_model)
-        if words:
-            return words
-    return ""
+    parts = sorted({least + (rest > 0), least} - {0}, reverse=True)
+    told = (why(Direction.STORE, copy.group, part, path) for part in parts)
+    return next(filter(None, told), "")

@@ -19,7 +19,8 @@ class Copy:
     """One transfer that ended for a request (a store may have carried others' blocks too).
 
     Bytes are summed over ranks, seconds are the slowest rank's. ``paths`` are those the ranks took,
-    ``beside_model`` says that a rank chose its own while the model ran.
+    ``beside_model`` says that a rank chose its own while the model ran, ``num_runs`` in how many
+    pieces the host slots lay for it.
     """
 
     transfer_id: int
@@ -32,6 +33,7 @@ class Copy:
     paths: tuple[str, ...]
     reason: str = ""
     beside_model: bool = False
+    num_runs: int = 1
 
     @classmethod
     def of(cls, flight: Flight) -> Copy:
@@ -47,6 +49,7 @@ class Copy:
             paths=tuple(sorted({receipt.path for receipt in receipts if receipt.path})),
             reason=flight.reason,
             beside_model=any(receipt.beside_model for receipt in receipts),
+            num_runs=max((receipt.num_runs for receipt in receipts), default=1),
         )
 
 
