@@ -30,25 +30,30 @@ def spec(kind, **fields):
     return type(kind, (SimpleNamespace,), {})(block_size=16, **fields)
 
 
-def configs(*specs, prefix_caching=True, **parallel):
+def configs(*specs, prefix_caching=True, hash_tokens=16, **parallel):
     return (
         SimpleNamespace(
             parallel_config=SimpleNamespace(**parallel),
             cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
         ),
-        SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=s) for s in specs]),
+        SimpleNamespace(
+            kv_cache_groups=[SimpleNamespace(kv_cache_spec=s) for s in specs],
+            hash_block_size=hash_tokens,
+        ),
     )
 
 
 FULL = spec("FullAttentionSpec", sliding_window=None)
 WINDOW = spec("SlidingWindowSpec", sliding_window=64)
+STATE = spec("MambaSpec", mamba_cache_mode="align", num_speculative_blocks=0)
 
 
 def test_kinds_of_groups():
     several = spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": FULL, "b": FULL})
     chunked = spec("ChunkedLocalAttentionSpec", attention_chunk_size=128)
     mla = spec("MLAAttentionSpec")
-    support = support_of(*configs(FULL, WINDOW, chunked, mla, several), recomputes_requests=True)
+    given = configs(FULL, WINDOW, chunked, mla, several, STATE)
+    support = support_of(*given, recomputes_requests=True)
     assert support.refusal == ""
     assert support.groups == (
         reach.FullAttention(16),
@@ -56,13 +61,20 @@ def test_kinds_of_groups():
         reach.ChunkedLocal(16, chunk=128),
         reach.FullAttention(16),
         reach.FullAttention(16),
+        reach.RecurrentState(16),
     )
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (configs(spec("MambaSpec")), "MambaSpec"),
+        (configs(spec("MambaSpec", mamba_cache_mode="none")), "MambaSpec"),
+        (configs(spec("MambaSpec", mamba_cache_mode="all")), "MambaSpec"),
+        (
+            configs(spec("MambaSpec", mamba_cache_mode="align", num_speculative_blocks=2)),
+            "MambaSpec",
+        ),
+        (configs(STATE, hash_tokens=8), "names blocks of 8"),
         (configs(spec("SinkFullAttentionSpec")), "SinkFullAttentionSpec"),
         (configs(spec("SlidingWindowSpec", sliding_window=64, extra_retained_tokens=8)), "Sliding"),
         (configs(FULL, prefix_caching=False), "prefix caching is off"),
@@ -77,6 +89,13 @@ def test_what_we_do_not_know_is_left_alone(given, words):
 def test_a_vllm_that_cannot_recover_gets_one_group_only():
     assert support_of(*configs(FULL), recomputes_requests=False).refusal == ""
     assert "2 groups" in support_of(*configs(FULL, WINDOW), recomputes_requests=False).refusal
+    assert "recurrent" in support_of(*configs(STATE), recomputes_requests=False).refusal
+
+
+def test_how_a_failed_load_is_told():
+    assert support_of(*configs(FULL), recomputes_requests=True).fails_by_block
+    for several in [configs(FULL, WINDOW), configs(STATE), configs(STATE, FULL)]:
+        assert not support_of(*several, recomputes_requests=True).fails_by_block
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.27.1", "0.32.0", "0.30.1rc1+cpu", "0.32.9.dev3"])
@@ -186,6 +205,19 @@ def test_tables_by_the_manager_or_by_content():
     full, window = DeviceTables(groups, pool, None, 16).of(request, 64, 16)
     assert list(full) == [NO_BLOCK, 5, NO_BLOCK, 6]
     assert list(window) == [NO_BLOCK, 7]
+
+
+def test_states_are_found_by_content_alone():
+    """The table has the block that the next tokens write, and has forgotten the earlier states."""
+    request = SimpleNamespace(request_id="r", block_hashes=[b"a", b"b", b"c", b"d"])
+    manager = SimpleNamespace(get_block_ids=lambda name: ([3, 5, 4, 6], [0, 0, 2, 7]))
+    pool = FakePool()
+    for number, name in [(1, b"a"), (2, b"c")]:
+        pool.blocks[number].block_hash = name + (1).to_bytes(4, "big")
+    groups = (reach.FullAttention(16), reach.RecurrentState(16))
+    full, states = DeviceTables(groups, pool, manager, 16).of(request, 64, 0)
+    assert list(full) == [3, 5, 4, 6]
+    assert list(states) == [1, NO_BLOCK, 2, NO_BLOCK]
 
 
 def test_tables_are_cut_and_filled():

@@ -45,7 +45,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(vllm_config, kv_cache_config, config, support)
         else:
-            self._by_request = len(kv_cache_config.kv_cache_groups) > 1
+            self._by_request = not support.fails_by_block
             self._worker = WorkerSide(
                 place=translate.place_of(vllm_config, kv_cache_config),
                 config=config,

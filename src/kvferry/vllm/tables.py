@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.reach import Group
+from kvferry.reach import Group, RecurrentState
 from kvferry.scheduler import NO_BLOCK, BlockTable
 
 NULL_BLOCK = 0
@@ -18,7 +18,8 @@ class DeviceTables:
     """Reads block tables. With vLLM's cache manager it asks that; without, its prefix cache.
 
     The prefix cache names blocks by content, so what it answers holds the right bytes even if
-    another request computed them.
+    another request computed them. Of recurrent states only that can be trusted: a table also has
+    the block that the next tokens write, and forgets those whose state it no longer needs.
     """
 
     def __init__(
@@ -31,14 +32,13 @@ class DeviceTables:
 
     def of(self, request: Any, num_tokens: int, from_token: int) -> list[BlockTable]:
         """A table per group for the first ``num_tokens``; below ``from_token`` it may be blank."""
+        known = None
         if self._manager is not None:
-            ids = self._manager.get_block_ids(request.request_id)
-            return [
-                table_of(own, num_tokens // group.block_tokens)
-                for group, own in zip(self._groups, ids, strict=True)
-            ]
+            known = self._manager.get_block_ids(request.request_id)
         return [
-            self._by_content(number, group, request.block_hashes, num_tokens, from_token)
+            table_of(known[number], num_tokens // group.block_tokens)
+            if known is not None and not isinstance(group, RecurrentState)
+            else self._by_content(number, group, request.block_hashes, num_tokens, from_token)
             for number, group in enumerate(self._groups)
         ]
 

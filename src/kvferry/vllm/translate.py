@@ -22,6 +22,11 @@ class Support:
     groups: tuple[reach.Group, ...] = ()
     refusal: str = ""
 
+    @property
+    def fails_by_block(self) -> bool:
+        """Whether naming the blocks that were not loaded is enough for vLLM to compute them."""
+        return len(self.groups) == 1 and not isinstance(self.groups[0], reach.RecurrentState)
+
 
 def config_of(vllm_config: Any) -> Config:
     """Our settings: the connector's extra config, over the environment, over ``KVFERRY_CONFIG``."""
@@ -32,8 +37,8 @@ def support_of(vllm_config: Any, kv_cache_config: Any, *, recomputes_requests: b
     """The model's groups as kinds of reach, or why we leave it alone.
 
     ``recomputes_requests`` says that this vLLM can be told of a failed load by request. Without it,
-    it can only be told by block, and finds its way back from that with one group: with more a
-    failed load would be the end of the engine, so no hit is ever claimed.
+    it can only be told by block, and finds its way back from that with one group of attention: else
+    a failed load would be the end of the engine, so no hit is ever claimed.
     """
     parallel = vllm_config.parallel_config
     cache = vllm_config.cache_config
@@ -59,7 +64,17 @@ def support_of(vllm_config: Any, kv_cache_config: Any, *, recomputes_requests: b
                 "which kvferry does not know"
             )
         groups.append(group)
-    return Support(tuple(groups))
+    hash_tokens = getattr(kv_cache_config, "hash_block_size", None)
+    for group in groups:
+        if isinstance(group, reach.RecurrentState) and group.block_tokens != hash_tokens:
+            return Support(
+                refusal=f"recurrent states are kept every {group.block_tokens} tokens, but vLLM "
+                f"names blocks of {hash_tokens}: a state may be written over after it was named"
+            )
+    support = Support(tuple(groups))
+    if not support.fails_by_block and not recomputes_requests:
+        return Support(refusal="this vLLM cannot recover from a failed load of a recurrent state")
+    return support
 
 
 def _group_of(spec: Any) -> reach.Group | None:
@@ -72,6 +87,13 @@ def _group_of(spec: Any) -> reach.Group | None:
         return reach.SlidingWindow(block_tokens, window=int(one.sliding_window))
     if kind == "ChunkedLocalAttentionSpec":
         return reach.ChunkedLocal(block_tokens, chunk=int(one.attention_chunk_size))
+    # Only where vLLM keeps a state per block, by the block's hash, and writes it once.
+    mode, num_drafts = (
+        getattr(one, "mamba_cache_mode", ""),
+        getattr(one, "num_speculative_blocks", 0),
+    )
+    if kind == "MambaSpec" and mode == "align" and not num_drafts:
+        return reach.RecurrentState(block_tokens)
     return None
 
 

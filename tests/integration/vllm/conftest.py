@@ -56,14 +56,34 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models.make_gemma(tmp_path_factory.mktemp("models") / "gemma")
 
 
+@pytest.fixture(scope="session")
+def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.make_granite(tmp_path_factory.mktemp("models") / "granite")
+
+
+@pytest.fixture(scope="session")
+def mamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.make_mamba(tmp_path_factory.mktemp("models") / "mamba")
+
+
 @pytest.fixture
 def gemma_hits(gemma: Path) -> Path:
     """The same, where this vLLM lets kvferry serve more than one group."""
+    _require_several_groups()
+    return gemma
+
+
+@pytest.fixture
+def granite_hits(granite: Path) -> Path:
+    _require_several_groups()
+    return granite
+
+
+def _require_several_groups() -> None:
     from kvferry.vllm.connector import _RECOMPUTES_REQUESTS
 
     if not _RECOMPUTES_REQUESTS:
         pytest.skip("this vLLM recovers from failed loads with one group only: kvferry is idle")
-    return gemma
 
 
 @pytest.fixture(scope="session")

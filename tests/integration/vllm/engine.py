@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.integration.vllm import recurrent
+
 from kvferry.stats import SchedulerStats
 from kvferry.types import DEVICE, HOST, Outcome, Receipt, Transfer
 
@@ -28,6 +30,7 @@ class Engine:
     def __init__(self, model: Path, *, ferry: dict[str, Any] | None = None, **options: Any) -> None:
         from vllm import LLM
 
+        recurrent.allow()
         connector = {
             "kv_connector": "kvferry",
             "kv_role": "kv_both",
@@ -170,7 +173,7 @@ class Tamper:
 
     mover: Any
     fails: Callable[[Transfer], bool] = lambda transfer: False
-    zeroes_loads: bool = False
+    zeroes: Callable[[Transfer], bool] = lambda transfer: False
     holds_receipts: bool = False
     copies_at_once: bool = False
 
@@ -183,7 +186,7 @@ class Tamper:
             self.num_failed += 1
             self._own.append(Receipt(transfer.id, self.mover._rank, Outcome.FAILED, "tampered"))
             return None
-        if self.zeroes_loads and transfer.dst == DEVICE:
+        if transfer.dst == DEVICE and self.zeroes(transfer):
             self._own += self.mover.drain()  # a store may still write the slot
             self.mover._host[transfer.src_slots] = 0
         ticket = self.mover.submit(transfer)

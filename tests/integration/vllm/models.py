@@ -50,6 +50,53 @@ def make_gemma(folder: Path) -> Path:
     return _save(folder, Gemma3ForCausalLM, config)
 
 
+def make_granite(folder: Path) -> Path:
+    """Mamba2, whose layers keep a state, and full attention in turn: two groups."""
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    shape = {**_SHAPE, "hidden_size": 128}
+    config = GraniteMoeHybridConfig(
+        **shape,
+        **_STATES,
+        shared_intermediate_size=128,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        pad_token_id=256,
+        position_embedding_type="rope",
+        layer_types=["mamba", "attention", "mamba", "attention"],
+    )
+    return _save(folder, GraniteMoeHybridForCausalLM, config)
+
+
+def make_mamba(folder: Path) -> Path:
+    """Mamba2 in every layer: one group, and no attention at all."""
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "bos_token_id", "eos_token_id")
+    config = Mamba2Config(
+        **{name: _SHAPE[name] for name in names},
+        initializer_range=_SHAPE["initializer_range"],
+        num_heads=8,
+        head_dim=16,
+        state_size=16,
+        n_groups=1,
+        expand=2,
+        chunk_size=32,
+    )
+    return _save(folder, Mamba2ForCausalLM, config)
+
+
+# So small that a block of states is no larger than one of 32 tokens' keys and values.
+_STATES: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 8,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 32,
+}
+
+
 def _save(folder: Path, model_class: Any, config: Any, seed: int = SEED) -> Path:
     import torch
 

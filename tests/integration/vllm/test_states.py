@@ -1,0 +1,114 @@
+"""Layers that keep a state instead of keys and values: it comes back where vLLM has kept one."""
+
+from __future__ import annotations
+
+import pytest
+from tests.integration.vllm import asynchronous
+from tests.integration.vllm.engine import BLOCK_TOKENS, Engine, make_prompts, tampering
+from tests.integration.vllm.reference import in_a_process
+
+# A machine under load must not turn into failed copies.
+FERRY = {
+    "host": "64MiB",
+    "max_storing_blocks": 1000,
+    "load_policy": "always",
+    "load_deadline": "5min",
+    "store_deadline": "5min",
+}
+
+
+@pytest.fixture
+def mamba_hits(mamba, granite_hits):
+    """States alone need what several groups need: a vLLM that is told of failures by request."""
+    return mamba
+
+
+STATES_ALONE = {"enable_prefix_caching": True, "mamba_cache_mode": "align"}
+
+
+def test_a_model_of_states_alone(start, expect, mamba_hits):
+    prompts = make_prompts(101, 100, 200, 300, 33, 31)
+    expected = expect(mamba_hits, prompts)
+    engine = start(mamba_hits, ferry=FERRY, **STATES_ALONE)
+    assert engine.generate(prompts) == expected
+    engine.forget_device()
+    assert engine.generate(prompts) == expected
+    assert engine.stats.hit_tokens == (3 + 6 + 9 + 1) * BLOCK_TOKENS
+    assert engine.loaded_blocks == 4, "of each prompt, one state"
+    engine.check_idle()
+
+
+def test_a_state_that_is_not_loaded_is_computed(start, expect, mamba_hits, monkeypatch):
+    prompts = make_prompts(102, 300, 200)
+    expected = expect(mamba_hits, prompts)
+    with tampering(monkeypatch, fails=lambda transfer: transfer.dst == "device") as tampers:
+        engine = start(mamba_hits, ferry=FERRY, **STATES_ALONE)
+    engine.generate(prompts)
+    engine.forget_device()
+    assert engine.generate(prompts) == expected
+    assert tampers[0].num_failed == 2
+    engine.check_idle()
+
+
+def test_a_wrong_state_changes_the_output(start, granite_hits, monkeypatch):
+    """The control: keys and values are right, only the states are zeros."""
+    prompts = make_prompts(103, 300, 200)
+    with tampering(monkeypatch, zeroes=lambda transfer: transfer.group == 0) as _:
+        engine = start(granite_hits, ferry=FERRY)
+    assert type(engine.side.scheduler.groups[0]).__name__ == "RecurrentState"
+    expected = engine.generate(prompts)
+    engine.forget_device()
+    wrong = engine.generate(prompts)
+    assert all(got != right for got, right in zip(wrong, expected, strict=True))
+
+
+def test_states_of_generated_tokens_come_back(start, expect, granite_hits):
+    (prompt,) = make_prompts(104, 50)
+    (more,) = make_prompts(105, 40)
+    (answer,) = expect(granite_hits, [prompt], 100)
+    turn = [*prompt, *answer, *more]
+    expected = expect(granite_hits, [turn])
+    # vLLM keeps the state at a prompt's end alone unless it is told to keep more.
+    engine = start(granite_hits, ferry=FERRY, prefix_cache_retention_interval=BLOCK_TOKENS)
+    assert engine.generate([prompt], max_tokens=100) == [answer]
+    engine.forget_device()
+    assert engine.generate([turn]) == expected
+    assert engine.stats.hit_tokens == (50 + 100 - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["in step", "asynchronous"])
+def test_preempted_requests_go_on_where_they_were(expect, granite_hits, is_async):
+    prompts = make_prompts(106, 60, 70, 80, 90)
+    answers, num_preempted, loaded_blocks = in_a_process(crowd, granite_hits, prompts, is_async)
+    assert answers == expect(granite_hits, prompts, 120)
+    assert num_preempted > 0
+    assert loaded_blocks > 0
+
+
+def crowd(model, prompts, is_async):
+    asynchronous.allow()
+    engine = Engine(
+        model,
+        ferry=FERRY,
+        async_scheduling=is_async,
+        num_gpu_blocks_override=26,
+        max_model_len=256,
+    )
+    assert asynchronous.is_asynchronous(engine) is is_async
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        preempted = engine.note_preemptions(monkeypatch)
+        answers = engine.generate(prompts, max_tokens=120)
+    engine.generate(make_prompts(107, 200, 200), max_tokens=2)
+    assert engine.generate(prompts, max_tokens=120) == answers
+    engine.check_idle()
+    return answers, len(preempted), engine.loaded_blocks
+
+
+def test_on_an_older_vllm_kvferry_is_idle(start, granite, monkeypatch):
+    from kvferry.vllm import connector
+
+    monkeypatch.setattr(connector, "_RECOMPUTES_REQUESTS", False)
+    engine = start(granite, ferry=FERRY, enable_prefix_caching=True)
+    assert "cannot recover" in engine.side.banner()
+    assert engine.worker._memory is None
