@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from tests.integration.vllm import models
 from tests.integration.vllm.engine import BLOCK_TOKENS, make_prompts
+from tests.integration.vllm.server import Server
 
 from kvferry.vllm.weights import Freshness, Weights
 
@@ -102,6 +103,25 @@ def test_sleep_and_pause_forget_the_host(start, llama, what):
     assert engine.generate(prompts) == expected
     assert engine.stats.hit_tokens == 6 * BLOCK_TOKENS
     engine.check_idle()
+
+
+@pytest.mark.timeout(900)
+def test_a_server_that_sleeps_and_pauses_forgets_the_host(llama, tmp_path):
+    """Right after an answer: its last stores are still under way, and vLLM waits for them."""
+    (prompt,) = make_prompts(95, 350)
+    server = Server(llama, tmp_path / "server.log", ferry=FERRY)
+    try:
+        answer = server.complete(prompt)
+        for number, (stop, go) in enumerate([("/sleep", "/wake_up"), ("/pause", "/resume")], 1):
+            server.post(stop, {})
+            server.post(go, {})
+            assert server.complete(prompt) == answer
+            assert server.metric("vllm:kvferry_resets_total") == number
+        assert server.metric("vllm:kvferry_hit_tokens_total") == 0
+        assert server.terminate() == 0
+        assert "out of service" not in server.log
+    finally:
+        server.kill()
 
 
 class FakeWeights(Weights):
