@@ -1,0 +1,72 @@
+"""Every hook vLLM has for connectors is answered here, or left to vLLM for a reason."""
+
+from __future__ import annotations
+
+import inspect
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    SupportsHMA,
+    supports_hma,
+)
+
+from kvferry.vllm.connector import KvferryConnector
+
+LEFT_TO_VLLM = {
+    # what vLLM itself keeps in a connector
+    "role",
+    "bind_connector_metadata",
+    "clear_connector_metadata",
+    "has_connector_metadata",
+    # our stores hold their blocks, so nothing is to be saved before a preemption or a reuse
+    "handle_preemptions",
+    # loads and stores are of whole blocks, outside the forward and its graphs
+    "finish_forward",
+    "reset_capture_state",
+    "requires_piecewise_for_cudagraph",
+    # copies are our own, into memory that is our own
+    "get_mem_pool_context",
+    "set_host_xfer_buffer_ops",
+    # every rank answers for every request, and loads every group with a hash
+    "get_finished_count",
+    "get_loaded_kv_cache_group_ids",
+    "get_external_cache_hit_sources",
+    # events come from the scheduler's side
+    "get_kv_connector_kv_cache_events",
+    # a request is known when it is first asked for
+    "on_new_request",
+    # whole blocks and the states at their ends only
+    "register_finished_partial_tail",
+    "supports_divergent_local_hybrid_hits",
+}
+
+
+def hooks_of(*classes):
+    return {
+        name
+        for one in classes
+        for name, member in vars(one).items()
+        if not name.startswith("_")
+        and (inspect.isfunction(member) or isinstance(member, (property, classmethod)))
+    }
+
+
+def test_every_hook_has_an_answer():
+    ours, theirs = hooks_of(KvferryConnector), hooks_of(KVConnectorBase_V1, SupportsHMA)
+    assert len(theirs) > 30
+    assert theirs - ours - LEFT_TO_VLLM == set()
+    assert not LEFT_TO_VLLM & ours
+
+
+def test_hooks_take_what_vllm_gives_them():
+    for name in hooks_of(KVConnectorBase_V1, SupportsHMA) & hooks_of(KvferryConnector):
+        base = inspect.getattr_static(KVConnectorBase_V1, name, None) or vars(SupportsHMA)[name]
+        mine = inspect.getattr_static(KvferryConnector, name)
+        assert type(mine) is type(base), name
+        if inspect.isfunction(base):
+            expected = list(inspect.signature(base).parameters)
+            assert list(inspect.signature(mine).parameters) == expected, name
+
+
+def test_several_groups_are_supported():
+    assert supports_hma(KvferryConnector)
