@@ -3,287 +3,250 @@
 Four ways, in one run on one machine:
 
 - ``kvferry``: the pool, one call per request.
-- ``lean``: key after key in the leanest Python we can write: one ordered dict, a two-item list per
-  block, loops in line.
-- ``layered``: key after key as we understand published Python offload indexes to be built: a call
-  per key through a policy object, a ctypes record per block. Written from general knowledge of
-  them, not checked against any; what they themselves were measured at is in ``TARGET_MS``.
+- ``lean`` and ``layered``: key after key in plain Python, see ``indexes/per_key.py``.
 - ``dict``: ``list(map(index.get, keys))``, the floor for a look-up in Python; no states, no counts.
 
 Requests are chains of 8192 keys; pools hold 10k, 100k and 1M of them and are full, so that every
-store evicts as much as it adds. The table gives the best of several rounds over different requests.
+store evicts as much as it adds. Each way is measured under the same conditions:
+
+- ``hot``: one request again and again; nothing happens between two rounds.
+- ``cold``: the same, but before each round 64 MiB of other memory are walked, as a model's step and
+  the rest of a server would.
+- ``other``: another request in each round, as far as the pool holds several. The pool of 10k holds
+  one, so it is hot there and not elsewhere.
+- ``worn``: hot, in a pool that has seen requests of mixed lengths come, grow and go, three times as
+  many blocks as it holds. Not at 10k, where one request takes the place of four fifths of that; and
+  for the same reason with fewer stores than elsewhere at 100k.
+- ``strewn``: hot, for the pool alone, which is made to give out its slots in random order: the
+  worst that use could come to.
+
+In all but ``other`` the keys that are asked for are walked right before, because they
+have just been made. Storing takes new keys in every round. The tables give the best round of all
+passes; a pass takes all sizes in turn.
+
+``bare`` is what no index can avoid when it stores a key and forgets another: numpy fetches, writes
+and clears as many random places of arrays as large as the pool's table, and does nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import platform
 import sys
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from enum import Enum
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from kvferry.keys import KEY_WORDS, Keys
+from indexes.per_key import LeanIndex, PerKeyIndex
+from kvferry.keys import KEY_WORDS, KeyArray, Keys
 from kvferry.pool import Pool
-from kvferry.types import Key
 
 KEYS = 8192
 SIZES = (10_000, 100_000, 1_000_000)
+CONDITIONS = ("hot", "cold", "other", "worn", "strewn")
+OPERATIONS = ("match", "reserve+commit", "pin+release")
+WAYS = ("kvferry", "lean", "layered", "dict", "bare")
 TARGET_MS = {"match": 5.5 / 10, "reserve+commit": 15 / 5, "pin+release": 10 / 5}
 """What each operation may cost: so many times less than the published index was measured at."""
 
-
-class BlockStatus(ctypes.Structure):
-    """What such an index keeps per block: small, but a Python object each."""
-
-    _fields_ = (("refs", ctypes.c_int32), ("slot", ctypes.c_int64))
-
-    def __init__(self, slot: int) -> None:
-        super().__init__()
-        self.refs = -1  # being written
-        self.slot = slot
-
-    @property
-    def is_ready(self) -> bool:
-        return bool(self.refs >= 0)
+Request = Any  # Keys, or a list of bytes
 
 
-class Answer(Enum):
-    """What a look-up of one key says."""
-
-    MISS = "miss"
-    HIT = "hit"
-
-
-class PerKeyLru:
-    """The eviction policy of the per-key index: an ordered dict, oldest first."""
-
-    def __init__(self) -> None:
-        self.blocks: OrderedDict[Key, BlockStatus] = OrderedDict()
-
-    def get(self, key: Key) -> BlockStatus | None:
-        return self.blocks.get(key)
-
-    def insert(self, key: Key, block: BlockStatus) -> None:
-        self.blocks[key] = block
-
-    def touch(self, keys: list[Key]) -> None:
-        for key in reversed(keys):
-            if key in self.blocks:
-                self.blocks.move_to_end(key)
-
-    def evict(self, count: int, protected: set[Key]) -> list[BlockStatus]:
-        chosen = []
-        for key, block in self.blocks.items():
-            if block.refs == 0 and key not in protected:
-                chosen.append(key)
-                if len(chosen) == count:
-                    break
-        return [self.blocks.pop(key) for key in chosen]
-
-
-class PerKeyIndex:
-    """An offload index that does its work one key at a time."""
+class Ours:
+    """The pool."""
 
     def __init__(self, num_slots: int) -> None:
-        self.policy = PerKeyLru()
-        self.free = list(range(num_slots))
+        self.pool = Pool(num_slots)
 
-    def lookup(self, key: Key) -> Answer:
-        block = self.policy.get(key)
-        return Answer.HIT if block is not None and block.is_ready else Answer.MISS
+    def request(self, keys: Keys) -> Request:
+        return keys
 
-    def match(self, keys: list[Key]) -> int:
-        count = 0
-        for key in keys:
-            if self.lookup(key) is not Answer.HIT:
-                break
-            count += 1
-        return count
+    def walk(self, keys: Request) -> None:
+        keys.array.max()
 
-    def prepare_store(self, keys: list[Key]) -> list[Key]:
-        missing = [key for key in keys if self.policy.get(key) is None]
-        lacking = len(missing) - len(self.free)
-        if lacking > 0:
-            for block in self.policy.evict(lacking, set(keys)):
-                self.free.append(block.slot)
-        for key in missing:
-            self.policy.insert(key, BlockStatus(self.free.pop()))
-        return missing
+    def match(self, keys: Request) -> int:
+        return self.pool.match(keys)
 
-    def complete_store(self, keys: list[Key]) -> None:
-        for key in keys:
-            block = self.policy.get(key)
-            if block is not None and not block.is_ready:
-                block.refs = 0
-        self.policy.touch(keys)
+    def store(self, keys: Request) -> None:
+        lease = self.pool.reserve(keys)
+        if lease is not None:
+            lease.commit()
 
-    def prepare_load(self, keys: list[Key]) -> list[int]:
-        slots = []
-        for key in keys:
-            block = self.policy.get(key)
-            assert block is not None
-            assert block.is_ready
-            block.refs += 1
-            slots.append(block.slot)
-        return slots
-
-    def complete_load(self, keys: list[Key]) -> None:
-        for key in keys:
-            block = self.policy.get(key)
-            assert block is not None
-            assert block.refs > 0
-            block.refs -= 1
-        self.policy.touch(keys)
+    def load(self, keys: Request) -> None:
+        lease = self.pool.pin(keys)
+        assert lease is not None
+        assert len(lease) == len(keys)
+        lease.release()
 
 
-class LeanIndex:
-    """The same work, one key at a time, with nothing between the loop and the dict."""
+class PerKey:
+    """An index that takes key after key."""
+
+    def __init__(self, index: LeanIndex | PerKeyIndex) -> None:
+        self.index = index
+        self.match = index.match
+
+    def request(self, keys: Keys) -> Request:
+        return list(keys)
+
+    def walk(self, keys: Request) -> None:
+        sum(map(hash, keys))
+
+    def store(self, keys: Request) -> None:
+        self.index.complete_store(self.index.prepare_store(keys))
+
+    def load(self, keys: Request) -> None:
+        self.index.prepare_load(keys)
+        self.index.complete_load(keys)
+
+
+class Bare:
+    """The random places alone: as many bytes per slot as the pool's table has, and no index."""
 
     def __init__(self, num_slots: int) -> None:
-        self.blocks: OrderedDict[Key, list[int]] = OrderedDict()  # references (-1: writing), slot
-        self.free = list(range(num_slots))
+        rows = num_slots * 5 // 8
+        words = np.full(5 * rows, 0, dtype=np.uint64)
+        self.tags, slots = np.split(words, [rows])
+        self.slots, self.bytes = slots.view(np.int32), self.tags.view(np.uint8)
+        self.rng = np.random.default_rng(3)
+        self.values = np.ones(KEYS, dtype=np.int32)
 
-    def match(self, keys: list[Key]) -> int:
-        get = self.blocks.get
-        count = 0
-        for key in keys:
-            block = get(key)
-            if block is None or block[0] < 0:
-                break
-            count += 1
-        return count
+    def places(self) -> tuple[Any, Any]:
+        rows = self.rng.integers(0, len(self.tags), (2, KEYS))
+        return rows[0], rows[1] * 8 + 3
 
-    def prepare_store(self, keys: list[Key]) -> list[Key]:
-        blocks, free = self.blocks, self.free
-        missing = [key for key in keys if key not in blocks]
-        lacking = len(missing) - len(free)
-        if lacking > 0:
-            protected = set(keys)
-            chosen = []
-            for key, block in blocks.items():
-                if block[0] == 0 and key not in protected:
-                    chosen.append(key)
-                    if len(chosen) == lacking:
-                        break
-            free.extend(blocks.pop(key)[1] for key in chosen)
-        for key in missing:
-            blocks[key] = [-1, free.pop()]
-        return missing
-
-    def complete_store(self, keys: list[Key]) -> None:
-        for key in reversed(keys):
-            self.blocks[key][0] = 0
-            self.blocks.move_to_end(key)
-
-    def prepare_load(self, keys: list[Key]) -> list[int]:
-        slots = []
-        for key in keys:
-            block = self.blocks[key]
-            block[0] += 1
-            slots.append(block[1])
-        return slots
-
-    def complete_load(self, keys: list[Key]) -> None:
-        for key in reversed(keys):
-            self.blocks[key][0] -= 1
-            self.blocks.move_to_end(key)
+    def store(self, places: tuple[Any, Any]) -> None:
+        come, go = places
+        self.bytes[go] = 0
+        self.tags.take(come)
+        at = come * 8 + 3
+        self.bytes[at] = 1
+        self.slots[at] = self.values
 
 
 @dataclass
-class Row:
-    """One operation at one pool size; milliseconds per 8192 keys."""
+class Clock:
+    """Best times by (way, operation, slots, condition), over everything measured so far."""
 
-    operation: str
-    slots: int
-    kvferry_ms: float
-    lean_ms: float
-    layered_ms: float
-    dict_ms: float | None = None
+    best: dict[tuple[str, str, int, str], float] = field(default_factory=dict)
+    other: np.ndarray = field(default_factory=lambda: np.ones((64 << 20) // 8))
+
+    def time(
+        self, name: tuple[str, str, int, str], work: Callable[[Any], object],
+        requests: list[Any], walk: Callable[[Any], object],
+    ) -> None:  # fmt: skip
+        for request in requests:
+            if name[-1] == "cold":
+                np.add(self.other, 1, out=self.other)
+            if name[-1] != "other":
+                walk(request)
+            start = time.perf_counter()
+            work(request)
+            taken = 1e3 * (time.perf_counter() - start)
+            self.best[name] = min(taken, self.best.get(name, taken))
 
 
-def requests(count: int, seed: int, length: int = KEYS) -> Iterator[Keys]:
+def new_keys(count: int, seed: int, length: int = KEYS) -> Iterator[Keys]:
     rng = np.random.default_rng(seed)
     for _ in range(count):
         yield Keys(rng.integers(0, 1 << 63, (length, KEY_WORDS), dtype=np.uint64))
 
 
-def best_ms(work: Callable[[int], object], rounds: int) -> float:
-    times = []
-    for number in range(rounds):
-        start = time.perf_counter()
-        work(number)
-        times.append(time.perf_counter() - start)
-    return 1e3 * min(times)
+def fill(way: Ours | PerKey, num_slots: int) -> list[Request]:
+    """Store requests until the pool is full; returns those that are there.
 
-
-def store(pool: Pool, keys: Keys) -> None:
-    lease = pool.reserve(keys)
-    assert lease is not None
-    assert len(lease) == len(keys)
-    lease.commit()
-
-
-def load(pool: Pool, keys: Keys) -> None:
-    lease = pool.pin(keys)
-    assert lease is not None
-    assert len(lease) == len(keys)
-    lease.release()
-
-
-def measure_kvferry(num_slots: int, length: int, rounds: int) -> tuple[float, float, float]:
-    pool = Pool(num_slots)
-    resident = list(requests(num_slots // length + 1, 1, length))
+    Not the newest first: its slots are where the list of free ones met its end, which at 10k is a
+    single run by chance and at other sizes is not.
+    """
+    resident = [way.request(keys) for keys in new_keys(num_slots // KEYS + 1, 1)]
     for keys in resident:
-        store(pool, keys)
-    recent = [resident[-1 - number % max(1, num_slots // length - 1)] for number in range(rounds)]
+        way.store(keys)
+    recent = resident[: -max(2, num_slots // KEYS) : -1]
     for keys in reversed(recent):
-        store_missing(pool, keys)
-    matching = best_ms(lambda n: require(pool.match(recent[n]) == length), rounds)
-    pinning = best_ms(lambda n: load(pool, recent[n]), rounds)
-    fresh = list(requests(rounds, 2, length))
-    storing = best_ms(lambda n: store(pool, fresh[n]), rounds)
-    return matching, storing, pinning
+        way.store(keys)
+    return recent[1:] + recent[:1]
 
 
-def store_missing(pool: Pool, keys: Keys) -> None:
-    lease = pool.reserve(keys)
-    if lease is not None:
-        lease.commit()
+def wear(way: Ours | PerKey, num_slots: int) -> list[Request]:
+    """Requests of 16 to 2048 keys, two in three a turn of up to 64 keys on top of an older one."""
+    rng = np.random.default_rng(2)
+    pieces = rng.integers(0, 1 << 63, (1 << 16, KEY_WORDS), dtype=np.uint64)
+    stored = 0
+    chats: list[KeyArray] = []
+    while stored < 3 * num_slots:
+        length = int(2 ** rng.uniform(4, 11))
+        if len(chats) > 8 and rng.random() < 2 / 3:
+            chat = chats.pop(int(rng.integers(len(chats))))
+            length = int(rng.integers(1, 65))
+        else:
+            chat = np.empty((0, KEY_WORDS), dtype=np.uint64)
+        at = int(rng.integers(len(pieces) - length))
+        # New keys: old ones with a number of their own mixed in.
+        chat = np.concatenate((chat, pieces[at : at + length] ^ np.uint64(rng.integers(1 << 62))))
+        stored += length
+        chats.append(chat)
+        if len(chats) > num_slots // 400 + 8:
+            chats.pop(0)
+        way.store(way.request(Keys(chat)))
+    requests = [way.request(keys) for keys in new_keys(2, 4)]
+    for keys in requests:
+        way.store(keys)
+    return requests
 
 
-def measure_per_key(
-    index: LeanIndex | PerKeyIndex, num_slots: int, length: int, rounds: int
-) -> tuple[float, float, float]:
-    resident = [list(keys) for keys in requests(num_slots // length + 1, 1, length)]
+def measure(clock: Clock, name: str, make: Callable[[int], Ours | PerKey], num_slots: int,
+            rounds: int) -> None:  # fmt: skip
+    seed = 10
+    for conditions in (("hot", "cold", "other"), ("worn",)):
+        wearable = num_slots // (4 * KEYS)  # requests that leave most of a pool as it was
+        if conditions == ("worn",) and not wearable:
+            continue
+        way = make(num_slots)
+        recent = (wear if conditions == ("worn",) else fill)(way, num_slots)
+        require(all(way.match(keys) == KEYS for keys in recent))
+        for condition in conditions:
+            asked = [recent[n % len(recent) if condition == "other" else 0] for n in range(rounds)]
+            clock.time((name, "match", num_slots, condition), way.match, asked, way.walk)
+            clock.time((name, "pin+release", num_slots, condition), way.load, asked, way.walk)
+        for condition in conditions:
+            seed += 1
+            count = min(rounds, wearable) if condition == "worn" else rounds
+            fresh = [way.request(keys) for keys in new_keys(count, seed)]
+            clock.time((name, "reserve+commit", num_slots, condition), way.store, fresh, way.walk)
+            require(way.match(fresh[-1]) == KEYS)
+
+
+def measure_strewn(clock: Clock, num_slots: int, rounds: int) -> None:
+    way = Ours(num_slots)
+    np.random.default_rng(5).shuffle(way.pool._free)
+    resident = list(new_keys(num_slots // KEYS, 1))
     for keys in resident:
-        index.complete_store(index.prepare_store(keys))
-    recent = [resident[-1 - number % max(1, num_slots // length - 1)] for number in range(rounds)]
-    for keys in reversed(recent):
-        index.complete_store(index.prepare_store(keys))
-    matching = best_ms(lambda n: require(index.match(recent[n]) == length), rounds)
-
-    def one_load(number: int) -> None:
-        index.prepare_load(recent[number])
-        index.complete_load(recent[number])
-
-    pinning = best_ms(one_load, rounds)
-    fresh = [list(keys) for keys in requests(rounds, 2, length)]
-    storing = best_ms(lambda n: index.complete_store(index.prepare_store(fresh[n])), rounds)
-    return matching, storing, pinning
+        way.store(keys)
+    asked = resident[-1:] * rounds
+    clock.time(("kvferry", "match", num_slots, "strewn"), way.match, asked, way.walk)
+    clock.time(("kvferry", "pin+release", num_slots, "strewn"), way.load, asked, way.walk)
 
 
-def measure_dict(num_slots: int, length: int, rounds: int) -> float:
-    resident = [list(keys) for keys in requests(max(1, num_slots // length), 1, length)]
+def measure_floors(clock: Clock, num_slots: int, rounds: int) -> None:
+    resident = [list(keys) for keys in new_keys(max(1, num_slots // KEYS), 1)]
     index = {key: slot for slot, key in enumerate(key for keys in resident for key in keys)}
-    return best_ms(lambda n: list(map(index.get, resident[-1 - n % len(resident)])), rounds)
+    bare = Bare(num_slots)
+    for condition in CONDITIONS[:3]:
+        asked = [resident[n % len(resident) if condition == "other" else 0] for n in range(rounds)]
+        clock.time(
+            ("dict", "match", num_slots, condition),
+            lambda keys: list(map(index.get, keys)), asked, lambda keys: sum(map(hash, keys)),
+        )  # fmt: skip
+        places = [bare.places() for _ in range(rounds)]
+        clock.time(
+            ("bare", "reserve+commit", num_slots, condition),
+            bare.store, places, lambda rows: rows[0].max() + rows[1].max(),
+        )  # fmt: skip
 
 
 def require(holds: bool) -> None:
@@ -291,68 +254,66 @@ def require(holds: bool) -> None:
         raise AssertionError("the benchmark does not measure what it says")
 
 
-def measure(num_slots: int, rounds: int) -> list[Row]:
-    length = KEYS
-    ours = measure_kvferry(num_slots, length, rounds)
-    lean = measure_per_key(LeanIndex(num_slots), num_slots, length, rounds)
-    layered = measure_per_key(PerKeyIndex(num_slots), num_slots, length, rounds)
-    floor = measure_dict(num_slots, length, rounds)
-    names = ("match", "reserve+commit", "pin+release")
-    return [
-        Row(name, num_slots, mine, thin, thick, floor if name == "match" else None)
-        for name, mine, thin, thick in zip(names, ours, lean, layered, strict=True)
-    ]
-
-
-def show(rows: list[Row]) -> bool:
-    print(f"per {KEYS} keys, {platform.machine()}, Python {platform.python_version()}, "
-          f"numpy {np.__version__}\n")  # fmt: skip
-    head = ("operation", "slots", "kvferry ms", "us/key", "lean ms", "layered ms", "dict ms")
-    print("{:<15}{:>9}{:>12}{:>9}{:>17}{:>17}{:>9}".format(*head))
-    for row in rows:
-        floor = f"{row.dict_ms:9.2f}" if row.dict_ms is not None else f"{'-':>9}"
-        print(
-            f"{row.operation:<15}{row.slots:>9}{row.kvferry_ms:>12.3f}"
-            f"{1e3 * row.kvferry_ms / KEYS:>9.4f}{beside(row.lean_ms, row):>17}"
-            f"{beside(row.layered_ms, row):>17}{floor}"
-        )
+def show(clock: Clock, sizes: tuple[int, ...]) -> bool:
+    print(f"ms per {KEYS} keys, {platform.machine()}, Python {platform.python_version()}, "
+          f"numpy {np.__version__}")  # fmt: skip
     good = True
-    print()
-    for name, target in TARGET_MS.items():
-        mine = [row for row in rows if row.operation == name]
-        worst = max(row.kvferry_ms for row in mine)
-        growth = mine[-1].kvferry_ms / mine[0].kvferry_ms
-        lean_growth = mine[-1].lean_ms / mine[0].lean_ms
-        good &= worst <= target
-        print(
-            f"{name:<15} worst {worst:.3f} ms, at most {target:.2f} wanted: "
-            f"{'kept' if worst <= target else 'NOT KEPT'}; {mine[0].slots} -> {mine[-1].slots} "
-            f"slots costs x{growth:.2f} per key (lean x{lean_growth:.2f})"
+    every_size = sizes
+    for condition in CONDITIONS:
+        sizes = tuple(
+            size for size in every_size if ("kvferry", "match", size, condition) in clock.best
         )
+        print(f"\n{condition:<15}{'slots':>9}" + "".join(f"{way:>10}" for way in WAYS))
+        for operation in OPERATIONS:
+            for size in sizes:
+                if ("kvferry", operation, size, condition) not in clock.best:
+                    continue
+                cells = (clock.best.get((way, operation, size, condition)) for way in WAYS)
+                row = "".join(f"{'-' if ms is None else f'{ms:.3f}':>10}" for ms in cells)
+                print(f"{operation:<15}{size:>9}{row}")
+        for operation, target in TARGET_MS.items():
+            mine = [clock.best.get(("kvferry", operation, size, condition), 0) for size in sizes]
+            if not all(mine):
+                continue
+            good &= max(mine) <= target
+            grown = ", ".join(
+                f"{way} x{last / first:.2f}"
+                for way in WAYS
+                if (first := clock.best.get((way, operation, sizes[0], condition)))
+                and (last := clock.best.get((way, operation, sizes[-1], condition)))
+            )
+            print(f"  {operation}: at most {target:.2f} wanted, {max(mine):.3f} is the most: "
+                  f"{'kept' if max(mine) <= target else 'NOT KEPT'}; "
+                  f"from {sizes[0]} to {sizes[-1]} slots {grown}")  # fmt: skip
     return good
-
-
-def beside(other_ms: float, row: Row) -> str:
-    return f"{other_ms:.2f} ({other_ms / row.kvferry_ms:.1f}x)"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, at most 100k slots")
+    parser.add_argument("--quick", action="store_true", help="one pass, at most 100k slots")
+    parser.add_argument("--ours", action="store_true", help="the pool alone, and bare")
     arguments = parser.parse_args()
     sizes = SIZES[:2] if arguments.quick else SIZES
-    rows = [row for size in sizes for row in measure(size, 5 if arguments.quick else 15)]
-    rows.sort(key=lambda row: (list(TARGET_MS).index(row.operation), row.slots))
-    good = show(rows)
+    ways: dict[str, Callable[[int], Ours | PerKey]] = {"kvferry": Ours}
+    if not arguments.ours:
+        ways["lean"] = lambda num_slots: PerKey(LeanIndex(num_slots))
+        ways["layered"] = lambda num_slots: PerKey(PerKeyIndex(num_slots))
+    clock = Clock()
+    for _ in range(1 if arguments.quick else 3):
+        for size in sizes:
+            for name, make in ways.items():
+                measure(clock, name, make, size, 15)
+            measure_strewn(clock, size, 15)
+            measure_floors(clock, size, 15)
+    good = show(clock, sizes)
     if arguments.json is not None:
-        figures = {
-            "keys": KEYS,
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-            "kept": good,
-            "rows": [asdict(row) for row in rows],
-        }
+        rows = [
+            {"way": way, "operation": operation, "slots": size, "condition": condition, "ms": ms}
+            for (way, operation, size, condition), ms in sorted(clock.best.items())
+        ]
+        versions = {"python": platform.python_version(), "numpy": np.__version__}
+        figures = {"keys": KEYS, **versions, "kept": good, "rows": rows}
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
     return 0
 

@@ -72,6 +72,8 @@ class Index:
 
     def find(self, keys: Keys) -> SlotArray:
         """The slot of each key, or ``NO_SLOT``."""
+        if len(keys) == 1:
+            return np.array([self.find_one(keys[0])])
         found = np.full(len(keys), NO_SLOT, dtype=np.int64)
         at = self._follow_runs(keys, found)
         keys, rest = keys[at:], found[at:]
@@ -87,6 +89,8 @@ class Index:
         for slot in self._table.candidates_of(key):
             if self.key_of(slot) == key:
                 return slot
+        if not self._overflow:
+            return NO_SLOT
         return self._overflow.get(self._table.row_of(key), _NOBODY).get(key, NO_SLOT)
 
     def _follow_runs(self, keys: Keys, found: SlotArray) -> int:

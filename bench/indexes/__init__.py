@@ -1,0 +1,1 @@
+"""What the index benchmark compares with."""
