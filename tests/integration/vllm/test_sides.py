@@ -104,7 +104,8 @@ def test_only_a_step_without_a_forward_waits_for_a_load(make, monkeypatch, compu
     _, orders = load(sides)
     (rank,) = sides.ranks
     mover = rank._worker._routes["host", DEVICE]
-    poll, polls = mover.poll, []
+    poll = mover.poll
+    polls: list[list[Receipt]] = []
 
     def late() -> list[Receipt]:
         polls.append(poll() if len(polls) > 2 else [])
