@@ -177,10 +177,18 @@ def test_a_request_that_returns_goes_on_behind_what_is_kept() -> None:
     desk = Desk()
     told = story(1, 6)
     desk.keep("a", told, 16)
-    assert desk.scheduler.skip_stored("b", told, 24) == 16
-    assert desk.scheduler.skip_stored("b", told, 24) == 16
+    assert desk.scheduler.skip_stored("b", told, 18) == 16  # whole slots
+    assert desk.scheduler.skip_stored("b", told, 12) == 16  # it never goes back
     assert desk.store("b", told, 24, first_block=8) == {0: [12, 13]}
     assert desk.scheduler.skip_stored("c", told, 24) == 24  # on its way counts
+
+
+def test_what_is_not_kept_is_not_skipped() -> None:
+    desk = Desk()
+    told = story(1, 6)
+    desk.keep("a", told, 16)
+    assert desk.scheduler.skip_stored("b", told, 20) == 0  # the device has more than we
+    assert desk.store("b", told, 20, first_block=8) == {0: [12]}
     assert desk.scheduler.skip_stored("d", story(2, 6), 24) == 0
     assert desk.store("d", story(2, 6), 4) == {0: [0]}
 
@@ -193,14 +201,6 @@ def test_what_is_skipped_was_used_and_stays_longer() -> None:
     desk.scheduler.skip_stored("c", old, 16)
     desk.keep("d", story(3, 4), 16)
     assert (desk.hit(old), desk.hit(new)) == (16, 0)
-
-
-def test_a_hole_ends_what_can_be_skipped() -> None:
-    desk = Desk()
-    told = story(1, 4)
-    desk.keep("a", told, 16)
-    desk.pool.forget(told[1:2])
-    assert desk.scheduler.skip_stored("b", told, 16) == 4
 
 
 def test_windows_lazy_stores_and_old_blocks_skip_nothing() -> None:

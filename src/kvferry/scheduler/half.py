@@ -226,9 +226,10 @@ class Scheduler:
         return self._storing.computed(request_id, record, keys, tables, num_tokens)
 
     def skip_stored(self, request_id: RequestId, keys: Keys, num_tokens: int) -> int:
-        """Pass over the leading tokens that are kept already; as ``stored_tokens`` from there.
+        """Pass over these leading tokens, if they are kept; then it is as ``stored_tokens``.
 
-        For a request that returns: :meth:`store` would find the same, but needs its block tables.
+        For a request that returns with so many: :meth:`store` would find the same, but looks at
+        each block and needs its block tables for it.
         """
         self._require_open()
         record = self._record(request_id)
@@ -460,6 +461,11 @@ class Scheduler:
     def num_in_flight(self) -> int:
         """Transfers handed out whose receipts are not all here yet."""
         return len(self._flights)
+
+    @property
+    def has_released(self) -> bool:
+        """Whether the next ``settle`` gives device blocks back, receipts or not."""
+        return bool(self._released)
 
     @property
     def num_queued(self) -> int:

@@ -92,18 +92,18 @@ class Storing:
         return tuple(held)
 
     def skip_known(self, record: RequestRecord, keys: Keys, num_tokens: int) -> None:
-        """Count the leading slots below ``num_tokens`` that are kept already as stored.
+        """Count the whole slots below ``num_tokens`` as stored, group by group, if they are kept.
 
-        Only where every hit reads every block: else there may be holes behind a known one.
+        Only where every hit reads every block: what is kept of a conversation is its beginning
+        then, so the last of these slots speaks for all of them.
         """
         for g, group in enumerate(self._matcher.groups):
-            slots = range(record.stored[g], num_tokens // group.slot_tokens)
-            if slots and isinstance(group, reach.FullAttention):
-                slot_keys = self._matcher.slot_keys(g, keys, slots)
-                known = self._pool.known(slot_keys)
-                count = len(known) if known.all() else int(known.argmin())
-                self._pool.touch(slot_keys[:count])  # it is in use: keep it longer
-                record.stored[g] += count
+            count = num_tokens // group.slot_tokens
+            if count > record.stored[g] and isinstance(group, reach.FullAttention):
+                slot_keys = self._matcher.slot_keys(g, keys, range(count))
+                if self._pool.known(slot_keys[-1:])[0]:
+                    self._pool.touch(slot_keys)  # they are in use: keep them longer
+                    record.stored[g] = count
 
     def _fitting(self, g: int, keys: Keys, slots: range) -> range:
         """The first of these slots, as far as the bounds allow; what is stored takes no room."""

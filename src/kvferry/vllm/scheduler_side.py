@@ -37,9 +37,13 @@ log = init_logger("vllm.kvferry")
 
 MISS = (0, False)
 
-_DECODE_BLOCKS = 4
-"""Blocks of generated tokens that are stored together: one by one they would cost the scheduler
-more time than they are worth. The last ones are stored when the request ends."""
+_STORE_TOKENS = 256
+"""A running request is stored when it has this many more tokens, and when it ends: every store
+costs the scheduler the same, however few blocks it has. Nothing is lost meanwhile but what a
+preemption takes, because blocks in use stay on the device."""
+
+_SETTLE_SECONDS = 0.05
+"""How often deadlines are looked at where no receipts come."""
 
 
 class SchedulerSide:
@@ -74,6 +78,7 @@ class SchedulerSide:
         self._drained: set[Rank] = set()
         self._settled = False
         self._busy_until = 0.0
+        self._settle_at = 0.0
 
     # -- start ----------------------------------------------------------------------------------
 
@@ -111,7 +116,8 @@ class SchedulerSide:
             self._least_block = min(group.block_tokens for group in groups)
             # A window may pass a block before its turn comes; full attention keeps them all.
             is_full = all(isinstance(group, reach.FullAttention) for group in groups)
-            self._decode_step = self._least_block * (_DECODE_BLOCKS if is_full else 1)
+            num_blocks = max(1, _STORE_TOKENS // self._least_block) if is_full else 1
+            self._store_step = self._least_block * num_blocks
             # The last block a draft model wrote may be of tokens that were then refused.
             drafts = translate.uses_draft_layers(self._vllm_config)
             step = reach.hit_alignment(groups, hash_block_tokens=hash_tokens)
@@ -183,10 +189,13 @@ class SchedulerSide:
         )
         if match.state is MatchState.WAIT:
             return None, False
-        if match.state is MatchState.MISS:
+        claimed = match.to_load if match.state is MatchState.HIT else 0
+        tracked.past_tokens = computed_tokens + claimed
+        tracked.next_store = tracked.past_tokens + self._store_step + self._volatile
+        if not claimed:
             return MISS
-        tracked.claimed_tokens = match.to_load
-        return match.to_load, True
+        tracked.claimed_tokens = claimed
+        return claimed, True
 
     def _claimable(self, request: Any, computed_tokens: int) -> int:
         """How far a hit may go. One token must be computed, or there is none to sample from.
@@ -301,7 +310,8 @@ class SchedulerSide:
         scheduler = self._open()
         if scheduler is None:
             return None
-        if not self._settled:
+        now = time.monotonic()
+        if not self._settled and (now >= self._settle_at or scheduler.has_released):
             self._settle(())
         self._settled = False
         if self.sight is not None:
@@ -313,7 +323,7 @@ class SchedulerSide:
             tracked = self._tracked.get(request_id)
             if tracked is not None:
                 computed_tokens = tracked.request.num_computed_tokens + num_new
-                if computed_tokens >= tracked.next_store or num_new >= self._least_block:
+                if computed_tokens >= tracked.next_store:
                     self._store(scheduler, tracked, computed_tokens)
                 if not tracked.is_timed:
                     prefill = tracked.time_prefill()
@@ -322,7 +332,7 @@ class SchedulerSide:
         self._offer(scheduler, scheduler_output)
         plan = scheduler.plan()
         if plan:
-            self._busy_until = time.monotonic() + self.config.store_deadline
+            self._busy_until = now + self.config.store_deadline
         return plan
 
     def _offer(self, scheduler: Scheduler, scheduler_output: Any) -> None:
@@ -345,9 +355,10 @@ class SchedulerSide:
         num_tokens = min(computed_tokens, known_tokens) - self._volatile
         keys = tracked.chain.keys()
         stored_tokens = scheduler.stored_tokens(request.request_id)
-        if not stored_tokens and num_tokens >= self._least_block:
-            # It may have come back: what was loaded, or never left, needs no look at its blocks.
-            stored_tokens = scheduler.skip_stored(request.request_id, keys, num_tokens)
+        if tracked.past_tokens and not stored_tokens:
+            # What was loaded, or never left, needs no look at its blocks.
+            past_tokens = min(tracked.past_tokens, num_tokens)
+            stored_tokens = scheduler.skip_stored(request.request_id, keys, past_tokens)
         if num_tokens >= stored_tokens + self._least_block:
             tables = self._tables.of(request, num_tokens, stored_tokens)
             ordered = scheduler.store(request.request_id, keys, tables, num_tokens)
@@ -355,7 +366,7 @@ class SchedulerSide:
             if self.sight is not None:
                 self.sight.ordered(tracked, tables, ordered, self._hash_tokens)
             stored_tokens = scheduler.stored_tokens(request.request_id)
-        tracked.next_store = stored_tokens + self._decode_step + self._volatile
+        tracked.next_store = stored_tokens + self._store_step + self._volatile
 
     # -- receipts -------------------------------------------------------------------------------
 
@@ -394,6 +405,7 @@ class SchedulerSide:
         if scheduler is None:
             return
         self._note_ready()
+        self._settle_at = time.monotonic() + _SETTLE_SECONDS
         settled: Settled = scheduler.settle(receipts)
         self._require_holds().drop(settled.released)
         if self.sight is not None and settled.landed:

@@ -18,7 +18,8 @@ class Tracked:
         self.preemptions = request.num_preemptions
         self.computed_tokens = 0
         self.claimed_tokens = 0
-        self.next_store = 0  # with fewer tokens computed there is nothing to store
+        self.next_store = 0  # with fewer tokens computed nothing is stored yet
+        self.past_tokens = 0  # it had, on the device or with us, when it came
         self._began: tuple[float, int] | None = None
         self.is_timed = False
 

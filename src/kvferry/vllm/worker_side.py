@@ -292,8 +292,10 @@ class WorkerSide:
 
     def _take_ready(self) -> tuple[Told, Told]:
         """Usable slots and pinned bytes of this rank, if there are more of them than was told."""
-        num_ready = self._memory.ready_slots if self._memory is not None else 0
-        if self._memory is None or num_ready == self._told_ready:
+        if self._memory is None or self._told_ready == self.shape.num_slots:
+            return (), ()
+        num_ready = self._memory.ready_slots
+        if num_ready == self._told_ready:
             return (), ()
         self._told_ready = num_ready
         pinned_bytes = self._memory.host.stats().pinned_bytes

@@ -130,6 +130,7 @@ def _vllm_config(num_stages: int) -> Any:
             world_size=num_stages,
             tensor_parallel_size=1,
             pipeline_parallel_size=num_stages,
+            data_parallel_rank_local=None,
         ),
         cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"),
         model_config=SimpleNamespace(
