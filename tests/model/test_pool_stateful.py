@@ -346,7 +346,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 class CollidingPoolMachine(PoolMachine):
-    """The same, with keys that all want one bucket of the index and carry one tag."""
+    """The same, with keys that all want one row of the table and carry one tag."""
 
     make_key = staticmethod(colliding_key)
 

@@ -1,4 +1,4 @@
-"""The index against a plain dict, also where every key wants the same bucket and the same tag."""
+"""The index against a plain dict, also where every key wants the same row and the same tag."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_find_keeps_order_and_answers_repeats() -> None:
     assert index.find(Keys.empty()).tolist() == []
 
 
-def test_a_full_bucket_spills_and_comes_back() -> None:
+def test_a_full_row_spills_and_comes_back() -> None:
     index = Index(16)
     index.insert(colliding_keys(range(10)), as_slots(range(10)))
     assert index.find(colliding_keys(range(12))).tolist() == [*range(10), NO_SLOT, NO_SLOT]
