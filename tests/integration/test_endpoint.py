@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import subprocess
+import sys
 import threading
 from urllib.parse import urlsplit
 from urllib.request import urlopen
@@ -13,7 +15,6 @@ import pytest
 
 import kvferry
 from kvferry.errors import ConfigError
-from kvferry.metrics import endpoint as module
 from kvferry.metrics.http import HttpServer, Reply
 
 
@@ -119,10 +120,20 @@ def test_a_port_in_use_is_named_and_nothing_is_left_behind():
         taken.close()
 
 
-def test_without_its_extra_it_says_what_to_install(ferry, monkeypatch):
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'kvferry\[metrics\]'"):
-        ferry.serve_metrics(0)
+def test_metrics_are_served_with_numpy_alone():
+    """Whoever scrapes needs Prometheus' own library; who is scraped does not."""
+    code = """
+import sys
+sys.modules["prometheus_client"] = None  # as if it were not installed
+import numpy as np, kvferry
+from urllib.request import urlopen
+kv = [np.zeros((4, 2, 16, 2, 8), np.float32)]
+with kvferry.attach(kv, model="m", block_tokens=16, host="1MiB") as ferry:
+    print(urlopen(ferry.serve_metrics(0) + "metrics", timeout=60).read().decode())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "kvferry_queries_total 0.0" in done.stdout
 
 
 def test_an_answer_that_breaks_is_an_error_not_a_hang():

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -21,11 +23,12 @@ from kvferry.device.planner import MeasuredPlanner
 from kvferry.identity import Namespace, chain
 from kvferry.metrics import catalog as names
 from kvferry.metrics.catalog import Kind, catalog, page
-from kvferry.metrics.collector import FerryCollector, exposition
+from kvferry.metrics.collector import FerryCollector
 from kvferry.metrics.desk import Desk
 from kvferry.metrics.reasons import why_path
 from kvferry.metrics.samples import Snapshot, samples
 from kvferry.metrics.source import Source, is_part
+from kvferry.metrics.text import exposition
 from kvferry.policy.worth import Verdict
 from kvferry.pool import Pool
 from kvferry.reach import FullAttention
@@ -210,6 +213,46 @@ def test_an_error_belongs_to_whoever_asked():
     while asker.is_alive():
         desk.answer()  # must not raise here
     asker.join()
+
+
+# -- the text -----------------------------------------------------------------------------------
+
+
+def clients_text(snapshot: Snapshot) -> bytes:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(FerryCollector(lambda: snapshot))
+    return bytes(generate_latest(registry))
+
+
+NUMBERS = st.one_of(
+    st.integers(0, 1 << 60), st.floats(), st.sampled_from([1e6, 123456.0, 1234567.5, 4e9, 1e10])
+)
+
+
+@given(
+    labels=st.tuples(st.text(), st.text(), st.text()),
+    values=st.lists(NUMBERS, min_size=4, max_size=4),
+    sizes=st.lists(st.integers(0, 1 << 34), max_size=5),
+)
+def test_it_is_what_the_client_library_would_write(labels, values, sizes):
+    traffic = TrafficCounts()
+    for size in sizes:
+        traffic.add(labels, size, size / 1e10)
+    stats = replace(
+        busy_scheduler().stats(),
+        traffic=traffic.snapshot(),
+        queries=values[0],
+        bandwidth=values[1],
+        leases={labels[0]: values[2]},
+    )
+    snapshot = Snapshot(stats, labels[1], {labels[2]: values[3]}, held_blocks=None)
+    assert exposition(snapshot) == clients_text(snapshot)
+
+
+def test_a_metric_without_a_value_is_left_out(snapshot):
+    bare = Snapshot(snapshot.stats, "1")
+    assert b"kvferry_pinned_bytes" not in exposition(bare)
+    assert b"kvferry_pinned_bytes 800.0" in exposition(snapshot)
 
 
 # -- explaining ---------------------------------------------------------------------------------

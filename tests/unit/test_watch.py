@@ -6,9 +6,9 @@ import pytest
 from tests.fakes.endpoint import FakeEndpoint, stats
 
 from kvferry.errors import InputError, UnreachableError
-from kvferry.metrics.collector import exposition
 from kvferry.metrics.http import HttpServer
 from kvferry.metrics.samples import Snapshot
+from kvferry.metrics.text import exposition
 from kvferry.watch.scrape import base_url, explain, parse, read
 from kvferry.watch.view import HISTORY, Watch
 from kvferry.watch.words import show_bytes, show_seconds, show_share, sparkline

@@ -1,4 +1,4 @@
-"""The metrics as prometheus_client knows them: a collector for any registry, and their text."""
+"""The metrics as prometheus_client knows them: a collector for any registry."""
 
 from __future__ import annotations
 
@@ -6,21 +6,18 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
 )
-from prometheus_client.utils import floatToGoString
 
 from kvferry.metrics.catalog import Kind, Metric, catalog
 from kvferry.metrics.samples import Snapshot, samples
+from kvferry.metrics.text import shown
 from kvferry.stats import Distribution
 
 Family = Any  # one of the three above; prometheus_client's types are not ours to check
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class FerryCollector:
@@ -40,13 +37,6 @@ class FerryCollector:
         return (family for family in families.values() if family.samples)
 
 
-def exposition(snapshot: Snapshot) -> bytes:
-    """One snapshot as the text that Prometheus scrapes."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(FerryCollector(lambda: snapshot))
-    return bytes(generate_latest(registry))
-
-
 def _family(metric: Metric) -> Family:
     labels = [label.name for label in metric.labels]
     if metric.kind is Kind.COUNTER:
@@ -58,7 +48,7 @@ def _family(metric: Metric) -> Family:
 
 def _add(family: Family, labels: tuple[str, ...], value: float | Distribution) -> None:
     if isinstance(value, Distribution):
-        bounds = [*map(floatToGoString, value.bounds), "+Inf"]
+        bounds = [*map(shown, value.bounds), "+Inf"]
         buckets = list(zip(bounds, accumulate(value.counts), strict=True))
         family.add_metric(labels, buckets, value.total)
     else:

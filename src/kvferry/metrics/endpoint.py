@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from http import HTTPStatus
-from importlib.util import find_spec
 
 from kvferry.closing import Closing
-from kvferry.errors import ConfigError
 from kvferry.metrics import DEFAULT_PORT
 from kvferry.metrics.http import LOOPBACK, HttpServer, Reply
 from kvferry.metrics.source import Source
+from kvferry.metrics.text import CONTENT_TYPE, exposition
 
 _WELCOME = """kvferry
 /metrics          for Prometheus
@@ -23,11 +22,6 @@ class Endpoint(Closing):
 
     def __init__(self, source: Source, *, host: str = LOOPBACK, port: int = DEFAULT_PORT) -> None:
         """``port`` 0 takes any that is free; ``url`` says which."""
-        if find_spec("prometheus_client") is None:
-            raise ConfigError(
-                "metrics need prometheus_client, which is not installed: "
-                "pip install 'kvferry[metrics]'"
-            )
         self._source = source
         self._server = HttpServer(self._answer, host=host, port=port)
 
@@ -44,9 +38,6 @@ class Endpoint(Closing):
             case ():
                 return Reply(_WELCOME.encode())
             case ("metrics",):
-                # Imported here: the only part that needs prometheus_client.
-                from kvferry.metrics.collector import CONTENT_TYPE, exposition
-
                 return Reply(exposition(self._source.snapshot()), CONTENT_TYPE)
             case ("explain",):
                 return Reply.json({"requests": self._source.recent()})
