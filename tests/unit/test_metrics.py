@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -234,6 +234,7 @@ NUMBERS = st.one_of(
     values=st.lists(NUMBERS, min_size=4, max_size=4),
     sizes=st.lists(st.integers(0, 1 << 34), max_size=5),
 )
+@example(labels=('a"b', "c\\d", "e\nf"), values=[0, 1e6, 4e9, 0.5], sizes=[1])
 def test_it_is_what_the_client_library_would_write(labels, values, sizes):
     traffic = TrafficCounts()
     for size in sizes:
