@@ -31,7 +31,7 @@ from kvferry.vllm.metrics import FerryStats
 from kvferry.vllm.offers import next_to_go, num_allocated
 from kvferry.vllm.sight import Sight
 from kvferry.vllm.tables import DeviceTables, table_of
-from kvferry.vllm.tracked import Tracked
+from kvferry.vllm.tracked import Tracked, Unstored
 
 log = init_logger("vllm.kvferry")
 
@@ -79,6 +79,8 @@ class SchedulerSide:
         self._settled = False
         self._busy_until = 0.0
         self._settle_at = 0.0
+        self._left: list[Unstored] = []  # by requests that ended since the last plan
+        self._due: list[Unstored] = []  # by those that ended before
 
     # -- start ----------------------------------------------------------------------------------
 
@@ -124,6 +126,7 @@ class SchedulerSide:
             self._volatile = step if drafts else 0
             # A window that serves the token after the prompt may not reach back for its last one.
             self._claims_whole = is_full and not drafts
+            self._stores_late = is_full
             self.scheduler = Scheduler(
                 Pool(min(shape.num_slots for shape in self._shapes.values()), num_ready=0),
                 groups,
@@ -329,6 +332,7 @@ class SchedulerSide:
                     prefill = tracked.time_prefill()
                     if prefill is not None:
                         scheduler.note_prefill(*prefill)
+        self._store_left(scheduler)
         self._offer(scheduler, scheduler_output)
         plan = scheduler.plan()
         if plan:
@@ -344,29 +348,51 @@ class SchedulerSide:
             self._require_holds().take(scheduler.offer(*offer))
 
     def _store(self, scheduler: Scheduler, tracked: Tracked, computed_tokens: int) -> None:
-        """Order the whole blocks of known tokens below ``computed_tokens``.
+        """Order what a running request has not stored yet."""
+        unstored = self._unstored(scheduler, tracked, computed_tokens)
+        if unstored is not None:
+            self._order(scheduler, unstored)
+        stored_tokens = scheduler.stored_tokens(tracked.request.request_id)
+        tracked.next_store = stored_tokens + self._store_step + self._volatile
+
+    def _unstored(
+        self, scheduler: Scheduler, tracked: Tracked, computed_tokens: int
+    ) -> Unstored | None:
+        """The whole blocks of known tokens below ``computed_tokens`` that are to be stored.
 
         A token that is not known yet has no hash: drafts that may be refused are never stored.
         """
         if self.config.store_mode == "lazy":
-            return
+            return None
         request = tracked.request
         known_tokens = len(request.block_hashes) * self._hash_tokens
         num_tokens = min(computed_tokens, known_tokens) - self._volatile
-        keys = tracked.chain.keys()
         stored_tokens = scheduler.stored_tokens(request.request_id)
         if tracked.past_tokens and not stored_tokens:
             # What was loaded, or never left, needs no look at its blocks.
             past_tokens = min(tracked.past_tokens, num_tokens)
+            keys = tracked.chain.keys()
             stored_tokens = scheduler.skip_stored(request.request_id, keys, past_tokens)
-        if num_tokens >= stored_tokens + self._least_block:
-            tables = self._tables.of(request, num_tokens, stored_tokens)
-            ordered = scheduler.store(request.request_id, keys, tables, num_tokens)
-            self._require_holds().take(ordered)
-            if self.sight is not None:
-                self.sight.ordered(tracked, tables, ordered, self._hash_tokens)
-            stored_tokens = scheduler.stored_tokens(request.request_id)
-        tracked.next_store = stored_tokens + self._store_step + self._volatile
+        if num_tokens < stored_tokens + self._least_block:
+            return None
+        tables = self._tables.of(request, num_tokens, stored_tokens)
+        return Unstored(tracked, tables, num_tokens, stored_tokens)
+
+    def _order(self, scheduler: Scheduler, unstored: Unstored) -> None:
+        tracked, tables = unstored.tracked, unstored.tables
+        request_id, keys = tracked.request.request_id, tracked.chain.keys()
+        ordered = scheduler.store(request_id, keys, tables, unstored.num_tokens)
+        self._require_holds().take(ordered)
+        if self.sight is not None:
+            self.sight.ordered(tracked, tables, ordered, self._hash_tokens)
+
+    def _store_left(self, scheduler: Scheduler) -> None:
+        """Order what requests left that ended before the last step."""
+        due, self._due, self._left = self._due, self._left, []
+        for unstored in due:
+            self._order(scheduler, unstored)
+            scheduler.finish(unstored.tracked.request.request_id)
+            self._require_holds().drop(unstored.blocks(scheduler.groups))
 
     # -- receipts -------------------------------------------------------------------------------
 
@@ -422,13 +448,25 @@ class SchedulerSide:
 
     @guarded(lambda: None)
     def finished(self, request: Any) -> None:
-        """Done or aborted. What it computed and nobody stored yet is stored now; nobody waits."""
+        """Done or aborted. What it computed and nobody stored yet is stored; nobody waits.
+
+        Not at once: requests end where others begin, and the GPU waits for those. Until the next
+        step is under way their blocks are only held. (A window's blocks are soon no longer theirs.)
+        """
         tracked = self._tracked.pop(request.request_id, None)
-        if tracked is None or self.scheduler is None:
+        scheduler = self.scheduler
+        if tracked is None or scheduler is None:
             return
+        unstored = None
         if request.request_id not in self._loading:
-            self._store(self.scheduler, tracked, request.num_computed_tokens)
-        self.scheduler.finish(request.request_id)
+            unstored = self._unstored(scheduler, tracked, request.num_computed_tokens)
+        if unstored is not None and self._stores_late:
+            self._require_holds().take(unstored.blocks(scheduler.groups))
+            self._left.append(unstored)
+            return
+        if unstored is not None:
+            self._order(scheduler, unstored)
+        scheduler.finish(request.request_id)
 
     @guarded(lambda: True)
     def reset(self) -> bool:
@@ -442,13 +480,14 @@ class SchedulerSide:
         """Whether the engine should keep stepping, so that copies under way can be told."""
         if self.scheduler is None or self.guard.broken:
             return bool(self._undone)
-        return bool(self.scheduler.num_queued) or self._expects_copies
+        return bool(self._left or self._due or self.scheduler.num_queued) or self._expects_copies
 
     @guarded(lambda: False)
     def frees_soon(self) -> bool:
         """Whether waiting for copies under way would give vLLM a block: cheaper than preempting."""
         holds = self.holds
-        return holds is not None and self._expects_copies and holds.keeps_free_blocks
+        expects = self._left or self._due or self._expects_copies
+        return holds is not None and bool(expects) and holds.keeps_free_blocks
 
     @property
     def _expects_copies(self) -> bool:

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from kvferry.answers import DeviceBlocks
 from kvferry.identity import Namespace
+from kvferry.reach import Group
+from kvferry.scheduler import NO_BLOCK, BlockTable
+from kvferry.types import as_slots
 from kvferry.vllm.request_keys import RequestKeys
 
 
@@ -41,3 +49,24 @@ class Tracked:
         self.is_timed = True
         start, had_tokens = self._began
         return request.num_prompt_tokens - had_tokens, time.monotonic() - start
+
+
+@dataclass(frozen=True, eq=False)
+class Unstored:
+    """What of a request is to be stored: the blocks between ``stored_tokens`` and ``num_tokens``.
+
+    The tables are its own of that moment: whoever keeps this for later holds the blocks as well.
+    """
+
+    tracked: Tracked
+    tables: Sequence[BlockTable]
+    num_tokens: int
+    stored_tokens: int
+
+    def blocks(self, groups: Sequence[Group]) -> tuple[DeviceBlocks, ...]:
+        """The device blocks, by group."""
+        found = []
+        for number, group in enumerate(groups):
+            table = np.asarray(self.tables[number])[self.stored_tokens // group.block_tokens :]
+            found.append(DeviceBlocks(number, as_slots(table[table != NO_BLOCK])))
+        return tuple(found)
