@@ -209,7 +209,7 @@ def prove_nothing_left(engine: Engine, offloader: Offloader) -> None:
     for pool in (scheduler.pool, *(level.pool for level in scheduler._lower.levels)):
         assert pool.num_leases == 0
     assert not scheduler._requests
-    assert not scheduler._waiting_for
+    assert not scheduler._requests._waiting_for
     assert not scheduler._hits.num_slots_being_loaded
 
 

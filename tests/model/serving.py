@@ -536,7 +536,7 @@ class Serving:
             assert pool.counts.leased == 0
         for device in self.devices:
             assert not any(device.holders), "a device block is still held"
-        assert not scheduler._waiting_for
+        assert not scheduler._requests._waiting_for
         assert not scheduler._requests
         assert not scheduler._hits.num_slots_being_loaded
         assert not scheduler._lower._promoting

@@ -373,7 +373,7 @@ class Simulation:
         assert self.scheduler.num_in_flight == 0
         assert self.scheduler.num_queued == 0
         assert not self.scheduler._hits.num_slots_being_loaded, "a slot is still said to be loading"
-        assert not self.scheduler._waiting_for, "a request is still waited for"
+        assert not self.scheduler._requests._waiting_for, "a request is still waited for"
 
     # -- the parts ------------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ def stored(scheduler: Scheduler, chain: Keys, request: str = "writer") -> None:
 def snapshot(scheduler: Scheduler) -> tuple[object, ...]:
     """Everything a refused call must leave alone."""
     scheduler.check_integrity()
-    pool = scheduler.pool
+    pool, requests = scheduler.pool, scheduler._requests
     return (
         scheduler.stats(),
         pool.num_leases,
@@ -57,7 +57,10 @@ def snapshot(scheduler: Scheduler) -> tuple[object, ...]:
         pool._readers.tobytes(),
         scheduler.num_queued,
         scheduler.num_in_flight,
-        [(r, record.hit, record.stored[:]) for r, record in scheduler._requests.items()],
+        [
+            (r, record.hit, record.stored[:])
+            for r, record in zip(requests.ids(), requests.records(), strict=True)
+        ],
     )
 
 

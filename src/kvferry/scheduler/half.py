@@ -30,6 +30,7 @@ from kvferry.scheduler.levels import Level, LowerLevels
 from kvferry.scheduler.matching import Look, Matcher
 from kvferry.scheduler.outbox import Outbox
 from kvferry.scheduler.request import Loading, RequestRecord
+from kvferry.scheduler.requests import Requests
 from kvferry.scheduler.storing import BlockTable, Storing
 from kvferry.scheduler.why import Explanation
 from kvferry.stats import MatchCounts, SchedulerStats
@@ -40,7 +41,6 @@ from kvferry.types import (
     Rank,
     Receipt,
     RequestId,
-    TransferId,
 )
 
 
@@ -112,11 +112,10 @@ class Scheduler:
             clock=clock,
         )
         self._explainer = Explainer(self._matcher, pool, self._storing.admission)
-        self._requests: dict[RequestId, RequestRecord] = {}
-        self._waiting_for: dict[TransferId, list[RequestId]] = {}
         self._released: list[DeviceBlocks] = []
         self._counts = MatchCounts()
         self._journal = Journal()
+        self._requests = Requests(self.groups, self._journal)
         self._closed = False
 
     # -- match ----------------------------------------------------------------------------------
@@ -140,7 +139,7 @@ class Scheduler:
         self._require_open()
         covered = len(keys) * self._matcher.hash_tokens
         max_tokens = covered if max_tokens is None else min(max_tokens, covered)
-        record = self._record(request_id)
+        record = self._requests.record(request_id)
         if record.loading is not None or record.promoting:
             return Match(MatchState.WAIT, computed_tokens, computed_tokens)
         if not computed_tokens:  # it has no block at all, so none from before a reset
@@ -167,8 +166,7 @@ class Scheduler:
         for g, keys, parent in self._matcher.to_promote(look):
             chained = isinstance(self.groups[g], reach.FullAttention)
             record.promoting |= self._lower.promote(keys, parent=parent, chained=chained)
-        for transfer_id in record.promoting:
-            self._waiting_for.setdefault(transfer_id, []).append(request_id)
+        self._requests.wait(request_id, record.promoting)
         record.promoted = bool(record.promoting)
         self._counts.promoted_tokens += look.all_tokens - look.host_tokens if record.promoted else 0
         return record.promoted
@@ -185,7 +183,7 @@ class Scheduler:
         """
         self._require_open()
         self._require_tables(tables)
-        record = self._record(request_id)
+        record = self._requests.record(request_id)
         hit = record.hit
         if hit is None or hit.match.state is not MatchState.HIT:
             return ()
@@ -199,7 +197,7 @@ class Scheduler:
         for g, lease, host_slots, device_blocks in parts:
             order = self._outbox.load(request_id, g, lease, host_slots, device_blocks)
             record.loading.waiting.add(order.transfer.id)
-            self._waiting_for[order.transfer.id] = [request_id]
+            self._requests.wait(request_id, (order.transfer.id,))
         self._counts.hit_tokens += hit.match.to_load
         return tuple(DeviceBlocks(g, blocks) for g, _, _, blocks in parts)
 
@@ -219,7 +217,7 @@ class Scheduler:
         """
         self._require_open()
         self._require_tables(tables)
-        record = self._record(request_id)
+        record = self._requests.record(request_id)
         if record.outdated or self._storing.is_lazy:
             return ()
         num_tokens = min(num_tokens, len(keys) * self._matcher.hash_tokens)
@@ -232,7 +230,7 @@ class Scheduler:
         each block and needs its block tables for it.
         """
         self._require_open()
-        record = self._record(request_id)
+        record = self._requests.record(request_id)
         if not record.outdated and not self._storing.is_lazy:
             num_tokens = min(num_tokens, len(keys) * self._matcher.hash_tokens)
             self._storing.skip_known(record, keys, num_tokens)
@@ -311,21 +309,17 @@ class Scheduler:
         failed: list[FailedLoad] = []
         for flight in landed:
             self._release(flight)
-            self._tell(flight, loaded, failed)
+            self._requests.tell(flight, loaded, failed)
         for flight in self._flights.expire(now):
-            self._tell(flight, loaded, failed)
+            self._requests.tell(flight, loaded, failed)
             self._lower.overdue(flight.transfer.id)
             for lease in flight.in_doubt:
                 lease.disown()
-        expired: list[RequestId] = []
-        for request_id, record in self._requests.items():
-            if record.hit is not None and record.hit.deadline <= now:
-                expired.append(request_id)
-                record.let_go()
+        expired = self._requests.expire_hits(now)
         self._counts.expired_hits += len(expired)
         released, self._released = tuple(self._released), []
         landings = tuple(Landing(flight.transfer.id, flight.reason) for flight in landed)
-        return Settled(tuple(loaded), tuple(failed), released, landings, tuple(expired))
+        return Settled(tuple(loaded), tuple(failed), released, landings, expired)
 
     def _release(self, flight: Flight) -> None:
         """No rank touches this transfer's memory any more."""
@@ -351,40 +345,6 @@ class Scheduler:
             parent = self.pool.key_before(lease) if chained else None
             self._lower.write_through(self.pool.keys_of(lease), parent=parent, chained=chained)
 
-    def _tell(self, flight: Flight, loaded: list[RequestId], failed: list[FailedLoad]) -> None:
-        """Let those who wait for a transfer know that their waiting is over."""
-        for request_id in self._waiting_for.pop(flight.transfer.id, ()):
-            self._journal.ended(request_id, flight)
-            record = self._requests[request_id]
-            if flight.transfer.id in record.promoting:
-                record.promoting.discard(flight.transfer.id)
-            else:
-                self._tell_loading(request_id, record, flight, loaded, failed)
-
-    def _tell_loading(
-        self,
-        request_id: RequestId,
-        record: RequestRecord,
-        flight: Flight,
-        loaded: list[RequestId],
-        failed: list[FailedLoad],
-    ) -> None:
-        loading = record.loading
-        assert loading is not None
-        loading.waiting.discard(flight.transfer.id)
-        loading.reason = loading.reason or flight.reason
-        if loading.waiting and not loading.reason:
-            return
-        # The first failure fails the request; what else it waits for lands on its own.
-        self._stop_waiting(request_id, record)
-        if not loading.reason:
-            loaded.append(request_id)
-        else:
-            match = loading.match
-            failed.append(
-                FailedLoad(request_id, match.computed_tokens, match.to_load, loading.reason)
-            )
-
     # -- a request's ends -------------------------------------------------------------------------
 
     def finish(self, request_id: RequestId) -> None:
@@ -392,7 +352,7 @@ class Scheduler:
 
         Unknown requests are fine: engines end requests that never came to us.
         """
-        record = self._requests.pop(request_id, None)
+        record = self._requests.remove(request_id)
         if record is not None:
             self._let_go(request_id, record)
 
@@ -410,19 +370,7 @@ class Scheduler:
         for order in self._outbox.cancel_loads(request_id):
             self._hits.ended(order.lease)
             self._released.append(DeviceBlocks(order.transfer.group, order.transfer.dst_slots))
-        self._stop_waiting(request_id, record)
-
-    def _stop_waiting(self, request_id: RequestId, record: RequestRecord) -> None:
-        loads = record.loading.waiting if record.loading is not None else set()
-        for transfer_id in loads | record.promoting:
-            others = [other for other in self._waiting_for[transfer_id] if other != request_id]
-            if others:
-                self._waiting_for[transfer_id] = others
-            else:
-                del self._waiting_for[transfer_id]
-        record.loading = None
-        record.promoting = set()
-        record.promoted = False
+        self._requests.stop_waiting(request_id, record)
 
     def reset(self) -> None:
         """Forget every block on every level, at once. Transfers in flight end harmlessly.
@@ -433,7 +381,7 @@ class Scheduler:
         cache too: what it still finds there, or offers, is taken for new.
         """
         self._require_open()
-        for record in self._requests.values():
+        for record in self._requests.records():
             record.let_go()
             record.outdated = True
         self.pool.reset()
@@ -443,7 +391,7 @@ class Scheduler:
     def close(self) -> None:
         """End every request, flight and lease. Close the workers first. Safe to call twice."""
         if not self._closed:
-            for request_id in list(self._requests):
+            for request_id in self._requests.ids():
                 self.finish(request_id)
             self._outbox.discard()
             self._flights.abandon("closed")
@@ -545,12 +493,6 @@ class Scheduler:
         for g, present in enumerate(look.host):
             keys = self._matcher.slot_keys(g, look.keys, range(len(present)))
             self._storing.admission.see(keys)
-
-    def _record(self, request_id: RequestId) -> RequestRecord:
-        record = self._requests.get(request_id)
-        if record is None:
-            record = self._requests[request_id] = RequestRecord.new(self.groups)
-        return record
 
     def _require_tables(self, tables: Sequence[BlockTable]) -> None:
         if len(tables) != len(self.groups):
