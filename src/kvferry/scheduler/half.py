@@ -120,6 +120,11 @@ class Scheduler:
 
     # -- match ----------------------------------------------------------------------------------
 
+    def begin(self, request_id: RequestId) -> None:
+        """Know a request that may never be matched: a reset is about its blocks, too."""
+        self._require_open()
+        self._requests.record(request_id)
+
     def match(
         self,
         request_id: RequestId,
@@ -409,6 +414,11 @@ class Scheduler:
     def num_in_flight(self) -> int:
         """Transfers handed out whose receipts are not all here yet."""
         return len(self._flights)
+
+    @property
+    def num_awaited(self) -> int:
+        """Those of them whose time is not up."""
+        return sum(1 for _ in self._flights.transfers())
 
     @property
     def has_released(self) -> bool:

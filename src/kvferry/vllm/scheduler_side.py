@@ -54,7 +54,6 @@ class SchedulerSide(Service):
         self._undone: dict[str, tuple[int, ...]] = {}
         self._drained: set[Rank] = set()
         self._settled = False
-        self._busy_until = 0.0
         self._settle_at = 0.0
         self._left: list[Unstored] = []  # by requests that ended since the last plan
         self._due: list[Unstored] = []  # by those that ended before
@@ -67,7 +66,7 @@ class SchedulerSide(Service):
         scheduler = self._open()
         if scheduler is None or getattr(request, "skip_reading_prefix_cache", False):
             return MISS
-        tracked = self._track(request)
+        tracked = self._track(scheduler, request)
         keys = tracked.chain.keys()
         tracked.computed_tokens, tracked.claimed_tokens = computed_tokens, 0
         match = scheduler.match(
@@ -120,7 +119,7 @@ class SchedulerSide(Service):
         scheduler = self._open()
         if scheduler is None:
             return not num_external_tokens
-        tracked = self._track(request)
+        tracked = self._track(scheduler, request)
         claimed, tracked.claimed_tokens = tracked.claimed_tokens, 0
         if num_external_tokens != claimed:
             # Another connector serves the request, or vLLM wants less: change or drop the pins.
@@ -145,9 +144,11 @@ class SchedulerSide(Service):
             self._ordered_loads[group, int(device_blocks[0])] = request.request_id
         return True
 
-    def _track(self, request: Any) -> Tracked:
+    def _track(self, scheduler: Scheduler, request: Any) -> Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
+            self._end_namesake(scheduler, request.request_id)
+            scheduler.begin(request.request_id)
             tracked = self._tracked[request.request_id] = Tracked(request, self._namespace)
         self._note_preemption(tracked)
         return tracked
@@ -200,8 +201,8 @@ class SchedulerSide(Service):
         scheduler = self._open()
         if scheduler is None:
             return None
-        now = time.monotonic()
-        if not self._settled and (now >= self._settle_at or scheduler.has_released):
+        is_due = time.monotonic() >= self._settle_at or scheduler.has_released
+        if is_due and not self._settled:
             self._settle(())
         self._settled = False
         if self.sight is not None:
@@ -221,10 +222,7 @@ class SchedulerSide(Service):
                         scheduler.note_prefill(*prefill)
         self._store_left(scheduler)
         self._offer(scheduler, scheduler_output)
-        plan = scheduler.plan()
-        if plan:
-            self._busy_until = now + self.config.store_deadline
-        return plan
+        return scheduler.plan()
 
     def _offer(self, scheduler: Scheduler, scheduler_output: Any) -> None:
         """With lazy stores: show what vLLM will give away next."""
@@ -277,9 +275,19 @@ class SchedulerSide(Service):
         """Order what requests left that ended before the last step."""
         due, self._due, self._left = self._due, self._left, []
         for unstored in due:
-            self._order(scheduler, unstored)
-            scheduler.finish(unstored.tracked.request.request_id)
-            self._require_holds().drop(unstored.blocks(scheduler.groups))
+            self._end(scheduler, unstored)
+
+    def _end_namesake(self, scheduler: Scheduler, request_id: str) -> None:
+        """A name may be used again at once: what an ended request left is not the new one's."""
+        for waiting in (self._due, self._left):
+            for unstored in [u for u in waiting if u.tracked.request.request_id == request_id]:
+                waiting.remove(unstored)
+                self._end(scheduler, unstored)
+
+    def _end(self, scheduler: Scheduler, unstored: Unstored) -> None:
+        self._order(scheduler, unstored)
+        scheduler.finish(unstored.tracked.request.request_id)
+        self._require_holds().drop(unstored.blocks(scheduler.groups))
 
     # -- receipts -------------------------------------------------------------------------------
 
@@ -367,24 +375,18 @@ class SchedulerSide(Service):
         """Whether the engine should keep stepping, so that copies under way can be told."""
         if self.scheduler is None or self.guard.broken:
             return bool(self._undone)
-        return bool(self._left or self._due or self.scheduler.num_queued) or self._expects_copies
+        return bool(self._left or self._due or self.scheduler.num_queued) or self._awaits_copies
 
     @guarded(lambda: False)
     def frees_soon(self) -> bool:
         """Whether waiting for copies under way would give vLLM a block: cheaper than preempting."""
         holds = self.holds
-        expects = self._left or self._due or self._expects_copies
-        return holds is not None and bool(expects) and holds.keeps_free_blocks
+        is_on_its_way = self._left or self._due or self._awaits_copies
+        return holds is not None and bool(is_on_its_way) and holds.keeps_free_blocks
 
     @property
-    def _expects_copies(self) -> bool:
-        """Copies are under way, and not for longer than any should take."""
-        scheduler = self.scheduler
-        return (
-            scheduler is not None
-            and bool(scheduler.num_in_flight)
-            and time.monotonic() < self._busy_until
-        )
+    def _awaits_copies(self) -> bool:
+        return self.scheduler is not None and self.scheduler.num_awaited > 0
 
     @guarded(lambda: None)
     def take_stats(self) -> FerryStats | None:

@@ -206,3 +206,72 @@ def test_one_part_that_does_not_close_leaves_no_other_open(make, monkeypatch):
     monkeypatch.setattr(sides.side.sight, "close", refuse)
     sides.side.close()
     assert sides.side.scheduler._closed
+
+
+def compute(sides: Sides, name: str, hashes: list[bytes], **more: Any) -> Any:
+    """A request that runs in two steps, the first of less than a block; none is stored yet."""
+    request = request_of(name, hashes)
+    for key, value in more.items():
+        setattr(request, key, value)
+    sides.side.match(request, 0)
+    sides.side.allocated(request, sides.allocate(name, len(hashes) + 1), 0)
+    held = sides.side.holds.num_held
+    for num_tokens in (5, len(hashes) * BLOCK_TOKENS - 4):
+        sides.run(sides.orders({name: num_tokens}))
+        request.num_computed_tokens += num_tokens
+    assert sides.side.holds.num_held == held
+    return request
+
+
+def test_a_name_used_again_at_once_is_another_request(make):
+    """What the first of that name left is stored, and takes nothing from the second."""
+    sides = make(["layer0"])
+    store(sides)
+    sides.answer(0)
+    longer = [*HASHES, b"\x09" * 32]
+    sides.side.finished(compute(sides, "again", longer))
+    sides.run(sides.orders())
+    _, orders = load(sides, "again")
+    assert orders.loads.keys() == {"again"}
+    sides.run(orders)
+    assert sides.answer(0).finished_recving == {"again"}
+    sides.run(sides.orders())
+    assert sides.side.holds.num_held == 0
+    assert sides.side.match(request_of("longer", longer), 0) == (5 * BLOCK_TOKENS, True)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize("ends_first", [True, False])
+def test_what_was_computed_before_a_reset_is_not_stored(make, reads, ends_first):
+    """Though the request never asked us for anything, as those that want all their logprobs."""
+    sides = make(["layer0"])
+    request = compute(sides, "writer", HASHES, skip_reading_prefix_cache=not reads)
+    if ends_first:
+        sides.side.finished(request)
+    sides.side.reset()
+    if not ends_first:
+        sides.side.finished(request)
+    for _ in range(2):
+        assert not sides.orders().plan.transfers
+    assert sides.side.holds.num_held == 0
+
+
+def test_a_copy_that_never_ends_is_not_waited_for_again_and_again(make):
+    """Its blocks stay held; but what else is copied later is no reason to wait for it."""
+    sides = make(["layer0"])
+    sides.side.finished(compute(sides, "stuck", HASHES))
+    sides.pool.free_blocks([sides.pool.blocks[number] for number in sides.tables["stuck"]])
+    sides.orders(), sides.orders()
+    assert sides.side.has_work
+    assert sides.side.frees_soon()
+    for flight in sides.side.scheduler._flights._flying.values():
+        flight.deadline = 0.0
+    sides.side._settle(())
+    sides.side.finished(compute(sides, "other", [bytes([n]) * 32 for n in range(20, 24)]))
+    for _ in range(2):
+        sides.run(sides.orders())
+    assert sides.side.has_work
+    sides.answer(0)
+    assert sides.side.holds.num_held == 4
+    assert not sides.side.has_work
+    assert not sides.side.frees_soon()
