@@ -14,16 +14,28 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
-@dataclass
-class FakeEvent:
-    timing: bool
-    num_records: int = 0
-    num_done: int = 0
+@dataclass(eq=False)
+class Record:
+    """A point in one stream's work."""
+
+    is_done: bool = False
     clock: int = 0
+
+
+@dataclass(eq=False)
+class FakeEvent:
+    """Stands for its last record; one that was never recorded is done."""
+
+    timing: bool
+    last: Record = field(default_factory=lambda: Record(is_done=True))
 
     @property
     def is_done(self) -> bool:
-        return self.num_done >= self.num_records
+        return self.last.is_done
+
+    @property
+    def clock(self) -> int:
+        return self.last.clock
 
 
 @dataclass
@@ -62,19 +74,18 @@ class Timeline:
         self._destroyed[stream] = self.streams.pop(stream)
 
     def put_record(self, stream: int, event: FakeEvent) -> None:
-        event.num_records += 1
-        number = event.num_records
+        record = event.last = Record()
 
         def run() -> None:
-            event.num_done = max(event.num_done, number)
-            event.clock = self.clock
+            record.is_done = True
+            record.clock = self.clock
 
         self.streams[stream].queue.append(Work(run))
 
     def put_wait(self, stream: int, event: FakeEvent) -> None:
-        # The last record so far, not one made later; never recorded means nothing to wait for.
-        number = event.num_records
-        self.streams[stream].queue.append(Work(lambda: None, lambda: event.num_done >= number))
+        # The last record so far, whatever is recorded later, and on whichever stream.
+        record = event.last
+        self.streams[stream].queue.append(Work(lambda: None, lambda: record.is_done))
 
     def step(self) -> bool:
         """Run one piece of work somewhere; False when nothing can run."""

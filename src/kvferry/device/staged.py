@@ -23,7 +23,8 @@ only when one of the model's ends, and then all chunks that wait must go at once
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from kvferry.device.driver import Driver
 from kvferry.device.events import EventPool
@@ -89,8 +90,9 @@ class StagedPath:
                 self._store(job, prepared, fork, used)
             else:
                 self._load(job, prepared, fork, used)
-        except Exception:
-            self._join_after_fault(used, stream)
+        except BaseException:  # an interrupt too: what it cuts short is queued all the same
+            with self._ring.lock:
+                self._join_after_fault(used, stream)
             raise
         finally:
             fork.close()
@@ -123,7 +125,7 @@ class StagedPath:
         try:
             while not chunk.is_last:
                 is_first = runs is None
-                with ring.lock:
+                with self._turn(used, stream):
                     slot = ring.next(job.direction, 0 if is_first else None)
                     chunk.fit(min(slot.num_bytes, self._first) if is_first else slot.num_bytes)
                     start, end = chunk.start, chunk.end
@@ -187,7 +189,7 @@ class StagedPath:
         arguments: CopyArguments | None = None
         chunk = Cutter(job, prepared.rows)
         while not chunk.is_last:
-            with ring.lock:
+            with self._turn(used, stream):
                 left = chunk.num_left
                 slot = ring.next(job.direction, left)
                 chunk.fit(slot.num_bytes, keep=self._tail if left > 2 * self._tail else 0)
@@ -215,6 +217,18 @@ class StagedPath:
 
     # -- what waits for what -----------------------------------------------------------------
 
+    @contextmanager
+    def _turn(self, used: dict[RingSlot, None], stream: int) -> Iterator[None]:
+        """The time to queue all work on one slot, while nobody else takes any."""
+        with self._ring.lock:
+            try:
+                yield
+            except BaseException:
+                # Before the lock goes: to the other direction the slot would look free, and what
+                # is queued for it already would run over the bytes that one puts there.
+                self._join_after_fault(used, stream)
+                raise
+
     def _wait_until_free(self, slot: RingSlot, stream: int) -> None:
         for event in slot.busy_until():
             # Asking costs no more than waiting, and spares the card a semaphore between copies.
@@ -235,25 +249,30 @@ class StagedPath:
         """Whatever is queued already must have run when the failed job's receipt is given.
 
         Where the driver will not order it, we wait for it here: memory that a stray copy or kernel
-        still touches would go to someone else.
+        still touches would go to someone else. Afterwards no slot is ``used`` any more.
         """
         driver, ring = self._driver, self._ring
-        streams = dict.fromkeys((ring.inbound, ring.beside, *(slot.stream for slot in used)))
-        with ring.lock:
+        slots = tuple(used)
+        used.clear()
+        if not slots:
+            return  # nothing was queued, or all of it is in order already
+        streams = dict.fromkeys((ring.inbound, ring.beside, *(slot.stream for slot in slots)))
+        try:
+            self._join(streams, stream)
+            for slot in slots:
+                # The other direction may have used it since: then it is free after that as well.
+                self._wait_until_free(slot, stream)
+                driver.record_event(slot.copied_out, stream)
+                slot.free_after(slot.copied_out)
+            return
+        except DriverError as error:
+            log.warning("a failed copy cannot be fenced, so it is waited for: %s", error)
+        for other in (*streams, stream):
             try:
-                self._join(streams, stream)
-                for slot in used:
-                    driver.record_event(slot.copied_out, stream)
-                    slot.free_after(slot.copied_out)
-                return
+                driver.synchronize_stream(other)
             except DriverError as error:
-                log.warning("a failed copy cannot be fenced, so it is waited for: %s", error)
-            for other in (*streams, stream):
-                try:
-                    driver.synchronize_stream(other)
-                except DriverError as error:
-                    # What refuses this too is a device that is lost: nothing runs on it any more.
-                    log.error("a failed copy could not be waited for: %s", error)
+                # What refuses this too is a device that is lost: nothing runs on it any more.
+                log.error("a failed copy could not be waited for: %s", error)
 
 
 class _Fork:

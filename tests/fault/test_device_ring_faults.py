@@ -1,0 +1,122 @@
+"""A job fails halfway around the ring that both directions share: the other's bytes stay right."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+import pytest
+from tests.fakes.kv import make_kv
+from tests.fakes.rig import LONG, PATHS, Rig
+
+from kvferry.device.job import Direction
+from kvferry.device.ring import Ring
+from kvferry.types import Outcome
+
+pytestmark = pytest.mark.skipif("staged" not in PATHS, reason="needs Triton's interpreter")
+
+COUNT = 12
+LOADED, STORED, LATER = (list(range(first, first + COUNT)) for first in (0, COUNT, 2 * COUNT))
+
+
+class Doorman:
+    """The ring's lock, that lets others go first: before a thread's ``nth`` turn, or after it."""
+
+    def __init__(self, thread: str, nth: int, others: Callable[[], None], *, after: bool) -> None:
+        self._lock = threading.Lock()
+        self._thread = thread
+        self._turn = 2 * nth - (0 if after else 1)  # every turn has a beginning and an end
+        self._others = others
+
+    def __enter__(self) -> None:
+        self._look()
+        self._lock.acquire()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._lock.release()
+        self._look()
+
+    def _look(self) -> None:
+        if threading.current_thread().name == self._thread:
+            self._turn -= 1
+            if self._turn == 0:
+                self._others()
+
+
+@contextmanager
+def opened(page: int, seed: int) -> Iterator[tuple[Rig, Ring]]:
+    kv = make_kv("split", page=page, num_blocks=3 * COUNT, seed=seed)
+    rig = Rig(kv, path="staged", num_slots=3 * COUNT, seed=seed)
+    rig.store([0], [0])
+    rig.drain_ok()  # a ring that is open, and everything compiled
+    yield rig, rig.engine._paths["staged"]._ring  # type: ignore[attr-defined]
+    rig.driver.timeline.frozen = set()
+    rig.close()
+    assert rig.driver.leaks() == {}
+
+
+def store_now(rig: Rig, places: list[int]) -> None:
+    """A store that is queued when this returns, though not copied."""
+    rig.host[places] = 0xEE
+    rig.store(places, places)
+    assert rig.engine._lanes[Direction.STORE].flush(LONG)
+
+
+def is_stored(rig: Rig, places: list[int]) -> bool:
+    return [rig.slot(place) for place in places] == [rig.kv.block(place) for place in places]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_failed_load_does_not_free_what_a_store_has_since_filled(seed: int) -> None:
+    """The load is through with a slot, a store fills it, and then the load fails."""
+    with opened(512, seed) as (rig, ring):
+        lane = rig.stream(Direction.STORE)
+
+        def others() -> None:
+            rig.driver.timeline.run_all()  # the load's first chunk is where it should be
+            rig.driver.timeline.frozen = {lane}
+            store_now(rig, STORED)
+            rig.driver.fail("event_is_done")  # the load's next call: which slot may it take?
+
+        ring.lock = Doorman("kvferry-load", 2, others, after=False)  # type: ignore[assignment]
+        load = rig.load(LOADED, LOADED)
+        rig.wait_until_queued()
+        store_now(rig, LATER)
+        rig.driver.timeline.run_all()
+        rig.driver.timeline.frozen = set()
+        receipts = rig.drain()
+        assert receipts.pop(load).outcome is Outcome.FAILED
+        assert {receipt.outcome for receipt in receipts.values()} == {Outcome.OK}
+        assert is_stored(rig, STORED)
+        assert is_stored(rig, LATER)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_a_failed_load_has_queued_does_not_run_over_a_store(seed: int) -> None:
+    """Half a chunk is on its way into a slot when the driver refuses the rest of it."""
+    with opened(512, seed) as (rig, ring):
+        lane = rig.stream(Direction.STORE)
+        timeline = rig.driver.timeline
+        timeline.frozen = {ring.inbound, lane}
+        ring.lock = Doorman(  # type: ignore[assignment]
+            "kvferry-load", 1, lambda: store_now(rig, STORED), after=True
+        )
+        rig.driver.fail("copy_async")  # the ids; the bytes came before
+        rig.host[LOADED] = 0x11
+        load = rig.load(LOADED, LOADED)
+        rig.wait_until_queued()
+        timeline.run_all()
+        timeline.frozen = {lane}
+        timeline.run_all()
+        timeline.frozen = set()
+        receipts = rig.drain()
+        assert receipts.pop(load).outcome is Outcome.FAILED
+        assert {receipt.outcome for receipt in receipts.values()} == {Outcome.OK}
+        assert is_stored(rig, STORED)
