@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
@@ -142,11 +143,21 @@ def _getters(frame: FrameType | None) -> Iterator[Callable[[], Any]]:
 def _places(model: Any, device: Any) -> Iterator[tuple[Any, str]]:
     """Modules and names of weights to look at: of each kind the last, which training spares least.
 
-    Matrices only: a bias may be all zeros, and experts (three axes) may change their places.
+    Of the kinds, too, the last: encoders of images come before the language model, and stay as they
+    are while that is trained.
     """
-    kinds: dict[str, tuple[Any, str]] = {}
-    for path, module in model.named_modules():
-        for name, weight in module.named_parameters(recurse=False):
-            if weight.dim() == 2 and weight.device == device:
-                kinds[re.sub(r"\d+", "#", f"{path}.{name}")] = (module, name)
-    yield from list(kinds.values())[:_MOST_KINDS]
+    found = [
+        (re.sub(r"\d+", "#", f"{path}.{name}"), weight.data_ptr(), (module, name))
+        for path, module in model.named_modules()
+        for name, weight in module.named_parameters(recurse=False)
+        if _is_steady(path, weight) and weight.device == device
+    ]
+    # Where weights are kept in host memory, layers take turns in the same memory of the device.
+    num_users = Counter((kind, memory) for kind, memory, _ in found)
+    kinds = {kind: place for kind, memory, place in found if num_users[kind, memory] == 1}
+    yield from list(kinds.values())[-_MOST_KINDS:]
+
+
+def _is_steady(path: str, weight: Any) -> bool:
+    """Matrices only: a bias may be all zeros. No experts: they may move between ranks."""
+    return weight.dim() == 2 and "experts" not in path

@@ -5,11 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 from tests.integration.vllm import models
 from tests.integration.vllm.engine import BLOCK_TOKENS, make_prompts
 from tests.integration.vllm.server import Server
 
-from kvferry.vllm.weights import Freshness, Weights
+from kvferry.vllm.weights import Freshness, Weights, weights_of_caller
 
 # A machine under load must not turn into failed copies.
 FERRY = {
@@ -184,3 +185,62 @@ def test_steps_that_load_nothing_look_at_nothing():
         freshness.enter(0)
         freshness.look()
     assert weights.looks == 1
+
+
+def module_of(**parts):
+    module = torch.nn.Module()
+    for name, part in parts.items():
+        setattr(module, name, part)
+    return module
+
+
+def parameter(*shape):
+    return torch.nn.Parameter(torch.randn(shape), requires_grad=False)
+
+
+def layer(**parts):
+    return module_of(qkv=module_of(weight=parameter(12, 8)), **parts)
+
+
+def look(model):
+    """The sums a rank would take of this model now, found as it finds them."""
+    runner = SimpleNamespace(get_model=lambda: model)
+
+    def register(self):
+        return weights_of_caller(torch.device("cpu"))
+
+    return register(runner).begin().result()
+
+
+def test_experts_that_change_their_places_are_no_update():
+    """Their scales and biases move with them, and are matrices: a row for each expert."""
+    experts = module_of(w13_weight=parameter(4, 6, 8), w13_weight_scale=parameter(4, 2))
+    experts = module_of(routed_experts=experts)
+    model = module_of(layers=torch.nn.ModuleList([layer(), layer(experts=experts)]))
+    before = look(model)
+    for weight in experts.parameters():  # others come from another rank
+        weight.copy_(torch.randn(weight.shape))
+    assert look(model) == before
+    model.layers[1].qkv.weight.add_(1)
+    assert look(model) != before
+
+
+def test_memory_that_several_layers_take_turns_in_is_not_looked_at():
+    """vLLM can keep weights in host memory, and bring each layer's when its turn comes."""
+    model = module_of(layers=torch.nn.ModuleList([layer() for _ in range(4)]))
+    buffer = torch.randn(12, 8)
+    for number in (1, 3):
+        model.layers[number].qkv.weight.data = buffer
+    before = look(model)
+    buffer.copy_(torch.randn(12, 8))
+    assert look(model) == before
+    model.layers[2].qkv.weight.add_(1)
+    assert look(model) != before
+
+
+def test_encoders_of_many_kinds_do_not_hide_the_language_model():
+    kinds = {f"part_{chr(97 + n)}": module_of(weight=parameter(4, 4)) for n in range(12)}
+    model = module_of(visual=module_of(**kinds), language_model=module_of(layers=layer()))
+    before = look(model)
+    model.language_model.layers.qkv.weight.add_(1)
+    assert look(model) != before
