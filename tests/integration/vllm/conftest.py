@@ -33,7 +33,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.vllm)
-            item.add_marker(pytest.mark.timeout(300))
+            if "soak" not in item.keywords:  # it has a limit of its own, and runs longer
+                item.add_marker(pytest.mark.timeout(300))
 
 
 @pytest.fixture(autouse=True)
