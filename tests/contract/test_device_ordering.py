@@ -210,7 +210,20 @@ def stores_behind_each_other(rig: Rig) -> bool:
     return [rig.slot(5), rig.slot(8)] == wrote
 
 
+def load_around_the_ring(rig: Rig) -> bool:
+    """A load so large that it takes many slots: its receipt speaks for all of them."""
+    if rig.path == "staged":
+        rig.driver.timeline.late = ring_streams(rig)[1]
+    slots = list(range(rig.kv.layout.num_blocks))
+    for block in slots:
+        rig.kv.set_block(block, b"\xee" * rig.kv.layout.block_bytes)
+    rig.load(slots, slots)
+    rig.drain()
+    return [rig.kv.block(block) for block in slots] == [rig.slot(slot) for slot in slots]
+
+
 Scenario = Callable[[Rig], bool]
+PAGES: dict[Scenario, int] = {load_around_the_ring: 1024}
 BATCHED = tuple(path for path in PATHS if path in ("dma", "staged"))
 SCENARIOS: list[Scenario] = [
     store_after_compute_wrote,
@@ -219,6 +232,7 @@ SCENARIOS: list[Scenario] = [
     receipt_after_bytes,
     store_from_an_idle_card,
     stores_behind_each_other,
+    load_around_the_ring,
 ]
 STAGED = tuple(path for path in PATHS if path == "staged")
 CAUGHT: list[tuple[Callable[[Rig, Mutant], None], Scenario, tuple[str, ...]]] = [
@@ -231,6 +245,7 @@ CAUGHT: list[tuple[Callable[[Rig, Mutant], None], Scenario, tuple[str, ...]]] = 
     (kernels_do_not_wait_for_compute, stores_behind_each_other, STAGED),
     (kernels_do_not_wait_for_compute, load_after_compute_read, STAGED),
     (nobody_waits_for_kernels, store_from_an_idle_card, STAGED),
+    (nobody_waits_for_kernels, load_around_the_ring, STAGED),
     (nobody_waits_for_the_head, store_from_an_idle_card, STAGED),
 ]
 
@@ -239,7 +254,8 @@ def outcome(
     scenario: Scenario, mutate: Callable[[Rig, Mutant], None], path: str, seed: int
 ) -> bool:
     driver = Mutant(seed=seed)
-    rig = Rig(make_kv("split", seed=seed), path=path, driver=driver, seed=seed)
+    kv = make_kv("split", page=PAGES.get(scenario, 48), seed=seed)
+    rig = Rig(kv, path=path, driver=driver, seed=seed)
     mutate(rig, driver)
     good = scenario(rig)
     driver.hasty = False

@@ -68,9 +68,10 @@ def test_every_call_refused_once(path: str) -> None:
 
 
 class Spiteful(FakeDriver):
-    """Refuses a copy of its choice, and then the fences that should follow."""
+    """Refuses a copy of its choice, and then perhaps the fence that should follow."""
 
     copies_until_refusal = 0
+    refuses_fence_too = True
     fences_to_refuse = 0
 
     def copy_async(self, dst: int, src: int, num_bytes: int, stream: int) -> None:
@@ -87,7 +88,7 @@ class Spiteful(FakeDriver):
         if self.copies_until_refusal:
             self.copies_until_refusal -= 1
             if not self.copies_until_refusal:
-                self.fences_to_refuse = 1
+                self.fences_to_refuse = int(self.refuses_fence_too)
                 raise DriverError("copy: refused", code=1)
 
     def record_event(self, event: int, stream: int) -> None:
@@ -98,10 +99,13 @@ class Spiteful(FakeDriver):
 
 
 @pytest.mark.skipif("staged" not in PATHS, reason="needs Triton's interpreter")
-@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize("fence", ["fenced", "fence refused"])
+@pytest.mark.parametrize("nth", [1, 2, 3])
 @pytest.mark.parametrize("direction", Direction)
-def test_a_refused_fence_does_not_let_a_receipt_out_early(direction: Direction, nth: int) -> None:
-    """A copy is refused, then the fence behind what a ring's own streams already hold."""
+def test_a_receipt_waits_for_the_streams_of_the_ring(
+    direction: Direction, nth: int, fence: str
+) -> None:
+    """A copy is refused, perhaps the fence too, behind what a ring's own streams already hold."""
     for seed in range(2):
         driver = Spiteful(seed=seed)
         rig = Rig(make_kv("split", page=1024), path="staged", driver=driver, seed=seed)
@@ -111,6 +115,7 @@ def test_a_refused_fence_does_not_let_a_receipt_out_early(direction: Direction, 
         streams = {slot.stream for s in slots for slot in (*s.large, s.small)}
         driver.timeline.late = {ring.inbound, ring.beside, *streams}
         driver.copies_until_refusal = nth
+        driver.refuses_fence_too = fence == "fence refused"
         blocks, places = [1, 2, 3, 4], [3, 5, 7, 1]
         is_store = direction is Direction.STORE
         transfer = rig.store(blocks, places) if is_store else rig.load(places, blocks)

@@ -85,8 +85,8 @@ def test_several_loads_count_by_their_mean() -> None:
     assert kernel.lost_seconds == pytest.approx(1e-3 * 64 * blocks.block_bytes / 1e9)
 
 
-def test_scattered_host_slots_cost_a_path_that_copies_them_one_by_one() -> None:
-    """At 64 KiB per slot a ring pays for each; a kernel does not care where they are."""
+def by_runs() -> MeasuredPlanner:
+    """For a machine where a ring pays for every run of host slots, and a kernel does not."""
     costs = {"kernel": (25e-6, 51e9, 0.0), "staged": (60e-6, 54e9, 0.5e-6)}
     cells = tuple(
         Cell(way, path, segment, num_bytes // segment, start + num_bytes / rate + runs * per, runs)
@@ -96,7 +96,12 @@ def test_scattered_host_slots_cost_a_path_that_copies_them_one_by_one() -> None:
         for num_bytes in (1 * MiB, 256 * MiB)
         for runs in (1, 200)
     )
-    planner = MeasuredPlanner(Profile(cells), costs)
+    return MeasuredPlanner(Profile(cells), costs)
+
+
+def test_scattered_host_slots_cost_a_path_that_copies_them_one_by_one() -> None:
+    """At 64 KiB per slot a ring pays for each; a kernel does not care where they are."""
+    planner = by_runs()
     small, large = layout(4 * KiB, 16), layout(64 * KiB, 64)
     assert planner.choose(STORE, small, 1000, busy=False) == "staged"
     assert planner.choose(STORE, small, 1000, False, 10) == "staged"
@@ -107,6 +112,15 @@ def test_scattered_host_slots_cost_a_path_that_copies_them_one_by_one() -> None:
     assert by_path["kernel"] == pytest.approx(in_one["kernel"])
     assert by_path["staged"] == pytest.approx(in_one["staged"] + 100 * 0.5e-6)
     assert "64 runs" in planner.explain(STORE, large, 64, False, 64)
+
+
+def test_the_explanation_is_of_the_choice_however_host_slots_lie() -> None:
+    """Runs are counted in powers of two: near a change of path the two must not part."""
+    planner, small = by_runs(), layout(4 * KiB, 16)
+    chosen = [planner.choose(STORE, small, 1000, False, runs) for runs in range(1, 200)]
+    assert set(chosen) == {"kernel", "staged"}
+    for runs, path in enumerate(chosen, 1):
+        assert f": {path}.\n" in planner.explain(STORE, small, 1000, False, runs)
 
 
 def test_a_pinned_path_overrules_and_says_so() -> None:

@@ -149,8 +149,7 @@ class MeasuredPlanner:
         """The name of the path that costs least; ``busy`` says that the model runs now."""
         if self.pinned is not None:
             return self.pinned
-        # To the next power of two: what is remembered must not depend on every single slot.
-        num_runs = 1 << (num_runs - 1).bit_length()
+        num_runs = _counted(num_runs)
         key = (direction, layout.block_bytes, layout.num_segments, num_blocks, busy, num_runs)
         path = self._remembered.get(key)
         if path is None:
@@ -201,7 +200,7 @@ class MeasuredPlanner:
             what += f", host slots in {num_runs} runs"
         if self.pinned is not None:
             return f"{what}: {self.pinned}, because copy_path pins it."
-        estimates = self.estimates(direction, layout, num_blocks, busy, num_runs)
+        estimates = self.estimates(direction, layout, num_blocks, busy, _counted(num_runs))
         lines = [f"{what}: {estimates[0].path}."]
         for estimate in estimates:
             line = (
@@ -217,6 +216,11 @@ class MeasuredPlanner:
         source = self.profile.provenance.get("source", "a profile")
         lines.append(f"  From {source}.")
         return "\n".join(lines)
+
+
+def _counted(num_runs: int) -> int:
+    """The next power of two: what is remembered must not depend on every single slot."""
+    return 1 << (num_runs - 1).bit_length()
 
 
 def _average(cells: Sequence[BusyCell]) -> _Beside:
