@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from kvferry.device import toolbox as toolbox_module
 from kvferry.device.calibrate import calibrate
 from kvferry.device.copy_rig import CopyRig
 from kvferry.device.driver import BatchForm
-from kvferry.device.job import Direction
+from kvferry.device.host_runs import count_runs
+from kvferry.device.job import CopyJob, Direction
 from kvferry.device.paths import DmaPath, LoopPath
-from kvferry.device.profile import profile_file
+from kvferry.device.profile import load_profile, profile_file, save_profile
 from kvferry.device.toolbox import open_planner, open_toolbox
 from kvferry.errors import DriverError
 
@@ -62,6 +64,27 @@ def test_a_path_that_is_hopeless_is_not_asked_for_more(monkeypatch: pytest.Monke
     assert {cell.num_bytes for cell in profile.cells} == {16 * KiB}
 
 
+def test_paths_that_care_are_timed_with_scattered_host_slots(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Slots of 8 KiB, none of which are neighbours; larger ones would be a single one."""
+    monkeypatch.setattr(module, "SEGMENTS_PER_BLOCK", 2)
+    driver = FakeDriver()
+    paths = {name: DmaPath(driver) for name in ("dma", "staged")}
+    timed: list[CopyJob] = []
+    monkeypatch.setattr(
+        paths["staged"], "enqueue", lambda job, stream, ready=None: timed.append(job)
+    )
+    cells = [cell for cell in calibrate(driver, paths).cells if cell.num_runs > 1]
+    assert {(c.direction, c.path, c.segment_bytes, c.num_bytes, c.num_runs) for c in cells} == {
+        (way, "staged", 4 * KiB, 32 * KiB, 4) for way in Direction
+    }
+    scattered = [job for job in timed if count_runs(job) > 1]
+    assert scattered
+    assert {count_runs(job) for job in scattered} == {len(job.host_slots) for job in scattered}
+    assert {len(job.host_slots) for job in scattered} == {4}
+
+
 def test_the_planner_measures_once_and_then_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,6 +98,26 @@ def test_the_planner_measures_once_and_then_reads(
     second = open_planner(driver, toolbox)
     assert len(driver.calls) == calls
     assert second.profile == first.profile
+    toolbox.close()
+
+
+def test_a_profile_of_an_older_version_is_measured_again_and_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    driver: Any = FakeDriver()
+    toolbox = open_toolbox(driver, ring_bytes=1 << 20)
+    file = profile_file(driver.identity())
+    save_profile(open_planner(driver, toolbox).profile, file)
+    older = json.loads(file.read_text())
+    older["format"] = 1
+    for cell in older["cells"]:
+        del cell["num_runs"]
+    file.write_text(json.dumps(older))
+    again = open_planner(driver, toolbox)
+    assert "format 1" in caplog.text
+    assert again.profile.provenance["source"] == "measurements on this machine"
+    assert load_profile(file) == again.profile
     toolbox.close()
 
 
