@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.fakes.driver import FakeDriver
+from tests.fakes.rig import PATHS, Rig
 from tests.unit.test_device_rows import layout
 
 from kvferry.device.job import CopyJob, Direction
@@ -122,6 +123,29 @@ def test_both_directions_at_once_keep_out_of_each_others_way() -> None:
     assert driver.leaks() == {}
 
 
+def test_a_slot_is_free_when_all_its_parts_are() -> None:
+    """Where both directions were at work, one alone waits for every smaller slot inside its own."""
+    driver = FakeDriver()
+    with driver.current():
+        ring = Ring(driver, RING_BYTES)
+        ring.open()
+        stream = ring.inbound
+        driver.timeline.frozen = {stream}
+        driver.record_event(ring.next(Direction.LOAD).scattered, stream)  # a load at work
+        stores = [ring.next(Direction.STORE) for _ in range(2)]
+        for slot in stores:
+            assert slot.num_bytes == LARGE
+            slot.free_after(slot.copied_out)
+        driver.timeline.frozen = set()
+        driver.timeline.run_all()
+        alone = [ring.next(Direction.STORE) for _ in range(2)]
+        (over,) = [slot for slot in alone if addresses({slot}) == addresses(stores)]
+        assert set(over.busy_until()) == {slot.copied_out for slot in stores}
+        over.free_after(over.copied_out)
+        assert [list(slot.busy_until()) for slot in stores] == [[over.copied_out]] * 2
+        ring.close()
+
+
 @pytest.mark.parametrize("call", ["alloc_device", "create_stream", "create_event"])
 @pytest.mark.parametrize("nth", [1, 3, 5])
 def test_a_ring_that_cannot_open_takes_nothing(call: str, nth: int) -> None:
@@ -135,3 +159,23 @@ def test_a_ring_that_cannot_open_takes_nothing(call: str, nth: int) -> None:
         ring.open()
         ring.close()
     assert driver.leaks() == {}
+
+
+@pytest.mark.skipif("staged" not in PATHS, reason="needs Triton's interpreter")
+def test_nobody_waits_for_a_turn_while_kernels_are_made_ready() -> None:
+    """Tables are taken and given back by calls that wait for the device."""
+    rig = Rig(path="staged")
+    ring = rig.engine._paths["staged"]._ring  # type: ignore[attr-defined]
+    taken: list[bool] = []
+
+    class Watched(FakeDriver):
+        def alloc_host(self, num_bytes: int) -> int:
+            taken.append(ring.lock.locked())
+            return super().alloc_host(num_bytes)
+
+    rig.driver.__class__ = Watched
+    rig.store([1, 2], [3, 4])
+    rig.drain_ok()
+    assert taken
+    assert not any(taken)
+    rig.close()

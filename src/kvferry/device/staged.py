@@ -116,6 +116,7 @@ class StagedPath:
         self, job: CopyJob, prepared: Prepared, fork: _Fork, used: dict[RingSlot, None]
     ) -> None:
         driver, ring, stream = self._driver, self._ring, fork.stream
+        direct = self._direct.get(job)  # now: what is new takes long, and a turn holds others up
         arguments = prepared.begin(job, self._ids[job.direction].write(job))
         fork.mark()
         sent = _Fork(driver, self._events, ring.inbound)
@@ -132,7 +133,7 @@ class StagedPath:
                     used[slot] = None
                     self._gather(chunk, prepared, slot, (fork, sent))
                     if is_first:
-                        has_head = self._store_head(job, prepared, chunk, fork)
+                        has_head = self._store_head(job, prepared, direct, chunk, stream)
                     driver.stream_wait_event(stream, slot.gathered)
                     runs = runs or HostRuns(job)  # after the launch: the card need not wait
                     runs.store(driver, start, end, slot.address, stream)
@@ -155,18 +156,21 @@ class StagedPath:
         self._kernels.launch(prepared, slot.stream)
         self._driver.record_event(slot.gathered, slot.stream)
 
-    def _store_head(self, job: CopyJob, prepared: Prepared, chunk: Cutter, fork: _Fork) -> bool:
-        """Some bytes straight to host memory, if the link would be idle until the first copy."""
-        if chunk.is_last or not self._driver.stream_is_idle(fork.stream):
+    def _store_head(
+        self, job: CopyJob, prepared: Prepared, direct: Prepared, chunk: Cutter, stream: int
+    ) -> bool:
+        """Some bytes straight to host memory, if the link would be idle until the first copy.
+
+        An idle ``stream`` also says that all the job must come after is done: no wait is needed.
+        """
+        if chunk.is_last or not self._driver.stream_is_idle(stream):
             return False
-        direct = self._direct.get(job)
         if direct.rows.shape != prepared.rows.shape:
             return False  # host slots are aligned worse than the ring: rows are counted otherwise
         chunk.fit(self._head)
         arguments = direct.begin(job, prepared.arguments.ids)
         arguments.packed_base, arguments.packed_pitch = job.host_base, job.host_pitch
         arguments.first_row, arguments.last_row = chunk.first_row, chunk.last_row
-        fork.hold(self._ring.beside)
         self._direct.launch(direct, self._ring.beside)
         return True
 
