@@ -120,3 +120,28 @@ def test_what_a_failed_load_has_queued_does_not_run_over_a_store(seed: int) -> N
         assert receipts.pop(load).outcome is Outcome.FAILED
         assert {receipt.outcome for receipt in receipts.values()} == {Outcome.OK}
         assert is_stored(rig, STORED)
+
+
+def test_a_receipt_waits_for_what_an_interrupt_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without threads the user's own one copies, and the user presses Ctrl-C."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def interrupt(dst: int, src: int, num_bytes: int, stream: int) -> None:
+        raise KeyboardInterrupt
+
+    with opened(512, seed=0) as (rig, ring):
+        rig.driver.timeline.frozen = {ring.inbound}
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            patched.setattr(rig.driver, "copy_async", interrupt)  # the ids; bytes came before
+            with pytest.raises(KeyboardInterrupt):
+                rig.load(LOADED, LOADED)
+        assert rig.driver.timeline.streams[ring.inbound].queue
+        for _ in range(50):
+            assert rig.engine.poll() == []
+        rig.driver.timeline.frozen = set()
+        (receipt,) = rig.drain().values()
+        assert receipt.outcome is Outcome.FAILED
+        assert not rig.driver.timeline.streams[ring.inbound].queue
