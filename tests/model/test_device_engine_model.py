@@ -10,6 +10,7 @@ from tests.fakes.rig import LONG, PATHS, Rig
 from kvferry.types import Outcome, Receipt, TransferId
 
 NUM_BLOCKS, NUM_SLOTS = 5, 6
+PAGES = [5, 3000]  # three blocks of the larger ones go around the ring
 BLOCKS = st.lists(st.integers(0, NUM_BLOCKS - 1), min_size=1, max_size=3, unique=True)
 SLOTS = st.lists(st.integers(0, NUM_SLOTS - 1), min_size=3, max_size=3, unique=True)
 
@@ -38,10 +39,11 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(
         path=st.sampled_from(sorted(PATHS)),
         layout=st.sampled_from(sorted(LAYOUTS)),
+        page=st.sampled_from(PAGES),
         seed=st.integers(0, 1000),
     )
-    def open(self, path: str, layout: str, seed: int) -> None:
-        kv = make_kv(layout, num_blocks=NUM_BLOCKS, page=5, seed=seed)
+    def open(self, path: str, layout: str, page: int, seed: int) -> None:
+        kv = make_kv(layout, num_blocks=NUM_BLOCKS, page=page, seed=seed)
         self.rig = rig = Rig(kv, path=path, num_slots=NUM_SLOTS, seed=seed, patience=30.0)
         self.blocks: list[bytes | None] = [rig.kv.block(b) for b in range(NUM_BLOCKS)]
         self.slots: list[bytes | None] = [rig.slot(s) for s in range(NUM_SLOTS)]
