@@ -208,7 +208,7 @@ def test_one_part_that_does_not_close_leaves_no_other_open(make, monkeypatch):
     assert sides.side.scheduler._closed
 
 
-def compute(sides: Sides, name: str, hashes: list[bytes], **more: Any) -> Any:
+def compute(sides: Any, name: str, hashes: list[bytes], **more: Any) -> Any:
     """A request that runs in two steps, the first of less than a block; none is stored yet."""
     request = request_of(name, hashes)
     for key, value in more.items():
