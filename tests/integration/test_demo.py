@@ -126,6 +126,9 @@ def test_ctrl_c_ends_it_cleanly(tmp_path: Path) -> None:
         stderr=subprocess.STDOUT,
         text=True,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        # A shell starts what it puts in the background with interrupts ignored, and that is
+        # inherited: without this the test would hang wherever the tests run so.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     first_line = process.stdout.readline()
