@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from connectors.engine import CONNECTORS, GiB
+from kvferry.cli.bench_copy_tables import table
 
 Run = dict[str, Any]
 
@@ -33,20 +34,6 @@ def report(data: dict[str, Any]) -> str:
     if data.get("left_out"):
         parts.append("Not run for want of time: " + ", ".join(data["left_out"]) + ".")
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table with its columns aligned."""
-    lines = [list(head), *[list(row) for row in rows]]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-
-    def show(cells: Sequence[str]) -> str:
-        first = cells[0].ljust(widths[0])
-        rest = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
-        return "| " + " | ".join([first, *rest]) + " |"
-
-    rule = "|" + "|".join("-" * (w + 1) + (":" if i else "-") for i, w in enumerate(widths)) + "|"
-    return "\n".join([show(lines[0]), rule, *[show(line) for line in lines[1:]]])
 
 
 def _title(data: dict[str, Any]) -> str:
