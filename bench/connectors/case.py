@@ -1,94 +1,111 @@
-"""One connector on one shape, in a process of its own: what is measured, in which order.
-
-The result is written after every section, so that a process that is cut short leaves what it has.
-"""
+"""One connector on one shape: what is measured, in the process that runs its engine."""
 
 from __future__ import annotations
 
-import faulthandler
-import json
-import os
 import random
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
+from connectors.child import serve
 from connectors.engine import BLOCK_TOKENS, Engine, shape_of
+from connectors.hooks import summary, timed_hooks
 from connectors.loads import Load, difference, new_tokens, run_load
 
 GB = 1e9
 
-HANGS_AFTER = 60.0
-"""Seconds without a result after which every thread's place goes to the log."""
-
 ANSWER = 8
 """Tokens of an answer that is compared."""
+
+GROWN_AFTER = 30.0
+"""Seconds after which host memory that has not grown whole is measured as it is."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What one process is asked to do. Lengths are in tokens."""
+    """What one process is about. Lengths are in tokens."""
 
     connector: str
     shape: str
     pool_bytes: int
     device_bytes: int
-    graphs: bool
-    sections: tuple[str, ...]
     prompt_tokens: int
     num_prompts: int
     rounds: int
     over: Load
     fits: Load
-    fits_rounds: int
-    over_rounds: int = 1
 
 
-def run_case(case: Case, out: str) -> None:
-    """Measure and write to ``out``; never returns normally from a broken engine."""
-    result: dict[str, Any] = {"case": asdict(case)}
-    faulthandler.dump_traceback_later(HANGS_AFTER, repeat=True)
+class Measurer:
+    """Owns the engine of this process; each method is an order's answer."""
 
-    def note(name: str, value: Any) -> None:
-        result[name] = value
-        faulthandler.cancel_dump_traceback_later()
-        faulthandler.dump_traceback_later(HANGS_AFTER, repeat=True)
-        with open(out + ".part", "w", encoding="utf-8") as file:
-            json.dump(result, file)
-        os.replace(out + ".part", out)
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self._engine: Engine | None = None
 
-    began = time.perf_counter()
-    import vllm  # noqa: F401  counted apart from the engine's own start
+    def serve(self, descriptor: int) -> None:
+        orders = ("load", "start", "warm", "ttft", "bytes", "over", "fits", "hooks", "counted")
+        serve({name: getattr(self, name) for name in orders}, descriptor)
 
-    note("import_s", time.perf_counter() - began)
-    engine = Engine(
-        shape_of(case.shape),
-        case.connector,
-        pool_bytes=case.pool_bytes,
-        device_bytes=case.device_bytes,
-        graphs=case.graphs,
-    )
-    note("start_s", engine.start_seconds)
-    note("num_gpu_blocks", engine.num_blocks)
-    note("host_memory_at_start", engine.host_memory())
-    warm_up(engine)
-    sections: dict[str, Callable[[], Any]] = {
-        "ttft": lambda: time_to_first_token(engine, case),
-        "bytes": lambda: check_bytes(engine, case),
-        "over": lambda: [
-            run_load(engine, case.over, seed=7 + i, fills=True) for i in range(case.over_rounds)
-        ],
-        "fits": lambda: fitting(engine, case),
-    }
-    for name in case.sections:
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "no order to start"
+        return self._engine
+
+    def load(self, _: None) -> float:
+        """Import vLLM: counted apart from the engine's own start."""
         began = time.perf_counter()
-        note(name, sections[name]())
-        note(f"{name}_took_s", time.perf_counter() - began)
-    note("host_memory", engine.host_memory())
-    note("counters", engine.counters())
-    note("done", True)
+        from vllm import LLM  # noqa: F401
+
+        return time.perf_counter() - began
+
+    def start(self, _: None) -> dict[str, Any]:
+        case = self._case
+        engine = self._engine = Engine(
+            shape_of(case.shape),
+            case.connector,
+            pool_bytes=case.pool_bytes,
+            device_bytes=case.device_bytes,
+        )
+        return {
+            "seconds": engine.start_seconds,
+            "num_gpu_blocks": engine.num_blocks,
+            "host_memory": engine.host_memory(),
+        }
+
+    def warm(self, _: None) -> str:
+        """Everything has run once, and host memory is whole; returns how far that is."""
+        warm_up(self.engine)
+        end = time.monotonic() + GROWN_AFTER
+        while not self.engine.has_grown and time.monotonic() < end:
+            time.sleep(0.1)
+        return self.engine.host_memory()
+
+    def ttft(self, _: None) -> dict[str, Any]:
+        return time_to_first_token(self.engine, self._case)
+
+    def bytes(self, _: None) -> dict[str, Any]:
+        return check_bytes(self.engine, self._case)
+
+    def over(self, number: int) -> dict[str, Any]:
+        """Conversations that need host memory, others in every round."""
+        return run_load(self.engine, self._case.over, seed=7 + number, fills=True)
+
+    def fits(self, number: int) -> dict[str, Any]:
+        """Conversations that need none, others in every round."""
+        self.engine.forget(_others(1))
+        return run_load(self.engine, self._case.fits, seed=100 + number, fills=False)
+
+    def hooks(self, number: int) -> dict[str, Any]:
+        """As ``fits``, with the connector's hooks timed."""
+        self.engine.forget(_others(1))
+        with timed_hooks(self.engine) as times:
+            found = run_load(self.engine, self._case.fits, seed=100 + number, fills=False)
+        return {"seconds": found["seconds"], "hooks": summary(times)}
+
+    def counted(self, _: None) -> dict[str, float]:
+        return self.engine.counters()
 
 
 def warm_up(engine: Engine) -> None:
@@ -235,15 +252,3 @@ def check_bytes(engine: Engine, case: Case) -> dict[str, Any]:
         )
         engine.forget(_others(1))
     return found
-
-
-# -- many at a time -----------------------------------------------------------------------------
-
-
-def fitting(engine: Engine, case: Case) -> list[dict[str, Any]]:
-    """The load that needs no host memory, again and again with other conversations."""
-    rounds = []
-    for number in range(case.fits_rounds):
-        engine.forget(_others(1))
-        rounds.append(run_load(engine, case.fits, seed=100 + number, fills=False))
-    return rounds

@@ -16,7 +16,7 @@ from typing import Any
 
 GiB = 1 << 30
 
-CONNECTORS = ("none", "OffloadingConnector", "SimpleCPUOffloadConnector", "kvferry")
+CONNECTORS = ("none", "idle", "OffloadingConnector", "SimpleCPUOffloadConnector", "kvferry")
 
 KV_HEADS = {"qwen7b": 4, "qwen7b-1kv": 1}
 """Shapes: Qwen2.5-7B, and the same with one KV head. A layer's page is 32 KiB and 8 KiB."""
@@ -89,6 +89,11 @@ def transfer_config(connector: str, pool_bytes: int) -> dict[str, Any] | None:
             "kv_connector_module_path": "kvferry.vllm.connector",
             "kv_connector_extra_config": {"host": pool_bytes},
         }
+    if connector == "idle":
+        return config | {
+            "kv_connector": "IdleConnector",
+            "kv_connector_module_path": "connectors.idle",
+        }
     return config | {
         "kv_connector": connector,
         "kv_connector_extra_config": {"cpu_bytes_to_use": pool_bytes},
@@ -110,9 +115,7 @@ class Live:
 class Engine:
     """Owns vLLM's engine. ``start_seconds`` is what making it took, imports left out."""
 
-    def __init__(
-        self, shape: Shape, connector: str, *, pool_bytes: int, device_bytes: int, graphs: bool
-    ) -> None:
+    def __init__(self, shape: Shape, connector: str, *, pool_bytes: int, device_bytes: int) -> None:
         from vllm import LLM
 
         folder = os.path.join(tempfile.gettempdir(), f"bench-{shape.name}")
@@ -124,7 +127,6 @@ class Engine:
             dtype="bfloat16",
             seed=0,
             attention_config={"backend": "FLASH_ATTN"},
-            enforce_eager=not graphs,
             compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
             max_model_len=20480,
             max_num_seqs=16,
@@ -265,10 +267,18 @@ class Engine:
 
     def host_memory(self) -> str:
         """How far kvferry's host memory is; empty for other connectors."""
+        host = self._kvferry_host()
+        return str(host.stats()) if host is not None else ""
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether host memory is whole; for connectors that make it at once, always."""
+        host = self._kvferry_host()
+        return host is None or host.growth.wait(0.0)
+
+    def _kvferry_host(self) -> Any:
         from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-        worker = (
-            getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
-        )
-        memory = getattr(worker, "_memory", None)
-        return str(memory.host.stats()) if memory is not None else ""
+        group = get_kv_transfer_group() if has_kv_transfer_group() else None
+        memory = getattr(getattr(group, "_worker", None), "_memory", None)
+        return memory.host if memory is not None else None

@@ -12,8 +12,9 @@ from kvferry.cli.bench_copy_tables import table
 Run = dict[str, Any]
 
 NOTES = """\
-Each connector ran in processes of its own, with its own defaults and the same host memory, one
-after the other in one run. The model has the shape of Qwen2.5-7B (28 layers) and dummy weights;
+Each connector ran in a process of its own, with its own defaults and the same host memory, one
+after the other in one run; an engine without a connector lived beside them on the card and was idle
+while they worked. The model has the shape of Qwen2.5-7B (28 layers) and dummy weights;
 bf16, FlashAttention 3, CUDA graphs, blocks of 16 tokens. **Cold**: nothing is cached. **Device**:
 the prompt is in the GPU's own prefix cache. **Host**: that cache was dropped, the prompt's KV is in
 host memory. **Floor**: device + the KV's bytes over the speed of one large pinned copy, timed in
@@ -23,14 +24,14 @@ first token, in the process that runs the engine."""
 
 def report(data: dict[str, Any]) -> str:
     """The whole page; parts that were not run are left out."""
-    runs = [run for run in data["runs"] if run["case"]["sections"]]
+    runs = data["runs"]
     shapes = list(dict.fromkeys(run["case"]["shape"] for run in runs))
     parts = [_title(data), NOTES]
     for shape in shapes:
         own = [run for run in runs if run["case"]["shape"] == shape]
         parts += [_heading(own), _first_token(own), _over(own), _bytes(own)]
     first = [run for run in runs if run["case"]["shape"] == shapes[0]] if shapes else []
-    parts += [_start(first), _fits(first)]
+    parts += [_start(first), _fits(first), _hooks(first)]
     if data.get("left_out"):
         parts.append("Not run for want of time: " + ", ".join(data["left_out"]) + ".")
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -132,7 +133,7 @@ def _over(runs: Sequence[Run]) -> str:
     load = chosen[0]["case"]["over"]
     last = load["first_tokens"] + load["num_turns"] * (load["turn_tokens"] + load["answer_tokens"])
     tokens = load["num_conversations"] * (last - load["turn_tokens"])
-    room = (chosen[0]["num_gpu_blocks"] - 1) * 16
+    room = (chosen[0]["start"]["num_gpu_blocks"] - 1) * 16
     return (
         f"### Conversations that need {tokens / room:.1f} times the device cache\n\n"
         f"{load['num_conversations']} conversations in turn, {load['num_clients']} requests at a "
@@ -190,11 +191,11 @@ def _start(runs: Sequence[Run]) -> str:
         name = run["case"]["connector"]
         again = ", again" if name in seen else ""
         seen.add(name)
-        if "start_s" in run:
-            rows.append((f"{name}{again}", f"{run['start_s']:.1f}"))
+        if "start" in run:
+            rows.append((f"{name}{again}", f"{run['start']['seconds']:.1f}"))
     if not rows:
         return ""
-    grown = next((run["host_memory"] for run in runs if run.get("host_memory")), "")
+    grown = next((run["warm"] for run in runs if run.get("warm")), "")
     words = (
         "\n\nkvferry's first start on a machine measures its copy paths. Its host memory goes on "
         f"growing behind the start: {grown}."
@@ -208,33 +209,72 @@ def _start(runs: Sequence[Run]) -> str:
 
 
 def _fits(runs: Sequence[Run]) -> str:
-    """Round by round with the same conversations, so rounds can be compared in pairs."""
-    own = [run for run in runs if "fits" in run]
-    base = [run for run in own if run["case"]["connector"] == "none"]
-    if not base:
-        return ""
-    rounds = [
-        statistics.mean(run["fits"][i]["seconds"] for run in base)
-        for i in range(min(len(run["fits"]) for run in own))
-    ]
+    """Every round against the rounds without a connector just before and just after it."""
     rows = []
-    for run in own:
-        seconds = [r["seconds"] for r in run["fits"]]
-        ratios = [s / b for s, b in zip(seconds, rounds, strict=False)]
+    chosen = [run for run in _with(runs, "fits") if run["fits"]["own"]]
+    for run in chosen:
+        seconds = [r["seconds"] for r in run["fits"]["own"]]
+        plain = [r["seconds"] for r in run["fits"]["none"]]
+        ratios = [2 * s / (a + b) for s, a, b in zip(seconds, plain, plain[1:], strict=False)]
+        if not ratios:
+            continue
         rows.append(
             (
                 run["case"]["connector"],
-                ", ".join(f"{s:.3f}" for s in seconds),
+                f"{statistics.median(seconds):.3f}",
+                f"{statistics.median(plain):.3f}",
                 f"{statistics.median(ratios):.4f}",
+                f"{statistics.fmean(ratios):.4f}",
                 f"{min(ratios):.4f}–{max(ratios):.4f}",
+                f"{max(plain) / min(plain):.4f}",
+                str(len(ratios)),
             )
         )
-    load = own[0]["case"]["fits"]
+    if not rows:
+        return ""
+    load = chosen[0]["case"]["fits"]
     return (
         "## What it costs where everything fits the device\n\n"
         f"{load['num_conversations']} conversations of {load['num_turns']} turns at once: "
         f"{load['first_tokens']:,} tokens first, {load['turn_tokens']} more in every turn, answers "
-        f"of {load['answer_tokens']}. Seconds of each round, in the order of the processes, and "
-        "against the mean of the same round without a connector.\n\n"
-        + table(("", "seconds", "median ratio", "from–to"), rows)
+        f"of {load['answer_tokens']}. Rounds in turn with the engine that has no connector; the "
+        "ratio is to the mean of its rounds just before and just after. The last but one column "
+        "is how far its own rounds differ.\n\n"
+        + table(
+            (
+                "",
+                "seconds",
+                "without",
+                "median ratio",
+                "mean",
+                "from–to",
+                "without, max/min",
+                "rounds",
+            ),
+            rows,
+        )
+    )
+
+
+def _hooks(runs: Sequence[Run]) -> str:
+    """The other view of the same: the time vLLM itself spent in the hooks."""
+    rows = []
+    for run in _with(runs, "hooks"):
+        found = run["hooks"]
+        of: dict[str, float] = {"scheduler": 0.0, "worker": 0.0}
+        for name, hook in found["hooks"].items():
+            of[name.split(":")[0]] += hook["seconds"]
+        rows.append(
+            (
+                run["case"]["connector"],
+                *(f"{1e3 * seconds:.1f}" for seconds in of.values()),
+                f"{sum(of.values()) / found['seconds']:.2%}",
+            )
+        )
+    if not rows:
+        return ""
+    return (
+        "### Time in the connectors' hooks in one more such round, ms\n\n"
+        "Most of it passes while the GPU works; it counts where the GPU has nothing to do.\n\n"
+        + table(("", "scheduler", "worker", "of the round"), rows)
     )
