@@ -49,6 +49,14 @@ class Keys:
         return cls(np.frombuffer(b"".join(items), dtype="<u8").reshape(-1, KEY_WORDS))
 
     @classmethod
+    def _of(cls, array: KeyArray) -> Keys:
+        """Rows that are known to be keys, and that nobody else will write."""
+        keys = cls.__new__(cls)
+        keys.array = array if array.flags.c_contiguous else np.ascontiguousarray(array)
+        keys.array.setflags(write=False)
+        return keys
+
+    @classmethod
     def empty(cls) -> Keys:
         return cls(np.empty((0, KEY_WORDS), dtype="<u8"))
 
@@ -56,7 +64,7 @@ class Keys:
         """Every key XORed with a ``KEY_BYTES`` mask: the same blocks under another scope."""
         if len(mask) != KEY_BYTES:
             raise KeyFormatError(f"a mask must be {KEY_BYTES} bytes, got {len(mask)}")
-        return Keys(self.array ^ np.frombuffer(mask, dtype="<u8"))
+        return Keys._of(self.array ^ np.frombuffer(mask, dtype="<u8"))
 
     def __len__(self) -> int:
         return len(self.array)
@@ -67,19 +75,19 @@ class Keys:
     def __getitem__(self, item: slice) -> Keys: ...
     def __getitem__(self, item: int | slice) -> Key | Keys:
         if isinstance(item, slice):
-            return Keys(self.array[item])
+            return Keys._of(self.array[item])
         return Key(self.array[item].tobytes())
 
     def take(self, positions: npt.NDArray[Any]) -> Keys:
         """The keys at ``positions`` (numbers or a boolean mask), in that order."""
-        return Keys(self.array[positions])
+        return Keys._of(self.array[positions])
 
     def __iter__(self) -> Iterator[Key]:
         data = self.array.tobytes()
         return (Key(data[at : at + KEY_BYTES]) for at in range(0, len(data), KEY_BYTES))
 
     def __add__(self, other: Keys) -> Keys:
-        return Keys(np.concatenate((self.array, other.array)))
+        return Keys._of(np.concatenate((self.array, other.array)))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Keys) and np.array_equal(self.array, other.array)

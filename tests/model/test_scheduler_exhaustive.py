@@ -30,7 +30,7 @@ SCENARIOS: dict[str, tuple[Scenario, int]] = {
         1500,
     ),
     "a copy fails": (Scenario(TWO_RANKS, (2, 1), {"fail": 1}), 500),
-    "deadlines pass": (Scenario(TWO_RANKS, (1, 1), {"expire": 1}), 400),
+    "deadlines pass": (Scenario(TWO_RANKS, (1, 1), {"expire": 1}), 300),
     "preempted": (Scenario(TWO_RANKS, (2, 1), {"preempt": 1}), 800),
     "aborted": (Scenario(TWO_RANKS, (2, 1), {"abort": 1}), 350),
     "everything is forgotten": (Scenario(TWO_RANKS, (1, 1), {"reset": 1}), 200),

@@ -42,22 +42,26 @@ TOKENS = st.lists(st.integers(min_value=0, max_value=2**63 - 1), max_size=40)
 
 # -- the same everywhere
 
-GOLDEN_FINGERPRINT = "d5c661d40c9d6531597f2a090e01e91c5887a44d6fba66607195012596f72e4e"
+GOLDEN_FINGERPRINT = "2e3befe3ac49f444075463c9af1eab73c73bb9c74d53ac3aa1485cd4524d884b"
 GOLDEN_KEYS = [
-    "727888674126310b2e9fa28e95e4120ac85542b5dcd9249aa68745a55f512acd",
-    "1dce292ff5cf38d494841e86691bca5354d4eeb2d8e89d09d094d99e5dfafca8",
+    "03693ccaa3fa0f66252f8bbb9596aac0b09f23a6baea5cf23e32a320c9324fc5",
+    "6d914857f02844acdb483b1d559ebc687640a26b509242268d5e927b2615b3fd",
 ]
-GOLDEN_ADOPTED = "e34b548a93b23fd7c43bc16ce83308ffbdc100efcda70d406248653c57a922de"
+GOLDEN_ADOPTED = [
+    "f0cae36e720855dd798c3c2bb9169684ac028cd5d957cc2136f8b6568bfc858a",
+    "a815c569185cb06867c905a0487e14d51299fa0c468aa8a4c789aa7fcd460e7b",
+]
 GOLDEN_SCOPE = "a95557495fbe9bf4d1172345a8ddfca5640f869cde24c17c15653d469f256d70"
 
 
 def test_golden():
     """These are on users' disks. If this fails, raise FORMAT_VERSION or take the change back."""
     ns = namespace()
-    assert FORMAT_VERSION == 1
+    assert FORMAT_VERSION == 2
     assert ns.fingerprint.hex() == GOLDEN_FINGERPRINT
     assert [key.hex() for key in chain(ns, [1, 2, 3, 4, 5, 6, 7, 2**63 - 1, 9])] == GOLDEN_KEYS
-    assert adopt(ns, [b"content"])[0].hex() == GOLDEN_ADOPTED
+    adopted = adopt(ns, [b"content", bytes(range(32))])
+    assert [key.hex() for key in adopted] == GOLDEN_ADOPTED
     assert scope(1, 2).hex() == GOLDEN_SCOPE
 
 
@@ -68,7 +72,7 @@ def test_the_format_written_out_by_hand():
         "block_tokens": "4",
         "dtype": "bfloat16",
         "epoch": "0",
-        "format_version": "1",
+        "format_version": "2",
         "geometry": '{"head_size":128,"kv_heads":8,"layers":32}',
         "layout": "NHD",
         "model": "org/model-8b",
@@ -90,6 +94,17 @@ def test_the_format_written_out_by_hand():
 
     first = key(fingerprint, [7, 0, 1, 2])
     assert list(chain(ns, [7, 0, 1, 2, 3, 4, 5, 6])) == [first, key(first, [3, 4, 5, 6])]
+
+    def adopted(content: bytes) -> bytes:
+        person = b"kvferry.adopt"
+        if len(content) != 32:
+            content = blake2b(content, digest_size=32, person=person).digest()
+        mask = blake2b(fingerprint, digest_size=32, person=person).digest()
+        return bytes(a ^ b for a, b in zip(content, mask, strict=True))
+
+    hashes = [b"short", bytes(range(32)), bytes(33)]
+    assert list(adopt(ns, hashes)) == [adopted(content) for content in hashes]
+    assert list(adopt(ns, hashes[1:2])) == [adopted(hashes[1])]
 
 
 PRINT_KEYS = """

@@ -28,9 +28,14 @@ class SeenOften:
         self._seen = 0
         self._halve_after = 8 * width
 
+    @property
+    def counts(self) -> bool:
+        """Whether it matters how often a key was seen."""
+        return self.threshold > 1
+
     def see(self, keys: Keys) -> None:
         """A request asked for these blocks."""
-        if self.threshold <= 1:
+        if not self.counts:
             return
         self._seen += len(keys)
         if self._seen > self._halve_after:
@@ -41,7 +46,7 @@ class SeenOften:
 
     def admits(self, keys: Keys) -> npt.NDArray[np.bool_]:
         """For each key, whether it was seen often enough."""
-        if self.threshold <= 1:
+        if not self.counts:
             return np.ones(len(keys), dtype=bool)
         pairs = zip(self._counters, self._places(keys), strict=True)
         least = np.minimum.reduce([row[places] for row, places in pairs])

@@ -47,6 +47,28 @@ class Explainer:
             decision=decision,
         )
 
+    def explain_miss(
+        self,
+        request_id: RequestId,
+        missing: tuple[int, int, Keys],
+        *,
+        computed_tokens: int,
+        max_tokens: int,
+    ) -> Explanation:
+        """Nothing could be had because of this one slot."""
+        group, token, key = missing
+        return Explanation(
+            request_id=request_id,
+            asked_tokens=max_tokens,
+            device_tokens=computed_tokens,
+            host_tokens=0,
+            lower_tokens=0,
+            reason=self._why_missing(group, key),
+            first_missing=token,
+            group=group,
+            decision=None,
+        )
+
     def _why_missing(self, group: int, key: Keys) -> Reason:
         if self._pool.known(key)[0]:
             return Reason.IN_FLIGHT

@@ -152,8 +152,15 @@ class Scheduler:
         hit = record.hit
         if hit is None or not self._hits.still_holds(hit, computed_tokens, max_tokens):
             record.let_go()
+            self._count_once(record, keys, max_tokens - computed_tokens)
+            missing = self._matcher.next_missing(keys, computed_tokens, max_tokens)
+            if missing is not None:
+                why = self._explainer.explain_miss(
+                    request_id, missing, computed_tokens=computed_tokens, max_tokens=max_tokens
+                )
+                self._remember(record, why)
+                return Match(MatchState.MISS, computed_tokens, computed_tokens)
             look = self._matcher.look(keys, computed_tokens, max_tokens, spare_tokens)
-            self._count_once(record, look)
             if self._promote(request_id, record, look):
                 return Match(MatchState.WAIT, computed_tokens, computed_tokens)
             hit, decision = self._hits.pin(look)
@@ -494,15 +501,15 @@ class Scheduler:
             self._counts.missed[explanation.reason.value] += 1
         self._journal.explained(explanation)
 
-    def _count_once(self, record: RequestRecord, look: Look) -> None:
+    def _count_once(self, record: RequestRecord, keys: Keys, num_tokens: int) -> None:
         if record.counted:
             return
         record.counted = True
         self._counts.queries += 1
-        self._counts.asked_tokens += max(0, look.max_tokens - look.computed_tokens)
-        for g, present in enumerate(look.host):
-            keys = self._matcher.slot_keys(g, look.keys, range(len(present)))
-            self._storing.admission.see(keys)
+        self._counts.asked_tokens += max(0, num_tokens)
+        if self._storing.admission.counts:
+            for g in range(len(self.groups)):
+                self._storing.admission.see(self._matcher.all_keys(g, keys))
 
     def _require_tables(self, tables: Sequence[BlockTable]) -> None:
         if len(tables) != len(self.groups):

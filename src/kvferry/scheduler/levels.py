@@ -181,6 +181,8 @@ class LowerLevels:
 
         A burst that outruns the watermark evicts blocks that have no copy below yet.
         """
+        if not self.levels:
+            return
         self._watermark.demand(self._host.num_reserved - self._num_reserved)
         self._num_reserved = self._host.num_reserved
         wanted = self._watermark.depth - self._host.num_free

@@ -54,33 +54,62 @@ class Matcher:
         # any boundary that both the device's blocks and the engine's hash blocks know.
         self._alignment = math.lcm(hash_tokens, *(group.block_tokens for group in self.groups))
         self._step = math.lcm(self._alignment, *(group.stop_tokens for group in self.groups))
+        self._is_full = all(isinstance(group, reach.FullAttention) for group in self.groups)
         self._can_serve: Present = [np.empty(0, dtype=bool) for _ in self.groups]
 
     def slot_keys(self, group: int, keys: Keys, slots: range) -> Keys:
         """The pool keys of these slots of a request."""
         return self.scoped(group, self._keys[group].cut(keys, slots))
 
+    def all_keys(self, group: int, keys: Keys) -> Keys:
+        """The pool keys of every whole slot of a request."""
+        return self.slot_keys(group, keys, range(self._keys[group].count(keys)))
+
     def scoped(self, group: int, keys: Keys) -> Keys:
         """Chain keys, each at the end of one slot, as the pool knows them in this epoch."""
         return keys.masked(scope(self.epoch, group))
+
+    def next_missing(
+        self, keys: Keys, computed_tokens: int, max_tokens: int
+    ) -> tuple[int, int, Keys] | None:
+        """The slot every hit needs and the host lacks: its group, its first token, its key.
+
+        The short way to a miss, which is all that a request finds whose history never left the
+        device. None if there is no such slot, or if a longer look is needed to know.
+        """
+        longer = computed_tokens + self._step
+        if not self._is_full or self._lower or longer - longer % self._step > max_tokens:
+            return None
+        for g, group in enumerate(self.groups):
+            slot = computed_tokens // group.slot_tokens
+            key = self.slot_keys(g, keys, range(slot, slot + 1))
+            if len(key) and not self._host.cached(key)[0]:
+                return g, slot * group.slot_tokens, key
+        return None
 
     def look(
         self, keys: Keys, computed_tokens: int, max_tokens: int, spare_tokens: int = 0
     ) -> Look:
         """See what is there, without claiming any of it: hits end ``spare_tokens`` early."""
-        cuts = [
-            self.slot_keys(g, keys, range(self._keys[g].count(keys)))
-            for g in range(len(self.groups))
-        ]
-        host = [self._host.cached(cut) for cut in cuts]
+        host = [self._present(g, keys, computed_tokens) for g in range(len(self.groups))]
         host_tokens = self._longest(host, computed_tokens, max_tokens, spare_tokens)
         everywhere, all_tokens = host, host_tokens
         if self._lower and host_tokens + self._alignment <= max_tokens:
             everywhere = [
-                here | self._lower.cached(cut) for here, cut in zip(host, cuts, strict=True)
+                here | self._lower.cached(self.slot_keys(g, keys, range(len(here))))
+                for g, here in enumerate(host)
             ]
             all_tokens = self._longest(everywhere, computed_tokens, max_tokens, spare_tokens)
         return Look(keys, computed_tokens, max_tokens, host, host_tokens, everywhere, all_tokens)
+
+    def _present(self, g: int, keys: Keys, computed_tokens: int) -> npt.NDArray[np.bool_]:
+        """Which slots of a group the host can give; those the engine has itself nobody asks for."""
+        present = np.ones(self._keys[g].count(keys), dtype=bool)
+        first = computed_tokens // self.groups[g].slot_tokens
+        if first < len(present):
+            asked = self.slot_keys(g, keys, range(first, len(present)))
+            present[first:] = self._host.cached(asked)
+        return present
 
     def _longest(
         self, present: Present, computed_tokens: int, max_tokens: int, spare_tokens: int = 0

@@ -141,6 +141,8 @@ class Outbox:
         The stores of one group travel together: one copy of many blocks beats many of a few.
         """
         self._step += 1
+        if not self._loads and not self._moves and not self._stores:
+            return Plan(self._step)
         transfers = []
         for load in self._loads:
             deadline = now + self._config.load_deadline

@@ -63,7 +63,7 @@ class SchedulerSide(Service):
     @guarded(lambda: MISS)
     def match(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens after ``computed_tokens`` we can load; None to be asked again later."""
-        scheduler = self._open()
+        scheduler = self.scheduler or self._open()
         if scheduler is None or getattr(request, "skip_reading_prefix_cache", False):
             return MISS
         tracked = self._track(scheduler, request)
@@ -116,7 +116,7 @@ class SchedulerSide(Service):
 
     def _load(self, request: Any, blocks: Any, num_external_tokens: int) -> bool:
         """True if nothing was to load, or its load is on its way."""
-        scheduler = self._open()
+        scheduler = self.scheduler or self._open()
         if scheduler is None:
             return not num_external_tokens
         tracked = self._track(scheduler, request)
@@ -190,7 +190,9 @@ class SchedulerSide(Service):
     def _loads_of(self, plan: Plan | None) -> dict[str, tuple[TransferId, ...]] | None:
         """Which requests wait for which of the plan's transfers."""
         loads: dict[str, tuple[TransferId, ...]] = {}
-        for transfer in plan.transfers if plan is not None else ():
+        if not plan or not self._ordered_loads:
+            return loads
+        for transfer in plan.transfers:
             if transfer.dst == DEVICE:
                 waiting = self._ordered_loads.pop((transfer.group, int(transfer.dst_slots[0])))
                 loads[waiting] = (*loads.get(waiting, ()), transfer.id)
@@ -198,7 +200,7 @@ class SchedulerSide(Service):
 
     @guarded(lambda: None)
     def _plan(self, scheduler_output: Any) -> Plan | None:
-        scheduler = self._open()
+        scheduler = self.scheduler or self._open()
         if scheduler is None:
             return None
         is_due = time.monotonic() >= self._settle_at or scheduler.has_released
@@ -220,14 +222,14 @@ class SchedulerSide(Service):
                     prefill = tracked.time_prefill()
                     if prefill is not None:
                         scheduler.note_prefill(*prefill)
-        self._store_left(scheduler)
-        self._offer(scheduler, scheduler_output)
+        if self._left or self._due:
+            self._store_left(scheduler)
+        if self.config.store_mode == "lazy":
+            self._offer(scheduler, scheduler_output)
         return scheduler.plan()
 
     def _offer(self, scheduler: Scheduler, scheduler_output: Any) -> None:
         """With lazy stores: show what vLLM will give away next."""
-        if self.config.store_mode != "lazy":
-            return
         scheduler.note_allocated(num_allocated(scheduler_output))
         for offer in next_to_go(self._block_pool, scheduler.offer_depth, self._namespace):
             self._require_holds().take(scheduler.offer(*offer))
@@ -322,7 +324,7 @@ class SchedulerSide(Service):
 
     @guarded(lambda: None)
     def _settle(self, receipts: Sequence[Any]) -> None:
-        scheduler = self._open()
+        scheduler = self.scheduler or self._open()
         if scheduler is None:
             return
         self._note_ready()
@@ -393,7 +395,8 @@ class SchedulerSide(Service):
         if self.sight is None:
             return None
         held = self._require_holds().num_held
-        return self.sight.take_stats(num_held=held, is_busy=bool(self._tracked))
+        will_step = bool(self._tracked) or self.has_work
+        return self.sight.take_stats(num_held=held, is_last=not will_step)
 
     @guarded(lambda: ())
     def take_events(self) -> Iterable[Any]:

@@ -111,10 +111,10 @@ class Sight:
     def take_events(self) -> Iterable[Any]:
         return self._events.take() if self._events is not None else ()
 
-    def take_stats(self, *, num_held: int, is_busy: bool) -> FerryStats | None:
-        """What was counted since the last call, at most once a second while requests run."""
+    def take_stats(self, *, num_held: int, is_last: bool) -> FerryStats | None:
+        """What was counted since the last call, at most once a second but before a long rest."""
         now = time.monotonic()
-        if is_busy and now < self._told_at + _STATS_SECONDS:
+        if not is_last and now < self._told_at + _STATS_SECONDS:
             return None
         counted = figures(
             Snapshot(

@@ -157,7 +157,20 @@ class WorkerSide:
         self._refuse(orders.plan.transfers, self.guard.reason)
 
     def _begin(self, orders: StepOrders) -> None:
+        self._computes = orders.computes
         self._flush()
+        self._freshness.enter(orders.epoch)
+        if orders.plan or orders.loads or orders.undone:
+            self._carry_out(orders)
+        if not orders.computes:
+            self._flush()
+        elif self._memory is not None:
+            self._memory.note_step()
+        if orders.drain:
+            self._drain()
+            self._drained = True
+
+    def _carry_out(self, orders: StepOrders) -> None:
         for request_id, ids in orders.loads.items():
             self._loads[request_id] = _Load(set(ids), orders.epoch)
             self._of_transfer.update(dict.fromkeys(ids, request_id))
@@ -169,8 +182,6 @@ class WorkerSide:
             self._fail(request_id, blocks)
         stores = tuple(t for t in orders.plan.transfers if t.src == DEVICE)
         others = tuple(t for t in orders.plan.transfers if t.src != DEVICE)
-        self._computes = orders.computes
-        self._freshness.enter(orders.epoch)
         if orders.loads and self._freshness.is_stale(orders.epoch):
             self._refuse(others, _STALE)
         else:
@@ -178,21 +189,15 @@ class WorkerSide:
             if orders.loads:
                 self._freshness.mark()
         self._later = Plan(orders.plan.step, stores)
-        if not orders.computes:
-            self._flush()
-        elif self._memory is not None:
-            self._memory.note_step()
-        if orders.drain:
-            self._drain()
-            self._drained = True
 
     def after_forward(self) -> None:
         """The step's forward is queued: its blocks may be stored."""
         self._flush()
 
     def _flush(self) -> None:
-        later, self._later = self._later, NO_PLAN
-        self._execute(later)
+        if self._later:
+            later, self._later = self._later, NO_PLAN
+            self._execute(later)
 
     def _execute(self, plan: Plan) -> None:
         if not plan:
@@ -216,6 +221,8 @@ class WorkerSide:
     def poll(self) -> None:
         """Take what has ended by now; where nothing else is to do, what ends in a moment."""
         self._poll()
+        if not self._loads or self._computes or self._arrived:
+            return
         end = time.monotonic() + _IDLE_SECONDS
         while self._loads and not (self._computes or self._arrived) and time.monotonic() < end:
             time.sleep(_NAP_SECONDS)
