@@ -31,15 +31,21 @@ class Family:
 
         ``NO_SLOT`` on either side means: nothing to link here.
         """
-        known = np.flatnonzero((slots != NO_SLOT) & (before != NO_SLOT))
-        known = known[self._parent.take(slots[known]) == NO_SLOT]
-        self._parent[slots[known]] = before[known]
-        self._children[before[known]] += 1  # distinct: each has one next block here
+        known = (slots != NO_SLOT) & (before != NO_SLOT)
+        slots, before = slots[known], before[known]
+        lone = self._parent.take(slots) == NO_SLOT
+        slots, before = slots[lone], before[lone]
+        self._parent[slots] = before
+        self._children[before] += 1  # distinct: each has one next block here
 
     def unlink(self, slots: SlotArray) -> None:
         """These slots leave. Children that stay, because bytes were lost, have no parent then."""
         parents = self._parent.take(slots)
-        self._lose_child(parents[parents != NO_SLOT])
+        # Most chains leave from their end on. A parent right behind its child is met there once.
+        beside = parents[:-1] == slots[1:]
+        self._children[slots[1:][beside]] -= 1
+        apart = np.concatenate((parents[:-1][~beside], parents[-1:]))
+        self._lose_child(apart[apart != NO_SLOT])
         self._parent[slots] = NO_SLOT
         bereft = slots[self._children.take(slots) > 0]
         if len(bereft):  # only when bytes were lost: a look at every slot is fair then
@@ -53,7 +59,10 @@ class Family:
     def can_go(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
         """Which of these slots can leave together: no descendant of theirs stays behind."""
         children = self._children.take(slots)
-        if not children.any():
+        # A chain that lies here from its end on: as many have their parent behind them as all of
+        # these have children, so no child is anywhere else.
+        beside = np.count_nonzero(self._parent.take(slots[:-1]) == slots[1:])
+        if int(children.sum()) == beside:
             return np.ones(len(slots), dtype=bool)
         above = self._parents_among(slots)
         going = np.bincount(above[above != NO_SLOT], minlength=len(slots))
@@ -82,6 +91,8 @@ class Family:
 
     def last_mentions(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
         """True where no later place in ``slots`` names the same slot."""
+        if (slots[1:] > slots[:-1]).all() or (slots[1:] < slots[:-1]).all():
+            return np.ones(len(slots), dtype=bool)  # most chains lie in one run
         at = np.arange(len(slots))
         self._place[slots] = at
         last = self._place.take(slots) == at

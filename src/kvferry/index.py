@@ -6,15 +6,18 @@ one pass over memory, which a processor reads ahead, where a table is fetched fr
 
 ::
 
-    runs       look the first key up, compare on from its slot; at the first difference again
-    around     where runs get short: look every 32nd key up, compare around the slots of those
-    table      whatever is left, all keys at once; and a dict for those the table had no room for
+    one by one  where only a few are asked for
+    runs        look the first key up, compare on from its slot; at the first difference again
+    around      where runs get short: look every 32nd key up, compare around the slots of those
+    table       whatever is left, all keys at once; and a dict for those the table had no room for
 
 However a slot was guessed, the whole key is compared, and that the slot still has it: a slot that
 was freed keeps its last key.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -36,8 +39,10 @@ _LONG = 1024  # a shorter run costs more to follow than its keys cost otherwise
 _SHORT_RUNS = 2  # followed before another way is taken
 _STRIDE = 32
 _MANY = 512  # keys from which on looking around pays
+_FEW = 4  # keys up to which plain Python beats arrays
 
 _PIECE = 2048
+_RUN = 64  # slots that follow each other from which on their keys are better written as one
 _NOBODY: dict[Key, int] = {}
 _WHOLE = np.dtype((np.void, KEY_BYTES))
 
@@ -72,8 +77,8 @@ class Index:
 
     def find(self, keys: Keys) -> SlotArray:
         """The slot of each key, or ``NO_SLOT``."""
-        if len(keys) == 1:
-            return np.array([self.find_one(keys[0])])
+        if len(keys) <= _FEW:
+            return np.array([self.find_one(keys[at]) for at in range(len(keys))], dtype=np.int64)
         found = np.full(len(keys), NO_SLOT, dtype=np.int64)
         at = self._follow_runs(keys, found)
         keys, rest = keys[at:], found[at:]
@@ -85,7 +90,7 @@ class Index:
         return found
 
     def find_one(self, key: Key) -> int:
-        """The slot of one key, or ``NO_SLOT``: for one, plain Python beats arrays ten to one."""
+        """The slot of one key, or ``NO_SLOT``."""
         for slot in self._table.candidates_of(key):
             if self.key_of(slot) == key:
                 return slot
@@ -169,16 +174,32 @@ class Index:
     def insert(self, keys: Keys, slots: SlotArray) -> None:
         """Map each key to its slot. The keys must be distinct and none of them present."""
         words = keys.array
-        self._keys.view(_WHOLE)[slots, 0] = words.view(_WHOLE)[:, 0]
+        self._note_keys(words, slots)
         places, homeless = self._table.claim(words, slots)
         places[homeless] = _SPILLED
         self._place[slots] = places
         self._size += len(words)
         for position in homeless.tolist():
-            key = keys[position]
-            row = self._table.row_of(key)
-            self._overflow.setdefault(row, {})[key] = int(slots[position])
-            self._table.set_crowded(row, True)
+            self._spill(self._table.row_of(keys[position]), int(slots[position]))
+
+    def _spill(self, row: int, slot: int) -> None:
+        """Put the key of a slot into the dict, and the one that has to make way for its row."""
+        crowd = self._overflow.setdefault(row, {})
+        crowd[self.key_of(slot)] = slot
+        displaced = self._table.crowd(row)
+        if displaced is not None:
+            crowd[self.key_of(displaced)] = displaced
+            self._place[displaced] = _SPILLED
+
+    def _note_keys(self, words: KeyArray, slots: SlotArray) -> None:
+        starts = np.flatnonzero(slots[1:] - slots[:-1] != 1) + 1
+        if len(starts) * _RUN >= len(slots):
+            self._keys.view(_WHOLE)[slots, 0] = words.view(_WHOLE)[:, 0]
+            return
+        cuts = [0, *starts.tolist(), len(slots)]
+        for start, end in pairwise(cuts):
+            slot = slots.item(start)
+            self._keys[slot : slot + end - start] = words[start:end]
 
     def remove(self, slots: SlotArray) -> None:
         """Take the keys of these slots out; every one of them must be present."""
@@ -199,7 +220,7 @@ class Index:
             del self._overflow[row][key]
             if not self._overflow[row]:
                 del self._overflow[row]
-                self._table.set_crowded(row, False)
+                self._table.uncrowd(row)
 
     def clear(self) -> None:
         self._table.clear()

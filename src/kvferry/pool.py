@@ -30,6 +30,7 @@ from kvferry.index import NO_SLOT, Index, num_leading
 from kvferry.keys import Keys
 from kvferry.lease import Ending, Lease, Purpose
 from kvferry.policy import EvictionOrder, LruOrder
+from kvferry.repeats import Repeats
 from kvferry.types import KEY_BYTES, Key, SlotArray
 
 _NEWS = 256  # commits remembered for those who ask what is new; a step has fewer
@@ -84,6 +85,7 @@ class Pool:
         self._news: deque[npt.NDArray[np.uint64]] = deque(maxlen=_NEWS)
         self._order: EvictionOrder = order if order is not None else LruOrder(num_slots)
         self._index = Index(num_slots)
+        self._repeats = Repeats()
         self._state = np.full(num_slots, SlotState.UNREADY, dtype=np.int8)
         self._readers = np.zeros(num_slots, dtype=np.int32)
         self._family = Family(num_slots)
@@ -167,7 +169,8 @@ class Pool:
         keys that got a slot (see ``Lease.positions``), None if there are none. ``parent`` is the
         key before the first; ``chained=False`` says that the keys do not depend on each other.
         """
-        _require_distinct(keys)
+        if self._repeats.any_in(keys):
+            raise InputError(f"{len(keys)} keys to reserve are not distinct; a chain never repeats")
         found = self._index.find(keys)
         missing = np.flatnonzero(found == NO_SLOT)
         above = self._slot_of(parent) if chained and parent is not None else NO_SLOT
@@ -185,7 +188,9 @@ class Pool:
         self.num_reserved += len(slots)
         if len(slots):
             self._state[slots] = SlotState.WRITING
-            self._index.insert(keys.take(positions), slots)
+            # Not a copy of the whole request: so many bytes are mapped and faulted in anew.
+            new = keys if len(slots) == len(keys) else keys.take(positions)
+            self._index.insert(new, slots)
             found[positions] = slots
         if chained:
             self._family.link(found, np.concatenate(([above], found[:-1])))
@@ -337,7 +342,7 @@ class Pool:
         if lease.purpose is Purpose.COPY:
             self._order.put_back(slots[~self._order.holds(slots)])
         else:
-            self._touch(slots)
+            self._order.touch(slots[::-1])  # all cached: what was claimed and is not doomed
 
     def _disown(self, slots: SlotArray) -> None:
         slots = slots[self._state.take(slots) != SlotState.DOOMED]
@@ -362,7 +367,8 @@ class Pool:
             going = self._take_coldest(wanted)
             self._evicted += len(going)
             self._tell_gone(going)
-            self._unindex(going)
+            self._index.remove(going)  # out of the order already
+            self._family.unlink(going)
             self._push_free(going)
         return min(count, self._num_free)
 
@@ -420,12 +426,6 @@ class Pool:
             what = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
             raise KeyFormatError(f"a parent must be a key of {KEY_BYTES} bytes, got {what}")
         return self._index.find_one(key)
-
-
-def _require_distinct(keys: Keys) -> None:
-    first_words = np.sort(keys.array[:, 0])
-    if (first_words[1:] == first_words[:-1]).any() and len(set(keys)) != len(keys):
-        raise InputError(f"{len(keys)} keys to reserve are not distinct; a chain never repeats")
 
 
 def _require(holds: bool, what: str) -> None:

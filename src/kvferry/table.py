@@ -2,16 +2,20 @@
 
 ::
 
-    key -> row (from word 0): one word of 8 bytes, and 7 slots elsewhere
+    key -> row (from word 0): one word of 8 bytes, and 8 slots elsewhere
 
     byte    0    1    2    3    4    5    6    7
-          tag  tag  tag  tag  tag  tag  tag    1 if keys of this row found no lane
+          tag  tag  tag  tag  tag  tag  tag  tag, or 2 if keys of this row found no lane
             |
-           (from word 1; 0 is an empty lane)
+           (from word 1, and odd; 0 is an empty lane)
+
+    slots   lane 0 of all rows, lane 1 of all rows, and so on
 
 A batch fetches one word per key, and compares all tags of all rows at once: absent keys mostly end
 there, without a look at any slot. Tags are apart from slots because they are what every key touches
-at a random place: a processor's caches hold more of them than of whole entries.
+at a random place: a processor's caches hold more of them than of whole entries. Of the slots, those
+of one lane lie together, and a large table fills low lanes first: a line of memory then holds slots
+of many rows, and not one slot beside empty lanes.
 """
 
 from __future__ import annotations
@@ -22,32 +26,31 @@ import numpy.typing as npt
 from kvferry.keys import KeyArray
 from kvferry.types import Key, SlotArray
 
-_ROWS_PER_SLOT = 5 / 8  # 1 key in 5000 then finds no lane
-_LANES = 7
+_ROWS_PER_SLOT = 5 / 8  # 1 key in 5000 then finds no lane, also after long use
+_LANES = 8
 _LANE_BITS = 3
-_CROWDED = 7  # the byte of a row that is no lane
-_ALL_USED = 0x7F
-_TURNS = 1 << 15
+_CROWDING_LANE = 7
+_CROWDED = 2  # a byte that is neither a tag nor an empty lane
+_NO_LANE = 8  # where one is picked
+_MANY_ROWS = 1 << 17  # a table that no near cache holds, where two keys of a batch seldom meet
 
-_BYTE = np.uint64(0xFF)
-_LOW_HALF = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
-_IN_EVERY_LANE = np.uint64(0x0001010101010101)
-_NOT_CROWDED = np.uint64(0xFF << 56)  # in the last byte of what is looked for: no row has it
-_LOW_BITS = np.uint64(0x7F7F7F7F7F7F7F7F)
+_IN_EVERY_LANE = np.uint64(0x0101010101010101)
 _BITS_TO_TOP = np.uint64(0x0102040810204080)
+_TOP_BYTE_AND_THREE = np.uint64(53)
 
 Positions = npt.NDArray[np.int64]
 
 
-def _picks() -> Positions:
-    """For each set of used lanes, eight picks among the others; any lane where all are used."""
+def _picks(num_choices: int) -> Positions:
+    """For each set of empty lanes, eight picks among the first of them; no lane where it is none.
+
+    A batch picks by its keys' own bits, so that two keys of one row seldom want the same lane.
+    """
     every = range(_LANES)
-    empty = [[lane for lane in every if not used >> lane & 1] or [0] for used in range(128)]
-    return np.array([lanes[number % len(lanes)] for lanes in empty for number in range(8)])
-
-
-_PICKS = _picks()
+    sets = [[lane for lane in every if empty >> lane & 1] or [_NO_LANE] for empty in range(256)]
+    choices = [lanes[:num_choices] for lanes in sets]
+    return np.array([lanes[number % len(lanes)] for lanes in choices for number in range(8)])
 
 
 class Table:
@@ -58,13 +61,15 @@ class Table:
 
     def __init__(self, num_slots: int) -> None:
         self._num_rows = int(num_slots * _ROWS_PER_SLOT) + 1
-        # In one piece, because numpy asks for huge pages only where an array is large; and filled
-        # here, because a page that is first touched later costs a step of the scheduler.
-        words = np.full(self._num_rows * 5, 0, dtype="<u8")
+        # Filled here: a page that is first touched later costs a step of the scheduler.
+        words = np.full(self._num_rows * 5 + 1, 0, dtype="<u8")
         self._tags, slots = np.split(words, [self._num_rows])
         self._bytes = self._tags.view(np.uint8)
         self._slots = slots.view(np.int32)
-        self._turns = np.zeros(_TURNS, dtype=np.int64)  # scratch
+        self._no_cell = self._num_rows * _LANES  # written where a row is full, never read
+        # Spread, because small tables see many keys of a batch in one row; low lanes, because of a
+        # large one's slots caches hold a part only.
+        self._picks = _picks(1 if self._num_rows > _MANY_ROWS else _LANES)
 
     def candidates(self, words: KeyArray) -> tuple[Positions, SlotArray, Positions]:
         """Which key may be in which slot: positions in ``words``, and a slot for each.
@@ -72,49 +77,52 @@ class Table:
         And the positions of those keys whose row is crowded: they may also be somewhere else.
         """
         rows = self._rows(words)
-        tags = self._tags.take(rows)
-        wanted = _tags(words) * _IN_EVERY_LANE | _NOT_CROWDED
+        # Every row is in range. Of all modes "wrap" looks least at an index, so that more fetches
+        # from memory are under way at once: in a large table a third of their time.
+        tags = self._tags.take(rows, mode="wrap")
+        wanted = _tags(words).astype(np.uint64) * _IN_EVERY_LANE
         fits = np.flatnonzero(tags.view(np.uint8) == wanted.view(np.uint8))
         at = fits >> _LANE_BITS
-        places = rows.take(at) << _LANE_BITS | fits & 7
-        crowded = np.flatnonzero(tags.view(np.uint8)[_CROWDED::8])
-        return at, self._slots.take(places).astype(np.int64), crowded
+        slots = self._slots.take(self._cells(rows.take(at), fits & 7), mode="wrap")
+        crowded = np.flatnonzero(tags.view(np.uint8)[_CROWDING_LANE::8] == _CROWDED)
+        return at, slots.astype(np.int64), crowded
 
     def candidates_of(self, key: Key) -> list[int]:
         """The slots in which one key may be."""
-        first = self.row_of(key) << _LANE_BITS
+        row = self.row_of(key)
+        first = row << _LANE_BITS
         tags = self._bytes[first : first + _LANES].tobytes()
-        tag = key[8] or 1
-        if tag not in tags:
-            return []
-        slots = self._slots[first : first + _LANES].tolist()
-        return [slot for slot, lane in zip(slots, tags, strict=True) if lane == tag]
+        tag = key[8] | 1
+        slots = []
+        lane = tags.find(tag)
+        while lane >= 0:
+            slots.append(self._slots.item(lane * self._num_rows + row))
+            lane = tags.find(tag, lane + 1)
+        return slots
 
     def claim(self, words: KeyArray, slots: SlotArray) -> tuple[Positions, Positions]:
         """Give each key a lane; returns the places, and the positions of keys that got none."""
         places = np.empty(len(words), dtype=np.int64)
-        tags = _tags(words).astype(np.uint8)
-        rows = self._rows(words)
-        # By the key's own bits: two keys of a batch seldom want the same lane.
+        tags, rows, mine = _tags(words), self._rows(words), slots.astype(np.int32)
         picks = (words[:, 1] >> np.uint64(8) & np.uint64(7)).view(np.int64)
         pending: Positions = np.arange(len(words))
         homeless: list[Positions] = []
         while len(pending):
-            used = _used_lanes(self._tags.take(rows))
-            wanted = rows << _LANE_BITS | _PICKS.take(used << 3 | picks)
-            # Of those that want the same lane, the last to write its number here gets it.
-            turn = wanted & (_TURNS - 1)
-            self._turns[turn] = pending
-            full = used == _ALL_USED
-            won = (self._turns.take(turn) == pending) & ~full
+            lanes = self._picks.take(_empty_lanes(self._tags.take(rows, mode="wrap")) ^ picks)
+            full = lanes == _NO_LANE
+            cells = self._cells(rows, lanes)
+            cells[full] = self._no_cell
+            # Of those that want the same cell, the one whose slot is found in it afterwards has it.
+            self._slots[cells] = mine
+            won = (self._slots.take(cells, mode="wrap") == mine) & ~full
             got = np.flatnonzero(won)
-            lucky, wanted = pending.take(got), wanted.take(got)
-            self._bytes[wanted] = tags.take(lucky)
-            self._slots[wanted] = slots.take(lucky).astype(np.int32)
-            places[lucky] = wanted
+            lucky = pending.take(got)
+            places[lucky] = here = rows.take(got) << _LANE_BITS | lanes.take(got)
+            self._bytes[here] = tags.take(lucky)
             homeless.append(pending[full])
             lost = np.flatnonzero(~(won | full))
-            pending, rows, picks = pending.take(lost), rows.take(lost), picks.take(lost)
+            pending, mine = pending.take(lost), mine.take(lost)
+            rows, picks = rows.take(lost), picks.take(lost)
         return places, np.concatenate([np.empty(0, dtype=np.int64), *homeless])
 
     def free(self, places: Positions) -> None:
@@ -123,22 +131,38 @@ class Table:
     def row_of(self, key: Key) -> int:
         return int.from_bytes(key[:4], "little") * self._num_rows >> 32
 
-    def set_crowded(self, row: int, crowded: bool) -> None:
-        """Say whether keys of this row are somewhere else for want of a lane."""
-        self._bytes[(row << _LANE_BITS) + _CROWDED] = crowded
+    def crowd(self, row: int) -> int | None:
+        """Say that keys of this full row are somewhere else for want of a lane.
+
+        The lane that says so is taken from the key that had it: returns the slot of that key, which
+        is in the table no more, or None where the row was crowded before.
+        """
+        at = (row << _LANE_BITS) + _CROWDING_LANE
+        if self._bytes[at] == _CROWDED:
+            return None
+        self._bytes[at] = _CROWDED
+        return self._slots.item(_CROWDING_LANE * self._num_rows + row)
+
+    def uncrowd(self, row: int) -> None:
+        """Say that no key of this row is somewhere else any more."""
+        self._bytes[(row << _LANE_BITS) + _CROWDING_LANE] = 0
 
     def clear(self) -> None:
         self._tags.fill(0)
 
+    def _cells(self, rows: Positions, lanes: Positions) -> Positions:
+        """Where the slots of these lanes are."""
+        return lanes * self._num_rows + rows
+
     def _rows(self, words: KeyArray) -> Positions:
-        return ((words[:, 0] & _LOW_HALF) * np.uint64(self._num_rows) >> _HALF).view(np.int64)
+        return (words.view("<u4")[:, 0] * np.uint64(self._num_rows) >> _HALF).view(np.int64)
 
 
-def _tags(words: KeyArray) -> npt.NDArray[np.uint64]:
-    return np.maximum(words[:, 1] & _BYTE, np.uint64(1))
+def _tags(words: KeyArray) -> npt.NDArray[np.uint8]:
+    return words.view(np.uint8)[:, 8] | np.uint8(1)
 
 
-def _used_lanes(tags: npt.NDArray[np.uint64]) -> Positions:
-    """The lanes that are not empty, one bit each."""
-    used = ((tags & _LOW_BITS) + _LOW_BITS | tags) >> np.uint64(7) & _IN_EVERY_LANE
-    return (used * _BITS_TO_TOP >> np.uint64(56)).view(np.int64)
+def _empty_lanes(tags: npt.NDArray[np.uint64]) -> Positions:
+    """The empty lanes of each row, one bit each from bit 3 on; below these, bits of no meaning."""
+    empty = (tags.view(np.uint8) == 0).view(np.uint64)
+    return (empty * _BITS_TO_TOP >> _TOP_BYTE_AND_THREE).view(np.int64)

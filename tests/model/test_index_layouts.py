@@ -16,11 +16,15 @@ fail. Try them again when you change either.
 - ``find``: no table after looking around; the table asked for all keys but noted for the missing
 - ``_ask_table``: no look at the crowded; ``_holds``: only word 1 compared
 - ``insert``: the homeless keep their place; ``remove``: no ``_ABSENT``; the table not told
+- ``_note_keys``: the first run only; every slot taken to follow the one before
+- ``_spill``: the displaced key not in the dict; it keeps its place
 - ``_remove_spilled``: a row is never crowded any more once one of its keys has left the dict
 - ``clear``: the table not told; the dict not cleared
-- ``Table.claim``: two keys of a batch get the same lane (no look at whose turn it is); a full row
-  has room
-- ``Table.candidates``: the byte that is no lane compared like a tag; a tag of 0
+- ``Table.claim``: two keys of a batch get the same lane (whoever wrote last); a full row has room;
+  what is written for a full row is written into lane 0
+- ``Table.candidates``, ``Table.candidates_of``: tags that are even; only the first lane that fits
+- ``Table.crowd``: always, or never, a displaced key; ``Table.uncrowd``: nothing done
+- ``_picks``: a large table fills high lanes first
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ from hypothesis import strategies as st
 from tests.fakes.crafted_keys import colliding_key, key
 
 from kvferry import index as index_module
+from kvferry import table as table_module
 from kvferry.index import NO_SLOT, Index
 from kvferry.keys import KEY_WORDS, KeyArray, Keys
 from kvferry.table import Positions
@@ -50,7 +55,7 @@ KeyMaker = Callable[[int], Key]
 def crowding_key(number: int) -> Key:
     """Keys of one row of the table, each with a tag of its own."""
     words = np.zeros(KEY_WORDS, dtype="<u8")
-    words[1] = number + 1 | number << 8
+    words[1] = 2 * number + 1 | number << 8
     return Key(words.tobytes())
 
 
@@ -58,14 +63,37 @@ def odd_crowding_key(number: int) -> Key:
     return crowding_key(number) if number % 3 else key(number)
 
 
-MAKERS: tuple[KeyMaker, ...] = (key, colliding_key, crowding_key, odd_crowding_key)
+def evenly_crowding_key(number: int) -> Key:
+    """Keys of one row and one tag: the lane that says "crowded" is next to that tag."""
+    words = np.zeros(KEY_WORDS, dtype="<u8")
+    words[1] = 2 + number % 2 | number << 8
+    words[3] = number
+    return Key(words.tobytes())
+
+
+MAKERS: tuple[KeyMaker, ...] = (
+    key,
+    colliding_key,
+    crowding_key,
+    odd_crowding_key,
+    evenly_crowding_key,
+)
+every_table = pytest.mark.parametrize("many_rows", [1 << 30, 0], ids=["small", "large"])
 
 
 @contextmanager
 def short_ways() -> Iterator[None]:
-    """Every length at which a look-up changes its way, small enough for a few keys."""
+    """Every length at which a call changes its way, small enough for a few keys."""
     with mock.patch.multiple(
-        index_module, _FIRST_LOOK=2, _LOOK_GROWTH=2, _LONG=4, _STRIDE=2, _MANY=3, _SHORT_RUNS=1
+        index_module,
+        _FIRST_LOOK=2,
+        _LOOK_GROWTH=2,
+        _LONG=4,
+        _STRIDE=2,
+        _MANY=3,
+        _SHORT_RUNS=1,
+        _FEW=0,
+        _RUN=3,
     ):
         yield
 
@@ -133,15 +161,18 @@ questions = st.lists(
 )
 
 
+@every_table
 @pytest.mark.parametrize("make", MAKERS)
 @given(steps=steps, questions=questions)
-@settings(max_examples=150)
+@settings(max_examples=120)
 def test_wherever_the_keys_lie(
+    many_rows: int,
     make: KeyMaker,
     steps: list[tuple[str, list[int], list[int] | None]],
     questions: list[list[int]],
 ) -> None:
-    twin = Twin(make)
+    with mock.patch.object(table_module, "_MANY_ROWS", many_rows):
+        twin = Twin(make)
     with short_ways():
         for what, asked, slots in steps:
             if what == "insert":
@@ -268,3 +299,56 @@ def test_few_keys_of_a_run_are_looked_up_one_by_one(piece: int, most: float) -> 
     with mock.patch.multiple(table, candidates_of=count_one, candidates=count_many):
         assert twin.index.find(chain).tolist() == slots
     assert 0 < asked <= max(1, most * len(slots))
+
+
+@every_table
+def test_a_crowded_row_has_nothing_to_do_with_who_once_made_way(many_rows: int) -> None:
+    with mock.patch.object(table_module, "_MANY_ROWS", many_rows):
+        twin = Twin(odd_crowding_key)
+    crowd = [number for number in range(NUM_KEYS) if number % 3][:10]
+    twin.insert(crowd, range(10))
+    for number in crowd:
+        if twin.index._place[twin.slots[number]] != index_module._SPILLED:
+            continue
+        slot = twin.slots[number]
+        twin.remove([number])
+        twin.insert([3], [slot])  # a key of another row
+        twin.insert([number], [15])
+        twin.check(range(NUM_KEYS))
+        twin.remove([3, number])
+        twin.insert([number], [slot])
+    twin.check(range(NUM_KEYS))
+    twin.check_all()
+
+
+@every_table
+def test_after_long_use_few_keys_find_no_lane(many_rows: int) -> None:
+    """Where the rows are by far not full; what has no lane is looked up slowly."""
+    num_slots, rng = 20_000, np.random.default_rng(10)
+    with mock.patch.object(table_module, "_MANY_ROWS", many_rows):
+        index = Index(num_slots)
+    order = rng.permutation(num_slots)
+    spilled = []
+    for turn in range(60):
+        slots = order[turn * 1000 % num_slots :][:1000]
+        if turn * 1000 >= num_slots:
+            index.remove(slots)
+        words = rng.integers(0, 1 << 63, (1000, KEY_WORDS), dtype=np.uint64)
+        index.insert(Keys(words), slots)
+        assert np.array_equal(index.find(Keys(words)), slots)
+        spilled.append(sum(map(len, index._overflow.values())))
+    assert 0 < max(spilled) < num_slots / 1000
+
+
+def test_a_large_table_fills_low_lanes_first() -> None:
+    """Else each of its slots lies in a line of memory of its own."""
+    used = []
+    for many_rows in (1 << 30, 0):
+        with mock.patch.object(table_module, "_MANY_ROWS", many_rows):
+            table = table_module.Table(4000)
+        for batch in np.random.default_rng(11).integers(0, 1 << 63, (40, 100, 4), dtype=np.uint64):
+            places, _ = table.claim(batch, np.arange(100))
+            used.append(np.count_nonzero(places & 7 <= 1))
+    spread, low = sum(used[:40]), sum(used[40:])
+    assert low > 0.7 * 4000
+    assert spread < 0.4 * 4000

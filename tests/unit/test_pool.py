@@ -368,7 +368,8 @@ def breaks(pool: Pool, how: str) -> None:
     elif how == "a slot free twice":
         pool._free[0] = pool._free[1]
     elif how == "a wrong key":
-        pool._index._keys[int(pool._index.find(keys([1]))[0])] ^= np.uint64(1)
+        # Not bit 0, which is no part of a tag: the key would be found where it was.
+        pool._index._keys[int(pool._index.find(keys([1]))[0])] ^= np.uint64(2)
     elif how == "a lost parent":
         pool._family._children[:] = 0
     elif how == "out of order":

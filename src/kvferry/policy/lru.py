@@ -41,9 +41,10 @@ class LruOrder:
     def touch(self, slots: SlotArray) -> None:
         if self._tail + len(slots) - self._head > len(self._queue):
             self._compact()
+        slots = np.ascontiguousarray(slots)  # a reversed view is slow to write to
         positions = np.arange(self._tail, self._tail + len(slots))
-        self._size += int((self._where.take(slots) == _ABSENT).sum())
-        self._queue[positions & self._mask] = slots
+        self._size += int(np.count_nonzero(self._where.take(slots) == _ABSENT))
+        self._write(self._tail, slots)
         self._where[slots] = positions
         self._tail += len(slots)
 
@@ -56,7 +57,7 @@ class LruOrder:
         while count > 0 and self._head < self._tail:
             end = min(self._tail, self._head + max(count, _LOOK))
             positions = np.arange(self._head, end)
-            slots = self._queue.take(positions & self._mask)
+            slots = self._read(self._head, end)
             live = np.flatnonzero(self._where.take(slots) == positions)[:count]
             self._head = self._head + int(live[-1]) + 1 if len(live) == count else end
             count -= len(live)
@@ -71,7 +72,7 @@ class LruOrder:
         while count > 0 and start < self._tail:
             end = min(self._tail, start + max(count, _LOOK))
             positions = np.arange(start, end)
-            slots = self._queue.take(positions & self._mask)
+            slots = self._read(start, end)
             live = np.flatnonzero(self._where.take(slots) == positions)[:count]
             found.append(slots.take(live))
             count -= len(live)
@@ -83,7 +84,7 @@ class LruOrder:
             self._compact()
         self._head -= len(slots)
         positions = np.arange(self._head, self._head + len(slots))
-        self._queue[positions & self._mask] = slots
+        self._write(self._head, slots)
         self._where[slots] = positions
         self._size += len(slots)
 
@@ -96,9 +97,22 @@ class LruOrder:
         # The queue is four times the slots, so at least three quarters of it are stale by now:
         # the walk is paid for by the touches that filled it.
         positions = np.arange(self._head, self._tail)
-        slots = self._queue.take(positions & self._mask)
+        slots = self._read(self._head, self._tail)
         slots = slots[self._where.take(slots) == positions]
         self._head, self._tail = _START, _START + len(slots)
-        positions = np.arange(self._head, self._tail)
-        self._queue[positions & self._mask] = slots
-        self._where[slots] = positions
+        self._write(self._head, slots)
+        self._where[slots] = np.arange(self._head, self._tail)
+
+    def _read(self, start: int, end: int) -> SlotArray:
+        """What is queued at these positions; around the end of the array where it has to be."""
+        first = start & self._mask
+        stop = first + end - start
+        if stop <= len(self._queue):
+            return self._queue[first:stop]
+        return np.concatenate((self._queue[first:], self._queue[: stop & self._mask]))
+
+    def _write(self, start: int, slots: SlotArray) -> None:
+        first = start & self._mask
+        fits = len(self._queue) - first
+        self._queue[first : first + len(slots)] = slots[:fits]
+        self._queue[: len(slots) - fits if len(slots) > fits else 0] = slots[fits:]
