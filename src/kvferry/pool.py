@@ -17,14 +17,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import IntEnum
 from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import InputError, IntegrityError, KeyFormatError, LeaseError
+from kvferry.books import Books, PoolCounts, SlotState
+from kvferry.errors import InputError, KeyFormatError, LeaseError
 from kvferry.family import Family
 from kvferry.index import NO_SLOT, Index, num_leading
 from kvferry.keys import Keys
@@ -34,31 +33,6 @@ from kvferry.repeats import Repeats
 from kvferry.types import KEY_BYTES, Key, SlotArray
 
 _NEWS = 256  # commits remembered for those who ask what is new; a step has fewer
-
-
-class SlotState(IntEnum):
-    """What a slot is; see the drawing at the top of the module."""
-
-    FREE = 0
-    WRITING = 1
-    CACHED = 2
-    DOOMED = 3
-    UNREADY = 4
-
-
-@dataclass(frozen=True)
-class PoolCounts:
-    """How the slots of a pool are used; ``free + cached + leased + unready == total``, always.
-
-    ``unready`` slots exist, but their memory cannot be used yet.
-    """
-
-    free: int
-    cached: int
-    leased: int
-    total: int
-    evicted: int
-    unready: int = 0
 
 
 class Pool:
@@ -258,60 +232,18 @@ class Pool:
         return len(self._leases)
 
     def check_integrity(self) -> None:
-        """Prove the bookkeeping from scratch; raises IntegrityError with what is wrong.
-
-        free + cached + leased + unready == total; every index entry names a slot that owns its key;
-        the reader counts are those of the open leases; parents outlive their children.
-        """
-        state = self._state
-        unready = np.flatnonzero(state == SlotState.UNREADY)
-        _require(
-            np.array_equal(unready, np.arange(self.num_ready, self.num_slots)),
-            "a slot is used before it is ready, or the other way round",
-        )
-        free = self._free[: self._num_free]
-        _require(len(np.unique(free)) == len(free), "a slot is on the free list twice")
-        _require(bool((state[free] == SlotState.FREE).all()), "a slot in use is on the free list")
-        _require(
-            int((state == SlotState.FREE).sum()) == self._num_free, "a free slot is not listed"
-        )
-        indexed = np.sort(self._index.slots())
-        owned = np.flatnonzero((state == SlotState.WRITING) | (state == SlotState.CACHED))
-        _require(np.array_equal(indexed, owned), "index and slot states disagree")
-        _require(len(self._index) == len(indexed), "the index miscounts itself")
-        again = self._index.find(self._index.keys_of(indexed))
-        _require(np.array_equal(again, indexed), "an index entry points at a slot of another key")
-        self._check_claims()
-        self._family.check((state == SlotState.WRITING) | (state == SlotState.CACHED))
-        evictable = np.flatnonzero((state == SlotState.CACHED) & (self._readers == 0))
-        _require(bool(self._order.holds(evictable).all()), "a cached slot is not in the order")
-
-    def _check_claims(self) -> None:
-        readers = np.zeros_like(self._readers)
-        writing: list[SlotArray] = [np.empty(0, dtype=np.int64)]
-        for lease in self._leases:
-            _require(lease.ended is None, "an ended lease is still open in the pool")
-            if lease.purpose is Purpose.WRITE:
-                writing.append(lease.slots)
-            else:
-                readers[lease.slots] += 1
-        written = np.concatenate(writing)
-        _require(np.array_equal(readers, self._readers), "reader counts and leases disagree")
-        _require(len(np.unique(written)) == len(written), "two leases write one slot")
-        claimed = np.zeros(self.num_slots, dtype=bool)
-        claimed[written] = True
-        claimed |= readers > 0
-        unclaimed = self._state[~claimed]
-        _require(
-            bool(np.isin(unclaimed, (SlotState.FREE, SlotState.CACHED, SlotState.UNREADY)).all()),
-            "a slot is neither free nor cached though nobody claims it",
-        )
-        counts = self.counts
-        _require(counts.leased == int(claimed.sum()), "leased slots and leases disagree")
-        _require(
-            counts.free + counts.cached + counts.leased + counts.unready == counts.total,
-            "free + cached + leased + unready != total",
-        )
+        """Prove the bookkeeping from scratch; raises IntegrityError with what is wrong."""
+        Books(
+            state=self._state,
+            readers=self._readers,
+            free=self._free[: self._num_free],
+            num_ready=self.num_ready,
+            index=self._index,
+            family=self._family,
+            order=self._order,
+            leases=self._leases,
+            counts=self.counts,
+        ).check()
 
     # -- the parts ------------------------------------------------------------------------------
 
@@ -426,8 +358,3 @@ class Pool:
             what = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
             raise KeyFormatError(f"a parent must be a key of {KEY_BYTES} bytes, got {what}")
         return self._index.find_one(key)
-
-
-def _require(holds: bool, what: str) -> None:
-    if not holds:
-        raise IntegrityError(f"pool: {what}")

@@ -35,11 +35,12 @@ from tests.model.stage import (
 
 from kvferry import reach
 from kvferry.answers import DeviceBlocks, MatchState, Settled
+from kvferry.books import SlotState
 from kvferry.config import Config
 from kvferry.errors import TransferError
 from kvferry.identity import scope
 from kvferry.keys import Keys
-from kvferry.pool import Pool, SlotState
+from kvferry.pool import Pool
 from kvferry.scheduler import NO_BLOCK, Scheduler
 from kvferry.scheduler.levels import Level
 from kvferry.tiers import MemoryTier

@@ -25,9 +25,10 @@ import numpy as np
 
 from kvferry import reach
 from kvferry.answers import DeviceBlocks, Match, MatchState, Settled
+from kvferry.books import SlotState
 from kvferry.config import Config
 from kvferry.keys import Keys
-from kvferry.pool import Pool, SlotState
+from kvferry.pool import Pool
 from kvferry.scheduler import NO_BLOCK, Scheduler
 from kvferry.scheduler.levels import Level, WriteMode
 from kvferry.types import DEVICE, HOST, Outcome, Rank, Receipt, TierName, Transfer

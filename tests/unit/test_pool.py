@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from tests.fakes.crafted_keys import key, keys
 
+from kvferry.books import SlotState
 from kvferry.errors import InputError, IntegrityError, KeyFormatError, LeaseError
 from kvferry.keys import Keys
 from kvferry.lease import Lease, Purpose
-from kvferry.pool import Pool, SlotState
+from kvferry.pool import Pool
 
 
 def stored(pool: Pool, numbers: list[int], *, chained: bool = True, after: int | None = None):
