@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import cached_property, partial
+from typing import Any
 
 import pytest
 from tests.fakes.driver import FakeDriver
@@ -222,8 +223,35 @@ def load_around_the_ring(rig: Rig) -> bool:
     return [rig.kv.block(block) for block in slots] == [rig.slot(slot) for slot in slots]
 
 
+def loads_whose_ids_are_late(rig: Rig) -> bool:
+    """Which blocks they go to comes by another stream than the bytes: last time's must not do."""
+    half = rig.kv.layout.num_blocks // 2
+    for count in (half, 1):  # through many slots of the ring, and through one
+        before, now = list(range(count)), list(range(half, half + count))
+        rig.load(before, before)
+        rig.drain()
+        for block in now:
+            rig.kv.set_block(block, b"\xee" * rig.kv.layout.block_bytes)
+        if rig.path == "staged":
+            path: Any = rig.engine._paths["staged"]
+            slots = path._ring._alone
+            first = min(slots.large, key=lambda slot: slot.used_at)
+            if count == 1:
+                path._tail = rig.kv.layout.block_bytes  # or even the one would be cut in two
+                first = slots.small
+            rig.driver.timeline.frozen = {first.stream}
+        rig.load(now, now)
+        rig.wait_until_queued()
+        rig.driver.timeline.run_all()  # everything that does not wait for the ids
+        rig.driver.timeline.frozen = set()
+        rig.drain()
+        if any(rig.kv.block(block) != rig.slot(block) for block in now):
+            return False
+    return True
+
+
 Scenario = Callable[[Rig], bool]
-PAGES: dict[Scenario, int] = {load_around_the_ring: 1024}
+PAGES: dict[Scenario, int] = {load_around_the_ring: 1024, loads_whose_ids_are_late: 1024}
 BATCHED = tuple(path for path in PATHS if path in ("dma", "staged"))
 SCENARIOS: list[Scenario] = [
     store_after_compute_wrote,
@@ -233,6 +261,7 @@ SCENARIOS: list[Scenario] = [
     store_from_an_idle_card,
     stores_behind_each_other,
     load_around_the_ring,
+    loads_whose_ids_are_late,
 ]
 STAGED = tuple(path for path in PATHS if path == "staged")
 CAUGHT: list[tuple[Callable[[Rig, Mutant], None], Scenario, tuple[str, ...]]] = [
@@ -246,6 +275,7 @@ CAUGHT: list[tuple[Callable[[Rig, Mutant], None], Scenario, tuple[str, ...]]] = 
     (kernels_do_not_wait_for_compute, load_after_compute_read, STAGED),
     (nobody_waits_for_kernels, store_from_an_idle_card, STAGED),
     (nobody_waits_for_kernels, load_around_the_ring, STAGED),
+    (nobody_waits_for_kernels, loads_whose_ids_are_late, STAGED),
     (nobody_waits_for_the_head, store_from_an_idle_card, STAGED),
 ]
 

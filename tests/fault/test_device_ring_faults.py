@@ -145,3 +145,24 @@ def test_a_receipt_waits_for_what_an_interrupt_cut_short(monkeypatch: pytest.Mon
         (receipt,) = rig.drain().values()
         assert receipt.outcome is Outcome.FAILED
         assert not rig.driver.timeline.streams[ring.inbound].queue
+
+
+def test_a_receipt_waits_for_a_head_that_nothing_followed() -> None:
+    """A store's first kernel bypasses the ring: a fault before the first slot is taken finds it."""
+    with opened(512, seed=0) as (rig, ring):
+        rig.load([0], [0])
+        rig.drain_ok()  # so that the ring must ask whether a load still has part of it
+        rig.driver.timeline.frozen = {ring.beside}
+        # Asked: are the last ids read, is the model done, and then the ring.
+        rig.driver.fail("event_is_done", nth=3)
+        store = rig.store(STORED, STORED)
+        rig.wait_until_queued()
+        assert rig.driver.timeline.streams[ring.beside].queue
+        for _ in range(50):
+            assert rig.engine.poll() == []
+        rig.driver.timeline.frozen = set()
+        assert rig.drain()[store].outcome is Outcome.FAILED
+        assert not rig.driver.timeline.streams[ring.beside].queue
+        store_now(rig, STORED)
+        rig.drain_ok()
+        assert is_stored(rig, STORED)

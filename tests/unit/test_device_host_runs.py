@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.device import host_runs
 from kvferry.device.driver import SourceOrder
-from kvferry.device.host_runs import FIRST_CALL, MAX_CALL, HostRuns, count_runs
+from kvferry.device.host_runs import GROWTH, MAX_CALL, HostRuns, count_runs
 from kvferry.device.job import CopyJob, Direction
 from kvferry.device.layout import GroupLayout
 
@@ -79,11 +81,15 @@ def test_runs_are_counted_as_they_are_copied() -> None:
     assert count_runs(job([0, 1, 2, 3], chunk=2 * BLOCK)) == 2
 
 
-def test_the_first_calls_are_short() -> None:
+@pytest.mark.parametrize(("first_bytes", "first"), [(BLOCK - 1, 1), (5 * BLOCK, 5), (1 << 20, 64)])
+def test_the_first_calls_are_short(
+    first_bytes: int, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The driver starts nothing before it has seen a whole call."""
+    monkeypatch.setattr(host_runs, "FIRST_BYTES", first_bytes)
     driver: Any = Recorder()
     HostRuns(job(list(range(0, 400, 2)))).store(driver, 0, 200 * BLOCK, RING, stream=9)
-    assert driver.calls[:3] == [FIRST_CALL, 2 * FIRST_CALL, MAX_CALL]
+    assert driver.calls[:2] == [first, min(GROWTH * first, MAX_CALL)]
     assert max(driver.calls) == MAX_CALL
     assert sum(driver.calls) == 200
 

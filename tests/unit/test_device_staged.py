@@ -13,10 +13,10 @@ from tests.fakes.driver import FakeDriver
 from tests.fakes.rig import PATHS, Rig
 from tests.unit.test_device_rows import layout
 
+from kvferry.device.cutter import Cutter
 from kvferry.device.job import CopyJob, Direction
 from kvferry.device.ring import NUM_LARGE, NUM_SMALL, Ring, RingSlot
 from kvferry.device.rows import RowTable, common_alignment, row_shape
-from kvferry.device.staged import Cutter
 from kvferry.errors import DriverError
 
 PAGE = 4096

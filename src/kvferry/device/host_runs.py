@@ -8,20 +8,21 @@ import numpy as np
 
 from kvferry.device.driver import Addresses, Driver, SourceOrder
 from kvferry.device.job import CopyJob
-from kvferry.device.layout import Int64s
 from kvferry.device.swap import copy_batch
 
-FIRST_CALL, MAX_CALL = 16, 64
-"""Copies per batch call. The driver starts none before it has seen all of them, half a microsecond
-each: the first calls of a job are short, so that the link need not wait (one NVIDIA H200)."""
+FIRST_BYTES, MAX_CALL = 2 << 20, 64
+"""Bytes of a job's first batch call, and the most copies of any. The driver starts none before it
+has seen all of a call, half a microsecond each: so the first one is short, and the next ones only
+as long as the link is busy meanwhile (one NVIDIA H200)."""
+GROWTH = 4
 
 
 class HostRuns:
     """Knows where byte ``n`` of a job's blocks, laid end to end, is in host memory."""
 
     def __init__(self, job: CopyJob) -> None:
-        self._limit = FIRST_CALL
-        heads = _heads(job)
+        heads = job.run_heads
+        self._limit = min(MAX_CALL, max(1, FIRST_BYTES * len(heads) // job.num_bytes))
         block_bytes = job.layout.block_bytes
         self._one_run: int | None = None
         if len(heads) == 1:
@@ -65,7 +66,7 @@ class HostRuns:
         while start < num_copies:
             yield slice(start, start + self._limit)
             start += self._limit
-            self._limit = min(2 * self._limit, MAX_CALL)
+            self._limit = min(GROWTH * self._limit, MAX_CALL)
 
     def _pieces(self, start: int, end: int, ring: int) -> tuple[Addresses, Addresses, Addresses]:
         """Host address, ring address and size of each run between ``start`` and ``end``."""
@@ -82,18 +83,4 @@ class HostRuns:
 
 def count_runs(job: CopyJob) -> int:
     """How many copies it takes to reach all host slots of ``job``."""
-    return len(_heads(job)) if len(job.host_slots) > 1 else 1
-
-
-def _heads(job: CopyJob) -> Int64s:
-    """The blocks of ``job`` that do not follow the one before them, its first one included."""
-    slots = job.host_slots
-    if job.host_pitch != job.layout.block_bytes:
-        return np.arange(len(slots))
-    follows = np.zeros(len(slots), dtype=bool)
-    np.equal(slots[1:], slots[:-1] + 1, out=follows[1:])
-    if job.host_chunk is not None:
-        # The driver refuses one copy across two registrations.
-        chunks = slots * job.host_pitch // job.host_chunk
-        follows[1:] &= chunks[1:] == chunks[:-1]
-    return np.flatnonzero(~follows)
+    return len(job.run_heads) if len(job.host_slots) > 1 else 1

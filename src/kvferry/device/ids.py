@@ -46,8 +46,12 @@ class IdBuffers:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._count = 0
-        self._buffers: list[_Buffer] = []
+        self._buffers: list[_Buffer] = []  # the one used last at the end
         self._taken: _Buffer | None = None
+        self.was_idle = True
+        """Whether all that was fenced before the last ``write`` had been reached by then."""
+        self.is_sent = False
+        """Whether what was last written has been sent."""
 
     def put(self, job: CopyJob, stream: int) -> int:
         """Write the ids of ``job``; returns an address kernels queued on ``stream`` may read."""
@@ -59,6 +63,7 @@ class IdBuffers:
         count = len(job.device_blocks)
         buffer = self._taken = self._take(2 * count)
         self._count = 2 * count
+        self.is_sent = False
         buffer.is_fenced = False
         ids = buffer.ids
         ids[:count] = job.device_blocks
@@ -70,6 +75,7 @@ class IdBuffers:
         buffer = self._taken
         assert buffer is not None, "ids are written before they are sent"
         self._driver.copy_async(buffer.device, buffer.host, 8 * self._count, stream)
+        self.is_sent = True
         return buffer.device
 
     def fence(self, stream: int) -> None:
@@ -95,7 +101,11 @@ class IdBuffers:
                     log.warning("an id buffer was not given back: %s", error)
 
     def _take(self, count: int) -> _Buffer:
-        """A free buffer of at least ``count`` ids, the one idle longest first."""
+        """A free buffer of at least ``count`` ids: the one used last, else the one idle longest."""
+        last = self._buffers[-1] if self._buffers else None
+        self.was_idle = last is None or self._is_free(last)
+        if last is not None and self.was_idle and last.ids.size >= count:
+            return last
         while True:
             for index, buffer in enumerate(self._buffers):
                 if buffer.ids.size >= count and self._is_free(buffer):

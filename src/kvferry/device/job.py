@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Protocol
 
-from kvferry.device.layout import GroupLayout
+import numpy as np
+
+from kvferry.device.layout import GroupLayout, Int64s
 from kvferry.types import SlotArray
 
 
@@ -38,6 +41,20 @@ class CopyJob:
     @property
     def num_bytes(self) -> int:
         return len(self.device_blocks) * self.layout.block_bytes
+
+    @cached_property
+    def run_heads(self) -> Int64s:
+        """Which of its blocks do not follow the one before in host memory; the first is one."""
+        slots = self.host_slots
+        if self.host_pitch != self.layout.block_bytes:
+            return np.arange(len(slots))
+        follows = np.zeros(len(slots), dtype=bool)
+        np.equal(slots[1:], slots[:-1] + 1, out=follows[1:])
+        if self.host_chunk is not None:
+            # The driver refuses one copy across two registrations.
+            chunks = slots * self.host_pitch // self.host_chunk
+            follows[1:] &= chunks[1:] == chunks[:-1]
+        return np.flatnonzero(~follows)
 
 
 class Path(Protocol):

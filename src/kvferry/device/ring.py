@@ -138,7 +138,12 @@ class Ring:
     def _is_other_at_work(self, direction: Direction) -> bool:
         other = Direction.LOAD if direction is Direction.STORE else Direction.STORE
         event = self._latest.get(other)
-        return event is not None and not self._driver.event_is_done(event)
+        if event is None:
+            return False
+        if self._driver.event_is_done(event):
+            del self._latest[other]  # no need to ask until it takes a slot again
+            return False
+        return True
 
     def _take_all(self) -> None:
         driver, large, small = self._driver, self._large_bytes, self._small_bytes
