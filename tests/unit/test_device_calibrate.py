@@ -12,7 +12,7 @@ from tests.fakes.driver import FakeDriver
 from kvferry.device import calibrate as module
 from kvferry.device import toolbox as toolbox_module
 from kvferry.device.calibrate import calibrate
-from kvferry.device.copy_rig import CopyRig
+from kvferry.device.copy_rig import CopyRig, Timing
 from kvferry.device.driver import BatchForm
 from kvferry.device.host_runs import count_runs
 from kvferry.device.job import CopyJob, Direction
@@ -29,7 +29,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kilobytes instead of gigabytes, and no model beside."""
     monkeypatch.setattr(module, "SEGMENT_BYTES", (4 * KiB, 16 * KiB))
     monkeypatch.setattr(module, "NUM_BYTES", (16 * KiB, 64 * KiB))
-    monkeypatch.setattr(module, "CopyRig", lambda driver: CopyRig(driver, num_bytes=64 * KiB))
     monkeypatch.setattr(module, "_time_beside_model", lambda *_: iter(()))
 
 
@@ -58,16 +57,38 @@ def test_a_call_per_segment_is_for_drivers_without_the_batch() -> None:
 
 
 def test_a_path_that_is_hopeless_is_not_asked_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SLOWEST", 0.0)
-    driver = FakeDriver()
-    profile = calibrate(driver, {"dma": DmaPath(driver)})
-    assert {cell.num_bytes for cell in profile.cells} == {16 * KiB}
+    """It sees how much each transfer's bytes cost beyond the one before: a start is no fault."""
+    monkeypatch.setattr(module, "NUM_BYTES", (16 * KiB, 32 * KiB, 64 * KiB))
+    microseconds = {
+        "quick": (10, 20, 40),
+        "slow to start": (500, 505, 510),
+        "slow per byte": (15, 60, 120),
+    }
+    paths: dict[str, Any] = {name: DmaPath(FakeDriver()) for name in microseconds}
+    timed: list[tuple[str, int]] = []
+
+    class Rig(CopyRig):
+        def time(self, path: Any, job: CopyJob, **_: Any) -> Timing:
+            (name,) = [name for name, known in paths.items() if known is path]
+            timed.append((name, job.num_bytes))
+            power = (job.num_bytes // (16 * KiB)).bit_length() - 1
+            return Timing(1e-6 * microseconds[name][power], 0.0)
+
+    monkeypatch.setattr(module, "CopyRig", Rig)
+    cells = calibrate(FakeDriver(), paths).cells
+    for way in Direction:
+        sizes = {
+            name: [c.num_bytes // KiB for c in cells if c.path == name and c.direction is way]
+            for name in microseconds
+        }
+        assert sizes["quick"] == sizes["slow to start"] == [16, 32, 64] * 2
+        assert sizes["slow per byte"] == [16, 32] * 2
+    assert len(timed) == len(cells)
 
 
 def test_paths_that_care_are_timed_with_scattered_host_slots(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Slots of 8 KiB, none of which are neighbours; larger ones would be a single one."""
     monkeypatch.setattr(module, "SEGMENTS_PER_BLOCK", 2)
     driver = FakeDriver()
     paths = {name: DmaPath(driver) for name in ("dma", "staged")}
@@ -77,12 +98,14 @@ def test_paths_that_care_are_timed_with_scattered_host_slots(
     )
     cells = [cell for cell in calibrate(driver, paths).cells if cell.num_runs > 1]
     assert {(c.direction, c.path, c.segment_bytes, c.num_bytes, c.num_runs) for c in cells} == {
-        (way, "staged", 4 * KiB, 32 * KiB, 4) for way in Direction
+        (way, "staged", size, 64 * KiB, 32 * KiB // size)
+        for way in Direction
+        for size in (4 * KiB, 16 * KiB)
     }
     scattered = [job for job in timed if count_runs(job) > 1]
     assert scattered
     assert {count_runs(job) for job in scattered} == {len(job.host_slots) for job in scattered}
-    assert {len(job.host_slots) for job in scattered} == {4}
+    assert {len(job.host_slots) for job in scattered} == {2, 8}
 
 
 def test_the_planner_measures_once_and_then_reads(
@@ -154,7 +177,7 @@ def test_kernels_that_cannot_be_compiled_are_not_offered(
         def __init__(self, driver: object) -> None:
             self.closed = False
 
-        def prepare(self, variant: object) -> None:
+        def prepare_all(self, variants: object) -> None:
             if not can_compile:
                 raise DriverError("no compiler for this card", unsupported=True)
 

@@ -1,8 +1,9 @@
-"""Calibration: time the paths on this very machine, in a few seconds.
+"""Calibration: time the paths on this very machine, in a second or two.
 
 Each path is timed by direction, segment size and transfer size on an idle card, and then beside a
 running model. A path that is hopeless for small segments is not asked to copy many of them: the
-planner only needs to see that it is.
+planner only needs to see that it is. A server's first start waits for all this, so nothing is timed
+more often than a choice between paths needs.
 """
 
 from __future__ import annotations
@@ -26,21 +27,24 @@ MODULE_VERSION = pathlib.Path("/sys/module/nvidia/version")
 KiB = 1 << 10
 
 SEGMENT_BYTES = (4 * KiB, 16 * KiB, 64 * KiB, 256 * KiB, 2 * MiB)
-NUM_BYTES = (256 * KiB, 1 * MiB, 4 * MiB, 16 * MiB, 64 * MiB, 256 * MiB)
+NUM_BYTES = (256 * KiB, 1 * MiB, 4 * MiB, 16 * MiB, 64 * MiB)
 SEGMENTS_PER_BLOCK = 64
-SLOWEST = 8e-3
-"""Seconds; a path that took longer is not timed on more bytes of the same segments."""
+SMALL_REPEATS, REPEATS = 5, 3
+LARGE = 16 * MiB
+"""From here on three repeats do: what scatters is the start."""
+HOPELESS = 2.0
+"""A path is not timed on more bytes of the same segments if the last ones it was given alone took
+it so many times as long as the best path took for all."""
 
 SCATTERED = (4 * KiB, 16 * KiB)
 """Segment sizes at which paths are timed with host slots that are no neighbours."""
-SCATTERED_BYTES = 64 * MiB
 SCATTERED_PATHS = ("kernel", "staged")
 """The others copy segment by segment and do not care where the slots are."""
 
 BUSY_SEGMENTS = {"kernel": 16 * KiB, "staged": 16 * KiB, "dma": 2 * MiB, "loop": 2 * MiB}
 """Segment size at which each path is timed beside a model: one at which it may be chosen."""
-BUSY_BYTES = 128 * MiB
-BUSY_ROUNDS = 12
+BUSY_BYTES = 64 * MiB
+BUSY_ROUNDS = 8
 
 Progress = Callable[[str], None]
 
@@ -56,7 +60,8 @@ def calibrate(
     if driver.batch_form is not BatchForm.ABSENT and len(candidates) > 1:
         candidates.pop("loop", None)
     with driver.current():
-        rig = CopyRig(driver)
+        # Half of the host's slots are left out to scatter the others.
+        rig = CopyRig(driver, num_bytes=NUM_BYTES[-1], host_bytes=2 * NUM_BYTES[-1])
         try:
             cells = []
             for direction in Direction:
@@ -73,40 +78,43 @@ def calibrate(
 def time_paths(
     rig: CopyRig, direction: Direction, segment_bytes: int, paths: Mapping[str, Path]
 ) -> Iterator[Cell]:
-    """Larger and larger transfers, by each path in turn until it takes too long.
+    """Larger and larger transfers, by each path in turn until it is hopeless.
 
     In turn, so that a machine that slows down for a while does so for all of them.
     """
     in_race = dict(paths)
+    before: dict[str, float] = {}
     for num_bytes in NUM_BYTES:
-        if num_bytes < segment_bytes or num_bytes > rig.num_bytes:
+        if num_bytes < segment_bytes:
             continue
         segments = min(SEGMENTS_PER_BLOCK, num_bytes // segment_bytes)
         job = rig.job(direction, segment_bytes, segments, num_bytes // (segments * segment_bytes))
-        repeats = 9 if num_bytes <= 4 * MiB else 5
-        # Large transfers rarely come alone, and queued they differ more than they scatter.
-        in_flight = 2 if num_bytes == 64 * MiB else 1
-        for name, path in list(in_race.items()):
-            timing = rig.time(path, job, repeats=repeats, warm_up=1, in_flight=in_flight)
-            yield Cell(direction, name, segment_bytes, num_bytes // segment_bytes, timing.seconds)
-            if timing.seconds > SLOWEST:
+        repeats = REPEATS if num_bytes >= LARGE else SMALL_REPEATS
+        seconds = {
+            name: rig.time(path, job, repeats=repeats).seconds for name, path in in_race.items()
+        }
+        best = min(seconds.values())
+        for name, taken in seconds.items():
+            yield Cell(direction, name, segment_bytes, num_bytes // segment_bytes, taken)
+            if taken - before.get(name, taken) > HOPELESS * best:
                 del in_race[name]
+        before = seconds
 
 
 def _time_scattered(
     rig: CopyRig, direction: Direction, paths: Mapping[str, Path]
 ) -> Iterator[Cell]:
     for segment_bytes in SCATTERED:
-        num_bytes = min(SCATTERED_BYTES, rig.num_bytes // 2)
-        num_blocks = num_bytes // (segment_bytes * SEGMENTS_PER_BLOCK)
+        num_blocks = rig.num_bytes // (segment_bytes * SEGMENTS_PER_BLOCK)
         if num_blocks < 2:
             continue
         job = rig.job(direction, segment_bytes, SEGMENTS_PER_BLOCK, num_blocks, scattered=True)
         for name in SCATTERED_PATHS:
             if name in paths:
-                timing = rig.time(paths[name], job, warm_up=1, in_flight=2)
+                # Two in a row: how soon the first of many copies starts is not what is looked for.
+                seconds = rig.time(paths[name], job, repeats=REPEATS, in_flight=2).seconds
                 num_segments = num_blocks * SEGMENTS_PER_BLOCK
-                yield Cell(direction, name, segment_bytes, num_segments, timing.seconds, num_blocks)
+                yield Cell(direction, name, segment_bytes, num_segments, seconds, num_blocks)
 
 
 def provenance(driver: Driver) -> dict[str, str]:
@@ -164,8 +172,10 @@ def _time_beside_model(
                 segment = BUSY_SEGMENTS[name]
                 segments = min(SEGMENTS_PER_BLOCK, BUSY_BYTES // segment)
                 job = rig.job(direction, segment, segments, BUSY_BYTES // (segment * segments))
-                idle = job.num_bytes / rig.time(path, job, repeats=3).seconds / GB
-                found = measure_slowdown(rig, load, path, job, rounds=BUSY_ROUNDS, phases=2)
+                idle = job.num_bytes / rig.time(path, job, repeats=REPEATS).seconds / GB
+                found = measure_slowdown(
+                    rig, load, path, job, rounds=BUSY_ROUNDS, phases=1, warm_up=4
+                )
                 yield BusyCell(direction, name, load.name, found.gbps, idle, found.lost_ms_per_gb)
         del load
         release()

@@ -19,6 +19,9 @@ from kvferry.device.layout import GroupLayout
 MiB = 1 << 20
 GB = 1e9
 
+NOISE_BYTES = 16 * MiB
+"""As many random bytes are made, and then repeated: more would take longer than the copies."""
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -186,11 +189,9 @@ class CopyRig:
 
     def _fill(self) -> None:
         """Random bytes on both sides: a copy of zeros may run faster than yours will."""
-        piece = 16 * MiB
-        for start in range(0, self.host_bytes, piece):
-            size = min(piece, self.host_bytes - start)
-            noise = self._rng.bytes(size)
-            ctypes.memmove(self.host + start, noise, size)
+        noise = self._rng.bytes(min(NOISE_BYTES, self.host_bytes))
+        for start in range(0, self.host_bytes, len(noise)):
+            ctypes.memmove(self.host + start, noise, min(len(noise), self.host_bytes - start))
         stream = self.streams[Direction.LOAD]
         for half in range(2):
             at = self.device + half * self.num_bytes

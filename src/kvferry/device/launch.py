@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_char_p, c_int, c_int32, c_int64, c_uint, c_void_p
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -111,9 +112,19 @@ class CudaLauncher:
     def prepare(self, variant: Variant) -> Launch:
         with self._lock:
             if variant not in self._launches:
-                function = self._load(variant)
-                self._launches[variant] = self._launch_of(function, variant.warps * WARP)
+                self._load(variant, *compile_for(variant, self._capability()))
             return self._launches[variant]
+
+    def prepare_all(self, variants: Sequence[Variant]) -> None:
+        """The same for several at once: most of a compiler's time is not the interpreter's."""
+        with self._lock:
+            capability = self._capability()
+            first, *others = variants  # alone, because it imports and hashes what all of them use
+            self._load(first, *compile_for(first, capability))
+            with ThreadPoolExecutor(len(others)) as pool:
+                compiled = pool.map(lambda variant: compile_for(variant, capability), others)
+                for variant, (image, name) in zip(others, compiled, strict=True):
+                    self._load(variant, image, name)
 
     def close(self) -> None:
         with self._lock, self._driver.current():
@@ -134,15 +145,14 @@ class CudaLauncher:
 
         return launch
 
-    def _load(self, variant: Variant) -> int:
-        image, name = compile_for(variant, self._capability())
+    def _load(self, variant: Variant, image: bytes, name: bytes) -> None:
         module, function = c_void_p(), c_void_p()
         load = self._driver.bind("cuModuleLoadData", c_void_p, c_char_p)
         self._driver.check(load(byref(module), image), "cuModuleLoadData()")
         self._modules.append(module.value or 0)
         find = self._driver.bind("cuModuleGetFunction", c_void_p, c_void_p, c_char_p)
         self._driver.check(find(byref(function), module, name), f"cuModuleGetFunction({name!r})")
-        return function.value or 0
+        self._launches[variant] = self._launch_of(function.value or 0, variant.warps * WARP)
 
     def _capability(self) -> int:
         device, value, version = c_int(), c_int(), 0

@@ -6,7 +6,6 @@ tokens keeps the memory busy (decode). This module needs torch and is imported o
 
 from __future__ import annotations
 
-import gc
 from typing import Any, Protocol
 
 import torch
@@ -65,5 +64,4 @@ class WeightLoad:
 
 def release() -> None:
     """Hand the memory of loads that are gone back to the card: a server has its own use for it."""
-    gc.collect()
     torch.cuda.empty_cache()

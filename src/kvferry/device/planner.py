@@ -71,13 +71,14 @@ class _Surface:
         self._curves = [
             _Curve([c for c in in_one_run if c.segment_bytes == size]) for size in sizes
         ]
-        more = [
-            (cell.seconds - self._in_one_run(cell.segment_bytes, cell.num_bytes))
-            / (cell.num_runs - 1)
-            for cell in cells
-            if cell.num_runs > 1
-        ]
-        self._per_run = max(0.0, fmean(more)) if more else 0.0
+        scattered = [cell for cell in cells if cell.num_runs > 1]
+        more = sum(
+            cell.seconds - self._in_one_run(cell.segment_bytes, cell.num_bytes)
+            for cell in scattered
+        )
+        # All runs together: few runs alone tell more of the noise than of themselves.
+        num_more = sum(cell.num_runs - 1 for cell in scattered)
+        self._per_run = max(0.0, more / num_more) if num_more else 0.0
 
     def at(self, segment_bytes: float, num_bytes: int, num_runs: int = 1) -> float:
         return self._in_one_run(segment_bytes, num_bytes) + self._per_run * (num_runs - 1)

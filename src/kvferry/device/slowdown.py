@@ -138,7 +138,14 @@ class _Rounds:
 
 
 def measure_slowdown(
-    rig: CopyRig, load: Load, path: Path, job: CopyJob, *, rounds: int = 16, phases: int = 3
+    rig: CopyRig,
+    load: Load,
+    path: Path,
+    job: CopyJob,
+    *,
+    rounds: int = 16,
+    phases: int = 3,
+    warm_up: int = 8,
 ) -> Slowdown:
     """Time ``rounds`` of ``load`` beside copies of ``job``, and as many alone, ``phases`` times."""
     stream = rig.streams[job.direction]
@@ -149,7 +156,7 @@ def measure_slowdown(
     alone: list[tuple[int, int]] = []
     beside: list[tuple[int, int, list[Any]]] = []
     try:
-        clock.run(8)
+        clock.run(warm_up)
         for _ in range(phases):
             alone.append(clock.run(rounds // 2))
             copier.start()

@@ -11,11 +11,13 @@ from kvferry.device.calibrate import Progress, calibrate
 from kvferry.device.cuda import CudaDriver
 from kvferry.device.driver import Driver
 from kvferry.device.job import Path
-from kvferry.device.kernel_path import GRID, KernelPath
+from kvferry.device.kernel_path import GRID as KERNEL_GRID
+from kvferry.device.kernel_path import KernelPath
 from kvferry.device.launch import CudaLauncher, Launcher, Variant
 from kvferry.device.paths import DmaPath, LoopPath
 from kvferry.device.planner import MeasuredPlanner
 from kvferry.device.profile import Profile, load_profile, profile_file, save_profile
+from kvferry.device.staged import GRID as RING_GRID
 from kvferry.device.staged import StagedPath
 from kvferry.errors import DriverError, KvferryError
 
@@ -23,10 +25,16 @@ log = logging.getLogger(__name__)
 
 AUTO = "auto"
 
-PROBE = Variant(
-    to_packed=False, linear=False, uniform=True, width=8, vector=2, steps=8, warps=GRID.warps
+COMMON = tuple(
+    Variant(to_packed, linear, True, width=8, vector=2, steps=8, warps=warps, single=single)
+    for to_packed in (False, True)
+    for linear, warps, single in (
+        (False, KERNEL_GRID.warps, False),
+        (True, KERNEL_GRID.warps, True),
+        (True, RING_GRID.warps, False),
+    )
 )
-"""A kernel most engines need anyway."""
+"""The kernels most engines need: compiled here, they hold up no transfer."""
 
 
 @dataclass(eq=False)
@@ -60,11 +68,11 @@ def open_toolbox(driver: Driver, *, ring_bytes: int) -> Toolbox:
 
 
 def _add_kernels(toolbox: Toolbox, driver: CudaDriver, ring_bytes: int) -> None:
-    """The paths with kernels, if one can be compiled and loaded: else every transfer would fail."""
+    """The paths with kernels, if those compile and load: else every transfer would fail."""
     launcher = CudaLauncher(driver)
     try:
         with driver.current():
-            launcher.prepare(PROBE)
+            launcher.prepare_all(COMMON)
     except DriverError as error:
         log.warning("copy kernels cannot be used here, copying by dma: %s", error)
         launcher.close()

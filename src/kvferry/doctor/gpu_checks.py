@@ -159,7 +159,7 @@ def _profile(env: Environment, gpu: Gpu) -> Finding:
         return ok("calibration", "this machine has been measured")
     return warn(
         "calibration",
-        "this machine has not been measured: the first start takes a few seconds longer",
+        "this machine has not been measured: the first start takes a second or two longer",
         "kvferry calibrate, on an idle GPU",
     )
 
