@@ -15,6 +15,7 @@ from kvferry.cli.bench_copy import bench_copy
 from kvferry.cli.bench_copy_plot import plot
 from kvferry.cli.bench_copy_tables import report
 from kvferry.cli.calibrate import calibrate
+from kvferry.cli.progress import show
 from kvferry.device.bench.result import OneCopy, PlannerCell, Result, Row, SlowdownRow
 from kvferry.device.cuda import CudaDriver
 
@@ -44,6 +45,12 @@ def test_without_torch_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) ->
     assert result.exit_code == 1
     assert "needs torch and triton" in result.output
     assert "kvferry[gpu]" in result.output
+
+
+def test_progress_is_plain_lines_where_no_terminal_is(capsys: pytest.CaptureFixture[str]) -> None:
+    for line in ("one", "two", ""):
+        show(line)
+    assert capsys.readouterr().err == "one\ntwo\n"
 
 
 def made_up() -> dict[str, Any]:

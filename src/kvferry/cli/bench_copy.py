@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
@@ -11,6 +10,7 @@ from kvferry.cli.bench_copy_plot import plot
 from kvferry.cli.bench_copy_tables import report
 from kvferry.cli.card import open_card
 from kvferry.cli.json_output import is_stdout, json_option, put
+from kvferry.cli.progress import show
 
 
 @click.command("copy")
@@ -47,13 +47,13 @@ def bench_copy(
     command = " ".join(["kvferry bench copy", *(["--quick"] if quick else [])])
     try:
         with driver.current():
-            benchmark = CopyBenchmark(driver, QUICK if quick else FULL, _show)
+            benchmark = CopyBenchmark(driver, QUICK if quick else FULL, show)
             try:
                 result = benchmark.run(command)
             finally:
                 benchmark.close()
     finally:
-        _show("")
+        show("")
         driver.close()
     data = result.to_json()
     text = report(data)
@@ -63,11 +63,3 @@ def bench_copy(
         plot_file.write_text(plot(data))
     if report_file is not None:
         report_file.write_text(text)
-
-
-def _show(line: str) -> None:
-    """Progress: each line in place of the last on a terminal, one after another elsewhere."""
-    if sys.stderr.isatty():
-        click.echo(f"\r\033[K{line}", nl=False, err=True)
-    elif line:
-        click.echo(line, err=True)

@@ -8,6 +8,7 @@ import time
 import click
 
 from kvferry.cli.card import open_card
+from kvferry.cli.progress import show
 from kvferry.config import Config
 from kvferry.device.calibrate import SEGMENTS_PER_BLOCK
 from kvferry.device.calibrate import calibrate as measure
@@ -29,7 +30,7 @@ EXAMPLES = ((16 * KiB, 1), (16 * KiB, 64), (2 * KiB * KiB, 1))
 @click.option("--force", is_flag=True, help="Measure again though there is a profile.")
 @click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")
 def calibrate(device: int, force: bool, as_json: bool) -> None:
-    """Time the copy paths on this machine: a few seconds, kept for every later run."""
+    """Time the copy paths on this machine: a second or two, kept for every later run."""
     driver = open_card("kvferry calibrate", device)
     file = profile_file(driver.identity())
     toolbox = open_toolbox(driver, ring_bytes=Config().staging_ring)
@@ -37,8 +38,8 @@ def calibrate(device: int, force: bool, as_json: bool) -> None:
         profile = None if force else load_profile(file)
         if profile is None:
             began = time.perf_counter()
-            profile = measure(driver, toolbox.paths, progress=_show)
-            _show("")
+            profile = measure(driver, toolbox.paths, progress=show)
+            show("")
             save_profile(profile, file)
             click.echo(f"Measured in {time.perf_counter() - began:.1f} s.", err=as_json)
         if as_json:
@@ -64,8 +65,3 @@ def _explain(driver: Driver, toolbox: Toolbox, planner: MeasuredPlanner) -> None
                         click.echo(planner.explain(direction, layout, num_blocks, busy))
         finally:
             rig.close()
-
-
-def _show(line: str) -> None:
-    """Progress, each line in place of the last."""
-    click.echo(f"\r\033[K{line}", nl=False, err=True)
