@@ -101,7 +101,10 @@ class Table:
         return slots
 
     def claim(self, words: KeyArray, slots: SlotArray) -> tuple[Positions, Positions]:
-        """Give each key a lane; returns the places, and the positions of keys that got none."""
+        """Give each key a lane; returns the places, and the positions of keys that got none.
+
+        What stands for those in the places has no meaning.
+        """
         places = np.empty(len(words), dtype=np.int64)
         tags, rows, mine = _tags(words), self._rows(words), slots.astype(np.int32)
         picks = (words[:, 1] >> np.uint64(8) & np.uint64(7)).view(np.int64)
@@ -115,14 +118,14 @@ class Table:
             # Of those that want the same cell, the one whose slot is found in it afterwards has it.
             self._slots[cells] = mine
             won = (self._slots.take(cells, mode="wrap") == mine) & ~full
+            here = rows << _LANE_BITS | lanes
+            places[pending] = here  # of those that did not get it: until the next round
             got = np.flatnonzero(won)
-            lucky = pending.take(got)
-            places[lucky] = here = rows.take(got) << _LANE_BITS | lanes.take(got)
-            self._bytes[here] = tags.take(lucky)
+            self._bytes[here.take(got)] = tags.take(got)
             homeless.append(pending[full])
             lost = np.flatnonzero(~(won | full))
-            pending, mine = pending.take(lost), mine.take(lost)
-            rows, picks = rows.take(lost), picks.take(lost)
+            pending, rows, picks = pending.take(lost), rows.take(lost), picks.take(lost)
+            tags, mine = tags.take(lost), mine.take(lost)
         return places, np.concatenate([np.empty(0, dtype=np.int64), *homeless])
 
     def free(self, places: Positions) -> None:
