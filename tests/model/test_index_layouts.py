@@ -20,8 +20,8 @@ fail. Try them again when you change either.
 - ``_spill``: the displaced key not in the dict; it keeps its place
 - ``_remove_spilled``: a row is never crowded any more once one of its keys has left the dict
 - ``clear``: the table not told; the dict not cleared
-- ``Table.claim``: two keys of a batch get the same lane (no look at who has it); those of a full row
-  are not said to be homeless; their slots are written into lane 0; tags do not keep step with keys
+- ``Table.claim``: two keys of a batch get the same lane (no look at who has it); those of a full
+  row are not said to be homeless; their slots are written into lane 0; tags do not keep step
 - ``Table.candidates``, ``Table.candidates_of``: tags that are even; only the first lane that fits
 - ``Table.crowd``: always, or never, a displaced key; ``Table.uncrowd``: nothing done
 - ``_picks``: a large table fills high lanes first
