@@ -17,10 +17,12 @@ from kvferry.config import AUTO
 from kvferry.errors import ConfigError
 from kvferry.quantities import GiB, MiB
 from kvferry.tiers import HostMemory, Machine, Pin, Progress
+from kvferry.tiers import growth as growth_module
 from kvferry.tiers import mapping as mapping_module
 from kvferry.tiers.chunks import Chunks
 from kvferry.tiers.growth import Growth
 from kvferry.tiers.host import HostTier
+from kvferry.tiers.mapping import Bytes
 
 PAGE = mmap.PAGESIZE
 
@@ -97,6 +99,41 @@ def test_the_first_chunk_serves_while_the_others_wait() -> None:
     assert growth.ready_slots == 40
     assert (host.rows[:4] == 7).all()
     growth.close()
+
+
+def test_no_page_is_touched_while_another_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by many threads at once: else it would be one thread, slowly."""
+    lock = threading.Lock()
+    at_work = {"touch": 0, "pin": 0}
+    together: set[tuple[int, int]] = set()
+
+    def work(what: str) -> None:
+        with lock:
+            at_work[what] += 1
+            together.add((at_work["touch"], at_work["pin"]))
+        time.sleep(0.002)
+        with lock:
+            at_work[what] -= 1
+
+    class Watched(FakeRegistrar):
+        def register(self, address: int, num_bytes: int) -> None:
+            work("pin")
+            super().register(address, num_bytes)
+
+    populate = growth_module.populate
+
+    def watched(memory: Bytes) -> None:
+        work("touch")
+        populate(memory)
+
+    monkeypatch.setattr(growth_module, "populate", watched)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    growth = Growth(tier(160), registrar=Watched())
+    assert growth.wait(30)
+    growth.close()
+    assert not [pair for pair in together if all(pair)]
+    assert max(touching for touching, _ in together) > 1
+    assert max(pinning for _, pinning in together) > 1
 
 
 def test_ready_slots_are_a_prefix_that_never_shrinks() -> None:

@@ -28,6 +28,7 @@ from kvferry.tiers.host import HostTier
 from kvferry.tiers.limits import Machine, pin_advice, shortage
 from kvferry.tiers.mapping import populate, populate_together
 from kvferry.tiers.numa import Placement, run_near
+from kvferry.tiers.phases import Phases
 
 log = logging.getLogger(__name__)
 
@@ -139,6 +140,7 @@ class Growth:
         self._close_timeout = close_timeout
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        self._phases = Phases(self._stop)
         self._finished = threading.Event()
         self._closing = False
         self._next = 1
@@ -244,9 +246,11 @@ class Growth:
                 began = time.monotonic()
                 chunk = self._chunks[index]
                 self._require_room(chunk)
-                self._populate(chunk)
+                with self._phases.touching():
+                    self._populate(chunk)
                 if self._registrar is not None:
-                    self._register(chunk)
+                    with self._phases.pinning():
+                        self._register(chunk)
                 self._mark(index)
                 if self._is_busy():
                     self._rest(_REST * (time.monotonic() - began))
