@@ -68,6 +68,23 @@ def test_small_segments_go_by_kernel_and_large_ones_by_dma() -> None:
     assert planner.choose(LOAD, layout(64 * MiB, 1), 4, busy=False) == "dma"
 
 
+def test_what_a_run_costs_is_told_by_many_of_them() -> None:
+    """Sixty microseconds of noise make a run of four cost twenty more, and one of 400 nothing."""
+    cells = [
+        Cell(way, path, 4 * KiB, 256 * runs, 1e-3 * runs + extra, num_runs)
+        for way in Direction
+        for path, noise, per in (("kernel", 0.0, 1e-6), ("staged", 60e-6, 0.2e-6))
+        for runs, num_runs, extra in (
+            (4, 1, 0.0),
+            (400, 1, 0.0),
+            (4, 4, noise),
+            (400, 400, 399 * per),
+        )
+    ]
+    planner = MeasuredPlanner(Profile(tuple(cells)), ("kernel", "staged"))
+    assert planner.choose(LOAD, layout(4 * KiB, 256), 200, False, 200) == "staged"
+
+
 def test_what_the_model_loses_counts_while_it_runs() -> None:
     costly = BusyCell(STORE, "kernel", "a load", gbps=40.0, idle_gbps=50.0, lost_ms_per_gb=6.0)
     planner = MeasuredPlanner(profile(costly), COSTS)

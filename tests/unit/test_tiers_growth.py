@@ -120,11 +120,9 @@ def test_no_page_is_touched_while_another_is_pinned(monkeypatch: pytest.MonkeyPa
             work("pin")
             super().register(address, num_bytes)
 
-    populate = growth_module.populate
-
     def watched(memory: Bytes) -> None:
         work("touch")
-        populate(memory)
+        mapping_module.populate(memory)
 
     monkeypatch.setattr(growth_module, "populate", watched)
     monkeypatch.setattr("os.cpu_count", lambda: 4)
