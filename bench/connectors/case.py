@@ -10,7 +10,7 @@ from typing import Any
 
 from connectors.child import serve
 from connectors.engine import BLOCK_TOKENS, Engine, shape_of
-from connectors.hooks import summary, timed_hooks
+from connectors.hooks import summary, thread_seconds, timed_hooks
 from connectors.loads import Load, difference, new_tokens, run_load
 
 GB = 1e9
@@ -100,9 +100,11 @@ class Measurer:
     def hooks(self, number: int) -> dict[str, Any]:
         """As ``fits``, with the connector's hooks timed."""
         self.engine.forget(_others(1))
+        before = thread_seconds()
         with timed_hooks(self.engine) as times:
             found = run_load(self.engine, self._case.fits, seed=100 + number, fills=False)
-        return {"seconds": found["seconds"], "hooks": summary(times)}
+        threads = difference(before, thread_seconds())
+        return {"seconds": found["seconds"], "hooks": summary(times), "threads": threads}
 
     def counted(self, _: None) -> dict[str, float]:
         return self.engine.counters()

@@ -34,18 +34,28 @@ _STEP_SECONDS = 0.25
 class Activity:
     """Whether the model runs: told by whoever gives it work, asked by whoever should yield to it.
 
-    The driver could be asked too, but not from another thread while a graph is captured.
+    The driver could be asked too, but not from another thread while a graph is captured. An engine
+    that ``is_starting`` warms up and captures graphs without a word: it counts as busy until it
+    says that it has started, or gives the model work.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, *, is_starting: bool = False
+    ) -> None:
         self._clock = clock
+        self._is_starting = is_starting
         self._last: float | None = None
 
     def note(self) -> None:
+        self._is_starting = False
         self._last = self._clock()
 
+    def note_started(self) -> None:
+        self._is_starting = False
+
     def is_busy(self) -> bool:
-        return self._last is not None and self._clock() - self._last < _STEP_SECONDS
+        is_working = self._last is not None and self._clock() - self._last < _STEP_SECONDS
+        return self._is_starting or is_working
 
 
 class RankMemory:
@@ -71,6 +81,10 @@ class RankMemory:
     def note_step(self) -> None:
         """The model was given work: while it has some, host memory grows slowly."""
         self._activity.note()
+
+    def note_started(self) -> None:
+        """The engine has captured its graphs: host memory may grow as fast as it can."""
+        self._activity.note_started()
 
     def close(self) -> None:
         """Finish the copies, then give everything back. Safe to call twice."""
@@ -117,16 +131,19 @@ def open_on_gpu(
     num_ranks_here: int | None = None,
     shared: SharedMemory | None = None,
     driver: Driver | None = None,
+    is_starting: bool = False,
 ) -> RankMemory:
     """For KV tensors on GPU ``device``. Without ``driver``, this machine's is opened.
 
+    While an engine ``is_starting``, until ``note_started``, host memory grows slowly: pinning at
+    full speed held one back from capturing its graphs for 7 s of 8 (one NVIDIA H200, 2026-11-15).
     Where the driver pins no host memory, copies go one by one through the driver: slow and right.
     """
     # Here: what they bring is needed with a GPU only.
     from kvferry.device.gpu import GpuDevice
     from kvferry.device.toolbox import open_planner, open_toolbox
 
-    activity = Activity()
+    activity = Activity(is_starting=is_starting)
     with ExitStack() as undo:
         if driver is None:
             driver = open_driver(device)

@@ -147,3 +147,17 @@ def test_a_model_is_busy_for_a_while_after_it_was_given_work() -> None:
     assert activity.is_busy()
     now += 1.0
     assert not activity.is_busy()
+
+
+def test_an_engine_that_starts_is_busy_until_it_says_that_it_has_started() -> None:
+    """Else host memory is pinned at full speed beside its graphs' capture, and holds that back."""
+    now = 100.0
+    starting = Activity(lambda: now, is_starting=True)
+    now += 60.0
+    assert starting.is_busy()
+    starting.note_started()
+    assert not starting.is_busy()
+    stepping = Activity(lambda: now, is_starting=True)
+    stepping.note()  # a vLLM that asks for no handshake still steps
+    now += 1.0
+    assert not stepping.is_busy()

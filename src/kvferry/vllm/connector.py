@@ -75,7 +75,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._at_worker.register_whole(kv_cache)
 
     def get_handshake_metadata(self) -> Any:
-        return self._at_worker.shape
+        return self._at_worker.introduce()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         orders = self._get_connector_metadata()

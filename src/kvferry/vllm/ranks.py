@@ -45,6 +45,7 @@ def open_rank(
             device=device.index or 0,
             num_ranks_here=place.num_ranks_here,
             shared=shared,
+            is_starting=True,
         )
     raise ConfigError(f"kvferry has no copy engine for KV tensors on {device}")
 

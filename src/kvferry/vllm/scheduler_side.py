@@ -390,13 +390,16 @@ class SchedulerSide(Service):
     def _awaits_copies(self) -> bool:
         return self.scheduler is not None and self.scheduler.num_awaited > 0
 
+    @property
+    def _will_rest(self) -> bool:
+        """Whether this may be the last step for long."""
+        return not self._tracked and not self.has_work
+
     @guarded(lambda: None)
     def take_stats(self) -> FerryStats | None:
-        if self.sight is None:
+        if self.sight is None or not (self.sight.is_due or self._will_rest):
             return None
-        held = self._require_holds().num_held
-        will_step = bool(self._tracked) or self.has_work
-        return self.sight.take_stats(num_held=held, is_last=not will_step)
+        return self.sight.take_stats(num_held=self._require_holds().num_held)
 
     @guarded(lambda: ())
     def take_events(self) -> Iterable[Any]:

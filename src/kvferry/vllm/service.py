@@ -22,7 +22,7 @@ from kvferry.vllm.tables import DeviceTables
 
 log = init_logger("vllm.kvferry")
 
-_STORE_TOKENS = 256
+_STORE_TOKENS = 1024
 """A running request is stored when it has this many more tokens, and when it ends: every store
 costs the scheduler the same, however few blocks it has. Nothing is lost meanwhile but what a
 preemption takes, because blocks in use stay on the device."""

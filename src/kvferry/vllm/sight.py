@@ -111,11 +111,13 @@ class Sight:
     def take_events(self) -> Iterable[Any]:
         return self._events.take() if self._events is not None else ()
 
-    def take_stats(self, *, num_held: int, is_last: bool) -> FerryStats | None:
-        """What was counted since the last call, at most once a second but before a long rest."""
-        now = time.monotonic()
-        if not is_last and now < self._told_at + _STATS_SECONDS:
-            return None
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to tell again."""
+        return time.monotonic() >= self._told_at + _STATS_SECONDS
+
+    def take_stats(self, *, num_held: int) -> FerryStats | None:
+        """What was counted since the last call; None if that is nothing."""
         counted = figures(
             Snapshot(
                 self._scheduler.stats(),
@@ -125,7 +127,7 @@ class Sight:
                 num_held,
             )
         )
-        before, self._told, self._told_at = self._told, counted, now
+        before, self._told, self._told_at = self._told, counted, time.monotonic()
         return FerryStats.between(before, counted) if counted != before else None
 
     def _pinned_bytes(self) -> int:

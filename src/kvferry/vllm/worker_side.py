@@ -82,6 +82,7 @@ class WorkerSide:
         self._computes = False
         self._loads: dict[str, _Load] = {}
         self._of_transfer: dict[TransferId, str] = {}
+        self._awaited: set[TransferId] = set()
         self._receipts: list[Receipt] = []
         self._arrived: set[str] = set()
         self._failed: set[str] = set()
@@ -123,6 +124,12 @@ class WorkerSide:
             is_shared=self._place.replicates,
             choices=getattr(memory.engine, "choices", None),
         )
+
+    def introduce(self) -> RankShape:
+        """vLLM asks for this once, when it has captured its graphs and before the first step."""
+        if self._memory is not None:
+            self._memory.note_started()
+        return self.shape
 
     def close(self) -> None:
         for part in (self._worker, self._memory):
@@ -205,6 +212,7 @@ class WorkerSide:
         if self._worker is None or self.guard.broken:
             self._refuse(plan.transfers, self.guard.reason or self.shape.refusal)
             return
+        self._awaited.update(transfer.id for transfer in plan.transfers)
         try:
             self._worker.execute(plan)
         except Exception as error:
@@ -232,6 +240,8 @@ class WorkerSide:
         if self._worker is not None:
             try:
                 self._freshness.look()
+                if not self._awaited:
+                    return
                 for receipt in self._worker.poll():
                     self._take(receipt)
             except Exception as error:
@@ -248,6 +258,7 @@ class WorkerSide:
                 self.guard.trip("drain", error)
 
     def _take(self, receipt: Receipt) -> None:
+        self._awaited.discard(receipt.transfer_id)
         request_id = self._of_transfer.pop(receipt.transfer_id, None)
         if request_id is None:
             self._receipts.append(receipt)

@@ -136,7 +136,7 @@ def test_one_interval_after_another_adds_up_to_all_of_them(start, llama, monkeyp
     for seed in range(3):
         engine.generate(make_prompts(seed, 300, 150))
         engine.settle()
-    take_stats(num_held=0, is_last=True)
+    take_stats(num_held=0)
     total = FerryStats()
     for interval in filter(None, told):
         total.aggregate(interval)
