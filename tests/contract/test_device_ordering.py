@@ -106,6 +106,11 @@ def nobody_waits_for_the_head(rig: Rig, driver: Mutant) -> None:
     driver.ignored = frozenset({ring_streams(rig)[0]})
 
 
+def nobody_waits_for_ids(rig: Rig, driver: Mutant) -> None:
+    ring_streams(rig)  # open
+    driver.ignored = frozenset({rig.engine._paths["staged"]._ring.ahead})  # type: ignore[attr-defined]
+
+
 def nobody_waits_for_kernels(rig: Rig, driver: Mutant) -> None:
     driver.ignored = frozenset(ring_streams(rig)[1])
 
@@ -234,12 +239,9 @@ def loads_whose_ids_are_late(rig: Rig) -> bool:
             rig.kv.set_block(block, b"\xee" * rig.kv.layout.block_bytes)
         if rig.path == "staged":
             path: Any = rig.engine._paths["staged"]
-            slots = path._ring._alone
-            first = min(slots.large, key=lambda slot: slot.used_at)
             if count == 1:
                 path._tail = rig.kv.layout.block_bytes  # or even the one would be cut in two
-                first = slots.small
-            rig.driver.timeline.frozen = {first.stream}
+            rig.driver.timeline.frozen = {path._ring.ahead}
         rig.load(now, now)
         rig.wait_until_queued()
         rig.driver.timeline.run_all()  # everything that does not wait for the ids
@@ -275,7 +277,7 @@ CAUGHT: list[tuple[Callable[[Rig, Mutant], None], Scenario, tuple[str, ...]]] = 
     (kernels_do_not_wait_for_compute, load_after_compute_read, STAGED),
     (nobody_waits_for_kernels, store_from_an_idle_card, STAGED),
     (nobody_waits_for_kernels, load_around_the_ring, STAGED),
-    (nobody_waits_for_kernels, loads_whose_ids_are_late, STAGED),
+    (nobody_waits_for_ids, loads_whose_ids_are_late, STAGED),
     (nobody_waits_for_the_head, store_from_an_idle_card, STAGED),
 ]
 

@@ -166,3 +166,18 @@ def test_a_receipt_waits_for_a_head_that_nothing_followed() -> None:
         store_now(rig, STORED)
         rig.drain_ok()
         assert is_stored(rig, STORED)
+
+
+def test_a_receipt_waits_for_ids_that_no_kernel_waits_for() -> None:
+    """They are on their way when the driver refuses to say when they arrive."""
+    with opened(512, seed=0) as (rig, ring):
+        rig.driver.timeline.frozen = {ring.ahead}
+        rig.driver.fail("record_event", nth=3)  # after those behind compute and at the start
+        load = rig.load(LOADED, LOADED)
+        rig.wait_until_queued()
+        assert rig.driver.timeline.streams[ring.ahead].queue
+        for _ in range(50):
+            assert rig.engine.poll() == []
+        rig.driver.timeline.frozen = set()
+        assert rig.drain()[load].outcome is Outcome.FAILED
+        assert not rig.driver.timeline.streams[ring.ahead].queue

@@ -88,6 +88,8 @@ class Ring:
         """The stream on which loads are copied into slots."""
         self.beside = 0
         """The stream of a kernel that bypasses the ring."""
+        self.ahead = 0
+        """The stream on which a load's ids are sent, not to stand in line with its bytes."""
         small = _whole_pages(num_bytes // SMALL_SHARE)
         self._small_bytes = small
         self._large_bytes = _whole_pages((num_bytes - NUM_SMALL * small) // NUM_LARGE)
@@ -152,7 +154,7 @@ class Ring:
         a, b, c, d = (Part(base + number * large) for number in range(NUM_LARGE))
         end = base + NUM_LARGE * large
         s, t = (Part(end + number * small) for number in range(NUM_SMALL))
-        self.inbound, self.beside = self._stream(), self._stream()
+        self.inbound, self.beside, self.ahead = (self._stream() for _ in range(3))
         streams = [self._stream() for _ in range(NUM_LARGE + NUM_SMALL)]
         alone = Slots(
             (self._slot((a, b), 2 * large, streams[0]), self._slot((c, d), 2 * large, streams[2])),

@@ -194,8 +194,10 @@ class StagedPath:
 
     def _load(self, job: CopyJob, prepared: Prepared, fork: Fork, queued: _Queued) -> None:
         driver, ring, stream = self._driver, self._ring, fork.stream
+        ids = self._ids[job.direction]
         runs = HostRuns(job)
-        sent: list[Fork] = []  # when the ids are there, once they are sent
+        sent = Fork(driver, self._events, ring.ahead)
+        arguments: CopyArguments | None = None
         chunk = Cutter(job, prepared.rows)
         turn = _Turn(self, queued, stream)
         try:
@@ -209,39 +211,24 @@ class StagedPath:
                     # Not behind the fork: a leased slot does not change, so it may be read before
                     # what the job's stream still waits for. Only scatters write what others read.
                     runs.load(driver, chunk.start, chunk.end, slot.address, ring.inbound)
-                    if not sent:  # after the first copy: the link need not wait for it
-                        sent.append(self._send_ids(job, prepared, slot))
+                    if arguments is None:  # after the first copy: the link need not wait for it
+                        ids.write(job)
+                        # Not where the bytes go: between two large copies, a small one and the wait
+                        # for it cost the link some ten microseconds (one NVIDIA H200).
+                        arguments = prepared.begin(job, ids.send(ring.ahead))
+                        sent.mark()
                         fork.mark()
                     driver.record_event(slot.copied_in, ring.inbound)
-                    _aim(prepared.arguments, chunk, slot)
+                    _aim(arguments, chunk, slot)
                     if chunk.num_left:
-                        self._scatter(prepared, slot, (*sent, fork), slot.stream)
+                        self._scatter(prepared, slot, (sent, fork), slot.stream)
                     else:
                         self._scatter_last(prepared, slot, sent, stream, queued)
         finally:
-            for arrival in sent:
-                arrival.close()
-
-    def _send_ids(self, job: CopyJob, prepared: Prepared, slot: RingSlot) -> Fork:
-        """Send the ids to the device; returns the point at which they are there.
-
-        Not where the bytes go: between two large copies, one more and the wait for it cost the link
-        some ten microseconds (one NVIDIA H200).
-        """
-        ids = self._ids[job.direction]
-        ids.write(job)
-        sent = Fork(self._driver, self._events, slot.stream)
-        prepared.begin(job, ids.send(slot.stream))
-        sent.mark()
-        return sent
+            sent.close()
 
     def _scatter_last(
-        self,
-        prepared: Prepared,
-        slot: RingSlot,
-        after: Iterable[Fork],
-        stream: int,
-        queued: _Queued,
+        self, prepared: Prepared, slot: RingSlot, sent: Fork, stream: int, queued: _Queued
     ) -> None:
         """The last kernel is what the job waits for, so it runs where the job does.
 
@@ -251,7 +238,7 @@ class StagedPath:
         for other in queued.slots:
             if other is not slot:
                 self._driver.stream_wait_event(stream, other.scattered)
-        self._scatter(prepared, slot, after, stream)
+        self._scatter(prepared, slot, (sent,), stream)
 
     def _scatter(
         self, prepared: Prepared, slot: RingSlot, after: Iterable[Fork], stream: int
@@ -292,7 +279,9 @@ class StagedPath:
         queued.clear()
         if is_empty:
             return  # or all of it is in order already
-        streams = dict.fromkeys((ring.inbound, ring.beside, *(slot.stream for slot in slots)))
+        streams = dict.fromkeys(
+            (ring.inbound, ring.beside, ring.ahead, *(slot.stream for slot in slots))
+        )
         try:
             self._join(streams, stream)
             for slot in slots:
