@@ -22,13 +22,12 @@ class HostRuns:
 
     def __init__(self, job: CopyJob) -> None:
         heads = job.run_heads
-        self._limit = min(MAX_CALL, max(1, FIRST_BYTES * len(heads) // job.num_bytes))
-        block_bytes = job.layout.block_bytes
         self._one_run: int | None = None
         if len(heads) == 1:
             self._one_run = job.host_base + int(job.host_slots[0]) * job.host_pitch
             return
-        self._begins = heads * block_bytes
+        self._limit = min(MAX_CALL, max(1, FIRST_BYTES * len(heads) // job.num_bytes))
+        self._begins = heads * job.layout.block_bytes
         self._ends = np.append(self._begins[1:], job.num_bytes)
         self._host = job.host_base + job.host_slots[heads] * job.host_pitch
 
