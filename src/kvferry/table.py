@@ -158,7 +158,9 @@ class Table:
         return lanes * self._num_rows + rows
 
     def _rows(self, words: KeyArray) -> Positions:
-        return (words.view("<u4")[:, 0] * np.uint64(self._num_rows) >> _HALF).view(np.int64)
+        # As 64 bits first: numpy 1 would multiply in 32.
+        halves = words.view("<u4")[:, 0].astype(np.uint64)
+        return (halves * np.uint64(self._num_rows) >> _HALF).view(np.int64)
 
 
 def _tags(words: KeyArray) -> npt.NDArray[np.uint8]:
