@@ -29,6 +29,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kilobytes instead of gigabytes, and no model beside."""
     monkeypatch.setattr(module, "SEGMENT_BYTES", (4 * KiB, 16 * KiB))
     monkeypatch.setattr(module, "NUM_BYTES", (16 * KiB, 64 * KiB))
+    monkeypatch.setattr(module, "SCATTERED_BYTES", (16 * KiB, 64 * KiB))
     monkeypatch.setattr(module, "_time_beside_model", lambda *_: iter(()))
 
 
@@ -98,9 +99,9 @@ def test_paths_that_care_are_timed_with_scattered_host_slots(
     )
     cells = [cell for cell in calibrate(driver, paths).cells if cell.num_runs > 1]
     assert {(c.direction, c.path, c.segment_bytes, c.num_bytes, c.num_runs) for c in cells} == {
-        (way, "staged", size, 64 * KiB, 32 * KiB // size)
+        (way, "staged", size, num_bytes, num_bytes // (2 * size))
         for way in Direction
-        for size in (4 * KiB, 16 * KiB)
+        for size, num_bytes in ((4 * KiB, 16 * KiB), (4 * KiB, 64 * KiB), (16 * KiB, 64 * KiB))
     }
     scattered = [job for job in timed if count_runs(job) > 1]
     assert scattered

@@ -85,6 +85,28 @@ def test_what_a_run_costs_is_told_by_many_of_them() -> None:
     assert planner.choose(LOAD, layout(4 * KiB, 256), 200, False, 200) == "staged"
 
 
+def test_scattered_slots_may_cost_a_start_too() -> None:
+    """Forty microseconds, however many runs: they decide small transfers and not large ones."""
+    cells = [
+        Cell(way, path, 4 * KiB, num_bytes // (4 * KiB), num_bytes / rate + extra, num_runs)
+        for way in Direction
+        for path, rate, extra_seconds in (("kernel", 50e9, 0.0), ("staged", 54e9, 40e-6))
+        for num_bytes in (16 * MiB, 64 * MiB)
+        for num_runs, extra in ((1, 0.0), (num_bytes // MiB, extra_seconds))
+    ]
+    planner = MeasuredPlanner(Profile(tuple(cells)), ("kernel", "staged"))
+    block = layout(4 * KiB, 256)
+    for num_blocks, expected in ((20, "kernel"), (60, "staged")):
+        assert planner.choose(LOAD, block, num_blocks, False, num_blocks) == expected
+        assert planner.choose(LOAD, block, num_blocks, False) == "staged"
+    (_, at_twenty), (_, at_forty) = (
+        sorted((e.path, e.seconds) for e in planner.estimates(LOAD, block, count, False, count))
+        for count in (20, 40)
+    )
+    assert at_twenty[1] == pytest.approx(20 * MiB / 54e9 + 40e-6)
+    assert at_forty[1] == pytest.approx(40 * MiB / 54e9 + 40e-6)
+
+
 def test_what_the_model_loses_counts_while_it_runs() -> None:
     costly = BusyCell(STORE, "kernel", "a load", gbps=40.0, idle_gbps=50.0, lost_ms_per_gb=6.0)
     planner = MeasuredPlanner(profile(costly), COSTS)

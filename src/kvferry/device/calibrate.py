@@ -8,6 +8,7 @@ more often than a choice between paths needs.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import pathlib
 import platform
@@ -38,6 +39,7 @@ it so many times as long as the best path took for all."""
 
 SCATTERED = (4 * KiB, 16 * KiB)
 """Segment sizes at which paths are timed with host slots that are no neighbours."""
+SCATTERED_BYTES = NUM_BYTES[-2:]
 SCATTERED_PATHS = ("kernel", "staged")
 """The others copy segment by segment and do not care where the slots are."""
 
@@ -104,17 +106,18 @@ def time_paths(
 def _time_scattered(
     rig: CopyRig, direction: Direction, paths: Mapping[str, Path]
 ) -> Iterator[Cell]:
-    for segment_bytes in SCATTERED:
-        num_blocks = rig.num_bytes // (segment_bytes * SEGMENTS_PER_BLOCK)
+    for segment_bytes, num_bytes in itertools.product(SCATTERED, SCATTERED_BYTES):
+        num_blocks = num_bytes // (segment_bytes * SEGMENTS_PER_BLOCK)
         if num_blocks < 2:
             continue
         job = rig.job(direction, segment_bytes, SEGMENTS_PER_BLOCK, num_blocks, scattered=True)
+        # The largest come in a row, if they come; then the start of the first hardly counts.
+        in_flight = 2 if num_bytes == SCATTERED_BYTES[-1] else 1
         for name in SCATTERED_PATHS:
             if name in paths:
-                # Two in a row: how soon the first of many copies starts is not what is looked for.
-                seconds = rig.time(paths[name], job, repeats=REPEATS, in_flight=2).seconds
+                found = rig.time(paths[name], job, repeats=REPEATS, in_flight=in_flight)
                 num_segments = num_blocks * SEGMENTS_PER_BLOCK
-                yield Cell(direction, name, segment_bytes, num_segments, seconds, num_blocks)
+                yield Cell(direction, name, segment_bytes, num_segments, found.seconds, num_blocks)
 
 
 def provenance(driver: Driver) -> dict[str, str]:

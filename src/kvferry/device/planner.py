@@ -4,7 +4,7 @@ Between measured sizes it interpolates the time: straight in the bytes of the tr
 copy costs a start and then so much per byte; straight in one over the segment size, because what a
 path pays per segment it pays the more often the smaller they are. Both are exact for a path whose
 time is ``a + b * bytes + c * segments``. Host slots that are no neighbours cost a path that copies
-them one by one so much each, measured too.
+them one by one so much at the start and so much each, measured too.
 """
 
 from __future__ import annotations
@@ -71,17 +71,22 @@ class _Surface:
         self._curves = [
             _Curve([c for c in in_one_run if c.segment_bytes == size]) for size in sizes
         ]
-        scattered = [cell for cell in cells if cell.num_runs > 1]
-        more = sum(
-            cell.seconds - self._in_one_run(cell.segment_bytes, cell.num_bytes)
-            for cell in scattered
+        self._scattered, self._per_run = _line(
+            [
+                (
+                    cell.num_runs - 1,
+                    cell.seconds - self._in_one_run(cell.segment_bytes, cell.num_bytes),
+                )
+                for cell in cells
+                if cell.num_runs > 1
+            ]
         )
-        # All runs together: few runs alone tell more of the noise than of themselves.
-        num_more = sum(cell.num_runs - 1 for cell in scattered)
-        self._per_run = max(0.0, more / num_more) if num_more else 0.0
 
     def at(self, segment_bytes: float, num_bytes: int, num_runs: int = 1) -> float:
-        return self._in_one_run(segment_bytes, num_bytes) + self._per_run * (num_runs - 1)
+        seconds = self._in_one_run(segment_bytes, num_bytes)
+        if num_runs > 1:
+            seconds += self._scattered + self._per_run * (num_runs - 1)
+        return seconds
 
     def _in_one_run(self, segment_bytes: float, num_bytes: int) -> float:
         sizes, curves = self._sizes, self._curves
@@ -96,6 +101,22 @@ class _Surface:
         )
         low, high = curves[right - 1].at(num_bytes), curves[right].at(num_bytes)
         return low + (high - low) * share
+
+
+def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """The start and slope, neither below nothing, of the line that fits ``points`` best."""
+    if not points:
+        return 0.0, 0.0
+    middle, mean = (fmean(values) for values in zip(*points, strict=True))
+    spread = sum((x - middle) ** 2 for x, _ in points)
+    slope = sum((x - middle) * (y - mean) for x, y in points) / spread if spread else mean / middle
+    if slope < 0:
+        return max(0.0, mean), 0.0
+    start = mean - slope * middle
+    if start < 0:
+        through_nothing = sum(x * y for x, y in points) / sum(x * x for x, _ in points)
+        return 0.0, max(0.0, through_nothing)
+    return start, slope
 
 
 @dataclass(frozen=True)
