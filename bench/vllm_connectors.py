@@ -17,6 +17,8 @@ engine without a connector lives beside each of them on the card. Measured, per 
           whole KV cache overwritten in between; and a control that must find wrong ones
   over    conversations that need several times the device cache: requests/s, p95 to first token
 
+The second shape has smaller pages; there only ttft and bytes are measured.
+
 --quick does a little of each to see that it runs; its figures mean nothing. Needs a CUDA GPU and a
 vLLM that kvferry supports; exits with 77 without.
 """
@@ -36,7 +38,7 @@ from typing import Any
 from connectors.case import Case, Measurer
 from connectors.engine import CONNECTORS, KV_HEADS, GiB
 from connectors.loads import Load
-from connectors.order import Amount, Run, read_case
+from connectors.order import Amount, Part, Run, read_case
 from connectors.tables import report
 
 SKIPPED = 77
@@ -89,6 +91,10 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--pool", type=int, default=32, metavar="GIB", help="host memory (32)")
     parser.add_argument("--rounds", type=int, default=10, help="of fits, for kvferry (10)")
+    parser.add_argument("--over-rounds", type=int, default=2, help="of over (2)")
+    parser.add_argument(
+        "--again", action="store_true", help="start everything once more at the end"
+    )
     parser.add_argument("--seconds", type=int, default=0, help="start no process after so long")
     parser.add_argument("--quick", action="store_true", help="a little of everything")
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
@@ -130,14 +136,16 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
     run = Run(
         [sys.executable, str(Path(__file__).resolve())], data, keep=keep, seconds=args.seconds
     )
+    parts = []
     for number, shape in enumerate(args.shape or KV_HEADS):
         amount = Amount(
-            sections,
+            sections if number == 0 else tuple(s for s in sections if s in ("ttft", "bytes")),
             fits_rounds=0 if number else (1 if args.quick else args.rounds),
-            over_rounds=1 if number or args.quick else 2,
-            starts_again="start" in sections and number == 0,
+            over_rounds=1 if args.quick else args.over_rounds,
+            starts_again=args.again and number == 0,
         )
-        run.shape(case_of(args, shape), wanted, amount)
+        parts.append(Part(case_of(args, shape), tuple(wanted), amount))
+    run.measure(parts)
     keep()
     return data
 

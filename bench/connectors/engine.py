@@ -12,7 +12,10 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from kvferry.device import profile
 
 GiB = 1 << 30
 
@@ -24,6 +27,9 @@ KV_HEADS = {"qwen7b": 4, "qwen7b-1kv": 1}
 LAYERS, HEADS, HEAD_SIZE, VOCABULARY, BLOCK_TOKENS = 28, 28, 128, 152064, 16
 
 _LABELS = ("src", "dst", "reason", "path")
+
+PROFILES = "BENCH_PROFILES"
+"""Names the folder in which kvferry keeps what it measured of the card, for the length of a run."""
 
 _POISON = 77
 """A byte nothing computes: every KV value becomes 2.1e+08."""
@@ -118,6 +124,8 @@ class Engine:
     def __init__(self, shape: Shape, connector: str, *, pool_bytes: int, device_bytes: int) -> None:
         from vllm import LLM
 
+        # Not by XDG_CACHE_HOME: vLLM's compile cache is keyed by that, too.
+        profile.cache_directory = lambda: Path(os.environ[PROFILES])
         folder = os.path.join(tempfile.gettempdir(), f"bench-{shape.name}")
         began = time.perf_counter()
         self.llm = LLM(

@@ -8,14 +8,14 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from connectors.case import Case
 from connectors.child import Child, ChildError
+from connectors.engine import PROFILES
 from connectors.loads import Load
 
-PEER_ROUNDS = 3
+PEER_ROUNDS = 2
 """Rounds of the load that fits the device, for connectors other than kvferry."""
 
 Result = dict[str, Any]
@@ -29,7 +29,7 @@ def read_case(text: str) -> Case:
 
 @dataclass(frozen=True)
 class Amount:
-    """What is measured on a shape, and how often."""
+    """What is measured on a shape, and how often. Without rounds that fit, none has no engine."""
 
     sections: tuple[str, ...]
     fits_rounds: int
@@ -40,6 +40,32 @@ class Amount:
         """Of the load that fits; kvferry's cost is the one that is claimed to be small."""
         own = connector in ("kvferry", "idle")
         return self.fits_rounds if own else min(self.fits_rounds, PEER_ROUNDS)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One shape, and who is measured on it."""
+
+    case: Case
+    connectors: tuple[str, ...]
+    amount: Amount
+
+    @property
+    def has_base(self) -> bool:
+        return self.amount.fits_rounds > 0
+
+    def seats(self) -> list[tuple[str, bool]]:
+        """Connectors in the order of their turns, and whether each only starts.
+
+        kvferry's very first start in a run measures the card.
+        """
+        turns = [(name, False) for name in self.connectors]
+        if self.has_base:
+            is_timed = "kvferry" in self.connectors and "start" in self.amount.sections
+            turns = [("none", False), *([("kvferry", True)] if is_timed else []), *turns]
+        if self.amount.starts_again:
+            turns += [(name, True) for name in (*self.connectors, "none")]
+        return turns
 
 
 @dataclass
@@ -86,43 +112,53 @@ class Run:
         self._seconds = seconds
         self._began = time.monotonic()
 
-    def shape(self, case: Case, connectors: Sequence[str], amount: Amount) -> None:
-        """One engine without a connector for as long as this lasts, and each connector's beside.
-
-        One connector at a time: two would not get the same host memory.
-        """
-        base, *others = self._seats(case, connectors, amount)
+    def measure(self, parts: Sequence[Part]) -> None:
+        """One part after the other, with the imports of all of them done before."""
+        rooms = [
+            (part, [self._seat(replace(part.case, connector=c), only) for c, only in part.seats()])
+            for part in parts
+        ]
         try:
-            self._enter(base)
-            if "ttft" in amount.sections:
-                base.note("ttft")
-            if "over" in amount.sections:
-                base.note_round("over", 0)
-            self._keep()
-            for seat in others:
-                if self._seconds and time.monotonic() - self._began > self._seconds:
-                    self._data["left_out"].append(f"{seat.connector} on {case.shape}")
-                else:
-                    self._visit(seat, base, amount)
-        except ChildError as error:
-            self._fail(base, error)
+            for _, seats in rooms:
+                for seat in seats:
+                    seat.child.tell("load")
+            for _, seats in rooms:
+                for seat in seats:
+                    seat.result["import_s"] = seat.child.hear()
+            for part, seats in rooms:
+                self._part(part, seats)
         finally:
-            for seat in (base, *others):
-                seat.child.end()
+            for _, seats in rooms:
+                for seat in seats:
+                    seat.child.end()
 
-    def _seats(self, case: Case, connectors: Sequence[str], amount: Amount) -> list[Seat]:
-        """All processes, with their imports done."""
-        seats = [self._seat(replace(case, connector=c), False) for c in ("none", *connectors)]
-        if amount.starts_again:
-            # kvferry's very first start measures the card; the last ones show how starts differ.
-            first = ["kvferry"] if "kvferry" in connectors else []
-            seats[1:1] = [self._seat(replace(case, connector=c), True) for c in first]
-            seats += [self._seat(replace(case, connector=c), True) for c in (*connectors, "none")]
-        for seat in seats:
-            seat.child.tell("load")
-        for seat in seats:
-            seat.result["import_s"] = seat.child.hear()
-        return seats
+    def _part(self, part: Part, seats: list[Seat]) -> None:
+        """Each connector's engine in turn: two would not get the same host memory.
+
+        The one without a connector lives as long as this lasts.
+        """
+        base = seats[0] if part.has_base else None
+        if base is not None:
+            try:
+                self._enter(base)
+                self._measure_plain(base, part.amount)
+            except ChildError as error:
+                self._fail(base, error)
+                base = None
+        for seat in seats[1:] if part.has_base else seats:
+            if self._seconds and time.monotonic() - self._began > self._seconds:
+                self._data["left_out"].append(f"{seat.connector} on {part.case.shape}")
+            else:
+                self._visit(seat, base, part.amount)
+        if base is not None:
+            base.end()
+
+    def _measure_plain(self, base: Seat, amount: Amount) -> None:
+        if "ttft" in amount.sections:
+            base.note("ttft")
+        if "over" in amount.sections:
+            base.note_round("over", 0)
+        self._keep()
 
     def _seat(self, case: Case, only_starts: bool) -> Seat:
         text = json.dumps(asdict(case))
@@ -135,7 +171,7 @@ class Run:
         if not seat.only_starts:
             seat.note("warm")
 
-    def _visit(self, seat: Seat, base: Seat, amount: Amount) -> None:
+    def _visit(self, seat: Seat, base: Seat | None, amount: Amount) -> None:
         """Everything about one connector. Whatever happens to it, the others have their turn."""
         try:
             self._enter(seat)
@@ -146,8 +182,8 @@ class Run:
         seat.end()
         self._keep()
 
-    def _measure(self, seat: Seat, base: Seat, amount: Amount) -> None:
-        if "fits" in amount.sections:
+    def _measure(self, seat: Seat, base: Seat | None, amount: Amount) -> None:
+        if "fits" in amount.sections and base is not None:
             self._compare(seat, base, amount.rounds_of(seat.connector))
         if "hooks" in amount.sections and amount.fits_rounds:
             seat.result["hooks"] = seat.ask("hooks", 1000)
@@ -159,7 +195,12 @@ class Run:
         seat.note("counted")
 
     def _compare(self, seat: Seat, base: Seat, rounds: int) -> None:
-        """In turn, and one more without: every round has a neighbour on both sides."""
+        """In turn, and one more without: every round has a neighbour on both sides.
+
+        A first round of each is not counted.
+        """
+        base.ask("fits", -1)
+        seat.ask("fits", -1)
         pairs = seat.result.setdefault("fits", {"own": [], "none": []})
         for number in range(rounds):
             pairs["none"].append(base.ask("fits", number))
@@ -176,10 +217,8 @@ class Run:
 
 def _environment() -> dict[str, str]:
     """For all processes of a run: kvferry's first start in it finds no profile of this card."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return os.environ | {
-        "VLLM_CACHE_ROOT": os.environ.get("VLLM_CACHE_ROOT", str(cache / "vllm")),
-        "XDG_CACHE_HOME": tempfile.mkdtemp(prefix="bench-vllm-cache-"),
+        PROFILES: tempfile.mkdtemp(prefix="bench-vllm-profiles-"),
         # The engine in the process that times it: no message between the two is measured.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",

@@ -94,6 +94,11 @@ class Namespace:
                 digest.update(len(data).to_bytes(8, "little") + data)
         return digest.digest()
 
+    @cached_property
+    def adoption(self) -> bytes:
+        """The mask that moves an engine's hashes into this namespace."""
+        return blake2b(self.fingerprint, digest_size=KEY_BYTES, person=_ADOPT).digest()
+
     def bump(self) -> Namespace:
         """The next epoch: shares no key with this one, so everything stored so far is forgotten."""
         return replace(self, epoch=self.epoch + 1)
@@ -139,8 +144,7 @@ def adopt(namespace: Namespace, hashes: Iterable[bytes]) -> Keys:
         map(len, contents)
     ):
         contents = [_digest(position, content) for position, content in enumerate(contents)]
-    mask = blake2b(namespace.fingerprint, digest_size=KEY_BYTES, person=_ADOPT)
-    return _joined(contents).masked(mask.digest())
+    return _joined(contents).masked(namespace.adoption)
 
 
 def _digest(position: int, content: bytes) -> bytes:

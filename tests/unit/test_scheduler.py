@@ -288,3 +288,47 @@ def test_tables_may_be_arrays() -> None:
     scheduler = scheduler_of()
     (held,) = scheduler.store("a", keys(range(2)), [np.array([3, 4], dtype=np.int32)], 8)
     assert held.blocks.tolist() == [3, 4]
+
+
+def test_a_request_that_goes_on_stores_what_another_left() -> None:
+    """Seen red with what the other stored forgotten, and with the other never finished."""
+    scheduler = scheduler_of()
+    chain = keys(range(6))
+    scheduler.store("first", chain[:3], [[0, 1, 2]], 2 * 4)
+    scheduler.settle(receipts(scheduler.plan()))
+    scheduler.go_on("second", "first")
+    assert scheduler.stored_tokens("second") == 2 * 4
+    assert "first" not in scheduler._requests.ids()
+    (held,) = scheduler.store("second", chain, [[0, 1, 2, 3, 4, 5]], 6 * 4)
+    assert held.blocks.tolist() == [2, 3, 4, 5]
+    scheduler.go_on("third", "nobody")
+    assert scheduler.stored_tokens("third") == 0
+
+
+def test_what_goes_on_from_before_a_reset_is_as_old() -> None:
+    scheduler = scheduler_of()
+    scheduler.begin("first")
+    scheduler.reset()
+    scheduler.go_on("second", "first")
+    assert scheduler.store("second", keys(range(2)), [[0, 1]], 8) == ()
+
+
+def test_a_miss_is_looked_up_again_when_something_was_stored(monkeypatch) -> None:
+    """Seen red with the generation left out of what is remembered, and with nothing remembered."""
+    scheduler = scheduler_of()
+    chain = keys(range(3))
+    looks: list[int] = []
+    real = scheduler._matcher.next_missing
+
+    def counted(*args: Any) -> Any:
+        looks.append(1)
+        return real(*args)
+
+    monkeypatch.setattr(scheduler._matcher, "next_missing", counted)
+    for _ in range(5):
+        assert scheduler.match("reader", chain).state is MatchState.MISS
+    assert len(looks) == 1
+    stored(scheduler, chain[:2])
+    assert scheduler.match("reader", chain).to_load == 8
+    assert scheduler.match("reader", chain, computed_tokens=8).state is MatchState.MISS
+    assert len(looks) == 3

@@ -72,13 +72,13 @@ class Explainer:
     def _why_missing(self, group: int, key: Keys) -> Reason:
         if self._pool.known(key)[0]:
             return Reason.IN_FLIGHT
-        if self._ghosts.have(key)[0]:
+        if self._ghosts.has(key):
             return Reason.EVICTED
-        if not self._admission.admits(key)[0]:
+        if self._admission.counts and not self._admission.admits(key)[0]:
             return Reason.BELOW_THRESHOLD
         epoch = self._matcher.epoch
         if epoch:
             bare = key.masked(scope(epoch, group))
-            if self._ghosts.have(bare.masked(scope(epoch - 1, group)))[0]:
+            if self._ghosts.has(bare.masked(scope(epoch - 1, group))):
                 return Reason.OTHER_NAMESPACE
         return Reason.NEVER_STORED

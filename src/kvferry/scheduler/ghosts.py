@@ -23,9 +23,10 @@ class Ghosts:
     def add(self, keys: Keys) -> None:
         self._seen[self._places(keys)] = keys.array[:, 1]
 
-    def have(self, keys: Keys) -> npt.NDArray[np.bool_]:
-        """For each key, whether it is remembered."""
-        return np.asarray(self._seen.take(self._places(keys)) == keys.array[:, 1])
+    def has(self, key: Keys) -> bool:
+        """Whether this one key is remembered."""
+        first, second = key.array[0, :2]
+        return bool(self._seen[int(first & self._mask)] == second)
 
     def _places(self, keys: Keys) -> npt.NDArray[np.int64]:
         return (keys.array[:, 0] & self._mask).astype(np.int64)

@@ -150,6 +150,9 @@ class Scheduler:
         if not computed_tokens:  # it has no block at all, so none from before a reset
             record.renew()
         hit = record.hit
+        asked = (self.pool.generation, computed_tokens, max_tokens)
+        if record.missed == asked:
+            return Match(MatchState.MISS, computed_tokens, computed_tokens)
         if hit is None or not self._hits.still_holds(hit, computed_tokens, max_tokens):
             record.let_go()
             self._count_once(record, keys, max_tokens - computed_tokens)
@@ -159,6 +162,7 @@ class Scheduler:
                     request_id, missing, computed_tokens=computed_tokens, max_tokens=max_tokens
                 )
                 self._remember(record, why)
+                record.missed = asked
                 return Match(MatchState.MISS, computed_tokens, computed_tokens)
             look = self._matcher.look(keys, computed_tokens, max_tokens, spare_tokens)
             if self._promote(request_id, record, look):
@@ -248,6 +252,19 @@ class Scheduler:
             self._storing.skip_known(record, keys, num_tokens)
         return self.stored_tokens(request_id)
 
+    def go_on(self, request_id: RequestId, ended_id: RequestId) -> None:
+        """A request goes on where another ended, and stores what that one has left to be stored.
+
+        What the other stored counts as its own; the other is finished.
+        """
+        self._require_open()
+        ended = self._requests.get(ended_id)
+        if ended is not None:
+            record = self._requests.record(request_id)
+            record.stored = list(ended.stored)
+            record.outdated |= ended.outdated
+            self.finish(ended_id)
+
     def stored_tokens(self, request_id: RequestId) -> int:
         """Leading tokens that :meth:`store` is done with; while there are more, call it again.
 
@@ -260,6 +277,11 @@ class Scheduler:
             num_slots * group.slot_tokens
             for num_slots, group in zip(record.stored, self.groups, strict=True)
         )
+
+    @property
+    def stores_wait(self) -> bool:
+        """Whether as much is being stored as may be at a time: :meth:`store` would leave more."""
+        return self._storing.is_full
 
     @property
     def offer_depth(self) -> int:

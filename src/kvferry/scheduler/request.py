@@ -97,6 +97,7 @@ class RequestRecord:
     explained: bool = False
     outdated: bool = False  # its device blocks are from before a reset
     hit: Hit | None = None
+    missed: tuple[int, int, int] | None = None  # generation and question of its last miss
     loading: Loading | None = None
 
     @classmethod

@@ -189,6 +189,11 @@ class Storing:
         self._outbox.store(StoreOrder(g, lease, device_blocks, lease.slots))
         return (DeviceBlocks(g, device_blocks),)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the bounds let some group store nothing more for now."""
+        return any(self._room(g) <= 0 for g in range(len(self._matcher.groups)))
+
     def _room(self, g: int) -> int:
         """How many slots of this group may be ordered now without passing the bounds."""
         per_slot = self._matcher.groups[g].blocks_per_slot

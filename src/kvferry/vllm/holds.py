@@ -25,6 +25,17 @@ class BlockHolds:
         return self._held.total()
 
     @property
+    def num_free(self) -> int:
+        """Blocks that vLLM could give to a request now."""
+        return int(self._pool.get_num_free_blocks())
+
+    @property
+    def evicts(self) -> bool:
+        """Whether the next block that vLLM gives to a request is one its prefix cache knows."""
+        block = self._pool.free_block_queue.fake_free_list_head.next_free_block
+        return block is not None and block.block_hash is not None
+
+    @property
     def keeps_free_blocks(self) -> bool:
         """Whether some block is in use by copies alone: it is free once they have ended."""
         blocks = self._pool.blocks

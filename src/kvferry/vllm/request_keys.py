@@ -7,6 +7,8 @@ from typing import Any
 from kvferry.identity import Namespace, adopt
 from kvferry.keys import Keys
 
+_NO_KEYS = Keys.empty()
+
 
 class RequestKeys:
     """A running request and the keys of the hash blocks it has so far.
@@ -18,7 +20,7 @@ class RequestKeys:
     def __init__(self, request: Any, namespace: Namespace) -> None:
         self.request = request
         self._namespace = namespace
-        self._keys = Keys.empty()
+        self._keys = _NO_KEYS
         self._last: bytes | None = None
 
     def keys(self) -> Keys:
@@ -27,8 +29,9 @@ class RequestKeys:
         # Chained, so one equal hash means that all before it are equal: a request whose tokens
         # were replaced (streamed input) starts over.
         if known > len(hashes) or (known and hashes[known - 1] != self._last):
-            self._keys, known = Keys.empty(), 0
+            self._keys, known = _NO_KEYS, 0
         if known < len(hashes):
-            self._keys += adopt(self._namespace, map(bytes, hashes[known:]))
+            new = adopt(self._namespace, map(bytes, hashes[known:]))
+            self._keys = self._keys + new if known else new
             self._last = hashes[-1]
         return self._keys

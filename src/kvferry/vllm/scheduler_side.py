@@ -24,20 +24,19 @@ from kvferry.vllm import translate
 from kvferry.vllm.guard import guarded
 from kvferry.vllm.messages import StepOrders, StepReceipts
 from kvferry.vllm.metrics import FerryStats
-from kvferry.vllm.offers import next_to_go, num_allocated
-from kvferry.vllm.service import Service
+from kvferry.vllm.storing import Storing
 from kvferry.vllm.tables import table_of
-from kvferry.vllm.tracked import Tracked, Unstored
+from kvferry.vllm.tracked import Tracked
 
 log = init_logger("vllm.kvferry")
 
 MISS = (0, False)
 
-_SETTLE_SECONDS = 0.05
+_SETTLE_SECONDS = 0.25
 """How often deadlines are looked at where no receipts come."""
 
 
-class SchedulerSide(Service):
+class SchedulerSide(Storing):
     """Owns what is known of vLLM's requests, and what vLLM was told about their loads.
 
     Decides nothing about blocks. Whatever goes wrong here, requests run: at worst without us.
@@ -47,7 +46,6 @@ class SchedulerSide(Service):
         self, vllm_config: Any, kv_cache_config: Any, config: Config, support: translate.Support
     ) -> None:
         super().__init__(vllm_config, kv_cache_config, config, support)
-        self._tracked: dict[str, Tracked] = {}
         self._loading: set[str] = set()
         self._ordered_loads: dict[tuple[int, int], str] = {}
         self._unsent: dict[str, tuple[int, ...]] = {}
@@ -55,8 +53,8 @@ class SchedulerSide(Service):
         self._drained: set[Rank] = set()
         self._settled = False
         self._settle_at = 0.0
-        self._left: list[Unstored] = []  # by requests that ended since the last plan
-        self._due: list[Unstored] = []  # by those that ended before
+        self._num_quiet = 0  # steps of one token each before there is anything to do
+        self._quiet_orders = StepOrders(computes=True)
 
     # -- a request comes ------------------------------------------------------------------------
 
@@ -80,7 +78,7 @@ class SchedulerSide(Service):
             return None, False
         claimed = match.to_load if match.state is MatchState.HIT else 0
         tracked.past_tokens = computed_tokens + claimed
-        tracked.next_store = tracked.past_tokens + self._store_step + self._volatile
+        tracked.next_store = tracked.past_tokens + self._step + self._volatile
         if not claimed:
             return MISS
         tracked.claimed_tokens = claimed
@@ -103,6 +101,7 @@ class SchedulerSide(Service):
         What vLLM counts on and we cannot bring is told to it by way of the ranks, or the request
         would wait for ever.
         """
+        self._num_quiet = 0
         try:
             if not self.guard.broken and self._load(request, blocks, num_external_tokens):
                 return
@@ -121,6 +120,7 @@ class SchedulerSide(Service):
             return not num_external_tokens
         tracked = self._track(scheduler, request)
         claimed, tracked.claimed_tokens = tracked.claimed_tokens, 0
+        self._go_on(scheduler, tracked)
         if num_external_tokens != claimed:
             # Another connector serves the request, or vLLM wants less: change or drop the pins.
             scheduler.match(
@@ -175,6 +175,8 @@ class SchedulerSide(Service):
 
     def orders(self, scheduler_output: Any) -> StepOrders:
         """This step's plan. Stores are of what this very step computes: the ranks order them so."""
+        if self._is_quiet(scheduler_output):
+            return self._quiet_orders
         computes = scheduler_output.total_num_scheduled_tokens > 0
         plan = self._plan(scheduler_output)
         loads = self._loads_of(plan)
@@ -184,7 +186,27 @@ class SchedulerSide(Service):
             stuck = self.guard.broken and self.holds is not None and self.holds.num_held > 0
             return StepOrders(undone=undone | unsent, computes=computes, drain=stuck)
         epoch = self.scheduler.epoch if self.scheduler is not None else 0
+        if self._quiet_orders.epoch != epoch:
+            self._quiet_orders = StepOrders(computes=True, epoch=epoch)
         return StepOrders(plan, loads, undone, computes, epoch=epoch)
+
+    def _is_quiet(self, scheduler_output: Any) -> bool:
+        """Whether all this step does is to decode one more token of each running request.
+
+        Most steps do no more, and must cost next to nothing. So only the step itself is looked at:
+        whatever else would be news to us ends the quiet, or can wait for the next full look.
+        """
+        num_running = len(scheduler_output.num_scheduled_tokens)
+        if (
+            self._num_quiet <= 0
+            or num_running == 0  # a step of its own kind: what waits has its moment
+            or scheduler_output.total_num_scheduled_tokens != num_running
+            or scheduler_output.scheduled_new_reqs
+            or scheduler_output.preempted_req_ids
+        ):
+            return False
+        self._num_quiet -= 1
+        return True
 
     @guarded(lambda: None)
     def _loads_of(self, plan: Plan | None) -> dict[str, tuple[TransferId, ...]] | None:
@@ -212,92 +234,20 @@ class SchedulerSide(Service):
         for request_id in scheduler_output.preempted_req_ids or ():
             if request_id in self._tracked:
                 self._note_preemption(self._tracked[request_id])
-        for request_id, num_new in scheduler_output.num_scheduled_tokens.items():
-            tracked = self._tracked.get(request_id)
-            if tracked is not None:
-                computed_tokens = tracked.request.num_computed_tokens + num_new
-                if computed_tokens >= tracked.next_store:
-                    self._store(scheduler, tracked, computed_tokens)
-                if not tracked.is_timed:
-                    prefill = tracked.time_prefill()
-                    if prefill is not None:
-                        scheduler.note_prefill(*prefill)
-        if self._left or self._due:
-            self._store_left(scheduler)
+        self._num_quiet = self._store_running(scheduler, scheduler_output.num_scheduled_tokens)
+        self._store_leftovers(scheduler, is_idle=not scheduler_output.num_scheduled_tokens)
         if self.config.store_mode == "lazy":
             self._offer(scheduler, scheduler_output)
         return scheduler.plan()
-
-    def _offer(self, scheduler: Scheduler, scheduler_output: Any) -> None:
-        """With lazy stores: show what vLLM will give away next."""
-        scheduler.note_allocated(num_allocated(scheduler_output))
-        for offer in next_to_go(self._block_pool, scheduler.offer_depth, self._namespace):
-            self._require_holds().take(scheduler.offer(*offer))
-
-    def _store(self, scheduler: Scheduler, tracked: Tracked, computed_tokens: int) -> None:
-        """Order what a running request has not stored yet."""
-        unstored = self._unstored(scheduler, tracked, computed_tokens)
-        if unstored is not None:
-            self._order(scheduler, unstored)
-        stored_tokens = scheduler.stored_tokens(tracked.request.request_id)
-        tracked.next_store = stored_tokens + self._store_step + self._volatile
-
-    def _unstored(
-        self, scheduler: Scheduler, tracked: Tracked, computed_tokens: int
-    ) -> Unstored | None:
-        """The whole blocks of known tokens below ``computed_tokens`` that are to be stored.
-
-        A token that is not known yet has no hash: drafts that may be refused are never stored.
-        """
-        if self.config.store_mode == "lazy":
-            return None
-        request = tracked.request
-        known_tokens = len(request.block_hashes) * self._hash_tokens
-        num_tokens = min(computed_tokens, known_tokens) - self._volatile
-        stored_tokens = scheduler.stored_tokens(request.request_id)
-        if tracked.past_tokens and not stored_tokens:
-            # What was loaded, or never left, needs no look at its blocks.
-            past_tokens = min(tracked.past_tokens, num_tokens)
-            keys = tracked.chain.keys()
-            stored_tokens = scheduler.skip_stored(request.request_id, keys, past_tokens)
-        if num_tokens < stored_tokens + self._least_block:
-            return None
-        tables = self._tables.of(request, num_tokens, stored_tokens)
-        return Unstored(tracked, tables, num_tokens, stored_tokens)
-
-    def _order(self, scheduler: Scheduler, unstored: Unstored) -> None:
-        tracked, tables = unstored.tracked, unstored.tables
-        request_id, keys = tracked.request.request_id, tracked.chain.keys()
-        ordered = scheduler.store(request_id, keys, tables, unstored.num_tokens)
-        self._require_holds().take(ordered)
-        if self.sight is not None:
-            self.sight.ordered(tracked, tables, ordered, self._hash_tokens)
-
-    def _store_left(self, scheduler: Scheduler) -> None:
-        """Order what requests left that ended before the last step."""
-        due, self._due, self._left = self._due, self._left, []
-        for unstored in due:
-            self._end(scheduler, unstored)
-
-    def _end_namesake(self, scheduler: Scheduler, request_id: str) -> None:
-        """A name may be used again at once: what an ended request left is not the new one's."""
-        for waiting in (self._due, self._left):
-            for unstored in [u for u in waiting if u.tracked.request.request_id == request_id]:
-                waiting.remove(unstored)
-                self._end(scheduler, unstored)
-
-    def _end(self, scheduler: Scheduler, unstored: Unstored) -> None:
-        self._order(scheduler, unstored)
-        scheduler.finish(unstored.tracked.request.request_id)
-        self._require_holds().drop(unstored.blocks(scheduler.groups))
 
     # -- receipts -------------------------------------------------------------------------------
 
     def take(self, output: Any) -> None:
         """The ranks' answers of one step."""
-        self._loading.difference_update(output.finished_recving or ())
+        if output.finished_recving:
+            self._loading.difference_update(output.finished_recving)
         report = output.kv_connector_worker_meta
-        if isinstance(report, StepReceipts):
+        if report is not None and isinstance(report, StepReceipts):
             self._hear(report)
             self._drained.update(report.drained)
             if self.guard.broken and len(self._drained) == self._num_ranks:
@@ -313,6 +263,7 @@ class SchedulerSide(Service):
 
     @guarded(lambda: None)
     def _hear(self, report: StepReceipts) -> None:
+        self._num_quiet = 0
         self.meet_ranks(report.shapes)
         self._ready |= dict(report.ready)
         self._pinned |= dict(report.pinned)
@@ -347,27 +298,25 @@ class SchedulerSide(Service):
     def finished(self, request: Any) -> None:
         """Done or aborted. What it computed and nobody stored yet is stored; nobody waits.
 
-        Not at once: requests end where others begin, and the GPU waits for those. Until the next
-        step is under way their blocks are only held. (A window's blocks are soon no longer theirs.)
+        Not at once, see :mod:`kvferry.vllm.leftovers`. (A window's blocks are soon no longer its.)
         """
+        self._num_quiet = 0
         tracked = self._tracked.pop(request.request_id, None)
         scheduler = self.scheduler
         if tracked is None or scheduler is None:
             return
-        unstored = None
-        if request.request_id not in self._loading:
-            unstored = self._unstored(scheduler, tracked, request.num_computed_tokens)
-        if unstored is not None and self._stores_late:
-            self._require_holds().take(unstored.blocks(scheduler.groups))
-            self._left.append(unstored)
-            return
-        if unstored is not None:
-            self._order(scheduler, unstored)
-        scheduler.finish(request.request_id)
+        if request.request_id in self._loading:
+            scheduler.finish(request.request_id)
+        elif self._stores_late:
+            self._leave(scheduler, tracked)
+        else:
+            self._store(scheduler, tracked, request.num_computed_tokens)
+            scheduler.finish(request.request_id)
 
     @guarded(lambda: True)
     def reset(self) -> bool:
         """Forget everything: the cache was reset, or the weights have changed."""
+        self._num_quiet = 0
         if self.scheduler is not None:
             self.scheduler.reset()
         return True
@@ -377,27 +326,27 @@ class SchedulerSide(Service):
         """Whether the engine should keep stepping, so that copies under way can be told."""
         if self.scheduler is None or self.guard.broken:
             return bool(self._undone)
-        return bool(self._left or self._due or self.scheduler.num_queued) or self._awaits_copies
+        return bool(self.leftovers or self.scheduler.num_queued) or self._awaits_copies
 
     @guarded(lambda: False)
     def frees_soon(self) -> bool:
         """Whether waiting for copies under way would give vLLM a block: cheaper than preempting."""
-        holds = self.holds
-        is_on_its_way = self._left or self._due or self._awaits_copies
-        return holds is not None and bool(is_on_its_way) and holds.keeps_free_blocks
+        holds, leftovers = self.holds, self.leftovers
+        if leftovers:
+            leftovers.is_wanted = True
+        is_on_its_way = bool(leftovers) or self._awaits_copies
+        return holds is not None and is_on_its_way and holds.keeps_free_blocks
 
     @property
     def _awaits_copies(self) -> bool:
         return self.scheduler is not None and self.scheduler.num_awaited > 0
 
-    @property
-    def _will_rest(self) -> bool:
-        """Whether this may be the last step for long."""
-        return not self._tracked and not self.has_work
-
     @guarded(lambda: None)
     def take_stats(self) -> FerryStats | None:
-        if self.sight is None or not (self.sight.is_due or self._will_rest):
+        if self._num_quiet > 0 or self.sight is None:
+            return None
+        # Also when the last request has ended: there may be no other step for long.
+        if self._tracked and not self.sight.is_due:
             return None
         return self.sight.take_stats(num_held=self._require_holds().num_held)
 

@@ -16,16 +16,20 @@ from kvferry.types import Rank
 from kvferry.vllm import translate
 from kvferry.vllm.guard import Guard, guarded
 from kvferry.vllm.holds import BlockHolds
+from kvferry.vllm.leftovers import Leftovers
 from kvferry.vllm.messages import RankShape
 from kvferry.vllm.sight import Sight
 from kvferry.vllm.tables import DeviceTables
 
 log = init_logger("vllm.kvferry")
 
-_STORE_TOKENS = 1024
+_STORE_TOKENS = 2048
 """A running request is stored when it has this many more tokens, and when it ends: every store
 costs the scheduler the same, however few blocks it has. Nothing is lost meanwhile but what a
 preemption takes, because blocks in use stay on the device."""
+
+_HURRY = 4
+"""Where vLLM evicts, it may preempt as well: so many times as often."""
 
 
 class Service:
@@ -45,6 +49,7 @@ class Service:
         self.scheduler: Scheduler | None = None
         self.holds: BlockHolds | None = None
         self.sight: Sight | None = None
+        self.leftovers: Leftovers | None = None
         self._vllm_config = vllm_config
         self._num_ranks = int(vllm_config.parallel_config.world_size)
         self._kv_cache_config = kv_cache_config
@@ -90,6 +95,7 @@ class Service:
             is_full = all(isinstance(group, reach.FullAttention) for group in groups)
             num_blocks = max(1, _STORE_TOKENS // self._least_block) if is_full else 1
             self._store_step = self._least_block * num_blocks
+            self._hasty_step = self._least_block * max(1, num_blocks // _HURRY)
             # The last block a draft model wrote may be of tokens that were then refused.
             drafts = translate.uses_draft_layers(self._vllm_config)
             step = reach.hit_alignment(groups, hash_block_tokens=hash_tokens)
@@ -105,6 +111,9 @@ class Service:
                 hash_block_tokens=hash_tokens,
                 num_device_blocks=int(self._block_pool.num_gpu_blocks),
                 block_bytes=self._shapes[0].block_bytes,
+            )
+            self.leftovers = Leftovers(
+                self._require_holds(), num_device_blocks=int(self._block_pool.num_gpu_blocks)
             )
             self._tables = DeviceTables(groups, self._block_pool, self._manager, hash_tokens)
             self.sight = Sight(

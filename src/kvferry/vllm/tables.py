@@ -42,6 +42,13 @@ class DeviceTables:
             for number, group in enumerate(self._groups)
         ]
 
+    def cached(self, request: Any, num_tokens: int, from_token: int) -> list[BlockTable]:
+        """The same of a request that has ended: whatever the prefix cache still has of it."""
+        return [
+            self._by_content(number, group, request.block_hashes, num_tokens, from_token)
+            for number, group in enumerate(self._groups)
+        ]
+
     def _by_content(
         self, number: int, group: Group, hashes: Sequence[Any], num_tokens: int, from_token: int
     ) -> BlockTable:

@@ -167,12 +167,12 @@ class WorkerSide:
         self._computes = orders.computes
         self._flush()
         self._freshness.enter(orders.epoch)
-        if orders.plan or orders.loads or orders.undone:
+        if orders.plan.transfers or orders.loads or orders.undone:
             self._carry_out(orders)
         if not orders.computes:
             self._flush()
-        elif self._memory is not None:
-            self._memory.note_step()
+        elif self._memory is not None and self._told_ready != self.shape.num_slots:
+            self._memory.note_step()  # it still grows
         if orders.drain:
             self._drain()
             self._drained = True
@@ -202,7 +202,7 @@ class WorkerSide:
         self._flush()
 
     def _flush(self) -> None:
-        if self._later:
+        if self._later.transfers:
             later, self._later = self._later, NO_PLAN
             self._execute(later)
 
@@ -298,12 +298,15 @@ class WorkerSide:
 
     def take_receipts(self) -> StepReceipts | None:
         """What the scheduler's side does not know yet; None if that is nothing."""
+        is_grown = self._memory is None or self._told_ready == self.shape.num_slots
+        stale = self._freshness.take_stale()
+        if is_grown and self._told_shape and not (self._receipts or self._drained or stale):
+            return None
         receipts, self._receipts = tuple(self._receipts), []
         drained, self._drained = (self.rank,) if self._drained else (), False
         shapes = () if self._told_shape else (self.shape,)
         self._told_shape = True
         ready, pinned = self._take_ready()
-        stale = self._freshness.take_stale()
         if receipts or ready or shapes or drained or stale:
             return StepReceipts(receipts, ready, shapes, drained, pinned, stale)
         return None

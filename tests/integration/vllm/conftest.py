@@ -38,6 +38,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
+def stores_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models here have short contexts: without this no request would store while it runs."""
+    monkeypatch.setattr("kvferry.vllm.service._STORE_TOKENS", 256)
+
+
+@pytest.fixture(autouse=True)
 def no_leaked_threads() -> Iterator[None]:
     """vLLM leaves threads behind; ours must end with the engine."""
     yield

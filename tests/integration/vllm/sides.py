@@ -85,11 +85,23 @@ class Sides:
         self.tables[name] = [block.block_id for block in blocks]
         return SimpleNamespace(get_block_ids=lambda: (self.tables[name],))
 
+    def cache(self, request: Any) -> None:
+        """Let the prefix cache know what a request has computed, as vLLM does in every step."""
+        self.pool.cache_full_blocks(
+            request,
+            [self.pool.blocks[number] for number in self.tables[request.request_id]],
+            num_cached_blocks=0,
+            num_full_blocks=len(request.block_hashes),
+            block_size=BLOCK_TOKENS,
+            kv_cache_group_id=0,
+        )
+
     def orders(self, scheduled: dict[str, int] | None = None) -> StepOrders:
         return self.side.orders(
             SimpleNamespace(
                 total_num_scheduled_tokens=sum((scheduled or {}).values()),
                 num_scheduled_tokens=scheduled or {},
+                scheduled_new_reqs=[],
                 preempted_req_ids=None,
             )
         )

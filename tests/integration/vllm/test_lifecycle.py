@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.integration.vllm.engine import make_prompts, tampering
+from tests.integration.vllm.engine import BLOCK_TOKENS, make_prompts, tampering
 
 from kvferry.scheduler import Scheduler
 
@@ -102,6 +102,27 @@ def test_finishing_never_waits_for_a_store(start, llama, monkeypatch):
     engine.check_idle()
 
 
+def test_a_conversation_that_goes_on_is_stored_once(start, expect, llama):
+    """Seen red with ``_go_on`` left out, and with what it stores beginning at the new turn."""
+    (first, more, last) = make_prompts(26, 100, 60, 50)
+    engine = start(llama, ferry=FERRY)
+    (answer,) = engine.generate([first])
+    second = first + answer + more
+    (next_answer,) = engine.generate([second])
+    assert len(engine.side.leftovers) == 1, "the second turn has what the first one left"
+    assert engine.stats.landed == 0
+    engine.settle()
+    assert engine.stats.landed == 1
+    third = second + next_answer + last
+    expected = expect(llama, [first, second, third])
+    assert [answer, next_answer] == expected[:2]
+    engine.forget_device()
+    assert engine.generate([third]) == expected[2:]
+    assert engine.loaded_blocks == (len(second) + 15) // BLOCK_TOKENS
+    engine.settle()
+    engine.check_idle()
+
+
 def test_nobody_is_preempted_for_blocks_that_a_store_gives_back(start, expect, llama, monkeypatch):
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
@@ -114,6 +135,8 @@ def test_nobody_is_preempted_for_blocks_that_a_store_gives_back(start, expect, l
     preempted = engine.note_preemptions(monkeypatch)
     tampers[0].holds_receipts = True
     engine.generate([first], max_tokens=1)
+    while engine.side.leftovers:
+        engine.step()
     assert engine.side.holds.num_held == 6  # of 14, and the next needs 7, then 9
     name = engine.add(second, 60)
     for _ in range(80):
@@ -138,7 +161,7 @@ def test_a_mistake_of_ours_never_stops_the_engine(start, expect, llama, monkeypa
 
     monkeypatch.setattr(Scheduler, hook, mistaken)
     assert engine.generate(prompts) == expected
-    engine.generate([[1, 2, 3]])  # what a request leaves is stored some steps later
+    engine.settle()  # what a request leaves is stored when there is nothing else to do
     assert "a mistake" in engine.side.guard.reason
     assert engine.generate(prompts) == expected
     for _ in range(5):
