@@ -25,7 +25,8 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]  # vllm is untyped 
     they were meant for. ``computes`` says that a forward pass belongs to this step: its stores must
     come after that. ``drain`` asks to finish all copies before answering, because the scheduler's
     side is out of service and will read no receipts. ``epoch`` counts how often everything was
-    forgotten: loads are of blocks stored in it.
+    forgotten: loads are of blocks stored in it. ``is_quiet`` says that this is one of many steps
+    that only decode, and that nothing else is in here.
     """
 
     plan: Plan = NO_PLAN
@@ -34,6 +35,7 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]  # vllm is untyped 
     computes: bool = False
     drain: bool = False
     epoch: int = 0
+    is_quiet: bool = False
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class SchedulerSide(Storing):
         self._settled = False
         self._settle_at = 0.0
         self._num_quiet = 0  # steps of one token each before there is anything to do
-        self._quiet_orders = StepOrders(computes=True)
+        self._quiet_orders = StepOrders(computes=True, is_quiet=True)
 
     # -- a request comes ------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class SchedulerSide(Storing):
             return StepOrders(undone=undone | unsent, computes=computes, drain=stuck)
         epoch = self.scheduler.epoch if self.scheduler is not None else 0
         if self._quiet_orders.epoch != epoch:
-            self._quiet_orders = StepOrders(computes=True, epoch=epoch)
+            self._quiet_orders = StepOrders(computes=True, epoch=epoch, is_quiet=True)
         return StepOrders(plan, loads, undone, computes, epoch=epoch)
 
     def _is_quiet(self, scheduler_output: Any) -> bool:
@@ -345,8 +345,8 @@ class SchedulerSide(Storing):
     def take_stats(self) -> FerryStats | None:
         if self._num_quiet > 0 or self.sight is None:
             return None
-        # Also when the last request has ended: there may be no other step for long.
-        if self._tracked and not self.sight.is_due:
+        will_rest = not self._tracked and not self.has_work  # then for long there is no other step
+        if not (will_rest or self.sight.is_due):
             return None
         return self.sight.take_stats(num_held=self._require_holds().num_held)
 

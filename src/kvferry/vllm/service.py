@@ -23,12 +23,12 @@ from kvferry.vllm.tables import DeviceTables
 
 log = init_logger("vllm.kvferry")
 
-_STORE_TOKENS = 2048
+_STORE_TOKENS = 4096
 """A running request is stored when it has this many more tokens, and when it ends: every store
 costs the scheduler the same, however few blocks it has. Nothing is lost meanwhile but what a
 preemption takes, because blocks in use stay on the device."""
 
-_HURRY = 4
+_HURRY = 8
 """Where vLLM evicts, it may preempt as well: so many times as often."""
 
 

@@ -13,8 +13,8 @@ from kvferry.vllm.offers import next_to_go, num_allocated
 from kvferry.vllm.service import Service
 from kvferry.vllm.tracked import Tracked, Unstored
 
-_MOST_QUIET = 16
-"""Decoding steps that may go by without a look at anything: some tens of milliseconds."""
+_MOST_QUIET = 32
+"""Decoding steps that may go by without a look at anything: a fraction of a second."""
 
 
 class Storing(Service):
@@ -33,7 +33,7 @@ class Storing(Service):
 
     def _store_running(self, scheduler: Scheduler, num_scheduled: Mapping[str, int]) -> int:
         """Order what this step computes; returns how many tokens each may have before the next."""
-        least = _MOST_QUIET if self.config.store_mode != "lazy" else 0
+        least = _MOST_QUIET if num_scheduled and self.config.store_mode != "lazy" else 0
         for request_id, num_new in num_scheduled.items():
             tracked = self._tracked.get(request_id)
             if tracked is None:

@@ -73,6 +73,11 @@ class Freshness:
             self._weights.mark()
             self._is_marked = True
 
+    @property
+    def is_marked(self) -> bool:
+        """Whether :meth:`look` has something to take."""
+        return self._is_marked
+
     def look(self) -> None:
         """Take the sums that were marked: off the way of the step's own work."""
         if self._is_marked and self._weights is not None:

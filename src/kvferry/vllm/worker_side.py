@@ -143,6 +143,9 @@ class WorkerSide:
 
     def begin(self, orders: StepOrders) -> None:
         """Start the step's loads, and its stores too where there is no forward to wait for."""
+        if orders.is_quiet and self._is_grown and not self._later.transfers:
+            self._computes = True
+            return
         try:
             self._begin(orders)
         except Exception as error:
@@ -171,8 +174,8 @@ class WorkerSide:
             self._carry_out(orders)
         if not orders.computes:
             self._flush()
-        elif self._memory is not None and self._told_ready != self.shape.num_slots:
-            self._memory.note_step()  # it still grows
+        elif self._memory is not None and not self._is_grown:
+            self._memory.note_step()
         if orders.drain:
             self._drain()
             self._drained = True
@@ -196,6 +199,11 @@ class WorkerSide:
             if orders.loads:
                 self._freshness.mark()
         self._later = Plan(orders.plan.step, stores)
+
+    @property
+    def _is_grown(self) -> bool:
+        """Whether there is nothing left to tell of the host memory."""
+        return self._memory is None or self._told_ready == self.shape.num_slots
 
     def after_forward(self) -> None:
         """The step's forward is queued: its blocks may be stored."""
@@ -228,6 +236,8 @@ class WorkerSide:
 
     def poll(self) -> None:
         """Take what has ended by now; where nothing else is to do, what ends in a moment."""
+        if not (self._awaited or self._freshness.is_marked):
+            return
         self._poll()
         if not self._loads or self._computes or self._arrived:
             return
@@ -298,9 +308,8 @@ class WorkerSide:
 
     def take_receipts(self) -> StepReceipts | None:
         """What the scheduler's side does not know yet; None if that is nothing."""
-        is_grown = self._memory is None or self._told_ready == self.shape.num_slots
         stale = self._freshness.take_stale()
-        if is_grown and self._told_shape and not (self._receipts or self._drained or stale):
+        if self._is_grown and self._told_shape and not (self._receipts or self._drained or stale):
             return None
         receipts, self._receipts = tuple(self._receipts), []
         drained, self._drained = (self.rank,) if self._drained else (), False

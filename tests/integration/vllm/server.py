@@ -130,6 +130,17 @@ class Server:
         assert found, f"no metric {name}"
         return sum(map(float, found))
 
+    def settle(self, seconds: float = 30.0) -> None:
+        """Wait until the engine rests: then everything that was counted has been told."""
+        deadline, before = time.monotonic() + seconds, ""
+        while time.monotonic() < deadline:
+            time.sleep(0.3)
+            now = "".join(sorted(re.findall(r"^vllm:kvferry\S+ \S+$", self.get("/metrics"), re.M)))
+            if now == before:
+                return
+            before = now
+        raise AssertionError("the engine never rests")
+
     @property
     def log(self) -> str:
         return self._log.read_text(errors="replace")

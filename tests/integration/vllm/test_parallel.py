@@ -36,6 +36,9 @@ if __name__ == "__main__":
             break
         time.sleep(0.1)
     again = generate()
+    for _ in range(2):  # what was counted is told once the engine rests, and heard with the next
+        time.sleep(0.5)
+        llm.generate([{"prompt_token_ids": [1, 2, 3]}], sampling, use_tqdm=False)
     figures = {}
     for metric in llm.get_metrics():
         figures[metric.name] = figures.get(metric.name, 0) + getattr(metric, "value", 0)

@@ -134,6 +134,7 @@ def test_answers_metrics_and_an_orderly_end(serve, llama):
         server.complete(prompt)
     assert server.chat(question) == answer
     assert server.chat(question, answer, "And the rivers? " * 4) == follow_up
+    server.settle()
     assert server.metric("vllm:external_prefix_cache_queries_total") > 0
     assert server.metric("vllm:external_prefix_cache_hits_total") > 0
     assert server.metric("vllm:kvferry_hit_tokens_total") > 0

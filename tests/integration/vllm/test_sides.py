@@ -122,7 +122,6 @@ def test_only_a_step_without_a_forward_waits_for_a_load(make, monkeypatch, compu
 
 def test_what_ended_is_held_until_there_is_a_moment_for_it(make, monkeypatch):
     sides = make(["layer0"])
-    monkeypatch.setattr(type(sides.side.holds), "evicts", True)  # then nothing may wait unheld
     request = request_of("writer", HASHES)
     sides.side.match(request, 0)
     sides.side.allocated(request, sides.allocate("writer", 5), 0)
@@ -132,6 +131,7 @@ def test_what_ended_is_held_until_there_is_a_moment_for_it(make, monkeypatch):
     request.num_computed_tokens = 4 * BLOCK_TOKENS + 1
     places = sides.tables["writer"][:4]
     wanted = tensor[places].clone()
+    monkeypatch.setattr(type(sides.side.holds), "evicts", True)  # then nothing may wait unheld
     sides.side.finished(request)
     assert sides.side.has_work
     assert sides.side.holds.num_held == 4
@@ -253,6 +253,7 @@ def test_a_step_without_requests_is_no_quiet_one(make):
         request.num_computed_tokens += 1
     assert sides.orders({"writer": 1}) is sides.side._quiet_orders
     sides.side.finished(request)
+    assert not sides.orders({"other": 1}).plan.transfers
     assert sides.orders({"other": 1}) is sides.side._quiet_orders
     orders = sides.orders()
     assert not orders.computes
