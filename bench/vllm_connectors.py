@@ -13,8 +13,8 @@ engine without a connector lives beside each of them on the card. Measured, per 
   ttft    time to first token of a long prompt: cold, from the GPU's own cache, and from host memory
           after that cache was dropped; the floor is the GPU's own hit + the KV's bytes over the
           link's speed, one large pinned copy in the same process
-  bytes   kvferry's only: digests of every layer of every block before it left the GPU and after it came back, the
-          whole KV cache overwritten in between; and a control that must find wrong ones
+  bytes   kvferry's only: digests of every layer of every block before it left the GPU and after it
+          came back, the whole KV cache overwritten in between; a control must find wrong ones
   over    conversations that need several times the device cache: requests/s, p95 to first token
 
 The second shape has smaller pages; there only ttft and bytes are measured.
