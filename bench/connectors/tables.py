@@ -275,6 +275,6 @@ def _hooks(runs: Sequence[Run]) -> str:
         return ""
     return (
         "### Time in the connectors' hooks in one more such round, ms\n\n"
-        "Most of it passes while the GPU works; it counts where the GPU has nothing to do.\n\n"
+        "All of it counts where a step waits for vLLM's own Python, and none where it waits for the GPU.\n\n"
         + table(("", "scheduler", "worker", "of the round"), rows)
     )
