@@ -275,6 +275,7 @@ def _hooks(runs: Sequence[Run]) -> str:
         return ""
     return (
         "### Time in the connectors' hooks in one more such round, ms\n\n"
-        "All of it counts where a step waits for vLLM's own Python, and none where it waits for the GPU.\n\n"
+        "All of it counts where a step waits for vLLM's own Python, and none where it waits for "
+        "the GPU.\n\n"
         + table(("", "scheduler", "worker", "of the round"), rows)
     )
