@@ -276,6 +276,5 @@ def _hooks(runs: Sequence[Run]) -> str:
     return (
         "### Time in the connectors' hooks in one more such round, ms\n\n"
         "All of it counts where a step waits for vLLM's own Python, and none where it waits for "
-        "the GPU.\n\n"
-        + table(("", "scheduler", "worker", "of the round"), rows)
+        "the GPU.\n\n" + table(("", "scheduler", "worker", "of the round"), rows)
     )
