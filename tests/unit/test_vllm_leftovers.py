@@ -137,6 +137,27 @@ def test_so_many_wait_and_no_more(world: World) -> None:
     assert world.due() == []
 
 
+def test_as_many_go_as_come(world: World) -> None:
+    """However many requests end in every step, so many wait and no more."""
+    for step in range(50):
+        for number in range(8):
+            world.wait(f"{step}-{number}")
+        world.due()
+        assert len(world.leftovers) <= MOST
+
+
+def test_what_is_put_back_comes_first_again_and_in_order(world: World) -> None:
+    world.hold("held")
+    for name in "abc":
+        world.wait(name)
+    taken = world.leftovers.take_due(is_idle=True)
+    world.wait("d")
+    world.hold("another")
+    world.leftovers.put_back(taken)
+    assert world.leftovers.holds_some
+    assert world.due(is_idle=True) == ["held", "another", *"abcd"]
+
+
 @pytest.mark.parametrize("short", ["told", "few free", "many held"])
 def test_blocks_that_vllm_needs_are_held_no_longer(world: World, short: str) -> None:
     for name in "abc":

@@ -130,6 +130,7 @@ class FakePool:
             for n in range(num_blocks)
         ]
         self.freed = []
+        self.num_gpu_blocks = num_blocks
         end = SimpleNamespace(next_free_block=None, block_hash=None, is_null=False)
         following = end
         for block in reversed(self.blocks[1:]):
@@ -178,6 +179,20 @@ def test_holds_know_which_blocks_only_they_keep():
     assert holds.keeps_free_blocks
     holds.drop([DeviceBlocks(0, as_slots([2])), DeviceBlocks(1, as_slots([2]))])
     assert not holds.keeps_free_blocks
+
+
+def test_evictions_are_seen_before_they_come():
+    """Seen red with a look at the queue's head alone, and with its end mark taken for a block."""
+    pool = FakePool(num_blocks=41)  # an eighth: five
+    holds = BlockHolds(pool)
+    assert not holds.evicts
+    pool.blocks[6].block_hash = b"far"
+    assert not holds.evicts
+    pool.blocks[5].block_hash = b"named"
+    assert holds.evicts
+    empty = pool.blocks[40].next_free_block
+    pool.free_block_queue.fake_free_list_head.next_free_block = empty
+    assert holds.evicts, "none is left: the next comes from a request that ends"
 
 
 def test_the_free_queue_is_offered_soonest_first():

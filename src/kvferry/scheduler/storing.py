@@ -191,7 +191,13 @@ class Storing:
 
     @property
     def is_full(self) -> bool:
-        """Whether the bounds let some group store nothing more for now."""
+        """Whether the bounds let some group store nothing more for now.
+
+        With nothing on its way they never will: whoever waited for that would wait for ever.
+        """
+        outbox = self._outbox
+        if not outbox.num_blocks_from_device() and not outbox.bytes_in_flight(self._block_bytes):
+            return False
         return any(self._room(g) <= 0 for g in range(len(self._matcher.groups)))
 
     def _room(self, g: int) -> int:

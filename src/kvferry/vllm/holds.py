@@ -8,6 +8,9 @@ from typing import Any
 
 from kvferry.answers import DeviceBlocks
 
+_NEXT = 64
+"""So many of the next free blocks are looked at, or an eighth of all."""
+
 
 class BlockHolds:
     """Keeps vLLM from giving a block to someone else while a copy reads or writes it.
@@ -31,9 +34,19 @@ class BlockHolds:
 
     @property
     def evicts(self) -> bool:
-        """Whether the next block that vLLM gives to a request is one its prefix cache knows."""
+        """Whether one of the next blocks that vLLM gives away is one its prefix cache knows.
+
+        Not the very next: ended requests put their last, nameless blocks at the queue's head. And
+        where no block is left, the next one comes from a request that ends.
+        """
         block = self._pool.free_block_queue.fake_free_list_head.next_free_block
-        return block is not None and block.block_hash is not None
+        for _ in range(min(_NEXT, self._pool.num_gpu_blocks // 8)):
+            if block is None or block.next_free_block is None:  # the queue's own end mark
+                return True
+            if block.block_hash is not None:
+                return True
+            block = block.next_free_block
+        return False
 
     @property
     def keeps_free_blocks(self) -> bool:

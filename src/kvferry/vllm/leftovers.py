@@ -17,7 +17,7 @@ back to find its beginning gone from the device: there a rest is held and stored
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvferry.vllm.holds import BlockHolds
@@ -84,6 +84,11 @@ class Leftovers:
         """Whether vLLM evicts nothing: only then a rest may wait for a next turn."""
         return not self._holds.evicts
 
+    @property
+    def holds_some(self) -> bool:
+        """Whether device blocks are held that vLLM may need any time."""
+        return bool(self._held)
+
     def wait(self, tracked: Tracked, num_tokens: int, name: bytes) -> Rest | None:
         """Let a short rest wait; returns what waited with the same end: one is enough."""
         twin = self._waiting.pop(name, None)
@@ -95,12 +100,10 @@ class Leftovers:
         rest = Rest(held.tracked, held.num_tokens, name, self._clock(), held)
         self._held.append(rest)
 
-    def put_back(self, rest: Rest) -> None:
-        """It could not be stored whole yet: again in the next step."""
-        if rest.held is None:
-            self._waiting = {rest.name: rest} | self._waiting
-        else:
-            self._held.insert(0, rest)
+    def put_back(self, rests: Sequence[Rest]) -> None:
+        """They could not be stored whole yet: again in the next step, and before all others."""
+        self._waiting = {rest.name: rest for rest in rests if rest.held is None} | self._waiting
+        self._held = [rest for rest in rests if rest.held is not None] + self._held
 
     def take_continued(self, name: bytes) -> Rest | None:
         """What waits for a request that goes on after this block."""
@@ -131,7 +134,7 @@ class Leftovers:
         takes_held, self.is_wanted = is_idle or self.is_wanted, False
         takes_waiting = is_idle or not self.can_wait
         surplus = len(self._waiting) - _MOST
-        room = _PER_STEP
+        room = max(_PER_STEP, surplus)
 
         def is_due(rest: Rest) -> bool:
             nonlocal surplus, room

@@ -120,6 +120,7 @@ class SchedulerSide(Storing):
             return not num_external_tokens
         tracked = self._track(scheduler, request)
         claimed, tracked.claimed_tokens = tracked.claimed_tokens, 0
+        tracked.has_run = False
         self._go_on(scheduler, tracked)
         if num_external_tokens != claimed:
             # Another connector serves the request, or vLLM wants less: change or drop the pins.
@@ -236,6 +237,8 @@ class SchedulerSide(Storing):
                 self._note_preemption(self._tracked[request_id])
         self._num_quiet = self._store_running(scheduler, scheduler_output.num_scheduled_tokens)
         self._store_leftovers(scheduler, is_idle=not scheduler_output.num_scheduled_tokens)
+        if self._require_leftovers().holds_some:
+            self._num_quiet = 0
         if self.config.store_mode == "lazy":
             self._offer(scheduler, scheduler_output)
         return scheduler.plan()
@@ -271,7 +274,7 @@ class SchedulerSide(Storing):
         self._settled = True
         if self.scheduler is not None and self.scheduler.epoch in report.stale:
             log.warning("The model's weights have changed: kvferry forgets what it has stored.")
-            self.scheduler.reset()
+            self._forget(self.scheduler)
 
     @guarded(lambda: None)
     def _settle(self, receipts: Sequence[Any]) -> None:
@@ -305,7 +308,8 @@ class SchedulerSide(Storing):
         scheduler = self.scheduler
         if tracked is None or scheduler is None:
             return
-        if request.request_id in self._loading:
+        if request.request_id in self._loading or not tracked.has_run:
+            # What vLLM counts as computed may be what a load was to bring, ours or another's.
             scheduler.finish(request.request_id)
         elif self._stores_late:
             self._leave(scheduler, tracked)
@@ -318,7 +322,7 @@ class SchedulerSide(Storing):
         """Forget everything: the cache was reset, or the weights have changed."""
         self._num_quiet = 0
         if self.scheduler is not None:
-            self.scheduler.reset()
+            self._forget(self.scheduler)
         return True
 
     @property

@@ -38,6 +38,7 @@ class Storing(Service):
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue
+            tracked.has_run = True
             computed_tokens = tracked.request.num_computed_tokens + num_new
             if computed_tokens >= tracked.next_store:
                 self._store(scheduler, tracked, computed_tokens)
@@ -132,13 +133,14 @@ class Storing(Service):
     def _store_leftovers(self, scheduler: Scheduler, *, is_idle: bool) -> None:
         leftovers = self._require_leftovers()
         if leftovers.is_due or (is_idle and leftovers):
-            for rest in leftovers.take_due(is_idle=is_idle):
+            due = leftovers.take_due(is_idle=is_idle)
+            for number, rest in enumerate(due):
                 self._store_rest(scheduler, rest)
                 stored_tokens = scheduler.stored_tokens(rest.request_id)
-                if scheduler.stores_wait and stored_tokens < rest.num_tokens:
-                    leftovers.put_back(rest)
-                else:
-                    self._end_rest(scheduler, rest)
+                if scheduler.stores_wait and stored_tokens + self._least_block <= rest.num_tokens:
+                    leftovers.put_back(due[number:])
+                    break
+                self._end_rest(scheduler, rest)
 
     def _store_rest(self, scheduler: Scheduler, rest: Rest) -> None:
         unstored = rest.held
@@ -151,6 +153,12 @@ class Storing(Service):
         scheduler.finish(rest.request_id)
         if rest.held is not None:
             self._require_holds().drop(rest.held.blocks(scheduler.groups))
+
+    def _forget(self, scheduler: Scheduler) -> None:
+        """Everything, and what is left of before is not stored either."""
+        for rest in self._require_leftovers().take_due(is_idle=True):
+            self._end_rest(scheduler, rest)
+        scheduler.reset()
 
     def _end_namesake(self, scheduler: Scheduler, request_id: str) -> None:
         """A name may be used again at once: what an ended request left is not the new one's."""

@@ -28,6 +28,7 @@ class Tracked:
         self.claimed_tokens = 0
         self.next_store = 0  # with fewer tokens computed nothing is stored yet
         self.past_tokens = 0  # it had, on the device or with us, when it came
+        self.has_run = False  # with the blocks it has now: until then nothing in them is its own
         self._began: tuple[float, int] | None = None
         self.is_timed = False
 
