@@ -151,17 +151,18 @@ class Scheduler:
             record.renew()
         hit = record.hit
         asked = (self.pool.generation, computed_tokens, max_tokens)
-        if record.missed == asked:
+        if hit is None and record.missed == asked:
             return Match(MatchState.MISS, computed_tokens, computed_tokens)
         if hit is None or not self._hits.still_holds(hit, computed_tokens, max_tokens):
             record.let_go()
             self._count_once(record, keys, max_tokens - computed_tokens)
             missing = self._matcher.next_missing(keys, computed_tokens, max_tokens)
             if missing is not None:
-                why = self._explainer.explain_miss(
-                    request_id, missing, computed_tokens=computed_tokens, max_tokens=max_tokens
-                )
-                self._remember(record, why)
+                if record.missed is None or record.missed[1:] != asked[1:]:
+                    why = self._explainer.explain_miss(
+                        request_id, missing, computed_tokens=computed_tokens, max_tokens=max_tokens
+                    )
+                    self._remember(record, why)
                 record.missed = asked
                 return Match(MatchState.MISS, computed_tokens, computed_tokens)
             look = self._matcher.look(keys, computed_tokens, max_tokens, spare_tokens)
