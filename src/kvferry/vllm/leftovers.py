@@ -123,15 +123,14 @@ class Leftovers:
             if not self.can_wait:
                 return True
         if self._held:
-            if self._holds.num_free < self._most_held or self._holds.num_held > self._most_held:
-                self.is_wanted = True
-            return self.is_wanted or self._clock() >= self._held[0].since + SOON_SECONDS
+            is_soon = self._clock() >= self._held[0].since + SOON_SECONDS
+            return self.is_wanted or self._is_short or is_soon
         return False
 
     def take_due(self, *, is_idle: bool) -> list[Rest]:
         """What is to be stored in this step, the oldest first."""
         now = self._clock()
-        takes_held, self.is_wanted = is_idle or self.is_wanted, False
+        takes_held, self.is_wanted = is_idle or self.is_wanted or self._is_short, False
         takes_waiting = is_idle or not self.can_wait
         surplus = len(self._waiting) - _MOST
         room = max(_PER_STEP, surplus)
@@ -146,6 +145,11 @@ class Leftovers:
             return takes_waiting or (is_ripe and room >= 0)
 
         return self._take(is_due)
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether vLLM has few blocks left, or we hold many."""
+        return self._holds.num_free < self._most_held or self._holds.num_held > self._most_held
 
     def _take(self, wanted: Callable[[Rest], bool]) -> list[Rest]:
         taken = [rest for rest in (*self._held, *self._waiting.values()) if wanted(rest)]

@@ -239,8 +239,6 @@ class WorkerSide:
         if not (self._awaited or self._freshness.is_marked):
             return
         self._poll()
-        if not self._loads or self._computes or self._arrived:
-            return
         end = time.monotonic() + _IDLE_SECONDS
         while self._loads and not (self._computes or self._arrived) and time.monotonic() < end:
             time.sleep(_NAP_SECONDS)
@@ -250,8 +248,6 @@ class WorkerSide:
         if self._worker is not None:
             try:
                 self._freshness.look()
-                if not self._awaited:
-                    return
                 for receipt in self._worker.poll():
                     self._take(receipt)
             except Exception as error:
@@ -322,7 +318,7 @@ class WorkerSide:
 
     def _take_ready(self) -> tuple[Told, Told]:
         """Usable slots and pinned bytes of this rank, if there are more of them than was told."""
-        if self._memory is None or self._told_ready == self.shape.num_slots:
+        if self._memory is None or self._is_grown:
             return (), ()
         num_ready = self._memory.ready_slots
         if num_ready == self._told_ready:
