@@ -15,23 +15,24 @@ from typing import Any
 
 import pytest
 
-# Says "ready" when it has host memory that still grows, and goes on growing and writing.
+# Says "ready" when it has host memory that still grows, and goes on growing and writing. In one
+# write: `print` makes two where Python is told not to buffer, and two processes speak here.
 PRIVATE = """
-import sys
+import os
 from kvferry.tiers import HostMemory
 with HostMemory(256 << 20, 1_000_003, chunk_bytes=4 << 20) as host:
-    print("ready", flush=True)
+    os.write(1, b"ready\\n")
     while True:
         host.tier.rows[: host.ready_slots] = 1
 """
 SHARED = """
-import os, sys
+import os
 from kvferry.tiers import HostMemory
 shared = HostMemory.share(256 << 20)
 if os.fork() == 0:
     shared = HostMemory.share(shared.handle)
 with HostMemory(0, 1_000_003, shared=shared, chunk_bytes=4 << 20) as host:
-    print("ready", flush=True)
+    os.write(1, b"ready\\n")
     while True:
         host.tier.rows[: host.ready_slots] = 1
 """
