@@ -59,6 +59,12 @@ def stored(given_job: CopyJob, start: int, end: int) -> Recorder:
     return driver
 
 
+def loaded(given_job: CopyJob, start: int, end: int) -> Recorder:
+    driver: Any = Recorder()
+    HostRuns(given_job).load(driver, start, end, RING, stream=9)
+    return driver
+
+
 def test_neighbours_are_one_copy() -> None:
     assert stored(job([3, 4, 5]), 0, 3 * BLOCK).copies == [(HOST + 3 * BLOCK, RING, 3 * BLOCK)]
 
@@ -95,10 +101,19 @@ def test_the_first_calls_are_short(
 
 
 def test_stores_keep_stream_order_and_loads_may_not_need_to() -> None:
-    assert stored(job([0, 5]), 0, 2 * BLOCK).orders == [SourceOrder.STREAM]
-    driver: Any = Recorder()
-    HostRuns(job([0, 5])).load(driver, 0, 2 * BLOCK, RING, stream=9)
-    assert driver.orders == [SourceOrder.ANY]
+    slots, num_bytes = [0, 5, 3], 3 * BLOCK
+    assert stored(job(slots), 0, num_bytes).orders == [SourceOrder.STREAM]
+    assert loaded(job(slots), 0, num_bytes).orders == [SourceOrder.ANY]
+
+
+def test_a_load_begins_with_one_copy_of_its_first_run() -> None:
+    """The driver starts it while the others are still being counted."""
+    driver = loaded(job([7, 8, 3, 5]), 0, 4 * BLOCK)
+    assert driver.copies[0] == (RING, HOST + 7 * BLOCK, 2 * BLOCK)
+    assert driver.calls == [2]
+    later = loaded(job([7, 8, 3, 5]), 2 * BLOCK, 4 * BLOCK)
+    assert later.calls == [2]
+    assert len(later.copies) == 2
 
 
 @given(
@@ -114,9 +129,13 @@ def test_every_byte_goes_to_its_place(
         RING + byte - start: HOST + slots[byte // BLOCK] * pitch + byte % BLOCK
         for byte in range(start, end)
     }
-    found = {}
-    for dst, src, size in stored(job(slots, pitch=pitch, chunk=chunk), start, end).copies:
-        if chunk is not None:
-            assert (dst - HOST) // chunk == (dst + size - 1 - HOST) // chunk
-        found.update({src + i: dst + i for i in range(size)})
-    assert found == expected
+    given_job = job(slots, pitch=pitch, chunk=chunk)
+    out = [(ring, host, size) for host, ring, size in stored(given_job, start, end).copies]
+    for copies in (out, loaded(given_job, start, end).copies):
+        found = {}
+        for ring, host, size in copies:
+            if chunk is not None:
+                assert (host - HOST) // chunk == (host + size - 1 - HOST) // chunk
+            found.update({ring + i: host + i for i in range(size)})
+        assert found == expected
+        assert sum(size for *_, size in copies) == end - start

@@ -32,6 +32,6 @@ class Cutter:
         left = self._total - self.start
         wanted = left - keep if left > keep else left
         # A chunk ends where a row does, so it may fall short of its size but never exceed it.
-        row = self._rows.row_at(self.start + min(wanted, num_bytes))
-        self.last_row = max(self.first_row + 1, row)
+        row = self._rows.row_at(self.start + (wanted if wanted < num_bytes else num_bytes))
+        self.last_row = row if row > self.first_row else self.first_row + 1
         self.end = self._rows.position_of(self.last_row)

@@ -22,19 +22,17 @@ class HostRuns:
 
     def __init__(self, job: CopyJob) -> None:
         heads = job.run_heads
-        self._one_run: int | None = None
-        if len(heads) == 1:
-            self._one_run = job.host_base + int(job.host_slots[0]) * job.host_pitch
-            return
-        self._limit = min(MAX_CALL, max(1, FIRST_BYTES * len(heads) // job.num_bytes))
-        self._begins = heads * job.layout.block_bytes
-        self._ends = np.append(self._begins[1:], job.num_bytes)
-        self._host = job.host_base + job.host_slots[heads] * job.host_pitch
+        self._job = job
+        self._first_host = job.host_base + int(job.host_slots[0]) * job.host_pitch
+        self._first_end = job.num_bytes
+        if len(heads) > 1:
+            self._first_end = int(heads[1]) * job.layout.block_bytes
+        self._limit = 0  # until the other runs are laid out
 
     def store(self, driver: Driver, start: int, end: int, ring: int, stream: int) -> None:
         """Queue the copy of bytes ``start`` to ``end`` from the ring to their slots."""
-        if self._one_run is not None:
-            driver.copy_async(self._one_run + start, ring, end - start, stream)
+        if end <= self._first_end:
+            driver.copy_async(self._first_host + start, ring, end - start, stream)
             return
         host, packed, sizes = self._pieces(start, end, ring)
         if len(sizes) == 1:
@@ -47,9 +45,13 @@ class HostRuns:
 
     def load(self, driver: Driver, start: int, end: int, ring: int, stream: int) -> None:
         """Queue the copy of bytes ``start`` to ``end`` from their slots to the ring."""
-        if self._one_run is not None:
-            driver.copy_async(ring, self._one_run + start, end - start, stream)
-            return
+        if start < self._first_end:
+            # By itself, before the others are even counted: the link has something to do meanwhile.
+            first = min(end, self._first_end)
+            driver.copy_async(ring, self._first_host + start, first - start, stream)
+            if first == end:
+                return
+            start, ring = first, ring + first - start
         host, packed, sizes = self._pieces(start, end, ring)
         if len(sizes) == 1:
             driver.copy_async(ring, int(host[0]), end - start, stream)
@@ -67,8 +69,21 @@ class HostRuns:
             start += self._limit
             self._limit = min(GROWTH * self._limit, MAX_CALL)
 
+    def _lay_out(self) -> None:
+        """Where every run begins and ends, and its host address."""
+        job = self._job
+        heads = job.run_heads
+        self._limit = min(MAX_CALL, max(1, FIRST_BYTES * len(heads) // job.num_bytes))
+        self._begins = heads * job.layout.block_bytes
+        self._ends = np.empty_like(self._begins)
+        self._ends[:-1] = self._begins[1:]
+        self._ends[-1] = job.num_bytes
+        self._host = job.host_base + job.host_slots[heads] * job.host_pitch
+
     def _pieces(self, start: int, end: int, ring: int) -> tuple[Addresses, Addresses, Addresses]:
         """Host address, ring address and size of each run between ``start`` and ``end``."""
+        if not self._limit:
+            self._lay_out()
         low = int(self._begins.searchsorted(start, "right")) - 1
         high = int(self._begins.searchsorted(end))
         begins, ends = self._begins[low:high].copy(), self._ends[low:high].copy()

@@ -19,6 +19,9 @@ class Direction(Enum):
     STORE = "store"  # device -> host
     LOAD = "load"  # host -> device
 
+    # There is one of each, so its address will do; an Enum's own hash is a call into Python.
+    __hash__ = object.__hash__
+
 
 @dataclass(frozen=True, eq=False)
 class CopyJob:

@@ -10,7 +10,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import byref, c_char_p, c_int, c_int32, c_int64, c_uint, c_void_p
+from ctypes import byref, c_char_p, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -52,8 +52,7 @@ class CopyArguments(ctypes.Structure):
         # Triton adds up to two scratch pointers of its own; ours are null and never read.
         self._scratch = c_void_p()
         addresses += [ctypes.addressof(self._scratch)] * 2
-        self._pointers = (c_void_p * len(addresses))(*addresses)
-        self.pointers = ctypes.addressof(self._pointers)
+        self.pointers = (c_void_p * len(addresses))(*addresses)
 
 
 @dataclass(frozen=True)
@@ -105,9 +104,9 @@ class CudaLauncher:
         self._lock = threading.Lock()
         self._launches: dict[Variant, Launch] = {}
         self._modules: list[int] = []
-        self._call = driver.bind(
-            "cuLaunchKernel", c_void_p, *(c_uint,) * 7, c_void_p, c_void_p, c_void_p
-        )
+        # Without a signature: to convert eleven arguments by one takes as long as the call. So what
+        # is an address must be a c_void_p, or ctypes cuts it to 32 bits.
+        self._call = driver.bind("cuLaunchKernel")
 
     def prepare(self, variant: Variant) -> Launch:
         with self._lock:
@@ -135,11 +134,11 @@ class CudaLauncher:
 
     def _launch_of(self, function: int, threads: int) -> Launch:
         # A closure, no look-up: what comes before the launch of a small copy is part of its time.
-        call, check = self._call, self._driver.check
+        call, check, kernel = self._call, self._driver.check, c_void_p(function)
 
         def launch(programs: int, arguments: CopyArguments, stream: int) -> None:
-            pointers = arguments.pointers
-            code = call(function, programs, 1, 1, threads, 1, 1, 0, stream, pointers, None)
+            on, pointers = c_void_p(stream), arguments.pointers
+            code = call(kernel, programs, 1, 1, threads, 1, 1, 0, on, pointers, None)
             if code:
                 check(code, f"cuLaunchKernel({programs} x {threads} threads)")
 

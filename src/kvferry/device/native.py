@@ -69,6 +69,7 @@ class NativeDriver:
         # The calls made for every transfer, without a dictionary in between.
         self._event_record = self._calls["event_record"]
         self._event_query = self._calls["event_query"]
+        self._stream_query = self._calls["stream_query"]
         self._stream_wait_event = self._calls["stream_wait_event"]
         self._exchange_capture_mode: Callable[..., int] | None = None
         with suppress(DriverError):  # a driver without it has no captures to break either
@@ -138,7 +139,12 @@ class NativeDriver:
         self._call("stream_destroy", stream, asked=f"stream {stream:#x}")
 
     def stream_is_idle(self, stream: int) -> bool:
-        return self._is_done("stream_query", stream)
+        code = self._stream_query(stream)
+        if code == SUCCESS:
+            return True
+        if code != NOT_READY:
+            self.check(code, f"{self.NAMES['stream_query']}(stream {stream:#x})")
+        return False
 
     def synchronize_stream(self, stream: int) -> None:
         self._call("stream_synchronize", stream, asked=f"stream {stream:#x}")
@@ -167,19 +173,17 @@ class NativeDriver:
             self.check(code, f"{self.NAMES['event_record']}(event {event:#x}, stream {stream:#x})")
 
     def event_is_done(self, event: int) -> bool:
-        return self._is_done("event_query", event)
+        code = self._event_query(event)
+        if code == SUCCESS:
+            return True
+        if code != NOT_READY:
+            self.check(code, f"{self.NAMES['event_query']}(event {event:#x})")
+        return False
 
     def elapsed_seconds(self, start: int, end: int) -> float:
         milliseconds = c_float()
         self._call("event_elapsed", byref(milliseconds), start, end)
         return milliseconds.value / 1e3
-
-    def _is_done(self, ours: str, handle: int) -> bool:
-        code = self._calls[ours](handle)
-        if code == NOT_READY:
-            return False
-        self.check(code, f"{self.NAMES[ours]}({handle:#x})")
-        return True
 
     # -- memory ------------------------------------------------------------------------------
 

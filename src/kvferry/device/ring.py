@@ -15,7 +15,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import cycle
 
 from kvferry.device.driver import Driver, Priority
 from kvferry.device.job import Direction
@@ -51,15 +53,14 @@ class RingSlot:
     copied_out: int
     copied_in: int
     scattered: int
-    used_at: int = 0
 
-    @property
+    @cached_property
     def address(self) -> int:
         return self.parts[0].address
 
-    def busy_until(self) -> Iterator[int]:
+    def busy_until(self) -> set[int]:
         """The events to wait for before the slot may be written."""
-        yield from dict.fromkeys(p.freed_by for p in self.parts if p.freed_by is not None)
+        return {part.freed_by for part in self.parts if part.freed_by is not None}
 
     def free_after(self, event: int) -> None:
         """Say what the last step of this use is."""
@@ -67,12 +68,16 @@ class RingSlot:
             part.freed_by = event
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Slots:
     """The slots of one direction: large ones used in turn, and a small one."""
 
     large: tuple[RingSlot, ...]
     small: RingSlot
+    in_turn: Iterator[RingSlot] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.in_turn = cycle(self.large)
 
 
 class Ring:
@@ -97,7 +102,6 @@ class Ring:
         self._alone: Slots | None = None
         self._shared: dict[Direction, Slots] = {}
         self._latest: dict[Direction, int] = {}
-        self._clock = 0
         self._give_back: list[tuple[Callable[[int], None], int]] = []
 
     def open(self) -> None:
@@ -117,12 +121,9 @@ class Ring:
         """The slot to use next, the small one if ``num_bytes`` fit it; hold ``lock`` meanwhile."""
         slots = self._shared[direction] if self._is_other_at_work(direction) else self._alone
         assert slots is not None, "a ring is opened before it is used"
-        if num_bytes is not None and num_bytes <= slots.small.num_bytes:
-            slot = slots.small
-        else:
-            slot = min(slots.large, key=_used_at)
-        self._clock += 1
-        slot.used_at = self._clock
+        small = slots.small
+        is_small = num_bytes is not None and num_bytes <= small.num_bytes
+        slot = small if is_small else next(slots.in_turn)
         store = direction is Direction.STORE
         self._latest[direction] = slot.copied_out if store else slot.scattered
         return slot
@@ -190,7 +191,3 @@ class Ring:
 
 def _whole_pages(num_bytes: int) -> int:
     return max(ALIGNMENT, num_bytes // ALIGNMENT * ALIGNMENT)
-
-
-def _used_at(slot: RingSlot) -> int:
-    return slot.used_at

@@ -35,7 +35,7 @@ class RowShape:
     steps: int
     """Accesses of one thread per row."""
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         return self.width * self.vector * LANES * self.steps
 

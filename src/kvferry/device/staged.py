@@ -28,8 +28,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from types import TracebackType
 
 from kvferry.device.cutter import Cutter
 from kvferry.device.driver import Driver
@@ -39,7 +37,7 @@ from kvferry.device.host_runs import HostRuns
 from kvferry.device.ids import IdBuffers
 from kvferry.device.job import CopyJob, Direction
 from kvferry.device.kernel_path import GRID as DIRECT_GRID
-from kvferry.device.launch import CopyArguments, Launcher
+from kvferry.device.launch import Launcher
 from kvferry.device.prepared import Grid, Kernels, Prepared
 from kvferry.device.ring import Ring, RingSlot
 from kvferry.errors import DriverError
@@ -91,20 +89,32 @@ class StagedPath:
 
     def enqueue(self, job: CopyJob, stream: int, ready: int | None = None) -> None:
         prepared = self._kernels.get(job)
-        self._ring.open()
-        queued = _Queued()
-        fork = Fork(self._driver, self._events, stream, ready)
+        ring = self._ring
+        ring.open()
+        trip = _Trip(job, prepared, stream, ready)
+        is_store = job.direction is Direction.STORE
         try:
-            if job.direction is Direction.STORE:
-                self._store(job, prepared, fork, queued)
-            else:
-                self._load(job, prepared, fork, queued)
+            if is_store:
+                self._begin_store(trip)
+            chunk, step = trip.chunk, self._store_chunk if is_store else self._load_chunk
+            while not chunk.is_last:
+                with ring.lock:
+                    try:
+                        step(trip)
+                    except BaseException:
+                        # Before the lock goes: to the other direction the slot would look free,
+                        # and what is queued for it would run over the bytes that one puts there.
+                        self._join_after_fault(trip)
+                        raise
+            if trip.head and not self._driver.stream_is_idle(ring.beside):
+                self._join((ring.beside,), stream)
         except BaseException:  # an interrupt too: what it cuts short is queued all the same
-            with self._ring.lock:
-                self._join_after_fault(queued, stream)
+            with ring.lock:
+                self._join_after_fault(trip)
             raise
         finally:
-            fork.close()
+            for fork in trip.forks:
+                fork.close()
             self._ids[job.direction].fence(stream)
 
     def is_quick(self, job: CopyJob) -> bool:
@@ -121,132 +131,118 @@ class StagedPath:
 
     # -- the two directions ------------------------------------------------------------------
 
-    def _store(self, job: CopyJob, prepared: Prepared, fork: Fork, queued: _Queued) -> None:
-        driver, ring, stream = self._driver, self._ring, fork.stream
+    def _begin_store(self, trip: _Trip) -> None:
+        job, stream = trip.job, trip.stream
         direct = self._direct.get(job)  # now: what is new takes long, and a turn holds others up
         ids = self._ids[job.direction]
-        arguments = prepared.begin(job, ids.write(job))
+        address = ids.write(job)
+        fork = Fork(self._driver, self._events, stream, trip.ready)
+        trip.forks = (fork,)
         fork.mark()
-        chunk = Cutter(job, prepared.rows)
         if ids.was_idle and fork.is_open:  # else a job before, or the model, has the link's time
-            self._store_head(job, prepared, direct, chunk, queued)
-        sent = Fork(driver, self._events, ring.inbound)
-        turn = _Turn(self, queued, stream)
-        runs: HostRuns | None = None
-        try:
-            while not chunk.is_last:
-                is_first = runs is None
-                with turn:
-                    slot = ring.next(job.direction, 0 if is_first else None)
-                    chunk.fit(min(slot.num_bytes, self._first) if is_first else slot.num_bytes)
-                    queued.slots[slot] = None
-                    self._gather(chunk, prepared, slot, (fork, sent))
-                    driver.stream_wait_event(stream, slot.gathered)
-                    runs = runs or HostRuns(job)  # after the launch: the card need not wait
-                    runs.store(driver, chunk.start, chunk.end, slot.address, stream)
-                    driver.record_event(slot.copied_out, stream)
-                    slot.free_after(slot.copied_out)
-                if not is_first:  # the second gather is awaited too soon to spend time on this
-                    self._send_ids_if_idle(job, chunk, arguments, sent)
-            if queued.head and not driver.stream_is_idle(ring.beside):
-                self._join((ring.beside,), stream)
-        finally:
-            sent.close()
+            self._store_head(trip, direct, address)
+        trip.prepared.begin(job, address)
+        trip.forks = (fork, Fork(self._driver, self._events, self._ring.inbound))
 
-    def _gather(
-        self, chunk: Cutter, prepared: Prepared, slot: RingSlot, after: Iterable[Fork]
-    ) -> None:
-        for fork in after:
-            fork.hold(slot.stream)
-        self._wait_until_free(slot, slot.stream)
-        _aim(prepared.arguments, chunk, slot)
-        self._kernels.launch(prepared, slot.stream)
-        self._driver.record_event(slot.gathered, slot.stream)
-
-    def _store_head(
-        self, job: CopyJob, prepared: Prepared, direct: Prepared, chunk: Cutter, queued: _Queued
-    ) -> None:
+    def _store_head(self, trip: _Trip, direct: Prepared, ids: int) -> None:
         """The first bytes straight to host memory, while the first chunk is made ready.
 
         Waits for nothing: call it only where nothing is left that the job must come after.
         """
+        job, chunk = trip.job, trip.chunk
         num_bytes = self._head if len(job.run_heads) == 1 else SCATTERED_HEADS * self._head
         if job.num_bytes <= num_bytes + self._first:
             return  # as good as the whole job: two kernels would be in each other's way
-        if direct.rows.shape != prepared.rows.shape:
+        if direct.rows.shape.row_bytes != trip.prepared.rows.shape.row_bytes:
             return  # host slots are aligned worse than the ring: rows are counted otherwise
         chunk.fit(num_bytes)
-        arguments = direct.begin(job, prepared.arguments.ids)
+        arguments = direct.begin(job, ids)
         arguments.packed_base, arguments.packed_pitch = job.host_base, job.host_pitch
         arguments.first_row, arguments.last_row = chunk.first_row, chunk.last_row
-        queued.head = True
+        trip.head = True
         self._direct.launch(direct, self._ring.beside)
 
-    def _send_ids_if_idle(
-        self, job: CopyJob, chunk: Cutter, arguments: CopyArguments, sent: Fork
-    ) -> None:
+    def _store_chunk(self, trip: _Trip) -> None:
+        driver, chunk, stream = self._driver, trip.chunk, trip.stream
+        is_first = not trip.slots
+        slot = self._ring.next(trip.job.direction, 0 if is_first else None)
+        chunk.fit(min(slot.num_bytes, self._first) if is_first else slot.num_bytes)
+        trip.slots[slot] = None
+        self._gather(trip, slot)
+        driver.stream_wait_event(stream, slot.gathered)
+        # After the launch: the card need not wait for it.
+        runs = trip.runs = trip.runs or HostRuns(trip.job)
+        runs.store(driver, chunk.start, chunk.end, slot.address, stream)
+        driver.record_event(slot.copied_out, stream)
+        slot.free_after(slot.copied_out)
+        if not is_first:  # the second gather is awaited too soon to spend time on this
+            self._send_ids_if_idle(trip)
+
+    def _gather(self, trip: _Trip, slot: RingSlot) -> None:
+        for fork in trip.forks:
+            fork.hold(slot.stream)
+        self._wait_until_free(slot, slot.stream)
+        trip.aim(slot)
+        self._kernels.launch(trip.prepared, slot.stream)
+        self._driver.record_event(slot.gathered, slot.stream)
+
+    def _send_ids_if_idle(self, trip: _Trip) -> None:
         """Let the gathers to come read ids on the device, if no load's copies would delay them."""
-        ids, inbound = self._ids[job.direction], self._ring.inbound
-        is_worth_it = len(job.device_blocks) >= MIN_SENT_IDS and not chunk.is_last
+        ids, inbound = self._ids[trip.job.direction], self._ring.inbound
+        is_worth_it = len(trip.job.device_blocks) >= MIN_SENT_IDS and not trip.chunk.is_last
         if is_worth_it and not ids.is_sent and self._driver.stream_is_idle(inbound):
-            arguments.ids = ids.send(inbound)
-            sent.mark()
+            trip.prepared.arguments.ids = ids.send(inbound)
+            trip.forks[-1].mark()
 
-    def _load(self, job: CopyJob, prepared: Prepared, fork: Fork, queued: _Queued) -> None:
-        driver, ring, stream = self._driver, self._ring, fork.stream
+    def _load_chunk(self, trip: _Trip) -> None:
+        driver, ring, chunk = self._driver, self._ring, trip.chunk
+        left, inbound = chunk.num_left, ring.inbound
+        slot = ring.next(trip.job.direction, left)
+        chunk.fit(slot.num_bytes, keep=self._tail if left > 2 * self._tail else 0)
+        trip.slots[slot] = None
+        self._wait_until_free(slot, inbound)
+        runs = trip.runs = trip.runs or HostRuns(trip.job)
+        # Not behind the fork: a leased slot does not change, so it may be read before what the
+        # job's stream still waits for. Only scatters write what others read.
+        runs.load(driver, chunk.start, chunk.end, slot.address, inbound)
+        if not trip.forks:  # after the first copy: the link need not wait for it
+            self._begin_scatters(trip)
+        driver.record_event(slot.copied_in, inbound)
+        trip.aim(slot)
+        if chunk.num_left:
+            self._scatter(trip, slot, trip.forks, slot.stream)
+        else:
+            self._scatter_last(trip, slot)
+
+    def _begin_scatters(self, trip: _Trip) -> None:
+        job, ring = trip.job, self._ring
+        sent = Fork(self._driver, self._events, ring.ahead)
+        fork = Fork(self._driver, self._events, trip.stream, trip.ready)
+        trip.forks = (sent, fork)
         ids = self._ids[job.direction]
-        runs = HostRuns(job)
-        sent = Fork(driver, self._events, ring.ahead)
-        arguments: CopyArguments | None = None
-        chunk = Cutter(job, prepared.rows)
-        turn = _Turn(self, queued, stream)
-        try:
-            while not chunk.is_last:
-                with turn:
-                    left = chunk.num_left
-                    slot = ring.next(job.direction, left)
-                    chunk.fit(slot.num_bytes, keep=self._tail if left > 2 * self._tail else 0)
-                    queued.slots[slot] = None
-                    self._wait_until_free(slot, ring.inbound)
-                    # Not behind the fork: a leased slot does not change, so it may be read before
-                    # what the job's stream still waits for. Only scatters write what others read.
-                    runs.load(driver, chunk.start, chunk.end, slot.address, ring.inbound)
-                    if arguments is None:  # after the first copy: the link need not wait for it
-                        ids.write(job)
-                        # Not where the bytes go: between two large copies, a small one and the wait
-                        # for it cost the link some ten microseconds (one NVIDIA H200).
-                        arguments = prepared.begin(job, ids.send(ring.ahead))
-                        sent.mark()
-                        fork.mark()
-                    driver.record_event(slot.copied_in, ring.inbound)
-                    _aim(arguments, chunk, slot)
-                    if chunk.num_left:
-                        self._scatter(prepared, slot, (sent, fork), slot.stream)
-                    else:
-                        self._scatter_last(prepared, slot, sent, stream, queued)
-        finally:
-            sent.close()
+        ids.write(job)
+        # Not where the bytes go: between two large copies, a small one and the wait for it cost
+        # the link some ten microseconds (one NVIDIA H200).
+        trip.prepared.begin(job, ids.send(ring.ahead))
+        sent.mark()
+        fork.mark()
 
-    def _scatter_last(
-        self, prepared: Prepared, slot: RingSlot, sent: Fork, stream: int, queued: _Queued
-    ) -> None:
+    def _scatter_last(self, trip: _Trip, slot: RingSlot) -> None:
         """The last kernel is what the job waits for, so it runs where the job does.
 
         The others are waited for before it, not after: when its bytes arrive, theirs have long been
         in place, and nothing is left between the kernel and the job's end.
         """
-        for other in queued.slots:
+        for other in trip.slots:
             if other is not slot:
-                self._driver.stream_wait_event(stream, other.scattered)
-        self._scatter(prepared, slot, (sent,), stream)
+                self._driver.stream_wait_event(trip.stream, other.scattered)
+        self._scatter(trip, slot, trip.forks[:1], trip.stream)
 
-    def _scatter(
-        self, prepared: Prepared, slot: RingSlot, after: Iterable[Fork], stream: int
-    ) -> None:
+    def _scatter(self, trip: _Trip, slot: RingSlot, after: Iterable[Fork], stream: int) -> None:
         for fork in after:
             fork.hold(stream)
         self._driver.stream_wait_event(stream, slot.copied_in)
-        self._kernels.launch(prepared, stream)
+        self._kernels.launch(trip.prepared, stream)
         self._driver.record_event(slot.scattered, stream)
         slot.free_after(slot.scattered)
 
@@ -268,16 +264,17 @@ class StagedPath:
         finally:
             self._events.give(event)
 
-    def _join_after_fault(self, queued: _Queued, stream: int) -> None:
+    def _join_after_fault(self, trip: _Trip) -> None:
         """Whatever is queued already must have run when the failed job's receipt is given.
 
         Where the driver will not order it, we wait for it here: memory that a stray copy or kernel
-        still touches would go to someone else. Afterwards nothing counts as ``queued`` any more.
+        still touches would go to someone else. Afterwards the trip has nothing queued any more.
         """
-        driver, ring = self._driver, self._ring
-        slots, is_empty = tuple(queued.slots), queued.is_empty
-        queued.clear()
-        if is_empty:
+        driver, ring, stream = self._driver, self._ring, trip.stream
+        slots, head = tuple(trip.slots), trip.head
+        trip.slots.clear()
+        trip.head = False
+        if not slots and not head:
             return  # or all of it is in order already
         streams = dict.fromkeys(
             (ring.inbound, ring.beside, ring.ahead, *(slot.stream for slot in slots))
@@ -300,54 +297,29 @@ class StagedPath:
                 log.error("a failed copy could not be waited for: %s", error)
 
 
-@dataclass(eq=False)
-class _Queued:
-    """What one job has queued on streams that are not its own: by slot, and beside the ring."""
+class _Trip:
+    """One job on its way: where it is cut, and what it has queued on streams that are not its own.
 
-    slots: dict[RingSlot, None] = field(default_factory=dict)
-    head: bool = False
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.slots and not self.head
-
-    def clear(self) -> None:
-        self.slots.clear()
-        self.head = False
-
-
-class _Turn:
-    """The time to queue all work on one slot, while nobody else takes any.
-
-    A class and not a generator: it is entered before the first copy, and the link waits for that.
+    Made before the first copy, and the link waits for that: so what comes later is made later.
     """
 
-    def __init__(self, path: StagedPath, queued: _Queued, stream: int) -> None:
-        self._path = path
-        self._queued = queued
-        self._stream = stream
-        self._lock = path._ring.lock
+    head = False
+    """Whether a kernel beside the ring has part of it."""
+    runs: HostRuns | None = None
+    forks: tuple[Fork, ...] = ()
+    """What its kernels come after."""
 
-    def __enter__(self) -> None:
-        self._lock.__enter__()
+    def __init__(self, job: CopyJob, prepared: Prepared, stream: int, ready: int | None) -> None:
+        self.job = job
+        self.prepared = prepared
+        self.stream = stream
+        self.ready = ready
+        self.chunk = Cutter(job, prepared.rows)
+        self.slots: dict[RingSlot, None] = {}
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            if kind is not None:
-                # Before the lock goes: to the other direction the slot would look free, and what
-                # is queued for it already would run over the bytes that one puts there.
-                self._path._join_after_fault(self._queued, self._stream)
-        finally:
-            self._lock.__exit__(kind, error, trace)
-
-
-def _aim(arguments: CopyArguments, chunk: Cutter, slot: RingSlot) -> None:
-    """Point a launch at one chunk and its slot."""
-    # The kernel counts from the job's first byte, the slot from the chunk's.
-    arguments.packed_base = slot.address - chunk.start
-    arguments.first_row, arguments.last_row = chunk.first_row, chunk.last_row
+    def aim(self, slot: RingSlot) -> None:
+        """Point the next launch at the chunk at hand, in ``slot``."""
+        arguments, chunk = self.prepared.arguments, self.chunk
+        # The kernel counts from the job's first byte, the slot from the chunk's.
+        arguments.packed_base = slot.address - chunk.start
+        arguments.first_row, arguments.last_row = chunk.first_row, chunk.last_row
