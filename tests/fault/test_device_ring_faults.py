@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from types import TracebackType
 
 import pytest
+from tests.fakes.driver import FakeDriver
 from tests.fakes.kv import make_kv
 from tests.fakes.rig import LONG, PATHS, Rig
 
@@ -48,6 +49,14 @@ class Doorman:
             self._turn -= 1
             if self._turn == 0:
                 self._others()
+
+
+class Prompt(FakeDriver):
+    """Whatever can have run by the time somebody asks has run."""
+
+    def event_is_done(self, event: int) -> bool:
+        self.timeline.run_all()
+        return super().event_is_done(event)
 
 
 @contextmanager
@@ -108,7 +117,7 @@ def test_what_a_failed_load_has_queued_does_not_run_over_a_store(seed: int) -> N
         ring.lock = Doorman(  # type: ignore[assignment]
             "kvferry-load", 1, lambda: store_now(rig, STORED), after=True
         )
-        rig.driver.fail("copy_async")  # the ids; the bytes came before
+        rig.driver.fail("copy_async", nth=2)  # the ids; the bytes came before, the first by one
         rig.host[LOADED] = 0x11
         load = rig.load(LOADED, LOADED)
         rig.wait_until_queued()
@@ -128,14 +137,18 @@ def test_a_receipt_waits_for_what_an_interrupt_cut_short(monkeypatch: pytest.Mon
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    def interrupt(dst: int, src: int, num_bytes: int, stream: int) -> None:
-        raise KeyboardInterrupt
-
     with opened(512, seed=0) as (rig, ring):
         rig.driver.timeline.frozen = {ring.inbound}
+        copy = rig.driver.copy_async
+
+        def interrupt(dst: int, src: int, num_bytes: int, stream: int) -> None:
+            if stream != ring.inbound:  # the ids; the bytes came before
+                raise KeyboardInterrupt
+            copy(dst, src, num_bytes, stream)
+
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", refuse)
-            patched.setattr(rig.driver, "copy_async", interrupt)  # the ids; bytes came before
+            patched.setattr(rig.driver, "copy_async", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 rig.load(LOADED, LOADED)
         assert rig.driver.timeline.streams[ring.inbound].queue
@@ -166,6 +179,22 @@ def test_a_receipt_waits_for_a_head_that_nothing_followed() -> None:
         store_now(rig, STORED)
         rig.drain_ok()
         assert is_stored(rig, STORED)
+
+
+def test_a_receipt_waits_for_a_head_that_cannot_be_asked_about() -> None:
+    """All is queued, and then the driver refuses to say whether the first kernel has run."""
+    with opened(512, seed=0) as (rig, ring):
+        rig.driver.__class__ = Prompt  # an idle card: so there is a head
+        rig.driver.timeline.frozen = {ring.beside}
+        rig.driver.fail("stream_is_idle", nth=2)  # after the model's: whether it is busy
+        store = rig.store(STORED, STORED)
+        rig.wait_until_queued()
+        assert rig.driver.timeline.streams[ring.beside].queue
+        for _ in range(50):
+            assert rig.engine.poll() == []
+        rig.driver.timeline.frozen = set()
+        assert rig.drain()[store].outcome is Outcome.FAILED
+        assert not rig.driver.timeline.streams[ring.beside].queue
 
 
 def test_a_receipt_waits_for_ids_that_no_kernel_waits_for() -> None:

@@ -116,12 +116,24 @@ def test_a_load_begins_with_one_copy_of_its_first_run() -> None:
     assert len(later.copies) == 2
 
 
+def test_a_load_begins_with_more_such_copies_while_they_are_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_runs, "SINGLE_BYTES", 2 * BLOCK)
+    slots = [9, 1, 2, 4, 5, 7, 8]
+    driver = loaded(job(slots), 0, len(slots) * BLOCK)
+    assert [size for *_, size in driver.copies[:3]] == [BLOCK, 2 * BLOCK, 2 * BLOCK]
+    assert driver.calls == []  # and one more run, which is a call of its own
+    assert loaded(job([9, 1, 3, 5]), 0, 4 * BLOCK).calls == [3]
+
+
 @given(
     st.permutations(range(12)), st.integers(0, 12 * BLOCK - 1), st.integers(1, 12 * BLOCK),
     st.sampled_from([None, BLOCK, 3 * BLOCK]), st.sampled_from([BLOCK, BLOCK + 16]),
+    st.sampled_from([1, BLOCK, 2 * BLOCK, 1 << 20]),
 )  # fmt: skip
 def test_every_byte_goes_to_its_place(
-    slots: list[int], start: int, length: int, chunk: int | None, pitch: int
+    slots: list[int], start: int, length: int, chunk: int | None, pitch: int, single_bytes: int
 ) -> None:
     chunk = None if chunk is None else chunk // BLOCK * pitch
     end = min(start + length, 12 * BLOCK)
@@ -131,7 +143,10 @@ def test_every_byte_goes_to_its_place(
     }
     given_job = job(slots, pitch=pitch, chunk=chunk)
     out = [(ring, host, size) for host, ring, size in stored(given_job, start, end).copies]
-    for copies in (out, loaded(given_job, start, end).copies):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(host_runs, "SINGLE_BYTES", single_bytes)
+        into = loaded(given_job, start, end).copies
+    for copies in (out, into):
         found = {}
         for ring, host, size in copies:
             if chunk is not None:

@@ -15,6 +15,9 @@ FIRST_BYTES, MAX_CALL = 2 << 20, 64
 has seen all of a call, half a microsecond each: so the first one is short, and the next ones only
 as long as the link is busy meanwhile (one NVIDIA H200)."""
 GROWTH = 4
+SINGLE_BYTES, MAX_SINGLES = 512 << 10, 3
+"""A load's first runs are copied one by one, while those after them are still being counted: the
+first one always, more as long as they keep the link busy for longer than a call takes the host."""
 
 
 class HostRuns:
@@ -45,13 +48,14 @@ class HostRuns:
 
     def load(self, driver: Driver, start: int, end: int, ring: int, stream: int) -> None:
         """Queue the copy of bytes ``start`` to ``end`` from their slots to the ring."""
+        if end <= self._first_end:
+            driver.copy_async(ring, self._first_host + start, end - start, stream)
+            return
         if start < self._first_end:
-            # By itself, before the others are even counted: the link has something to do meanwhile.
-            first = min(end, self._first_end)
-            driver.copy_async(ring, self._first_host + start, first - start, stream)
-            if first == end:
+            begin, start = start, self._load_first(driver, start, end, ring, stream)
+            if start == end:
                 return
-            start, ring = first, ring + first - start
+            ring += start - begin
         host, packed, sizes = self._pieces(start, end, ring)
         if len(sizes) == 1:
             driver.copy_async(ring, int(host[0]), end - start, stream)
@@ -60,6 +64,23 @@ class HostRuns:
             for part in self._calls(len(sizes)):
                 copies = (packed[part], host[part], sizes[part])
                 copy_batch(driver, *copies, SourceOrder.ANY, stream)
+
+    def _load_first(self, driver: Driver, start: int, end: int, ring: int, stream: int) -> int:
+        """Queue the first runs, one copy each; returns the byte after the last of them."""
+        job, heads = self._job, self._job.run_heads
+        block_bytes, at, stop = job.layout.block_bytes, start, self._first_end
+        host = self._first_host + start
+        for run in range(1, MAX_SINGLES + 1):
+            driver.copy_async(ring + at - start, host, stop - at, stream)
+            at = stop
+            if at == end or run == len(heads):
+                break
+            host = job.host_base + int(job.host_slots[heads[run]]) * job.host_pitch
+            stop = int(heads[run + 1]) * block_bytes if run + 1 < len(heads) else job.num_bytes
+            if stop - at < SINGLE_BYTES:
+                break
+            stop = min(stop, end)
+        return at
 
     def _calls(self, num_copies: int) -> Iterator[slice]:
         """Which copies go into one call: few at first, then more and more."""
