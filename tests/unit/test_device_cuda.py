@@ -151,6 +151,16 @@ def test_the_form_follows_the_driver_not_a_header(
     ]
 
 
+def test_arrays_nobody_may_write_are_read_where_they_are() -> None:
+    library = FakeLibcuda(13000)
+    a, b, c = fixed = [np.array([64, 128], dtype=np.uint64) for _ in range(3)]
+    for array in fixed:
+        array.flags.writeable = False
+    CudaDriver(library).copy_batch_async(a, b, c, SourceOrder.STREAM, 0x500)
+    ((dsts, srcs, sizes, *_),) = library.called("batch 13000")
+    assert [dsts, srcs, sizes] == [array.ctypes.data for array in fixed]
+
+
 def test_the_older_form_can_be_asked_for_on_a_newer_driver() -> None:
     driver = CudaDriver(FakeLibcuda(13000), newest_form=BatchForm.WITH_FAIL_INDEX)
     assert driver.batch_form is BatchForm.WITH_FAIL_INDEX
@@ -196,6 +206,17 @@ def test_streams_are_non_blocking_and_urgent_in_the_drivers_own_range() -> None:
     assert driver.create_stream(Priority.HIGH) == 0x500
     driver.create_stream(Priority.LOW)
     assert [call[1:] for call in library.called("cuStreamCreateWithPriority")] == [(1, -5), (1, 0)]
+
+
+def test_a_stream_is_idle_busy_or_broken() -> None:
+    library = FakeLibcuda(13000)
+    driver = CudaDriver(library)
+    assert driver.stream_is_idle(0x500)
+    library.codes["cuStreamQuery"] = 600
+    assert not driver.stream_is_idle(0x500)
+    library.codes["cuStreamQuery"] = 1
+    with pytest.raises(DriverError, match=r"cuStreamQuery\(stream 0x500\)"):
+        driver.stream_is_idle(0x500)
 
 
 def test_events() -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
-from ctypes import c_void_p
+from ctypes import CFUNCTYPE, POINTER, c_int, c_int32, c_int64, c_uint, c_void_p
 from typing import Any
 
 import pytest
 
 from kvferry.device import launch
-from kvferry.device.launch import CudaLauncher, Variant
+from kvferry.device.launch import ARGUMENTS, CopyArguments, CudaLauncher, Variant
 from kvferry.device.toolbox import COMMON
 from kvferry.errors import DriverError
 
@@ -92,3 +93,50 @@ def test_one_that_cannot_be_compiled_is_an_error_and_leaves_nothing_loaded(
         launcher.prepare_all(COMMON)
     launcher.close()
     assert sorted(library.unloaded) == list(range(1, len(library.loaded) + 1))
+
+
+LAUNCH_KERNEL = CFUNCTYPE(
+    c_int, c_void_p, *(c_uint,) * 7, c_void_p, POINTER(c_void_p), POINTER(c_void_p)
+)
+
+
+class Launching(Library):
+    """Its launch is a C function, called as the library's would be, and says what reached it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+        self._launch = LAUNCH_KERNEL(self._see)
+
+    def bind(self, name: str, *types: Any) -> Callable[..., int]:
+        if name != "cuLaunchKernel":
+            return super().bind(name, *types)
+        return CFUNCTYPE(c_int, *types)(ctypes.cast(self._launch, c_void_p).value or 0)
+
+    def cuModuleGetFunction(self, function: Any, module: c_void_p, name: bytes) -> int:  # noqa: N802
+        function._obj.value = 0x7F00_1234_5678
+        return 0
+
+    def _see(self, function: int, *rest: Any) -> int:
+        *grid, stream, pointers, extra = rest
+        kinds = [c_int64 if kind == "i64" else c_int32 for kind in ARGUMENTS.values()]
+        values = [kind.from_address(pointers[i]).value for i, kind in enumerate(kinds)]
+        self.seen = [function, grid, stream, values, bool(extra)]
+        return 0
+
+
+def test_a_launch_passes_every_address_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "compile_for", lambda *_: (b"image", b"copy_rows"))
+    library: Any = Launching()
+    launcher = CudaLauncher(library)
+    values = {
+        name: (0x7FFF_0000_0000 if kind == "i64" else 0x7000_0000) + at
+        for at, (name, kind) in enumerate(ARGUMENTS.items())
+    }
+    arguments = CopyArguments(**values)
+    stream = 0x5555_0123_4560
+    launcher.prepare(COMMON[0])(66, arguments, stream)
+    threads = 32 * COMMON[0].warps
+    grid = [66, 1, 1, threads, 1, 1, 0]
+    assert library.seen == [0x7F00_1234_5678, grid, stream, list(values.values()), False]
+    launcher.close()

@@ -91,29 +91,26 @@ class HostRuns:
             self._limit = min(GROWTH * self._limit, MAX_CALL)
 
     def _lay_out(self) -> None:
-        """Where every run begins and ends, and its host address."""
+        """Where every run begins, the last one ends, and the host address of each."""
         job = self._job
         heads = job.run_heads
         self._limit = min(MAX_CALL, max(1, FIRST_BYTES * len(heads) // job.num_bytes))
-        self._begins = heads * job.layout.block_bytes
-        self._ends = np.empty_like(self._begins)
-        self._ends[:-1] = self._begins[1:]
-        self._ends[-1] = job.num_bytes
+        self._bounds = np.empty(len(heads) + 1, dtype=np.int64)
+        np.multiply(heads, job.layout.block_bytes, out=self._bounds[:-1])
+        self._bounds[-1] = job.num_bytes
         self._host = job.host_base + job.host_slots[heads] * job.host_pitch
 
     def _pieces(self, start: int, end: int, ring: int) -> tuple[Addresses, Addresses, Addresses]:
         """Host address, ring address and size of each run between ``start`` and ``end``."""
         if not self._limit:
             self._lay_out()
-        low = int(self._begins.searchsorted(start, "right")) - 1
-        high = int(self._begins.searchsorted(end))
-        begins, ends = self._begins[low:high].copy(), self._ends[low:high].copy()
-        host = self._host[low:high].copy()
-        host[0] += start - begins[0]
-        begins[0] = start
-        ends[-1] = end
-        packed = begins + (ring - start)
-        return host.view(np.uint64), packed.view(np.uint64), (ends - begins).view(np.uint64)
+        low = int(self._bounds.searchsorted(start, "right")) - 1
+        high = int(self._bounds.searchsorted(end))
+        host, bounds = self._host[low:high].copy(), self._bounds[low : high + 1].copy()
+        host[0] += start - bounds[0]
+        bounds[0], bounds[-1] = start, end
+        packed, sizes = bounds[:-1] + (ring - start), bounds[1:] - bounds[:-1]
+        return host.view(np.uint64), packed.view(np.uint64), sizes.view(np.uint64)
 
 
 def count_runs(job: CopyJob) -> int:
