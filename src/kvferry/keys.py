@@ -97,3 +97,9 @@ class Keys:
 
     def __repr__(self) -> str:
         return f"Keys({len(self)})"
+
+
+def masked_key(key: Key, mask: bytes) -> Key:
+    """One key as ``Keys.masked`` would give it, for those who need no more than one."""
+    word = int.from_bytes(key, "little") ^ int.from_bytes(mask, "little")
+    return Key(word.to_bytes(KEY_BYTES, "little"))

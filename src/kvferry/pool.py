@@ -91,6 +91,11 @@ class Pool:
         """For each key, whether its block is cached or on its way in."""
         return self._index.find(keys) != NO_SLOT
 
+    def state_of(self, key: Key) -> SlotState:
+        """What is true of one key's slot; FREE if it has none."""
+        slot = self._index.find_one(key)
+        return SlotState(self._state.item(slot)) if slot != NO_SLOT else SlotState.FREE
+
     def news_since(self, generation: int) -> npt.NDArray[np.uint64] | None:
         """The first words of the keys committed after a generation; None if too long ago."""
         count = self.generation - generation

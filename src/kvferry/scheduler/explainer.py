@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from kvferry.books import SlotState
 from kvferry.identity import scope
-from kvferry.keys import Keys
+from kvferry.keys import Keys, masked_key
 from kvferry.policy import Decision, SeenOften
 from kvferry.pool import Pool
 from kvferry.scheduler.ghosts import Ghosts
-from kvferry.scheduler.matching import Look, Matcher
+from kvferry.scheduler.matching import Look, Matcher, Missing
 from kvferry.scheduler.why import Explanation, Reason
 from kvferry.types import RequestId
 
@@ -32,9 +33,9 @@ class Explainer:
         elif missing is None:
             reason, group, token = Reason.NOTHING_MISSED, None, None
         else:
-            group, token, key = missing
+            group, token = missing.group, missing.token
             below = look.all_tokens > look.host_tokens
-            reason = Reason.STILL_BELOW if below else self._why_missing(group, key)
+            reason = Reason.STILL_BELOW if below else self._why_missing(missing)
         return Explanation(
             request_id=request_id,
             asked_tokens=look.max_tokens,
@@ -50,35 +51,35 @@ class Explainer:
     def explain_miss(
         self,
         request_id: RequestId,
-        missing: tuple[int, int, Keys],
+        missing: Missing,
         *,
         computed_tokens: int,
         max_tokens: int,
     ) -> Explanation:
         """Nothing could be had because of this one slot."""
-        group, token, key = missing
         return Explanation(
             request_id=request_id,
             asked_tokens=max_tokens,
             device_tokens=computed_tokens,
             host_tokens=0,
             lower_tokens=0,
-            reason=self._why_missing(group, key),
-            first_missing=token,
-            group=group,
+            reason=self._why_missing(missing),
+            first_missing=missing.token,
+            group=missing.group,
             decision=None,
         )
 
-    def _why_missing(self, group: int, key: Keys) -> Reason:
-        if self._pool.known(key)[0]:
+    def _why_missing(self, missing: Missing) -> Reason:
+        group, key = missing.group, missing.key
+        if self._pool.state_of(key) is not SlotState.FREE:
             return Reason.IN_FLIGHT
         if self._ghosts.has(key):
             return Reason.EVICTED
-        if self._admission.counts and not self._admission.admits(key)[0]:
+        if self._admission.counts and not self._admission.admits(Keys.from_bytes((key,)))[0]:
             return Reason.BELOW_THRESHOLD
         epoch = self._matcher.epoch
         if epoch:
-            bare = key.masked(scope(epoch, group))
-            if self._ghosts.has(bare.masked(scope(epoch - 1, group))):
+            bare = masked_key(key, scope(epoch, group))
+            if self._ghosts.has(masked_key(bare, scope(epoch - 1, group))):
                 return Reason.OTHER_NAMESPACE
         return Reason.NEVER_STORED

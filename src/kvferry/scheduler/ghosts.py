@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.keys import Keys
+from kvferry.types import Key
 
 
 class Ghosts:
@@ -23,10 +24,10 @@ class Ghosts:
     def add(self, keys: Keys) -> None:
         self._seen[self._places(keys)] = keys.array[:, 1]
 
-    def has(self, key: Keys) -> bool:
+    def has(self, key: Key) -> bool:
         """Whether this one key is remembered."""
-        first, second = key.array[0, :2]
-        return bool(self._seen[int(first & self._mask)] == second)
+        place = int.from_bytes(key[:8], "little") & int(self._mask)
+        return bool(self._seen.item(place) == int.from_bytes(key[8:16], "little"))
 
     def _places(self, keys: Keys) -> npt.NDArray[np.int64]:
         return (keys.array[:, 0] & self._mask).astype(np.int64)

@@ -120,10 +120,15 @@ class Scheduler:
 
     # -- match ----------------------------------------------------------------------------------
 
-    def begin(self, request_id: RequestId) -> None:
-        """Know a request that may never be matched: a reset is about its blocks, too."""
+    def begin(self, request_id: RequestId) -> bool:
+        """Know a request that may never be matched: a reset is about its blocks, too.
+
+        False if one of this name is known already.
+        """
         self._require_open()
+        is_new = self._requests.get(request_id) is None
         self._requests.record(request_id)
+        return is_new
 
     def match(
         self,

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry import reach
+from kvferry.books import SlotState
 from kvferry.identity import scope
-from kvferry.keys import Keys
+from kvferry.keys import Keys, masked_key
 from kvferry.lease import Lease
 from kvferry.pool import Pool
 from kvferry.scheduler.levels import LowerLevels
@@ -33,6 +35,14 @@ class Look:
     host_tokens: int
     everywhere: Present
     all_tokens: int
+
+
+class Missing(NamedTuple):
+    """A slot that no hit can do without, and that is not here: its first token, its key."""
+
+    group: int
+    token: int
+    key: Key
 
 
 class Matcher:
@@ -69,10 +79,8 @@ class Matcher:
         """Chain keys, each at the end of one slot, as the pool knows them in this epoch."""
         return keys.masked(scope(self.epoch, group))
 
-    def next_missing(
-        self, keys: Keys, computed_tokens: int, max_tokens: int
-    ) -> tuple[int, int, Keys] | None:
-        """The slot every hit needs and the host lacks: its group, its first token, its key.
+    def next_missing(self, keys: Keys, computed_tokens: int, max_tokens: int) -> Missing | None:
+        """The slot every hit needs and the host lacks.
 
         The short way to a miss, which is all that a request finds whose history never left the
         device. None if there is no such slot, or if a longer look is needed to know.
@@ -82,9 +90,11 @@ class Matcher:
             return None
         for g, group in enumerate(self.groups):
             slot = computed_tokens // group.slot_tokens
-            key = self.slot_keys(g, keys, range(slot, slot + 1))
-            if len(key) and not self._host.cached(key)[0]:
-                return g, slot * group.slot_tokens, key
+            chain_key = self._keys[g].one(keys, slot)
+            if chain_key is not None:
+                key = masked_key(chain_key, scope(self.epoch, g))
+                if self._host.state_of(key) is not SlotState.CACHED:
+                    return Missing(g, slot * group.slot_tokens, key)
         return None
 
     def look(
@@ -176,8 +186,9 @@ class Matcher:
 
     def has(self, key: Key) -> bool:
         """Whether this block is in the host, on its way there, or below it."""
-        keys = Keys.from_bytes((key,))
-        return bool(self._host.known(keys)[0] or self._lower.cached(keys)[0])
+        if self._host.state_of(key) is not SlotState.FREE:
+            return True
+        return bool(self._lower) and bool(self._lower.cached(Keys.from_bytes((key,)))[0])
 
     def watch(self, look: Look) -> Keys:
         """Keys that must be cached before a hit longer than the host's is possible.
@@ -212,8 +223,8 @@ class Matcher:
         longer = look.host_tokens + self._step
         return longer - longer % self._step
 
-    def first_missing(self, look: Look) -> tuple[int, int, Keys] | None:
-        """The slot that stopped the host's hit: its group, its first token, its key."""
+    def first_missing(self, look: Look) -> Missing | None:
+        """The slot that stopped the host's hit."""
         longer = self._next_length(look)
         if longer > look.max_tokens:
             return None
@@ -222,8 +233,8 @@ class Matcher:
             present = look.host[g][slots.start : slots.stop]
             if not present.all():
                 slot = slots.start + int(present.argmin())
-                keys = self.slot_keys(g, look.keys, range(slot, slot + 1))
-                return g, slot * group.slot_tokens, keys
+                key = self.slot_keys(g, look.keys, range(slot, slot + 1))[0]
+                return Missing(g, slot * group.slot_tokens, key)
         return None
 
     def worth_storing(self, group: int, slots: range) -> npt.NDArray[np.bool_]:

@@ -13,7 +13,7 @@ from kvferry.answers import Match, MatchState
 from kvferry.errors import InputError
 from kvferry.keys import Keys
 from kvferry.lease import Lease
-from kvferry.types import SlotArray, TransferId
+from kvferry.types import Key, SlotArray, TransferId
 
 
 class GroupKeys:
@@ -36,6 +36,11 @@ class GroupKeys:
     def count(self, chain: Keys) -> int:
         """How many whole slots the chain covers."""
         return len(chain) // self._ratio
+
+    def one(self, chain: Keys, slot: int) -> Key | None:
+        """The key of one slot; None if the chain does not cover it."""
+        at = (slot + 1) * self._ratio - 1
+        return chain[at] if at < len(chain) else None
 
     def cut(self, chain: Keys, slots: range) -> Keys:
         """The keys of these slots of the request."""

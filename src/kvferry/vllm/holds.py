@@ -22,6 +22,7 @@ class BlockHolds:
     def __init__(self, block_pool: Any) -> None:
         self._pool = block_pool
         self._held: Counter[int] = Counter()
+        self._evicts: bool | None = None
 
     @property
     def num_held(self) -> int:
@@ -32,6 +33,13 @@ class BlockHolds:
         """Blocks that vLLM could give to a request now."""
         return int(self._pool.get_num_free_blocks())
 
+    def begin_step(self) -> None:
+        """What vLLM is about to give away is looked at anew, at most once before the next call.
+
+        Many ask in a step: every request that comes or goes.
+        """
+        self._evicts = None
+
     @property
     def evicts(self) -> bool:
         """Whether one of the next blocks that vLLM gives away is one its prefix cache knows.
@@ -39,6 +47,11 @@ class BlockHolds:
         Not the very next: ended requests put their last, nameless blocks at the queue's head. And
         where no block is left, the next one comes from a request that ends.
         """
+        if self._evicts is None:
+            self._evicts = self._gives_cached_blocks()
+        return self._evicts
+
+    def _gives_cached_blocks(self) -> bool:
         block = self._pool.free_block_queue.fake_free_list_head.next_free_block
         for _ in range(min(_NEXT, self._pool.num_gpu_blocks // 8)):
             if block is None or block.next_free_block is None:  # the queue's own end mark

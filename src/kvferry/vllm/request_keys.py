@@ -31,7 +31,7 @@ class RequestKeys:
         if known > len(hashes) or (known and hashes[known - 1] != self._last):
             self._keys, known = _NO_KEYS, 0
         if known < len(hashes):
-            new = adopt(self._namespace, map(bytes, hashes[known:]))
+            new = adopt(self._namespace, hashes[known:])
             self._keys = self._keys + new if known else new
             self._last = hashes[-1]
         return self._keys

@@ -148,8 +148,9 @@ class SchedulerSide(Storing):
     def _track(self, scheduler: Scheduler, request: Any) -> Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            self._end_namesake(scheduler, request.request_id)
-            scheduler.begin(request.request_id)
+            if not scheduler.begin(request.request_id):
+                self._end_namesake(scheduler, request.request_id)
+                scheduler.begin(request.request_id)
             tracked = self._tracked[request.request_id] = Tracked(request, self._namespace)
         self._note_preemption(tracked)
         return tracked
@@ -176,6 +177,8 @@ class SchedulerSide(Storing):
 
     def orders(self, scheduler_output: Any) -> StepOrders:
         """This step's plan. Stores are of what this very step computes: the ranks order them so."""
+        if self.holds is not None:
+            self.holds.begin_step()
         if self._is_quiet(scheduler_output):
             return self._quiet_orders
         computes = scheduler_output.total_num_scheduled_tokens > 0
