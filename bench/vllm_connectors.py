@@ -10,6 +10,7 @@ engine without a connector lives beside each of them on the card. Measured, per 
   fits    conversations that fit the device cache: what a connector costs where it cannot help;
           round by round in turn with the engine that has none
   hooks   how long vLLM spent in the connector's hooks in one more such round
+  toggled kvferry's engine alone, such rounds with its hooks and without them in turn
   ttft    time to first token of a long prompt: cold, from the GPU's own cache, and from host memory
           after that cache was dropped; the floor is the GPU's own hit + the KV's bytes over the
           link's speed, one large pinned copy in the same process
@@ -43,7 +44,7 @@ from connectors.tables import report
 
 SKIPPED = 77
 
-SECTIONS = ("start", "fits", "hooks", "ttft", "bytes", "over")
+SECTIONS = ("start", "fits", "hooks", "toggled", "ttft", "bytes", "over")
 
 OVER = Load(
     num_conversations=20,

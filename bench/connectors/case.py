@@ -12,6 +12,7 @@ from connectors.child import serve
 from connectors.engine import BLOCK_TOKENS, Engine, shape_of
 from connectors.hooks import summary, thread_seconds, timed_hooks
 from connectors.loads import Load, difference, new_tokens, run_load
+from connectors.toggled import toggled
 
 GB = 1e9
 
@@ -45,7 +46,18 @@ class Measurer:
         self._engine: Engine | None = None
 
     def serve(self, descriptor: int) -> None:
-        orders = ("load", "start", "warm", "ttft", "bytes", "over", "fits", "hooks", "counted")
+        orders = (
+            "load",
+            "start",
+            "warm",
+            "fits",
+            "hooks",
+            "toggled",
+            "ttft",
+            "bytes",
+            "over",
+            "counted",
+        )
         serve({name: getattr(self, name) for name in orders}, descriptor)
 
     @property
@@ -105,6 +117,14 @@ class Measurer:
             found = run_load(self.engine, self._case.fits, seed=100 + number, fills=False)
         threads = difference(before, thread_seconds())
         return {"seconds": found["seconds"], "hooks": summary(times), "threads": threads}
+
+    def toggled(self, rounds: int) -> dict[str, list[dict[str, Any]]]:
+        """As ``fits``, in this engine alone: with its connector's hooks and without."""
+
+        def run(number: int) -> dict[str, Any]:
+            return run_load(self.engine, self._case.fits, seed=2000 + number, fills=False)
+
+        return toggled(self.engine, rounds, prepare=lambda: self.engine.forget(_others(1)), run=run)
 
     def counted(self, _: None) -> dict[str, float]:
         return self.engine.counters()

@@ -151,6 +151,7 @@ class Engine:
         self._engine = self.llm.llm_engine
         self._number = 0
         self._live: dict[str, Live] = {}
+        self.steps_ms: list[float] = []
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -168,7 +169,10 @@ class Engine:
     def step(self) -> list[Live]:
         """One step; returns the requests that ended in it."""
         ended = []
-        for output in self._engine.step():
+        began = time.perf_counter()
+        outputs = self._engine.step()
+        self.steps_ms.append(round(1e3 * (time.perf_counter() - began), 3))
+        for output in outputs:
             live = self._live[output.request_id]
             live.tokens = list(output.outputs[0].token_ids)
             if live.tokens and not live.first:

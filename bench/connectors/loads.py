@@ -66,6 +66,7 @@ def run_load(engine: Engine, load: Load, *, seed: int, fills: bool) -> dict[str,
     if fills:
         _serve(engine, queue, load, until=1)
     before = engine.counters()
+    engine.steps_ms.clear()
     began = time.perf_counter()
     served = _serve(engine, queue, load, until=load.num_turns)
     seconds = time.perf_counter() - began
@@ -85,6 +86,7 @@ def run_load(engine: Engine, load: Load, *, seed: int, fills: bool) -> dict[str,
         "cached_tokens": sum(live.cached_tokens for live in served),
         "output_tokens": sum(len(live.tokens) for live in served),
         "counted": difference(before, after),
+        "steps_ms": list(engine.steps_ms),
     }
 
 

@@ -187,6 +187,8 @@ class Run:
             self._compare(seat, base, amount.rounds_of(seat.connector))
         if "hooks" in amount.sections and amount.fits_rounds:
             seat.result["hooks"] = seat.ask("hooks", 1000)
+        if "toggled" in amount.sections and amount.fits_rounds and seat.connector == "kvferry":
+            seat.result["toggled"] = seat.ask("toggled", amount.fits_rounds)
         if "ttft" in amount.sections and seat.connector != "idle":
             seat.note("ttft")
         if "bytes" in amount.sections and seat.connector == "kvferry":

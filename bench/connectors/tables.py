@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from connectors.engine import CONNECTORS, GiB
+from connectors.toggled import by_place
 from kvferry.cli.bench_copy_tables import table
 
 Run = dict[str, Any]
@@ -31,7 +32,7 @@ def report(data: dict[str, Any]) -> str:
         own = [run for run in runs if run["case"]["shape"] == shape]
         parts += [_heading(own), _first_token(own), _over(own), _bytes(own)]
     first = [run for run in runs if run["case"]["shape"] == shapes[0]] if shapes else []
-    parts += [_start(first), _fits(first), _hooks(first)]
+    parts += [_start(first), _fits(first), _hooks(first), _toggled(first)]
     if data.get("left_out"):
         parts.append("Not run for want of time: " + ", ".join(data["left_out"]) + ".")
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -278,3 +279,28 @@ def _hooks(runs: Sequence[Run]) -> str:
         "All of it counts where a step waits for vLLM's own Python, and none where it waits for "
         "the GPU.\n\n" + table(("", "scheduler", "worker", "of the round"), rows)
     )
+
+
+def _toggled(runs: Sequence[Run]) -> str:
+    """The third view: the same engine with its hooks at work and without."""
+    for run in _with(runs, "toggled"):
+        found = run["toggled"]
+        plain = by_place(found["none"])
+        # A step that prefills takes several times as long as one that only decodes.
+        decodes = [ms < 1.5 * statistics.median(plain) for ms in plain] if plain else []
+        rows = []
+        for kind, name in (("none", "without its hooks"), ("hooks", "with them")):
+            steps = by_place(found[kind])
+            seconds = statistics.median(one["seconds"] for one in found[kind])
+            of = {True: 0.0, False: 0.0}
+            for ms, is_decode in zip(steps, decodes, strict=len(steps) == len(decodes)):
+                of[is_decode] += ms
+            rows.append((name, f"{seconds:.3f}", f"{of[True]:.1f}", f"{of[False]:.1f}"))
+        return (
+            "### kvferry's own engine, with its hooks and without\n\n"
+            f"{len(found['hooks'])} such rounds of each in turn, in one process: seconds of a "
+            "round (median), and the milliseconds of its steps, each the lower quartile over the "
+            "rounds.\n\n"
+            + table(("", "seconds", "steps that decode, ms", "steps that prefill, ms"), rows)
+        )
+    return ""
