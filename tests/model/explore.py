@@ -201,7 +201,7 @@ class World:
             names.slots(pool._order.peek_oldest(pool.num_slots)),
             tuple(self._slot(slot, names) for slot in list(names.of_slots)),
             pool.num_free,
-            tuple((g, names.blocks(g, blocks)) for g, blocks in scheduler._released),
+            tuple((g, names.blocks(g, blocks)) for g, blocks in scheduler._landings._released),
             tuple(sorted(self._rank(rank, names) for rank in range(sim.shape.num_ranks))),
         )
 

@@ -17,23 +17,24 @@ from collections.abc import Callable, Iterable, Sequence
 from types import MappingProxyType
 
 from kvferry import reach
-from kvferry.answers import DeviceBlocks, FailedLoad, Landing, Match, MatchState, Settled
+from kvferry.answers import DeviceBlocks, Match, MatchState, Settled
 from kvferry.config import Config
 from kvferry.errors import ClosedError, InputError
 from kvferry.keys import Keys
 from kvferry.pool import Pool
-from kvferry.scheduler.explainer import Explainer
 from kvferry.scheduler.flight import Flight, Flights
 from kvferry.scheduler.hits import Hits
 from kvferry.scheduler.journal import Entry, Journal
+from kvferry.scheduler.landings import Landings
 from kvferry.scheduler.levels import Level, LowerLevels
-from kvferry.scheduler.matching import Look, Matcher
+from kvferry.scheduler.lookups import Lookups
+from kvferry.scheduler.matching import Matcher
 from kvferry.scheduler.outbox import Outbox
 from kvferry.scheduler.request import Loading, RequestRecord
 from kvferry.scheduler.requests import Requests
 from kvferry.scheduler.storing import BlockTable, Storing
 from kvferry.scheduler.why import Explanation
-from kvferry.stats import MatchCounts, SchedulerStats
+from kvferry.stats import SchedulerStats
 from kvferry.types import (
     DEVICE,
     HOST,
@@ -111,11 +112,28 @@ class Scheduler:
             joins_loads=joins_loads,
             clock=clock,
         )
-        self._explainer = Explainer(self._matcher, pool, self._storing.admission)
-        self._released: list[DeviceBlocks] = []
-        self._counts = MatchCounts()
         self._journal = Journal()
         self._requests = Requests(self.groups, self._journal)
+        self._lookups = Lookups(
+            self.groups,
+            pool,
+            self._matcher,
+            self._hits,
+            self._lower,
+            self._requests,
+            self._journal,
+            self._storing.admission,
+        )
+        self._landings = Landings(
+            self.groups,
+            pool,
+            self._flights,
+            self._hits,
+            self._lower,
+            self._requests,
+            self._journal,
+            stores_in_order=not self._storing.is_lazy,
+        )
         self._closed = False
 
     # -- match ----------------------------------------------------------------------------------
@@ -149,49 +167,13 @@ class Scheduler:
         self._require_open()
         covered = len(keys) * self._matcher.hash_tokens
         max_tokens = covered if max_tokens is None else min(max_tokens, covered)
-        record = self._requests.record(request_id)
-        if record.loading is not None or record.promoting:
-            return Match(MatchState.WAIT, computed_tokens, computed_tokens)
-        if not computed_tokens:  # it has no block at all, so none from before a reset
-            record.renew()
-        hit = record.hit
-        asked = (self.pool.generation, computed_tokens, max_tokens)
-        if hit is None and record.missed == asked:
-            return Match(MatchState.MISS, computed_tokens, computed_tokens)
-        if hit is None or not self._hits.still_holds(hit, computed_tokens, max_tokens):
-            record.let_go()
-            self._count_once(record, keys, max_tokens - computed_tokens)
-            missing = self._matcher.next_missing(keys, computed_tokens, max_tokens)
-            if missing is not None:
-                if record.missed is None or record.missed[1:] != asked[1:]:
-                    why = self._explainer.explain_miss(
-                        request_id, missing, computed_tokens=computed_tokens, max_tokens=max_tokens
-                    )
-                    self._remember(record, why)
-                record.missed = asked
-                return Match(MatchState.MISS, computed_tokens, computed_tokens)
-            look = self._matcher.look(keys, computed_tokens, max_tokens, spare_tokens)
-            if self._promote(request_id, record, look):
-                return Match(MatchState.WAIT, computed_tokens, computed_tokens)
-            hit, decision = self._hits.pin(look)
-            record.hit = hit
-            self._remember(record, self._explainer.explain(request_id, look, decision))
-        if hit.match.state is MatchState.HIT and not self._hits.may_load(hit):
-            return Match(MatchState.WAIT, computed_tokens, computed_tokens)
-        return hit.match
-
-    def _promote(self, request_id: RequestId, record: RequestRecord, look: Look) -> bool:
-        """Start bringing up what lies below the host; True if the request should wait for it."""
-        if look.all_tokens <= look.host_tokens or record.promoted:
-            return False
-        look = self._matcher.within(look, self._lower.room)
-        for g, keys, parent in self._matcher.to_promote(look):
-            chained = isinstance(self.groups[g], reach.FullAttention)
-            record.promoting |= self._lower.promote(keys, parent=parent, chained=chained)
-        self._requests.wait(request_id, record.promoting)
-        record.promoted = bool(record.promoting)
-        self._counts.promoted_tokens += look.all_tokens - look.host_tokens if record.promoted else 0
-        return record.promoted
+        return self._lookups.match(
+            request_id,
+            keys,
+            computed_tokens=computed_tokens,
+            max_tokens=max_tokens,
+            spare_tokens=spare_tokens,
+        )
 
     # -- load and store ---------------------------------------------------------------------------
 
@@ -220,7 +202,7 @@ class Scheduler:
             order = self._outbox.load(request_id, g, lease, host_slots, device_blocks)
             record.loading.waiting.add(order.transfer.id)
             self._requests.wait(request_id, (order.transfer.id,))
-        self._counts.hit_tokens += hit.match.to_load
+        self._lookups.counts.hit_tokens += hit.match.to_load
         return tuple(DeviceBlocks(g, blocks) for g, _, _, blocks in parts)
 
     def store(
@@ -336,54 +318,17 @@ class Scheduler:
         landed = self._flights.settle(receipts)
         now_bytes, now_seconds = self._flights.counts.moved(HOST, DEVICE)
         self._hits.worth.note_load(now_bytes - num_bytes, now_seconds - seconds)
-        return self._report(landed)
+        return self._settled(landed)
 
     def lose_rank(self, rank: Rank, reason: str) -> Settled:
         """A rank is gone for good and touches no memory: what waits for it fails now."""
         self._require_open()
-        return self._report(self._flights.lose_rank(rank, reason))
+        return self._settled(self._flights.lose_rank(rank, reason))
 
-    def _report(self, landed: Sequence[Flight]) -> Settled:
-        now = self._clock()
-        loaded: list[RequestId] = []
-        failed: list[FailedLoad] = []
-        for flight in landed:
-            self._release(flight)
-            self._requests.tell(flight, loaded, failed)
-        for flight in self._flights.expire(now):
-            self._requests.tell(flight, loaded, failed)
-            self._lower.overdue(flight.transfer.id)
-            for lease in flight.in_doubt:
-                lease.disown()
-        expired = self._requests.expire_hits(now)
-        self._counts.expired_hits += len(expired)
-        released, self._released = tuple(self._released), []
-        landings = tuple(Landing(flight.transfer.id, flight.reason) for flight in landed)
-        return Settled(tuple(loaded), tuple(failed), released, landings, expired)
-
-    def _release(self, flight: Flight) -> None:
-        """No rank touches this transfer's memory any more."""
-        transfer = flight.transfer
-        for request_id in flight.served:
-            self._journal.ended(request_id, flight)
-        if transfer.dst == DEVICE:
-            self._released.append(DeviceBlocks(transfer.group, transfer.dst_slots))
-            for lease in flight.leases:
-                self._hits.ended(lease)
-        elif transfer.src == DEVICE:
-            self._released.append(DeviceBlocks(transfer.group, transfer.src_slots))
-            if flight.ok and self._lower:
-                self._write_through(flight)
-        else:
-            self._lower.landed(transfer.id)
-
-    def _write_through(self, flight: Flight) -> None:
-        # Lazy stores come from anywhere; eager ones follow each other where every key is needed.
-        full = isinstance(self.groups[flight.transfer.group], reach.FullAttention)
-        chained = full and not self._storing.is_lazy
-        for lease in flight.leases:
-            parent = self.pool.key_before(lease) if chained else None
-            self._lower.write_through(self.pool.keys_of(lease), parent=parent, chained=chained)
+    def _settled(self, landed: Sequence[Flight]) -> Settled:
+        settled = self._landings.report(landed, self._clock())
+        self._lookups.counts.expired_hits += len(settled.expired)
+        return settled
 
     # -- a request's ends -------------------------------------------------------------------------
 
@@ -408,8 +353,7 @@ class Scheduler:
     def _let_go(self, request_id: RequestId, record: RequestRecord) -> None:
         record.let_go()
         for order in self._outbox.cancel_loads(request_id):
-            self._hits.ended(order.lease)
-            self._released.append(DeviceBlocks(order.transfer.group, order.transfer.dst_slots))
+            self._landings.cancel(order)
         self._requests.stop_waiting(request_id, record)
 
     def reset(self) -> None:
@@ -435,7 +379,7 @@ class Scheduler:
                 self.finish(request_id)
             self._outbox.discard()
             self._flights.abandon("closed")
-            self._explainer.close()
+            self._lookups.close()
             self._closed = True
 
     # -- looking ----------------------------------------------------------------------------------
@@ -458,7 +402,7 @@ class Scheduler:
     @property
     def has_released(self) -> bool:
         """Whether the next ``settle`` gives device blocks back, receipts or not."""
-        return bool(self._released)
+        return self._landings.has_released
 
     @property
     def num_queued(self) -> int:
@@ -480,7 +424,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """A snapshot of everything counted so far."""
-        flights, matches = self._flights.counts, self._counts
+        flights, matches = self._flights.counts, self._lookups.counts
         return SchedulerStats(
             pool=self.pool.counts,
             levels=MappingProxyType(
@@ -519,25 +463,6 @@ class Scheduler:
         """Prove the bookkeeping, the pools' included; raises IntegrityError."""
         self.pool.check_integrity()
         self._lower.check_integrity()
-
-    def _remember(self, record: RequestRecord, explanation: Explanation) -> None:
-        if explanation.decision is not None:
-            self._counts.verdicts[explanation.decision.verdict.value] += 1
-        if not record.explained:  # once for each request, however often it asks again
-            record.explained = True
-            self._journal.begin(explanation.request_id)
-            self._counts.missed[explanation.reason.value] += 1
-        self._journal.explained(explanation)
-
-    def _count_once(self, record: RequestRecord, keys: Keys, num_tokens: int) -> None:
-        if record.counted:
-            return
-        record.counted = True
-        self._counts.queries += 1
-        self._counts.asked_tokens += max(0, num_tokens)
-        if self._storing.admission.counts:
-            for g in range(len(self.groups)):
-                self._storing.admission.see(self._matcher.all_keys(g, keys))
 
     def _require_tables(self, tables: Sequence[BlockTable]) -> None:
         if len(tables) != len(self.groups):
