@@ -11,10 +11,10 @@ What must hold, and a one-line break of the code that these tests were seen to c
   receipt: a device block is released while a transfer still needs it.
 - A rank that fails fails the transfer for all. ``Flights._take`` ignores failed receipts, or
   ``Flights._land`` commits a failed store: a request computes with bytes that are not its own.
-- A deadline ends the waiting and never the claim. ``_report`` releases overdue flights at once: a
-  block is let go while a slow rank still writes to it.
-- What did not come in time is expected no more. ``_report`` does not disown overdue leases: blocks
-  stay on their way for ever.
+- A deadline ends the waiting and never the claim. ``Landings.report`` releases overdue flights at
+  once: a block is let go while a slow rank still writes to it.
+- What did not come in time is expected no more. ``Landings.report`` does not disown overdue leases:
+  blocks stay on their way for ever.
 - Nobody is told to have loaded before all groups have. ``_tell`` does not wait for the rest: the
   other group's blocks still hold garbage.
 - Old weights are never stored under new keys. ``reset`` leaves ``outdated`` false: a later request
