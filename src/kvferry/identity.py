@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import InputError, KeyFormatError
-from kvferry.keys import KEY_WORDS, Keys
+from kvferry.keys import KEY_WORDS, Keys, masked_key
 from kvferry.types import KEY_BYTES, Key
 
 FORMAT_VERSION = 2
@@ -145,6 +145,11 @@ def adopt(namespace: Namespace, hashes: Iterable[bytes]) -> Keys:
     ):
         contents = [_digest(position, content) for position, content in enumerate(contents)]
     return _joined(contents).masked(namespace.adoption)
+
+
+def adopt_one(namespace: Namespace, content: bytes) -> Key:
+    """One key as :func:`adopt` gives it."""
+    return masked_key(Key(_digest(0, content)), namespace.adoption)
 
 
 def _digest(position: int, content: bytes) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,13 @@ from kvferry.types import KEY_BYTES, Key
 
 KEY_WORDS = KEY_BYTES // 8
 KeyArray = npt.NDArray[np.uint64]
+
+
+class KeyChain(Protocol):
+    """A request's keys one by one: enough to ask for the next, cheaper to have than all."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, item: int, /) -> Key: ...
 
 
 class Keys:

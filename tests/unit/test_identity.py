@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import InputError, KeyFormatError
-from kvferry.identity import FORMAT_VERSION, Namespace, adopt, chain, scope
+from kvferry.identity import FORMAT_VERSION, Namespace, adopt, adopt_one, chain, scope
 from kvferry.keys import Keys
 from kvferry.types import KEY_BYTES, Key
 
@@ -104,6 +104,7 @@ def test_the_format_written_out_by_hand():
 
     hashes = [b"short", bytes(range(32)), bytes(33)]
     assert list(adopt(ns, hashes)) == [adopted(content) for content in hashes]
+    assert [adopt_one(ns, content) for content in hashes] == list(adopt(ns, hashes))
     assert list(adopt(ns, hashes[1:2])) == [adopted(hashes[1])]
 
 

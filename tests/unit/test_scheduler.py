@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from kvferry.errors import ClosedError, InputError, ReceiptError
 from kvferry.keys import Keys
 from kvferry.pool import Pool
 from kvferry.reach import ChunkedLocal, FullAttention, SlidingWindow
-from kvferry.scheduler import NO_BLOCK, Scheduler
+from kvferry.scheduler import NO_BLOCK, Reason, Scheduler
 from kvferry.types import DEVICE, HOST, Outcome, Plan, Rank, Receipt, TransferId
 
 HYBRID = (FullAttention(4), SlidingWindow(4, window=6))
@@ -332,3 +333,39 @@ def test_a_miss_is_looked_up_again_when_something_was_stored(monkeypatch) -> Non
     assert scheduler.match("reader", chain).to_load == 8
     assert scheduler.match("reader", chain, computed_tokens=8).state is MatchState.MISS
     assert len(looks) == 3
+
+
+def test_what_the_short_look_lacks_a_match_does_not_find_either() -> None:
+    """Every set of four blocks, every length. Seen red with the key one slot further looked up."""
+    chain = keys(range(4))
+    for present in product([False, True], repeat=4):
+        scheduler = scheduler_of()
+        for number in np.flatnonzero(present):
+            lease = scheduler.pool.reserve(chain[number : number + 1])
+            assert lease is not None
+            lease.commit()
+        for computed_tokens, max_tokens in product(range(0, 17, 4), range(1, 17)):
+            about = {"computed_tokens": computed_tokens, "max_tokens": max_tokens}
+            missing = scheduler.next_missing(chain, **about)
+            found = scheduler.match("reader", chain, **about)
+            scheduler.finish("reader")
+            if missing is not None:
+                assert found.state is MatchState.MISS
+            elif computed_tokens + 4 <= max_tokens:
+                assert found.state is MatchState.HIT
+
+
+def test_a_miss_that_is_noted_later_counts_and_is_explained() -> None:
+    scheduler = scheduler_of()
+    chain = keys(range(3))
+    missing = scheduler.next_missing(chain, computed_tokens=4)
+    assert missing is not None
+    assert scheduler.stats().queries == 0
+    assert scheduler.explain("reader") is None
+    scheduler.note_miss("reader", chain, missing, computed_tokens=4)
+    assert (scheduler.stats().queries, scheduler.stats().asked_tokens) == (1, 8)
+    explanation = scheduler.explain("reader")
+    assert explanation is not None
+    assert (explanation.reason, explanation.first_missing) == (Reason.NEVER_STORED, 4)
+    assert scheduler.match("reader", chain, computed_tokens=4).state is MatchState.MISS
+    assert scheduler.stats().queries == 1, "counted once"

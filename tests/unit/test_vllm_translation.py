@@ -119,6 +119,7 @@ def test_keys_grow_with_the_request_and_start_over_when_it_changes():
     assert chain.keys() == adopt(NAMESPACE, [b"a"])
     request.block_hashes[:] = [b"x", b"y", b"z"]
     assert chain.keys() == adopt(NAMESPACE, [b"x", b"y", b"z"])
+    assert [chain[at] for at in range(len(chain))] == list(chain.keys())
 
 
 class FakePool:

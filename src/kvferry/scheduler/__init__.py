@@ -2,6 +2,7 @@
 
 from kvferry.scheduler.half import Scheduler
 from kvferry.scheduler.levels import Level, WriteMode
+from kvferry.scheduler.matching import Missing
 from kvferry.scheduler.storing import NO_BLOCK, BlockTable
 from kvferry.scheduler.why import Explanation, Reason
 
@@ -10,6 +11,7 @@ __all__ = [
     "BlockTable",
     "Explanation",
     "Level",
+    "Missing",
     "Reason",
     "Scheduler",
     "WriteMode",

@@ -20,7 +20,7 @@ from kvferry import reach
 from kvferry.answers import DeviceBlocks, Match, MatchState, Settled
 from kvferry.config import Config
 from kvferry.errors import ClosedError, InputError
-from kvferry.keys import Keys
+from kvferry.keys import KeyChain, Keys
 from kvferry.pool import Pool
 from kvferry.scheduler.flight import Flight, Flights
 from kvferry.scheduler.hits import Hits
@@ -28,7 +28,7 @@ from kvferry.scheduler.journal import Entry, Journal
 from kvferry.scheduler.landings import Landings
 from kvferry.scheduler.levels import Level, LowerLevels
 from kvferry.scheduler.lookups import Lookups
-from kvferry.scheduler.matching import Matcher
+from kvferry.scheduler.matching import Matcher, Missing
 from kvferry.scheduler.outbox import Outbox
 from kvferry.scheduler.request import Loading, RequestRecord
 from kvferry.scheduler.requests import Requests
@@ -173,6 +173,42 @@ class Scheduler:
             computed_tokens=computed_tokens,
             max_tokens=max_tokens,
             spare_tokens=spare_tokens,
+        )
+
+    def next_missing(
+        self, chain: KeyChain, *, computed_tokens: int = 0, max_tokens: int | None = None
+    ) -> Missing | None:
+        """A slot for want of which :meth:`match` would find nothing; None where it might.
+
+        Asks for one key, remembers nothing and needs no request: for an engine whose step cannot
+        wait. Say later, with :meth:`note_miss`, that this was the answer.
+        """
+        self._require_open()
+        covered = len(chain) * self._matcher.hash_tokens
+        max_tokens = covered if max_tokens is None else min(max_tokens, covered)
+        return self._matcher.next_missing(chain, computed_tokens, max_tokens)
+
+    def note_miss(
+        self,
+        request_id: RequestId,
+        keys: Keys,
+        missing: Missing,
+        *,
+        computed_tokens: int = 0,
+        max_tokens: int | None = None,
+    ) -> None:
+        """A request was answered by :meth:`next_missing`: it counts as looked up, and is explained.
+
+        The reason is that of now: a block may have been stored and evicted since.
+        """
+        self._require_open()
+        covered = len(keys) * self._matcher.hash_tokens
+        self._lookups.note_miss(
+            request_id,
+            keys,
+            missing,
+            computed_tokens=computed_tokens,
+            max_tokens=covered if max_tokens is None else min(max_tokens, covered),
         )
 
     # -- load and store ---------------------------------------------------------------------------

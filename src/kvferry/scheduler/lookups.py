@@ -21,7 +21,7 @@ from kvferry.scheduler.explainer import Explainer
 from kvferry.scheduler.hits import Hits
 from kvferry.scheduler.journal import Journal
 from kvferry.scheduler.levels import LowerLevels
-from kvferry.scheduler.matching import Look, Matcher
+from kvferry.scheduler.matching import Look, Matcher, Missing
 from kvferry.scheduler.request import RequestRecord
 from kvferry.scheduler.requests import Requests
 from kvferry.scheduler.why import Explanation
@@ -113,6 +113,23 @@ class Lookups:
             self._remember(record, why)
         record.missed = asked
         return True
+
+    def note_miss(
+        self,
+        request_id: RequestId,
+        keys: Keys,
+        missing: Missing,
+        *,
+        computed_tokens: int,
+        max_tokens: int,
+    ) -> None:
+        """Count and explain a look-up that was answered with ``next_missing`` alone."""
+        record = self._requests.record(request_id)
+        self._count_once(record, keys, max_tokens - computed_tokens)
+        why = self._explainer.explain_miss(
+            request_id, missing, computed_tokens=computed_tokens, max_tokens=max_tokens
+        )
+        self._remember(record, why)
 
     def _promote(self, request_id: RequestId, record: RequestRecord, look: Look) -> bool:
         """Start bringing up what lies below the host; True if the request should wait for it."""

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvferry import reach
 from kvferry.books import SlotState
 from kvferry.identity import scope
-from kvferry.keys import Keys, masked_key
+from kvferry.keys import KeyChain, Keys, masked_key
 from kvferry.lease import Lease
 from kvferry.pool import Pool
 from kvferry.scheduler.levels import LowerLevels
@@ -79,7 +79,7 @@ class Matcher:
         """Chain keys, each at the end of one slot, as the pool knows them in this epoch."""
         return keys.masked(scope(self.epoch, group))
 
-    def next_missing(self, keys: Keys, computed_tokens: int, max_tokens: int) -> Missing | None:
+    def next_missing(self, keys: KeyChain, computed_tokens: int, max_tokens: int) -> Missing | None:
         """The slot every hit needs and the host lacks.
 
         The short way to a miss, which is all that a request finds whose history never left the

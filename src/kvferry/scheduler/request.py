@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvferry import reach
 from kvferry.answers import Match, MatchState
 from kvferry.errors import InputError
-from kvferry.keys import Keys
+from kvferry.keys import KeyChain, Keys
 from kvferry.lease import Lease
 from kvferry.types import Key, SlotArray, TransferId
 
@@ -37,7 +37,7 @@ class GroupKeys:
         """How many whole slots the chain covers."""
         return len(chain) // self._ratio
 
-    def one(self, chain: Keys, slot: int) -> Key | None:
+    def one(self, chain: KeyChain, slot: int) -> Key | None:
         """The key of one slot; None if the chain does not cover it."""
         at = (slot + 1) * self._ratio - 1
         return chain[at] if at < len(chain) else None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvferry.identity import Namespace, adopt
+from kvferry.identity import Namespace, adopt, adopt_one
 from kvferry.keys import Keys
+from kvferry.types import Key
 
 _NO_KEYS = Keys.empty()
 
@@ -22,6 +23,13 @@ class RequestKeys:
         self._namespace = namespace
         self._keys = _NO_KEYS
         self._last: bytes | None = None
+
+    def __len__(self) -> int:
+        return len(self.request.block_hashes)
+
+    def __getitem__(self, position: int) -> Key:
+        """One key, without the others."""
+        return adopt_one(self._namespace, self.request.block_hashes[position])
 
     def keys(self) -> Keys:
         hashes = self.request.block_hashes

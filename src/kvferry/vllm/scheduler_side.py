@@ -21,10 +21,10 @@ from kvferry.config import Config
 from kvferry.scheduler import Scheduler
 from kvferry.types import DEVICE, Plan, Rank, TransferId
 from kvferry.vllm import translate
+from kvferry.vllm.arrivals import Arrivals
 from kvferry.vllm.guard import guarded
 from kvferry.vllm.messages import StepOrders, StepReceipts
 from kvferry.vllm.metrics import FerryStats
-from kvferry.vllm.storing import Storing
 from kvferry.vllm.tables import table_of
 from kvferry.vllm.tracked import Tracked
 
@@ -36,7 +36,7 @@ _SETTLE_SECONDS = 0.25
 """How often deadlines are looked at where no receipts come."""
 
 
-class SchedulerSide(Storing):
+class SchedulerSide(Arrivals):
     """Owns what is known of vLLM's requests, and what vLLM was told about their loads.
 
     Decides nothing about blocks. Whatever goes wrong here, requests run: at worst without us.
@@ -64,6 +64,9 @@ class SchedulerSide(Storing):
         scheduler = self.scheduler or self._open()
         if scheduler is None or getattr(request, "skip_reading_prefix_cache", False):
             return MISS
+        is_new = request.request_id not in self._tracked
+        if is_new and self._misses(scheduler, request, computed_tokens):
+            return MISS
         tracked = self._track(scheduler, request)
         keys = tracked.chain.keys()
         tracked.computed_tokens, tracked.claimed_tokens = computed_tokens, 0
@@ -84,17 +87,6 @@ class SchedulerSide(Storing):
         tracked.claimed_tokens = claimed
         return claimed, True
 
-    def _claimable(self, request: Any, computed_tokens: int) -> int:
-        """How far a hit may go. One token must be computed, or there is none to sample from.
-
-        vLLM computes the last token again where a load brings all of them. That is a step of one
-        token, as in decoding, where the end of a block would be a prefill; but for what is on the
-        device but for its last block, waiting for a load is not worth it.
-        """
-        rest = request.num_tokens - 1
-        is_whole = self._claims_whole and computed_tokens + self._least_block <= rest
-        return int(request.num_tokens if is_whole else rest)
-
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM has given the request its blocks: order the load it was promised.
 
@@ -103,6 +95,8 @@ class SchedulerSide(Storing):
         """
         self._num_quiet = 0
         try:
+            if not num_external_tokens and self._note_blocks(request):
+                return
             if not self.guard.broken and self._load(request, blocks, num_external_tokens):
                 return
         except Exception as error:
@@ -148,10 +142,9 @@ class SchedulerSide(Storing):
     def _track(self, scheduler: Scheduler, request: Any) -> Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            if not scheduler.begin(request.request_id):
-                self._end_namesake(scheduler, request.request_id)
-                scheduler.begin(request.request_id)
+            self._begin(scheduler, request.request_id)
             tracked = self._tracked[request.request_id] = Tracked(request, self._namespace)
+        self._tell(scheduler, request.request_id)
         self._note_preemption(tracked)
         return tracked
 
@@ -180,6 +173,8 @@ class SchedulerSide(Storing):
         if self.holds is not None:
             self.holds.begin_step()
         if self._is_quiet(scheduler_output):
+            return self._quiet_orders
+        if not self._undone and self._is_calm(scheduler_output):
             return self._quiet_orders
         computes = scheduler_output.total_num_scheduled_tokens > 0
         plan = self._plan(scheduler_output)
@@ -235,6 +230,7 @@ class SchedulerSide(Storing):
         self._settled = False
         if self.sight is not None:
             self.sight.answer()
+        self._tell_all(scheduler)
         for request_id in scheduler_output.preempted_req_ids or ():
             if request_id in self._tracked:
                 self._note_preemption(self._tracked[request_id])
@@ -307,8 +303,10 @@ class SchedulerSide(Storing):
         Not at once, see :mod:`kvferry.vllm.leftovers`. (A window's blocks are soon no longer its.)
         """
         self._num_quiet = 0
-        tracked = self._tracked.pop(request.request_id, None)
         scheduler = self.scheduler
+        if scheduler is not None:
+            self._tell(scheduler, request.request_id)
+        tracked = self._tracked.pop(request.request_id, None)
         if tracked is None or scheduler is None:
             return
         if request.request_id in self._loading or not tracked.has_run:

@@ -96,13 +96,23 @@ class Sides:
             kv_cache_group_id=0,
         )
 
-    def orders(self, scheduled: dict[str, int] | None = None) -> StepOrders:
+    def orders(
+        self,
+        scheduled: dict[str, int] | None = None,
+        *,
+        new: Sequence[str] = (),
+        preempted: Sequence[str] = (),
+    ) -> StepOrders:
+        """A step of vLLM's; ``new`` are those of the scheduled that never ran before."""
         return self.side.orders(
             SimpleNamespace(
                 total_num_scheduled_tokens=sum((scheduled or {}).values()),
                 num_scheduled_tokens=scheduled or {},
-                scheduled_new_reqs=[],
-                preempted_req_ids=None,
+                scheduled_new_reqs=[
+                    SimpleNamespace(req_id=name, block_ids=(self.tables[name],)) for name in new
+                ],
+                scheduled_cached_reqs=SimpleNamespace(new_block_ids=[]),
+                preempted_req_ids=set(preempted) or None,
             )
         )
 

@@ -1,0 +1,248 @@
+"""Requests we have nothing of: answered at once, and told to our scheduler before it matters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from tests.integration.vllm.sides import BLOCK_TOKENS, Sides, request_of
+
+from kvferry.vllm import service
+
+PROMPT = 4 * BLOCK_TOKENS + 1
+
+
+@pytest.fixture(autouse=True)
+def steps_of_512(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in service; other tests here store more often, to have more to look at."""
+    monkeypatch.setattr(service, "_STORE_TOKENS", 4096)
+
+
+@pytest.fixture
+def sides(no_leaked_threads: None) -> Iterator[Sides]:
+    made = Sides(["layer0"])
+    step(made)  # the first look of all
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def make(no_leaked_threads: None) -> Iterator[Callable[..., Sides]]:
+    made: list[Sides] = []
+
+    def begin(**options: Any) -> Sides:
+        made.append(Sides(["layer0"], **options))
+        step(made[-1])
+        return made[-1]
+
+    yield begin
+    for one in made:
+        one.close()
+
+
+def hashes_of(tag: int, count: int = 4) -> list[bytes]:
+    return [bytes([tag, number]) * 16 for number in range(count)]
+
+
+def step(sides: Sides, scheduled: dict[str, int] | None = None, **more: Any) -> None:
+    sides.run(sides.orders(scheduled, **more))
+    sides.answer(0)
+
+
+def come(sides: Sides, name: str, tag: int) -> Any:
+    """A request is asked about and gets its blocks; nothing of it is with us."""
+    request = request_of(name, hashes_of(tag))
+    assert sides.side.match(request, 0) == (0, False)
+    sides.side.allocated(request, sides.allocate(name, 5), 0)
+    return request
+
+
+def compute(sides: Sides, request: Any, **others: int) -> None:
+    """Its first step, a calm one, and what vLLM does after it."""
+    name = request.request_id
+    step(sides, {name: PROMPT, **others}, new=[name])
+    request.num_computed_tokens, request.num_output_tokens = PROMPT, 1
+    sides.cache(request)
+
+
+def end(sides: Sides, request: Any) -> None:
+    sides.side.finished(request)
+    numbers = reversed(sides.tables.pop(request.request_id))
+    sides.pool.free_blocks([sides.pool.blocks[number] for number in numbers])
+
+
+def rest(sides: Sides) -> None:
+    while sides.side.has_work:
+        step(sides)
+
+
+def is_stored(sides: Sides, tag: int) -> bool:
+    found, _ = sides.side.match(request_of(f"probe{tag}", hashes_of(tag)), 0)
+    return found == 4 * BLOCK_TOKENS
+
+
+def is_told(sides, name):
+    return name in sides.side.scheduler._requests.ids()
+
+
+def test_a_miss_is_told_in_a_step_that_only_decodes(sides):
+    request = come(sides, "a", 1)
+    orders = sides.orders({"a": PROMPT}, new=["a"])
+    assert orders.is_quiet
+    assert not is_told(sides, "a")
+    assert sides.side.scheduler.stats().queries == 0
+    request.num_computed_tokens, request.num_output_tokens = PROMPT, 1
+    assert not sides.orders({"a": 1}).is_quiet
+    assert is_told(sides, "a")
+    assert sides.side.scheduler.stats().queries == 1
+    assert sides.side.scheduler.explain("a").reason.value == "never_stored"
+    assert sides.side.scheduler.stats().prefill_rate > 0, "its prefill was timed all the same"
+
+
+def test_one_that_ends_before_it_is_told_is_stored(sides):
+    """Seen red with ``has_run`` left alone in calm steps, and with ``finished`` telling nobody."""
+    request = come(sides, "a", 1)
+    compute(sides, request)
+    assert not is_told(sides, "a")
+    end(sides, request)
+    rest(sides)
+    assert is_stored(sides, 1)
+
+
+def test_one_that_never_ran_is_not_stored(sides):
+    request = come(sides, "a", 1)
+    end(sides, request)
+    rest(sides)
+    step(sides)
+    assert not is_stored(sides, 1)
+    assert not is_told(sides, "a"), "known for ever"
+
+
+def test_what_was_computed_before_a_reset_is_not_stored_after_it(sides):
+    """Seen red with ``_forget`` telling nobody before: old weights' bytes under new keys."""
+    request = come(sides, "a", 1)
+    compute(sides, request)
+    sides.side.reset()
+    orders = sides.orders({"a": 1})
+    assert not orders.is_quiet
+    assert orders.epoch == 1
+    end(sides, request)
+    rest(sides)
+    assert not is_stored(sides, 1)
+
+
+def test_after_a_reset_the_ranks_hear_of_it_though_requests_come(sides):
+    """Seen red with calm steps right after a reset: they carry the epoch before."""
+    sides.side.reset()
+    come(sides, "a", 1)
+    assert sides.orders({"a": PROMPT}, new=["a"]).epoch == 1
+
+
+def test_calm_does_not_last_where_requests_come_with_every_step(sides):
+    """Seen red without a bound."""
+    calm = []
+    for number in range(6):
+        name = f"r{number}"
+        come(sides, name, number)
+        calm.append(sides.orders({name: PROMPT}, new=[name]).is_quiet)
+    assert calm == [True, True, True, True, False, True]
+    assert is_told(sides, "r0")
+
+
+@pytest.mark.parametrize(
+    "scheduled",
+    [{"a": 600}, {"a": PROMPT, "o": 2}, {"a": PROMPT, "b": PROMPT}],
+    ids=["a long prompt", "another prefills", "one of them is known"],
+)
+def test_steps_that_are_not_calm(sides, scheduled):
+    come(sides, "a", 1)
+    sides.allocate("b", 5)
+    assert not sides.orders(scheduled, new=[name for name in scheduled if name != "o"]).is_quiet
+    assert is_told(sides, "a")
+
+
+def test_a_preemption_is_heard_of(sides):
+    request = come(sides, "a", 1)
+    compute(sides, request)
+    request.num_preemptions, request.num_computed_tokens = 1, 0
+    come(sides, "b", 2)
+    assert not sides.orders({"b": PROMPT}, new=["b"], preempted=["a"]).is_quiet
+    assert sides.side._tracked["a"].preemptions == 1
+
+
+def test_one_asked_about_again_is_told_first(sides):
+    request = request_of("a", hashes_of(1))
+    assert sides.side.match(request, 0) == (0, False)
+    assert not is_told(sides, "a")
+    assert sides.side.match(request, 0) == (0, False)
+    assert is_told(sides, "a")
+    assert not sides.side._untold
+    assert sides.side.scheduler.stats().queries == 1
+
+
+def test_what_another_left_is_gone_on_with(sides):
+    """Seen red with ``_tell`` that does not go on: the first turn is then stored by itself."""
+    first = come(sides, "first", 1)
+    compute(sides, first)
+    end(sides, first)
+    assert len(sides.side.leftovers) == 1
+    second = request_of("second", hashes_of(1) + hashes_of(2))
+    assert sides.side.match(second, 4 * BLOCK_TOKENS) == (0, False)
+    sides.side.allocated(second, sides.allocate("second", 9), 0)
+    step(sides, {"second": 4 * BLOCK_TOKENS + 1}, new=["second"])
+    second.num_computed_tokens, second.num_output_tokens = 8 * BLOCK_TOKENS + 1, 1
+    assert len(sides.side.leftovers) == 1, "not told yet"
+    step(sides, {"second": 1})
+    assert len(sides.side.leftovers) == 0
+
+
+def test_a_name_that_left_something_may_come_again(sides):
+    first = come(sides, "again", 1)
+    compute(sides, first)
+    end(sides, first)
+    second = come(sides, "again", 2)
+    compute(sides, second)
+    end(sides, second)
+    rest(sides)
+    assert is_stored(sides, 1)
+    assert is_stored(sides, 2)
+
+
+def test_loads_that_are_ordered_are_not_kept_from_the_ranks(sides):
+    """Seen red with steps called calm whatever is to be sent."""
+    first = come(sides, "first", 1)
+    compute(sides, first)
+    end(sides, first)
+    rest(sides)
+    loads = request_of("loads", hashes_of(1))
+    tokens, is_async = sides.side.match(loads, 0)
+    assert (tokens, is_async) == (4 * BLOCK_TOKENS, True)
+    sides.side.allocated(loads, sides.allocate("loads", 5), tokens)
+    come(sides, "a", 2)
+    assert sides.orders({"a": PROMPT}, new=["a"]).loads.keys() == {"loads"}
+
+
+def test_a_load_that_cannot_be_is_not_kept_from_the_ranks(sides):
+    """Seen red with steps called calm though a request waits to hear that nothing comes."""
+    lost = request_of("lost", hashes_of(1))
+    sides.side.allocated(lost, sides.allocate("lost", 5), 2 * BLOCK_TOKENS)
+    come(sides, "a", 2)
+    assert sides.orders({"a": PROMPT}, new=["a"]).undone.keys() == {"lost"}
+
+
+def test_blocks_that_are_held_are_not_held_longer(sides, monkeypatch):
+    request = come(sides, "a", 1)
+    compute(sides, request)
+    monkeypatch.setattr(type(sides.side.holds), "evicts", True)
+    end(sides, request)
+    assert sides.side.holds.num_held == 4
+    come(sides, "b", 2)
+    assert not sides.orders({"b": PROMPT}, new=["b"]).is_quiet
+
+
+def test_lazy_stores_look_at_every_step(make):
+    sides = make(store_mode="lazy")
+    come(sides, "a", 1)
+    assert not sides.orders({"a": PROMPT}, new=["a"]).is_quiet
+    assert not sides.side.guard.broken
