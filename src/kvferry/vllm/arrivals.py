@@ -23,6 +23,9 @@ from kvferry.vllm import translate
 from kvferry.vllm.storing import Storing
 from kvferry.vllm.tracked import Tracked
 
+_LONG_TOKENS = 512
+"""Who computes so many in its first step is looked at in that step: it may be time to store."""
+
 _MOST_CALM = 4
 """Steps in a row that bring requests and are not looked at further: where some come with every
 step, there is no better one."""
@@ -139,7 +142,7 @@ class Arrivals(Storing):
         num_others = scheduler_output.total_num_scheduled_tokens
         for data in new:
             num_tokens = num_scheduled.get(data.req_id, 0)
-            if data.req_id not in self._untold or num_tokens >= self._hasty_step:
+            if data.req_id not in self._untold or num_tokens >= _LONG_TOKENS:
                 return False
             num_others -= num_tokens
         if num_others != len(num_scheduled) - len(new):

@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 from tests.integration.vllm.sides import BLOCK_TOKENS, Sides, request_of
 
-from kvferry.vllm import service
-
 PROMPT = 4 * BLOCK_TOKENS + 1
-
-
-@pytest.fixture(autouse=True)
-def steps_of_512(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in service; other tests here store more often, to have more to look at."""
-    monkeypatch.setattr(service, "_STORE_TOKENS", 4096)
 
 
 @pytest.fixture
