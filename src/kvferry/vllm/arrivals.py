@@ -24,7 +24,8 @@ from kvferry.vllm.storing import Storing
 from kvferry.vllm.tracked import Tracked
 
 _LONG_TOKENS = 512
-"""Who computes so many in its first step is looked at in that step: it may be time to store."""
+"""Who computes so many in its first step is looked at in that step: where vLLM evicts, a request
+stores that many at a time."""
 
 _MOST_CALM = 4
 """Steps in a row that bring requests and are not looked at further: where some come with every
@@ -33,10 +34,14 @@ step, there is no better one."""
 
 @dataclass(eq=False)
 class _Untold:
-    """A request that was answered and that our scheduler does not know."""
+    """A request that was answered and that our scheduler does not know.
+
+    It was asked about with ``num_hashes`` blocks; by the time it is told it may have more.
+    """
 
     tracked: Tracked
     missing: Missing
+    num_hashes: int
     computed_tokens: int
     max_tokens: int
     has_blocks: bool = False
@@ -55,7 +60,10 @@ class Arrivals(Storing):
     # -- a request comes ------------------------------------------------------------------------
 
     def _misses(self, scheduler: Scheduler, request: Any, computed_tokens: int) -> bool:
-        """Whether a new request finds nothing, for want of the very next block."""
+        """Whether a new request finds nothing, for want of the very next block; then it waits here.
+
+        If it may find something, nothing is remembered.
+        """
         tracked = Tracked(request, self._namespace)
         max_tokens = self._claimable(request, computed_tokens)
         missing = scheduler.next_missing(
@@ -65,7 +73,9 @@ class Arrivals(Storing):
             return False
         tracked.computed_tokens = tracked.past_tokens = computed_tokens
         self._tracked[request.request_id] = tracked
-        self._untold[request.request_id] = _Untold(tracked, missing, computed_tokens, max_tokens)
+        self._untold[request.request_id] = _Untold(
+            tracked, missing, len(tracked.chain), computed_tokens, max_tokens
+        )
         return True
 
     def _claimable(self, request: Any, computed_tokens: int) -> int:
@@ -103,7 +113,7 @@ class Arrivals(Storing):
         self._begin(scheduler, request_id)
         scheduler.note_miss(
             request_id,
-            tracked.chain.keys(),
+            tracked.chain.keys()[: untold.num_hashes],
             untold.missing,
             computed_tokens=untold.computed_tokens,
             max_tokens=untold.max_tokens,
@@ -121,22 +131,25 @@ class Arrivals(Storing):
         # Told before: what a reset is about is what every request has computed so far.
         self._tell_all(scheduler)
         super()._forget(scheduler)
-        self._num_calm = 0  # the ranks must hear of the epoch
+        self._look_next()  # the ranks must hear of the epoch
 
     # -- a step ---------------------------------------------------------------------------------
 
     def _is_calm(self, scheduler_output: Any) -> bool:
         """Whether all that is new in this step are requests that can be told later.
 
-        Others may decode; who prefills a long prompt stores it as it goes.
+        Others may decode; who prefills a long prompt stores it as it goes. Nothing else may be
+        urgent: what is to be sent, whose blocks are held or may soon be gone, who is being timed.
         """
         new = scheduler_output.scheduled_new_reqs
         scheduler, leftovers = self.scheduler, self.leftovers
-        if not (new and self._num_calm > 0 and self._untold):
+        if not (new and self._num_calm > 0 and self._untold) or self.guard.broken:
             return False
         if scheduler is None or scheduler.num_queued or scheduler_output.preempted_req_ids:
             return False
-        if leftovers is None or leftovers.holds_some or self.config.store_mode == "lazy":
+        if leftovers is None or self._times_prefills or self.config.store_mode == "lazy":
+            return False
+        if leftovers.holds_some or (leftovers and not leftovers.can_wait):
             return False
         num_scheduled = scheduler_output.num_scheduled_tokens
         num_others = scheduler_output.total_num_scheduled_tokens
@@ -145,11 +158,16 @@ class Arrivals(Storing):
             if data.req_id not in self._untold or num_tokens >= _LONG_TOKENS:
                 return False
             num_others -= num_tokens
-        if num_others != len(num_scheduled) - len(new):
-            return False
+        return bool(num_others == len(num_scheduled) - len(new))
+
+    def _let_run(self, scheduler_output: Any) -> None:
+        """A calm step: note of its new requests what cannot be noted later."""
         self._num_calm -= 1
-        for data in new:
-            tracked = self._untold[data.req_id].tracked
-            tracked.has_run = True
-            tracked.time_prefill()
-        return True
+        for data in scheduler_output.scheduled_new_reqs:
+            self._untold[data.req_id].tracked.has_run = True
+        for untold in self._untold.values():
+            self._time(untold.tracked)
+
+    def _look_next(self) -> None:
+        """This step is not a calm one, whoever comes in it."""
+        self._num_calm = 0

@@ -97,6 +97,7 @@ class SchedulerSide(Arrivals):
         try:
             if not num_external_tokens and self._note_blocks(request):
                 return
+            self._look_next()  # or one that comes back with a token to compute counts as not run
             if not self.guard.broken and self._load(request, blocks, num_external_tokens):
                 return
         except Exception as error:
@@ -175,6 +176,7 @@ class SchedulerSide(Arrivals):
         if self._is_quiet(scheduler_output):
             return self._quiet_orders
         if not self._undone and self._is_calm(scheduler_output):
+            self._let_run(scheduler_output)
             return self._quiet_orders
         computes = scheduler_output.total_num_scheduled_tokens > 0
         plan = self._plan(scheduler_output)

@@ -28,12 +28,14 @@ class Storing(Service):
     ) -> None:
         super().__init__(vllm_config, kv_cache_config, config, support)
         self._tracked: dict[str, Tracked] = {}
+        self._times_prefills = False  # and so must look at the next step
 
     # -- while requests run ---------------------------------------------------------------------
 
     def _store_running(self, scheduler: Scheduler, num_scheduled: Mapping[str, int]) -> int:
         """Order what this step computes; returns how many tokens each may have before the next."""
         least = _MOST_QUIET if num_scheduled and self.config.store_mode != "lazy" else 0
+        self._times_prefills = False
         for request_id, num_new in num_scheduled.items():
             tracked = self._tracked.get(request_id)
             if tracked is None:
@@ -42,13 +44,18 @@ class Storing(Service):
             computed_tokens = tracked.request.num_computed_tokens + num_new
             if computed_tokens >= tracked.next_store:
                 self._store(scheduler, tracked, computed_tokens)
-            if not tracked.is_timed:
-                prefill = tracked.time_prefill()
-                if prefill is not None:
-                    scheduler.note_prefill(*prefill)
+            self._time(tracked)
+            self._times_prefills |= not tracked.is_timed
             left = tracked.next_store - computed_tokens - 1 if tracked.is_timed else 0
             least = min(least, left)
         return least
+
+    def _time(self, tracked: Tracked) -> None:
+        """Once for each request that runs, how long its prefill took."""
+        if tracked.has_run and not tracked.is_timed and self.scheduler is not None:
+            prefill = tracked.time_prefill()
+            if prefill is not None:
+                self.scheduler.note_prefill(*prefill)
 
     def _store(self, scheduler: Scheduler, tracked: Tracked, computed_tokens: int) -> None:
         """Order what a running request has not stored yet."""

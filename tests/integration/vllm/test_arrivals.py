@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.integration.vllm.sides import BLOCK_TOKENS, Sides, request_of
 
+from kvferry.vllm import service, tracked
+
 PROMPT = 4 * BLOCK_TOKENS + 1
+
+
+@pytest.fixture(autouse=True)
+def stores_as_in_service(monkeypatch):
+    """Other tests here store more often, to have more to look at."""
+    monkeypatch.setattr(service, "_STORE_TOKENS", 4096)
 
 
 @pytest.fixture
@@ -138,7 +147,7 @@ def test_calm_does_not_last_where_requests_come_with_every_step(sides):
         name = f"r{number}"
         come(sides, name, number)
         calm.append(sides.orders({name: PROMPT}, new=[name]).is_quiet)
-    assert calm == [True, True, True, True, False, True]
+    assert calm == [True, True, True, True, False, False], "who is told is timed, too"
     assert is_told(sides, "r0")
 
 
@@ -238,3 +247,82 @@ def test_lazy_stores_look_at_every_step(make):
     come(sides, "a", 1)
     assert not sides.orders({"a": PROMPT}, new=["a"]).is_quiet
     assert not sides.side.guard.broken
+
+
+def crowd(sides, numbers, running):
+    """One request comes with every step, beside those that run by now."""
+    for number in numbers:
+        request = come(sides, f"r{number}", 10 + number)
+        compute(sides, request, **dict.fromkeys(running, 1))
+        running.append(request.request_id)
+        yield
+
+
+def test_what_waits_is_stored_before_vllm_gives_its_blocks_away(sides):
+    """Seen red with calm steps wherever nothing is held."""
+    first = come(sides, "first", 1)
+    compute(sides, first)
+    end(sides, first)
+    running: list[str] = []
+    for _ in crowd(sides, range(3), running):
+        pass
+    step(sides, dict.fromkeys(running, 1))
+    assert len(sides.side.leftovers) == 1
+    for _ in crowd(sides, range(3, 6), running):
+        pass
+    step(sides, dict.fromkeys(running, 1))
+    assert is_stored(sides, 1)
+
+
+def test_one_that_comes_back_and_ends_at_once_is_stored(sides):
+    """It has one token to compute, so it looks like one that decodes.
+
+    Seen red with calm steps whoever got blocks in them.
+    """
+    old = come(sides, "old", 1)
+    compute(sides, old)
+    step(sides, {"old": 1})
+    ids = sides.tables["old"]
+    sides.pool.free_blocks([sides.pool.blocks[number] for number in reversed(ids)])
+    old.num_preemptions, old.num_computed_tokens = 1, 0
+    step(sides, {}, preempted=["old"])
+    assert sides.side.match(old, 4 * BLOCK_TOKENS) == (0, False)
+    sides.pool.touch([sides.pool.blocks[number] for number in ids])
+    sides.side.allocated(old, SimpleNamespace(get_block_ids=lambda: (ids,)), 0)
+    old.num_computed_tokens = 4 * BLOCK_TOKENS
+    come(sides, "new", 2)
+    step(sides, {"old": 1, "new": PROMPT}, new=["new"])
+    old.num_computed_tokens += 1
+    end(sides, old)
+    rest(sides)
+    step(sides, {"new": 1})
+    assert is_stored(sides, 1)
+
+
+@pytest.mark.parametrize("is_told_at_once", [True, False])
+def test_a_prefill_is_timed_to_the_step_after_its_first_token(sides, monkeypatch, is_told_at_once):
+    """Seen red with only the new ones timed in calm steps, and with calm while one is timed."""
+    now = [100.0]
+    monkeypatch.setattr(tracked.time, "monotonic", lambda: now[0])
+    samples = []
+    monkeypatch.setattr(
+        sides.side.scheduler, "note_prefill", lambda _, seconds: samples.append(seconds)
+    )
+    if is_told_at_once:
+        sides.side._num_calm = 0
+    running: list[str] = []
+    for _ in crowd(sides, range(4), running):
+        now[0] += 0.01
+    step(sides, dict.fromkeys(running, 1))
+    assert samples == pytest.approx([0.01] * 4)
+
+
+def test_what_was_asked_is_what_counts(sides):
+    """Seen red with the keys that it has when it is told."""
+    request = come(sides, "a", 1)
+    compute(sides, request)
+    request.block_hashes += hashes_of(2, 1)
+    request.num_tokens = request.num_computed_tokens = 5 * BLOCK_TOKENS + 1
+    step(sides, {"a": 1})
+    assert sides.side.scheduler.explain("a").asked_tokens == 4 * BLOCK_TOKENS
+    assert sides.side.scheduler.stats().asked_tokens == 4 * BLOCK_TOKENS
