@@ -75,12 +75,7 @@ class Scheduler:
         blocks between requests: a block that one request loads then serves the others once it has
         landed, so a second request that wants it waits and loads nothing.
         """
-        if num_ranks < 1:
-            raise InputError(f"num_ranks must be at least 1, got {num_ranks}")
-        if not groups:
-            raise InputError("no groups given; a model has at least one")
-        if block_bytes and len(block_bytes) != len(groups):
-            raise InputError(f"got {len(block_bytes)} block sizes for {len(groups)} groups")
+        _require_sizes(groups, num_ranks, block_bytes)
         config = config if config is not None else Config()
         hash_tokens = hash_block_tokens or min(group.slot_tokens for group in groups)
         self.pool = pool
@@ -114,15 +109,9 @@ class Scheduler:
         )
         self._journal = Journal()
         self._requests = Requests(self.groups, self._journal)
+        admission = self._storing.admission
         self._lookups = Lookups(
-            self.groups,
-            pool,
-            self._matcher,
-            self._hits,
-            self._lower,
-            self._requests,
-            self._journal,
-            self._storing.admission,
+            self._matcher, pool, self._hits, self._lower, self._requests, self._journal, admission
         )
         self._landings = Landings(
             self.groups,
@@ -165,13 +154,11 @@ class Scheduler:
         is cheap. A pinned hit is let go by ``load``, ``finish``, ``preempt``, or its deadline.
         """
         self._require_open()
-        covered = len(keys) * self._matcher.hash_tokens
-        max_tokens = covered if max_tokens is None else min(max_tokens, covered)
         return self._lookups.match(
             request_id,
             keys,
             computed_tokens=computed_tokens,
-            max_tokens=max_tokens,
+            max_tokens=self._covered(keys, max_tokens),
             spare_tokens=spare_tokens,
         )
 
@@ -184,8 +171,7 @@ class Scheduler:
         wait. Say later, with :meth:`note_miss`, that this was the answer.
         """
         self._require_open()
-        covered = len(chain) * self._matcher.hash_tokens
-        max_tokens = covered if max_tokens is None else min(max_tokens, covered)
+        max_tokens = self._covered(chain, max_tokens)
         return self._matcher.next_missing(chain, computed_tokens, max_tokens)
 
     def note_miss(
@@ -202,14 +188,18 @@ class Scheduler:
         The reason is that of now: a block may have been stored and evicted since.
         """
         self._require_open()
-        covered = len(keys) * self._matcher.hash_tokens
         self._lookups.note_miss(
             request_id,
             keys,
             missing,
             computed_tokens=computed_tokens,
-            max_tokens=covered if max_tokens is None else min(max_tokens, covered),
+            max_tokens=self._covered(keys, max_tokens),
         )
+
+    def _covered(self, chain: KeyChain, max_tokens: int | None) -> int:
+        """As many tokens as were asked for and have keys."""
+        covered = len(chain) * self._matcher.hash_tokens
+        return covered if max_tokens is None else min(max_tokens, covered)
 
     # -- load and store ---------------------------------------------------------------------------
 
@@ -509,6 +499,17 @@ class Scheduler:
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError("the scheduler is closed")
+
+
+def _require_sizes(
+    groups: Sequence[reach.Group], num_ranks: int, block_bytes: Sequence[int]
+) -> None:
+    if num_ranks < 1:
+        raise InputError(f"num_ranks must be at least 1, got {num_ranks}")
+    if not groups:
+        raise InputError("no groups given; a model has at least one")
+    if block_bytes and len(block_bytes) != len(groups):
+        raise InputError(f"got {len(block_bytes)} block sizes for {len(groups)} groups")
 
 
 def _bound(given: int | None, num_device_blocks: int | None, share: int) -> int | None:

@@ -10,8 +10,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from kvferry import reach
 from kvferry.answers import Match, MatchState
 from kvferry.keys import Keys
@@ -37,9 +35,8 @@ class Lookups:
 
     def __init__(
         self,
-        groups: Sequence[reach.Group],
-        pool: Pool,
         matcher: Matcher,
+        pool: Pool,
         hits: Hits,
         lower: LowerLevels,
         requests: Requests,
@@ -47,9 +44,8 @@ class Lookups:
         admission: SeenOften,
     ) -> None:
         self.counts = MatchCounts()
-        self._groups = groups
-        self._pool = pool
         self._matcher = matcher
+        self._pool = pool
         self._hits = hits
         self._lower = lower
         self._requests = requests
@@ -137,7 +133,7 @@ class Lookups:
             return False
         look = self._matcher.within(look, self._lower.room)
         for g, keys, parent in self._matcher.to_promote(look):
-            chained = isinstance(self._groups[g], reach.FullAttention)
+            chained = isinstance(self._matcher.groups[g], reach.FullAttention)
             record.promoting |= self._lower.promote(keys, parent=parent, chained=chained)
         self._requests.wait(request_id, record.promoting)
         record.promoted = bool(record.promoting)
@@ -160,5 +156,5 @@ class Lookups:
         self.counts.queries += 1
         self.counts.asked_tokens += max(0, num_tokens)
         if self._admission.counts:
-            for g in range(len(self._groups)):
+            for g in range(len(self._matcher.groups)):
                 self._admission.see(self._matcher.all_keys(g, keys))
