@@ -50,6 +50,7 @@ class Measurer:
             "load",
             "start",
             "warm",
+            "forget",
             "fits",
             "hooks",
             "toggled",
@@ -104,9 +105,12 @@ class Measurer:
         """Conversations that need host memory, others in every round."""
         return run_load(self.engine, self._case.over, seed=7 + number, fills=True)
 
-    def fits(self, number: int) -> dict[str, Any]:
-        """Conversations that need none, others in every round."""
+    def forget(self, _: None) -> None:
+        """Drop the GPU's prefix cache; a connector stores what it still holds before."""
         self.engine.forget(_others(1))
+
+    def fits(self, number: int) -> dict[str, Any]:
+        """Conversations that need none, others in every round; after ``forget``."""
         return run_load(self.engine, self._case.fits, seed=100 + number, fills=False)
 
     def hooks(self, number: int) -> dict[str, Any]:

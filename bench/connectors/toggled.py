@@ -17,7 +17,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from connectors.engine import Engine
-from connectors.idle import IdleConnector
 
 Round = dict[str, Any]
 
@@ -26,6 +25,8 @@ Round = dict[str, Any]
 def without_hooks(engine: Engine) -> Iterator[None]:
     """Nothing of the connector runs while this lasts. Only while it has no request and no copy."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from connectors.idle import IdleConnector  # here: it needs vLLM
 
     connectors = (engine.core.scheduler.connector, get_kv_transfer_group())
     kinds = [type(connector) for connector in connectors]

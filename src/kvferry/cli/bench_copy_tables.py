@@ -15,7 +15,7 @@ NOTES = """\
 segment. **published**: a Triton kernel that takes one descriptor per program on 12 multiprocessors
 for host to GPU below 28 KiB, one `cuMemcpyBatchAsync` otherwise. **kernel**, **staged**: kvferry's
 own. **auto**: the planner's choice, in brackets. **Ceiling**: one copy of 256 MiB between pinned
-and GPU memory, timed just before each row. Blocks have 64 segments and random block ids; host slots
+and GPU memory, timed in turn with `auto`. Blocks have 64 segments and random block ids; host slots
 are one run or, where called scattered, every second slot in random order: no two neighbours. Times
 are medians on the device, from an idle stream to the copy's end, the call that queues it included
 (the runs that its host slots make up are counted before, when it is submitted): of 11, of 25 for

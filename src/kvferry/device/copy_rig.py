@@ -6,7 +6,7 @@ import ctypes
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,6 +29,14 @@ class Timing:
 
     seconds: float
     submit_seconds: float
+
+    def over(self, count: int) -> Timing:
+        """Each one's share of ``count``."""
+        return Timing(self.seconds / count, self.submit_seconds / count)
+
+
+Call = Callable[[int], object]
+"""Queues work on the stream it is given."""
 
 
 class CopyRig:
@@ -108,58 +116,77 @@ class CopyRig:
         With several ``in_flight`` they are queued one after another and the time is each one's
         share.
         """
-
-        def queue(stream: int) -> None:
-            for _ in range(in_flight):
-                path.enqueue(job, stream, self.ready)
-
-        found = self.time_call(queue, job.direction, repeats=repeats, warm_up=warm_up)
-        return Timing(found.seconds / in_flight, found.submit_seconds / in_flight)
+        call = self.call(path, job, in_flight)
+        return self.time_call(call, job.direction, repeats=repeats, warm_up=warm_up).over(in_flight)
 
     def time_call(
-        self,
-        call: Callable[[int], object],
-        direction: Direction,
-        *,
-        repeats: int = 5,
-        warm_up: int = 1,
+        self, call: Call, direction: Direction, *, repeats: int = 5, warm_up: int = 1
     ) -> Timing:
         """The same for anything that queues work on a stream."""
-        driver, stream = self.driver, self.streams[direction]
-        start, end = self._events
-        seconds, submits = [], []
+        return self.time_in_turn([call], direction, repeats=repeats, warm_up=warm_up)[0]
+
+    def time_in_turn(
+        self, calls: Sequence[Call], direction: Direction, *, repeats: int = 5, warm_up: int = 1
+    ) -> list[Timing]:
+        """The same for several, one after another and over again.
+
+        Neighbours of a virtual machine share its link and its processors: what they do for a
+        moment hits all of the calls, and their ratios are none the worse.
+        """
+        found: list[list[tuple[float, float]]] = [[] for _ in calls]
         collecting = gc.isenabled()
         gc.disable()
         try:
             for number in range(warm_up + repeats):
-                driver.synchronize_stream(stream)
-                driver.record_event(start, stream)
-                began = time.perf_counter()
-                call(stream)
-                submitted = time.perf_counter() - began
-                driver.record_event(end, stream)
-                driver.synchronize_stream(stream)
-                if number >= warm_up:
-                    seconds.append(driver.elapsed_seconds(start, end))
-                    submits.append(submitted)
+                for call, times in zip(calls, found, strict=True):
+                    timed = self._once(call, direction)
+                    if number >= warm_up:
+                        times.append(timed)
         finally:
             if collecting:
                 gc.enable()
-        return Timing(statistics.median(seconds), statistics.median(submits))
+        return [Timing(*map(statistics.median, zip(*times, strict=True))) for times in found]
 
     def ceiling(
         self, direction: Direction, num_bytes: int | None = None, *, in_flight: int = 1
     ) -> float:
         """GB/s of one large copy between pinned and device memory: what no path can beat."""
         num_bytes = num_bytes or self.num_bytes
+        call = self.plain_call(direction, num_bytes, in_flight)
+        timing = self.time_call(call, direction, repeats=9)
+        return in_flight * num_bytes / timing.seconds / GB
+
+    def call(self, path: Path, job: CopyJob, in_flight: int = 1) -> Call:
+        """Queues ``job`` by ``path``, so often."""
+
+        def queue(stream: int) -> None:
+            for _ in range(in_flight):
+                path.enqueue(job, stream, self.ready)
+
+        return queue
+
+    def plain_call(self, direction: Direction, num_bytes: int, in_flight: int = 1) -> Call:
+        """Queues one large copy, so often."""
         ends = (self.device, self.host) if direction is Direction.LOAD else (self.host, self.device)
 
         def queue(stream: int) -> None:
             for _ in range(in_flight):
                 self.driver.copy_async(*ends, num_bytes, stream)
 
-        timing = self.time_call(queue, direction, repeats=9)
-        return in_flight * num_bytes / timing.seconds / GB
+        return queue
+
+    def _once(self, call: Call, direction: Direction) -> tuple[float, float]:
+        """Seconds on the device, and seconds that the caller was held."""
+        driver, stream = self.driver, self.streams[direction]
+        start, end = self._events
+        driver.synchronize_stream(stream)
+        driver.record_event(start, stream)
+        began = time.perf_counter()
+        call(stream)
+        held = time.perf_counter() - began
+        driver.record_event(end, stream)
+        driver.synchronize_stream(stream)
+        return driver.elapsed_seconds(start, end), held
 
     def close(self) -> None:
         """Give everything back. Safe to call twice."""
