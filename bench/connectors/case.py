@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import random
-import statistics
 import time
 from dataclasses import dataclass
 from typing import Any
 
 from connectors.child import serve
 from connectors.engine import BLOCK_TOKENS, Engine, shape_of
+from connectors.first_tokens import FirstTokens, others
 from connectors.hooks import summary, thread_seconds, timed_hooks
 from connectors.loads import Load, difference, new_tokens, run_load
 from connectors.toggled import toggled
-
-GB = 1e9
-
-ANSWER = 8
-"""Tokens of an answer that is compared."""
 
 GROWN_AFTER = 30.0
 """Seconds after which host memory that has not grown whole is measured as it is."""
@@ -44,6 +39,7 @@ class Measurer:
     def __init__(self, case: Case) -> None:
         self._case = case
         self._engine: Engine | None = None
+        self._first_tokens: FirstTokens | None = None
 
     def serve(self, descriptor: int) -> None:
         orders = (
@@ -54,7 +50,9 @@ class Measurer:
             "fits",
             "hooks",
             "toggled",
-            "ttft",
+            "ttft_begin",
+            "ttft_round",
+            "ttft_end",
             "bytes",
             "over",
             "counted",
@@ -95,8 +93,18 @@ class Measurer:
             time.sleep(0.1)
         return self.engine.host_memory()
 
-    def ttft(self, _: None) -> dict[str, Any]:
-        return time_to_first_token(self.engine, self._case)
+    def ttft_begin(self, _: None) -> None:
+        case = self._case
+        self._first_tokens = FirstTokens(self.engine, case.prompt_tokens, case.num_prompts)
+
+    def ttft_round(self, number: int) -> None:
+        assert self._first_tokens is not None, "no order to begin"
+        self._first_tokens.run(number)
+
+    def ttft_end(self, _: None) -> dict[str, Any]:
+        assert self._first_tokens is not None, "no order to begin"
+        found, self._first_tokens = self._first_tokens.found(), None
+        return found
 
     def bytes(self, _: None) -> dict[str, Any]:
         return check_bytes(self.engine, self._case)
@@ -107,7 +115,7 @@ class Measurer:
 
     def forget(self, _: None) -> None:
         """Drop the GPU's prefix cache; a connector stores what it still holds before."""
-        self.engine.forget(_others(1))
+        self.engine.forget(others(1))
 
     def fits(self, number: int) -> dict[str, Any]:
         """Conversations that need none, others in every round; after ``forget``."""
@@ -115,7 +123,7 @@ class Measurer:
 
     def hooks(self, number: int) -> dict[str, Any]:
         """As ``fits``, with the connector's hooks timed."""
-        self.engine.forget(_others(1))
+        self.engine.forget(others(1))
         before = thread_seconds()
         with timed_hooks(self.engine) as times:
             found = run_load(self.engine, self._case.fits, seed=100 + number, fills=False)
@@ -128,7 +136,7 @@ class Measurer:
         def run(number: int) -> dict[str, Any]:
             return run_load(self.engine, self._case.fits, seed=2000 + number, fills=False)
 
-        return toggled(self.engine, rounds, prepare=lambda: self.engine.forget(_others(1)), run=run)
+        return toggled(self.engine, rounds, prepare=lambda: self.engine.forget(others(1)), run=run)
 
     def counted(self, _: None) -> dict[str, float]:
         return self.engine.counters()
@@ -136,108 +144,16 @@ class Measurer:
 
 def warm_up(engine: Engine) -> None:
     """Every kernel and graph that is used later has run once, and a load too."""
-    others = _others(3)
+    prompts = others(3)
     for _ in range(2):
-        for prompt in others:
+        for prompt in prompts:
             engine.run(prompt, 4)
-        engine.settle(_others(2))
-        engine.forget(_others(1))
+        engine.settle(others(2))
+        engine.forget(others(1))
     rng = random.Random(99)
     lives = [engine.add(new_tokens(rng, 700), 8) for _ in range(8)]
     while not all(live.done for live in lives):
         engine.step()
-
-
-_OTHER = random.Random(5)
-
-
-def _others(count: int) -> list[list[int]]:
-    """Short prompts that were never asked before."""
-    return [new_tokens(_OTHER, 64) for _ in range(count)]
-
-
-# -- one request at a time ----------------------------------------------------------------------
-
-
-def time_to_first_token(engine: Engine, case: Case) -> dict[str, Any]:
-    """Cold, from the GPU's own cache, and from host memory after that cache was dropped."""
-    prompts = _prompts(case)
-    link = Link()
-    cold, device, host = [], [], []
-    answers: list[dict[str, list[int]]] = []
-    for prompt in prompts:
-        first = engine.run(prompt, ANSWER)
-        again = engine.run(prompt, ANSWER)
-        cold.append(_ttft(first))
-        device.append(_ttft(again))
-        answers.append({"cold": first.tokens, "device": again.tokens})
-    engine.settle(_others(3))
-    before = engine.counters()
-    loaded = 0
-    if case.connector != "none":
-        device = []  # those that alternate with the host's count
-        for number in range(case.rounds):
-            link.measure()
-            for prompt, answer in zip(prompts, answers, strict=True):
-                engine.forget(_others(1))
-                back = engine.run(prompt, ANSWER)
-                again = engine.run(prompt, ANSWER)
-                host.append(_ttft(back))
-                device.append(_ttft(again))
-                loaded += back.cached_tokens // BLOCK_TOKENS
-                answer |= {f"host{number}": back.tokens, f"device{number}": again.tokens}
-                engine.settle(_others(1))
-    link.measure()
-    kv_bytes = case.prompt_tokens // BLOCK_TOKENS * engine.shape.block_bytes
-    found = {
-        "cold_ms": cold,
-        "device_ms": device,
-        "host_ms": host,
-        "kv_bytes": kv_bytes,
-        "link_gb_per_s": link.rate / GB,
-        "floor_ms": statistics.median(device) + 1e3 * kv_bytes / link.rate,
-        "loaded_blocks": loaded,
-        "answers": answers,
-        "counted": difference(before, engine.counters()),
-    }
-    link.close()
-    return found
-
-
-def _ttft(live: Any) -> float:
-    return 1e3 * (live.first - live.added)
-
-
-def _prompts(case: Case) -> list[list[int]]:
-    rng = random.Random(1)
-    return [new_tokens(rng, case.prompt_tokens) for _ in range(case.num_prompts)]
-
-
-class Link:
-    """One large copy from pinned host memory to the GPU, timed now and then: the best counts."""
-
-    def __init__(self, num_bytes: int = 1 << 29) -> None:
-        import torch
-
-        self._torch = torch
-        self._source: Any = torch.full((num_bytes,), 3, dtype=torch.uint8).pin_memory()
-        self._target: Any = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-        self.rate = 0.0
-
-    def measure(self) -> None:
-        torch = self._torch
-        for _ in range(3):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            start.record()
-            self._target.copy_(self._source, non_blocking=True)
-            end.record()
-            torch.cuda.synchronize()
-            rate = self._source.nbytes / (1e-3 * start.elapsed_time(end))
-            self.rate = max(self.rate, rate)
-
-    def close(self) -> None:
-        self._source = self._target = None
 
 
 # -- are the bytes right ------------------------------------------------------------------------
@@ -256,8 +172,8 @@ def check_bytes(engine: Engine, case: Case) -> dict[str, Any]:
         engine.run(prompt, 1)
         kept = engine.digests(prompt)
         answer = engine.run(prompt, 16).tokens
-        engine.settle(_others(3))
-        engine.forget(_others(1))
+        engine.settle(others(3))
+        engine.forget(others(1))
         engine.poison()
         live = engine.run(prompt, 16)
         loaded = engine.digests(prompt)
@@ -276,5 +192,5 @@ def check_bytes(engine: Engine, case: Case) -> dict[str, Any]:
         found["control_wrong_answers"] = sum(
             a != b for a, b in zip(answer, broken.tokens, strict=True)
         )
-        engine.forget(_others(1))
+        engine.forget(others(1))
     return found

@@ -133,29 +133,67 @@ class Run:
                     seat.child.end()
 
     def _part(self, part: Part, seats: list[Seat]) -> None:
+        if part.has_base:
+            self._one_by_one(seats[0], seats[1:], part.amount)
+        else:
+            self._side_by_side(seats, part.amount)
+
+    def _is_late(self, seat: Seat) -> bool:
+        is_late = bool(self._seconds) and time.monotonic() - self._began > self._seconds
+        if is_late:
+            case = seat.result["case"]
+            self._data["left_out"].append(f"{case['connector']} on {case['shape']}")
+        return is_late
+
+    def _one_by_one(self, plain: Seat, seats: Sequence[Seat], amount: Amount) -> None:
         """Each connector's engine in turn: two would not get the same host memory.
 
         The one without a connector lives as long as this lasts.
         """
-        base = seats[0] if part.has_base else None
-        if base is not None:
-            try:
-                self._enter(base)
-                self._measure_plain(base, part.amount)
-            except ChildError as error:
-                self._fail(base, error)
-                base = None
-        for seat in seats[1:] if part.has_base else seats:
-            if self._seconds and time.monotonic() - self._began > self._seconds:
-                self._data["left_out"].append(f"{seat.connector} on {part.case.shape}")
-            else:
-                self._visit(seat, base, part.amount)
+        base: Seat | None = plain
+        try:
+            self._enter(plain)
+            self._measure_plain(plain, amount)
+        except ChildError as error:
+            self._fail(plain, error)
+            base = None
+        for seat in seats:
+            if not self._is_late(seat):
+                self._visit(seat, base, amount)
         if base is not None:
             base.end()
 
+    def _side_by_side(self, seats: Sequence[Seat], amount: Amount) -> None:
+        """All engines at once, in turns as short as can be. Needs the host memory of all."""
+        here = [seat for seat in seats if not self._is_late(seat)]
+        here = self._each(here, self._enter)
+        serving = [seat for seat in here if not seat.only_starts]
+        if "ttft" in amount.sections:
+            serving = self._each(serving, lambda seat: seat.ask("ttft_begin"))
+            for number in range(seats[0].result["case"]["rounds"]):
+                serving = self._each(serving, lambda seat: seat.ask("ttft_round", number))  # noqa: B023
+            serving = self._each(serving, _end_ttft)
+        for seat in serving:
+            self._each([seat], lambda seat: self._measure_rest(seat, amount))
+        for seat in here:
+            seat.end()
+        self._keep()
+
+    def _each(self, seats: Sequence[Seat], step: Callable[[Seat], Any]) -> list[Seat]:
+        """Those who could; whatever happens to one, the others have their turn."""
+        able = []
+        for seat in seats:
+            try:
+                step(seat)
+                able.append(seat)
+            except ChildError as error:
+                self._fail(seat, error)
+        return able
+
     def _measure_plain(self, base: Seat, amount: Amount) -> None:
         if "ttft" in amount.sections:
-            base.note("ttft")
+            base.ask("ttft_begin")
+            _end_ttft(base)
         if "over" in amount.sections:
             base.note_round("over", 0)
         self._keep()
@@ -172,13 +210,14 @@ class Run:
             seat.note("warm")
 
     def _visit(self, seat: Seat, base: Seat | None, amount: Amount) -> None:
-        """Everything about one connector. Whatever happens to it, the others have their turn."""
-        try:
+        """Everything about one connector."""
+
+        def visit(seat: Seat) -> None:
             self._enter(seat)
             if not seat.only_starts:
                 self._measure(seat, base, amount)
-        except ChildError as error:
-            self._fail(seat, error)
+
+        self._each([seat], visit)
         seat.end()
         self._keep()
 
@@ -190,7 +229,13 @@ class Run:
         if "toggled" in amount.sections and amount.fits_rounds and seat.connector == "kvferry":
             seat.result["toggled"] = seat.ask("toggled", amount.fits_rounds)
         if "ttft" in amount.sections and seat.connector != "idle":
-            seat.note("ttft")
+            seat.ask("ttft_begin")
+            for number in range(seat.result["case"]["rounds"]):
+                seat.ask("ttft_round", number)
+            _end_ttft(seat)
+        self._measure_rest(seat, amount)
+
+    def _measure_rest(self, seat: Seat, amount: Amount) -> None:
         if "bytes" in amount.sections and seat.connector == "kvferry":
             seat.note("bytes")
         for number in range(amount.over_rounds if "over" in amount.sections else 0):
@@ -224,6 +269,10 @@ class Run:
         seat.result["error"] = str(error)
         print(f"== {seat.connector}: {error}", flush=True)
         self._keep()
+
+
+def _end_ttft(seat: Seat) -> None:
+    seat.result["ttft"] = seat.ask("ttft_end")
 
 
 def _environment() -> dict[str, str]:
