@@ -16,11 +16,11 @@ NOTES = """\
 Each connector ran in a process of its own, with its own defaults and the same host memory, in one
 run: one after the other, beside an engine without a connector that was idle while they worked; with
 small pages all at once, and their prompts in turn. The model has the shape of Qwen2.5-7B (28
-layers) and dummy weights; bf16, FlashAttention 3, CUDA graphs, blocks of 16 tokens. **Cold**: nothing is cached. **Device**:
-the prompt is in the GPU's own prefix cache. **Host**: that cache was dropped, the prompt's KV is in
-host memory. **Floor**: device + the KV's bytes over the speed of one large pinned copy, timed in
-the same process. Device and host hits alternate; times are medians, from adding the request to its
-first token, in the process that runs the engine."""
+layers) and dummy weights; bf16, FlashAttention 3, CUDA graphs, blocks of 16 tokens. **Cold**:
+nothing is cached. **Device**: the prompt is in the GPU's own prefix cache. **Host**: that cache was
+dropped, the prompt's KV is in host memory. **Floor**: device + the KV's bytes over the speed of one
+large pinned copy, timed in the same process. Device and host hits alternate; times are medians,
+from adding the request to its first token, in the process that runs the engine."""
 
 
 def report(data: dict[str, Any]) -> str:

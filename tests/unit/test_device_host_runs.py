@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -154,3 +155,27 @@ def test_every_byte_goes_to_its_place(
             found.update({ring + i: host + i for i in range(size)})
         assert found == expected
         assert sum(size for *_, size in copies) == end - start
+
+
+def heads_one_by_one(given_job: CopyJob) -> list[int]:
+    """What a run is, slot after slot."""
+    slots, pitch, chunk = given_job.host_slots.tolist(), given_job.host_pitch, given_job.host_chunk
+
+    def follows(one: int, other: int) -> bool:
+        same_chunk = chunk is None or one * pitch // chunk == other * pitch // chunk
+        return pitch == BLOCK and other == one + 1 and same_chunk
+
+    return [
+        place for place in range(len(slots)) if not place or not follows(*slots[place - 1 :][:2])
+    ]
+
+
+@pytest.mark.parametrize("pitch", [BLOCK, 2 * BLOCK])
+@pytest.mark.parametrize("chunk", [None, 2 * BLOCK, 3 * BLOCK, 32 * BLOCK])
+def test_runs_are_found_in_slots_in_any_order(pitch: int, chunk: int | None) -> None:
+    """All orders of up to five neighbours: ends may look like those of one run that is none."""
+    for length in range(1, 6):
+        for start in range(3):
+            for slots in itertools.permutations(range(start, start + length)):
+                given_job = job(list(slots), pitch=pitch, chunk=chunk)
+                assert given_job.run_heads.tolist() == heads_one_by_one(given_job), slots
