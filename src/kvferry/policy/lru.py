@@ -25,7 +25,8 @@ class LruOrder:
     """
 
     def __init__(self, num_slots: int) -> None:
-        self._queue = np.empty(1 << (4 * num_slots + _LOOK).bit_length(), dtype=np.int64)
+        # Filled here: a page that is first touched later costs a step of the scheduler.
+        self._queue = np.full(1 << (4 * num_slots + _LOOK).bit_length(), 0, dtype=np.int64)
         self._mask = len(self._queue) - 1
         self._where = np.full(num_slots, _ABSENT, dtype=np.int64)
         self._head = _START

@@ -93,7 +93,7 @@ class BlockHolds:
             if count:
                 held[number] = count
             else:
-                del held[number]
+                held.pop(number)  # not del, which a Counter does in Python
 
     def _blocks(self, numbers: list[int]) -> list[Any]:
         blocks = self._pool.blocks
