@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from connectors.case import Case
@@ -169,9 +170,9 @@ class Run:
         here = self._each(here, self._enter)
         serving = [seat for seat in here if not seat.only_starts]
         if "ttft" in amount.sections:
-            serving = self._each(serving, lambda seat: seat.ask("ttft_begin"))
+            serving = self._each(serving, partial(Seat.ask, order="ttft_begin"))
             for number in range(seats[0].result["case"]["rounds"]):
-                serving = self._each(serving, lambda seat: seat.ask("ttft_round", number))  # noqa: B023
+                serving = self._each(serving, partial(Seat.ask, order="ttft_round", about=number))
             serving = self._each(serving, _end_ttft)
         for seat in serving:
             self._each([seat], lambda seat: self._measure_rest(seat, amount))
