@@ -13,6 +13,7 @@ from tests.fakes.driver import FakeDriver
 from tests.fakes.kv import Kv, make_kv
 from tests.fakes.rig import Rig
 
+from kvferry.device import engine
 from kvferry.device.builtin_profile import builtin_profile
 from kvferry.device.driver import Priority
 from kvferry.device.engine import GpuEngine
@@ -83,7 +84,15 @@ def test_directions_have_streams_of_their_own_and_loads_go_first() -> None:
     rig.close()
 
 
-def test_a_quick_path_is_queued_by_the_caller() -> None:
+@pytest.fixture(params=[False, True], ids=["small", "large"])
+def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether jobs count as large: then their paths are picked by the lane's thread."""
+    if request.param:
+        monkeypatch.setattr(engine, "QUICK_BYTES", -1)
+    return bool(request.param)
+
+
+def test_a_quick_path_is_queued_by_the_caller_but_for_large_jobs(large: bool) -> None:
     path = None
 
     def make(driver: FakeDriver) -> QuickPath:
@@ -95,7 +104,7 @@ def test_a_quick_path_is_queued_by_the_caller() -> None:
     rig.store([0], [0])
     rig.drain_ok()
     assert path is not None
-    assert path.seen == [threading.current_thread().name]
+    assert path.seen == ["kvferry-store" if large else threading.current_thread().name]
     rig.close()
 
 
@@ -205,7 +214,7 @@ def test_a_device_that_never_ends_does_not_hold_close_for_ever() -> None:
     assert rig.driver.leaks() == {}
 
 
-def test_busy_is_whether_compute_has_work() -> None:
+def test_busy_is_whether_compute_has_work(large: bool) -> None:
     seen = []
 
     class Planner:
@@ -281,8 +290,40 @@ def test_what_paths_are_picked_by_can_be_sent_to_another_process() -> None:
     rig.close()
 
 
+def test_busy_is_what_it_was_when_the_transfer_was_submitted() -> None:
+    """A lane's thread that picks a path late must not ask again: the model may be done by then."""
+    seen, gate = [], threading.Event()
+
+    class Planner:
+        def choose(
+            self,
+            direction: Direction,
+            layout: GroupLayout,
+            num_blocks: int,
+            busy: bool,
+            num_runs: int = 1,
+        ) -> str:
+            assert gate.wait(60.0)
+            seen.append(busy)
+            return "loop"
+
+    rig = Rig()
+    rig.engine._planner = Planner()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "QUICK_BYTES", -1)
+        rig.driver.timeline.frozen = {rig.compute}
+        rig.launch(lambda: None)
+        rig.store([0], [0])  # returns though the planner does not answer
+        rig.driver.timeline.frozen = set()
+        rig.store([1], [1])
+        gate.set()
+        rig.drain_ok()
+    assert seen == [True, False]
+    rig.close()
+
+
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_receipt_says_what_its_path_was_chosen_for(fails: bool) -> None:
+def test_a_receipt_says_what_its_path_was_chosen_for(fails: bool, large: bool) -> None:
     rig = Rig()
     for busy in (False, True):
         rig.engine._is_busy = lambda busy=busy: busy

@@ -11,8 +11,9 @@ from tests.fakes.driver import NOT_SUPPORTED, FakeDriver
 from tests.fakes.kv import make_kv
 from tests.fakes.rig import PATHS, Rig
 
+from kvferry.device import engine
 from kvferry.device.driver import Addresses, BatchForm, SourceOrder
-from kvferry.device.job import CopyJob, Direction
+from kvferry.device.job import QUICK_BYTES, CopyJob, Direction, FixedPlanner
 from kvferry.device.paths import LoopPath
 from kvferry.errors import DriverError
 from kvferry.types import DEVICE, Outcome, TierName, Transfer, TransferId, as_slots
@@ -286,10 +287,16 @@ def test_a_tier_that_is_not_ours() -> None:
     rig.close()
 
 
-def test_a_planner_that_names_no_path_of_ours() -> None:
+@pytest.mark.parametrize("quick_bytes", [-1, QUICK_BYTES], ids=["large", "small"])
+def test_a_planner_that_names_no_path_of_ours(
+    quick_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "QUICK_BYTES", quick_bytes)
     rig = Rig(path="teleport")
     transfer = rig.store([0], [0])
     assert "teleport" in rig.drain()[transfer].reason
+    rig.engine._planner = FixedPlanner("loop", "loop")
+    transfer_works(rig)
     rig.close()
     assert rig.driver.leaks() == {}
 

@@ -27,7 +27,7 @@ from kvferry.device.choices import Choices
 from kvferry.device.driver import Driver, Priority
 from kvferry.device.events import EventPool
 from kvferry.device.host_runs import count_runs
-from kvferry.device.job import CopyJob, Direction, Path, Planner
+from kvferry.device.job import QUICK_BYTES, CopyJob, Direction, Path, Planner
 from kvferry.device.lane import Flight, Lane
 from kvferry.device.layout import GroupLayout
 from kvferry.device.planner import MeasuredPlanner
@@ -100,9 +100,11 @@ class GpuEngine(Closing):
         flight = Flight(transfer.id)
         try:
             job = self._job(transfer)
-            flight.num_bytes = job.num_bytes
-            path = self._choose(flight, job)
-            quick = path.is_quick(job)
+            num_bytes = flight.num_bytes = job.num_bytes
+            self._mark(flight)
+            # A large job's path is picked by the lane's thread: nobody here waits for that.
+            path = self._pick(flight, job) if num_bytes <= QUICK_BYTES else None
+            quick = path is not None and path.is_quick(job)
         except Exception as error:
             # Nothing was queued, so there is nothing to wait for.
             flight.fail(error)
@@ -206,20 +208,22 @@ class GpuEngine(Closing):
         _refuse_outside("host slot", slots, self._num_slots)
         return CopyJob(direction, layout, blocks, slots, *self._host)
 
-    def _choose(self, flight: Flight, job: CopyJob) -> Path:
-        """Fix the transfer's place behind compute, now, and pick its path."""
+    def _mark(self, flight: Flight) -> None:
+        """Fix the transfer's place behind compute, now, and see whether there is any."""
         with self._driver.current():
             compute = self._compute_stream()
             if self._is_busy is None:
-                busy = not self._driver.stream_is_idle(compute)
+                flight.beside_model = not self._driver.stream_is_idle(compute)
             else:
-                busy = self._is_busy()
+                flight.beside_model = self._is_busy()
             # Here and not on the lane's thread: later compute must not hold this copy back.
             flight.ready = self._order_events.take()
             self._driver.record_event(flight.ready, compute)
-        flight.beside_model, flight.num_runs = busy, count_runs(job)
+
+    def _pick(self, flight: Flight, job: CopyJob) -> Path:
+        flight.num_runs = count_runs(job)
         flight.path = self._planner.choose(
-            job.direction, job.layout, len(job.device_blocks), busy, flight.num_runs
+            job.direction, job.layout, len(job.device_blocks), flight.beside_model, flight.num_runs
         )
         path = self._paths.get(flight.path)
         if path is None:
@@ -274,6 +278,7 @@ class GpuEngine(Closing):
                     stream,
                     self._order_events,
                     self._timing_events,
+                    pick=self._pick,
                     patience=patience,
                 )
         return lanes

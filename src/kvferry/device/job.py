@@ -12,6 +12,10 @@ import numpy as np
 from kvferry.device.layout import GroupLayout, Int64s
 from kvferry.types import SlotArray
 
+QUICK_BYTES = 8 << 20
+"""No job of more bytes is queued on the thread of ``submit``: its copy takes so long that the way
+to another thread does not show."""
+
 
 class Direction(Enum):
     """Which way the bytes go, seen from the device."""
@@ -104,7 +108,8 @@ class Path(Protocol):
     def is_quick(self, job: CopyJob) -> bool:
         """Whether ``enqueue`` would return within some tens of microseconds.
 
-        The engine then calls it on the thread of ``submit``; else it hands the job to its own.
+        The engine then calls it on the thread of ``submit``; else it hands the job to its own, as
+        it does with every job of more than ``QUICK_BYTES``.
         """
 
     def close(self) -> None:
@@ -112,7 +117,7 @@ class Path(Protocol):
 
 
 class Planner(Protocol):
-    """Picks the path of each transfer."""
+    """Picks the path of each transfer; asked by several threads at once."""
 
     def choose(
         self,

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from kvferry.device.driver import Driver
 from kvferry.device.ids import IdBuffers
-from kvferry.device.job import CopyJob, Direction
+from kvferry.device.job import QUICK_BYTES, CopyJob, Direction
 from kvferry.device.launch import Launcher
 from kvferry.device.prepared import Grid, Kernels
 
 GRID = Grid(programs=2, warps=32)
 """Two multiprocessors fill a PCIe Gen5 link; more only take from the model (one NVIDIA H200)."""
-
-QUICK_BYTES = 8 << 20
-"""Larger jobs take so long that they can afford to be handed to a thread first."""
 
 
 class KernelPath:

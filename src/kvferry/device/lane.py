@@ -17,6 +17,7 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.device.driver import Driver
@@ -53,12 +54,16 @@ class Flight:
             self.reason = f"{type(error).__name__}: {error}"
 
 
+_Order = tuple[Flight, CopyJob, "Path | None"]
+
+
 class Lane:
     """Owns one direction's flights and its thread; leaves the stream to the engine.
 
     Submissions that take long (a driver call per segment, or a batch of thousands) go to the
     thread, so that ``submit`` never holds the serving loop. ``patience`` is how long a driver may
-    refuse to say whether a flight is over before we stop asking.
+    refuse to say whether a flight is over before we stop asking; ``pick`` finds a path for a job
+    that comes without one.
     """
 
     def __init__(
@@ -69,9 +74,11 @@ class Lane:
         order_events: EventPool,
         timing_events: EventPool,
         *,
+        pick: Callable[[Flight, CopyJob], Path],
         patience: float,
     ) -> None:
         self.stream = stream
+        self._pick = pick
         self._name = name
         self._driver = driver
         self._order_events = order_events
@@ -81,7 +88,7 @@ class Lane:
         self._changed = threading.Condition()
         self._num_unqueued = 0
         self._turn = threading.Lock()
-        self._orders: queue.SimpleQueue[tuple[Flight, CopyJob, Path] | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     @property
@@ -94,8 +101,11 @@ class Lane:
         """Whether the thread is still inside a driver call after ``close``."""
         return self._thread is not None and self._thread.is_alive()
 
-    def submit(self, flight: Flight, job: CopyJob, path: Path, *, quick: bool) -> None:
-        """Queue the flight now if that is quick and nothing waits before it, else on the thread."""
+    def submit(self, flight: Flight, job: CopyJob, path: Path | None, *, quick: bool) -> None:
+        """Queue the flight now if that is quick and nothing waits before it, else on the thread.
+
+        Without a ``path`` whoever queues it picks one.
+        """
         with self._changed:
             here = quick and not self._num_unqueued
             self._flights.append(flight)
@@ -147,7 +157,7 @@ class Lane:
         while (order := self._orders.get()) is not None:
             self._queue(*order)
 
-    def _queue(self, flight: Flight, job: CopyJob, path: Path) -> None:
+    def _queue(self, flight: Flight, job: CopyJob, path: Path | None) -> None:
         """Wait for compute, copy, fence. No fault escapes: a dead thread leaves others waiting."""
         try:
             with self._turn, self._driver.current():
@@ -168,8 +178,9 @@ class Lane:
                 self._num_unqueued -= 1
                 self._changed.notify_all()
 
-    def _queue_copy(self, flight: Flight, job: CopyJob, path: Path) -> None:
+    def _queue_copy(self, flight: Flight, job: CopyJob, path: Path | None) -> None:
         try:
+            path = path if path is not None else self._pick(flight, job)
             if flight.ready is not None:
                 # Before the copy, in both directions: a store must not read blocks that are still
                 # being written, a load must not write blocks that are still being read.
