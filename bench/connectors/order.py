@@ -168,7 +168,7 @@ class Run:
         """All engines at once, in turns as short as can be. Needs the host memory of all."""
         here = [seat for seat in seats if not self._is_late(seat)]
         here = self._each(here, self._enter)
-        serving = [seat for seat in here if not seat.only_starts]
+        serving = [seat for seat in here if not seat.only_starts and seat.connector != "idle"]
         if "ttft" in amount.sections:
             serving = self._each(serving, partial(Seat.ask, order="ttft_begin"))
             for number in range(seats[0].result["case"]["rounds"]):
