@@ -31,6 +31,7 @@ if __name__ == "__main__":
         asked = [{"prompt_token_ids": prompt} for prompt in prompts]
         return [list(o.outputs[0].token_ids) for o in llm.generate(asked, sampling, use_tqdm=False)]
     first = generate()
+    time.sleep(3)  # a reset at once may come before what the last tokens left is stored
     for _ in range(600):  # the engine steps on by itself until its stores have landed
         if llm.reset_prefix_cache():
             break
