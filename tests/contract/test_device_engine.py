@@ -55,6 +55,27 @@ class SlowPath(DmaPath):
         super().enqueue(job, stream, ready)
 
 
+class AskedPlanner:
+    """Remembers what it was asked; answers while its gate is open."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Direction, int, bool]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def choose(
+        self,
+        direction: Direction,
+        layout: GroupLayout,
+        num_blocks: int,
+        busy: bool,
+        num_runs: int = 1,
+    ) -> str:
+        assert self.gate.wait(60.0)
+        self.seen.append((direction, num_blocks, busy))
+        return "loop"
+
+
 def test_many_in_flight_come_back_in_order_per_direction() -> None:
     rig = Rig(num_slots=32)
     stores = [rig.store([i % 7], [i]) for i in range(16)]
@@ -111,19 +132,8 @@ def test_a_quick_path_is_queued_by_the_caller_but_for_large_jobs(large: bool) ->
 def test_a_slow_path_never_holds_the_caller_nor_the_other_direction() -> None:
     gate = threading.Event()
 
-    class Planner:
-        def choose(
-            self,
-            direction: Direction,
-            layout: GroupLayout,
-            num_blocks: int,
-            busy: bool,
-            num_runs: int = 1,
-        ) -> str:
-            return "slow" if direction is Direction.STORE else "loop"
-
     rig = Rig(paths={"slow": lambda driver: SlowPath(driver, gate), "loop": LoopPath})
-    rig.engine._planner = Planner()
+    rig.engine._planner = FixedPlanner(store="slow", load="loop")
     store = rig.store([0], [0])
     load = rig.load([3], [3])
     receipts: list[Receipt] = []
@@ -215,22 +225,8 @@ def test_a_device_that_never_ends_does_not_hold_close_for_ever() -> None:
 
 
 def test_busy_is_whether_compute_has_work(large: bool) -> None:
-    seen = []
-
-    class Planner:
-        def choose(
-            self,
-            direction: Direction,
-            layout: GroupLayout,
-            num_blocks: int,
-            busy: bool,
-            num_runs: int = 1,
-        ) -> str:
-            seen.append((direction, num_blocks, busy))
-            return "loop"
-
     rig = Rig()
-    rig.engine._planner = Planner()
+    planner = rig.engine._planner = AskedPlanner()
     rig.store([0, 1], [0, 1])
     rig.drain_ok()
     rig.driver.timeline.frozen = {rig.compute}
@@ -238,7 +234,7 @@ def test_busy_is_whether_compute_has_work(large: bool) -> None:
     rig.load([0], [0])
     rig.driver.timeline.frozen = set()
     rig.drain_ok()
-    assert seen == [(Direction.STORE, 2, False), (Direction.LOAD, 1, True)]
+    assert planner.seen == [(Direction.STORE, 2, False), (Direction.LOAD, 1, True)]
     rig.close()
 
 
@@ -290,35 +286,22 @@ def test_what_paths_are_picked_by_can_be_sent_to_another_process() -> None:
     rig.close()
 
 
-def test_busy_is_what_it_was_when_the_transfer_was_submitted() -> None:
+def test_busy_is_what_it_was_when_the_transfer_was_submitted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A lane's thread that picks a path late must not ask again: the model may be done by then."""
-    seen, gate = [], threading.Event()
-
-    class Planner:
-        def choose(
-            self,
-            direction: Direction,
-            layout: GroupLayout,
-            num_blocks: int,
-            busy: bool,
-            num_runs: int = 1,
-        ) -> str:
-            assert gate.wait(60.0)
-            seen.append(busy)
-            return "loop"
-
+    monkeypatch.setattr(engine, "QUICK_BYTES", -1)
     rig = Rig()
-    rig.engine._planner = Planner()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "QUICK_BYTES", -1)
-        rig.driver.timeline.frozen = {rig.compute}
-        rig.launch(lambda: None)
-        rig.store([0], [0])  # returns though the planner does not answer
-        rig.driver.timeline.frozen = set()
-        rig.store([1], [1])
-        gate.set()
-        rig.drain_ok()
-    assert seen == [True, False]
+    planner = rig.engine._planner = AskedPlanner()
+    planner.gate.clear()
+    rig.driver.timeline.frozen = {rig.compute}
+    rig.launch(lambda: None)
+    rig.store([0], [0])  # returns though the planner does not answer
+    rig.driver.timeline.frozen = set()
+    rig.store([1], [1])
+    planner.gate.set()
+    rig.drain_ok()
+    assert [busy for _, _, busy in planner.seen] == [True, False]
     rig.close()
 
 

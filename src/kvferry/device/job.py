@@ -66,7 +66,7 @@ class CopyJob:
         return np.flatnonzero(~follows)
 
     def _is_one_run(self) -> bool:
-        """The common case, seen in a tenth of the time: whoever submits waits for this."""
+        """The common case, seen in a third of the time: the first copy waits for this."""
         slots = self.host_slots
         if not len(slots):
             return False

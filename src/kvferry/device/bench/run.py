@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median
 
 from kvferry.device.bench.plan import Plan
 from kvferry.device.bench.result import OneCopy, PlannerCell, Result, Row, SlowdownRow
 from kvferry.device.calibrate import calibrate, provenance
-from kvferry.device.copy_rig import GB, CopyRig, MiB
+from kvferry.device.copy_rig import GB, Call, CopyRig, MiB
 from kvferry.device.cuda import CudaDriver
 from kvferry.device.driver import Priority
 from kvferry.device.engine import GpuEngine
@@ -159,24 +159,10 @@ class CopyBenchmark:
     def _both_ways(self) -> dict[str, dict[str, float]]:
         """Both directions at once, each from a thread of its own, as the engine does."""
         self.progress("both directions at once")
-        found = {}
         jobs = [self.rig.job(way, 16 * KiB, SEGMENTS, 256) for way in Direction]
-
-        def copy_all(job: CopyJob, stream: int) -> None:
-            ends = (self.rig.device, self.rig.host)
-            if job.direction is Direction.STORE:
-                ends = (self.rig.host, self.rig.device)
-            self.driver.copy_async(*ends, job.num_bytes, stream)
-
-        choices = {job.direction: self._choice(job) for job in jobs}
-        found["ceiling"] = self._time_both(jobs, copy_all)
-        found[AUTO] = self._time_both(
-            jobs,
-            lambda job, stream: self.paths[choices[job.direction]].enqueue(
-                job, stream, self.rig.ready
-            ),
-        )
-        return found
+        plain = [self.rig.plain_call(job.direction, job.num_bytes) for job in jobs]
+        chosen = [self.rig.call(self.paths[self._choice(job)], job) for job in jobs]
+        return {"ceiling": self._time_both(jobs, plain), AUTO: self._time_both(jobs, chosen)}
 
     def _planner(self) -> Iterator[PlannerCell]:
         for direction in Direction:
@@ -354,26 +340,28 @@ class CopyBenchmark:
             self.driver.destroy_stream(compute)
 
     def _time_both(
-        self, jobs: list[CopyJob], copy: Callable[[CopyJob, int], None], repeats: int = 6
+        self, jobs: Sequence[CopyJob], calls: Sequence[Call], repeats: int = 6
     ) -> dict[str, float]:
         found: dict[str, float] = {}
-        for job in jobs:  # warm up alone
-            copy(job, self.rig.streams[job.direction])
+        for job, call in zip(jobs, calls, strict=True):  # warm up alone
+            call(self.rig.streams[job.direction])
             self.driver.synchronize_stream(self.rig.streams[job.direction])
         together = threading.Barrier(len(jobs))
 
-        def work(job: CopyJob) -> None:
+        def work(job: CopyJob, call: Call) -> None:
             with self.driver.current():
                 stream = self.rig.streams[job.direction]
                 together.wait()
                 began = time.perf_counter()
                 for _ in range(repeats):
-                    copy(job, stream)
+                    call(stream)
                 self.driver.synchronize_stream(stream)
                 took = time.perf_counter() - began
                 found[job.direction.value] = repeats * job.num_bytes / took / GB
 
-        threads = [threading.Thread(target=work, args=(job,)) for job in jobs]
+        threads = [
+            threading.Thread(target=work, args=pair) for pair in zip(jobs, calls, strict=True)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
