@@ -248,9 +248,9 @@ class Run:
 
         A first round of each is not counted. Both forget before either serves, so that a round of
         the one comes right behind a round of the other: on a card that another process has just
-        used, decode steps took 3% less than on one that had only served their own, whatever that
-        was (one NVIDIA H200, vLLM without a connector: 4.82 and 4.98 ms; a graph of 1000 small
-        kernels: 0.95 and 1.13 ms). A connector that stores something in between would lose that.
+        used, decode steps take 3 to 4% less than on one that only served their own (one NVIDIA
+        H200, docs/benchmarks/vllm-h200.md). A connector that stores something in between would
+        lose that.
         """
         pairs = seat.result.setdefault("fits", {"own": [], "none": []})
         if not rounds:
