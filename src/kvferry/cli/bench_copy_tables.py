@@ -18,8 +18,9 @@ own. **auto**: the planner's choice, in brackets. **Ceiling**: one copy of 256 M
 and GPU memory, timed in turn with `auto`. Blocks have 64 segments and random block ids; host slots
 are one run or, where called scattered, every second slot in random order: no two neighbours. Times
 are medians on the device, from an idle stream to the copy's end, the call that queues it included
-(the runs that its host slots make up are counted before, as its path is picked): of 11, of 25 for
-small transfers (fewer with `--quick`), of 2 for `loop` and `dma` with more than 4096 segments.
+(the runs that its host slots make up are counted before, as its path is picked): of 11, of 33 for
+`auto` and its ceiling, of 25 for small transfers (fewer with `--quick`), of 2 for `loop` and `dma`
+with more than 4096 segments.
 """
 
 

@@ -14,6 +14,9 @@ class Plan:
     segment_bytes: tuple[int, ...]
     large_bytes: tuple[int, ...]
     repeats: int
+    auto_repeats: int
+    """Of the planner's choice for a large transfer, in turn with the ceiling: enough that a
+    processor which stops for a tenth of a second does not decide the row."""
     small_repeats: int
     rounds: int
     phases: int
@@ -25,6 +28,7 @@ FULL = Plan(
     segment_bytes=tuple(4 * KiB << power for power in range(10)),
     large_bytes=(64 * MiB, 256 * MiB),
     repeats=11,
+    auto_repeats=33,
     small_repeats=25,
     rounds=24,
     phases=4,
@@ -35,6 +39,7 @@ QUICK = Plan(
     segment_bytes=(4 * KiB, 16 * KiB, 64 * KiB, 2 * MiB),
     large_bytes=(64 * MiB, 256 * MiB),
     repeats=3,
+    auto_repeats=5,
     small_repeats=9,
     rounds=12,
     phases=2,

@@ -243,6 +243,7 @@ class CopyBenchmark:
             calls["queued"] = self.rig.call(path, job, in_flight)
         if is_large and name == AUTO:
             calls["ceiling"] = self.rig.plain_call(job.direction, self.rig.num_bytes)
+            repeats = self.plan.auto_repeats
         times = self.rig.time_in_turn(list(calls.values()), job.direction, repeats=repeats)
         timed = dict(zip(calls, times, strict=True))
         alone = timed["alone"]
