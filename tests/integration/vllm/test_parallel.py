@@ -29,21 +29,26 @@ if __name__ == "__main__":
     sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     def generate():
         asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-        return [list(o.outputs[0].token_ids) for o in llm.generate(asked, sampling, use_tqdm=False)]
-    first = generate()
+        outputs = llm.generate(asked, sampling, use_tqdm=False)
+        tokens = [list(o.outputs[0].token_ids) for o in outputs]
+        return tokens, [o.num_cached_tokens for o in outputs]
+    first, _ = generate()
     time.sleep(3)  # a reset at once may come before what the last tokens left is stored
     for _ in range(600):  # the engine steps on by itself until its stores have landed
         if llm.reset_prefix_cache():
             break
         time.sleep(0.1)
-    again = generate()
+    else:
+        sys.exit("the device's cache was never reset: what it still has would look like a load")
+    again, cached = generate()
     for _ in range(2):  # what was counted is told once the engine rests, and heard with the next
         time.sleep(0.5)
         llm.generate([{"prompt_token_ids": [1, 2, 3]}], sampling, use_tqdm=False)
     figures = {}
     for metric in llm.get_metrics():
         figures[metric.name] = figures.get(metric.name, 0) + getattr(metric, "value", 0)
-    print("RESULT", json.dumps({"first": first, "again": again, "figures": figures}))
+    print("RESULT", json.dumps({"first": first, "again": again, "cached": cached,
+                                "figures": figures}))
 """
 
 
@@ -77,7 +82,8 @@ def test_two_ranks_load_what_both_have_stored(expect, llama, tmp_path):
     result, log = run_two_ranks(tmp_path, llama, prompts)
     assert "on each of 2 rank(s)" in log
     assert result["first"] == result["again"] == expect(llama, prompts)
-    assert result["figures"]["vllm:kvferry_hit_tokens"] == (9 + 6 + 3) * 32
+    # Not by kvferry's own count: vLLM loses figures of steps without an answer, kvferry's too.
+    assert result["cached"] == [9 * 32, 6 * 32, 3 * 32]
     assert result["figures"]["vllm:kvferry_failed_transfers"] == 0
 
 
@@ -89,5 +95,6 @@ def test_ranks_with_the_same_kv_store_it_once(expect, tmp_path):
     result, log = run_two_ranks(tmp_path, model, prompts, PYTHONPATH=path)
     assert "shared by 2 rank(s)" in log
     assert result["first"] == result["again"] == expect(model, prompts)
-    assert result["figures"]["vllm:kvferry_hit_tokens"] == (9 + 6 + 3) * 32
+    # Not by kvferry's own count: vLLM loses figures of steps without an answer, kvferry's too.
+    assert result["cached"] == [9 * 32, 6 * 32, 3 * 32]
     assert result["figures"]["vllm:kvferry_failed_transfers"] == 0
