@@ -7,6 +7,7 @@ differs. Signatures are set once per function: without them ctypes cuts addresse
 from __future__ import annotations
 
 import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from ctypes import byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p
@@ -52,7 +53,7 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-class NativeDriver:
+class NativeDriver(ABC):
     """Owns the binding of one driver library to one device; leaves streams to its callers."""
 
     NAMES: Mapping[str, str]
@@ -87,9 +88,9 @@ class NativeDriver:
         function.restype = c_int
         return function
 
+    @abstractmethod
     def error_words(self, code: int) -> tuple[str, str]:
         """Name and description of an error code, from the library itself."""
-        raise NotImplementedError
 
     def check(self, code: int, asked: str) -> None:
         """Turn a code other than success into a DriverError that says what was asked."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from types import MappingProxyType
 
 from kvferry import reach
 from kvferry.answers import DeviceBlocks, Match, MatchState, Settled
@@ -32,6 +31,7 @@ from kvferry.scheduler.matching import Matcher, Missing
 from kvferry.scheduler.outbox import Outbox
 from kvferry.scheduler.request import Loading, RequestRecord
 from kvferry.scheduler.requests import Requests
+from kvferry.scheduler.snapshot import snapshot
 from kvferry.scheduler.storing import BlockTable, Storing
 from kvferry.scheduler.why import Explanation
 from kvferry.stats import SchedulerStats
@@ -89,19 +89,14 @@ class Scheduler:
         self._outbox = Outbox(self._flights, config, len(self.groups), rows_per_slot)
         self._lower = LowerLevels(pool, levels, self._outbox)
         self._matcher = Matcher(self.groups, pool, self._lower, hash_tokens)
+        both = (self._matcher, pool, self._outbox, config)
         self._storing = Storing(
-            self._matcher,
-            pool,
-            self._outbox,
-            config,
+            *both,
             max_blocks=_bound(config.max_storing_blocks, num_device_blocks, 4),
             block_bytes=self._block_bytes,
         )
         self._hits = Hits(
-            self._matcher,
-            pool,
-            self._outbox,
-            config,
+            *both,
             max_blocks=_bound(config.max_loading_blocks, num_device_blocks, 2),
             block_bytes=self._block_bytes,
             joins_loads=joins_loads,
@@ -217,19 +212,15 @@ class Scheduler:
         hit = record.hit
         if hit is None or hit.match.state is not MatchState.HIT:
             return ()
-        parts = self._hits.parts(request_id, hit, tables)
+        transfers = [order.transfer for order in self._hits.load(request_id, hit, tables)]
         record.hit = None
         record.promoted = False
-        if not parts:  # a hit that reads nothing has no landing to wait for
+        if not transfers:  # a hit that reads nothing has no landing to wait for
             return ()
-        record.loading = Loading(hit.match, set())
-        self._hits.began([lease for _, lease, _, _ in parts])
-        for g, lease, host_slots, device_blocks in parts:
-            order = self._outbox.load(request_id, g, lease, host_slots, device_blocks)
-            record.loading.waiting.add(order.transfer.id)
-            self._requests.wait(request_id, (order.transfer.id,))
+        record.loading = Loading(hit.match, {transfer.id for transfer in transfers})
+        self._requests.wait(request_id, record.loading.waiting)
         self._lookups.counts.hit_tokens += hit.match.to_load
-        return tuple(DeviceBlocks(g, blocks) for g, _, _, blocks in parts)
+        return tuple(DeviceBlocks(transfer.group, transfer.dst_slots) for transfer in transfers)
 
     def store(
         self,
@@ -450,39 +441,16 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """A snapshot of everything counted so far."""
-        flights, matches = self._flights.counts, self._lookups.counts
-        return SchedulerStats(
-            pool=self.pool.counts,
-            levels=MappingProxyType(
-                {level.name: level.pool.counts for level in self._lower.levels}
-            ),
-            queries=matches.queries,
-            asked_tokens=matches.asked_tokens,
-            hit_tokens=matches.hit_tokens,
-            promoted_tokens=matches.promoted_tokens,
-            expired_hits=matches.expired_hits,
-            shed_stores=self._storing.num_shed,
-            verdicts=MappingProxyType(dict(matches.verdicts)),
-            missed=MappingProxyType(dict(matches.missed)),
-            in_flight=len(self._flights),
-            landed=flights.landed,
-            failed=flights.failed,
-            overdue=flights.overdue,
-            stale_receipts=flights.stale_receipts,
-            bytes_moved=MappingProxyType(dict(flights.bytes_moved)),
-            seconds_moved=MappingProxyType(dict(flights.seconds_moved)),
-            traffic=flights.traffic.snapshot(),
-            queued=len(self._outbox),
-            bytes_in_flight=self._outbox.bytes_in_flight(self._block_bytes),
-            leases=MappingProxyType(
-                {
-                    HOST: self.pool.num_leases,
-                    **{level.name: level.pool.num_leases for level in self._lower.levels},
-                }
-            ),
+        return snapshot(
+            self.pool,
+            self._lower,
+            self._flights,
+            self._outbox,
+            self._storing,
+            self._hits,
+            self._lookups.counts,
+            block_bytes=self._block_bytes,
             resets=self.epoch,
-            bandwidth=self._hits.worth.bandwidth,
-            prefill_rate=self._hits.worth.prefill_rate,
         )
 
     def check_integrity(self) -> None:

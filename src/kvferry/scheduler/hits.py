@@ -14,7 +14,7 @@ from kvferry.lease import Lease
 from kvferry.policy import Decision, LoadOrCompute
 from kvferry.pool import Pool
 from kvferry.scheduler.matching import Look, Matcher
-from kvferry.scheduler.outbox import Outbox
+from kvferry.scheduler.outbox import LoadOrder, Outbox
 from kvferry.scheduler.request import Hit
 from kvferry.scheduler.storing import BlockTable
 from kvferry.types import RequestId, SlotArray, as_slots
@@ -112,15 +112,23 @@ class Hits:
             return False
         return self._outbox.bytes_to_device(self._block_bytes) <= self._config.max_bytes_in_flight
 
-    def parts(
+    def load(
         self, request_id: RequestId, hit: Hit, tables: Sequence[BlockTable]
-    ) -> list[tuple[int, Lease, SlotArray, SlotArray]]:
-        """What a load copies, by group: the lease, the rows it reads, the blocks it writes."""
-        return [
+    ) -> list[LoadOrder]:
+        """Order a hit into these device blocks, group by group; others that want it join the load.
+
+        A table that is too short leaves nothing ordered.
+        """
+        parts = [
             (g, lease, *self._part(request_id, g, hit.match, lease, tables[g]))
             for g, lease in enumerate(hit.leases)
             if lease is not None
         ]
+        if parts:
+            self._num_loads += 1
+        for _, lease, _, _ in parts:
+            self._being_loaded[lease.slots] += 1
+        return [self._outbox.load(request_id, *part) for part in parts]
 
     def _part(
         self, request_id: RequestId, g: int, match: Match, lease: Lease, table: BlockTable
@@ -138,12 +146,6 @@ class Hits:
         slots = lease.slots[places // group.blocks_per_slot - blocks.start // group.blocks_per_slot]
         host_slots = self._outbox.rows(slots, places % group.blocks_per_slot)
         return host_slots, as_slots(table[blocks.start : blocks.stop])
-
-    def began(self, leases: Sequence[Lease]) -> None:
-        """A load of these slots was ordered: others that want them join it."""
-        self._num_loads += 1
-        for lease in leases:
-            self._being_loaded[lease.slots] += 1
 
     def ended(self, lease: Lease) -> None:
         """A load of these slots landed, or was taken back."""

@@ -1,0 +1,60 @@
+"""Everything the scheduler half has counted, from the parts that count it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import MappingProxyType
+
+from kvferry.pool import Pool
+from kvferry.scheduler.flight import Flights
+from kvferry.scheduler.hits import Hits
+from kvferry.scheduler.levels import LowerLevels
+from kvferry.scheduler.outbox import Outbox
+from kvferry.scheduler.storing import Storing
+from kvferry.stats import MatchCounts, SchedulerStats
+from kvferry.types import HOST
+
+
+def snapshot(
+    pool: Pool,
+    lower: LowerLevels,
+    flights: Flights,
+    outbox: Outbox,
+    storing: Storing,
+    hits: Hits,
+    matches: MatchCounts,
+    *,
+    block_bytes: Sequence[int],
+    resets: int,
+) -> SchedulerStats:
+    """As of now; nothing in it changes afterwards."""
+    moved = flights.counts
+    below = {level.name: level.pool for level in lower.levels}
+    return SchedulerStats(
+        pool=pool.counts,
+        levels=MappingProxyType({name: each.counts for name, each in below.items()}),
+        queries=matches.queries,
+        asked_tokens=matches.asked_tokens,
+        hit_tokens=matches.hit_tokens,
+        promoted_tokens=matches.promoted_tokens,
+        expired_hits=matches.expired_hits,
+        shed_stores=storing.num_shed,
+        verdicts=MappingProxyType(dict(matches.verdicts)),
+        missed=MappingProxyType(dict(matches.missed)),
+        in_flight=len(flights),
+        landed=moved.landed,
+        failed=moved.failed,
+        overdue=moved.overdue,
+        stale_receipts=moved.stale_receipts,
+        bytes_moved=MappingProxyType(dict(moved.bytes_moved)),
+        seconds_moved=MappingProxyType(dict(moved.seconds_moved)),
+        traffic=moved.traffic.snapshot(),
+        queued=len(outbox),
+        bytes_in_flight=outbox.bytes_in_flight(block_bytes),
+        leases=MappingProxyType(
+            {HOST: pool.num_leases, **{name: each.num_leases for name, each in below.items()}}
+        ),
+        resets=resets,
+        bandwidth=hits.worth.bandwidth,
+        prefill_rate=hits.worth.prefill_rate,
+    )
