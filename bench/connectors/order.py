@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -170,10 +170,8 @@ class Run:
         here = self._each(here, self._enter)
         serving = [seat for seat in here if not seat.only_starts and seat.connector != "idle"]
         if "ttft" in amount.sections:
-            serving = self._each(serving, partial(Seat.ask, order="ttft_begin"))
-            for number in range(seats[0].result["case"]["rounds"]):
-                serving = self._each(serving, partial(Seat.ask, order="ttft_round", about=number))
-            serving = self._each(serving, _end_ttft)
+            for step in _first_tokens(seats[0].result["case"]["rounds"]):
+                serving = self._each(serving, step)
         for seat in serving:
             self._each([seat], lambda seat: self._measure_rest(seat, amount))
         for seat in here:
@@ -193,8 +191,8 @@ class Run:
 
     def _measure_plain(self, base: Seat, amount: Amount) -> None:
         if "ttft" in amount.sections:
-            base.ask("ttft_begin")
-            _end_ttft(base)
+            for step in _first_tokens(0):
+                step(base)
         if "over" in amount.sections:
             base.note_round("over", 0)
         self._keep()
@@ -230,10 +228,8 @@ class Run:
         if "toggled" in amount.sections and amount.fits_rounds and seat.connector == "kvferry":
             seat.result["toggled"] = seat.ask("toggled", amount.fits_rounds)
         if "ttft" in amount.sections and seat.connector != "idle":
-            seat.ask("ttft_begin")
-            for number in range(seat.result["case"]["rounds"]):
-                seat.ask("ttft_round", number)
-            _end_ttft(seat)
+            for step in _first_tokens(seat.result["case"]["rounds"]):
+                step(seat)
         self._measure_rest(seat, amount)
 
     def _measure_rest(self, seat: Seat, amount: Amount) -> None:
@@ -272,8 +268,16 @@ class Run:
         self._keep()
 
 
-def _end_ttft(seat: Seat) -> None:
-    seat.result["ttft"] = seat.ask("ttft_end")
+def _first_tokens(rounds: int) -> Iterator[Callable[[Seat], Any]]:
+    """What one engine is asked for its times to first token, or several are by turns."""
+    yield partial(Seat.ask, order="ttft_begin")
+    for number in range(rounds):
+        yield partial(Seat.ask, order="ttft_round", about=number)
+
+    def end(seat: Seat) -> None:
+        seat.result["ttft"] = seat.ask("ttft_end")
+
+    yield end
 
 
 def _environment() -> dict[str, str]:
