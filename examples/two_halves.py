@@ -48,22 +48,25 @@ namespace = Namespace(
 keys = chain(namespace, range(3 * BLOCK_TOKENS))
 
 # Store: the request's three blocks lie in device blocks 5, 0 and 7.
-scheduler.store("first", keys, [[5, 0, 7]], num_tokens=48)
+first = scheduler.open("first", keys)
+first.store([[5, 0, 7]], num_tokens=48)
+first.end()
 plan = pickle.dumps(scheduler.plan())
 scheduler.settle(ranks[0].execute(plan))
-print("after one rank: ", scheduler.match("second", keys).state.value)
+second = scheduler.open("second", keys)
+print("after one rank: ", second.match().state.value)
 scheduler.settle(ranks[1].execute(plan))
-match = scheduler.match("second", keys)
+match = second.match()
 print("after both:     ", match.state.value, match.num_tokens, "tokens")
 
 # Load into device blocks 1, 2 and 3 of another request.
 before = [rank.kv[0][[5, 0, 7]].copy() for rank in ranks]
-scheduler.load("second", [[1, 2, 3]])
+second.load([[1, 2, 3]])
 plan = pickle.dumps(scheduler.plan())
 for rank in ranks:
     settled = scheduler.settle(rank.execute(plan))
 print("ready to run:   ", *settled.loaded)
-assert settled.loaded == ("second",)
+assert settled.loaded == (second,)
 for rank, expected in zip(ranks, before, strict=True):
     assert np.array_equal(rank.kv[0][[1, 2, 3]], expected)
 

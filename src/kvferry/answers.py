@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from kvferry.types import RequestId, SlotArray, TransferId
+from kvferry.types import SlotArray, TransferId
 
 
 class MatchState(Enum):
@@ -40,19 +40,6 @@ class DeviceBlocks(NamedTuple):
     blocks: SlotArray
 
 
-@dataclass(frozen=True)
-class FailedLoad:
-    """A load that did not bring its bytes: the request must compute these tokens.
-
-    Into other device blocks: a slow rank may write to the ones it named until they are released.
-    """
-
-    request_id: RequestId
-    first_token: int
-    num_tokens: int
-    reason: str
-
-
 class Landing(NamedTuple):
     """A transfer that every rank has answered for; ``reason`` says why it failed, if it did."""
 
@@ -62,20 +49,3 @@ class Landing(NamedTuple):
     @property
     def ok(self) -> bool:
         return not self.reason
-
-
-@dataclass(frozen=True)
-class Settled:
-    """What changed by the receipts just taken.
-
-    ``loaded`` requests may run. ``failed`` ones must compute what they hoped to load. ``released``
-    device blocks are touched by no transfer any more: drop the hold taken when ``load`` or
-    ``store`` returned them (one hold per mention). ``landed`` are all transfers that ended.
-    ``expired`` requests left their hit alone for too long: it is let go, as if never asked for.
-    """
-
-    loaded: tuple[RequestId, ...] = ()
-    failed: tuple[FailedLoad, ...] = ()
-    released: tuple[DeviceBlocks, ...] = ()
-    landed: tuple[Landing, ...] = ()
-    expired: tuple[RequestId, ...] = ()

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NewType
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.answers import MatchState, Settled
+from kvferry.answers import MatchState
 from kvferry.closing import Closing
 from kvferry.config import Config
 from kvferry.device.layout import GroupLayout, describe
@@ -37,12 +37,12 @@ from kvferry.metrics.source import Source
 from kvferry.pool import Pool
 from kvferry.rank import RankMemory, open_on_cpu, open_on_gpu
 from kvferry.reach import FullAttention
-from kvferry.scheduler import NO_BLOCK, Scheduler
+from kvferry.scheduler import NO_BLOCK, Ordered, Request, Scheduler, Settled, State
 from kvferry.scheduler.journal import Copy
 from kvferry.scheduler.why import Explanation
 from kvferry.stats import SchedulerStats
 from kvferry.tiers import GrowthStats
-from kvferry.types import DEVICE, FIRST_RANK, HOST, Key, RequestId, TransferId
+from kvferry.types import DEVICE, FIRST_RANK, HOST, Key, TransferId
 from kvferry.worker import Worker
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Hit:
     ``Config.match_deadline`` seconds.
     """
 
-    request_id: RequestId
+    request: Request
     num_blocks: int
     on_device: int
 
@@ -171,7 +171,6 @@ class Ferry(Closing):
         )
         self._names = itertools.count()
         self._tickets = itertools.count()
-        self._loading: set[RequestId] = set()
         self._moving: dict[TransferId, tuple[Ticket, int]] = {}
         self._done: list[Done] = []
         self._desk = Desk()
@@ -201,12 +200,12 @@ class Ferry(Closing):
         self._require_open()
         if not 0 <= on_device <= len(keys):
             raise InputError(f"{on_device} blocks on the device do not fit {len(keys)} keys")
-        request_id = f"hit-{next(self._names)}"
+        request = self._scheduler.open(f"hit-{next(self._names)}", keys)
         tokens = self.namespace.block_tokens
-        match = self._scheduler.match(request_id, keys, computed_tokens=on_device * tokens)
+        match = request.match(computed_tokens=on_device * tokens)
         if match.state is not MatchState.HIT:
-            self._scheduler.finish(request_id)
-        return Hit(request_id, match.to_load // tokens, on_device)
+            request.end()
+        return Hit(request, match.to_load // tokens, on_device)
 
     def load(self, hit: Hit, device_blocks: Blocks) -> Ticket:
         """Bring a hit's blocks to ``device_blocks``, one for each.
@@ -224,9 +223,9 @@ class Ferry(Closing):
         self._rank.note_step()
         ticket = Ticket(next(self._tickets))
         table = np.concatenate((np.full(hit.on_device, NO_BLOCK), np.asarray(device_blocks)))
-        if len(hit) and self._scheduler.load(hit.request_id, (table,)):
-            self._loading.add(hit.request_id)
-            self._send(ticket)
+        ordered = hit.request.load((table,)) if len(hit) else ()
+        if ordered:
+            self._send(ticket, ordered)
             self._rank.engine.order_compute_after_loads()
         else:
             lost = "the hit is gone: it was released, loaded, or too old" if len(hit) else ""
@@ -237,8 +236,8 @@ class Ferry(Closing):
     def release(self, hit: Hit) -> None:
         """Let a hit go that will not be loaded."""
         self._require_open()
-        if hit.request_id not in self._loading:
-            self._scheduler.finish(hit.request_id)
+        if hit.request.state is not State.LOADING:
+            hit.request.end()
 
     def store(self, keys: Keys, device_blocks: Blocks, *, first: int = 0) -> Ticket:
         """Keep ``device_blocks``, which hold the blocks of ``keys`` from number ``first`` on.
@@ -255,22 +254,24 @@ class Ferry(Closing):
         self._require_blocks(device_blocks)
         self._rank.note_step()
         ticket = Ticket(next(self._tickets))
-        request_id = f"store-{next(self._names)}"
         table = np.concatenate((np.full(first, NO_BLOCK), np.asarray(device_blocks, dtype=int)))
-        num_tokens = len(keys) * self.namespace.block_tokens
-        self._scheduler.store(request_id, keys, (table,), num_tokens)
-        self._scheduler.finish(request_id)
-        if not self._send(ticket):
+        request = self._scheduler.open(f"store-{next(self._names)}", keys)
+        try:
+            ordered = request.store((table,), len(keys) * self.namespace.block_tokens)
+        finally:
+            request.end()
+        self._send(ticket, ordered)
+        if not ordered:
             self._done.append(Done(ticket, 0))
         return ticket
 
-    def _send(self, ticket: Ticket) -> bool:
-        """Send off what was just ordered for a ticket; False if that is nothing."""
+    def _send(self, ticket: Ticket, ordered: Sequence[Ordered]) -> None:
+        """Send off what was just ordered for a ticket."""
+        for part in ordered:
+            self._moving[part.transfer] = (ticket, len(part.blocks))
         plan = self._scheduler.plan()
-        for transfer in plan.transfers:
-            self._moving[transfer.id] = (ticket, len(transfer))
-        self._worker.execute(plan)
-        return bool(plan)
+        if plan.transfers:
+            self._worker.execute(plan)
 
     def poll(self) -> list[Done]:
         """What ended since the last call; never blocks."""
@@ -321,7 +322,7 @@ class Ferry(Closing):
 
     def explain(self, hit: Hit) -> Explanation | None:
         """Why a hit is no longer than it is; None if that was too long ago."""
-        return self._scheduler.explain(hit.request_id)
+        return self._scheduler.explain(hit.request.id)
 
     def serve_metrics(self, port: int = DEFAULT_PORT, host: str = "127.0.0.1") -> str:
         """Serve ``/metrics`` and ``/explain`` until closed; returns the address.
@@ -361,10 +362,10 @@ class Ferry(Closing):
         return why_path(copy, getattr(self._rank.engine, "choices", None))
 
     def _take(self, settled: Settled) -> None:
-        failed = (load.request_id for load in settled.failed)
-        for request_id in (*settled.loaded, *failed, *settled.expired):
-            self._loading.discard(request_id)
-            self._scheduler.finish(request_id)
+        for request in (*settled.loaded, *settled.expired):
+            request.end()
+        for failure in settled.failed:
+            failure.request.end()
         # A load that is overdue has failed, but its copy may still write: only landing ends it.
         for landing in settled.landed:
             ticket, count = self._moving.pop(landing.transfer_id)

@@ -89,6 +89,18 @@ class Index:
             rest[:] = self._ask_table(keys)
         return found
 
+    def find_leading(self, keys: Keys) -> SlotArray:
+        """The slots of the leading keys that are here, up to the first that is not."""
+        slot = self.find_one(keys[0]) if len(keys) else NO_SLOT
+        if slot == NO_SLOT:
+            return np.empty(0, dtype=np.int64)
+        length = self._run_length(slot, keys.array)
+        run = np.arange(slot, slot + length)
+        if length == len(keys):
+            return run
+        rest = self.find(keys[length:])
+        return np.concatenate((run, rest[: num_leading(rest != NO_SLOT)]))
+
     def find_one(self, key: Key) -> int:
         """The slot of one key, or ``NO_SLOT``."""
         for slot in self._table.candidates_of(key):

@@ -21,6 +21,9 @@ class KeyChain(Protocol):
     def __len__(self) -> int: ...
     def __getitem__(self, item: int, /) -> Key: ...
 
+    def keys(self) -> Keys:
+        """All of them, as one batch."""
+
 
 class Keys:
     """An immutable batch of keys, one row of ``KEY_WORDS`` little-endian words each.
@@ -72,6 +75,10 @@ class Keys:
         if len(mask) != KEY_BYTES:
             raise KeyFormatError(f"a mask must be {KEY_BYTES} bytes, got {len(mask)}")
         return Keys._of(self.array ^ np.frombuffer(mask, dtype="<u8"))
+
+    def keys(self) -> Keys:
+        """Itself: a chain that does not grow."""
+        return self
 
     def __len__(self) -> int:
         return len(self.array)

@@ -103,9 +103,21 @@ class Pool:
             return None
         return np.concatenate([np.empty(0, np.uint64), *islice(reversed(self._news), count)])
 
+    def find_cached(self, keys: Keys) -> SlotArray:
+        """The slot of each key whose block can be read now, ``NO_SLOT`` for the others."""
+        found = self._index.find(keys)
+        found[~self._readable(found)] = NO_SLOT
+        return found
+
+    def leading(self, keys: Keys) -> SlotArray:
+        """The slots of the leading keys whose blocks can be read now."""
+        found = self._index.find_leading(keys)
+        readable = self._state.take(found) == SlotState.CACHED
+        return found if readable.all() else found[: int(readable.argmin())]
+
     def match(self, keys: Keys) -> int:
         """How many leading keys can be read now."""
-        return num_leading(self.cached(keys))
+        return len(self.leading(keys))
 
     def coldest(self, count: int) -> Keys:
         """The keys of up to ``count`` blocks that would be evicted first, in that order."""
@@ -130,12 +142,13 @@ class Pool:
 
     def pin(self, keys: Keys, purpose: Purpose = Purpose.READ) -> Lease | None:
         """Claim the leading cached keys for reading; None when the first is not cached."""
-        found = self._index.find(keys)
-        slots = found[: num_leading(self._readable(found))]
-        if not len(slots):
-            return None
+        slots = self.leading(keys)
+        return self.claim(slots, purpose) if len(slots) else None
+
+    def claim(self, slots: SlotArray, purpose: Purpose = Purpose.READ) -> Lease:
+        """Claim slots that were just found, and can be read, for reading."""
         if not self._family.last_mentions(slots).all():
-            raise InputError(f"{len(keys)} keys to pin are not distinct; a chain never repeats")
+            raise InputError(f"{len(slots)} blocks to pin are not distinct; a chain never repeats")
         self._readers[slots] += 1
         return self._open(Lease.leading(purpose, slots, self))
 

@@ -11,15 +11,10 @@ position P. What the layers then read below P is one interval, ``[first_token(P)
                                                              where a slot ends: it has no middle
 
 Later queries read nothing below P that the query at P does not, so this one interval is all.
-All lengths are in tokens; they become slots in one place (``_cut``). A slot holds
-``blocks_per_slot`` device blocks of ``block_tokens`` tokens::
+All lengths are in tokens; they become blocks in one place (``_cut``).
 
-    device blocks   | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |      blocks_per_slot = 4
-    slots           |       0       |       1       |
-    a hit's part            [###################|          needs slots 0 and 1, device blocks 2..6
-
-A present slot was matched by its key, so *all* its tokens are the request's own, and a hit may
-begin or end inside it. Only the state kind cannot: its slot holds one snapshot, at its end.
+A present block was matched by its key, so *all* its tokens are the request's own, and a hit may
+begin or end inside it. Only the state kind cannot: its block holds one snapshot, at its end.
 """
 
 from __future__ import annotations
@@ -48,17 +43,9 @@ class Group(ABC):
     """The shape of one group: layers that share a block table. Knows no blocks, only lengths."""
 
     block_tokens: int
-    _: KW_ONLY
-    blocks_per_slot: int = 1
 
     def __post_init__(self) -> None:
         _require_positive("block_tokens", self.block_tokens)
-        _require_positive("blocks_per_slot", self.blocks_per_slot)
-
-    @property
-    def slot_tokens(self) -> int:
-        """Tokens of one slot: the unit that is stored, matched and evicted."""
-        return self.block_tokens * self.blocks_per_slot
 
     @property
     def stop_tokens(self) -> int:
@@ -123,14 +110,11 @@ class ChunkedLocal(Group):
 
 @dataclass(frozen=True)
 class RecurrentState(Group):
-    """Mamba and other linear layers: one snapshot, taken after the last token of a slot.
-
-    With ``blocks_per_slot`` above 1 only the slot's last device block is promised to hold one.
-    """
+    """Mamba and other linear layers: one snapshot, taken after the last token of a block."""
 
     @property
     def stop_tokens(self) -> int:
-        return self.slot_tokens
+        return self.block_tokens
 
     @property
     def look_back(self) -> int:
@@ -144,25 +128,26 @@ def hit_alignment(groups: Sequence[Group], *, hash_block_tokens: int = 1) -> int
     """The step of hit lengths at which every group's slot, and the engine's hash block, ends."""
     _require_groups(groups)
     _require_positive("hash_block_tokens", hash_block_tokens)
-    return math.lcm(hash_block_tokens, *(group.slot_tokens for group in groups))
+    return math.lcm(hash_block_tokens, *(group.block_tokens for group in groups))
 
 
 def needed(group: Group, num_tokens: int, *, computed_tokens: int = 0) -> range:
-    """The group's slots that a hit of ``num_tokens`` reads.
+    """The group's blocks that a hit of ``num_tokens`` reads: places in the request's table.
 
     The engine already holds the first ``computed_tokens`` (a hit of its own cache, in all groups):
-    slots wholly below them are left out.
+    blocks wholly below them are left out.
     """
-    return _cut_one(group, num_tokens, computed_tokens, group.slot_tokens)
-
-
-def needed_device_blocks(group: Group, num_tokens: int, *, computed_tokens: int = 0) -> range:
-    """The device blocks to load for that hit: places in the request's block table.
-
-    Device block b lies in slot ``b // blocks_per_slot``, at place ``b % blocks_per_slot``. Blocks
-    of a needed slot outside this range need no place on the device.
-    """
-    return _cut_one(group, num_tokens, computed_tokens, group.block_tokens)
+    _require_not_negative("num_tokens", num_tokens)
+    _require_not_negative("computed_tokens", computed_tokens)
+    if num_tokens % group.stop_tokens:
+        raise InputError(
+            f"no hit of {num_tokens} tokens: {type(group).__name__} keeps its state only every "
+            f"{group.stop_tokens} tokens; ask for a multiple of that"
+        )
+    first_token = max(group.first_token(num_tokens), computed_tokens)
+    if first_token >= num_tokens:
+        return range(0)
+    return range(first_token // group.block_tokens, (num_tokens - 1) // group.block_tokens + 1)
 
 
 def longest_hit(
@@ -225,7 +210,7 @@ def worth_storing(
     # Past this length no group but full attention reads a slot we have: one length there stands
     # for all the longer ones.
     end = max(
-        len(slots) * group.slot_tokens + (group.look_back or 0) + 1
+        len(slots) * group.block_tokens + (group.look_back or 0) + 1
         for group, slots in zip(groups, held, strict=True)
     )
     lengths = np.arange(1, -(-end // step) + 1, dtype=np.int64) * step
@@ -251,43 +236,29 @@ def can_serve(
     It depends on the model alone, so one answer for the longest request serves all, as a prefix.
     """
     _require_not_negative("num_tokens", num_tokens)
-    held = [np.ones(num_tokens // group.slot_tokens, dtype=np.bool_) for group in groups]
+    held = [np.ones(num_tokens // group.block_tokens, dtype=np.bool_) for group in groups]
     return worth_storing(groups, held, alignment=alignment)
 
 
 def _cut(group: Group, lengths: IntArray, computed_tokens: int) -> tuple[IntArray, IntArray]:
     """For each hit length, the first slot it reads and the one after the last."""
     first_token = np.maximum(group.first_token(lengths), computed_tokens)
-    first = first_token // group.slot_tokens
+    first = first_token // group.block_tokens
     # A hit that reads nothing must not be charged the slot its end happens to lie in.
-    stop = np.where(first_token < lengths, (lengths - 1) // group.slot_tokens + 1, first)
+    stop = np.where(first_token < lengths, (lengths - 1) // group.block_tokens + 1, first)
     return first, stop
-
-
-def _cut_one(group: Group, num_tokens: int, computed_tokens: int, unit: int) -> range:
-    _require_not_negative("num_tokens", num_tokens)
-    _require_not_negative("computed_tokens", computed_tokens)
-    if num_tokens % group.stop_tokens:
-        raise InputError(
-            f"no hit of {num_tokens} tokens: {type(group).__name__} keeps its state only every "
-            f"{group.stop_tokens} tokens; ask for a multiple of that"
-        )
-    first_token = max(group.first_token(num_tokens), computed_tokens)
-    if first_token >= num_tokens:
-        return range(0)
-    return range(first_token // unit, (num_tokens - 1) // unit + 1)
 
 
 def _prefix_tokens(group: Group, present: BoolArray, computed_tokens: int) -> int:
     """Tokens of the unbroken run of slots that begins where the engine's own tokens end."""
-    first = computed_tokens // group.slot_tokens
+    first = computed_tokens // group.block_tokens
     rest = present[first:]
     if not len(rest):
-        return first * group.slot_tokens
+        return first * group.block_tokens
     run = int(rest.argmin())
     if rest[run]:
         run = len(rest)
-    return (first + run) * group.slot_tokens
+    return (first + run) * group.block_tokens
 
 
 def _servable(
@@ -296,7 +267,7 @@ def _servable(
     """For each hit length (ascending), are all the slots it reads present?"""
     first, stop = _cut(group, lengths, computed_tokens)
     base = int(first[0])
-    end = (int(lengths[-1]) - 1) // group.slot_tokens + 1
+    end = (int(lengths[-1]) - 1) // group.block_tokens + 1
     missing = np.ones(end - base, dtype=np.bool_)
     known = present[base:end]
     np.logical_not(known, out=missing[: len(known)])

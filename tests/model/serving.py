@@ -145,7 +145,7 @@ class Serving:
         if match.state is MatchState.WAIT:
             return match.state
         needed = [
-            reach.needed_device_blocks(group, match.num_tokens, computed_tokens=device)
+            reach.needed(group, match.num_tokens, computed_tokens=device)
             if match.to_load
             else range(0)
             for group in self.groups
@@ -250,7 +250,7 @@ class Serving:
     def _acquire(self, request: Served, num_tokens: int) -> list[list[int]]:
         tables: list[list[int]] = []
         for g, (group, pool) in enumerate(zip(self.groups, self.devices, strict=True)):
-            places = reach.needed_device_blocks(self.device_groups[g], num_tokens)
+            places = reach.needed(self.device_groups[g], num_tokens)
             values = self.stories.values[request.story][g][places.start : places.stop]
             blocks = [pool.cache[int(value)] for value in values]
             pool.hold(blocks)
@@ -398,7 +398,7 @@ class Serving:
         first, last, weights = request.loading
         self.num_loads += 1
         for g, group in enumerate(self.groups):
-            places = reach.needed_device_blocks(group, last, computed_tokens=first)
+            places = reach.needed(group, last, computed_tokens=first)
             blocks = request.tables[g][places.start : places.stop]
             values = self.stories.values[request.story][g][places.start : places.stop]
             expected = values ^ salt(weights)

@@ -170,7 +170,7 @@ class Simulation:
         expected = {
             (g, tables[g][b])
             for g, group in enumerate(self.shape.groups)
-            for b in reach.needed_device_blocks(group, num_tokens, computed_tokens=computed)
+            for b in reach.needed(group, num_tokens, computed_tokens=computed)
         }
         assert {(g, int(b)) for g, blocks in mentioned for b in blocks} == expected
         request.state = "loading"
@@ -327,7 +327,7 @@ class Simulation:
         for g, group in enumerate(self.shape.groups):
             if last % group.stop_tokens:
                 continue
-            for place in reach.needed_device_blocks(group, last, computed_tokens=first):
+            for place in reach.needed(group, last, computed_tokens=first):
                 if (place + 1) * group.block_tokens > last:
                     continue  # only partly filled
                 block = request.tables[g][place]
@@ -442,7 +442,7 @@ class Simulation:
     def _leave_out_unread(self, request: Request, computed: int, num_tokens: int) -> None:
         """No device block where a hit brings nothing, or garbage would look like computed KV."""
         for g, group in enumerate(self.shape.groups):
-            read = reach.needed_device_blocks(group, num_tokens, computed_tokens=computed)
+            read = reach.needed(group, num_tokens, computed_tokens=computed)
             for place in range(computed // group.block_tokens, len(request.tables[g])):
                 if place not in read:
                     self.owned[g][request.tables[g][place]] -= 1

@@ -7,7 +7,7 @@ from bisect import insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvferry.answers import DeviceBlocks, MatchState
+from kvferry.answers import MatchState
 from kvferry.errors import InputError
 from kvferry.identity import chain
 from kvferry.keys import Keys
@@ -15,6 +15,7 @@ from kvferry.playground.offload import Offloader
 from kvferry.playground.request import Request, State
 from kvferry.playground.runner import Runner
 from kvferry.playground.tables import Memory
+from kvferry.scheduler import Ordered
 from kvferry.types import RequestId
 
 IDLE_SECONDS = 0.0005
@@ -110,8 +111,8 @@ class Engine:
         elif request.state is State.RUNNING:
             self._running.remove(request)
         request.state = State.ABORTED
-        if self.offloader:
-            self.offloader.abort(request_id)
+        if request.ferried is not None:
+            request.ferried.end()
         self._drop(request)
 
     def step(self) -> list[Request]:
@@ -189,11 +190,10 @@ class Engine:
         num_cached, request.tables = self.memory.acquire(usable)
         num_tokens = num_cached
         if self.offloader:
-            match = self.offloader.match(
-                request.id,
-                usable,
-                computed_tokens=num_cached,
-                max_tokens=len(usable) * self._block_tokens,
+            if request.ferried is None:
+                request.ferried = self.offloader.open(request.id, request.keys)
+            match = request.ferried.match(
+                computed_tokens=num_cached, max_tokens=len(usable) * self._block_tokens
             )
             if match.state is MatchState.WAIT:  # another request is loading these very blocks
                 self._drop(request)
@@ -221,9 +221,9 @@ class Engine:
         )
 
     def _load(self, request: Request, num_tokens: int) -> None:
-        assert self.offloader is not None
+        assert request.ferried is not None
         self.memory.grow_for_load(request.tables, num_tokens, request.num_computed)
-        held = self.offloader.load(request.id, request.tables)
+        held = request.ferried.load(request.tables)
         if held:
             self._hold(held)
             request.num_loading = num_tokens - request.num_computed
@@ -249,8 +249,8 @@ class Engine:
 
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)
-        if self.offloader:
-            self.offloader.preempt(request.id)
+        if request.ferried is not None:
+            request.ferried.preempt()
         self._drop(request)
         request.state = State.WAITING
         request.num_preemptions += 1
@@ -274,10 +274,8 @@ class Engine:
         self.memory.trim(request.tables, request.num_computed)
 
     def _store(self, request: Request) -> None:
-        if self.offloader:
-            self._hold(
-                self.offloader.store(request.id, request.keys, request.tables, request.num_computed)
-            )
+        if request.ferried is not None:
+            self._hold(request.ferried.store(request.tables, request.num_computed))
 
     def _offer(self, offloader: Offloader) -> None:
         """Show kvferry the blocks that go next; those it stores stay until they are copied."""
@@ -309,24 +307,24 @@ class Engine:
         del self._requests[request.id]
         request.state = State.FINISHED
         request.finished_at = now
-        if self.offloader:
+        if request.ferried is not None:
             self._store(request)  # what found no room in flight when it was computed
-            self.offloader.finish(request.id)
+            request.ferried.end()
         self._drop(request)
 
     # -- transfers that ended
 
     def _settle(self, offloader: Offloader) -> None:
         settled = offloader.settle()
-        for request_id in settled.loaded:
-            request = self._requests[request_id]
+        for ferried in settled.loaded:
+            request = self._requests[ferried.id]
             request.num_computed += request.num_loading
             request.num_loaded += request.num_loading
             self.counts.num_loaded_tokens += request.num_loading
             self._publish(request)
             self._resume(request)
         for failed in settled.failed:
-            request = self._requests[failed.request_id]
+            request = self._requests[failed.request.id]
             self.counts.num_failed_load_tokens += failed.num_tokens
             self.memory.cut(request.tables, failed.first_token)
             self._resume(request)
@@ -340,9 +338,9 @@ class Engine:
 
     # -- bookkeeping
 
-    def _hold(self, held: Iterable[DeviceBlocks]) -> None:
-        for group, blocks in held:
-            self.memory.pools[group].hold(blocks.tolist())
+    def _hold(self, ordered: Iterable[Ordered]) -> None:
+        for part in ordered:
+            self.memory.pools[part.group].hold(part.blocks.tolist())
 
     def _publish(self, request: Request) -> None:
         num_full = request.num_computed // self._block_tokens
@@ -357,6 +355,8 @@ class Engine:
             tokens = request.tokens[known * self._block_tokens : full * self._block_tokens]
             parent = request.keys[known - 1] if known else None
             request.keys = request.keys + chain(self._namespace, tokens, parent)
+            if request.ferried is not None:
+                request.ferried.chain = request.keys
 
     def _drop(self, request: Request) -> None:
         self.memory.cut(request.tables, 0)

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvferry.answers import DeviceBlocks, Match, Settled
 from kvferry.closing import Closing
 from kvferry.config import Config
 from kvferry.device.base import CopyEngine
 from kvferry.device.cpu import CpuEngine
 from kvferry.device.layout import describe
 from kvferry.errors import InputError
-from kvferry.keys import Keys
+from kvferry.keys import KeyChain, Keys
 from kvferry.metrics.desk import Desk
 from kvferry.metrics.source import Source
 from kvferry.playground.runner import Runner
-from kvferry.playground.tables import Tables
 from kvferry.pool import Pool
-from kvferry.scheduler import Scheduler
-from kvferry.scheduler.levels import Level, WriteMode
+from kvferry.scheduler import Level, Ordered, Request, Scheduler, Settled, WriteMode
 from kvferry.stats import SchedulerStats
 from kvferry.tiers import HostTier, Tier, TierMover
 from kvferry.types import DEVICE, HOST, RequestId
@@ -75,30 +72,16 @@ class Offloader(Closing):
         """Whether transfers are under way or about to start."""
         return self.scheduler.num_in_flight + self.scheduler.num_queued > 0
 
-    def match(
-        self, request_id: RequestId, keys: Keys, *, computed_tokens: int, max_tokens: int
-    ) -> Match:
-        """What can be loaded beyond the tokens the device has."""
-        return self.scheduler.match(
-            request_id, keys, computed_tokens=computed_tokens, max_tokens=max_tokens
-        )
-
-    def load(self, request_id: RequestId, tables: Tables) -> Sequence[DeviceBlocks]:
-        """Fill the request's tables with what was matched."""
-        return self.scheduler.load(request_id, tables)
-
-    def store(
-        self, request_id: RequestId, keys: Keys, tables: Tables, num_tokens: int
-    ) -> Sequence[DeviceBlocks]:
-        """Keep what is new of these tokens, whose compute is queued."""
-        return self.scheduler.store(request_id, keys, tables, num_tokens)
+    def open(self, request_id: RequestId, chain: KeyChain) -> Request:
+        """A request has come: what it matches, loads and stores it says itself."""
+        return self.scheduler.open(request_id, chain)
 
     @property
     def offer_depth(self) -> int:
         """How many of the blocks next to be dropped should be offered; 0 unless stores are lazy."""
         return self.scheduler.offer_depth
 
-    def offer(self, group: int, keys: Keys, blocks: Sequence[int]) -> Sequence[DeviceBlocks]:
+    def offer(self, group: int, keys: Keys, blocks: Sequence[int]) -> Sequence[Ordered]:
         """Keep what is new of these free blocks, the next to be dropped first."""
         return self.scheduler.offer(group, keys, blocks)
 
@@ -120,15 +103,6 @@ class Offloader(Closing):
         """Learn what ended since the last call, and answer who asks from other threads."""
         self.desk.answer()
         return self.scheduler.settle(self.worker.poll())
-
-    def preempt(self, request_id: RequestId) -> None:
-        self.scheduler.preempt(request_id)
-
-    def abort(self, request_id: RequestId) -> None:
-        self.scheduler.abort(request_id)
-
-    def finish(self, request_id: RequestId) -> None:
-        self.scheduler.finish(request_id)
 
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()

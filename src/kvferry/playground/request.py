@@ -12,6 +12,7 @@ from kvferry.errors import InputError
 from kvferry.keys import Keys
 from kvferry.playground.model import Span
 from kvferry.playground.tables import Tables
+from kvferry.scheduler import Request as Ferried
 from kvferry.types import RequestId
 
 
@@ -46,6 +47,9 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     tables: Tables = field(default_factory=list)
     keys: Keys = field(default_factory=Keys.empty)
+    ferried: Ferried | None = None
+    """The same request as kvferry knows it."""
+
     num_computed: int = 0
     num_loading: int = 0
     """Tokens its load will bring."""

@@ -46,7 +46,7 @@ class Memory:
         num_tokens = reach.longest_hit(self.groups, present, len(keys) * self.block_tokens)
         tables = self.new_tables()
         for group, pool, table in zip(self.groups, self.pools, tables, strict=True):
-            needed = reach.needed_device_blocks(group, num_tokens)
+            needed = reach.needed(group, num_tokens)
             table += [NO_BLOCK] * (num_tokens // self.block_tokens - len(needed))
             table += pool.acquire(keys[needed.start : needed.stop])
         return num_tokens, tables
@@ -83,7 +83,7 @@ class Memory:
     def grow_for_load(self, tables: Tables, num_tokens: int, computed_tokens: int) -> None:
         """Make the tables hold what a hit of ``num_tokens`` needs beyond ``computed_tokens``."""
         for group, pool, table in zip(self.groups, self.pools, tables, strict=True):
-            needed = reach.needed_device_blocks(group, num_tokens, computed_tokens=computed_tokens)
+            needed = reach.needed(group, num_tokens, computed_tokens=computed_tokens)
             num_missing = num_tokens // self.block_tokens - len(table)
             table += [NO_BLOCK] * (num_missing - len(needed))
             table += pool.allocate(len(needed))

@@ -1,18 +1,24 @@
 """The scheduler half: what moves, when, and what became of it. Never touches a byte."""
 
-from kvferry.scheduler.half import Scheduler
 from kvferry.scheduler.levels import Level, WriteMode
-from kvferry.scheduler.matching import Missing
-from kvferry.scheduler.storing import NO_BLOCK, BlockTable
+from kvferry.scheduler.orders import NO_BLOCK, BlockTable, EngineBlocks, Ordered
+from kvferry.scheduler.request import Request, State
+from kvferry.scheduler.scheduler import Scheduler
+from kvferry.scheduler.settled import FailedLoad, Settled
 from kvferry.scheduler.why import Explanation, Reason
 
 __all__ = [
     "NO_BLOCK",
     "BlockTable",
+    "EngineBlocks",
     "Explanation",
+    "FailedLoad",
     "Level",
-    "Missing",
+    "Ordered",
     "Reason",
+    "Request",
     "Scheduler",
+    "Settled",
+    "State",
     "WriteMode",
 ]

@@ -27,7 +27,7 @@ class Explainer:
         self._pool.listeners.remove(self._ghosts.add)
 
     def explain(self, request_id: RequestId, look: Look, decision: Decision | None) -> Explanation:
-        missing = self._matcher.first_missing(look)
+        missing = look.missing
         if decision is not None and not decision.load:
             reason, group, token = Reason.LOAD_SLOWER, None, look.computed_tokens
         elif missing is None:

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvferry.errors import InputError, ReceiptError
 from kvferry.lease import Lease, Purpose
 from kvferry.stats import TrafficCounts
-from kvferry.types import DEVICE, HOST, Outcome, Rank, Receipt, RequestId, Transfer, TransferId
+from kvferry.types import DEVICE, HOST, Outcome, Rank, Receipt, Transfer, TransferId
 
 
 @dataclass(eq=False)
 class Flight:
     """One transfer on its way, and the leases it will end.
 
-    ``served`` are the requests it stores for. ``receipts`` are those taken so far.
+    ``served`` are the requests it stores or loads for. ``receipts`` are those taken so far.
     """
 
     transfer: Transfer
@@ -29,7 +30,7 @@ class Flight:
     waiting: set[Rank]
     reason: str = ""
     overdue: bool = False
-    served: tuple[RequestId, ...] = ()
+    served: tuple[Any, ...] = ()
     receipts: list[Receipt] = field(default_factory=list)
 
     @property
@@ -94,7 +95,7 @@ class Flights:
         transfer: Transfer,
         leases: tuple[Lease, ...],
         deadline: float,
-        served: tuple[RequestId, ...] = (),
+        served: tuple[Any, ...] = (),
     ) -> None:
         """A transfer is handed to the workers; its leases end when it lands."""
         waiting = {Rank(rank) for rank in range(self._num_ranks)} - self._lost.keys()

@@ -67,13 +67,14 @@ class Journal:
     def __init__(self) -> None:
         self._entries: OrderedDict[RequestId, Entry] = OrderedDict()
 
-    def explained(self, explanation: Explanation) -> None:
-        """A request was looked up; this replaces what was said about it before."""
-        self._touch(explanation.request_id).explanation = explanation
+    def explained(self, explanation: Explanation, *, is_new: bool) -> None:
+        """A request was looked up; this replaces what was said about it before.
 
-    def begin(self, request_id: RequestId) -> None:
-        """A request of this name has come; what another of the same name did is forgotten."""
-        self._entries.pop(request_id, None)
+        Where it ``is_new``, what another of the same name did is forgotten as well.
+        """
+        if is_new:
+            self._entries.pop(explanation.request_id, None)
+        self._touch(explanation.request_id).explanation = explanation
 
     def ended(self, request_id: RequestId, flight: Flight) -> None:
         """A transfer ended that moved blocks of this request, or it waits no longer for it."""

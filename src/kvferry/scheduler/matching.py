@@ -1,4 +1,11 @@
-"""What of a request is where: the look-up over all groups, host first."""
+"""What of a request is where: the look-up over all groups, host first.
+
+::
+
+    one key     the very next block is not here: a miss, whatever else is (``next_missing``)
+    one run     full attention alone, nothing below the host: follow the chain to its end
+    masks       windows, states, levels below: every block of every group, then what all can serve
+"""
 
 from __future__ import annotations
 
@@ -12,114 +19,212 @@ import numpy.typing as npt
 
 from kvferry import reach
 from kvferry.books import SlotState
+from kvferry.errors import InputError
 from kvferry.identity import scope
+from kvferry.index import NO_SLOT, num_leading
 from kvferry.keys import KeyChain, Keys, masked_key
-from kvferry.lease import Lease
 from kvferry.pool import Pool
 from kvferry.scheduler.levels import LowerLevels
-from kvferry.scheduler.request import GroupKeys
-from kvferry.types import Key
+from kvferry.types import Key, SlotArray
 
 Present = list[npt.NDArray[np.bool_]]
-"""Per group, which slots of a request can be read."""
-
-
-@dataclass(frozen=True, eq=False)
-class Look:
-    """One look at a request: how far the host alone reaches, and how far with the levels below."""
-
-    keys: Keys
-    computed_tokens: int
-    max_tokens: int
-    host: Present
-    host_tokens: int
-    everywhere: Present
-    all_tokens: int
+"""Per group, which blocks of a request can be read."""
 
 
 class Missing(NamedTuple):
-    """A slot that no hit can do without, and that is not here: its first token, its key."""
+    """A block that no hit can do without, and that is not here: its first token, its key."""
 
     group: int
     token: int
     key: Key
 
 
-class Matcher:
-    """Finds the longest hit that all groups can serve. Changes nothing but pins it is asked for.
+@dataclass(frozen=True, eq=False)
+class Look:
+    """One look at a request: how far the host alone reaches, and how far with the levels below.
 
-    Owns the cutting of a request's chain into slot keys, in the current epoch.
+    ``slots`` are those that the host's hit reads, by group. ``missing`` stopped that hit; None
+    where nothing did but the cap. ``host`` and ``everywhere`` say block by block what is there;
+    None where nobody had to know.
+    """
+
+    keys: Keys
+    computed_tokens: int
+    max_tokens: int
+    host_tokens: int
+    all_tokens: int
+    slots: tuple[SlotArray | None, ...]
+    missing: Missing | None
+    host: Present | None = None
+    everywhere: Present | None = None
+
+
+class Matcher:
+    """Finds the longest hit that all groups can serve. Changes nothing.
+
+    Owns the cutting of a request's chain into block keys, in the current epoch::
+
+        chain    k0 k1 k2 k3 k4 k5 k6 k7      one key per hash block, each covers all before it
+        blocks   [    k3    ][    k7    ]     a block of four hash blocks has the last one's key
     """
 
     def __init__(
         self, groups: Sequence[reach.Group], host: Pool, lower: LowerLevels, hash_tokens: int
     ) -> None:
+        for group in groups:
+            if group.block_tokens % hash_tokens:
+                raise InputError(
+                    f"{group} has blocks of {group.block_tokens} tokens, which is not a multiple "
+                    f"of the hash block of {hash_tokens}: no key ends where a block does"
+                )
         self.groups = tuple(groups)
         self.epoch = 0
         self.hash_tokens = hash_tokens
+        self.is_full = all(isinstance(group, reach.FullAttention) for group in self.groups)
         self._host = host
         self._lower = lower
-        self._keys = [GroupKeys(group, hash_tokens) for group in self.groups]
-        # A slot was matched by its key, so all its tokens are right: a hit may end inside it, at
-        # any boundary that both the device's blocks and the engine's hash blocks know.
+        self._ratios = [group.block_tokens // hash_tokens for group in self.groups]
         self._alignment = math.lcm(hash_tokens, *(group.block_tokens for group in self.groups))
         self._step = math.lcm(self._alignment, *(group.stop_tokens for group in self.groups))
-        self._is_full = all(isinstance(group, reach.FullAttention) for group in self.groups)
         self._can_serve: Present = [np.empty(0, dtype=bool) for _ in self.groups]
 
-    def slot_keys(self, group: int, keys: Keys, slots: range) -> Keys:
-        """The pool keys of these slots of a request."""
-        return self.scoped(group, self._keys[group].cut(keys, slots))
+    # -- keys -----------------------------------------------------------------------------------
+
+    def slot_keys(self, group: int, keys: Keys, blocks: range) -> Keys:
+        """The pool keys of these blocks of a request."""
+        ratio = self._ratios[group]
+        cut = keys[(blocks.start + 1) * ratio - 1 : blocks.stop * ratio : ratio]
+        return cut.masked(scope(self.epoch, group))
 
     def all_keys(self, group: int, keys: Keys) -> Keys:
-        """The pool keys of every whole slot of a request."""
-        return self.slot_keys(group, keys, range(self._keys[group].count(keys)))
+        """The pool keys of every whole block of a request."""
+        return self.slot_keys(group, keys, range(len(keys) // self._ratios[group]))
 
     def scoped(self, group: int, keys: Keys) -> Keys:
-        """Chain keys, each at the end of one slot, as the pool knows them in this epoch."""
+        """Chain keys, each at the end of one block, as the pool knows them in this epoch."""
         return keys.masked(scope(self.epoch, group))
 
-    def next_missing(self, keys: KeyChain, computed_tokens: int, max_tokens: int) -> Missing | None:
-        """The slot every hit needs and the host lacks.
+    def key_before(self, group: int, keys: Keys, first: int) -> Key | None:
+        """The pool key of the block before this one, None at the start of the request."""
+        if not first:
+            return None
+        return masked_key(keys[first * self._ratios[group] - 1], scope(self.epoch, group))
+
+    def has(self, key: Key) -> bool:
+        """Whether this block is in the host, on its way there, or below it."""
+        if self._host.state_of(key) is not SlotState.FREE:
+            return True
+        return bool(self._lower) and bool(self._lower.cached(Keys.from_bytes((key,)))[0])
+
+    # -- looking --------------------------------------------------------------------------------
+
+    def next_missing(
+        self, chain: KeyChain, computed_tokens: int, max_tokens: int
+    ) -> Missing | None:
+        """The block every hit needs and the host lacks.
 
         The short way to a miss, which is all that a request finds whose history never left the
-        device. None if there is no such slot, or if a longer look is needed to know.
+        device. None if there is no such block, or if a longer look is needed to know.
         """
         longer = computed_tokens + self._step
-        if not self._is_full or self._lower or longer - longer % self._step > max_tokens:
+        if not self.is_full or self._lower or longer - longer % self._step > max_tokens:
             return None
         for g, group in enumerate(self.groups):
-            slot = computed_tokens // group.slot_tokens
-            chain_key = self._keys[g].one(keys, slot)
-            if chain_key is not None:
-                key = masked_key(chain_key, scope(self.epoch, g))
+            block = computed_tokens // group.block_tokens
+            at = (block + 1) * self._ratios[g] - 1
+            if at < len(chain):
+                key = masked_key(chain[at], scope(self.epoch, g))
                 if self._host.state_of(key) is not SlotState.CACHED:
-                    return Missing(g, slot * group.slot_tokens, key)
+                    return Missing(g, block * group.block_tokens, key)
         return None
 
     def look(
         self, keys: Keys, computed_tokens: int, max_tokens: int, spare_tokens: int = 0
     ) -> Look:
         """See what is there, without claiming any of it: hits end ``spare_tokens`` early."""
-        host = [self._present(g, keys, computed_tokens) for g in range(len(self.groups))]
+        if self.is_full and not self._lower:
+            return self._follow(keys, computed_tokens, max_tokens, spare_tokens)
+        return self._survey(keys, computed_tokens, max_tokens, spare_tokens)
+
+    def _follow(self, keys: Keys, computed_tokens: int, max_tokens: int, spare_tokens: int) -> Look:
+        """Where every hit reads every block: as far as each group's chain goes."""
+        most = max_tokens - max_tokens % self._step
+        longest = most
+        found: list[SlotArray] = []
+        for g, group in enumerate(self.groups):
+            size = group.block_tokens
+            blocks = range(computed_tokens // size, -(-most // size))
+            slots = self._host.leading(self.slot_keys(g, keys, blocks)) if blocks else _NO_SLOTS
+            found.append(slots)
+            longest = min(longest, (blocks.start + len(slots)) * size)
+        longest = max(longest - longest % self._step, computed_tokens)
+        host_tokens = longest
+        if spare_tokens and longest > computed_tokens:
+            shorter = longest - spare_tokens
+            host_tokens = max(shorter - shorter % self._step, computed_tokens)
+        missing = None
+        if longest < most:
+            missing = self._first_absent(keys, found, computed_tokens, longest + self._step)
+        pinned: list[SlotArray | None] = []
+        for group, slots in zip(self.groups, found, strict=True):
+            count = -(-host_tokens // group.block_tokens) - computed_tokens // group.block_tokens
+            pinned.append(slots[:count] if host_tokens > computed_tokens and count else None)
+        return Look(
+            keys, computed_tokens, max_tokens, host_tokens, host_tokens, tuple(pinned), missing
+        )
+
+    def _first_absent(
+        self, keys: Keys, found: Sequence[SlotArray], computed_tokens: int, longer: int
+    ) -> Missing | None:
+        longer -= longer % self._step
+        for g, group in enumerate(self.groups):
+            block = computed_tokens // group.block_tokens + len(found[g])
+            if block * group.block_tokens < longer:
+                key = self.slot_keys(g, keys, range(block, block + 1))[0]
+                return Missing(g, block * group.block_tokens, key)
+        return None
+
+    def _survey(self, keys: Keys, computed_tokens: int, max_tokens: int, spare_tokens: int) -> Look:
+        """Every block of every group, and what lies below the host."""
+        asked: list[Keys] = []
+        found: list[SlotArray] = []
+        host: Present = []
+        for g, group in enumerate(self.groups):
+            count = len(keys) // self._ratios[g]
+            first = min(computed_tokens // group.block_tokens, count)
+            # Those the engine has itself nobody asks for.
+            asked.append(self.slot_keys(g, keys, range(first, count)))
+            found.append(self._host.find_cached(asked[g]))
+            host.append(np.concatenate((np.ones(first, dtype=bool), found[g] != NO_SLOT)))
         host_tokens = self._longest(host, computed_tokens, max_tokens, spare_tokens)
         everywhere, all_tokens = host, host_tokens
         if self._lower and host_tokens + self._alignment <= max_tokens:
             everywhere = [
-                here | self._lower.cached(self.slot_keys(g, keys, range(len(here))))
-                for g, here in enumerate(host)
+                np.concatenate(
+                    (here[: -len(below)], here[-len(below) :] | self._lower.cached(below))
+                )
+                if len(below)
+                else here
+                for here, below in zip(host, asked, strict=True)
             ]
             all_tokens = self._longest(everywhere, computed_tokens, max_tokens, spare_tokens)
-        return Look(keys, computed_tokens, max_tokens, host, host_tokens, everywhere, all_tokens)
-
-    def _present(self, g: int, keys: Keys, computed_tokens: int) -> npt.NDArray[np.bool_]:
-        """Which slots of a group the host can give; those the engine has itself nobody asks for."""
-        present = np.ones(self._keys[g].count(keys), dtype=bool)
-        first = computed_tokens // self.groups[g].slot_tokens
-        if first < len(present):
-            asked = self.slot_keys(g, keys, range(first, len(present)))
-            present[first:] = self._host.cached(asked)
-        return present
+        slots: list[SlotArray | None] = []
+        for g, group in enumerate(self.groups):
+            blocks = self.needed(g, host_tokens, computed_tokens)
+            first = computed_tokens // group.block_tokens
+            slots.append(found[g][blocks.start - first : blocks.stop - first] if blocks else None)
+        look = Look(
+            keys,
+            computed_tokens,
+            max_tokens,
+            host_tokens,
+            all_tokens,
+            tuple(slots),
+            None,
+            host,
+            everywhere,
+        )
+        return replace(look, missing=self._first_missing(look))
 
     def _longest(
         self, present: Present, computed_tokens: int, max_tokens: int, spare_tokens: int = 0
@@ -135,20 +240,79 @@ class Matcher:
             return longest
         return self._longest(present, computed_tokens, max(computed_tokens, longest - spare_tokens))
 
-    def pin(self, look: Look) -> tuple[Lease | None, ...]:
-        """Claim what the host's hit reads, by group; None where a group needs nothing."""
-        return tuple(self._pin(g, look) for g in range(len(self.groups)))
+    def _first_missing(self, look: Look) -> Missing | None:
+        """The block that stopped the host's hit."""
+        longer = self._next_length(look)
+        if longer > look.max_tokens or look.host is None:
+            return None
+        for g, group in enumerate(self.groups):
+            blocks = self.needed(g, longer, look.computed_tokens)
+            present = look.host[g][blocks.start : blocks.stop]
+            if not present.all():
+                block = blocks.start + int(present.argmin())
+                key = self.slot_keys(g, look.keys, range(block, block + 1))[0]
+                return Missing(g, block * group.block_tokens, key)
+        return None
 
-    def _pin(self, g: int, look: Look) -> Lease | None:
-        slots = self._needed(g, look.host_tokens, look.computed_tokens)
-        return self._host.pin(self.slot_keys(g, look.keys, slots)) if slots else None
+    # -- whether it is worth another look -------------------------------------------------------
+
+    def may_be_longer(self, look: Look, generation: int) -> bool:
+        """Whether anything that a longer hit needs has come since this look, of that generation."""
+        if look.host is None:
+            key = look.missing.key if look.missing is not None else None
+            return key is not None and self._host.state_of(key) is SlotState.CACHED
+        watch = self._watch(look)
+        if len(watch):
+            return bool(self._host.cached(watch).all())
+        news = self._host.news_since(generation)
+        if news is None:
+            return True
+        lacking = self._lacking(look)
+        places = np.searchsorted(lacking, news)
+        return bool(len(lacking)) and bool((lacking.take(places, mode="clip") == news).any())
+
+    def can_grow(self, look: Look) -> bool:
+        """Whether a longer hit than the host's would still be within what was asked for."""
+        return self._next_length(look) <= look.max_tokens
+
+    def _watch(self, look: Look) -> Keys:
+        """Keys that must be cached before a hit longer than the host's is possible.
+
+        Only full attention needs one block for every longer hit, and only if it is missing at the
+        very next length: else another group stopped the hit, and may let it go on any time.
+        """
+        assert look.host is not None
+        watch = Keys.empty()
+        longer = self._next_length(look)
+        for g, group in enumerate(self.groups):
+            if isinstance(group, reach.FullAttention):
+                first = look.host_tokens // group.block_tokens
+                block = first + num_leading(look.host[g][first:])
+                if block < len(look.host[g]) and block * group.block_tokens < longer:
+                    watch += self.slot_keys(g, look.keys, range(block, block + 1))
+        return watch
+
+    def _lacking(self, look: Look) -> npt.NDArray[np.uint64]:
+        """The first words, sorted, of all keys that the host lacked at this look."""
+        assert look.host is not None
+        words = [
+            self.slot_keys(g, look.keys, range(len(here))).take(~here).array[:, 0]
+            for g, here in enumerate(look.host)
+        ]
+        return np.sort(np.concatenate(words))
+
+    def _next_length(self, look: Look) -> int:
+        longer = look.host_tokens + self._step
+        return longer - longer % self._step
+
+    # -- from below -----------------------------------------------------------------------------
 
     def within(self, look: Look, num_slots: int) -> Look:
         """The same look, its longer hit cut down until so few slots complete it in the host.
 
         Half of every group would serve nobody: the hit gets shorter in all groups at once.
         """
-        if self._num_to_bring(look, look.all_tokens) <= num_slots:
+        if look.everywhere is None or self._num_to_bring(look, look.all_tokens) <= num_slots:
             return look
         best = look.host_tokens
         low, high = look.host_tokens // self._step, -(-look.all_tokens // self._step)
@@ -162,98 +326,39 @@ class Matcher:
         return replace(look, all_tokens=best)
 
     def _num_to_bring(self, look: Look, num_tokens: int) -> int:
-        """Slots that a hit of this length needs and that are not even on their way to the host."""
+        """Blocks that a hit of this length needs and that are not even on their way to the host."""
         count = 0
         for g in range(len(self.groups)):
-            slots = self._needed(g, num_tokens, look.computed_tokens)
-            if slots:
-                count += int((~self._host.known(self.slot_keys(g, look.keys, slots))).sum())
+            blocks = self.needed(g, num_tokens, look.computed_tokens)
+            if blocks:
+                count += int((~self._host.known(self.slot_keys(g, look.keys, blocks))).sum())
         return count
 
     def to_promote(self, look: Look) -> Iterator[tuple[int, Keys, Key | None]]:
         """By group, the run of blocks to complete for the longer hit, and the key before it."""
+        assert look.host is not None
         for g in range(len(self.groups)):
-            slots = self._needed(g, look.all_tokens, look.computed_tokens)
-            lacking = np.flatnonzero(~look.host[g][slots.start : slots.stop])
+            blocks = self.needed(g, look.all_tokens, look.computed_tokens)
+            lacking = np.flatnonzero(~look.host[g][blocks.start : blocks.stop])
             if len(lacking):
-                run = slots[int(lacking[0]) :]
-                yield g, self.slot_keys(g, look.keys, run), self.key_before(g, look.keys, run)
+                run = blocks[int(lacking[0]) :]
+                before = self.key_before(g, look.keys, run.start)
+                yield g, self.slot_keys(g, look.keys, run), before
 
-    def key_before(self, group: int, keys: Keys, slots: range) -> Key | None:
-        """The key of the slot before these, None at the start of the request."""
-        before = range(slots.start - 1, slots.start)
-        return self.slot_keys(group, keys, before)[0] if slots.start else None
+    # -- lengths --------------------------------------------------------------------------------
 
-    def has(self, key: Key) -> bool:
-        """Whether this block is in the host, on its way there, or below it."""
-        if self._host.state_of(key) is not SlotState.FREE:
-            return True
-        return bool(self._lower) and bool(self._lower.cached(Keys.from_bytes((key,)))[0])
-
-    def watch(self, look: Look) -> Keys:
-        """Keys that must be cached before a hit longer than the host's is possible.
-
-        Only full attention needs one block for every longer hit, and only if it is missing at the
-        very next length: else another group stopped the hit, and may let it go on any time.
-        """
-        watch = Keys.empty()
-        longer = self._next_length(look)
-        for g, group in enumerate(self.groups):
-            if isinstance(group, reach.FullAttention):
-                first = look.host_tokens // group.slot_tokens
-                missing = np.flatnonzero(~look.host[g][first:])
-                slot = first + int(missing[0]) if len(missing) else len(look.host[g])
-                if len(missing) and slot * group.slot_tokens < longer:
-                    watch += self.slot_keys(g, look.keys, range(slot, slot + 1))
-        return watch
-
-    def lacking(self, look: Look) -> npt.NDArray[np.uint64]:
-        """The first words, sorted, of all keys that the host lacked at this look."""
-        words = [
-            self.slot_keys(g, look.keys, range(len(here))).take(~here).array[:, 0]
-            for g, here in enumerate(look.host)
-        ]
-        return np.sort(np.concatenate(words))
-
-    def can_grow(self, look: Look) -> bool:
-        """Whether a longer hit than the host's would still be within what was asked for."""
-        return self._next_length(look) <= look.max_tokens
-
-    def _next_length(self, look: Look) -> int:
-        longer = look.host_tokens + self._step
-        return longer - longer % self._step
-
-    def first_missing(self, look: Look) -> Missing | None:
-        """The slot that stopped the host's hit."""
-        longer = self._next_length(look)
-        if longer > look.max_tokens:
-            return None
-        for g, group in enumerate(self.groups):
-            slots = self._needed(g, longer, look.computed_tokens)
-            present = look.host[g][slots.start : slots.stop]
-            if not present.all():
-                slot = slots.start + int(present.argmin())
-                key = self.slot_keys(g, look.keys, range(slot, slot + 1))[0]
-                return Missing(g, slot * group.slot_tokens, key)
-        return None
-
-    def worth_storing(self, group: int, slots: range) -> npt.NDArray[np.bool_]:
-        """Which of these slots any hit can ever read."""
-        if slots.stop > len(self._can_serve[group]):
-            tokens = 2 * slots.stop * max(g.slot_tokens for g in self.groups)
+    def worth_storing(self, group: int, blocks: range) -> npt.NDArray[np.bool_]:
+        """Which of these blocks any hit can ever read."""
+        if blocks.stop > len(self._can_serve[group]):
+            tokens = 2 * blocks.stop * max(g.block_tokens for g in self.groups)
             self._can_serve = reach.can_serve(self.groups, tokens, alignment=self._alignment)
-        return self._can_serve[group][slots.start : slots.stop]
+        return self._can_serve[group][blocks.start : blocks.stop]
 
-    def num_device_blocks(self, num_tokens: int, computed_tokens: int) -> int:
-        """How many device blocks a load of this hit fills, over all groups."""
+    def needed(self, g: int, num_tokens: int, computed_tokens: int) -> range:
+        """The blocks of a group that a hit reads and the engine does not have."""
         if num_tokens <= computed_tokens:  # what the engine has may end where no state is kept
-            return 0
-        return sum(
-            len(reach.needed_device_blocks(group, num_tokens, computed_tokens=computed_tokens))
-            for group in self.groups
-        )
-
-    def _needed(self, g: int, num_tokens: int, computed_tokens: int) -> range:
-        if num_tokens <= computed_tokens:
             return range(0)
         return reach.needed(self.groups[g], num_tokens, computed_tokens=computed_tokens)
+
+
+_NO_SLOTS: SlotArray = np.empty(0, dtype=np.int64)

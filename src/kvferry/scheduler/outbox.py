@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from kvferry.config import Config
 from kvferry.lease import Lease
 from kvferry.scheduler.flight import Flights
+from kvferry.scheduler.transit import Transit
 from kvferry.types import (
     DEVICE,
     HOST,
     Plan,
-    RequestId,
     SlotArray,
     TierName,
     Transfer,
@@ -28,7 +28,7 @@ class LoadOrder:
 
     transfer: Transfer
     lease: Lease
-    request_id: RequestId
+    request: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +38,7 @@ class StoreOrder:
     group: int
     lease: Lease
     device_blocks: SlotArray
-    host_slots: SlotArray
-    request_id: RequestId | None = None
+    request: Any = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,89 +50,58 @@ class MoveOrder:
 
 
 class Outbox:
-    """Holds orders until the next plan, then launches them. Owns the leases until that moment."""
+    """Holds orders until the next plan, then launches them. Owns the leases until that moment.
 
-    def __init__(
-        self, flights: Flights, config: Config, num_groups: int, rows_per_slot: int
-    ) -> None:
-        """Below the device a slot is ``rows_per_slot`` rows of memory, whichever group uses it.
+    Requests are others': here they only tell whose an order is.
+    """
 
-        The groups share the slots, so a group with fewer device blocks per slot leaves some unused.
-        """
+    def __init__(self, flights: Flights, transit: Transit, config: Config, num_groups: int) -> None:
         self._flights = flights
+        self._transit = transit
         self._config = config
         self._num_groups = num_groups
-        self._rows_per_slot = rows_per_slot
         self._loads: list[LoadOrder] = []
         self._stores: list[StoreOrder] = []
+        self._store_ids: dict[int, TransferId] = {}
         self._moves: list[MoveOrder] = []
         self._step = 0
 
     def __len__(self) -> int:
         return len(self._loads) + len(self._stores) + len(self._moves)
 
-    def rows(self, slots: SlotArray, places: SlotArray) -> SlotArray:
-        """Where these device blocks of these slots lie below the device."""
-        return slots * self._rows_per_slot + places
-
-    def load(
-        self,
-        request_id: RequestId,
-        group: int,
-        lease: Lease,
-        host_slots: SlotArray,
-        device_blocks: SlotArray,
-    ) -> LoadOrder:
+    def load(self, request: Any, group: int, lease: Lease, blocks: SlotArray) -> Transfer:
         """Order one group's blocks of a hit to the device."""
-        transfer = Transfer(self._flights.new_id(), HOST, DEVICE, host_slots, device_blocks, group)
-        order = LoadOrder(transfer, lease, request_id)
-        self._loads.append(order)
-        return order
+        transfer = Transfer(self._flights.new_id(), HOST, DEVICE, lease.slots, blocks, group)
+        self._loads.append(LoadOrder(transfer, lease, request))
+        self._transit.load(group, len(blocks))
+        return transfer
 
-    def store(self, order: StoreOrder) -> None:
-        self._stores.append(order)
+    def store(
+        self, group: int, lease: Lease, device_blocks: SlotArray, request: Any = None
+    ) -> TransferId:
+        """Order blocks into host slots. The stores of one group and step are one transfer."""
+        self._stores.append(StoreOrder(group, lease, device_blocks, request))
+        self._transit.store(group, len(device_blocks))
+        transfer_id = self._store_ids.get(group)
+        if transfer_id is None:
+            transfer_id = self._store_ids[group] = self._flights.new_id()
+        return transfer_id
 
     def move(self, src: TierName, dst: TierName, reading: Lease, writing: Lease) -> TransferId:
         """Order slots from one tier to another; the leases say which."""
-        every = np.arange(self._rows_per_slot)
-        source = self.rows(reading.slots[:, None], every).ravel()
-        target = self.rows(writing.slots[:, None], every).ravel()
-        transfer = Transfer(self._flights.new_id(), src, dst, source, target)
+        transfer = Transfer(self._flights.new_id(), src, dst, reading.slots, writing.slots)
         self._moves.append(MoveOrder(transfer, (reading, writing)))
         return transfer.id
 
-    def cancel_loads(self, request_id: RequestId) -> list[LoadOrder]:
+    def cancel_loads(self, request: Any) -> list[LoadOrder]:
         """Take a request's loads back; their leases are released."""
-        cancelled = [order for order in self._loads if order.request_id == request_id]
-        self._loads = [order for order in self._loads if order.request_id != request_id]
+        cancelled = [order for order in self._loads if order.request is request]
+        if cancelled:
+            self._loads = [order for order in self._loads if order.request is not request]
         for order in cancelled:
             order.lease.release()
+            self._transit.load(order.transfer.group, -len(order.transfer))
         return cancelled
-
-    def num_blocks_to_device(self) -> int:
-        """Device blocks that loads wait to fill, sent off or not."""
-        return sum(len(order.transfer) for order in self._loads) + sum(
-            len(transfer) for transfer in self._flights.transfers() if transfer.dst == DEVICE
-        )
-
-    def num_blocks_from_device(self) -> int:
-        """Device blocks that stores hold, sent off or not."""
-        return sum(len(order.device_blocks) for order in self._stores) + sum(
-            len(transfer) for transfer in self._flights.transfers() if transfer.src == DEVICE
-        )
-
-    def bytes_to_device(self, block_bytes: Sequence[int]) -> int:
-        """Bytes that loads still bring, sent off or not."""
-        queued = (order.transfer for order in self._loads)
-        flying = (t for t in self._flights.transfers() if t.dst == DEVICE)
-        return sum(len(t) * block_bytes[t.group] for t in (*queued, *flying))
-
-    def bytes_in_flight(self, block_bytes: Sequence[int]) -> int:
-        """Bytes on their way between device and host, either way, sent off or not."""
-        queued = sum(len(order.device_blocks) * block_bytes[order.group] for order in self._stores)
-        flying = (t for t in self._flights.transfers() if t.src == DEVICE)
-        stores = queued + sum(len(t) * block_bytes[t.group] for t in flying)
-        return stores + self.bytes_to_device(block_bytes)
 
     def launch(self, now: float) -> Plan:
         """Everything ordered since the last call as one plan: loads, then moves, then stores.
@@ -146,31 +114,29 @@ class Outbox:
         transfers = []
         for load in self._loads:
             deadline = now + self._config.load_deadline
-            self._flights.launch(load.transfer, (load.lease,), deadline)
+            self._flights.launch(load.transfer, (load.lease,), deadline, (load.request,))
             transfers.append(load.transfer)
         for move in self._moves:
             upward = move.transfer.dst == HOST
             wait = self._config.promote_deadline if upward else self._config.store_deadline
             self._flights.launch(move.transfer, move.leases, now + wait)
             transfers.append(move.transfer)
-        for group in range(self._num_groups):
+        for group, transfer_id in sorted(self._store_ids.items()):
             orders = [order for order in self._stores if order.group == group]
-            if orders:
-                transfers.append(self._launch_store(group, orders, now))
-        self._loads, self._moves, self._stores = [], [], []
+            transfers.append(self._launch_store(transfer_id, group, orders, now))
+        self._loads, self._moves, self._stores, self._store_ids = [], [], [], {}
         return Plan(self._step, tuple(transfers))
 
-    def _launch_store(self, group: int, orders: list[StoreOrder], now: float) -> Transfer:
-        transfer = Transfer(
-            self._flights.new_id(),
-            DEVICE,
-            HOST,
-            np.concatenate([order.device_blocks for order in orders]),
-            np.concatenate([order.host_slots for order in orders]),
-            group,
-        )
-        leases = tuple(order.lease for order in orders)
-        served = tuple(order.request_id for order in orders if order.request_id is not None)
+    def _launch_store(
+        self, transfer_id: TransferId, group: int, orders: list[StoreOrder], now: float
+    ) -> Transfer:
+        blocks, slots = orders[0].device_blocks, orders[0].lease.slots
+        if len(orders) > 1:
+            blocks = np.concatenate([order.device_blocks for order in orders])
+            slots = np.concatenate([order.lease.slots for order in orders])
+        transfer = Transfer(transfer_id, DEVICE, HOST, blocks, slots, group)
+        leases = tuple([order.lease for order in orders])
+        served = tuple([order.request for order in orders if order.request is not None])
         self._flights.launch(transfer, leases, now + self._config.store_deadline, served)
         return transfer
 
@@ -184,4 +150,4 @@ class Outbox:
             writing.abort()
         for store in self._stores:
             store.lease.abort()
-        self._loads, self._moves, self._stores = [], [], []
+        self._loads, self._moves, self._stores, self._store_ids = [], [], [], {}

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import MappingProxyType
 
 from kvferry.pool import Pool
 from kvferry.scheduler.flight import Flights
-from kvferry.scheduler.hits import Hits
+from kvferry.scheduler.hit import Hits
 from kvferry.scheduler.levels import LowerLevels
 from kvferry.scheduler.outbox import Outbox
-from kvferry.scheduler.storing import Storing
+from kvferry.scheduler.storing import Stores
+from kvferry.scheduler.transit import Transit
 from kvferry.stats import MatchCounts, SchedulerStats
 from kvferry.types import HOST
 
@@ -20,11 +20,11 @@ def snapshot(
     lower: LowerLevels,
     flights: Flights,
     outbox: Outbox,
-    storing: Storing,
+    transit: Transit,
+    storing: Stores,
     hits: Hits,
     matches: MatchCounts,
     *,
-    block_bytes: Sequence[int],
     resets: int,
 ) -> SchedulerStats:
     """As of now; nothing in it changes afterwards."""
@@ -50,7 +50,7 @@ def snapshot(
         seconds_moved=MappingProxyType(dict(moved.seconds_moved)),
         traffic=moved.traffic.snapshot(),
         queued=len(outbox),
-        bytes_in_flight=outbox.bytes_in_flight(block_bytes),
+        bytes_in_flight=transit.num_bytes,
         leases=MappingProxyType(
             {HOST: pool.num_leases, **{name: each.num_leases for name, each in below.items()}}
         ),

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry import reach
-from kvferry.answers import DeviceBlocks
 from kvferry.config import Config
-from kvferry.errors import ConfigError, InputError
+from kvferry.errors import InputError
 from kvferry.keys import Keys
 from kvferry.policy import SeenOften, Watermark
 from kvferry.pool import Pool
 from kvferry.scheduler.matching import Matcher
-from kvferry.scheduler.outbox import Outbox, StoreOrder
-from kvferry.scheduler.request import RequestRecord
-from kvferry.types import RequestId, as_slots
+from kvferry.scheduler.orders import NO_BLOCK, BlockTable, Ordered, checked_blocks
+from kvferry.scheduler.outbox import Outbox
+from kvferry.scheduler.transit import Transit
 
-NO_BLOCK = -1
-"""In a block table: the engine keeps no device block here (outside a window, say)."""
-
-BlockTable = Sequence[int] | npt.NDArray[np.integer]
-"""One group's device blocks of a request, by position."""
+_NO_BOUND = 1 << 40
 
 
-class Storing:
-    """Turns computed blocks into store orders. Owns admission and the lazy watermark.
+class Stores:
+    """Turns computed blocks into store orders. Owns admission, the bounds and the lazy watermark.
 
     Stores are the first to wait: while the bounds are reached nothing is ordered, and an eager
     request asks again in its next step.
@@ -38,22 +34,19 @@ class Storing:
         matcher: Matcher,
         pool: Pool,
         outbox: Outbox,
+        transit: Transit,
         config: Config,
         *,
         max_blocks: int | None,
         block_bytes: Sequence[int],
     ) -> None:
         self.is_lazy = config.store_mode == "lazy"
-        if self.is_lazy and any(group.blocks_per_slot > 1 for group in matcher.groups):
-            raise ConfigError(
-                "store_mode: lazy stores single device blocks, but a slot here holds "
-                f"{max(g.blocks_per_slot for g in matcher.groups)}; use eager"
-            )
         self.admission = SeenOften(config.store_after, num_keys=pool.num_slots)
         self.num_shed = 0
         self._matcher = matcher
         self._pool = pool
         self._outbox = outbox
+        self._transit = transit
         self._max_blocks = max_blocks
         self._max_bytes = config.max_bytes_in_flight
         self._block_bytes = tuple(block_bytes)
@@ -63,96 +56,95 @@ class Storing:
 
     def computed(
         self,
-        request_id: RequestId,
-        record: RequestRecord,
+        request: Any,
+        stored: list[int],
         keys: Keys,
         tables: Sequence[BlockTable],
         num_tokens: int,
-    ) -> tuple[DeviceBlocks, ...]:
-        """Order the whole slots below ``num_tokens`` that this request has not stored yet."""
-        held = []
-        todo = [
-            range(record.stored[g], num_tokens // group.slot_tokens)
-            for g, group in enumerate(self._matcher.groups)
-        ]
-        blocks = [self._blocks(g, slots, tables[g], num_tokens) for g, slots in enumerate(todo)]
-        for g, slots in enumerate(todo):
-            if not slots:
-                continue
-            fitting = self._fitting(g, keys, slots)
-            self.num_shed += len(fitting) < len(slots)
-            slots = fitting
-            if not slots:
-                continue
-            record.stored[g] = slots.stop
-            order = self._order(request_id, g, keys, slots, blocks[g][: len(slots)])
-            if order is not None:
-                self._outbox.store(order)
-                held.append(DeviceBlocks(g, order.device_blocks))
-        return tuple(held)
+    ) -> tuple[Ordered, ...]:
+        """Order the whole blocks below ``num_tokens`` after the ``stored`` ones of each group.
 
-    def skip_known(self, record: RequestRecord, keys: Keys, num_tokens: int) -> None:
-        """Count the whole slots below ``num_tokens`` as stored, group by group, if they are kept.
+        ``stored`` is moved on. A table that will not do is refused before anything is claimed.
+        """
+        parts = []
+        for g, group in enumerate(self._matcher.groups):
+            todo = range(stored[g], num_tokens // group.block_tokens)
+            if todo:
+                if len(tables[g]) < todo.stop:
+                    raise InputError(
+                        f"group {g}'s block table has {len(tables[g])} blocks, the first "
+                        f"{num_tokens} tokens need {todo.stop}"
+                    )
+                parts.append((g, todo, checked_blocks(g, tables[g], todo)))
+        ordered = []
+        for g, todo, blocks in parts:
+            slot_keys = self._matcher.slot_keys(g, keys, todo)
+            count = self._fitting(g, slot_keys)
+            if count < len(todo):
+                self.num_shed += 1
+                slot_keys, blocks, todo = slot_keys[:count], blocks[:count], todo[:count]
+            if count:
+                stored[g] = todo.stop
+                order = self._order(request, g, keys, slot_keys, todo, blocks)
+                if order is not None:
+                    ordered.append(order)
+        return tuple(ordered)
+
+    def skip_known(self, stored: list[int], keys: Keys, num_tokens: int) -> None:
+        """Count the whole blocks below ``num_tokens`` as stored, group by group, if they are kept.
 
         Only where every hit reads every block: what is kept of a conversation is its beginning
-        then, so the last of these slots speaks for all of them.
+        then, so the last of these blocks speaks for all of them.
         """
         for g, group in enumerate(self._matcher.groups):
-            count = num_tokens // group.slot_tokens
-            if count > record.stored[g] and isinstance(group, reach.FullAttention):
+            count = num_tokens // group.block_tokens
+            if count > stored[g] and isinstance(group, reach.FullAttention):
                 slot_keys = self._matcher.slot_keys(g, keys, range(count))
                 if self._pool.known(slot_keys[-1:])[0]:
                     self._pool.touch(slot_keys)  # they are in use: keep them longer
-                    record.stored[g] = count
+                    stored[g] = count
 
-    def _fitting(self, g: int, keys: Keys, slots: range) -> range:
-        """The first of these slots, as far as the bounds allow; what is stored takes no room."""
+    def _fitting(self, g: int, slot_keys: Keys) -> int:
+        """How many of these, from the first on, the bounds allow; what is kept takes no room."""
         room = self._room(g)
-        if len(slots) <= room:
-            return slots
-        new = np.flatnonzero(~self._pool.known(self._matcher.slot_keys(g, keys, slots)))
-        return slots if len(new) <= room else slots[: int(new[room])]
-
-    def _blocks(
-        self, g: int, slots: range, table: BlockTable, num_tokens: int
-    ) -> npt.NDArray[np.int64]:
-        """The device blocks of these slots, a row each; refused before anything is claimed."""
-        per_slot = self._matcher.groups[g].blocks_per_slot
-        if slots and len(table) < slots.stop * per_slot:
-            raise InputError(
-                f"group {g}'s block table has {len(table)} blocks, the first "
-                f"{num_tokens} tokens need {slots.stop * per_slot}"
-            )
-        blocks = np.asarray(table[slots.start * per_slot : slots.stop * per_slot], dtype=np.int64)
-        _require_blocks(g, blocks)
-        return blocks.reshape(-1, per_slot)
+        if len(slot_keys) <= room:
+            return len(slot_keys)
+        new = np.flatnonzero(~self._pool.known(slot_keys))
+        return len(slot_keys) if len(new) <= room else int(new[room])
 
     def _order(
         self,
-        request_id: RequestId,
+        request: Any,
         g: int,
         keys: Keys,
-        slots: range,
+        slot_keys: Keys,
+        todo: range,
         blocks: npt.NDArray[np.int64],
-    ) -> StoreOrder | None:
-        group = self._matcher.groups[g]
-        slot_keys = self._matcher.slot_keys(g, keys, slots)
-        wanted = (blocks != NO_BLOCK).all(axis=1)
-        wanted &= self._matcher.worth_storing(g, slots)
-        wanted &= self.admission.admits(slot_keys)
-        chained = isinstance(group, reach.FullAttention)
-        if chained and not wanted.all():  # what follows a block left out could never be reached
-            wanted = np.logical_and.accumulate(wanted | self._pool.known(slot_keys))
-        chosen = np.flatnonzero(wanted)
-        parent = self._matcher.key_before(g, keys, slots) if chained else None
-        if parent is not None and not self._matcher.has(parent):
+    ) -> Ordered | None:
+        matcher = self._matcher
+        chained = isinstance(matcher.groups[g], reach.FullAttention)
+        wanted = blocks != NO_BLOCK
+        if not matcher.is_full:
+            wanted &= matcher.worth_storing(g, todo)
+        if self.admission.counts:
+            wanted &= self.admission.admits(slot_keys)
+        asked, chosen = slot_keys, None
+        if not wanted.all():
+            if chained:  # what follows a block left out could never be reached
+                wanted = np.logical_and.accumulate(wanted | self._pool.known(slot_keys))
+            chosen = np.flatnonzero(wanted)
+            asked = slot_keys.take(chosen)
+        parent = matcher.key_before(g, keys, todo.start) if chained else None
+        if parent is not None and not matcher.has(parent):
             return None  # the same, and it would push out what can be reached
-        lease = self._pool.reserve(slot_keys.take(chosen), parent=parent, chained=chained)
+        lease = self._pool.reserve(asked, parent=parent, chained=chained)
         if lease is None:
             return None
-        places = self._outbox.rows(lease.slots[:, None], np.arange(group.blocks_per_slot))
-        device_blocks = as_slots(blocks[chosen[lease.positions]].ravel())
-        return StoreOrder(g, lease, device_blocks, places.ravel(), request_id)
+        at = lease.positions if chosen is None else chosen[lease.positions]
+        if len(at) < len(todo):
+            blocks, slot_keys = blocks[at], slot_keys.take(at)
+        transfer = self._outbox.store(g, lease, blocks, request)
+        return Ordered(g, blocks, transfer, at + todo.start, slot_keys)
 
     # -- lazy -----------------------------------------------------------------------------------
 
@@ -165,14 +157,13 @@ class Storing:
         """The engine took this many device blocks in the step that just passed."""
         self._watermark.demand(num_blocks)
 
-    def offered(self, g: int, keys: Keys, blocks: BlockTable) -> tuple[DeviceBlocks, ...]:
+    def offered(self, g: int, keys: Keys, blocks: BlockTable) -> tuple[Ordered, ...]:
         """Order those of the blocks at the head of the free queue that are not stored yet."""
         if len(keys) != len(blocks):
             raise InputError(f"{len(keys)} keys for {len(blocks)} offered blocks; pair them up")
         if not 0 <= g < len(self._matcher.groups):
             raise InputError(f"there are {len(self._matcher.groups)} groups, got group {g}")
-        device = np.asarray(blocks, dtype=np.int64)
-        _require_blocks(g, device)
+        device = checked_blocks(g, blocks, range(len(blocks)))
         if not self.is_lazy or not len(keys):
             return ()
         slot_keys = self._matcher.scoped(g, keys)
@@ -185,9 +176,11 @@ class Storing:
         lease = self._pool.reserve(slot_keys.take(chosen), chained=False)
         if lease is None:
             return ()
-        device_blocks = as_slots(device[chosen[lease.positions]])
-        self._outbox.store(StoreOrder(g, lease, device_blocks, lease.slots))
-        return (DeviceBlocks(g, device_blocks),)
+        at = chosen[lease.positions]
+        transfer = self._outbox.store(g, lease, device[at])
+        return (Ordered(g, device[at], transfer, at, slot_keys.take(at)),)
+
+    # -- bounds ---------------------------------------------------------------------------------
 
     @property
     def is_full(self) -> bool:
@@ -195,26 +188,15 @@ class Storing:
 
         With nothing on its way they never will: whoever waited for that would wait for ever.
         """
-        outbox = self._outbox
-        if not outbox.num_blocks_from_device() and not outbox.bytes_in_flight(self._block_bytes):
+        if not self._transit.blocks_from_device and not self._transit.num_bytes:
             return False
         return any(self._room(g) <= 0 for g in range(len(self._matcher.groups)))
 
     def _room(self, g: int) -> int:
-        """How many slots of this group may be ordered now without passing the bounds."""
-        per_slot = self._matcher.groups[g].blocks_per_slot
-        room = 1 << 40
+        """How many blocks of this group may be ordered now without passing the bounds."""
+        room = _NO_BOUND
         if self._max_blocks is not None:
-            room = (self._max_blocks - self._outbox.num_blocks_from_device()) // per_slot
-        if self._block_bytes and self._block_bytes[g]:
-            bytes_left = self._max_bytes - self._outbox.bytes_in_flight(self._block_bytes)
-            room = min(room, bytes_left // (self._block_bytes[g] * per_slot))
+            room = self._max_blocks - self._transit.blocks_from_device
+        if self._block_bytes[g]:
+            room = min(room, (self._max_bytes - self._transit.num_bytes) // self._block_bytes[g])
         return max(0, room)
-
-
-def _require_blocks(group: int, blocks: npt.NDArray[np.int64]) -> None:
-    if blocks.size and int(blocks.min()) < NO_BLOCK:
-        raise InputError(
-            f"group {group}'s block table holds {int(blocks.min())}; a block is 0 or more, "
-            f"or NO_BLOCK ({NO_BLOCK})"
-        )

@@ -1,0 +1,155 @@
+"""A pinned hit, and the bounds on how much may be loaded at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvferry.config import Config
+from kvferry.keys import Keys
+from kvferry.lease import Lease
+from kvferry.policy import Decision, LoadOrCompute
+from kvferry.pool import Pool
+from kvferry.scheduler.matching import Look, Matcher
+from kvferry.scheduler.transit import Transit
+from kvferry.types import SlotArray
+
+
+class Hit:
+    """What one look found, claimed: the leases, by group, of the slots a load would read.
+
+    ``joined`` are slots that another request was loading when we looked: its answer is to wait.
+    A hit that ``is_declined`` claims nothing; computing is faster, or there is nothing to load.
+    """
+
+    __slots__ = (
+        "deadline",
+        "decision",
+        "generation",
+        "is_declined",
+        "joined",
+        "leases",
+        "look",
+        "num_loads",
+    )
+
+    def __init__(self, look: Look, generation: int, num_loads: int, deadline: float) -> None:
+        self.look = look
+        self.generation = generation
+        self.num_loads = num_loads
+        self.deadline = deadline
+        self.leases: tuple[Lease | None, ...] = ()
+        self.joined: SlotArray | None = None
+        self.decision: Decision | None = None
+        self.is_declined = False
+
+    def release(self) -> None:
+        leases, self.leases = self.leases, ()
+        for lease in leases:
+            if lease is not None:
+                lease.release()
+
+    def answers(self, keys: Keys, computed_tokens: int, max_tokens: int) -> bool:
+        """Whether it was found for this very question: the same blocks, not only the same name."""
+        look = self.look
+        if look.computed_tokens != computed_tokens or look.max_tokens != max_tokens:
+            return False
+        return keys is look.keys or keys == look.keys
+
+
+class Hits:
+    """Turns looks into pinned hits. Owns what is being loaded and the bounds on it."""
+
+    def __init__(
+        self,
+        matcher: Matcher,
+        pool: Pool,
+        transit: Transit,
+        config: Config,
+        *,
+        max_blocks: int | None,
+        block_bytes: Sequence[int],
+        joins_loads: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        self.worth = LoadOrCompute(config.load_policy, prefill_rate=config.prefill_rate)
+        self._matcher = matcher
+        self._pool = pool
+        self._transit = transit
+        self._max_bytes = config.max_bytes_in_flight
+        self._patience = config.match_deadline
+        self._max_blocks = max_blocks
+        self._block_bytes = tuple(block_bytes)
+        self._joins_loads = joins_loads
+        self._clock = clock
+        self._being_loaded = np.zeros(pool.num_slots, dtype=np.int32)
+        self._num_loads = 0
+
+    def pin(self, look: Look) -> Hit:
+        """Claim what the host holds of a look, unless another loads it or computing is faster."""
+        hit = Hit(look, self._pool.generation, self._num_loads, self._clock() + self._patience)
+        if look.host_tokens <= look.computed_tokens:
+            hit.is_declined = True
+            return hit
+        claim = self._pool.claim
+        hit.leases = tuple([claim(slots) if slots is not None else None for slots in look.slots])
+        hit.joined = self._joined(look)
+        if hit.joined is not None:
+            hit.release()
+            return hit
+        num_bytes = 0
+        for slots, size in zip(look.slots, self._block_bytes, strict=True):
+            num_bytes += len(slots) * size if slots is not None else 0
+        hit.decision = self.worth.decide(
+            look.host_tokens - look.computed_tokens, num_bytes, self._transit.bytes_to_device
+        )
+        if not hit.decision.load:
+            hit.is_declined = True
+            hit.release()
+        return hit
+
+    def still_holds(self, hit: Hit) -> bool:
+        """Whether a hit is still the answer to its question, without looking at all keys again."""
+        if hit.joined is not None:
+            return bool(self._being_loaded.take(hit.joined).any())
+        if hit.num_loads != self._num_loads:  # who else was promised these blocks may have begun
+            if self._joined(hit.look) is not None:
+                return False
+            hit.num_loads = self._num_loads
+        if hit.generation != self._pool.generation and self._matcher.can_grow(hit.look):
+            if self._matcher.may_be_longer(hit.look, hit.generation):
+                return False
+            hit.generation = self._pool.generation
+        hit.deadline = self._clock() + self._patience
+        return True
+
+    def may_load(self, hit: Hit) -> bool:
+        """Whether a load fits the bounds. One load alone always does, or it would wait for ever."""
+        loading = self._transit.blocks_to_device
+        if not loading:
+            return True
+        if self._max_blocks is not None:
+            loading += sum(len(lease) for lease in hit.leases if lease is not None)
+            if loading > self._max_blocks:
+                return False
+        return self._transit.bytes_to_device <= self._max_bytes
+
+    def began(self, leases: Sequence[Lease]) -> None:
+        """A load of these slots was ordered: others that want them join it."""
+        self._num_loads += 1
+        for lease in leases:
+            self._being_loaded[lease.slots] += 1
+
+    def ended(self, lease: Lease) -> None:
+        """A load of these slots landed, was taken back, or is so late that nobody should wait."""
+        self._being_loaded[lease.slots] -= 1
+
+    def _joined(self, look: Look) -> SlotArray | None:
+        """The slots of a hit that another request is loading right now, if any are."""
+        if not self._joins_loads or not self._transit.blocks_to_device:
+            return None
+        pinned = [slots for slots in look.slots if slots is not None]
+        slots = pinned[0] if len(pinned) == 1 else np.concatenate(pinned)
+        joined = slots[self._being_loaded.take(slots) > 0]
+        return joined if len(joined) else None

@@ -1,0 +1,47 @@
+"""What the requests of one scheduler share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.answers import DeviceBlocks
+from kvferry.pool import Pool
+from kvferry.scheduler.explainer import Explainer
+from kvferry.scheduler.hit import Hits
+from kvferry.scheduler.journal import Journal
+from kvferry.scheduler.levels import LowerLevels
+from kvferry.scheduler.matching import Matcher
+from kvferry.scheduler.outbox import Outbox
+from kvferry.scheduler.rests import Rests
+from kvferry.scheduler.storing import Stores
+from kvferry.scheduler.waits import Waits
+from kvferry.stats import MatchCounts
+
+
+@dataclass(eq=False)
+class Parts:
+    """Everything a request needs to look, load and store. Owned by the scheduler.
+
+    ``owing`` are requests that were answered and are not counted yet, ``pinned`` those with a hit
+    nobody has loaded yet. ``released`` are device blocks that nobody copies any more and that the
+    engine was not told of. The last ``spare_tokens`` of a request are neither loaded nor stored.
+    """
+
+    pool: Pool
+    matcher: Matcher
+    hits: Hits
+    stores: Stores
+    outbox: Outbox
+    lower: LowerLevels
+    waits: Waits
+    journal: Journal
+    explainer: Explainer
+    counts: MatchCounts
+    least_tokens: int
+    spare_tokens: int = 0
+    rests: Rests | None = None
+    live: dict[Any, None] = field(default_factory=dict)
+    owing: dict[Any, None] = field(default_factory=dict)
+    pinned: dict[Any, None] = field(default_factory=dict)
+    released: list[DeviceBlocks] = field(default_factory=list)

@@ -1,0 +1,363 @@
+"""The scheduler half: requests, plans, settling. Decides which blocks move; never touches a byte.
+
+::
+
+    open ──> Request: match -> load  \\
+                             store    plan => workers => settle
+             offer ----------------- /
+
+The engine speaks in tokens and hands over block tables; which blocks move follows from the groups.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from kvferry import reach
+from kvferry.config import Config
+from kvferry.errors import ClosedError, InputError
+from kvferry.keys import KeyChain, Keys
+from kvferry.pool import Pool
+from kvferry.scheduler.explainer import Explainer
+from kvferry.scheduler.flight import Flights
+from kvferry.scheduler.hit import Hits
+from kvferry.scheduler.journal import Entry, Journal
+from kvferry.scheduler.levels import Level, LowerLevels
+from kvferry.scheduler.matching import Matcher
+from kvferry.scheduler.orders import BlockTable, EngineBlocks, Ordered
+from kvferry.scheduler.outbox import Outbox
+from kvferry.scheduler.parts import Parts
+from kvferry.scheduler.request import Request
+from kvferry.scheduler.rests import Rests
+from kvferry.scheduler.settled import Settled
+from kvferry.scheduler.settling import Settling
+from kvferry.scheduler.snapshot import snapshot
+from kvferry.scheduler.storing import Stores
+from kvferry.scheduler.transit import Transit
+from kvferry.scheduler.waits import Waits
+from kvferry.scheduler.why import Explanation
+from kvferry.stats import MatchCounts, SchedulerStats
+from kvferry.types import Plan, Rank, Receipt, RequestId
+
+
+class Scheduler:
+    """One engine's scheduler half. Owns requests, hits and flights; the pools own the slots.
+
+    Not thread-safe: call it from the engine's scheduling thread. Deadlines are looked at in
+    :meth:`settle`, so call that every step even without receipts.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        groups: Sequence[reach.Group],
+        *,
+        config: Config | None = None,
+        num_ranks: int = 1,
+        hash_block_tokens: int | None = None,
+        num_device_blocks: int | None = None,
+        block_bytes: Sequence[int] = (),
+        spare_tokens: int = 0,
+        levels: Sequence[Level] = (),
+        joins_loads: bool = True,
+        engine: EngineBlocks | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Serve an engine whose layers form ``groups``, from the host slots in ``pool``.
+
+        ``hash_block_tokens`` is what one key of a request's chain covers (default: the smallest
+        block). ``num_device_blocks`` lets the bounds on loads and stores follow the device's size,
+        ``block_bytes`` (of one device block, per group) lets bytes in flight and load times be
+        known. ``spare_tokens`` at the end of what is known of a request are neither loaded nor
+        stored: drafts of them may still be refused. ``levels`` lie below the host. ``joins_loads``
+        says that the engine shares device blocks between requests: a block that one request loads
+        then serves the others once it has landed, so a second request that wants it waits and loads
+        nothing. ``engine`` lets requests that end be stored late (``Request.leave``).
+        """
+        _require_sizes(groups, num_ranks, block_bytes)
+        config = config if config is not None else Config()
+        hash_tokens = hash_block_tokens or min(group.block_tokens for group in groups)
+        block_bytes = tuple(block_bytes) or (0,) * len(groups)
+        self.pool = pool
+        self.groups = tuple(groups)
+        self._clock = clock
+        self._closed = False
+        self._ready = [pool.num_ready] * num_ranks
+        self._transit = Transit(block_bytes)
+        self._flights = Flights(num_ranks)
+        self._outbox = Outbox(self._flights, self._transit, config, len(self.groups))
+        lower = LowerLevels(pool, levels, self._outbox)
+        matcher = Matcher(self.groups, pool, lower, hash_tokens)
+        stores = Stores(
+            matcher,
+            pool,
+            self._outbox,
+            self._transit,
+            config,
+            max_blocks=_bound(config.max_storing_blocks, num_device_blocks, 4),
+            block_bytes=block_bytes,
+        )
+        hits = Hits(
+            matcher,
+            pool,
+            self._transit,
+            config,
+            max_blocks=_bound(config.max_loading_blocks, num_device_blocks, 2),
+            block_bytes=block_bytes,
+            joins_loads=joins_loads,
+            clock=clock,
+        )
+        least_tokens = min(group.block_tokens for group in groups)
+        self._parts = Parts(
+            pool=pool,
+            matcher=matcher,
+            hits=hits,
+            stores=stores,
+            outbox=self._outbox,
+            lower=lower,
+            waits=Waits(),
+            journal=Journal(),
+            explainer=Explainer(matcher, pool, stores.admission),
+            counts=MatchCounts(),
+            least_tokens=least_tokens,
+            spare_tokens=spare_tokens,
+        )
+        if engine is not None:
+            self._parts.rests = Rests(
+                engine,
+                least_tokens=least_tokens,
+                is_full=matcher.is_full,
+                num_device_blocks=num_device_blocks or 0,
+                clock=clock,
+            )
+        self._settling = Settling(
+            self._parts, self._flights, self._transit, stores_in_order=not stores.is_lazy
+        )
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def open(self, request_id: RequestId, chain: KeyChain) -> Request:
+        """A request has come; its verbs are those of :class:`Request`, until it ends.
+
+        ``chain`` names its blocks and may grow. Names are for people: two requests that live at
+        the same time may have the same, and are told apart all the same.
+        """
+        self._require_open()
+        request = Request(request_id, chain, self._parts)
+        self._parts.live[request] = None
+        return request
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """Those that have not ended, and those that have and left something to be stored."""
+        return tuple(self._parts.live)
+
+    @property
+    def num_owing(self) -> int:
+        """Requests that were answered at once and are not counted yet: :meth:`plan` does it."""
+        return len(self._parts.owing)
+
+    # -- stores that no running request orders --------------------------------------------------
+
+    @property
+    def stores_wait(self) -> bool:
+        """Whether as much is being stored as may be at a time: a store would leave more."""
+        return self._parts.stores.is_full
+
+    @property
+    def rests(self) -> Rests | None:
+        """What ended requests left; None where the engine does not let them."""
+        return self._parts.rests
+
+    def store_left(self, *, is_idle: bool = False) -> list[Ordered]:
+        """Order what ended requests left and what is due by now; all of it if nothing else runs.
+
+        Call it every step. Returns what was ordered: hold its device blocks until ``settle``
+        releases them.
+        """
+        rests = self._parts.rests
+        ordered: list[Ordered] = []
+        if rests is None or not (rests.is_due or (is_idle and rests)):
+            return ordered
+        due = rests.take_due(is_idle=is_idle)
+        for number, rest in enumerate(due):
+            request: Request = rest.request
+            ordered += request.store_rest(rest)
+            lacks = request.stored_tokens + self._parts.least_tokens <= rest.num_tokens
+            if lacks and self.stores_wait:
+                rests.put_back(due[number:])
+                break
+            request.end_rest(rest)
+        return ordered
+
+    @property
+    def offer_depth(self) -> int:
+        """How many blocks from the head of its free queue the engine should offer now."""
+        return self._parts.stores.depth
+
+    def offer(self, group: int, keys: Keys, blocks: BlockTable) -> tuple[Ordered, ...]:
+        """With lazy stores: these device blocks are the next to be dropped, soonest first.
+
+        ``keys[i]`` is the chain key at the end of ``blocks[i]``. Returns what is being stored: hold
+        its device blocks until ``settle`` releases them.
+        """
+        self._require_open()
+        return self._parts.stores.offered(group, keys, blocks)
+
+    # -- what the engine learns and tells -------------------------------------------------------
+
+    def note_allocated(self, num_blocks: int) -> None:
+        """The engine took this many device blocks in this step; lazy stores look ahead by it."""
+        self._parts.stores.demand(num_blocks)
+
+    def note_prefill(self, num_tokens: int, seconds: float) -> None:
+        """The engine computed this many prompt tokens in this time; load-or-compute learns it."""
+        self._parts.hits.worth.note_prefill(num_tokens, seconds)
+
+    def note_ready(self, rank: Rank, num_slots: int) -> None:
+        """The first ``num_slots`` host slots of a rank can be used.
+
+        A slot is given out once every rank has said so: its bytes are spread over all of them.
+        """
+        ready = self._ready
+        if not 0 <= rank < len(ready):
+            raise InputError(f"rank {rank} has slots ready; ranks are 0 to {len(ready) - 1}")
+        if num_slots > ready[rank]:
+            ready[rank] = num_slots
+            self.pool.grow(min(*ready, self.pool.num_slots))
+
+    # -- plan and settle --------------------------------------------------------------------------
+
+    def plan(self) -> Plan:
+        """Everything ordered since the last plan, loads first; hand it to every rank's worker."""
+        self._require_open()
+        for request in tuple(self._parts.owing):
+            request.tell()
+        if self._parts.lower:
+            self._parts.lower.spill()
+        return self._outbox.launch(self._clock())
+
+    def settle(self, receipts: Iterable[Receipt] = ()) -> Settled:
+        """Take the ranks' receipts and look at the deadlines; says what changed for the engine."""
+        self._require_open()
+        return self._settling.report(self._flights.settle(receipts), self._clock())
+
+    def lose_rank(self, rank: Rank, reason: str) -> Settled:
+        """A rank is gone for good and touches no memory: what waits for it fails now."""
+        self._require_open()
+        return self._settling.report(self._flights.lose_rank(rank, reason), self._clock())
+
+    def reset(self) -> None:
+        """Forget every block on every level, at once. Transfers in flight end harmlessly.
+
+        A request whose load is under way keeps what it was promised, as it keeps the blocks it
+        already has on the device; but nothing of it is stored until it has been preempted, for
+        those blocks may stem from weights that are no more. The engine must forget its own prefix
+        cache too: what it still finds there, or offers, is taken for new.
+        """
+        self._require_open()
+        parts = self._parts
+        # Before they count as outdated: what a miss owes is counted by what was true until now.
+        for request in tuple(parts.owing):
+            request.tell()
+        if parts.rests is not None:
+            for rest in parts.rests.take_all():
+                rest.request.end_rest(rest)
+        for request in parts.live:
+            request.forget()
+        self.pool.reset()
+        parts.lower.reset()
+        parts.matcher.epoch += 1
+
+    def close(self) -> None:
+        """End every request, flight and lease. Close the workers first. Safe to call twice."""
+        if not self._closed:
+            for request in self.requests:
+                request.end()
+            self._outbox.discard()
+            self._flights.abandon("closed")
+            self._parts.explainer.close()
+            self._closed = True
+
+    # -- looking ----------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """How often everything was forgotten."""
+        return self._parts.matcher.epoch
+
+    @property
+    def num_in_flight(self) -> int:
+        """Transfers handed out whose receipts are not all here yet."""
+        return len(self._flights)
+
+    @property
+    def num_awaited(self) -> int:
+        """Those of them whose time is not up."""
+        return sum(1 for _ in self._flights.transfers())
+
+    @property
+    def has_released(self) -> bool:
+        """Whether the next ``settle`` gives device blocks back, receipts or not."""
+        return bool(self._parts.released)
+
+    @property
+    def num_queued(self) -> int:
+        """Copies ordered but not yet in a plan."""
+        return len(self._outbox)
+
+    def explain(self, request_id: RequestId) -> Explanation | None:
+        """Why a request got no more than it did, as of its last look-up; None if too long ago."""
+        entry = self._parts.journal.entry(request_id)
+        return entry.explanation if entry is not None else None
+
+    def journal(self, request_id: RequestId) -> Entry | None:
+        """What is remembered of a request, its transfers too; None if too long ago."""
+        return self._parts.journal.entry(request_id)
+
+    def recent(self) -> tuple[RequestId, ...]:
+        """The requests still remembered, the latest last."""
+        return self._parts.journal.request_ids()
+
+    def stats(self) -> SchedulerStats:
+        """A snapshot of everything counted so far."""
+        parts = self._parts
+        return snapshot(
+            self.pool,
+            parts.lower,
+            self._flights,
+            self._outbox,
+            self._transit,
+            parts.stores,
+            parts.hits,
+            parts.counts,
+            resets=self.epoch,
+        )
+
+    def check_integrity(self) -> None:
+        """Prove the bookkeeping, the pools' included; raises IntegrityError."""
+        self.pool.check_integrity()
+        self._parts.lower.check_integrity()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the scheduler is closed")
+
+
+def _require_sizes(
+    groups: Sequence[reach.Group], num_ranks: int, block_bytes: Sequence[int]
+) -> None:
+    if num_ranks < 1:
+        raise InputError(f"num_ranks must be at least 1, got {num_ranks}")
+    if not groups:
+        raise InputError("no groups given; a model has at least one")
+    if block_bytes and len(block_bytes) != len(groups):
+        raise InputError(f"got {len(block_bytes)} block sizes for {len(groups)} groups")
+
+
+def _bound(given: int | None, num_device_blocks: int | None, share: int) -> int | None:
+    """A bound as given, or this share of the device's blocks; None where neither is known."""
+    if given is not None or num_device_blocks is None:
+        return given
+    return max(1, num_device_blocks // share)

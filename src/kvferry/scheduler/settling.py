@@ -1,0 +1,131 @@
+"""What becomes of transfers that have ended, or whose time is up, and of the blocks they used.
+
+::
+
+    landed ──┬─> its leases end, its device blocks are the engine's again
+             └─> requests that wait for it go on
+    overdue ───> requests that wait for it go on without; its memory is still the ranks'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvferry import reach
+from kvferry.answers import DeviceBlocks, Landing
+from kvferry.scheduler.flight import Flight, Flights
+from kvferry.scheduler.parts import Parts
+from kvferry.scheduler.request import Request
+from kvferry.scheduler.settled import FailedLoad, Settled
+from kvferry.scheduler.transit import Transit
+from kvferry.types import DEVICE
+
+
+class Settling:
+    """Tells requests and the engine what ended. Owns nothing but its way of telling."""
+
+    def __init__(
+        self, parts: Parts, flights: Flights, transit: Transit, *, stores_in_order: bool
+    ) -> None:
+        """``stores_in_order`` says that a store goes on where the one before it ended."""
+        self._parts = parts
+        self._flights = flights
+        self._transit = transit
+        self._stores_in_order = stores_in_order
+
+    def report(self, landed: Sequence[Flight], now: float) -> Settled:
+        """What changed for the engine, by these and by the time."""
+        parts = self._parts
+        loaded: list[Request] = []
+        failed: list[FailedLoad] = []
+        num_bytes, seconds = 0, 0.0
+        for flight in landed:
+            if flight.transfer.dst == DEVICE:
+                for receipt in flight.receipts:
+                    num_bytes += receipt.num_bytes
+                    seconds += receipt.seconds
+                self._end_load(flight, loaded, failed)
+            elif flight.transfer.src == DEVICE:
+                self._end_store(flight)
+            else:
+                self._end_move(flight)
+        parts.hits.worth.note_load(num_bytes, seconds)
+        for flight in self._flights.expire(now):
+            self._give_up(flight, loaded, failed)
+        expired = self._expire_hits(now)
+        released = tuple(parts.released)
+        parts.released.clear()
+        landings = tuple([Landing(flight.transfer.id, flight.reason) for flight in landed])
+        return Settled(tuple(loaded), tuple(failed), released, landings, expired)
+
+    def _end_load(self, flight: Flight, loaded: list[Request], failed: list[FailedLoad]) -> None:
+        transfer = flight.transfer
+        self._parts.released.append(DeviceBlocks(transfer.group, transfer.dst_slots))
+        if not flight.overdue:
+            self._stop_counting(flight)
+            self._tell(flight, loaded, failed)
+
+    def _end_store(self, flight: Flight) -> None:
+        parts, transfer = self._parts, flight.transfer
+        parts.released.append(DeviceBlocks(transfer.group, transfer.src_slots))
+        if not flight.overdue:
+            self._transit.store(transfer.group, -len(transfer))
+        for request in flight.served:
+            parts.journal.ended(request.id, flight)
+        if flight.ok and parts.lower:
+            self._write_through(flight)
+
+    def _end_move(self, flight: Flight) -> None:
+        self._parts.lower.landed(flight.transfer.id)
+        for request in self._parts.waits.take(flight.transfer.id):
+            request.came(flight)
+
+    def _give_up(self, flight: Flight, loaded: list[Request], failed: list[FailedLoad]) -> None:
+        """Its time is up: nobody waits for it any longer. What it claims stays claimed."""
+        transfer = flight.transfer
+        if transfer.dst == DEVICE:
+            self._stop_counting(flight)
+            self._tell(flight, loaded, failed)
+        elif transfer.src == DEVICE:
+            self._transit.store(transfer.group, -len(transfer))
+        else:
+            self._parts.lower.overdue(transfer.id)
+            for request in self._parts.waits.take(transfer.id):
+                request.came(flight)
+        for lease in flight.in_doubt:
+            lease.disown()
+
+    def _stop_counting(self, flight: Flight) -> None:
+        self._transit.load(flight.transfer.group, -len(flight.transfer))
+        for lease in flight.leases:
+            self._parts.hits.ended(lease)
+
+    def _tell(self, flight: Flight, loaded: list[Request], failed: list[FailedLoad]) -> None:
+        (request,) = flight.served
+        ended = request.landed(flight)
+        if ended is None:
+            return
+        promised, reason = ended
+        if reason:
+            failed.append(FailedLoad(request, promised.computed_tokens, promised.to_load, reason))
+        else:
+            loaded.append(request)
+
+    def _write_through(self, flight: Flight) -> None:
+        # Lazy stores come from anywhere; eager ones follow each other where every key is needed.
+        parts = self._parts
+        full = isinstance(parts.matcher.groups[flight.transfer.group], reach.FullAttention)
+        chained = full and self._stores_in_order
+        for lease in flight.leases:
+            parent = parts.pool.key_before(lease) if chained else None
+            parts.lower.write_through(parts.pool.keys_of(lease), parent=parent, chained=chained)
+
+    def _expire_hits(self, now: float) -> tuple[Request, ...]:
+        """Let go of hits that nobody took in time; whose they were."""
+        pinned = self._parts.pinned
+        if not pinned:
+            return ()
+        expired = tuple([request for request in pinned if request.hit_deadline <= now])
+        for request in expired:
+            request.expire()
+        return expired
