@@ -25,7 +25,7 @@ import numpy.typing as npt
 from kvferry.books import Books, PoolCounts, SlotState
 from kvferry.errors import InputError, KeyFormatError, LeaseError
 from kvferry.family import Family
-from kvferry.index import NO_SLOT, Index, num_leading
+from kvferry.index import NO_SLOT, Index
 from kvferry.keys import Keys
 from kvferry.lease import Ending, Lease, Purpose
 from kvferry.policy import EvictionOrder, LruOrder

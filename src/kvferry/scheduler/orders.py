@@ -23,15 +23,17 @@ BlockTable = Sequence[int] | npt.NDArray[np.integer]
 class Ordered(NamedTuple):
     """One group's part of a load or store: hold ``blocks`` until ``settle`` releases them.
 
-    ``positions`` are the blocks' places in the request's table, ``keys`` their names in the pool.
-    The stores of one group and step travel together, so several may name one ``transfer``.
+    ``positions`` are the blocks' places in the table of ``request`` (None where the engine offered
+    them), ``keys`` their names in the pool. The stores of one group and step travel together, so
+    several may name one ``transfer``.
     """
 
     group: int
     blocks: SlotArray
     transfer: TransferId
-    positions: npt.NDArray[np.integer]
+    positions: npt.NDArray[np.integer] | range
     keys: Keys
+    request: Any = None
 
 
 class EngineBlocks(Protocol):

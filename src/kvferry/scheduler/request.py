@@ -269,7 +269,7 @@ class Request:
             transfer = parts.outbox.load(self, g, lease, device_blocks)
             self.loading.add(transfer.id)
             keys = parts.matcher.slot_keys(g, look.keys, blocks)
-            ordered.append(Ordered(g, device_blocks, transfer.id, blocks, keys))
+            ordered.append(Ordered(g, device_blocks, transfer.id, blocks, keys, self))
         if not ordered:  # a hit that reads nothing has no landing to wait for
             self.state = State.LOADED
             return ()
@@ -342,6 +342,11 @@ class Request:
         )
         self._note_stored()
         return ordered
+
+    @property
+    def is_owing(self) -> bool:
+        """Whether it was answered at once and nobody has counted that yet."""
+        return self._owed is not None
 
     @property
     def stored_tokens(self) -> int:

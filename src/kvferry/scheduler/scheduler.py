@@ -154,9 +154,15 @@ class Scheduler:
         return tuple(self._parts.live)
 
     @property
-    def num_owing(self) -> int:
-        """Requests that were answered at once and are not counted yet: :meth:`plan` does it."""
-        return len(self._parts.owing)
+    def owing(self) -> tuple[Request, ...]:
+        """Requests that were answered at once and are not counted yet."""
+        return tuple(self._parts.owing)
+
+    def count_answered(self) -> None:
+        """Count and explain them now; :meth:`plan` does it at the latest."""
+        if self._parts.owing:
+            for request in self.owing:
+                request.tell()
 
     # -- stores that no running request orders --------------------------------------------------
 
@@ -232,8 +238,7 @@ class Scheduler:
     def plan(self) -> Plan:
         """Everything ordered since the last plan, loads first; hand it to every rank's worker."""
         self._require_open()
-        for request in tuple(self._parts.owing):
-            request.tell()
+        self.count_answered()
         if self._parts.lower:
             self._parts.lower.spill()
         return self._outbox.launch(self._clock())
@@ -259,8 +264,7 @@ class Scheduler:
         self._require_open()
         parts = self._parts
         # Before they count as outdated: what a miss owes is counted by what was true until now.
-        for request in tuple(parts.owing):
-            request.tell()
+        self.count_answered()
         if parts.rests is not None:
             for rest in parts.rests.take_all():
                 rest.request.end_rest(rest)

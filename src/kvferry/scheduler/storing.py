@@ -144,7 +144,7 @@ class Stores:
         if len(at) < len(todo):
             blocks, slot_keys = blocks[at], slot_keys.take(at)
         transfer = self._outbox.store(g, lease, blocks, request)
-        return Ordered(g, blocks, transfer, at + todo.start, slot_keys)
+        return Ordered(g, blocks, transfer, at + todo.start, slot_keys, request)
 
     # -- lazy -----------------------------------------------------------------------------------
 

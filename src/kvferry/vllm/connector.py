@@ -9,18 +9,27 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.vllm import translate
 from kvferry.vllm.logs import speak_as_vllm
-from kvferry.vllm.messages import StepOrders
+from kvferry.vllm.messages import RankShape, StepOrders, StepReceipts
 from kvferry.vllm.metrics import FerryMetrics, FerryStats
 from kvferry.vllm.scheduler_side import SchedulerSide
+from kvferry.vllm.setup import Setup
 from kvferry.vllm.versions import require_supported
 from kvferry.vllm.worker_side import WorkerSide
+
+# Our messages are plain data; vLLM asks whether they are of its own kinds.
+KVConnectorMetadata.register(StepOrders)
+KVConnectorHandshakeMetadata.register(RankShape)
+KVConnectorWorkerMetadata.register(StepReceipts)
 
 # A vLLM that can be told of a failed load by request recovers from it with any number of groups.
 _RECOMPUTES_REQUESTS = "failed_recving" in KVConnectorOutput.__dataclass_fields__
@@ -43,7 +52,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(vllm_config, kv_cache_config, config, support)
+            setup = Setup.of(vllm_config, kv_cache_config, config, support)
+            self._scheduler = SchedulerSide(setup)
         else:
             self._by_request = not support.fails_by_block
             self._worker = WorkerSide(
@@ -167,7 +177,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # -- on both sides --------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> Any:
-        return self._scheduler.take_stats() if self._scheduler is not None else None
+        data = self._scheduler.take_stats() if self._scheduler is not None else None
+        return FerryStats(data=data) if data is not None else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:

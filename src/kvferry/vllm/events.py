@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
-
-from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvferry.keys import Keys
 from kvferry.pool import Pool
+from kvferry.reach import Group
+from kvferry.scheduler import Ordered
 from kvferry.types import Key
 
 
@@ -22,45 +22,52 @@ class _Told:
     group: int
 
 
+def vllms_words() -> Any:
+    """What vLLM's events are made of."""
+    from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+    return SimpleNamespace(
+        stored=BlockStored, removed=BlockRemoved, medium=MEDIUM_CPU, name=maybe_convert_block_hash
+    )
+
+
 class EventLog:
     """Remembers what was ordered until it can be matched, and what routers were told until it goes.
 
-    Owns nothing else; listens to the pool for blocks that leave.
+    Owns nothing else; listens to the pool for blocks that leave. ``words`` are vLLM's.
     """
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(
+        self, pool: Pool, groups: Sequence[Group], hash_tokens: int, words: Any = None
+    ) -> None:
+        self._words = words if words is not None else vllms_words()
         self._pool = pool
-        self._ordered: dict[Key, tuple[_Told, BlockStored]] = {}
+        self._groups = groups
+        self._hash_tokens = hash_tokens
+        self._ordered: dict[Key, tuple[_Told, Any]] = {}
         self._told: dict[Key, _Told] = {}
         self._events: list[Any] = []
         pool.listeners.append(self._gone)
 
-    def ordered(
-        self,
-        request: Any,
-        group: int,
-        places: Sequence[int],
-        keys: Keys,
-        *,
-        block_tokens: int,
-        hash_tokens: int,
-    ) -> None:
-        """Blocks at ``places`` of a request are being stored; ``keys`` are theirs in the pool."""
-        hashes, ratio = request.block_hashes, block_tokens // hash_tokens
-        lora = getattr(request, "lora_request", None)
-        for place, key in zip(places, keys, strict=True):
-            told = _Told(maybe_convert_block_hash(hashes[(place + 1) * ratio - 1]), group)
-            parent = maybe_convert_block_hash(hashes[place * ratio - 1]) if place else None
-            start = place * block_tokens
-            stored = BlockStored(
+    def ordered(self, part: Ordered) -> None:
+        """These blocks of a request are being stored."""
+        request, size = part.request.chain.request, self._groups[part.group].block_tokens
+        hashes, ratio = request.block_hashes, size // self._hash_tokens
+        lora, name = getattr(request, "lora_request", None), self._words.name
+        places = part.positions if isinstance(part.positions, range) else part.positions.tolist()
+        for place, key in zip(places, part.keys, strict=True):
+            told = _Told(name(hashes[(place + 1) * ratio - 1]), part.group)
+            start = place * size
+            stored = self._words.stored(
                 block_hashes=[told.block_hash],
-                parent_block_hash=parent,
-                token_ids=list(request.all_token_ids[start : start + block_tokens]),
-                block_size=block_tokens,
+                parent_block_hash=name(hashes[place * ratio - 1]) if place else None,
+                token_ids=list(request.all_token_ids[start : start + size]),
+                block_size=size,
                 lora_id=lora.adapter_id if lora else None,
-                medium=MEDIUM_CPU,
+                medium=self._words.medium,
                 lora_name=lora.name if lora else None,
-                group_idx=group,
+                group_idx=part.group,
             )
             self._ordered[key] = (told, stored)
 
@@ -82,8 +89,10 @@ class EventLog:
             told = self._told.pop(key, None)
             if told is not None:
                 self._events.append(
-                    BlockRemoved(
-                        block_hashes=[told.block_hash], medium=MEDIUM_CPU, group_idx=told.group
+                    self._words.removed(
+                        block_hashes=[told.block_hash],
+                        medium=self._words.medium,
+                        group_idx=told.group,
                     )
                 )
 

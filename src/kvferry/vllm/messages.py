@@ -1,14 +1,12 @@
-"""What the connector's two sides send each other through vLLM: plain data, picklable."""
+"""What the connector's two sides send each other through vLLM: plain data, picklable.
+
+vLLM asks whether these are of its own kinds; the connector says so (``connector.py``), so that
+nothing here needs vLLM.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
 
 from kvferry.device.choices import Choices
 from kvferry.types import Plan, Rank, Receipt, TransferId
@@ -17,7 +15,7 @@ NO_PLAN = Plan(step=0)
 
 
 @dataclass(frozen=True)
-class StepOrders(KVConnectorMetadata):  # type: ignore[misc]  # vllm is untyped from here
+class StepOrders:
     """Scheduler to every rank: one step's plan.
 
     ``loads`` says which request waits for which transfers, because vLLM wants to hear of requests.
@@ -39,10 +37,11 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]  # vllm is untyped 
 
 
 @dataclass(frozen=True)
-class RankShape(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+class RankShape:
     """One rank at start: how many host slots it has, or why it has none.
 
-    ``choices`` are what it picks copy paths by, where it has several.
+    ``slots`` says how a block lies in one, ``choices`` are what it picks copy paths by, where it
+    has several.
     """
 
     rank: Rank
@@ -51,13 +50,14 @@ class RankShape(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     slot_bytes: int = 0
     block_bytes: tuple[int, ...] = ()
     layout: str = ""
+    slots: str = ""
     is_shared: bool = False
     choices: Choices | None = None
     refusal: str = ""
 
 
 @dataclass(frozen=True)
-class StepReceipts(KVConnectorWorkerMetadata):  # type: ignore[misc]
+class StepReceipts:
     """Every rank to the scheduler: what ended since the last step.
 
     ``ready`` says how many host slots ranks can use by now, where that has changed, and ``pinned``
@@ -74,7 +74,7 @@ class StepReceipts(KVConnectorWorkerMetadata):  # type: ignore[misc]
     pinned: tuple[tuple[Rank, int], ...] = ()
     stale: tuple[int, ...] = ()
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReceipts:
+    def aggregate(self, other: StepReceipts) -> StepReceipts:
         return StepReceipts(
             self.receipts + other.receipts,
             self.ready + other.ready,

@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from kvferry.answers import DeviceBlocks
-from kvferry.identity import Namespace
-from kvferry.reach import Group
-from kvferry.scheduler import NO_BLOCK, BlockTable
-from kvferry.types import as_slots
-from kvferry.vllm.request_keys import RequestKeys
+from kvferry.scheduler import Request
 
 
 class Tracked:
-    """What we remember of one vLLM request. Owns its keys; the request is vLLM's."""
+    """One vLLM request and ours of the same name. Owns neither; ours knows how it stands."""
 
-    def __init__(self, request: Any, namespace: Namespace) -> None:
+    __slots__ = (
+        "_began",
+        "claimed_tokens",
+        "computed_tokens",
+        "ferried",
+        "is_timed",
+        "preemptions",
+        "request",
+    )
+
+    def __init__(self, request: Any, ferried: Request) -> None:
         self.request = request
-        self.chain = RequestKeys(request, namespace)
+        self.ferried = ferried
         self.preemptions = request.num_preemptions
-        self.computed_tokens = 0
-        self.claimed_tokens = 0
-        self.next_store = 0  # with fewer tokens computed nothing is stored yet
-        self.past_tokens = 0  # it had, on the device or with us, when it came
-        self.has_run = False  # with the blocks it has now: until then nothing in them is its own
-        self._began: tuple[float, int] | None = None
+        self.computed_tokens = 0  # vLLM had when it last asked
+        self.claimed_tokens = 0  # that it was promised more
         self.is_timed = False
+        self._began: tuple[float, int] | None = None
+
+    def note_preemption(self) -> None:
+        """vLLM may preempt and resume a request before it tells us: its own count tells earlier."""
+        self.preemptions = self.request.num_preemptions
+        self.ferried.preempt()
 
     def time_prefill(self) -> tuple[int, float] | None:
         """Call in every step it runs: once, the prompt tokens it computed and how long that took.
@@ -50,24 +53,3 @@ class Tracked:
         self.is_timed = True
         start, had_tokens = self._began
         return request.num_prompt_tokens - had_tokens, time.monotonic() - start
-
-
-@dataclass(frozen=True, eq=False)
-class Unstored:
-    """What of a request is to be stored: the blocks between ``stored_tokens`` and ``num_tokens``.
-
-    The tables are its own of that moment: whoever keeps this for later holds the blocks as well.
-    """
-
-    tracked: Tracked
-    tables: Sequence[BlockTable]
-    num_tokens: int
-    stored_tokens: int
-
-    def blocks(self, groups: Sequence[Group]) -> tuple[DeviceBlocks, ...]:
-        """The device blocks, by group."""
-        found = []
-        for number, group in enumerate(groups):
-            table = np.asarray(self.tables[number])[self.stored_tokens // group.block_tokens :]
-            found.append(DeviceBlocks(number, as_slots(table[table != NO_BLOCK])))
-        return tuple(found)

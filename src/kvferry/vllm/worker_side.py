@@ -42,10 +42,11 @@ fast as it can, and would keep the interpreter from the thread that queues the c
 _NAP_SECONDS = 2e-5
 
 
-@dataclass
+@dataclass(eq=False)
 class _Load:
     """A request whose blocks are on their way to this rank."""
 
+    request_id: str
     waiting: set[TransferId]
     epoch: int
     blocks: set[int] = field(default_factory=set)
@@ -80,9 +81,8 @@ class WorkerSide:
         self._told_ready = 0
         self._later: Plan = NO_PLAN
         self._computes = False
-        self._loads: dict[str, _Load] = {}
-        self._of_transfer: dict[TransferId, str] = {}
-        self._awaited: set[TransferId] = set()
+        self._loads: dict[TransferId, _Load] = {}  # one for each transfer it waits for
+        self._num_awaited = 0  # receipts
         self._receipts: list[Receipt] = []
         self._arrived: set[str] = set()
         self._failed: set[str] = set()
@@ -121,6 +121,7 @@ class WorkerSide:
             slot_bytes=memory.host.tier.slot_bytes,
             block_bytes=tuple(layout.block_bytes for layout in layouts),
             layout=_words(layouts),
+            slots=_slots(memory, layouts),
             is_shared=self._place.replicates,
             choices=getattr(memory.engine, "choices", None),
         )
@@ -158,12 +159,11 @@ class WorkerSide:
         blocks = {t.id: t.dst_slots.tolist() for t in orders.plan.transfers}
         for request_id, ids in orders.loads.items():
             self._fail(request_id, {block for id in ids for block in blocks.get(id, ())})
-        for request_id, load in self._loads.items():
-            self._fail(request_id, load.blocks)
+        for load in self._loads.values():
+            self._fail(load.request_id, load.blocks)
         for request_id, undone in orders.undone.items():
             self._fail(request_id, undone)
         self._loads.clear()
-        self._of_transfer.clear()
         self._refuse(orders.plan.transfers, self.guard.reason)
 
     def _begin(self, orders: StepOrders) -> None:
@@ -182,23 +182,22 @@ class WorkerSide:
 
     def _carry_out(self, orders: StepOrders) -> None:
         for request_id, ids in orders.loads.items():
-            self._loads[request_id] = _Load(set(ids), orders.epoch)
-            self._of_transfer.update(dict.fromkeys(ids, request_id))
+            load = _Load(request_id, set(ids), orders.epoch)
+            self._loads.update(dict.fromkeys(ids, load))
+        stores, others = [], []
         for transfer in orders.plan.transfers:
-            if transfer.id in self._of_transfer:
-                load = self._loads[self._of_transfer[transfer.id]]
-                load.blocks.update(transfer.dst_slots.tolist())
+            if transfer.id in self._loads:
+                self._loads[transfer.id].blocks.update(transfer.dst_slots.tolist())
+            (stores if transfer.src == DEVICE else others).append(transfer)
         for request_id, blocks in orders.undone.items():
             self._fail(request_id, blocks)
-        stores = tuple(t for t in orders.plan.transfers if t.src == DEVICE)
-        others = tuple(t for t in orders.plan.transfers if t.src != DEVICE)
         if orders.loads and self._freshness.is_stale(orders.epoch):
             self._refuse(others, _STALE)
         else:
-            self._execute(Plan(orders.plan.step, others))
+            self._execute(Plan(orders.plan.step, tuple(others)))
             if orders.loads:
                 self._freshness.mark()
-        self._later = Plan(orders.plan.step, stores)
+        self._later = Plan(orders.plan.step, tuple(stores))
 
     @property
     def _is_grown(self) -> bool:
@@ -220,7 +219,7 @@ class WorkerSide:
         if self._worker is None or self.guard.broken:
             self._refuse(plan.transfers, self.guard.reason or self.shape.refusal)
             return
-        self._awaited.update(transfer.id for transfer in plan.transfers)
+        self._num_awaited += len(plan.transfers)
         try:
             self._worker.execute(plan)
         except Exception as error:
@@ -236,7 +235,7 @@ class WorkerSide:
 
     def poll(self) -> None:
         """Take what has ended by now; where nothing else is to do, what ends in a moment."""
-        if not (self._awaited or self._freshness.is_marked):
+        if not (self._num_awaited or self._freshness.is_marked):
             return
         self._poll()
         end = time.monotonic() + _IDLE_SECONDS
@@ -248,8 +247,7 @@ class WorkerSide:
         if self._worker is not None:
             try:
                 self._freshness.look()
-                for receipt in self._worker.poll():
-                    self._take(receipt)
+                self._take_all(self._worker.poll())
             except Exception as error:
                 self.guard.trip("poll", error)
                 self._give_up(StepOrders())
@@ -258,18 +256,20 @@ class WorkerSide:
         self._flush()
         if self._worker is not None:
             try:
-                for receipt in self._worker.drain():
-                    self._take(receipt)
+                self._take_all(self._worker.drain())
             except Exception as error:
                 self.guard.trip("drain", error)
 
+    def _take_all(self, receipts: Sequence[Receipt]) -> None:
+        self._num_awaited -= len(receipts)
+        for receipt in receipts:
+            self._take(receipt)
+
     def _take(self, receipt: Receipt) -> None:
-        self._awaited.discard(receipt.transfer_id)
-        request_id = self._of_transfer.pop(receipt.transfer_id, None)
-        if request_id is None:
+        load = self._loads.pop(receipt.transfer_id, None)
+        if load is None:
             self._receipts.append(receipt)
             return
-        load = self._loads[request_id]
         if self._freshness.is_stale(load.epoch):
             receipt = replace(receipt, outcome=Outcome.FAILED, reason=receipt.reason or _STALE)
         self._receipts.append(receipt)
@@ -277,11 +277,10 @@ class WorkerSide:
         load.failed |= receipt.outcome is not Outcome.OK
         if load.waiting:
             return
-        del self._loads[request_id]
         if load.failed:
-            self._fail(request_id, load.blocks)
+            self._fail(load.request_id, load.blocks)
         else:
-            self._arrived.add(request_id)
+            self._arrived.add(load.request_id)
 
     def _fail(self, request_id: str, blocks: Sequence[int] | set[int]) -> None:
         self._arrived.add(request_id)
@@ -337,3 +336,10 @@ def _words(layouts: Sequence[GroupLayout]) -> str:
     """How a block lies in device memory, for the log."""
     kinds = [f"{g.num_segments} x {format_size(int(g.sizes[0]))}" for g in layouts]
     return ", ".join(dict.fromkeys(kinds))
+
+
+def _slots(memory: RankMemory, layouts: Sequence[GroupLayout]) -> str:
+    """How blocks lie in host slots: what ranks that share them must agree on."""
+    blocks = ", ".join(f"{layout.format} of {layout.block_bytes} bytes" for layout in layouts)
+    tier = memory.host.tier
+    return f"{blocks} in slots of {tier.slot_bytes} bytes, {tier.pitch} apart"

@@ -13,11 +13,10 @@ _GROUP_BYTES = 4
 
 
 def next_to_go(
-    block_pool: Any, depth: int, namespace: Namespace
+    block: Any, depth: int, namespace: Namespace
 ) -> Iterator[tuple[int, Keys, list[int]]]:
-    """Per group, keys and ids of named blocks among the first ``depth`` of the free queue."""
+    """Per group, keys and ids of named blocks among ``depth`` of the free queue, from this on."""
     named: dict[int, tuple[list[bytes], list[int]]] = {}
-    block = block_pool.free_block_queue.fake_free_list_head.next_free_block
     for _ in range(depth):
         if block is None or block.next_free_block is None:  # the queue's own end mark
             break

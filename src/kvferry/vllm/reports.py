@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
-from vllm.logger import init_logger
-
-from kvferry.answers import DeviceBlocks
 from kvferry.config import Config
-from kvferry.identity import scope
 from kvferry.metrics.desk import Desk
 from kvferry.metrics.reasons import why_path
 from kvferry.metrics.samples import Snapshot
 from kvferry.metrics.source import Source, installed_version
-from kvferry.scheduler import BlockTable, Scheduler
+from kvferry.scheduler import Ordered, Scheduler
 from kvferry.types import HOST, Rank
 from kvferry.vllm.events import EventLog
+from kvferry.vllm.figures import between, figures
 from kvferry.vllm.messages import RankShape
-from kvferry.vllm.metrics import FerryStats, figures
-from kvferry.vllm.tracked import Tracked
 
-log = init_logger("vllm.kvferry")
+log = logging.getLogger("vllm.kvferry")
 
 _STATS_SECONDS = 1.0
 
 
-class Sight:
+class Reports:
     """Tells; never changes anything. Owns the endpoint and what was told so far.
 
     ``pinned`` is the scheduler side's own: what each rank last said. ``engine_here`` counts the
@@ -45,13 +40,16 @@ class Sight:
         pinned: Mapping[Rank, int],
         engine_here: int,
         has_listeners: bool,
+        hash_tokens: int,
     ) -> None:
         self._scheduler = scheduler
         self._choices = shape.choices
         self._num_sharing = num_ranks if shape.is_shared else 1
         self._slot_bytes: dict[str, int] = {HOST: shape.slot_bytes}
         self._pinned = pinned
-        self._events = EventLog(scheduler.pool) if has_listeners else None
+        self._events = (
+            EventLog(scheduler.pool, scheduler.groups, hash_tokens) if has_listeners else None
+        )
         self._told: dict[str, float] = {}
         self._told_at = 0.0
         self._desk = Desk()
@@ -79,29 +77,11 @@ class Sight:
         """Once a step: what the endpoint was asked."""
         self._desk.answer()
 
-    def ordered(
-        self,
-        tracked: Tracked,
-        tables: Sequence[BlockTable],
-        ordered: Iterable[DeviceBlocks],
-        hash_tokens: int,
-    ) -> None:
+    def ordered(self, ordered: Iterable[Ordered]) -> None:
         """Have routers told of these blocks once they can be matched."""
-        if self._events is None:
-            return
-        for group, blocks in ordered:
-            tokens = self._scheduler.groups[group].block_tokens
-            places = np.flatnonzero(np.isin(np.asarray(tables[group]), blocks))
-            ends = (places + 1) * (tokens // hash_tokens) - 1
-            keys = tracked.chain.keys().take(ends).masked(scope(self._scheduler.epoch, group))
-            self._events.ordered(
-                tracked.request,
-                group,
-                places.tolist(),
-                keys,
-                block_tokens=tokens,
-                hash_tokens=hash_tokens,
-            )
+        if self._events is not None:
+            for part in ordered:
+                self._events.ordered(part)
 
     def landed(self) -> None:
         """Copies have ended."""
@@ -116,7 +96,7 @@ class Sight:
         """Whether it is time to tell again."""
         return time.monotonic() >= self._told_at + _STATS_SECONDS
 
-    def take_stats(self, *, num_held: int) -> FerryStats | None:
+    def take_stats(self, *, num_held: int) -> dict[str, float] | None:
         """What was counted since the last call; None if that is nothing."""
         counted = figures(
             Snapshot(
@@ -128,7 +108,7 @@ class Sight:
             )
         )
         before, self._told, self._told_at = self._told, counted, time.monotonic()
-        return FerryStats.between(before, counted) if counted != before else None
+        return between(before, counted) if counted != before else None
 
     def _pinned_bytes(self) -> int:
         return sum(list(self._pinned.values()))  # a copy: an endpoint's thread may ask

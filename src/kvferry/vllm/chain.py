@@ -12,11 +12,13 @@ _NO_KEYS = Keys.empty()
 
 
 class RequestKeys:
-    """A running request and the keys of the hash blocks it has so far.
+    """A vLLM request and the keys of the hash blocks it has so far: its chain.
 
     Owns nothing of vLLM's; reads ``block_hashes``, which vLLM extends with every full block of
     known tokens. Those hashes cover the salt, the adapter and the images of the request.
     """
+
+    __slots__ = ("_keys", "_last", "_namespace", "request")
 
     def __init__(self, request: Any, namespace: Namespace) -> None:
         self.request = request

@@ -1,0 +1,375 @@
+"""kvferry in service in vLLM's scheduler: asks ours what to do, and says it in vLLM's words.
+
+A request's life here::
+
+    match ──> allocated ──────────────────> orders, every step it runs ──> finished
+      │ hit     │ load: vLLM waits for it     │ store what this step         │ store the rest;
+      │         │ until the ranks say so      │ computes, after it does      │ never waits
+      └─ miss   └─ nothing to load            └─ preempted: match again
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from kvferry import reach
+from kvferry.answers import MatchState
+from kvferry.pool import Pool
+from kvferry.scheduler import Ordered, Request, Scheduler, State
+from kvferry.types import Plan, Rank, Receipt, TransferId
+from kvferry.vllm.blocks import VllmBlocks, table_of
+from kvferry.vllm.chain import RequestKeys
+from kvferry.vllm.free_queue import next_to_go, num_allocated
+from kvferry.vllm.messages import RankShape, StepOrders
+from kvferry.vllm.pace import LONG_TOKENS, Pace
+from kvferry.vllm.reports import Reports
+from kvferry.vllm.setup import Setup
+from kvferry.vllm.tracked import Tracked
+
+log = logging.getLogger("vllm.kvferry")
+
+MISS = (0, False)
+
+_SETTLE_SECONDS = 0.25
+"""How often deadlines are looked at where no receipts come."""
+
+
+class Promise(NamedTuple):
+    """A load that vLLM waits for: whose it is, its transfers, the first group's blocks.
+
+    Without transfers nothing will bring it, and vLLM must be told.
+    """
+
+    request_id: str
+    ferried: Request | None
+    transfers: tuple[TransferId, ...]
+    blocks: tuple[int, ...]
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether its loads are ordered, and were not taken back since."""
+        return self.ferried is not None and self.ferried.loading.issuperset(self.transfers)
+
+
+class Serving:
+    """Owns our scheduler, who is called what in vLLM's, and what vLLM was promised.
+
+    Decides nothing about blocks. Made once vLLM has bound its pool and every rank has been heard;
+    what raises here takes kvferry out of service, which is the side's business.
+    """
+
+    def __init__(self, setup: Setup, shapes: Mapping[int, RankShape], blocks: VllmBlocks) -> None:
+        groups = setup.groups
+        self.blocks = blocks
+        self.pinned: dict[Rank, int] = {}
+        self._setup = setup
+        self._namespace = replace(setup.namespace, block_tokens=blocks.hash_tokens)
+        self._least_block = min(group.block_tokens for group in groups)
+        # A window that serves the token after the prompt may not reach back for its last one.
+        self._claims_whole = setup.is_full and not setup.uses_drafts
+        self._is_lazy = setup.config.store_mode == "lazy"
+        # The last block a draft model wrote may be of tokens that were then refused.
+        step = reach.hit_alignment(groups, hash_block_tokens=blocks.hash_tokens)
+        self.scheduler = Scheduler(
+            Pool(min(shape.num_slots for shape in shapes.values()), num_ready=0),
+            groups,
+            config=setup.config,
+            num_ranks=setup.num_ranks,
+            hash_block_tokens=blocks.hash_tokens,
+            num_device_blocks=blocks.num_blocks,
+            block_bytes=shapes[0].block_bytes,
+            spare_tokens=step if setup.uses_drafts else 0,
+            engine=blocks,
+        )
+        self.reports = Reports(
+            self.scheduler,
+            setup.config,
+            shape=shapes[0],
+            num_ranks=setup.num_ranks,
+            pinned=self.pinned,
+            engine_here=setup.engine_here,
+            has_listeners=setup.has_listeners,
+            hash_tokens=blocks.hash_tokens,
+        )
+        rests = self.scheduler.rests
+        assert rests is not None  # the scheduler was given vLLM's blocks
+        self._rests = rests
+        self._pace = Pace()
+        self._tracked: dict[str, Tracked] = {}
+        self._promises: list[Promise] = []
+        self._times_prefills = False  # and so must look at the next step
+        self._has_settled = False
+        self._settle_at = 0.0
+        self._quiet_orders = StepOrders(computes=True, is_quiet=True)
+        for rank, shape in shapes.items():
+            self.scheduler.note_ready(Rank(rank), shape.ready_slots)
+
+    # -- a request comes ------------------------------------------------------------------------
+
+    def match(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens after ``computed_tokens`` we can load; None to be asked again later."""
+        if getattr(request, "skip_reading_prefix_cache", False):
+            return MISS
+        tracked = self._track(request)
+        tracked.computed_tokens, tracked.claimed_tokens = computed_tokens, 0
+        # One token must be computed, or there is none to sample from. vLLM computes the last token
+        # again where a load brings all of them. That is a step of one token, as in decoding, where
+        # the end of a block would be a prefill; but for what is on the device but for its last
+        # block, waiting for a load is not worth it.
+        most = request.num_tokens - 1
+        if self._claims_whole and computed_tokens + self._least_block <= most:
+            most = request.num_tokens
+        match = tracked.ferried.match(computed_tokens=computed_tokens, max_tokens=most)
+        if match.state is MatchState.WAIT:
+            return None, False
+        if match.state is MatchState.MISS:
+            return MISS
+        tracked.claimed_tokens = match.to_load
+        return match.to_load, True
+
+    def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """vLLM has given the request its blocks: order the load it was promised.
+
+        What vLLM counts on and we cannot bring is told to it by way of the ranks, or the request
+        would wait for ever.
+        """
+        self._pace.disturb()
+        tracked = self._track(request)
+        ferried, claimed = tracked.ferried, tracked.claimed_tokens
+        if ferried.state is State.ANSWERED and not num_external_tokens:
+            return
+        self._pace.look_next()  # or one that comes back with a token to compute counts as not run
+        tracked.claimed_tokens = 0
+        if num_external_tokens != claimed:
+            # Another connector serves the request, or vLLM wants less: change or drop the pins.
+            ferried.match(
+                computed_tokens=tracked.computed_tokens,
+                max_tokens=tracked.computed_tokens + num_external_tokens,
+            )
+        if num_external_tokens:
+            tables = blocks.get_block_ids()
+            told = self.told_blocks(ferried.id, tables[0], num_external_tokens)
+            ordered = ferried.load([table_of(ids) for ids in tables])
+            self.blocks.hold(ordered)
+            transfers = tuple([part.transfer for part in ordered])
+            self._promises.append(Promise(ferried.id, ferried, transfers, told))
+
+    def told_blocks(
+        self, request_id: str, ids: Sequence[int], num_external_tokens: int
+    ) -> tuple[int, ...]:
+        """The first group's blocks that a load is to fill: what vLLM is told if it fails."""
+        tracked, size = self._tracked.get(request_id), self._setup.told_tokens
+        first = tracked.computed_tokens if tracked is not None else 0
+        return tuple(ids[first // size : -(-(first + num_external_tokens) // size)])
+
+    def _track(self, request: Any) -> Tracked:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            chain = RequestKeys(request, self._namespace)
+            ferried = self.scheduler.open(request.request_id, chain)
+            tracked = self._tracked[request.request_id] = Tracked(request, ferried)
+        elif request.num_preemptions != tracked.preemptions:
+            tracked.note_preemption()
+        return tracked
+
+    # -- every step -----------------------------------------------------------------------------
+
+    def orders(self, step: Any) -> StepOrders:
+        """This step's plan. Stores are of what this very step computes: the ranks order them so."""
+        self.blocks.begin_step()
+        if self._pace.skips_quiet(step):
+            return self._quiet_orders
+        if self._pace.may_be_calm(step) and self._is_calm(step):
+            self._let_run(step)
+            return self._quiet_orders
+        plan = self._plan(step)
+        loads = {p.request_id: p.transfers for p in self._promises if p.transfers and p.is_kept}
+        undone = {p.request_id: p.blocks for p in self._promises if not p.transfers}
+        self._promises.clear()
+        epoch = self.scheduler.epoch
+        if self._quiet_orders.epoch != epoch:
+            self._quiet_orders = StepOrders(computes=True, epoch=epoch, is_quiet=True)
+        return StepOrders(plan, loads, undone, step.total_num_scheduled_tokens > 0, epoch=epoch)
+
+    def _is_calm(self, step: Any) -> bool:
+        """Whether all that is new in this step are requests that can be counted later.
+
+        Others may decode; who prefills a long prompt stores it as it goes. Nothing else may be
+        urgent: what is to be sent, whose blocks are held or may soon be gone, who is being timed.
+        """
+        rests, scheduler = self._rests, self.scheduler
+        if self._promises or self._times_prefills or self._is_lazy or scheduler.num_queued:
+            return False
+        if rests.holds_some or (rests and not rests.can_wait):
+            return False
+        num_scheduled, num_others = step.num_scheduled_tokens, step.total_num_scheduled_tokens
+        for data in step.scheduled_new_reqs:
+            num_tokens = num_scheduled.get(data.req_id, 0)
+            tracked = self._tracked.get(data.req_id)
+            if tracked is None or not tracked.ferried.is_owing or num_tokens >= LONG_TOKENS:
+                return False
+            num_others -= num_tokens
+        return bool(num_others == len(num_scheduled) - len(step.scheduled_new_reqs))
+
+    def _let_run(self, step: Any) -> None:
+        """A calm step: note of its new requests what cannot be noted later."""
+        self._pace.skip_calm()
+        for data in step.scheduled_new_reqs:
+            self._tracked[data.req_id].ferried.run()
+        for ferried in self.scheduler.owing:
+            if ferried.state is State.RUNNING:
+                self._time(self._tracked[ferried.id])
+
+    def _plan(self, step: Any) -> Plan:
+        scheduler = self.scheduler
+        if not self._has_settled and (
+            time.monotonic() >= self._settle_at or scheduler.has_released
+        ):
+            self.settle(())
+        self._has_settled = False
+        self.reports.answer()
+        scheduler.count_answered()
+        for request_id in step.preempted_req_ids or ():
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and tracked.request.num_preemptions != tracked.preemptions:
+                tracked.note_preemption()
+        num_quiet = self._store_running(step.num_scheduled_tokens)
+        self._hold(scheduler.store_left(is_idle=not step.num_scheduled_tokens))
+        self._pace.looked(0 if self._rests.holds_some else num_quiet)
+        if self._is_lazy:
+            self._offer(step)
+        return scheduler.plan()
+
+    def _store_running(self, num_scheduled: Mapping[str, int]) -> int:
+        """Order what this step computes; returns how many tokens each may have before the next."""
+        least = LONG_TOKENS if num_scheduled and not self._is_lazy else 0
+        self._times_prefills = False
+        for request_id, num_new in num_scheduled.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is None:
+                continue
+            ferried = tracked.ferried
+            if ferried.state is not State.RUNNING:
+                ferried.run()
+            computed_tokens = tracked.request.num_computed_tokens + num_new
+            if computed_tokens >= ferried.store_due:
+                self._store(ferried, computed_tokens)
+            if not tracked.is_timed:
+                self._time(tracked)
+            if tracked.is_timed:
+                least = min(least, ferried.store_due - computed_tokens - 1)
+            else:
+                self._times_prefills, least = True, 0
+        return least
+
+    def _store(self, ferried: Request, computed_tokens: int) -> None:
+        """Order what a running request has not stored yet."""
+        from_token = ferried.unstored_from(computed_tokens)
+        if from_token is not None:
+            tables = self.blocks.tables(ferried, computed_tokens, from_token)
+            self._hold(ferried.store(tables, computed_tokens))
+
+    def _hold(self, ordered: Sequence[Ordered]) -> None:
+        if ordered:
+            self.blocks.hold(ordered)
+            self.reports.ordered(ordered)
+
+    def _time(self, tracked: Tracked) -> None:
+        """Once for each request that runs, how long its prefill took."""
+        prefill = tracked.time_prefill()
+        if prefill is not None:
+            self.scheduler.note_prefill(*prefill)
+
+    def _offer(self, step: Any) -> None:
+        """With lazy stores: show what vLLM will give away next."""
+        scheduler = self.scheduler
+        scheduler.note_allocated(num_allocated(step))
+        head = self.blocks.queue_head
+        for offer in next_to_go(head, scheduler.offer_depth, self._namespace):
+            self.blocks.hold(scheduler.offer(*offer))
+
+    # -- receipts -------------------------------------------------------------------------------
+
+    def hear(self, receipts: Sequence[Receipt], stale: Sequence[int]) -> None:
+        """The ranks' answers of one step; ``stale`` epochs do not fit the model's weights."""
+        self._pace.disturb()
+        self.settle(receipts)
+        self._has_settled = True
+        if self.scheduler.epoch in stale:
+            log.warning("The model's weights have changed: kvferry forgets what it has stored.")
+            self.reset()
+
+    def note_ready(self, ready: Iterable[tuple[Rank, int]]) -> None:
+        """Host memory grows while requests already run."""
+        for rank, num_slots in ready:
+            self.scheduler.note_ready(rank, num_slots)
+
+    def settle(self, receipts: Sequence[Receipt]) -> None:
+        self._settle_at = time.monotonic() + _SETTLE_SECONDS
+        settled = self.scheduler.settle(receipts)
+        self.blocks.drop(settled.released)
+        if settled.landed:
+            self.reports.landed()
+        for failure in settled.failed:
+            log.warning(
+                "request %s computes %d tokens it hoped to load, once no rank can write its "
+                "blocks any more: %s",
+                failure.request.id,
+                failure.num_tokens,
+                failure.reason,
+            )
+
+    # -- a request goes -------------------------------------------------------------------------
+
+    def finished(self, request: Any) -> None:
+        """Done or aborted. What it computed and nobody stored yet is stored late; nobody waits.
+
+        (A window's blocks are soon no longer its: those are stored at once.)
+        """
+        self._pace.disturb()
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is not None:
+            self.blocks.hold(tracked.ferried.leave(request.num_computed_tokens))
+
+    def reset(self) -> None:
+        """Forget everything: the cache was reset, or the weights have changed."""
+        self.scheduler.reset()
+        self._pace.look_next()  # the ranks must hear of the epoch
+
+    @property
+    def unkept(self) -> dict[str, tuple[int, ...]]:
+        """Loads vLLM waits for and no rank was told of, with the blocks they were meant for."""
+        return {promise.request_id: promise.blocks for promise in self._promises}
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the engine should keep stepping, so that copies under way can be told."""
+        return bool(self._rests or self.scheduler.num_queued or self.scheduler.num_awaited)
+
+    @property
+    def frees_soon(self) -> bool:
+        """Whether waiting for copies under way would give vLLM a block: cheaper than preempting."""
+        self._rests.is_wanted = bool(self._rests)
+        is_on_its_way = bool(self._rests) or self.scheduler.num_awaited > 0
+        return is_on_its_way and self.blocks.keeps_free_blocks
+
+    def take_stats(self) -> dict[str, float] | None:
+        """What was counted since the last call, if it is time to tell and there is something."""
+        if self._pace.is_quiet:
+            return None
+        will_rest = not self._tracked and not self.has_work  # then for long there is no other step
+        if not (will_rest or self.reports.is_due):
+            return None
+        return self.reports.take_stats(num_held=self.blocks.num_held)
+
+    def close(self) -> None:
+        """Each part though another cannot: vLLM is on its way out and shall get there."""
+        for part in (self.reports, self.scheduler):
+            try:
+                part.close()
+            except Exception:
+                log.exception("kvferry did not close its %s", type(part).__name__)
