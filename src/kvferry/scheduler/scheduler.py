@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from kvferry import reach
+from kvferry.answers import DeviceBlocks
 from kvferry.config import Config
 from kvferry.errors import ClosedError, InputError
 from kvferry.keys import KeyChain, Keys
@@ -301,10 +302,11 @@ class Scheduler:
         """Those of them whose time is not up."""
         return sum(1 for _ in self._flights.transfers())
 
-    @property
-    def has_released(self) -> bool:
-        """Whether the next ``settle`` gives device blocks back, receipts or not."""
-        return bool(self._parts.released)
+    def take_released(self) -> tuple[DeviceBlocks, ...]:
+        """Device blocks that no transfer touches any more, for those who cannot wait for settle."""
+        released = tuple(self._parts.released)
+        self._parts.released.clear()
+        return released
 
     @property
     def num_queued(self) -> int:

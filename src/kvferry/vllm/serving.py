@@ -226,9 +226,7 @@ class Serving:
 
     def _plan(self, step: Any) -> Plan:
         scheduler = self.scheduler
-        if not self._has_settled and (
-            time.monotonic() >= self._settle_at or scheduler.has_released
-        ):
+        if not self._has_settled and time.monotonic() >= self._settle_at:
             self.settle(())
         self._has_settled = False
         self.reports.answer()
@@ -239,6 +237,7 @@ class Serving:
                 tracked.note_preemption()
         num_quiet = self._store_running(step.num_scheduled_tokens)
         self._hold(scheduler.store_left(is_idle=not step.num_scheduled_tokens))
+        self.blocks.drop(scheduler.take_released())
         self._pace.looked(0 if self._rests.holds_some else num_quiet)
         if self._is_lazy:
             self._offer(step)

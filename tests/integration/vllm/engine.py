@@ -139,7 +139,7 @@ class Engine:
 
     @property
     def stats(self) -> SchedulerStats:
-        stats: SchedulerStats = self.side.scheduler.stats()
+        stats: SchedulerStats = self.side.serving.scheduler.stats()
         return stats
 
     @property
@@ -152,11 +152,10 @@ class Engine:
         self.settle()
         side, pool = self.side, self.scheduler.kv_cache_manager.block_pool
         assert side.guard.reason == ""
-        assert side.holds.num_held == 0
-        assert not side._tracked
-        assert not side._loading
-        side.scheduler.check_integrity()
-        assert side.scheduler.pool.num_leases == 0
+        assert side.serving.blocks.num_held == 0
+        assert not side.serving._tracked
+        side.serving.scheduler.check_integrity()
+        assert side.serving.scheduler.pool.num_leases == 0
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # block 0 is nobody's
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from kvferry.types import Rank
 from kvferry.vllm.messages import StepOrders
 from kvferry.vllm.ranks import Place
 from kvferry.vllm.scheduler_side import SchedulerSide
+from kvferry.vllm.setup import Setup
 from kvferry.vllm.translate import support_of
 from kvferry.vllm.worker_side import WorkerSide
 
@@ -70,7 +71,7 @@ class Sides:
         ]
         self.pool = BlockPool(NUM_BLOCKS, enable_caching=True, hash_block_size=BLOCK_TOKENS)
         self.tables: dict[str, list[int]] = {}
-        self.side = SchedulerSide(self.config, caches, configs[0], support)
+        self.side = SchedulerSide(Setup.of(self.config, caches, configs[0], support))
         self.side.bind_manager(
             SimpleNamespace(block_pool=self.pool, get_block_ids=lambda name: (self.tables[name],))
         )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.integration.vllm.sides import BLOCK_TOKENS, Sides, request_of
 
-from kvferry.vllm import service
+from kvferry.scheduler import rests
 
 PROMPT = 4 * BLOCK_TOKENS + 1
 
@@ -17,7 +17,7 @@ PROMPT = 4 * BLOCK_TOKENS + 1
 @pytest.fixture(autouse=True)
 def stores_as_in_service(monkeypatch):
     """Other tests here store more often, to have more to look at."""
-    monkeypatch.setattr(service, "_STORE_TOKENS", 4096)
+    monkeypatch.setattr(rests, "STORE_TOKENS", 4096)
 
 
 @pytest.fixture
@@ -84,7 +84,8 @@ def is_stored(sides: Sides, tag: int) -> bool:
 
 
 def is_told(sides, name):
-    return name in sides.side.scheduler._requests.ids()
+    requests = sides.side.serving.scheduler.requests
+    return any(request.id == name and not request.is_owing for request in requests)
 
 
 def test_a_miss_is_told_in_a_step_that_only_decodes(sides):
@@ -92,13 +93,13 @@ def test_a_miss_is_told_in_a_step_that_only_decodes(sides):
     orders = sides.orders({"a": PROMPT}, new=["a"])
     assert orders.is_quiet
     assert not is_told(sides, "a")
-    assert sides.side.scheduler.stats().queries == 0
+    assert sides.side.serving.scheduler.stats().queries == 0
     request.num_computed_tokens, request.num_output_tokens = PROMPT, 1
     assert not sides.orders({"a": 1}).is_quiet
     assert is_told(sides, "a")
-    assert sides.side.scheduler.stats().queries == 1
-    assert sides.side.scheduler.explain("a").reason.value == "never_stored"
-    assert sides.side.scheduler.stats().prefill_rate > 0, "its prefill was timed all the same"
+    assert sides.side.serving.scheduler.stats().queries == 1
+    assert sides.side.serving.scheduler.explain("a").reason.value == "never_stored"
+    assert sides.side.serving.scheduler.stats().prefill_rate > 0, "its prefill was timed all the same"
 
 
 def test_one_that_ends_before_it_is_told_is_stored(sides):
@@ -169,7 +170,7 @@ def test_a_preemption_is_heard_of(sides):
     request.num_preemptions, request.num_computed_tokens = 1, 0
     come(sides, "b", 2)
     assert not sides.orders({"b": PROMPT}, new=["b"], preempted=["a"]).is_quiet
-    assert sides.side._tracked["a"].preemptions == 1
+    assert sides.side.serving._tracked["a"].preemptions == 1
 
 
 def test_one_asked_about_again_is_told_first(sides):
@@ -178,8 +179,8 @@ def test_one_asked_about_again_is_told_first(sides):
     assert not is_told(sides, "a")
     assert sides.side.match(request, 0) == (0, False)
     assert is_told(sides, "a")
-    assert not sides.side._untold
-    assert sides.side.scheduler.stats().queries == 1
+    assert not sides.side.serving.scheduler.owing
+    assert sides.side.serving.scheduler.stats().queries == 1
 
 
 def test_what_another_left_is_gone_on_with(sides):
@@ -187,15 +188,15 @@ def test_what_another_left_is_gone_on_with(sides):
     first = come(sides, "first", 1)
     compute(sides, first)
     end(sides, first)
-    assert len(sides.side.leftovers) == 1
+    assert len(sides.side.serving.scheduler.rests) == 1
     second = request_of("second", hashes_of(1) + hashes_of(2))
     assert sides.side.match(second, 4 * BLOCK_TOKENS) == (0, False)
     sides.side.allocated(second, sides.allocate("second", 9), 0)
     step(sides, {"second": 4 * BLOCK_TOKENS + 1}, new=["second"])
     second.num_computed_tokens, second.num_output_tokens = 8 * BLOCK_TOKENS + 1, 1
-    assert len(sides.side.leftovers) == 1, "not told yet"
+    assert len(sides.side.serving.scheduler.rests) == 1, "not told yet"
     step(sides, {"second": 1})
-    assert len(sides.side.leftovers) == 0
+    assert len(sides.side.serving.scheduler.rests) == 0
 
 
 def test_a_name_that_left_something_may_come_again(sides):
@@ -235,9 +236,9 @@ def test_a_load_that_cannot_be_is_not_kept_from_the_ranks(sides):
 def test_blocks_that_are_held_are_not_held_longer(sides, monkeypatch):
     request = come(sides, "a", 1)
     compute(sides, request)
-    monkeypatch.setattr(type(sides.side.holds), "evicts", True)
+    monkeypatch.setattr(type(sides.side.serving.blocks), "evicts", True)
     end(sides, request)
-    assert sides.side.holds.num_held == 4
+    assert sides.side.serving.blocks.num_held == 4
     come(sides, "b", 2)
     assert not sides.orders({"b": PROMPT}, new=["b"]).is_quiet
 
@@ -267,7 +268,7 @@ def test_what_waits_is_stored_before_vllm_gives_its_blocks_away(sides):
     for _ in crowd(sides, range(3), running):
         pass
     step(sides, dict.fromkeys(running, 1))
-    assert len(sides.side.leftovers) == 1
+    assert len(sides.side.serving.scheduler.rests) == 1
     for _ in crowd(sides, range(3, 6), running):
         pass
     step(sides, dict.fromkeys(running, 1))
@@ -306,10 +307,10 @@ def test_a_prefill_is_timed_to_the_step_after_its_first_token(sides, monkeypatch
     monkeypatch.setattr("kvferry.vllm.tracked.time.monotonic", lambda: now[0])
     samples = []
     monkeypatch.setattr(
-        sides.side.scheduler, "note_prefill", lambda _, seconds: samples.append(seconds)
+        sides.side.serving.scheduler, "note_prefill", lambda _, seconds: samples.append(seconds)
     )
     if is_told_at_once:
-        sides.side._num_calm = 0
+        sides.side.serving._pace.look_next()
     running: list[str] = []
     for _ in crowd(sides, range(4), running):
         now[0] += 0.01
@@ -324,5 +325,5 @@ def test_what_was_asked_is_what_counts(sides):
     request.block_hashes += hashes_of(2, 1)
     request.num_tokens = request.num_computed_tokens = 5 * BLOCK_TOKENS + 1
     step(sides, {"a": 1})
-    assert sides.side.scheduler.explain("a").asked_tokens == 4 * BLOCK_TOKENS
-    assert sides.side.scheduler.stats().asked_tokens == 4 * BLOCK_TOKENS
+    assert sides.side.serving.scheduler.explain("a").asked_tokens == 4 * BLOCK_TOKENS
+    assert sides.side.serving.scheduler.stats().asked_tokens == 4 * BLOCK_TOKENS

@@ -106,8 +106,8 @@ def test_one_of_several_connectors(start, expect, llama, monkeypatch):
     engine.settle()
     for side in (first, second):
         assert side.guard.reason == ""
-        assert side.holds.num_held == 0
-        assert side.scheduler.pool.num_leases == 0
+        assert side.serving.blocks.num_held == 0
+        assert side.serving.scheduler.pool.num_leases == 0
 
 
 def test_more_groups_than_vllm_can_recover_leave_kvferry_idle(start, expect, gemma, monkeypatch):

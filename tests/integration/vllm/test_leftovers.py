@@ -67,7 +67,7 @@ def is_stored(sides: Sides, hashes: list[bytes]) -> bool:
 
 
 def evict(monkeypatch: pytest.MonkeyPatch, sides: Sides) -> None:
-    monkeypatch.setattr(type(sides.side.holds), "evicts", True)
+    monkeypatch.setattr(type(sides.side.serving.blocks), "evicts", True)
 
 
 def test_a_device_without_a_free_block_loses_nothing(make):
@@ -114,7 +114,7 @@ def test_a_bound_below_one_block_lets_nobody_wait_for_ever(make, monkeypatch, he
         step(sides)
     assert not sides.side.has_work
     assert not sides.side.frees_soon()
-    assert sides.side.holds.num_held == 0
+    assert sides.side.serving.blocks.num_held == 0
 
 
 def test_blocks_that_vllm_wants_do_not_wait_through_the_quiet(make, monkeypatch):
@@ -123,12 +123,12 @@ def test_blocks_that_vllm_wants_do_not_wait_through_the_quiet(make, monkeypatch)
     sides.orders({"o": 1})
     other.num_computed_tokens += 1
     evict(monkeypatch, sides)
-    sides.side._tracked["o"].next_store = 512
+    sides.side.serving._tracked["o"].ferried.store_due = 512
     end(sides, ended)
     sides.orders({"o": 1})
     time.sleep(0.05)
     num_steps = 0
-    while sides.side.holds.num_held:
+    while sides.side.serving.blocks.num_held:
         assert sides.side.frees_soon()
         step(sides, {"o": 1})
         num_steps += 1
@@ -160,8 +160,8 @@ def test_what_is_wholly_on_its_way_is_left_no_longer(make, monkeypatch):
     evict(monkeypatch, sides)
     end(sides, request)
     sides.orders()
-    assert len(sides.side.leftovers) == 0
-    assert sides.side.holds.num_held == 4
+    assert len(sides.side.serving.scheduler.rests) == 0
+    assert sides.side.serving.blocks.num_held == 4
 
 
 def test_what_fits_no_bound_yet_is_stored_later(make):
@@ -177,9 +177,9 @@ def test_what_fits_no_bound_yet_is_stored_later(make):
 def test_what_is_left_from_before_a_reset_is_gone_with_it(make):
     sides = make()
     end(sides, compute(sides, "a", hashes_of(1)))
-    assert sides.side.leftovers
+    assert sides.side.serving.scheduler.rests
     sides.side.reset()
-    assert not sides.side.leftovers
-    assert sides.side.holds.num_held == 0
+    assert not sides.side.serving.scheduler.rests
+    assert sides.side.serving.blocks.num_held == 0
     step(sides)
     assert not is_stored(sides, hashes_of(1))

@@ -57,7 +57,7 @@ def test_a_request_aborted_while_its_blocks_are_stored(start, expect, llama, mon
     names = [engine.add(prompt) for prompt in prompts]
     for _ in range(3):
         engine.step()
-    assert engine.side.holds.num_held > 0
+    assert engine.side.serving.blocks.num_held > 0
     engine.abort(names[0])
     assert engine.run()[names[1]] == expected[1]
     assert not engine.llm.reset_prefix_cache(), "stores in flight must keep their blocks"
@@ -109,7 +109,7 @@ def test_a_conversation_that_goes_on_is_stored_once(start, expect, llama):
     (answer,) = engine.generate([first])
     second = first + answer + more
     (next_answer,) = engine.generate([second])
-    assert len(engine.side.leftovers) == 1, "the second turn has what the first one left"
+    assert len(engine.side.serving.scheduler.rests) == 1, "the second turn has what the first one left"
     assert engine.stats.landed == 0
     engine.settle()
     assert engine.stats.landed == 1
@@ -135,9 +135,9 @@ def test_nobody_is_preempted_for_blocks_that_a_store_gives_back(start, expect, l
     preempted = engine.note_preemptions(monkeypatch)
     tampers[0].holds_receipts = True
     engine.generate([first], max_tokens=1)
-    while engine.side.leftovers:
+    while engine.side.serving.scheduler.rests:
         engine.step()
-    assert engine.side.holds.num_held == 6  # of 14, and the next needs 7, then 9
+    assert engine.side.serving.blocks.num_held == 6  # of 14, and the next needs 7, then 9
     name = engine.add(second, 60)
     for _ in range(80):
         assert not engine.step()
@@ -166,7 +166,7 @@ def test_a_mistake_of_ours_never_stops_the_engine(start, expect, llama, monkeypa
     assert engine.generate(prompts) == expected
     for _ in range(5):
         engine.generate([[1, 2, 3]])
-    assert engine.side.holds.num_held == 0
+    assert engine.side.serving.blocks.num_held == 0
     assert engine.llm.reset_prefix_cache()
     assert engine.generate(prompts) == expected
 

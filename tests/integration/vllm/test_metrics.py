@@ -27,7 +27,8 @@ from kvferry.stats import SIZE_BOUNDS, TIME_BOUNDS, SchedulerStats, TrafficCount
 from kvferry.stats import Histogram as OurHistogram
 from kvferry.types import Receipt
 from kvferry.vllm import ranks, worker_side
-from kvferry.vllm.metrics import EXPORTED, PREFIX, FerryMetrics, FerryStats, figures, values_of
+from kvferry.vllm.figures import EXPORTED, Figures, add, between, figures, values_of
+from kvferry.vllm.metrics import PREFIX, FerryMetrics
 from kvferry.watch.scrape import explain
 
 FERRY = {"host": "64MiB", "load_policy": "always", "load_deadline": "5min"}
@@ -70,9 +71,9 @@ class Exported:
 
     def tell(self, snapshot: Snapshot, engine: int = 0) -> None:
         now = figures(snapshot)
-        interval = FerryStats.between(self._before.get(engine, {}), now)
+        interval = between(self._before.get(engine, {}), now)
         self._before[engine] = now
-        self.metrics.observe(interval.data, engine)
+        self.metrics.observe(interval, engine)
 
     def values(self, engine: int = 0) -> dict[Any, float]:
         return {
@@ -124,25 +125,25 @@ def test_both_endpoints_say_the_same(start, llama):
 
 def test_one_interval_after_another_adds_up_to_all_of_them(start, llama, monkeypatch):
     engine = start(llama, ferry=FERRY)
-    sight, told = engine.side.sight, []
-    monkeypatch.setattr("kvferry.vllm.sight._STATS_SECONDS", 0.0)
-    real = sight.take_stats
+    reports, told = engine.side.serving.reports, []
+    monkeypatch.setattr("kvferry.vllm.reports._STATS_SECONDS", 0.0)
+    real = reports.take_stats
 
-    def take_stats(**now: Any) -> FerryStats | None:
+    def take_stats(**now: Any) -> Figures | None:
         told.append(real(**now))
         return told[-1]
 
-    monkeypatch.setattr(sight, "take_stats", take_stats)
+    monkeypatch.setattr(reports, "take_stats", take_stats)
     for seed in range(3):
         engine.generate(make_prompts(seed, 300, 150))
         engine.settle()
     take_stats(num_held=0)
-    total = FerryStats()
+    total: Figures = {}
     for interval in filter(None, told):
-        total.aggregate(interval)
+        add(total, interval)
     assert len(told) > 3
-    expected = figures(Snapshot(engine.stats, installed_version(), sight._slot_bytes, 0, 0))
-    assert total.data == pytest.approx(expected)
+    expected = figures(Snapshot(engine.stats, installed_version(), reports._slot_bytes, 0, 0))
+    assert total == pytest.approx(expected)
 
 
 def test_the_planners_reason_reaches_whoever_explains(start, llama, monkeypatch):

@@ -155,8 +155,9 @@ class World:
         if not preempted or self.rng.random() < 0.3:
             new = self.schedule_waiting(scheduled)
         orders = self.sides.orders(scheduled, new=new, preempted=sorted(preempted))
-        assert self.sides.side.scheduler is not None
-        assert orders.epoch == self.sides.side.scheduler.epoch, "the ranks do not hear of an epoch"
+        assert self.sides.side.serving is not None
+        epoch = self.sides.side.serving.scheduler.epoch
+        assert orders.epoch == epoch, "the ranks do not hear of an epoch"
         self.num_calm += orders.is_quiet and bool(new)
         self.pending.append([self.compute(self.lives[name], n) for name, n in scheduled.items()])
         self.sides.run(orders)
@@ -290,18 +291,21 @@ class World:
     def check(self) -> None:
         side = self.sides.side
         assert not side.guard.broken, side.guard.reason
-        assert set(side._untold) <= set(side._tracked) <= set(self.lives), "a request is leaked"
+        serving = side.serving
+        assert serving is not None
+        owing = {request.id for request in serving.scheduler.owing}
+        assert owing <= set(serving._tracked) <= set(self.lives), "a request is leaked"
 
     def check_end(self) -> None:
         side = self.sides.side
         self.check()
-        assert side.scheduler is not None
-        assert side.holds is not None
-        assert not side.scheduler._requests.ids()
-        assert side.holds.num_held == 0
+        assert side.serving is not None
+        scheduler = side.serving.scheduler
+        assert not scheduler.requests
+        assert side.serving.blocks.num_held == 0
         assert self.pool.get_num_free_blocks() == NUM_BLOCKS - 1
-        assert side.scheduler.pool.num_leases == 0
-        side.scheduler.check_integrity()
+        assert scheduler.pool.num_leases == 0
+        scheduler.check_integrity()
 
 
 @contextmanager
@@ -336,7 +340,7 @@ def live(world: World, num_steps: int) -> None:
 
 @pytest.mark.parametrize("ahead", [0, 1], ids=["in turn", "ahead"])
 def test_no_wrong_byte_and_nothing_left(monkeypatch, ahead):
-    monkeypatch.setattr("kvferry.vllm.service._STORE_TOKENS", 4096)
+    monkeypatch.setattr("kvferry.scheduler.rests.STORE_TOKENS", 4096)
     num_compared = num_calm = 0
     for seed in range(40):
         with world(seed, ahead) as one:

@@ -59,9 +59,9 @@ def test_a_block_is_stored_when_every_stage_has_it(make):
     wanted = [{n: t[sides.tables["writer"][:4]].clone() for n, t in kv.items()} for kv in sides.kv]
     sides.answer(0)
     assert sides.side.match(request_of("early", HASHES), 0) == (0, False)
-    assert sides.side.holds.num_held == 4
+    assert sides.side.serving.blocks.num_held == 4
     sides.answer(1)
-    assert sides.side.holds.num_held == 0
+    assert sides.side.serving.blocks.num_held == 0
     places, orders = load(sides)
     for tensors in sides.kv:
         for tensor in tensors.values():
@@ -131,10 +131,10 @@ def test_what_ended_is_held_until_there_is_a_moment_for_it(make, monkeypatch):
     request.num_computed_tokens = 4 * BLOCK_TOKENS + 1
     places = sides.tables["writer"][:4]
     wanted = tensor[places].clone()
-    monkeypatch.setattr(type(sides.side.holds), "evicts", True)  # then nothing may wait unheld
+    monkeypatch.setattr(type(sides.side.serving.blocks), "evicts", True)  # then nothing may wait unheld
     sides.side.finished(request)
     assert sides.side.has_work
-    assert sides.side.holds.num_held == 4
+    assert sides.side.serving.blocks.num_held == 4
     sides.pool.free_blocks([sides.pool.blocks[number] for number in sides.tables.pop("writer")])
     first = sides.orders({"other": 1})
     others = sides.pool.get_new_blocks(sides.pool.get_num_free_blocks())
@@ -145,7 +145,7 @@ def test_what_ended_is_held_until_there_is_a_moment_for_it(make, monkeypatch):
     assert second.plan.transfers[0].src_slots.tolist() == places
     sides.run(second)
     sides.answer(0)
-    assert sides.side.holds.num_held == 0
+    assert sides.side.serving.blocks.num_held == 0
     sides.pool.free_blocks(others)
     back, orders = load(sides)
     sides.run(orders)
@@ -157,39 +157,41 @@ def test_what_ended_is_held_until_there_is_a_moment_for_it(make, monkeypatch):
 def test_stages_agree_on_the_slots_the_smallest_has(make):
     sides = make(host=["1MiB", "64KiB"])
     assert sides.ranks[0].shape.num_slots > sides.ranks[1].shape.num_slots
-    assert sides.side.scheduler.pool.num_slots == sides.ranks[1].shape.num_slots
+    assert sides.side.serving.scheduler.pool.num_slots == sides.ranks[1].shape.num_slots
 
 
 def test_blocks_are_given_back_when_every_rank_has_drained(make):
     """A rank that says nothing is not in the sum: the others do not speak for it."""
     sides = make()
     store(sides)
-    sides.side.guard.trip("test", RuntimeError("a mistake"))
-    held = sides.side.holds.num_held
+    blocks = sides.side.serving.blocks
+    sides.side._trip("test", RuntimeError("a mistake"))
+    held = blocks.num_held
     assert held == 4
     orders = sides.orders()
     assert orders.drain
     for rank in sides.ranks:
         rank.begin(orders)
     sides.answer(0)
-    assert sides.side.holds.num_held == held
+    assert blocks.num_held == held
     sides.answer(1)
-    assert sides.side.holds.num_held == 0
+    assert blocks.num_held == 0
 
 
 def test_a_rank_that_gave_up_is_not_one_that_was_asked_to_drain(make):
     sides = make()
     store(sides)
     sides.ranks[0]._give_up(sides.orders())
-    sides.side.guard.trip("test", RuntimeError("a mistake"))
+    blocks = sides.side.serving.blocks
+    sides.side._trip("test", RuntimeError("a mistake"))
     sides.answer(0, 1)
-    assert sides.side.holds.num_held == 4
+    assert blocks.num_held == 4
 
 
 def test_a_pool_that_takes_nothing_back_stops_nobody(make, monkeypatch):
     sides = make()
     store(sides)
-    sides.side.guard.trip("test", RuntimeError("a mistake"))
+    sides.side._trip("test", RuntimeError("a mistake"))
 
     def refuse(blocks):
         raise RuntimeError("not mine")
@@ -205,9 +207,9 @@ def test_one_part_that_does_not_close_leaves_no_other_open(make, monkeypatch):
     def refuse():
         raise RuntimeError("busy")
 
-    monkeypatch.setattr(sides.side.sight, "close", refuse)
+    monkeypatch.setattr(sides.side.serving.reports, "close", refuse)
     sides.side.close()
-    assert sides.side.scheduler._closed
+    assert sides.side.serving.scheduler._closed
 
 
 def compute(sides: Any, name: str, hashes: list[bytes], **more: Any) -> Any:
@@ -217,12 +219,12 @@ def compute(sides: Any, name: str, hashes: list[bytes], **more: Any) -> Any:
         setattr(request, key, value)
     sides.side.match(request, 0)
     sides.side.allocated(request, sides.allocate(name, len(hashes) + 1), 0)
-    held = sides.side.holds.num_held
+    held = sides.side.serving.blocks.num_held
     for num_tokens in (5, len(hashes) * BLOCK_TOKENS - 4):
         sides.run(sides.orders({name: num_tokens}))
         request.num_computed_tokens += num_tokens
     sides.cache(request)
-    assert sides.side.holds.num_held == held
+    assert sides.side.serving.blocks.num_held == held
     return request
 
 
@@ -239,7 +241,7 @@ def test_a_name_used_again_at_once_is_another_request(make):
     sides.run(orders)
     assert sides.answer(0).finished_recving == {"again"}
     sides.run(sides.orders())
-    assert sides.side.holds.num_held == 0
+    assert sides.side.serving.blocks.num_held == 0
     assert sides.side.match(request_of("longer", longer), 0) == (5 * BLOCK_TOKENS, True)
 
 
@@ -251,10 +253,10 @@ def test_a_step_without_requests_is_no_quiet_one(make):
     for _ in range(3):
         sides.run(sides.orders({"writer": 1}))
         request.num_computed_tokens += 1
-    assert sides.orders({"writer": 1}) is sides.side._quiet_orders
+    assert sides.orders({"writer": 1}) is sides.side.serving._quiet_orders
     sides.side.finished(request)
     assert not sides.orders({"other": 1}).plan.transfers
-    assert sides.orders({"other": 1}) is sides.side._quiet_orders
+    assert sides.orders({"other": 1}) is sides.side.serving._quiet_orders
     orders = sides.orders()
     assert not orders.computes
     assert orders.plan.transfers[0].src_slots.tolist() == sides.tables["writer"][:4]
@@ -268,7 +270,7 @@ def test_what_is_gone_from_the_device_by_then_is_not_stored(make):
     assert sides.side.has_work
     assert not sides.orders().plan.transfers
     assert not sides.side.has_work
-    assert sides.side.holds.num_held == 0
+    assert sides.side.serving.blocks.num_held == 0
     assert sides.side.guard.reason == ""
 
 
@@ -285,7 +287,7 @@ def test_what_was_computed_before_a_reset_is_not_stored(make, reads, ends_first)
         sides.side.finished(request)
     for _ in range(2):
         assert not sides.orders().plan.transfers
-    assert sides.side.holds.num_held == 0
+    assert sides.side.serving.blocks.num_held == 0
 
 
 def test_a_copy_that_never_ends_is_not_waited_for_again_and_again(make):
@@ -296,14 +298,14 @@ def test_a_copy_that_never_ends_is_not_waited_for_again_and_again(make):
     sides.orders(), sides.orders()
     assert sides.side.has_work
     assert sides.side.frees_soon()
-    for flight in sides.side.scheduler._flights._flying.values():
+    for flight in sides.side.serving.scheduler._flights._flying.values():
         flight.deadline = 0.0
-    sides.side._settle(())
+    sides.side.serving.settle(())
     sides.side.finished(compute(sides, "other", [bytes([n]) * 32 for n in range(20, 24)]))
     for _ in range(2):
         sides.run(sides.orders())
     assert sides.side.has_work
     sides.answer(0)
-    assert sides.side.holds.num_held == 4
+    assert sides.side.serving.blocks.num_held == 4
     assert not sides.side.has_work
     assert not sides.side.frees_soon()

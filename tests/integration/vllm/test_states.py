@@ -55,7 +55,7 @@ def test_a_wrong_state_changes_the_output(start, granite_hits, monkeypatch):
     prompts = make_prompts(103, 300, 200)
     with tampering(monkeypatch, zeroes=lambda transfer: transfer.group == 0) as _:
         engine = start(granite_hits, ferry=FERRY)
-    assert type(engine.side.scheduler.groups[0]).__name__ == "RecurrentState"
+    assert type(engine.side.serving.scheduler.groups[0]).__name__ == "RecurrentState"
     expected = engine.generate(prompts)
     engine.forget_device()
     wrong = engine.generate(prompts)
