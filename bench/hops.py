@@ -1,0 +1,358 @@
+"""How many calls, and how many changes of module, a block's way through kvferry takes.
+
+Traced call by call, with a profile function that counts every Python function of kvferry that is
+entered, and every time the next one is in another file. Calls are what this code can be judged by
+on any machine: they do not depend on what else runs there. Two ways in are traced: the library, and
+both sides of the vLLM connector with stand-ins for vLLM's requests and block pool (vLLM itself is
+not needed).
+
+``before`` is what the same lines took at commit 839a5bc, when a request was spread over a dozen
+maps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+import kvferry
+from kvferry.config import Config
+from kvferry.types import FIRST_RANK
+
+SOURCE = str(Path(kvferry.__file__).parent)
+BLOCK_TOKENS = 16
+NUM_BLOCKS = 64
+BLOCKS = 32
+
+
+@dataclass
+class Trace:
+    """What was entered so far. Owns only counts."""
+
+    calls: int = 0
+    changes: int = 0
+    modules: set[str] = field(default_factory=set)
+    by_function: Counter[str] = field(default_factory=Counter)
+    _last: str = ""
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+        name = frame.f_code.co_filename
+        if event != "call" or not name.startswith(SOURCE):
+            return
+        self.calls += 1
+        self.changes += name != self._last
+        self._last = name
+        self.modules.add(name)
+        self.by_function[f"{name[len(SOURCE) + 1 :]}:{frame.f_code.co_name}"] += 1
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Count while this lasts."""
+        sys.setprofile(self)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+
+Traces = dict[str, Trace]
+
+
+def settle_down(is_done: Callable[[], bool]) -> None:
+    """Copies run on threads of their own: let them end before anybody looks."""
+    end = time.monotonic() + 10
+    while not is_done() and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(0.05)
+
+
+def through_the_library() -> Traces:
+    kv = [np.zeros((NUM_BLOCKS, 64), dtype=np.uint8) for _ in range(4)]
+    traces: Traces = {"library: store": Trace(), "library: match": Trace(), "library: load": Trace()}
+    store, match, load = traces.values()
+    config = Config(block_tokens=BLOCK_TOKENS, host=1 << 20, load_policy="always")
+    with kvferry.attach(kv, model="m", config=config) as ferry:
+        blocks = list(range(BLOCKS))
+        other = ferry.keys(np.arange(BLOCKS * BLOCK_TOKENS) + 7)
+        ferry.wait(ferry.store(other, blocks))  # what is made at the first call is not a step
+        ferry.wait(ferry.load(ferry.match(other), blocks))
+        keys = ferry.keys(np.arange(BLOCKS * BLOCK_TOKENS))
+        with store.on():
+            ferry.store(keys, blocks)
+        settle_down(lambda: not ferry._rank.engine._done.empty())
+        with store.on():
+            ferry.poll()
+        with load.on(), match_too(load, match):
+            hit = ferry.match(keys)
+        with load.on():
+            ferry.load(hit, blocks)
+        settle_down(lambda: not ferry._rank.engine._done.empty())
+        with load.on():
+            ferry.poll()
+    return traces
+
+
+@contextmanager
+def match_too(whole: Trace, part: Trace) -> Iterator[None]:
+    """A part of a line that is a line of its own."""
+    before = (whole.calls, whole.changes, set(whole.modules), Counter(whole.by_function))
+    whole.modules = set()
+    yield
+    part.calls = whole.calls - before[0]
+    part.changes = whole.changes - before[1]
+    part.modules = set(whole.modules)
+    part.by_function = whole.by_function - before[3]
+    whole.modules |= before[2]
+
+
+class Block:
+    """One of vLLM's, as far as kvferry looks."""
+
+    def __init__(self, number: int) -> None:
+        self.block_id = number
+        self.ref_cnt = 0
+        self.block_hash: bytes | None = None
+        self.next_free_block: Any = None
+        self.is_null = False
+
+
+class BlockPool:
+    """As vLLM's, as far as kvferry asks it: free blocks in a queue, cached ones by hash."""
+
+    hash_block_size = BLOCK_TOKENS
+    num_gpu_blocks = NUM_BLOCKS
+
+    def __init__(self) -> None:
+        self.blocks = [Block(number) for number in range(NUM_BLOCKS)]
+        for block, follower in zip(self.blocks[:-1], self.blocks[1:], strict=True):
+            block.next_free_block = follower
+        self.free_block_queue = SimpleNamespace(
+            fake_free_list_head=SimpleNamespace(next_free_block=self.blocks[0])
+        )
+        self.cached: dict[bytes, Block] = {}
+
+    def get_num_free_blocks(self) -> int:
+        return sum(not block.ref_cnt for block in self.blocks)
+
+    def touch(self, blocks: list[Block]) -> None:
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks: list[Block]) -> None:
+        for block in blocks:
+            block.ref_cnt -= 1
+
+    def get_cached_block(self, name: bytes, groups: list[int]) -> list[Block] | None:
+        return [self.cached[name]] if name in self.cached else None
+
+
+SPEC = type("FullAttentionSpec", (SimpleNamespace,), {})(block_size=BLOCK_TOKENS)
+
+
+def vllm_request(name: str, seed: int, num_blocks: int) -> Any:
+    hashes = [bytes(np.random.default_rng((seed, at)).bytes(32)) for at in range(num_blocks)]
+    tokens = num_blocks * BLOCK_TOKENS + 1
+    return SimpleNamespace(
+        request_id=name,
+        block_hashes=hashes,
+        num_preemptions=0,
+        num_tokens=tokens,
+        num_prompt_tokens=tokens,
+        num_computed_tokens=0,
+        num_output_tokens=0,
+    )
+
+
+class Server:
+    """Both sides of the connector and one rank, stepped by hand as vLLM would."""
+
+    def __init__(self) -> None:
+        from kvferry.vllm.ranks import Place
+        from kvferry.vllm.scheduler_side import SchedulerSide
+        from kvferry.vllm.setup import Setup
+        from kvferry.vllm.translate import support_of
+        from kvferry.vllm.worker_side import WorkerSide
+
+        groups = [SimpleNamespace(kv_cache_spec=SPEC, layer_names=["layer0"])]
+        caches = SimpleNamespace(num_blocks=NUM_BLOCKS, kv_cache_groups=groups)
+        vllm_config = stand_in_config()
+        support = support_of(vllm_config, caches, recomputes_requests=False)
+        config = Config(host=1 << 22, load_policy="always")
+        self.pool = BlockPool()
+        self.tables: dict[str, list[int]] = {}
+        self.rank = WorkerSide(
+            place=Place(FIRST_RANK),
+            config=config,
+            groups=[["layer0"]],
+            num_blocks=NUM_BLOCKS,
+        )
+        self.side = SchedulerSide(Setup.of(vllm_config, caches, config, support))
+        self.side.bind_manager(
+            SimpleNamespace(block_pool=self.pool, get_block_ids=lambda name: (self.tables[name],))
+        )
+        kv = np.zeros((NUM_BLOCKS, 2, BLOCK_TOKENS, 8), dtype=np.float32)
+        self.rank.register({"layer0": OnCpu(kv)})
+        self.side.meet_ranks([self.rank.introduce()])
+        for _ in range(20):  # until the host memory is there
+            self.step({})
+            self.hear()
+            time.sleep(0.01)
+
+    def blocks_of(self, name: str, numbers: range) -> Any:
+        self.tables[name] = list(numbers)
+        return SimpleNamespace(get_block_ids=lambda: (self.tables[name],))
+
+    def step(self, scheduled: dict[str, int], new: tuple[str, ...] = ()) -> None:
+        orders = self.side.orders(
+            SimpleNamespace(
+                total_num_scheduled_tokens=sum(scheduled.values()),
+                num_scheduled_tokens=scheduled,
+                scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in new],
+                scheduled_cached_reqs=SimpleNamespace(new_block_ids=[]),
+                preempted_req_ids=None,
+            )
+        )
+        self.rank.begin(orders)
+        self.rank.after_forward()
+
+    def hear(self) -> None:
+        self.rank.poll()
+        output = SimpleNamespace(
+            finished_recving=self.rank.take_arrived(),
+            kv_connector_worker_meta=self.rank.take_receipts(),
+        )
+        self.rank.take_failed()
+        self.rank.take_invalid()
+        self.side.take(output)
+
+    def wait(self) -> None:
+        settle_down(lambda: not self.rank._memory.engine._done.empty())  # type: ignore[union-attr]
+
+    def store(self, name: str, seed: int, trace: Trace) -> Any:
+        """A short request comes, computes, ends, and is stored in the next step."""
+        request = vllm_request(name, seed, BLOCKS)
+        blocks = self.blocks_of(name, range(1, BLOCKS + 2))
+        with trace.on():
+            self.side.match(request, 0)
+            self.side.allocated(request, blocks, 0)
+            self.step({name: request.num_tokens}, (name,))
+            request.num_computed_tokens = request.num_tokens
+            request.num_output_tokens = 1
+            self.hear()
+        for number, block_hash in zip(self.tables[name], request.block_hashes, strict=False):
+            self.pool.cached[block_hash] = self.pool.blocks[number]
+        with trace.on():
+            self.side.finished(request)
+            self.step({})
+        self.wait()
+        with trace.on():
+            self.hear()
+        return request
+
+    def load(self, name: str, seed: int, trace: Trace, match: Trace) -> None:
+        """The same conversation comes back: matched, loaded, told."""
+        request = vllm_request(name, seed, BLOCKS)
+        with trace.on(), match_too(trace, match):
+            tokens, _ = self.side.match(request, 0)
+        assert tokens, "nothing was stored"
+        blocks = self.blocks_of(name, range(1, BLOCKS + 2))
+        with trace.on():
+            self.side.allocated(request, blocks, tokens)
+            self.step({})
+        self.wait()
+        with trace.on():
+            self.hear()
+        self.side.finished(request)
+        self.step({})
+
+    def close(self) -> None:
+        self.rank.close()
+        self.side.close()
+
+
+class OnCpu:
+    """An array that says where it is, as a tensor does."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.device = SimpleNamespace(type="cpu", index=None)
+        self.dtype, self.itemsize = array.dtype, array.itemsize
+        self.shape, self.strides = array.shape, array.strides
+        self.__array_interface__ = array.__array_interface__
+        self._array = array
+
+
+def stand_in_config() -> Any:
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            world_size=1,
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            data_parallel_rank_local=None,
+        ),
+        cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"),
+        model_config=SimpleNamespace(
+            model="m",
+            revision=None,
+            dtype="float32",
+            quantization=None,
+            hf_overrides={},
+            hf_text_config=SimpleNamespace(),
+        ),
+        lora_config=None,
+        speculative_config=None,
+    )
+
+
+def through_the_connector() -> Traces:
+    server = Server()
+    traces: Traces = {"vLLM: store": Trace(), "vLLM: match": Trace(), "vLLM: load": Trace()}
+    store, match, load = traces.values()
+    try:
+        server.store("first", 1, Trace())
+        server.load("again", 1, Trace(), Trace())
+        server.store("one", 2, store)
+        server.load("two", 2, load, match)
+    finally:
+        server.close()
+    return traces
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", type=Path, help="write the counts to this file too")
+    parser.add_argument("--functions", action="store_true", help="say which functions were entered")
+    arguments = parser.parse_args()
+    traces = {**through_the_library(), **through_the_connector()}
+    print(f"a request of {BLOCKS} blocks, Python {sys.version.split()[0]}, numpy {np.__version__}\n")
+    print("| line | calls | before | changes of module | before | modules |")
+    print("|---|---|---|---|---|---|")
+    for line, trace in traces.items():
+        calls, changes = BEFORE.get(line, (0, 0))
+        print(
+            f"| {line} | {trace.calls} | {calls} | {trace.changes} | {changes} "
+            f"| {len(trace.modules)} |"
+        )
+        if arguments.functions:
+            for name, count in trace.by_function.most_common():
+                print(f"    {count:3} {name}")
+    if arguments.json:
+        plain = {line: [trace.calls, trace.changes] for line, trace in traces.items()}
+        arguments.json.write_text(json.dumps(plain, indent=2) + "\n")
+    return 0
+
+
+BEFORE: dict[str, tuple[int, int]] = {}
+
+if __name__ == "__main__":
+    sys.exit(main())
