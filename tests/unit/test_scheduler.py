@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.fakes.by_name import ByName
 from tests.fakes.crafted_keys import keys
 
 from kvferry import reach
@@ -18,14 +19,14 @@ from kvferry.errors import ClosedError, InputError, ReceiptError
 from kvferry.keys import Keys
 from kvferry.pool import Pool
 from kvferry.reach import ChunkedLocal, FullAttention, SlidingWindow
-from kvferry.scheduler import NO_BLOCK, Reason, Scheduler
+from kvferry.scheduler import NO_BLOCK, Reason
 from kvferry.types import DEVICE, HOST, Outcome, Plan, Rank, Receipt, TransferId
 
 HYBRID = (FullAttention(4), SlidingWindow(4, window=6))
 
 
 def scheduler_of(*groups: reach.Group, num_slots: int = 16, num_ranks: int = 1, **more: Any):
-    return Scheduler(
+    return ByName(
         Pool(num_slots),
         groups or (FullAttention(4),),
         config=Config(load_policy="always"),
@@ -40,17 +41,17 @@ def receipts(plan: Plan, num_ranks: int = 1, outcome: Outcome = Outcome.OK) -> l
     return [Receipt(t.id, rank, outcome, "why") for t in plan.transfers for rank in ranks]
 
 
-def stored(scheduler: Scheduler, chain: Keys, request: str = "writer") -> None:
+def stored(scheduler: ByName, chain: Keys, request: str = "writer") -> None:
     tables = [list(range(len(chain))) for _ in scheduler.groups]
     scheduler.store(request, chain, tables, 4 * len(chain))
     scheduler.settle(receipts(scheduler.plan()))
     scheduler.finish(request)
 
 
-def snapshot(scheduler: Scheduler) -> tuple[object, ...]:
+def snapshot(scheduler: ByName) -> tuple[object, ...]:
     """Everything a refused call must leave alone."""
     scheduler.check_integrity()
-    pool, requests = scheduler.pool, scheduler._requests
+    pool = scheduler.pool
     return (
         scheduler.stats(),
         pool.num_leases,
@@ -59,8 +60,8 @@ def snapshot(scheduler: Scheduler) -> tuple[object, ...]:
         scheduler.num_queued,
         scheduler.num_in_flight,
         [
-            (r, record.hit, record.stored[:])
-            for r, record in zip(requests.ids(), requests.records(), strict=True)
+            (request, request.state, request._hit, request.stored[:])
+            for request in scheduler.requests
         ],
     )
 
@@ -145,13 +146,11 @@ def test_a_hit_that_reads_nothing_leaves_nobody_waiting() -> None:
     assert scheduler.num_queued == 0
 
 
-def test_groups_with_slots_of_different_size_do_not_meet_in_memory() -> None:
-    scheduler = scheduler_of(
-        FullAttention(4), SlidingWindow(4, window=20, blocks_per_slot=2), hash_block_tokens=4
-    )
-    scheduler.store("a", keys(range(4)), [[0, 1, 2, 3], [0, 1, 2, 3]], 16)
+def test_groups_with_blocks_of_different_size_do_not_meet_in_memory() -> None:
+    scheduler = scheduler_of(FullAttention(4), SlidingWindow(8, window=20), hash_block_tokens=4)
+    scheduler.store("a", keys(range(4)), [[0, 1, 2, 3], [0, 1]], 16)
     rows = [set(t.dst_slots.tolist()) for t in scheduler.plan().transfers]
-    assert [len(r) for r in rows] == [4, 4]
+    assert [len(r) for r in rows] == [4, 2]
     assert not rows[0] & rows[1]
 
 
@@ -186,7 +185,7 @@ def test_settings_that_cannot_be_right(arguments: dict[str, Any], words: str) ->
 
 def test_no_groups() -> None:
     with pytest.raises(InputError, match="no groups"):
-        Scheduler(Pool(4), ())
+        ByName(Pool(4), ())
 
 
 @pytest.mark.parametrize(
@@ -211,7 +210,7 @@ def test_no_groups() -> None:
     ],
 )
 def test_a_bad_call_is_refused_and_changes_nothing(
-    call: Callable[[Scheduler], object], words: str
+    call: Callable[[ByName], object], words: str
 ) -> None:
     scheduler = scheduler_of(*HYBRID, num_ranks=2)
     chain = keys(range(100, 103))
@@ -319,13 +318,13 @@ def test_a_miss_is_looked_up_again_when_something_was_stored(monkeypatch) -> Non
     scheduler = scheduler_of()
     chain = keys(range(3))
     looks: list[int] = []
-    real = scheduler._matcher.next_missing
+    real = scheduler._parts.matcher.next_missing
 
     def counted(*args: Any) -> Any:
         looks.append(1)
         return real(*args)
 
-    monkeypatch.setattr(scheduler._matcher, "next_missing", counted)
+    monkeypatch.setattr(scheduler._parts.matcher, "next_missing", counted)
     for _ in range(5):
         assert scheduler.match("reader", chain).state is MatchState.MISS
     assert len(looks) == 1

@@ -7,13 +7,11 @@ import pytest
 from tests.fakes.desk import STORE, Desk, by_group, routes, story
 
 from kvferry import reach
-from kvferry.errors import ConfigError, InputError
+from kvferry.errors import InputError
 from kvferry.scheduler import NO_BLOCK
 
 WINDOW = reach.SlidingWindow(4, window=9)
 STATE = reach.RecurrentState(4)
-PAIRS = reach.FullAttention(4, blocks_per_slot=2)
-
 # -- eager ---------------------------------------------------------------------------------------
 
 
@@ -129,20 +127,20 @@ def test_a_failed_store_can_be_stored_again_by_the_next() -> None:
 # -- block sizes -----------------------------------------------------------------------------------
 
 
-def test_a_slot_of_two_blocks_waits_for_both() -> None:
-    desk = Desk(PAIRS)
+def test_a_large_block_waits_until_it_is_whole() -> None:
+    desk = Desk(reach.FullAttention(8))
     told = story(1, 4)  # one key per eight tokens
-    assert desk.store("a", told, 12) == {0: [0, 1]}
+    assert desk.store("a", told, 12) == {0: [0]}
     assert desk.store("a", told, 15) == {}
-    assert desk.store("a", told, 16) == {0: [2, 3]}
+    assert desk.store("a", told, 16) == {0: [1]}
     (sent,) = desk.plan()
-    assert sent.dst_slots.tolist() == [0, 1, 2, 3]
+    assert sent.dst_slots.tolist() == [0, 1]
 
 
-def test_a_slot_of_two_blocks_with_one_gone_is_not_stored() -> None:
-    desk = Desk(PAIRS)
-    held = desk.scheduler.store("a", story(1, 3), [[0, 1, 2, NO_BLOCK, 4, 5]], 24)
-    assert by_group(held) == {0: [0, 1]}  # nor what follows it: it could not be reached
+def test_a_block_that_is_gone_is_not_stored() -> None:
+    desk = Desk()
+    held = desk.scheduler.store("a", story(1, 3), [[0, NO_BLOCK, 2]], 12)
+    assert by_group(held) == {0: [0]}  # nor what follows it: it could not be reached
 
 
 def test_hash_blocks_smaller_than_cache_blocks() -> None:
@@ -318,7 +316,7 @@ def test_each_offered_block_goes_under_its_own_key() -> None:
     desk.offer(0, told, [9, 8, 7])
     (sent,) = desk.plan()
     desk.land()
-    keys = desk.scheduler._matcher.slot_keys(0, told, range(3))
+    keys = desk.scheduler._parts.matcher.slot_keys(0, told, range(3))
     where = dict(zip(sent.dst_slots.tolist(), sent.src_slots.tolist(), strict=True))
     assert [where[int(s)] for s in desk.pool._index.find(keys)] == [9, 8, 7]
 
@@ -360,11 +358,6 @@ def test_lazy_stores_respect_admission_and_bounds() -> None:
     assert desk.offer(0, told, [0, 1, 2, 3]) == []
     desk.run()
     assert sorted(desk.offer(0, told, [0, 1, 2, 3])) == [2, 3]
-
-
-def test_lazy_refuses_slots_of_several_blocks() -> None:
-    with pytest.raises(ConfigError, match="store_mode: lazy"):
-        Desk(PAIRS, store_mode="lazy")
 
 
 def test_offers_that_do_not_pair_up_are_refused() -> None:
