@@ -331,6 +331,8 @@ class Request:
         self._require_tables(tables)
         if self._owed is not None:
             self.tell()
+        if self._parts.stores.admission.counts:  # what others asked before counts before it
+            self._parts.tell_owing()
         if self.state in (State.UNKNOWN, State.LOADED):
             self.run()
         if self.is_outdated or self._parts.stores.is_lazy:

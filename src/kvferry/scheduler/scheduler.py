@@ -155,7 +155,8 @@ class Scheduler:
 
     @property
     def num_owing(self) -> int:
-        """Requests that were answered at once and are not counted yet: :meth:`plan` does it."""
+        """Requests that were answered at once and are not counted yet: :meth:`plan` does it,
+        or whoever looks at what was counted."""
         return len(self._parts.owing)
 
     # -- stores that no running request orders --------------------------------------------------
@@ -203,6 +204,8 @@ class Scheduler:
         its device blocks until ``settle`` releases them.
         """
         self._require_open()
+        if self._parts.stores.admission.counts:  # what was asked before this counts before it
+            self._parts.tell_owing()
         return self._parts.stores.offered(group, keys, blocks)
 
     # -- what the engine learns and tells -------------------------------------------------------
@@ -232,8 +235,7 @@ class Scheduler:
     def plan(self) -> Plan:
         """Everything ordered since the last plan, loads first; hand it to every rank's worker."""
         self._require_open()
-        for request in tuple(self._parts.owing):
-            request.tell()
+        self._parts.tell_owing()
         if self._parts.lower:
             self._parts.lower.spill()
         return self._outbox.launch(self._clock())
@@ -259,8 +261,7 @@ class Scheduler:
         self._require_open()
         parts = self._parts
         # Before they count as outdated: what a miss owes is counted by what was true until now.
-        for request in tuple(parts.owing):
-            request.tell()
+        parts.tell_owing()
         if parts.rests is not None:
             for rest in parts.rests.take_all():
                 rest.request.end_rest(rest)
@@ -309,20 +310,23 @@ class Scheduler:
 
     def explain(self, request_id: RequestId) -> Explanation | None:
         """Why a request got no more than it did, as of its last look-up; None if too long ago."""
-        entry = self._parts.journal.entry(request_id)
+        entry = self.journal(request_id)
         return entry.explanation if entry is not None else None
 
     def journal(self, request_id: RequestId) -> Entry | None:
         """What is remembered of a request, its transfers too; None if too long ago."""
+        self._parts.tell_owing()
         return self._parts.journal.entry(request_id)
 
     def recent(self) -> tuple[RequestId, ...]:
         """The requests still remembered, the latest last."""
+        self._parts.tell_owing()
         return self._parts.journal.request_ids()
 
     def stats(self) -> SchedulerStats:
         """A snapshot of everything counted so far."""
         parts = self._parts
+        parts.tell_owing()
         return snapshot(
             self.pool,
             parts.lower,
