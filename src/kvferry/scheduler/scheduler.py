@@ -156,7 +156,8 @@ class Scheduler:
     @property
     def num_owing(self) -> int:
         """Requests that were answered at once and are not counted yet: :meth:`plan` does it,
-        or whoever looks at what was counted."""
+        or whoever looks at what was counted.
+        """
         return len(self._parts.owing)
 
     # -- stores that no running request orders --------------------------------------------------
