@@ -37,6 +37,7 @@ class Desk:
         hash_tokens: int | None = None,
         block_bytes: Sequence[int] = (),
         joins_loads: bool = True,
+        spare_tokens: int = 0,
         **settings: object,
     ) -> None:
         self.now = 0.0
@@ -53,6 +54,7 @@ class Desk:
             block_bytes=block_bytes,
             levels=levels,
             joins_loads=joins_loads,
+            spare_tokens=spare_tokens,
             clock=lambda: self.now,
         )
         self.flying: list[Transfer] = []

@@ -373,7 +373,7 @@ class Simulation:
         assert not self.scheduler._parts.hits._being_loaded.any(), (
             "a slot is still said to be loading"
         )
-        assert not parts.waits._waiting, "a request is still waited for"
+        assert not self.scheduler._parts.waits._waiting, "a request is still waited for"
 
     # -- the parts ------------------------------------------------------------------------------
 

@@ -122,14 +122,14 @@ def test_asking_again_looks_once() -> None:
 
 def test_a_hit_leaves_spare_tokens_and_still_looks_once() -> None:
     """For draft models, whose last block is computed again whatever is stored."""
-    desk = Desk(slots=64)
+    desk = Desk(slots=64, spare_tokens=4)
     told = story(1, 8)
-    desk.keep("a", told[:4], 16)
+    desk.keep("a", told[:5], 20)
     looks = count_looks(desk)
     match = desk.scheduler.match
 
     def ask(request, computed=0):
-        return match(request, told, computed_tokens=computed, max_tokens=31, spare_tokens=4)
+        return match(request, told, computed_tokens=computed, max_tokens=31)
 
     for _ in range(10):
         assert ask("b").num_tokens == 12
@@ -137,7 +137,7 @@ def test_a_hit_leaves_spare_tokens_and_still_looks_once() -> None:
     assert ask("c", computed=8).to_load == 4
     assert ask("d", computed=12).state is MatchState.MISS
     assert ask("e", computed=16).state is MatchState.MISS
-    desk.keep("f", told, 24)
+    desk.keep("f", told, 28)
     assert ask("b").num_tokens == 20
 
 
