@@ -11,8 +11,8 @@ from typing import Any
 
 from kvferry.answers import DeviceBlocks, Landing, Match
 from kvferry.keys import Keys
-from kvferry.scheduler import BlockTable, Ordered, Request, Scheduler, State
-from kvferry.types import Receipt
+from kvferry.scheduler import BlockTable, Ordered, Request, Scheduler, Settled, State
+from kvferry.types import Rank, Receipt
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,7 @@ class ByName(Scheduler):
         computed_tokens: int = 0,
         max_tokens: int | None = None,
     ) -> Match:
-        return self.called(name, keys).match(
-            computed_tokens=computed_tokens, max_tokens=max_tokens
-        )
+        return self.called(name, keys).match(computed_tokens=computed_tokens, max_tokens=max_tokens)
 
     def load(self, name: str, tables: Sequence[BlockTable]) -> tuple[DeviceBlocks, ...]:
         return blocks_of(self.called(name).load(tables))
@@ -89,7 +87,12 @@ class ByName(Scheduler):
     abort = finish
 
     def settle(self, receipts: Iterable[Receipt] = ()) -> SettledByName:  # type: ignore[override]
-        settled = super().settle(receipts)
+        return self._by_name(super().settle(receipts))
+
+    def lose_rank(self, rank: Rank, reason: str) -> SettledByName:  # type: ignore[override]
+        return self._by_name(super().lose_rank(rank, reason))
+
+    def _by_name(self, settled: Settled) -> SettledByName:
         return SettledByName(
             tuple(request.id for request in settled.loaded),
             tuple(

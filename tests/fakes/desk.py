@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from tests.fakes.by_name import ByName, SettledByName
 from tests.fakes.crafted_keys import keys as numbered
 
 from kvferry import reach
-from kvferry.answers import DeviceBlocks, Match, MatchState, Settled
+from kvferry.answers import DeviceBlocks, Match, MatchState
 from kvferry.config import Config
 from kvferry.keys import Keys
 from kvferry.pool import Pool
-from kvferry.scheduler import BlockTable, Scheduler
+from kvferry.scheduler import BlockTable
 from kvferry.scheduler.levels import Level
 from kvferry.types import DEVICE, HOST, Outcome, Rank, Receipt, Transfer
 
@@ -36,13 +37,14 @@ class Desk:
         hash_tokens: int | None = None,
         block_bytes: Sequence[int] = (),
         joins_loads: bool = True,
+        spare_tokens: int = 0,
         **settings: object,
     ) -> None:
         self.now = 0.0
         self.pool = Pool(slots)
         self.groups = groups or (FULL,)
         self.ranks = range(ranks)
-        self.scheduler = Scheduler(
+        self.scheduler = ByName(
             self.pool,
             self.groups,
             config=Config.from_dict({"load_policy": "always", **settings}),
@@ -52,6 +54,7 @@ class Desk:
             block_bytes=block_bytes,
             levels=levels,
             joins_loads=joins_loads,
+            spare_tokens=spare_tokens,
             clock=lambda: self.now,
         )
         self.flying: list[Transfer] = []
@@ -96,13 +99,13 @@ class Desk:
         outcome = Outcome.FAILED if failed else Outcome.OK
         return [Receipt(transfer.id, Rank(rank), outcome, failed) for rank in self.ranks]
 
-    def land(self, *transfers: Transfer, failed: str = "") -> Settled:
+    def land(self, *transfers: Transfer, failed: str = "") -> SettledByName:
         """Every rank answers for these transfers (all, if none is named)."""
         chosen = list(transfers) or list(self.flying)
         self.flying = [t for t in self.flying if t not in chosen]
         return self.scheduler.settle([r for t in chosen for r in self.receipts(t, failed)])
 
-    def run(self) -> Settled:
+    def run(self) -> SettledByName:
         """Send off what was ordered and let everything in flight land."""
         self.plan()
         return self.land()

@@ -55,11 +55,11 @@ def test_metrics_and_explanations_over_http(ferry):
     assert headers["Content-Type"].startswith("text/plain; version=0.0.4")
     assert b"kvferry_hit_tokens_total 64.0" in body
     assert b'kvferry_slots{state="cached",tier="host"} 4.0' in body
-    status, body, _ = ask(url, f"/explain/{hit.request_id}")
+    status, body, _ = ask(url, f"/explain/{hit.request.id}")
     told = json.loads(body)
     assert told["explanation"]["reason"] == "nothing_missed"
     assert [copy["paths"] for copy in told["copies"]] == [["cpu"]]
-    assert hit.request_id in [
+    assert hit.request.id in [
         r["request_id"] for r in json.loads(ask(url, "/explain")[1])["requests"]
     ]
     explained = ferry.explain(hit)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.fakes.by_name import ByName
 from tests.fakes.crafted_keys import key
 
 import kvferry
@@ -12,7 +13,6 @@ from kvferry.errors import ConfigError, InputError
 from kvferry.keys import Keys
 from kvferry.pool import Pool
 from kvferry.reach import FullAttention
-from kvferry.scheduler import Scheduler
 from kvferry.tiers import Progress
 from kvferry.types import Rank
 
@@ -69,7 +69,7 @@ def test_auto_is_a_size_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_slot_is_given_out_when_every_rank_has_it() -> None:
-    scheduler = Scheduler(Pool(10, num_ready=0), [FullAttention(16)], num_ranks=3)
+    scheduler = ByName(Pool(10, num_ready=0), [FullAttention(16)], num_ranks=3)
     keys = Keys.from_bytes([key(number) for number in range(4)])
     assert scheduler.store("a", keys, (np.arange(4),), 64) == ()
     for rank, ready in ((0, 10), (1, 3)):

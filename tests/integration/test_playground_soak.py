@@ -206,11 +206,11 @@ def prove_nothing_left(engine: Engine, offloader: Offloader) -> None:
     scheduler.check_integrity()
     assert scheduler.num_in_flight == 0
     assert scheduler.num_queued == 0
-    for pool in (scheduler.pool, *(level.pool for level in scheduler._lower.levels)):
+    for pool in (scheduler.pool, *(level.pool for level in scheduler._parts.lower.levels)):
         assert pool.num_leases == 0
-    assert not scheduler._requests
-    assert not scheduler._requests._waiting_for
-    assert not scheduler._hits.num_slots_being_loaded
+    assert not scheduler.requests
+    assert not scheduler._parts.waits._waiting
+    assert not scheduler._parts.hits._being_loaded.any()
 
 
 def test_a_workload_that_fits_the_device_stores_nothing_lazily() -> None:

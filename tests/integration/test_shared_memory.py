@@ -7,6 +7,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 import pytest
+from tests.fakes.by_name import ByName
 from tests.fakes.crafted_keys import key
 
 from kvferry.device.cpu import CpuEngine
@@ -16,7 +17,6 @@ from kvferry.keys import Keys
 from kvferry.pool import Pool
 from kvferry.quantities import MiB
 from kvferry.reach import FullAttention
-from kvferry.scheduler import Scheduler
 from kvferry.tiers import HostMemory, SharedHandle, SharedMemory, SharedMover
 from kvferry.types import DEVICE, HOST, Outcome, Plan, Rank, Receipt, Transfer, TransferId, as_slots
 from kvferry.worker import Worker
@@ -74,7 +74,7 @@ def test_two_processes_store_once_and_both_load() -> None:
     process = methods.Process(target=other_rank, args=(first.shared.handle, theirs))
     process.start()
     try:
-        scheduler = Scheduler(
+        scheduler = ByName(
             Pool(first.host.num_slots, num_ready=0), [FullAttention(16)], num_ranks=RANKS
         )
         first.host.growth.wait(10)

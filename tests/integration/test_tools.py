@@ -102,7 +102,7 @@ def served():
         hit = ferry.match(keys)
         ferry.wait(ferry.load(hit, [4, 5, 6, 7]))
         miss = ferry.match(ferry.keys(np.arange(9, 73)))
-        yield url, hit.request_id, miss.request_id
+        yield url, hit.request.id, miss.request.id
 
 
 def test_explain_tells_a_hit_a_miss_and_the_latest(served):

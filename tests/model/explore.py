@@ -16,8 +16,8 @@ from typing import Any
 
 from tests.model.simulation import Request, Shape, Simulation
 
+from kvferry import scheduler as half
 from kvferry.answers import MatchState
-from kvferry.scheduler.request import RequestRecord
 from kvferry.types import DEVICE, HOST, Transfer, TransferId
 
 Action = tuple[Any, ...]
@@ -185,7 +185,7 @@ class World:
                 *(request.id, request.state, request.computed, request.loading_tokens),
                 *(tuple(request.weights), request.loading_weights),
                 tuple(names.blocks(g, table) for g, table in enumerate(request.tables)),
-                self._record(scheduler._requests.get(request.id), names),
+                self._record(scheduler.named.get(request.id), names),
             )
             for request in sim.requests.values()
         )
@@ -201,7 +201,7 @@ class World:
             names.slots(pool._order.peek_oldest(pool.num_slots)),
             tuple(self._slot(slot, names) for slot in list(names.of_slots)),
             pool.num_free,
-            tuple((g, names.blocks(g, blocks)) for g, blocks in scheduler._landings._released),
+            tuple((g, names.blocks(g, blocks)) for g, blocks in scheduler._parts.released),
             tuple(sorted(self._rank(rank, names) for rank in range(sim.shape.num_ranks))),
         )
 
@@ -214,14 +214,8 @@ class World:
         """One rank's view. What lies in memory that is free will be written before it is read."""
         sim = self.sim
         flights = sim.scheduler._flights._flying
-        rows = len(sim.tiers[rank][HOST]) // sim.pool.num_slots
         device = (sim.device[rank][g][block] for g, block in names.of_blocks if block >= 0)
-        host = (
-            sim.tiers[rank][HOST][slot * rows + place]
-            for slot in names.of_slots
-            for place in range(rows)
-            if slot >= 0
-        )
+        host = (sim.tiers[rank][HOST][slot] for slot in names.of_slots if slot >= 0)
         return (
             rank in sim.lost,
             tuple(names.of_transfers[t] for t, f in sorted(flights.items()) if rank in f.waiting),
@@ -229,20 +223,27 @@ class World:
             tuple(sim.meaning(rank, row.tobytes()) for row in (*device, *host)),
         )
 
-    def _record(self, record: RequestRecord | None, names: Names) -> tuple[object, ...] | None:
+    def _record(self, record: half.Request | None, names: Names) -> tuple[object, ...] | None:
         if record is None:
             return None
-        hit, loading = record.hit, record.loading
+        hit, matcher = record._hit, self.sim.scheduler._parts.matcher
         pinned = None
         if hit is not None:
             leases = tuple(None if le is None else names.slots(le.slots) for le in hit.leases)
             fresh = hit.generation == self.sim.pool.generation
-            joined = names.slots(hit.joined)
-            pinned = (hit.match, hit.can_grow, leases, joined, bytes(hit.watch.array), fresh)
-        waiting = None
-        if loading is not None:
-            waiting = tuple(sorted(names.of_transfers[t] for t in loading.waiting))
-        return (tuple(record.stored), record.outdated, pinned, waiting)
+            joined = None if hit.joined is None else names.slots(hit.joined)
+            look = hit.look
+            found = (look.computed_tokens, look.max_tokens, look.host_tokens, look.missing)
+            pinned = (found, hit.is_declined, matcher.can_grow(look), leases, joined, fresh)
+        waiting = tuple(sorted(names.of_transfers[t] for t in record.loading))
+        missed = None
+        if record._missed is not None:
+            generation, *question = record._missed
+            missed = (generation == self.sim.pool.generation, *question)
+        return (
+            *(record.state, tuple(record.stored), record.is_outdated, pinned, waiting),
+            *(missed, record._past, record._owed is None),
+        )
 
 
 class Names:

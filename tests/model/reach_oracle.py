@@ -22,13 +22,8 @@ class Layer(NamedTuple):
     """One group as the oracle sees it; ``span`` is the window or the chunk, in tokens."""
 
     kind: Kind
-    device_tokens: int
+    block_tokens: int
     span: int = 0
-    per_slot: int = 1
-
-    @property
-    def slot_tokens(self) -> int:
-        return self.device_tokens * self.per_slot
 
 
 def attended(kind: Kind, span: int, position: int) -> set[int]:
@@ -64,24 +59,24 @@ def needed_tokens(kind: Kind, span: int, hit: int) -> frozenset[int]:
 
 def has_boundary(layer: Layer, hit: int) -> bool:
     """A recurrent layer keeps its state only where a slot ends; other layers stop anywhere."""
-    return layer.kind != "state" or hit % layer.slot_tokens == 0
+    return layer.kind != "state" or hit % layer.block_tokens == 0
 
 
 @cache
-def needed_blocks(layer: Layer, hit: int, held: int, block_tokens: int) -> frozenset[int]:
+def needed_blocks(layer: Layer, hit: int, held: int) -> frozenset[int]:
     """The blocks that hold a needed token which the engine, having ``held`` tokens, lacks.
 
     An engine that holds a prefix of ``held`` tokens has what a query at ``held`` needs, no more.
     """
     lacking = needed_tokens(layer.kind, layer.span, hit)
     lacking -= needed_tokens(layer.kind, layer.span, held)
-    return frozenset(token // block_tokens for token in lacking)
+    return frozenset(token // layer.block_tokens for token in lacking)
 
 
 def servable(layer: Layer, present: Bits, hit: int, held: int = 0) -> bool:
     if not has_boundary(layer, hit):
         return False
-    blocks = needed_blocks(layer, hit, held, layer.slot_tokens)
+    blocks = needed_blocks(layer, hit, held)
     return all(block < len(present) and present[block] for block in blocks)
 
 
@@ -99,9 +94,9 @@ def longest(
 
 def ever_needed(layer: Layer, block: int, step: int) -> bool:
     """Does any hit whatever, at a multiple of ``step``, read this slot?"""
-    beyond = (block + 1) * layer.slot_tokens + (layer.span + 1) * (step + 1)
+    beyond = (block + 1) * layer.block_tokens + (layer.span + 1) * (step + 1)
     return any(
-        block in needed_blocks(layer, hit, 0, layer.slot_tokens)
+        block in needed_blocks(layer, hit, 0)
         for hit in range(step, beyond + 1, step)
         if has_boundary(layer, hit)
     )
@@ -113,18 +108,18 @@ def worth(layers: Sequence[Layer], held: Sequence[Bits], step: int) -> list[list
     A slot past the end of ``held`` is in the future: it may yet be computed and stored. A slot
     within it that is not held is lost.
     """
-    ends = [len(bits) * layer.slot_tokens for layer, bits in zip(layers, held, strict=True)]
+    ends = [len(bits) * layer.block_tokens for layer, bits in zip(layers, held, strict=True)]
     spans = [layer.span for layer in layers]
     period = step
     for layer in layers:
-        period *= layer.slot_tokens if layer.kind == "state" else 1
+        period *= layer.block_tokens if layer.kind == "state" else 1
     beyond = max(ends) + max(spans) + 2 * period
     worthy = [[False] * len(bits) for bits in held]
     for hit in range(step, beyond + 1, step):
         if not all(has_boundary(layer, hit) for layer in layers):
             continue
         reads = [
-            [b for b in needed_blocks(layer, hit, 0, layer.slot_tokens) if b < len(bits)]
+            [b for b in needed_blocks(layer, hit, 0) if b < len(bits)]
             for layer, bits in zip(layers, held, strict=True)
         ]
         if all(bits[b] for bits, blocks in zip(held, reads, strict=True) for b in blocks):

@@ -19,6 +19,7 @@ import pickle
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from tests.fakes.by_name import ByName, SettledByName
 from tests.model.stage import (
     LONG_AGO,
     STAIN,
@@ -34,14 +35,14 @@ from tests.model.stage import (
 )
 
 from kvferry import reach
-from kvferry.answers import DeviceBlocks, MatchState, Settled
+from kvferry.answers import DeviceBlocks, MatchState
 from kvferry.books import SlotState
 from kvferry.config import Config
 from kvferry.errors import TransferError
 from kvferry.identity import scope
 from kvferry.keys import Keys
 from kvferry.pool import Pool
-from kvferry.scheduler import NO_BLOCK, Scheduler
+from kvferry.scheduler import NO_BLOCK
 from kvferry.scheduler.levels import Level
 from kvferry.tiers import MemoryTier
 from kvferry.types import DEVICE, HOST, Outcome, Rank, Receipt, TierName, Transfer
@@ -76,7 +77,7 @@ class Serving:
                 **settings,
             }
         )
-        self.scheduler = Scheduler(
+        self.scheduler = ByName(
             self.pool,
             setup.groups,
             config=self.config,
@@ -88,8 +89,7 @@ class Serving:
             joins_loads=setup.joins_loads,
             clock=lambda: self.now,
         )
-        self.rows = max(group.blocks_per_slot for group in setup.groups)
-        self.host = np.zeros((setup.num_ranks, setup.num_slots * self.rows), dtype=np.uint64)
+        self.host = np.zeros((setup.num_ranks, setup.num_slots), dtype=np.uint64)
         self.devices = [Device(setup.num_blocks, setup.num_ranks) for _ in setup.groups]
         self.ranks = [self._new_rank(number) for number in range(setup.num_ranks)]
         self.rank_salts = np.array([salt(LONG_AGO + r) for r in range(setup.num_ranks)])
@@ -104,7 +104,7 @@ class Serving:
         self._known: dict[tuple[int, int], tuple[int, int]] = {}
         for story, keys in enumerate(self.stories.keys):
             for g, group in enumerate(self.groups):
-                ratio = group.slot_tokens // setup.hash_tokens
+                ratio = group.block_tokens // setup.hash_tokens
                 for slot, key in enumerate(keys[ratio - 1 :: ratio]):
                     self._known[int.from_bytes(key, "little"), g] = (story, slot)
 
@@ -112,7 +112,7 @@ class Serving:
         rank = RankSide(Rank(number), {})
         for level in self.levels:
             rank.tiers[level.name] = MemoryTier(
-                level.pool.num_slots * self.rows, VALUE_BYTES, name=level.name, fault=rank.fault
+                level.pool.num_slots, VALUE_BYTES, name=level.name, fault=rank.fault
             )
         return rank
 
@@ -293,9 +293,7 @@ class Serving:
 
     def _trim(self, request: Served) -> None:
         for group, table, pool in zip(self.groups, request.tables, self.devices, strict=True):
-            # A slot is stored when it is whole, so its first blocks must stay until then.
-            passed = max(0, int(group.first_token(request.computed))) // group.slot_tokens
-            passed *= group.blocks_per_slot
+            passed = max(0, int(group.first_token(request.computed))) // group.block_tokens
             pool.release([block for block in table[:passed] if block != NO_BLOCK])
             table[:passed] = [NO_BLOCK] * min(passed, len(table))
 
@@ -380,7 +378,7 @@ class Serving:
             self.receipts.remove(receipt)
         self._act(self.scheduler.settle(receipts))
 
-    def _act(self, settled: Settled) -> None:
+    def _act(self, settled: SettledByName) -> None:
         for request_id in settled.loaded:
             self._loaded(self.requests[request_id])
         for failed in settled.failed:
@@ -420,7 +418,7 @@ class Serving:
     def lose_bytes(self, level: int, slots: Sequence[int]) -> None:
         """A medium fails: these slots of a level hold nothing any more, on all ranks."""
         for rank in self.ranks:
-            rank.tiers[self.levels[level].name].lose(np.array(slots, dtype=np.int64) * self.rows)
+            rank.tiers[self.levels[level].name].lose(np.array(slots, dtype=np.int64))
 
     # -- what always holds ----------------------------------------------------------------------
 
@@ -464,27 +462,24 @@ class Serving:
             for slot, key in zip(slots.tolist(), pool._index.keys_of(slots), strict=True):
                 expected = self._expected(key)
                 for rank, own in zip(self.ranks, self.rank_salts, strict=True):
-                    first = slot * self.rows
                     if name is None:
-                        found = self.host[rank.rank, first : first + len(expected)]
+                        found = self.host[rank.rank, slot]
                     else:
                         held = rank.tiers[name]._blocks or {}
-                        rows = range(first, first + len(expected))
-                        if not all(row in held for row in rows):
+                        if slot not in held:
                             continue  # lost: a read of it says so
-                        found = np.frombuffer(b"".join(held[row] for row in rows), dtype=np.uint64)
-                    assert np.array_equal(found, expected ^ own), (
+                        found = np.frombuffer(held[slot], dtype=np.uint64)[0]
+                    assert found == expected ^ own, (
                         f"slot {slot} of {name or 'the host'} promises other bytes than it has"
                     )
 
-    def _expected(self, key: bytes) -> Values:
-        for g, group in enumerate(self.groups):
+    def _expected(self, key: bytes) -> np.uint64:
+        for g in range(len(self.groups)):
             mask = int.from_bytes(scope(self.weights, g), "little")
             known = self._known.get((int.from_bytes(key, "little") ^ mask, g))
             if known is not None:
                 story, slot = known
-                places = slice(slot * group.blocks_per_slot, (slot + 1) * group.blocks_per_slot)
-                return self.stories.values[story][g][places] ^ salt(self.weights)
+                return np.uint64(self.stories.values[story][g][slot] ^ salt(self.weights))
         raise AssertionError("a pool has a key that nobody ever asked for under these weights")
 
     # -- what holds in the end ------------------------------------------------------------------
@@ -537,10 +532,10 @@ class Serving:
             assert pool.counts.leased == 0
         for device in self.devices:
             assert not any(device.holders), "a device block is still held"
-        assert not scheduler._requests._waiting_for
-        assert not scheduler._requests
-        assert not scheduler._hits.num_slots_being_loaded
-        assert not scheduler._lower._promoting
+        assert not scheduler._parts.waits._waiting
+        assert not scheduler.requests
+        assert not scheduler._parts.hits._being_loaded.any()
+        assert not scheduler._parts.lower._promoting
 
     def describe(self) -> str:
         states = [f"{r.id} {r.state} {r.computed}/{r.target}" for r in self.requests.values()]

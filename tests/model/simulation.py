@@ -7,7 +7,7 @@ of its own, so a block that serves the wrong tokens cannot look right.
 ::
 
     device[rank][group]  one row per device block        poisoned when a block is given out
-    tiers[rank][tier]    one row per device block of a slot, poisoned from the start
+    tiers[rank][tier]    one row per slot, poisoned from the start
 
 What is checked at each step is said where it is checked; :meth:`Simulation.check` is what always
 holds and :meth:`Simulation.drain` what holds in the end.
@@ -22,14 +22,15 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import numpy as np
+from tests.fakes.by_name import ByName, SettledByName
 
 from kvferry import reach
-from kvferry.answers import DeviceBlocks, Match, MatchState, Settled
+from kvferry.answers import DeviceBlocks, Match, MatchState
 from kvferry.books import SlotState
 from kvferry.config import Config
 from kvferry.keys import Keys
 from kvferry.pool import Pool
-from kvferry.scheduler import NO_BLOCK, Scheduler
+from kvferry.scheduler import NO_BLOCK
 from kvferry.scheduler.levels import Level, WriteMode
 from kvferry.types import DEVICE, HOST, Outcome, Rank, Receipt, TierName, Transfer
 
@@ -91,7 +92,7 @@ class Simulation:
         self.levels = tuple(
             Level(TierName(name), Pool(size), write) for name, size, write in shape.levels
         )
-        self.scheduler = Scheduler(
+        self.scheduler = ByName(
             self.pool,
             shape.groups,
             config=Config(
@@ -108,11 +109,9 @@ class Simulation:
             joins_loads=shape.joins_loads,
             clock=self.clock,
         )
-        rows_per_slot = max(group.blocks_per_slot for group in shape.groups)
         sizes = {HOST: shape.num_slots, **{lv.name: lv.pool.num_slots for lv in self.levels}}
         self.tiers = [
-            {name: _poisoned(size * rows_per_slot) for name, size in sizes.items()}
-            for _ in range(shape.num_ranks)
+            {name: _poisoned(size) for name, size in sizes.items()} for _ in range(shape.num_ranks)
         ]
         self.device = [
             [_poisoned(shape.num_device_blocks) for _ in shape.groups]
@@ -255,7 +254,7 @@ class Simulation:
         self.receipts.append(receipt)
         return receipt
 
-    def deliver(self, receipts: Iterable[Receipt] = ()) -> Settled:
+    def deliver(self, receipts: Iterable[Receipt] = ()) -> SettledByName:
         """Hand receipts over (also ones handed over before) and act on the answer."""
         receipts = list(receipts)
         for receipt in receipts:
@@ -280,7 +279,7 @@ class Simulation:
         self.pending[rank] = []
         self._act_on(self.scheduler.lose_rank(Rank(rank), f"rank {rank} died"))
 
-    def wait_past_deadlines(self) -> Settled:
+    def wait_past_deadlines(self) -> SettledByName:
         self.clock.now += 1000.0
         return self.deliver()
 
@@ -310,12 +309,10 @@ class Simulation:
                 assert min(held) > 0, f"{transfer} touches a device block that was let go"
             else:
                 pool = self._pool(tier)
-                rows = self.tiers[0][tier]
-                owners = slots // (len(rows) // pool.num_slots)
-                free = pool._state[owners] == SlotState.FREE
+                free = pool._state[slots] == SlotState.FREE
                 assert not free.any(), f"{transfer} touches a free slot"
                 if tier == transfer.src:
-                    assert (pool._readers[owners] > 0).all(), f"{transfer} reads an unpinned slot"
+                    assert (pool._readers[slots] > 0).all(), f"{transfer} reads an unpinned slot"
 
     def _pool(self, tier: TierName) -> Pool:
         if tier == HOST:
@@ -373,12 +370,14 @@ class Simulation:
             assert counts.free + counts.cached == counts.total
         assert self.scheduler.num_in_flight == 0
         assert self.scheduler.num_queued == 0
-        assert not self.scheduler._hits.num_slots_being_loaded, "a slot is still said to be loading"
-        assert not self.scheduler._requests._waiting_for, "a request is still waited for"
+        assert not self.scheduler._parts.hits._being_loaded.any(), (
+            "a slot is still said to be loading"
+        )
+        assert not self.scheduler._parts.waits._waiting, "a request is still waited for"
 
     # -- the parts ------------------------------------------------------------------------------
 
-    def _act_on(self, settled: Settled) -> None:
+    def _act_on(self, settled: SettledByName) -> None:
         for request_id in settled.loaded:
             request = self.requests[request_id]
             assert request.state == "loading", f"{request_id} was loaded while {request.state}"
@@ -532,7 +531,7 @@ class Driver:
         request = self._one(pick, "waiting")
         if request is None:
             return
-        step = max(group.slot_tokens for group in self.sim.shape.groups)
+        step = max(group.block_tokens for group in self.sim.shape.groups)
         computed = min(computed * step, (len(request.keys) - 1) * self.sim.shape.hash_tokens)
         computed -= computed % step
         match = self.sim.match(request, computed, cap)

@@ -28,15 +28,15 @@ KINDS: dict[str, tuple[reach.Group, ...]] = {
     "window": (reach.FullAttention(4), reach.SlidingWindow(4, window=11)),
     "recurrent": (reach.FullAttention(4), reach.RecurrentState(4)),
     "chunked": (reach.FullAttention(4), reach.ChunkedLocal(4, chunk=24)),
-    "pairs": (reach.FullAttention(4, blocks_per_slot=2),),
+    "pairs": (reach.FullAttention(8),),
     "pairs and window": (
-        reach.FullAttention(4, blocks_per_slot=2),
-        reach.SlidingWindow(4, blocks_per_slot=2, window=18),
+        reach.FullAttention(8),
+        reach.SlidingWindow(8, window=18),
     ),
     "three": (
         reach.FullAttention(8),
         reach.SlidingWindow(8, window=16),
-        reach.RecurrentState(8, blocks_per_slot=2),
+        reach.RecurrentState(16),
     ),
 }
 """Models by the shape of their layers."""

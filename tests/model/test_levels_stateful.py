@@ -27,7 +27,6 @@ levels = st.tuples(st.sampled_from([3, 12, 60]), st.sampled_from(WriteMode))
 @st.composite
 def setups(draw: st.DrawFn) -> Setup:
     kind = draw(st.sampled_from(sorted(KINDS)))
-    one_block_slots = all(group.blocks_per_slot == 1 for group in KINDS[kind])
     return Setup(
         kind=kind,
         hash_tokens=draw(st.sampled_from([4, 2])),
@@ -37,7 +36,7 @@ def setups(draw: st.DrawFn) -> Setup:
         levels=tuple(draw(st.lists(levels, max_size=2))),
         joins_loads=draw(st.booleans()),
         bounded=draw(st.booleans()),
-        store_mode=draw(st.sampled_from(["eager", "lazy"])) if one_block_slots else "eager",
+        store_mode=draw(st.sampled_from(["eager", "lazy"])),
         store_after=draw(st.sampled_from([1, 2])),
         load_policy=draw(st.sampled_from(["always", "auto"])),
         longest=48,

@@ -10,9 +10,9 @@ when you change either file.
 - ``ChunkedLocal.first_token``: the chunk of the last cached token instead of the query's
 - ``RecurrentState.stop_tokens``: 1 (a state in the middle of a slot)
 - ``look_back``: 0 for a window, 0 for a chunk (the latter caught by the random models only)
-- ``_cut``: no ``np.where`` (an empty read charged a slot); ``lengths // slot_tokens`` (the ragged
+- ``_cut``: no ``np.where`` (an empty read charged a slot); ``lengths // block_tokens`` (the ragged
   last slot forgotten); ``0`` for ``computed_tokens``
-- ``_cut_one``: ``>`` for ``>=``; ``0`` for ``computed_tokens``
+- ``needed``: ``>`` for ``>=``; ``0`` for ``computed_tokens``
 - ``longest_hit``: ``hits[0]``; ``start - 1`` for the next look; ``high`` for ``high + 1``; ``=``
   for ``&=``; ``low = 0``; ``high * step`` without the ``max``
 - ``_servable``: slots past the end taken as present
@@ -38,6 +38,7 @@ from kvferry import reach
 from kvferry.errors import InputError
 
 SIZES = (1, 2, 3, 4)
+BLOCK_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 15, 16, 18, 21, 24, 27)
 KINDS: tuple[tuple[oracle.Kind, int], ...] = (
     ("full", 0),
     *(("sliding", window) for window in range(1, 13)),
@@ -62,14 +63,14 @@ LARGE_KINDS: tuple[tuple[oracle.Kind, int], ...] = (
 
 
 def group_of(layer: Layer) -> reach.Group:
-    kind, tokens, span, per_slot = layer
+    kind, tokens, span = layer
     if kind == "full":
-        return reach.FullAttention(tokens, blocks_per_slot=per_slot)
+        return reach.FullAttention(tokens)
     if kind == "sliding":
-        return reach.SlidingWindow(tokens, blocks_per_slot=per_slot, window=span)
+        return reach.SlidingWindow(tokens, window=span)
     if kind == "chunked":
-        return reach.ChunkedLocal(tokens, blocks_per_slot=per_slot, chunk=span)
-    return reach.RecurrentState(tokens, blocks_per_slot=per_slot)
+        return reach.ChunkedLocal(tokens, chunk=span)
+    return reach.RecurrentState(tokens)
 
 
 def layers_of(kinds: Iterable[tuple[oracle.Kind, int]], size: int) -> list[Layer]:
@@ -164,10 +165,10 @@ def test_three_groups_with_every_bitmap(
     assert cases == 87_808
 
 
-def test_needed_slots_and_device_blocks() -> None:
+def test_needed_blocks() -> None:
     cases = 0
-    for (kind, span), size, per_slot in product(KINDS, SIZES, (1, 2, 3)):
-        layer = Layer(kind, size, span, per_slot)
+    for (kind, span), size in product(KINDS, (*SIZES, 6, 8, 9, 12)):
+        layer = Layer(kind, size, span)
         group = group_of(layer)
         for hit in range(32):
             if not oracle.has_boundary(layer, hit):
@@ -175,14 +176,10 @@ def test_needed_slots_and_device_blocks() -> None:
                     reach.needed(group, hit)
                 continue
             for held in range(hit + 1):
-                for question, unit in (
-                    (reach.needed, layer.slot_tokens),
-                    (reach.needed_device_blocks, size),
-                ):
-                    got = question(group, hit, computed_tokens=held)
-                    want = sorted(oracle.needed_blocks(layer, hit, held, unit))
-                    assert list(got) == want, (layer, hit, held, unit)
-                    cases += 1
+                got = reach.needed(group, hit, computed_tokens=held)
+                want = sorted(oracle.needed_blocks(layer, hit, held))
+                assert list(got) == want, (layer, hit, held)
+                cases += 1
     assert cases == 270_058
 
 
@@ -236,8 +233,8 @@ def models(draw: st.DrawFn) -> list[tuple[Layer, list[bool]]]:
     parts = []
     for _ in range(draw(st.integers(1, 4))):
         kind, span = draw(st.sampled_from(LARGE_KINDS))
-        layer = Layer(kind, draw(st.integers(1, 9)), span, draw(st.integers(1, 3)))
-        parts.append((layer, draw(runs(400 // layer.slot_tokens))))
+        layer = Layer(kind, draw(st.sampled_from(BLOCK_SIZES)), span)
+        parts.append((layer, draw(runs(400 // layer.block_tokens))))
     return parts
 
 

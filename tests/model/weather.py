@@ -115,7 +115,7 @@ def random_setup(rng: random.Random) -> Setup:
         (rng.choice([6, 80, 200, 200]), rng.choice(list(WriteMode)))
         for _ in range(rng.choice([0, 1, 1, 2]))
     ]
-    lazy = kind not in ("pairs", "pairs and window", "three") and rng.random() < 0.4
+    lazy = rng.random() < 0.4
     return Setup(
         kind=kind,
         hash_tokens=rng.choice([2, 4]),

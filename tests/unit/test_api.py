@@ -150,7 +150,7 @@ def test_a_hit_left_alone_leaves_nothing_behind(kv: Tensors) -> None:
         time.sleep(0.02)
         ferry.poll()
         assert ferry.stats().leases["host"] == 0
-        assert not ferry._scheduler._requests
+        assert not ferry._scheduler.requests
         assert "gone" in ferry.wait(ferry.load(hits[0], [1])).reason
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import numpy as np
+from tests.fakes.by_name import ByName
 
 from kvferry.identity import Namespace, chain
 from kvferry.metrics.source import plain
 from kvferry.pool import Pool
 from kvferry.reach import FullAttention
-from kvferry.scheduler import Scheduler
 from kvferry.scheduler.journal import MOST_COPIES, MOST_REQUESTS
 from kvferry.scheduler.why import Reason
 from kvferry.types import FIRST_RANK, Outcome, Rank, Receipt
@@ -22,7 +22,7 @@ def tokens(first: int, count: int = 16):
     return chain(NAMESPACE, np.arange(first, first + count))
 
 
-def answer(scheduler: Scheduler, outcome: Outcome = Outcome.OK, ranks: int = 1) -> None:
+def answer(scheduler: ByName, outcome: Outcome = Outcome.OK, ranks: int = 1) -> None:
     receipts = [
         Receipt(t.id, Rank(rank), outcome, "the card fell off" if rank else "", 10, 0.5, "dma")
         for t in scheduler.plan().transfers
@@ -32,7 +32,7 @@ def answer(scheduler: Scheduler, outcome: Outcome = Outcome.OK, ranks: int = 1) 
 
 
 def test_a_request_is_told_with_its_copies():
-    scheduler = Scheduler(Pool(8), (FullAttention(4),))
+    scheduler = ByName(Pool(8), (FullAttention(4),))
     scheduler.store("a", tokens(0), ((0, 1, 2, 3),), 16)
     answer(scheduler)
     scheduler.match("b", tokens(0))
@@ -54,7 +54,7 @@ def test_a_request_is_told_with_its_copies():
 
 
 def test_failed_copies_say_why_and_ranks_are_summed():
-    scheduler = Scheduler(Pool(8), (FullAttention(4),), num_ranks=2)
+    scheduler = ByName(Pool(8), (FullAttention(4),), num_ranks=2)
     scheduler.store("a", tokens(0), ((0, 1, 2, 3),), 16)
     answer(scheduler, ranks=2)
     scheduler.match("b", tokens(0))
@@ -70,7 +70,7 @@ def test_failed_copies_say_why_and_ranks_are_summed():
 
 def test_a_copy_that_is_overdue_is_told_once():
     now = [0.0]
-    scheduler = Scheduler(Pool(8), (FullAttention(4),), clock=lambda: now[0])
+    scheduler = ByName(Pool(8), (FullAttention(4),), clock=lambda: now[0])
     scheduler.store("a", tokens(0), ((0, 1, 2, 3),), 16)
     answer(scheduler)
     scheduler.match("b", tokens(0))
@@ -85,7 +85,7 @@ def test_a_copy_that_is_overdue_is_told_once():
 
 
 def test_a_request_counts_once_however_often_it_asks_and_again_when_its_name_is_reused():
-    scheduler = Scheduler(Pool(8), (FullAttention(4),))
+    scheduler = ByName(Pool(8), (FullAttention(4),))
     for _ in range(3):
         scheduler.match("a", tokens(0))
         scheduler.match("a", tokens(0), computed_tokens=4)
@@ -96,7 +96,7 @@ def test_a_request_counts_once_however_often_it_asks_and_again_when_its_name_is_
 
 
 def test_a_name_used_again_starts_a_new_entry():
-    scheduler = Scheduler(Pool(8), (FullAttention(4),))
+    scheduler = ByName(Pool(8), (FullAttention(4),))
     for _ in range(2):
         scheduler.match("a", tokens(0))
         scheduler.store("a", tokens(0), ((0, 1, 2, 3),), 16)
@@ -109,7 +109,7 @@ def test_a_name_used_again_starts_a_new_entry():
 
 
 def test_it_forgets_the_oldest_and_stays_small():
-    scheduler = Scheduler(Pool(64), (FullAttention(4),))
+    scheduler = ByName(Pool(64), (FullAttention(4),))
     for number in range(MOST_REQUESTS + 10):
         scheduler.match(f"r{number}", tokens(number))
         scheduler.finish(f"r{number}")

@@ -8,15 +8,15 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
+from tests.fakes.by_name import ByName, SettledByName
 from tests.fakes.desk import LOAD, STORE, Desk, by_group, routes, story
 
 from kvferry import reach
-from kvferry.answers import MatchState, Settled
+from kvferry.answers import MatchState
 from kvferry.config import Config
 from kvferry.errors import TransferError
 from kvferry.keys import Keys
 from kvferry.pool import Pool
-from kvferry.scheduler import Scheduler
 from kvferry.scheduler.levels import Level, WriteMode
 from kvferry.tiers import HostTier, MemoryTier, TierMover
 from kvferry.types import DEVICE, FIRST_RANK, HOST, Outcome, Receipt, TierName, Transfer
@@ -78,13 +78,13 @@ def test_spill_copies_the_coldest_ahead_of_need_and_no_more() -> None:
     desk.keep("a", story(1, 16), 64)
     for _ in range(60):  # the memory of the burst fades, an eighth stays clean
         desk.run()
-    below = desk.scheduler._lower.levels[0].pool
+    below = desk.scheduler._parts.lower.levels[0].pool
     spilled = below.counts.cached
     assert 2 <= spilled <= 8 + 1
     for _ in range(20):
         desk.run()
     assert below.counts.cached == spilled
-    keys = desk.scheduler._matcher.slot_keys(0, story(1, 16), range(16))
+    keys = desk.scheduler._parts.matcher.slot_keys(0, story(1, 16), range(16))
     assert below.cached(keys)[-2:].all()  # the end of a conversation goes first
     assert not below.cached(keys)[0]
 
@@ -108,10 +108,10 @@ def test_what_the_host_evicts_can_still_be_had() -> None:
             desk.store(f"r{number}", story(number, 4), end)
             settle_down(desk)
         desk.scheduler.finish(f"r{number}")
-    below = desk.scheduler._lower.levels[0].pool
+    below = desk.scheduler._parts.lower.levels[0].pool
     there = 0
     for number in range(16):
-        keys = desk.scheduler._matcher.slot_keys(0, story(number, 4), range(4))
+        keys = desk.scheduler._parts.matcher.slot_keys(0, story(number, 4), range(4))
         there += int((below.cached(keys) | desk.pool.cached(keys)).all())
     assert there == 16
 
@@ -121,7 +121,7 @@ def test_a_failed_spill_leaves_the_hosts_block_good() -> None:
     desk.keep("a", story(1, 4), 16)
     desk.land(*desk.plan(), failed="disk full")
     assert desk.hit(story(1, 4)) == 16
-    assert desk.scheduler._lower.levels[0].pool.counts.cached == 0
+    assert desk.scheduler._parts.lower.levels[0].pool.counts.cached == 0
     desk.check_empty()
 
 
@@ -132,7 +132,7 @@ def test_a_spill_past_its_deadline_leaves_the_hosts_block_good() -> None:
     desk.now = 6.0
     desk.scheduler.settle()
     assert desk.hit(story(1, 4)) == 16
-    below = desk.scheduler._lower.levels[0].pool
+    below = desk.scheduler._parts.lower.levels[0].pool
     assert below.counts.leased == 4  # the slow rank may still write there
     desk.land(move)
     assert below.counts.cached == 0  # and what it wrote is not believed
@@ -145,7 +145,7 @@ def test_a_level_too_small_takes_what_fits() -> None:
     (move,) = desk.plan()
     assert len(move) == 3
     desk.land()
-    assert desk.scheduler._lower.levels[0].pool.counts.cached == 3
+    assert desk.scheduler._parts.lower.levels[0].pool.counts.cached == 3
     settle_down(desk)
 
 
@@ -157,7 +157,7 @@ def test_a_level_too_small_for_a_conversation_keeps_its_beginning() -> None:
     for end in range(8, 41, 8):
         desk.store("a", told, end)
         settle_down(desk)
-    keys = desk.scheduler._matcher.slot_keys(0, told, range(10))
+    keys = desk.scheduler._parts.matcher.slot_keys(0, told, range(10))
     assert small.pool.match(keys) == 6
 
 
@@ -168,18 +168,6 @@ def test_two_levels_each_in_its_own_way() -> None:
     settle_down(desk)
     assert through.pool.counts.cached == 8
     assert 0 < spill.pool.counts.cached <= 8
-
-
-def test_slots_of_two_blocks_go_down_and_come_up_whole() -> None:
-    desk = Desk(reach.FullAttention(4, blocks_per_slot=2), levels=[level()])
-    desk.keep("a", story(1, 2), 16)
-    (move,) = desk.plan()
-    assert len(move) == 4  # rows: two for each of two slots
-    desk.land()
-    forget_host(desk)
-    desk.match("b", story(1, 2))
-    (move,) = desk.plan()
-    assert (move.src, move.dst, len(move)) == (*UP, 4)
 
 
 # -- up -------------------------------------------------------------------------------------------
@@ -395,7 +383,7 @@ def test_a_level_further_down_serves_what_a_nearer_one_lost() -> None:
     desk.keep("a", told, 16)
     settle_down(desk)
     forget_host(desk)
-    near.pool.forget(desk.scheduler._matcher.slot_keys(0, told, range(1, 3)))
+    near.pool.forget(desk.scheduler._parts.matcher.slot_keys(0, told, range(1, 3)))
     assert desk.match("b", told).state is MatchState.WAIT
     assert routes(desk.plan()) == [(DISK, HOST), (FAR, HOST)]
     desk.land()
@@ -429,7 +417,7 @@ def test_reset_empties_every_level_and_lets_moves_end() -> None:
     for request in "bcd":
         desk.scheduler.finish(request)
     desk.check_empty()
-    assert desk.scheduler._lower.levels[0].pool.counts.cached == 0
+    assert desk.scheduler._parts.lower.levels[0].pool.counts.cached == 0
 
 
 # -- with bytes and threads -----------------------------------------------------------------------
@@ -472,14 +460,14 @@ class Server:
             mover = TierMover(self.host, tier)
             movers |= {(HOST, tier.name): mover, (tier.name, HOST): mover}
         self.worker = Worker(movers)  # type: ignore[arg-type]
-        self.scheduler = Scheduler(
+        self.scheduler = ByName(
             Pool(slots),
             [reach.FullAttention(4)],
             config=Config(load_policy="always", promote_deadline=promote_deadline),
             levels=[Level(tier.name, Pool(tier.num_slots), WriteMode.THROUGH) for tier in tiers],
         )
 
-    def step(self) -> Settled:
+    def step(self) -> SettledByName:
         self.worker.execute(self.scheduler.plan())
         return self.scheduler.settle(self.worker.poll())
 

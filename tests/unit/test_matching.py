@@ -41,24 +41,13 @@ def test_a_cap_inside_a_block_cuts_the_block() -> None:
     assert desk.match("b", told, most=15).num_tokens == 12
 
 
-def test_slots_of_two_blocks_serve_hits_that_end_inside() -> None:
-    desk = Desk(reach.FullAttention(4, blocks_per_slot=2), hash_tokens=4)
-    told = story(1, 4)
-    desk.keep("a", told, 16)
-    assert desk.match("b", told, most=15).num_tokens == 12
-    assert desk.load("b", 12) == {0: [0, 1, 2]}
-    (sent,) = desk.plan()
-    assert sent.src_slots.tolist() == [0, 1, 2]
-
-
-def test_slots_of_two_blocks_serve_hits_that_begin_inside() -> None:
-    desk = Desk(reach.FullAttention(4, blocks_per_slot=2), hash_tokens=4)
+def test_large_blocks_serve_hits_that_begin_inside() -> None:
+    desk = Desk(FULL, reach.FullAttention(8), hash_tokens=4)
     told = story(1, 4)
     desk.keep("a", told, 16)
     assert desk.match("b", told, computed=4).num_tokens == 16
-    assert desk.load("b", 16) == {0: [1, 2, 3]}
-    (sent,) = desk.plan()
-    assert sent.src_slots.tolist() == [1, 2, 3]
+    assert desk.load("b", 16) == {0: [1, 2, 3], 1: [0, 1]}
+    assert [len(sent) for sent in desk.plan()] == [3, 2]
 
 
 @pytest.mark.parametrize("other", [WINDOW, CHUNKS, STATE], ids=["window", "chunks", "state"])
@@ -98,7 +87,7 @@ def test_a_chunk_needs_its_own_beginning() -> None:
 
 
 def test_own_tokens_that_end_between_two_states_are_no_error() -> None:
-    desk = Desk(FULL, reach.RecurrentState(4, blocks_per_slot=2), hash_tokens=4)
+    desk = Desk(FULL, reach.RecurrentState(8), hash_tokens=4)
     told = story(1, 4)
     assert desk.match("a", told, computed=4).state is MatchState.MISS
     desk.keep("b", told, 16)
@@ -111,13 +100,13 @@ def test_own_tokens_that_end_between_two_states_are_no_error() -> None:
 def count_looks(desk: Desk) -> list[int]:
     """Count full look-ups from now on."""
     looks: list[int] = []
-    look = desk.scheduler._matcher.look
+    look = desk.scheduler._parts.matcher.look
 
     def counting(*args, **kwargs):
         looks.append(1)
         return look(*args, **kwargs)
 
-    desk.scheduler._matcher.look = counting  # type: ignore[method-assign]
+    desk.scheduler._parts.matcher.look = counting  # type: ignore[method-assign]
     return looks
 
 
@@ -133,14 +122,14 @@ def test_asking_again_looks_once() -> None:
 
 def test_a_hit_leaves_spare_tokens_and_still_looks_once() -> None:
     """For draft models, whose last block is computed again whatever is stored."""
-    desk = Desk(slots=64)
+    desk = Desk(slots=64, spare_tokens=4)
     told = story(1, 8)
-    desk.keep("a", told[:4], 16)
+    desk.keep("a", told[:5], 20)
     looks = count_looks(desk)
     match = desk.scheduler.match
 
     def ask(request, computed=0):
-        return match(request, told, computed_tokens=computed, max_tokens=31, spare_tokens=4)
+        return match(request, told, computed_tokens=computed, max_tokens=31)
 
     for _ in range(10):
         assert ask("b").num_tokens == 12
@@ -148,7 +137,7 @@ def test_a_hit_leaves_spare_tokens_and_still_looks_once() -> None:
     assert ask("c", computed=8).to_load == 4
     assert ask("d", computed=12).state is MatchState.MISS
     assert ask("e", computed=16).state is MatchState.MISS
-    desk.keep("f", told, 24)
+    desk.keep("f", told, 28)
     assert ask("b").num_tokens == 20
 
 
@@ -213,9 +202,9 @@ def test_who_was_away_too_long_to_know_what_is_new_looks_again() -> None:
     assert len(looks) == 2
 
 
-def test_a_last_slot_that_is_not_whole_is_nothing_to_wait_for() -> None:
-    desk = Desk(reach.FullAttention(4, blocks_per_slot=2), hash_tokens=4)
-    told = story(1, 3)  # a slot and a half
+def test_a_last_block_that_is_not_whole_is_nothing_to_wait_for() -> None:
+    desk = Desk(reach.FullAttention(8), hash_tokens=4)
+    told = story(1, 3)  # a block and a half
     desk.keep("a", told, 12)
     for number in range(2, 5):
         assert desk.match("b", told).num_tokens == 8

@@ -14,6 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.fakes.by_name import ByName
 
 from kvferry.device.builtin_profile import builtin_profile
 from kvferry.device.choices import Choices
@@ -32,7 +33,7 @@ from kvferry.metrics.text import exposition
 from kvferry.policy.worth import Verdict
 from kvferry.pool import Pool
 from kvferry.reach import FullAttention
-from kvferry.scheduler import Level, Scheduler
+from kvferry.scheduler import Level
 from kvferry.scheduler.journal import Copy
 from kvferry.scheduler.why import Reason
 from kvferry.stats import OTHER, SIZE_BOUNDS, Distribution, Histogram, TrafficCounts
@@ -42,10 +43,10 @@ ROOT = Path(__file__).parents[2]
 NAMESPACE = Namespace(model="m", dtype="float32", layout="test", geometry="g", block_tokens=4)
 
 
-def busy_scheduler() -> Scheduler:
+def busy_scheduler() -> ByName:
     """One that has stored, matched and loaded a request, and missed another."""
     level = Level(TierName("disk"), Pool(8))
-    scheduler = Scheduler(Pool(8), (FullAttention(4),), levels=(level,), block_bytes=(100,))
+    scheduler = ByName(Pool(8), (FullAttention(4),), levels=(level,), block_bytes=(100,))
     keys = chain(NAMESPACE, np.arange(16))
     scheduler.store("writer", keys, ((0, 1, 2, 3),), 16)
     settle(scheduler, path="staged", seconds=0.002)
@@ -56,7 +57,7 @@ def busy_scheduler() -> Scheduler:
     return scheduler
 
 
-def settle(scheduler: Scheduler, *, path: str, seconds: float) -> None:
+def settle(scheduler: ByName, *, path: str, seconds: float) -> None:
     plan = scheduler.plan()
     scheduler.settle(
         Receipt(t.id, FIRST_RANK, Outcome.OK, "", 100 * len(t), seconds, path)

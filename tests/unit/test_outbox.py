@@ -67,22 +67,22 @@ def test_a_store_goes_on_without_its_request() -> None:
 
 def test_what_waits_is_counted_against_the_bounds() -> None:
     desk = Desk(block_bytes=[10])
-    outbox = desk.scheduler._outbox
+    transit = desk.scheduler._transit
     desk.store("a", story(1, 2), 8)
-    assert outbox.num_blocks_from_device() == 2
-    assert outbox.bytes_in_flight([10]) == 20
+    assert transit.blocks_from_device == 2
+    assert transit.num_bytes == 20
     desk.plan()
-    assert outbox.num_blocks_from_device() == 2
+    assert transit.blocks_from_device == 2
     desk.land()
-    assert outbox.num_blocks_from_device() == 0
+    assert transit.blocks_from_device == 0
     desk.match("b", story(1, 2))
     desk.load("b", 8)
-    assert outbox.num_blocks_to_device() == 2
-    assert outbox.bytes_to_device([10]) == outbox.bytes_in_flight([10]) == 20
+    assert transit.blocks_to_device == 2
+    assert transit.bytes_to_device == transit.num_bytes == 20
     desk.plan()
-    assert outbox.num_blocks_to_device() == 2
+    assert transit.blocks_to_device == 2
     desk.land()
-    assert outbox.num_blocks_to_device() == 0
+    assert transit.blocks_to_device == 0
 
 
 def test_close_drops_what_was_not_sent_off() -> None:
@@ -94,7 +94,7 @@ def test_close_drops_what_was_not_sent_off() -> None:
     assert desk.scheduler.num_queued == 3  # a load, a store, a move down
     desk.scheduler.close()
     desk.check_empty()
-    assert desk.scheduler._lower.levels[0].pool.num_leases == 0
+    assert desk.scheduler._parts.lower.levels[0].pool.num_leases == 0
 
 
 def test_stores_of_different_groups_do_not_mix() -> None:

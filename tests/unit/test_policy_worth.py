@@ -125,7 +125,7 @@ def test_a_hit_slower_to_load_than_to_compute_is_a_miss_that_says_so() -> None:
     assert desk.match("c", told).state is MatchState.HIT
     assert desk.scheduler.stats().verdicts == {"load_unmeasured": 1, "load_faster": 1}
     for number in range(20):
-        desk.scheduler._hits.worth.note_load(1000, 10.0)  # the link is someone else's now
+        desk.scheduler._parts.hits.worth.note_load(1000, 10.0)  # the link is someone else's now
         desk.scheduler.finish(f"x{number}")
     desk.scheduler.preempt("c")
     assert desk.match("c", told).state is MatchState.MISS

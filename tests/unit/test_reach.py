@@ -20,7 +20,6 @@ from kvferry.reach import (
     hit_alignment,
     longest_hit,
     needed,
-    needed_device_blocks,
     worth_storing,
 )
 
@@ -73,31 +72,24 @@ class TestNeeded:
         assert needed(RecurrentState(16), 160, computed_tokens=144) == range(9, 10)
         assert not needed(FullAttention(16), 160, computed_tokens=160)
 
-    def test_slots_of_four_device_blocks_with_ragged_ends(self) -> None:
-        group = FullAttention(16, blocks_per_slot=4)
-        # The engine holds device blocks 0..1; the hit ends after device block 6.
-        assert needed(group, 7 * 16, computed_tokens=2 * 16) == range(2)
-        assert needed_device_blocks(group, 7 * 16, computed_tokens=2 * 16) == range(2, 7)
+    def test_large_blocks_with_ragged_ends(self) -> None:
+        # The engine holds half of the first block; the hit ends inside the second.
+        assert needed(FullAttention(64), 7 * 16, computed_tokens=2 * 16) == range(2)
 
-    def test_a_window_takes_no_device_blocks_it_will_not_read(self) -> None:
-        group = SlidingWindow(16, blocks_per_slot=4, window=33)
-        assert needed(group, 128) == range(1, 2)
-        assert needed_device_blocks(group, 128) == range(6, 8)
-
-    def test_a_state_is_in_the_last_device_block_of_its_slot(self) -> None:
-        assert needed_device_blocks(RecurrentState(16, blocks_per_slot=4), 128) == range(7, 8)
+    def test_a_window_takes_no_blocks_it_will_not_read(self) -> None:
+        assert needed(SlidingWindow(64, window=33), 128) == range(1, 2)
 
 
 class TestAlignment:
     def test_hits_end_where_every_slot_and_hash_block_ends(self) -> None:
-        groups = [FullAttention(16, blocks_per_slot=3), RecurrentState(32)]
+        groups = [FullAttention(48), RecurrentState(32)]
         assert hit_alignment(groups) == 96
         assert hit_alignment(groups, hash_block_tokens=64) == 192
 
     def test_a_given_alignment_may_end_inside_a_slot(self) -> None:
-        # A prompt of exactly two slots must compute its last token; with the device block as the
-        # step only that block is computed again, not the whole slot.
-        group = FullAttention(16, blocks_per_slot=4)
+        # A prompt of exactly two blocks must compute its last token; with the hash block as the
+        # step only that part is computed again, not the whole block.
+        group = FullAttention(64)
         assert longest_hit([group], [mask("##")], 127) == 64
         assert longest_hit([group], [mask("##")], 127, alignment=16) == 112
 
@@ -234,7 +226,6 @@ class TestWorthStoring:
     ("wrong", "words"),
     [
         (lambda: FullAttention(0), "block_tokens must be at least 1, got 0"),
-        (lambda: FullAttention(16, blocks_per_slot=0), "blocks_per_slot must be at least 1"),
         (lambda: SlidingWindow(16, window=0), "window must be at least 1, got 0"),
         (lambda: ChunkedLocal(16, chunk=-8), "chunk must be at least 1, got -8"),
         (lambda: needed(FullAttention(16), -1), "num_tokens must not be negative, got -1"),

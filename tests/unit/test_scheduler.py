@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.fakes.by_name import ByName
 from tests.fakes.crafted_keys import keys
 
 from kvferry import reach
@@ -18,14 +19,14 @@ from kvferry.errors import ClosedError, InputError, ReceiptError
 from kvferry.keys import Keys
 from kvferry.pool import Pool
 from kvferry.reach import ChunkedLocal, FullAttention, SlidingWindow
-from kvferry.scheduler import NO_BLOCK, Reason, Scheduler
+from kvferry.scheduler import NO_BLOCK, Reason, State
 from kvferry.types import DEVICE, HOST, Outcome, Plan, Rank, Receipt, TransferId
 
 HYBRID = (FullAttention(4), SlidingWindow(4, window=6))
 
 
 def scheduler_of(*groups: reach.Group, num_slots: int = 16, num_ranks: int = 1, **more: Any):
-    return Scheduler(
+    return ByName(
         Pool(num_slots),
         groups or (FullAttention(4),),
         config=Config(load_policy="always"),
@@ -40,17 +41,17 @@ def receipts(plan: Plan, num_ranks: int = 1, outcome: Outcome = Outcome.OK) -> l
     return [Receipt(t.id, rank, outcome, "why") for t in plan.transfers for rank in ranks]
 
 
-def stored(scheduler: Scheduler, chain: Keys, request: str = "writer") -> None:
+def stored(scheduler: ByName, chain: Keys, request: str = "writer") -> None:
     tables = [list(range(len(chain))) for _ in scheduler.groups]
     scheduler.store(request, chain, tables, 4 * len(chain))
     scheduler.settle(receipts(scheduler.plan()))
     scheduler.finish(request)
 
 
-def snapshot(scheduler: Scheduler) -> tuple[object, ...]:
+def snapshot(scheduler: ByName) -> tuple[object, ...]:
     """Everything a refused call must leave alone."""
     scheduler.check_integrity()
-    pool, requests = scheduler.pool, scheduler._requests
+    pool = scheduler.pool
     return (
         scheduler.stats(),
         pool.num_leases,
@@ -58,10 +59,7 @@ def snapshot(scheduler: Scheduler) -> tuple[object, ...]:
         pool._readers.tobytes(),
         scheduler.num_queued,
         scheduler.num_in_flight,
-        [
-            (r, record.hit, record.stored[:])
-            for r, record in zip(requests.ids(), requests.records(), strict=True)
-        ],
+        [(request, request._hit, request.stored[:]) for request in scheduler.requests],
     )
 
 
@@ -145,13 +143,11 @@ def test_a_hit_that_reads_nothing_leaves_nobody_waiting() -> None:
     assert scheduler.num_queued == 0
 
 
-def test_groups_with_slots_of_different_size_do_not_meet_in_memory() -> None:
-    scheduler = scheduler_of(
-        FullAttention(4), SlidingWindow(4, window=20, blocks_per_slot=2), hash_block_tokens=4
-    )
-    scheduler.store("a", keys(range(4)), [[0, 1, 2, 3], [0, 1, 2, 3]], 16)
+def test_groups_with_blocks_of_different_size_do_not_meet_in_memory() -> None:
+    scheduler = scheduler_of(FullAttention(4), SlidingWindow(8, window=20), hash_block_tokens=4)
+    scheduler.store("a", keys(range(4)), [[0, 1, 2, 3], [0, 1]], 16)
     rows = [set(t.dst_slots.tolist()) for t in scheduler.plan().transfers]
-    assert [len(r) for r in rows] == [4, 4]
+    assert [len(r) for r in rows] == [4, 2]
     assert not rows[0] & rows[1]
 
 
@@ -175,7 +171,7 @@ def test_a_window_that_lands_later_is_seen_by_those_who_wait() -> None:
     [
         ({"num_ranks": 0}, "at least 1, got 0"),
         ({"num_ranks": -2}, "at least 1, got -2"),
-        ({"hash_block_tokens": 3}, "slots of 4 tokens.*hash block of 3"),
+        ({"hash_block_tokens": 3}, "blocks of 4 tokens.*hash block of 3"),
         ({"block_bytes": (1, 2)}, "2 block sizes for 1 groups"),
     ],
 )
@@ -186,7 +182,7 @@ def test_settings_that_cannot_be_right(arguments: dict[str, Any], words: str) ->
 
 def test_no_groups() -> None:
     with pytest.raises(InputError, match="no groups"):
-        Scheduler(Pool(4), ())
+        ByName(Pool(4), ())
 
 
 @pytest.mark.parametrize(
@@ -206,12 +202,12 @@ def test_no_groups() -> None:
         (lambda s: s.load("hit", [[0, 1, 2], [0, 1]]), "group 1's block table has 2 .* needs 3"),
         (lambda s: s.load("hit", [[0, NO_BLOCK, 2], [0, 1, 2]]), "must not be negative, got -1"),
         (lambda s: s.match("b", keys(range(4)), computed_tokens=-1), "not be negative, got -1"),
-        (lambda s: s.match("b", keys(range(4)), max_tokens=-4), "not be negative, got -4"),
+        (lambda s: s.match("b", keys(range(4)), max_tokens=-4), "not be negative, got 0 and -4"),
         (lambda s: s.lose_rank(Rank(3), "typo"), "rank 3 .* 0 to 1"),
     ],
 )
 def test_a_bad_call_is_refused_and_changes_nothing(
-    call: Callable[[Scheduler], object], words: str
+    call: Callable[[ByName], object], words: str
 ) -> None:
     scheduler = scheduler_of(*HYBRID, num_ranks=2)
     chain = keys(range(100, 103))
@@ -291,41 +287,18 @@ def test_tables_may_be_arrays() -> None:
     assert held.blocks.tolist() == [3, 4]
 
 
-def test_a_request_that_goes_on_stores_what_another_left() -> None:
-    """Seen red with what the other stored forgotten, and with the other never finished."""
-    scheduler = scheduler_of()
-    chain = keys(range(6))
-    scheduler.store("first", chain[:3], [[0, 1, 2]], 2 * 4)
-    scheduler.settle(receipts(scheduler.plan()))
-    scheduler.go_on("second", "first")
-    assert scheduler.stored_tokens("second") == 2 * 4
-    assert "first" not in scheduler._requests.ids()
-    (held,) = scheduler.store("second", chain, [[0, 1, 2, 3, 4, 5]], 6 * 4)
-    assert held.blocks.tolist() == [2, 3, 4, 5]
-    scheduler.go_on("third", "nobody")
-    assert scheduler.stored_tokens("third") == 0
-
-
-def test_what_goes_on_from_before_a_reset_is_as_old() -> None:
-    scheduler = scheduler_of()
-    scheduler.begin("first")
-    scheduler.reset()
-    scheduler.go_on("second", "first")
-    assert scheduler.store("second", keys(range(2)), [[0, 1]], 8) == ()
-
-
 def test_a_miss_is_looked_up_again_when_something_was_stored(monkeypatch) -> None:
     """Seen red with the generation left out of what is remembered, and with nothing remembered."""
     scheduler = scheduler_of()
     chain = keys(range(3))
     looks: list[int] = []
-    real = scheduler._matcher.next_missing
+    real = scheduler._parts.matcher.next_missing
 
     def counted(*args: Any) -> Any:
         looks.append(1)
         return real(*args)
 
-    monkeypatch.setattr(scheduler._matcher, "next_missing", counted)
+    monkeypatch.setattr(scheduler._parts.matcher, "next_missing", counted)
     for _ in range(5):
         assert scheduler.match("reader", chain).state is MatchState.MISS
     assert len(looks) == 1
@@ -346,7 +319,7 @@ def test_what_the_short_look_lacks_a_match_does_not_find_either() -> None:
             lease.commit()
         for computed_tokens, max_tokens in product(range(0, 17, 4), range(1, 17)):
             about = {"computed_tokens": computed_tokens, "max_tokens": max_tokens}
-            missing = scheduler.next_missing(chain, **about)
+            missing = scheduler._parts.matcher.next_missing(chain, computed_tokens, max_tokens)
             found = scheduler.match("reader", chain, **about)
             scheduler.finish("reader")
             if missing is not None:
@@ -355,17 +328,31 @@ def test_what_the_short_look_lacks_a_match_does_not_find_either() -> None:
                 assert found.state is MatchState.HIT
 
 
-def test_a_miss_that_is_noted_later_counts_and_is_explained() -> None:
+@pytest.mark.parametrize(
+    "touch",
+    [
+        lambda s: s.plan(),
+        lambda s: s.called("reader").end(),
+        lambda s: s.called("reader").match(computed_tokens=4),
+        lambda s: s.explain("reader"),
+        lambda s: s.stats(),
+        lambda s: s.reset(),
+        lambda s: s.close(),
+    ],
+    ids=["plan", "end", "match", "explain", "stats", "reset", "close"],
+)
+def test_a_miss_is_answered_at_once_and_counted_when_somebody_has_time(
+    touch: Callable[[ByName], object],
+) -> None:
     scheduler = scheduler_of()
-    chain = keys(range(3))
-    missing = scheduler.next_missing(chain, computed_tokens=4)
-    assert missing is not None
-    assert scheduler.stats().queries == 0
-    assert scheduler.explain("reader") is None
-    scheduler.note_miss("reader", chain, missing, computed_tokens=4)
+    assert scheduler.match("reader", keys(range(3)), computed_tokens=4).state is MatchState.MISS
+    assert scheduler.called("reader").state is State.ANSWERED
+    assert len(scheduler.owing) == 1
+    assert scheduler._parts.counts.queries == 0
+    touch(scheduler)
+    assert len(scheduler.owing) == 0
     assert (scheduler.stats().queries, scheduler.stats().asked_tokens) == (1, 8)
     explanation = scheduler.explain("reader")
     assert explanation is not None
     assert (explanation.reason, explanation.first_missing) == (Reason.NEVER_STORED, 4)
-    assert scheduler.match("reader", chain, computed_tokens=4).state is MatchState.MISS
     assert scheduler.stats().queries == 1, "counted once"

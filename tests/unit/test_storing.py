@@ -7,13 +7,12 @@ import pytest
 from tests.fakes.desk import STORE, Desk, by_group, routes, story
 
 from kvferry import reach
-from kvferry.errors import ConfigError, InputError
+from kvferry.errors import InputError
+from kvferry.keys import Keys
 from kvferry.scheduler import NO_BLOCK
 
 WINDOW = reach.SlidingWindow(4, window=9)
 STATE = reach.RecurrentState(4)
-PAIRS = reach.FullAttention(4, blocks_per_slot=2)
-
 # -- eager ---------------------------------------------------------------------------------------
 
 
@@ -129,20 +128,20 @@ def test_a_failed_store_can_be_stored_again_by_the_next() -> None:
 # -- block sizes -----------------------------------------------------------------------------------
 
 
-def test_a_slot_of_two_blocks_waits_for_both() -> None:
-    desk = Desk(PAIRS)
+def test_a_large_block_waits_until_it_is_whole() -> None:
+    desk = Desk(reach.FullAttention(8))
     told = story(1, 4)  # one key per eight tokens
-    assert desk.store("a", told, 12) == {0: [0, 1]}
+    assert desk.store("a", told, 12) == {0: [0]}
     assert desk.store("a", told, 15) == {}
-    assert desk.store("a", told, 16) == {0: [2, 3]}
+    assert desk.store("a", told, 16) == {0: [1]}
     (sent,) = desk.plan()
-    assert sent.dst_slots.tolist() == [0, 1, 2, 3]
+    assert sent.dst_slots.tolist() == [0, 1]
 
 
-def test_a_slot_of_two_blocks_with_one_gone_is_not_stored() -> None:
-    desk = Desk(PAIRS)
-    held = desk.scheduler.store("a", story(1, 3), [[0, 1, 2, NO_BLOCK, 4, 5]], 24)
-    assert by_group(held) == {0: [0, 1]}  # nor what follows it: it could not be reached
+def test_a_block_that_is_gone_is_not_stored() -> None:
+    desk = Desk()
+    held = desk.scheduler.store("a", story(1, 3), [[0, NO_BLOCK, 2]], 12)
+    assert by_group(held) == {0: [0]}  # nor what follows it: it could not be reached
 
 
 def test_hash_blocks_smaller_than_cache_blocks() -> None:
@@ -173,23 +172,31 @@ def test_slots_no_group_can_ever_use_are_not_stored() -> None:
 # -- what is kept already --------------------------------------------------------------------------
 
 
+def returns(desk: Desk, name: str, told: Keys, computed: int, until: int | None = None) -> int:
+    """A request comes with so many tokens on the device; how many of them need no store."""
+    desk.match(name, told, computed)
+    request = desk.scheduler.called(name)
+    request.unstored_from(until if until is not None else computed)
+    return request.stored_tokens
+
+
 def test_a_request_that_returns_goes_on_behind_what_is_kept() -> None:
     desk = Desk()
     told = story(1, 6)
     desk.keep("a", told, 16)
-    assert desk.scheduler.skip_stored("b", told, 18) == 16  # whole slots
-    assert desk.scheduler.skip_stored("b", told, 12) == 16  # it never goes back
+    assert returns(desk, "b", told, 16, until=18) == 16  # whole blocks
+    assert returns(desk, "b", told, 16, until=12) == 16  # it never goes back
     assert desk.store("b", told, 24, first_block=8) == {0: [12, 13]}
-    assert desk.scheduler.skip_stored("c", told, 24) == 24  # on its way counts
+    assert returns(desk, "c", told, 24) == 24  # on its way counts
 
 
 def test_what_is_not_kept_is_not_skipped() -> None:
     desk = Desk()
     told = story(1, 6)
     desk.keep("a", told, 16)
-    assert desk.scheduler.skip_stored("b", told, 20) == 0  # the device has more than we
+    assert returns(desk, "b", told, 20) == 0  # the device has more than we
     assert desk.store("b", told, 20, first_block=8) == {0: [12]}
-    assert desk.scheduler.skip_stored("d", story(2, 6), 24) == 0
+    assert returns(desk, "d", story(2, 6), 24) == 0
     assert desk.store("d", story(2, 6), 4) == {0: [0]}
 
 
@@ -198,7 +205,7 @@ def test_what_is_skipped_was_used_and_stays_longer() -> None:
     old, new = story(1, 4), story(2, 4)
     desk.keep("a", old, 16)
     desk.keep("b", new, 16)
-    desk.scheduler.skip_stored("c", old, 16)
+    returns(desk, "c", old, 16)
     desk.keep("d", story(3, 4), 16)
     assert (desk.hit(old), desk.hit(new)) == (16, 0)
 
@@ -207,15 +214,15 @@ def test_windows_lazy_stores_and_old_blocks_skip_nothing() -> None:
     desk = Desk(reach.FullAttention(4), WINDOW)
     told = story(1, 4)
     desk.keep("a", told, 16)
-    assert desk.scheduler.skip_stored("b", told, 16) == 0
+    assert returns(desk, "b", told, 16) == 0
     lazy = Desk(store_mode="lazy")
     lazy.offer(0, told, [0, 1, 2, 3])
-    assert lazy.scheduler.skip_stored("b", told, 16) == 0
+    assert returns(lazy, "b", told, 16) == 0
     desk = Desk()
     desk.match("b", told)
     desk.scheduler.reset()
     desk.keep("a", told, 16)
-    assert desk.scheduler.skip_stored("b", told, 16) == 0
+    assert returns(desk, "b", told, 16) == 0
 
 
 # -- bounds ----------------------------------------------------------------------------------------
@@ -318,7 +325,7 @@ def test_each_offered_block_goes_under_its_own_key() -> None:
     desk.offer(0, told, [9, 8, 7])
     (sent,) = desk.plan()
     desk.land()
-    keys = desk.scheduler._matcher.slot_keys(0, told, range(3))
+    keys = desk.scheduler._parts.matcher.slot_keys(0, told, range(3))
     where = dict(zip(sent.dst_slots.tolist(), sent.src_slots.tolist(), strict=True))
     assert [where[int(s)] for s in desk.pool._index.find(keys)] == [9, 8, 7]
 
@@ -360,11 +367,6 @@ def test_lazy_stores_respect_admission_and_bounds() -> None:
     assert desk.offer(0, told, [0, 1, 2, 3]) == []
     desk.run()
     assert sorted(desk.offer(0, told, [0, 1, 2, 3])) == [2, 3]
-
-
-def test_lazy_refuses_slots_of_several_blocks() -> None:
-    with pytest.raises(ConfigError, match="store_mode: lazy"):
-        Desk(PAIRS, store_mode="lazy")
 
 
 def test_offers_that_do_not_pair_up_are_refused() -> None:

@@ -81,7 +81,7 @@ def still_below() -> Desk:
 def load_slower() -> Desk:
     desk = Desk(block_bytes=[1000], load_policy="auto", prefill_rate=1000.0)
     desk.keep("a", story(1, 4), 16)
-    desk.scheduler._hits.worth.note_load(1, 1.0)
+    desk.scheduler._parts.hits.worth.note_load(1, 1.0)
     desk.match("q", story(1, 4))
     return desk
 
@@ -147,9 +147,9 @@ def test_the_group_that_stopped_it_is_named() -> None:
 
 def test_a_state_that_is_missing_is_named_though_blocks_are_smaller() -> None:
     """Hits can end only where a state is kept, two blocks apart."""
-    state = reach.RecurrentState(4, blocks_per_slot=2)
+    state = reach.RecurrentState(8)
     desk = Desk(reach.FullAttention(4), state, hash_tokens=4)
-    desk.scheduler.store("a", story(1, 4), [list(range(4)), [-1] * 4], 16)
+    desk.scheduler.store("a", story(1, 4), [list(range(4)), [-1] * 2], 16)
     desk.run()
     assert desk.match("q", story(1, 4)).state is MatchState.MISS
     explanation = why(desk, "q")

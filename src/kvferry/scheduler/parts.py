@@ -45,3 +45,8 @@ class Parts:
     owing: dict[Any, None] = field(default_factory=dict)
     pinned: dict[Any, None] = field(default_factory=dict)
     released: list[DeviceBlocks] = field(default_factory=list)
+
+    def tell_owing(self) -> None:
+        """Count and explain every miss that was answered at once."""
+        for request in tuple(self.owing):
+            request.tell()

@@ -34,7 +34,7 @@ from kvferry.scheduler.orders import BlockTable, Ordered, checked_blocks, held_b
 from kvferry.scheduler.parts import Parts
 from kvferry.scheduler.rests import Rest, Rests
 from kvferry.scheduler.why import Explanation
-from kvferry.types import RequestId, TransferId, as_slots
+from kvferry.types import Key, RequestId, TransferId, as_slots
 
 
 class State(Enum):
@@ -49,6 +49,9 @@ class State(Enum):
     RUNNING = "running"  # the engine computes it, in the blocks it has now
     LEFT = "left"  # it has ended; some of it is to be stored late
     ENDED = "ended"
+
+
+_OVER = (State.LEFT, State.ENDED)
 
 
 class Request:
@@ -96,7 +99,7 @@ class Request:
         self._promised: Match | None = None  # what its load brings
         self._waits: set[TransferId] = set()  # what comes up from a lower level
         self._is_promoted = False  # once per look: what did not come up by then is computed
-        self._missed: tuple[int, int, int] | None = None  # generation and question of its last miss
+        self._missed: tuple[int, int, Key] | None = None  # what was asked last, and what lacked
         self._owed: tuple[Missing, int, int, int] | None = None  # a miss nobody has counted yet
         self._is_counted = False
         self._is_explained = False
@@ -113,6 +116,13 @@ class Request:
         cheap. A pinned hit is let go by ``load``, ``end``, ``preempt``, or its deadline.
         """
         parts, chain = self._parts, self.chain
+        if self.state in _OVER:
+            raise self._is_over("matched")
+        if computed_tokens < 0 or (max_tokens is not None and max_tokens < 0):
+            raise InputError(
+                f"request {self.id!r}: computed_tokens and max_tokens must not be negative, got "
+                f"{computed_tokens} and {max_tokens}"
+            )
         if self.loading or self._waits:
             return Match(MatchState.WAIT, computed_tokens, computed_tokens)
         if self._owed is not None:
@@ -129,12 +139,10 @@ class Request:
             ):
                 return self._answer(hit)
             self._let_go()
-        asked = (parts.pool.generation, computed_tokens, max_tokens)
-        if self._missed == asked:
-            return self._nothing(computed_tokens)
         missing = parts.matcher.next_missing(chain, computed_tokens, max_tokens)
         if missing is not None:
-            if self._missed is None or self._missed[1:] != asked[1:]:
+            asked = (computed_tokens, max_tokens, missing.key)
+            if self._missed != asked:  # explained once, however often it is asked
                 self._owed = (missing, len(chain), computed_tokens, max_tokens)
                 parts.owing[self] = None
                 self.state = State.ANSWERED
@@ -315,6 +323,8 @@ class Request:
 
     def run(self) -> None:
         """The engine computes it from now on, in the blocks it has given it."""
+        if self.state in _OVER:
+            raise self._is_over("run")
         if self.state is not State.RUNNING:
             self.state = State.RUNNING
             if self._owed is None:
@@ -328,11 +338,18 @@ class Request:
         out. Returns what was ordered: hold its device blocks until ``settle`` releases them. With
         lazy stores it orders nothing; see ``Scheduler.offer``.
         """
+        if self.state in _OVER:
+            raise self._is_over("stored")
         self._require_tables(tables)
         if self._owed is not None:
             self.tell()
+        if self._parts.stores.admission.counts:  # what others asked before counts before it
+            self._parts.tell_owing()
         if self.state in (State.UNKNOWN, State.LOADED):
             self.run()
+        return self._store(tables, num_tokens)
+
+    def _store(self, tables: Sequence[BlockTable], num_tokens: int) -> tuple[Ordered, ...]:
         if self.is_outdated or self._parts.stores.is_lazy:
             return ()
         num_tokens = self._storable(num_tokens)
@@ -401,23 +418,35 @@ class Request:
             self._past = other._past
             had_tokens = self.stored_tokens or self._past
             self.store_due = had_tokens + rests.step + parts.spare_tokens
-            other.end()
+            other._end()
 
     # -- its ends -------------------------------------------------------------------------------
 
     def preempt(self) -> None:
         """The engine took its device blocks away; it may be matched again later."""
+        if self.state in _OVER:
+            return
         self._drop()
         self._renew()
         self.state = State.UNKNOWN
         self.store_due = 0
 
     def end(self) -> None:
-        """It is over (done or aborted). Its stores go on; its hit and loads do not count."""
+        """It is over (done or aborted). Its stores go on; its hit and loads do not count.
+
+        What it has left and nobody has stored yet is not stored any more. Safe to call twice.
+        """
+        rests = self._parts.rests
+        if self.state is State.LEFT and rests is not None:
+            for rest in rests.drop(self):
+                self._parts.released.extend(rest.held)
         if self.state is not State.ENDED:
-            self._drop()
-            self.state = State.ENDED
-            del self._parts.live[self]
+            self._end()
+
+    def _end(self) -> None:
+        self._drop()
+        self.state = State.ENDED
+        del self._parts.live[self]
 
     def leave(self, num_tokens: int) -> tuple[DeviceBlocks | Ordered, ...]:
         """It is over, with this many tokens computed. What of them is not stored is stored late.
@@ -426,6 +455,8 @@ class Request:
         computed nothing of its own: it ends.
         """
         parts, rests = self._parts, self._parts.rests
+        if self.state in _OVER:
+            return ()
         if self._owed is not None:
             self.tell()
         if self.state is not State.RUNNING or rests is None:
@@ -456,7 +487,7 @@ class Request:
         if waits:
             twin = rests.wait(self, num_tokens, key)
             if twin is not None:
-                twin.request.end()
+                twin.request._end()
             return ()
         stored_tokens = self.stored_tokens
         tables = rests.engine.tables(self, num_tokens, stored_tokens)
@@ -475,12 +506,12 @@ class Request:
                 return ()
             assert self._parts.rests is not None
             tables = self._parts.rests.engine.remains(self, rest.num_tokens, from_token)
-        return self.store(tables, num_tokens)
+        return self._store(tables, num_tokens)
 
     def end_rest(self, rest: Rest) -> None:
         """Nothing of what it left is stored any more; its device blocks are the engine's again."""
         self._parts.released.extend(rest.held)
-        self.end()
+        self._end()
 
     def forget(self) -> None:
         """Everything stored was forgotten: so was its hit, and what it has computed is of before.
@@ -497,7 +528,8 @@ class Request:
     def expire(self) -> None:
         """Its hit was left alone for too long: it is let go, as if never asked for."""
         self._let_go()
-        self.state = State.UNKNOWN
+        if self.state is not State.RUNNING:  # what it found was not worth loading, or not wanted
+            self.state = State.UNKNOWN
 
     @property
     def hit_deadline(self) -> float:
@@ -535,6 +567,11 @@ class Request:
         if self.is_outdated:
             self.is_outdated = False
             self.stored = [0] * len(self.stored)
+
+    def _is_over(self, verb: str) -> InputError:
+        return InputError(
+            f"request {self.id!r} has ended and cannot be {verb}; open a new one for it"
+        )
 
     def _require_tables(self, tables: Sequence[BlockTable]) -> None:
         if len(tables) != len(self.stored):

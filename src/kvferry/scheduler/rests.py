@@ -168,17 +168,27 @@ class Rests:
             if takes_waiting or (is_ripe and room >= 0):
                 due.append(rest)
         for rest in due:
-            if rest.held:
-                self._held.remove(rest)
-            else:
-                del self._waiting[rest.key]
+            self._remove(rest)
         return due
+
+    def drop(self, request: Any) -> list[Rest]:
+        """What one request left, which is not to be stored any more."""
+        rests = [rest for rest in (*self._held, *self._waiting.values()) if rest.request is request]
+        for rest in rests:
+            self._remove(rest)
+        return rests
 
     def take_all(self) -> list[Rest]:
         """Everything, due or not: what is left of before is not to be stored any more."""
         rests = [*self._held, *self._waiting.values()]
         self._held, self._waiting = [], {}
         return rests
+
+    def _remove(self, rest: Rest) -> None:
+        if rest.held:
+            self._held.remove(rest)
+        else:
+            del self._waiting[rest.key]
 
     @property
     def _is_short(self) -> bool:

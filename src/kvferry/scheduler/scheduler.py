@@ -161,9 +161,7 @@ class Scheduler:
 
     def count_answered(self) -> None:
         """Count and explain them now; :meth:`plan` does it at the latest."""
-        if self._parts.owing:
-            for request in self.owing:
-                request.tell()
+        self._parts.tell_owing()
 
     # -- stores that no running request orders --------------------------------------------------
 
@@ -210,6 +208,8 @@ class Scheduler:
         its device blocks until ``settle`` releases them.
         """
         self._require_open()
+        if self._parts.stores.admission.counts:  # what was asked before this counts before it
+            self._parts.tell_owing()
         return self._parts.stores.offered(group, keys, blocks)
 
     # -- what the engine learns and tells -------------------------------------------------------
@@ -239,7 +239,8 @@ class Scheduler:
     def plan(self) -> Plan:
         """Everything ordered since the last plan, loads first; hand it to every rank's worker."""
         self._require_open()
-        self.count_answered()
+        if self._parts.owing:
+            self._parts.tell_owing()
         if self._parts.lower:
             self._parts.lower.spill()
         return self._outbox.launch(self._clock())
@@ -265,7 +266,7 @@ class Scheduler:
         self._require_open()
         parts = self._parts
         # Before they count as outdated: what a miss owes is counted by what was true until now.
-        self.count_answered()
+        parts.tell_owing()
         if parts.rests is not None:
             for rest in parts.rests.take_all():
                 rest.request.end_rest(rest)
@@ -315,20 +316,23 @@ class Scheduler:
 
     def explain(self, request_id: RequestId) -> Explanation | None:
         """Why a request got no more than it did, as of its last look-up; None if too long ago."""
-        entry = self._parts.journal.entry(request_id)
+        entry = self.journal(request_id)
         return entry.explanation if entry is not None else None
 
     def journal(self, request_id: RequestId) -> Entry | None:
         """What is remembered of a request, its transfers too; None if too long ago."""
+        self._parts.tell_owing()
         return self._parts.journal.entry(request_id)
 
     def recent(self) -> tuple[RequestId, ...]:
         """The requests still remembered, the latest last."""
+        self._parts.tell_owing()
         return self._parts.journal.request_ids()
 
     def stats(self) -> SchedulerStats:
         """A snapshot of everything counted so far."""
         parts = self._parts
+        parts.tell_owing()
         return snapshot(
             self.pool,
             parts.lower,

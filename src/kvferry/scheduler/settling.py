@@ -128,4 +128,5 @@ class Settling:
         expired = tuple([request for request in pinned if request.hit_deadline <= now])
         for request in expired:
             request.expire()
+        self._parts.counts.expired_hits += len(expired)
         return expired
