@@ -138,6 +138,15 @@ class Matcher:
                     return Missing(g, block * group.block_tokens, key)
         return None
 
+    def names(self, missing: Missing, chain: KeyChain) -> bool:
+        """Whether a block that was missing is one of this chain's, at the place it was then."""
+        group = missing.group
+        block = missing.token // self.groups[group].block_tokens
+        at = (block + 1) * self._ratios[group] - 1
+        if at >= len(chain):
+            return False
+        return masked_key(chain[at], scope(self.epoch, group)) == missing.key
+
     def look(
         self, keys: Keys, computed_tokens: int, max_tokens: int, spare_tokens: int = 0
     ) -> Look:

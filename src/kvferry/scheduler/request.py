@@ -34,7 +34,7 @@ from kvferry.scheduler.orders import BlockTable, Ordered, checked_blocks, held_b
 from kvferry.scheduler.parts import Parts
 from kvferry.scheduler.rests import Rest, Rests
 from kvferry.scheduler.why import Explanation
-from kvferry.types import Key, RequestId, TransferId, as_slots
+from kvferry.types import RequestId, TransferId, as_slots
 
 
 class State(Enum):
@@ -99,7 +99,7 @@ class Request:
         self._promised: Match | None = None  # what its load brings
         self._waits: set[TransferId] = set()  # what comes up from a lower level
         self._is_promoted = False  # once per look: what did not come up by then is computed
-        self._missed: tuple[int, int, Key] | None = None  # what was asked last, and what lacked
+        self._missed: tuple[int, int, int, Missing] | None = None  # when, what was asked and lacked
         self._owed: tuple[Missing, int, int, int] | None = None  # a miss nobody has counted yet
         self._is_counted = False
         self._is_explained = False
@@ -139,14 +139,17 @@ class Request:
             ):
                 return self._answer(hit)
             self._let_go()
+        missed, generation = self._missed, parts.pool.generation
+        if missed is not None and missed[:3] == (generation, computed_tokens, max_tokens):
+            if parts.matcher.names(missed[3], chain):  # nothing was stored since
+                return self._nothing(computed_tokens)
         missing = parts.matcher.next_missing(chain, computed_tokens, max_tokens)
         if missing is not None:
-            asked = (computed_tokens, max_tokens, missing.key)
-            if self._missed != asked:  # explained once, however often it is asked
+            self._missed = (generation, computed_tokens, max_tokens, missing)
+            if missed is None or missed[1:] != self._missed[1:]:  # explained once a question
                 self._owed = (missing, len(chain), computed_tokens, max_tokens)
                 parts.owing[self] = None
                 self.state = State.ANSWERED
-            self._missed = asked
             return self._nothing(computed_tokens)
         return self._look(chain.keys(), computed_tokens, max_tokens)
 
