@@ -12,7 +12,7 @@ from kvferry.config import Config
 from kvferry.keys import Keys
 from kvferry.pool import Pool
 from kvferry.scheduler import BlockTable, Scheduler
-from kvferry.scheduler.levels import Level
+from kvferry.scheduler.level import Level
 from kvferry.types import DEVICE, HOST, Outcome, Rank, Receipt, Transfer
 
 FULL = reach.FullAttention(4)

@@ -26,7 +26,7 @@ from kvferry.playground.model import Decoder, ModelShape
 from kvferry.playground.offload import Offloader
 from kvferry.playground.request import Request
 from kvferry.playground.runner import Runner
-from kvferry.scheduler.levels import WriteMode
+from kvferry.scheduler.level import WriteMode
 from kvferry.tiers import MemoryTier
 from kvferry.types import DEVICE, HOST, TierName, Transfer
 

@@ -42,7 +42,7 @@ from kvferry.identity import scope
 from kvferry.keys import Keys
 from kvferry.pool import Pool
 from kvferry.scheduler import NO_BLOCK, Scheduler
-from kvferry.scheduler.levels import Level
+from kvferry.scheduler.level import PlacedLevel
 from kvferry.tiers import MemoryTier
 from kvferry.types import DEVICE, HOST, Outcome, Rank, Receipt, TierName, Transfer
 
@@ -61,7 +61,7 @@ class Serving:
         )
         self.pool = Pool(setup.num_slots)
         self.levels = tuple(
-            Level(TierName(f"lower{at}"), Pool(num_slots), write)
+            PlacedLevel(TierName(f"lower{at}"), Pool(num_slots), write)
             for at, (num_slots, write) in enumerate(setup.levels)
         )
         self.config = Config.from_dict(

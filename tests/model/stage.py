@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvferry import reach
 from kvferry.errors import TransferError
 from kvferry.identity import Namespace, chain, scope
-from kvferry.scheduler.levels import WriteMode
+from kvferry.scheduler.level import WriteMode
 from kvferry.tiers import MemoryTier
 from kvferry.types import Rank, TierName, Transfer
 

@@ -56,7 +56,7 @@ from kvferry.playground.model import Decoder, ModelShape
 from kvferry.playground.offload import Offloader
 from kvferry.playground.request import Request
 from kvferry.playground.runner import Runner
-from kvferry.scheduler.levels import WriteMode
+from kvferry.scheduler.level import WriteMode
 from kvferry.tiers import HostTier, MemoryTier, TierMover
 from kvferry.types import DEVICE, HOST, Outcome, Plan, TierName, Transfer, TransferId
 from kvferry.worker import Worker

@@ -17,7 +17,7 @@ from kvferry.errors import TransferError
 from kvferry.keys import Keys
 from kvferry.pool import Pool
 from kvferry.scheduler import Scheduler
-from kvferry.scheduler.levels import Level, WriteMode
+from kvferry.scheduler.level import PlacedLevel, WriteMode
 from kvferry.tiers import HostTier, MemoryTier, TierMover
 from kvferry.types import DEVICE, FIRST_RANK, HOST, Outcome, Receipt, TierName, Transfer
 from kvferry.worker import Worker
@@ -26,8 +26,10 @@ DISK, FAR = TierName("disk"), TierName("far")
 DOWN, UP = (HOST, DISK), (DISK, HOST)
 
 
-def level(slots: int = 64, write: WriteMode = WriteMode.THROUGH, name: TierName = DISK) -> Level:
-    return Level(name, Pool(slots), write)
+def level(
+    slots: int = 64, write: WriteMode = WriteMode.THROUGH, name: TierName = DISK
+) -> PlacedLevel:
+    return PlacedLevel(name, Pool(slots), write)
 
 
 def settle_down(desk: Desk) -> None:
@@ -476,7 +478,9 @@ class Server:
             Pool(slots),
             [reach.FullAttention(4)],
             config=Config(load_policy="always", promote_deadline=promote_deadline),
-            levels=[Level(tier.name, Pool(tier.num_slots), WriteMode.THROUGH) for tier in tiers],
+            levels=[
+                PlacedLevel(tier.name, Pool(tier.num_slots), WriteMode.THROUGH) for tier in tiers
+            ],
         )
 
     def step(self) -> Settled:

@@ -1,7 +1,7 @@
 """The scheduler half: what moves, when, and what became of it. Never touches a byte."""
 
 from kvferry.scheduler.half import Scheduler
-from kvferry.scheduler.levels import Level, WriteMode
+from kvferry.scheduler.level import KeyedLevel, Level, PlacedLevel, WriteMode
 from kvferry.scheduler.matching import Missing
 from kvferry.scheduler.storing import NO_BLOCK, BlockTable
 from kvferry.scheduler.why import Explanation, Reason
@@ -10,8 +10,10 @@ __all__ = [
     "NO_BLOCK",
     "BlockTable",
     "Explanation",
+    "KeyedLevel",
     "Level",
     "Missing",
+    "PlacedLevel",
     "Reason",
     "Scheduler",
     "WriteMode",

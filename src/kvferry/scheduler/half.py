@@ -25,7 +25,8 @@ from kvferry.scheduler.flight import Flight, Flights
 from kvferry.scheduler.hits import Hits
 from kvferry.scheduler.journal import Entry, Journal
 from kvferry.scheduler.landings import Landings
-from kvferry.scheduler.levels import Level, LowerLevels
+from kvferry.scheduler.level import Level
+from kvferry.scheduler.levels import LowerLevels
 from kvferry.scheduler.lookups import Lookups
 from kvferry.scheduler.matching import Matcher, Missing
 from kvferry.scheduler.outbox import Outbox
@@ -38,6 +39,7 @@ from kvferry.stats import SchedulerStats
 from kvferry.types import (
     DEVICE,
     HOST,
+    Health,
     Plan,
     Rank,
     Receipt,
@@ -87,7 +89,7 @@ class Scheduler:
         self._flights = Flights(num_ranks)
         rows_per_slot = max(group.blocks_per_slot for group in self.groups)
         self._outbox = Outbox(self._flights, config, len(self.groups), rows_per_slot)
-        self._lower = LowerLevels(pool, levels, self._outbox)
+        self._lower = LowerLevels(pool, levels, self._outbox, clock)
         self._matcher = Matcher(self.groups, pool, self._lower, hash_tokens)
         both = (self._matcher, pool, self._outbox, config)
         self._storing = Storing(
@@ -214,6 +216,7 @@ class Scheduler:
             return ()
         transfers = [order.transfer for order in self._hits.load(request_id, hit, tables)]
         record.hit = None
+        record.asked = False
         record.promoted = False
         if not transfers:  # a hit that reads nothing has no landing to wait for
             return ()
@@ -320,6 +323,13 @@ class Scheduler:
         self._ready[rank] = max(self._ready[rank], num_slots)
         self.pool.grow(min(*self._ready, self.pool.num_slots))
 
+    def note_health(self, health: Health) -> None:
+        """A level went away on a rank, or came back: it is used while it can be on every rank.
+
+        Who waits for one that is away waits no longer than to the next ``settle``.
+        """
+        self._lower.note_health(health)
+
     # -- plan and settle --------------------------------------------------------------------------
 
     def plan(self) -> Plan:
@@ -414,7 +424,7 @@ class Scheduler:
     @property
     def num_awaited(self) -> int:
         """Those of them whose time is not up."""
-        return sum(1 for _ in self._flights.transfers())
+        return self._flights.num_awaited
 
     @property
     def has_released(self) -> bool:

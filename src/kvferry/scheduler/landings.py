@@ -20,7 +20,7 @@ from kvferry.scheduler.journal import Journal
 from kvferry.scheduler.levels import LowerLevels
 from kvferry.scheduler.outbox import LoadOrder
 from kvferry.scheduler.requests import Requests
-from kvferry.types import DEVICE, RequestId
+from kvferry.types import DEVICE, Question, RequestId
 
 
 class Landings:
@@ -67,7 +67,7 @@ class Landings:
             self._requests.tell(flight, loaded, failed)
         for flight in self._flights.expire(now):
             self._requests.tell(flight, loaded, failed)
-            self._lower.overdue(flight.transfer.id)
+            self._lower.overdue(flight)
             for lease in flight.in_doubt:
                 lease.disown()
         expired = self._requests.expire_hits(now)
@@ -80,20 +80,22 @@ class Landings:
         transfer = flight.transfer
         for request_id in flight.served:
             self._journal.ended(request_id, flight)
-        if transfer.dst == DEVICE:
+        if isinstance(transfer, Question):
+            self._lower.landed(flight)
+        elif transfer.dst == DEVICE:
             self._released.append(DeviceBlocks(transfer.group, transfer.dst_slots))
             for lease in flight.leases:
                 self._hits.ended(lease)
         elif transfer.src == DEVICE:
             self._released.append(DeviceBlocks(transfer.group, transfer.src_slots))
             if flight.ok and self._lower:
-                self._write_through(flight)
+                self._write_through(flight, transfer.group)
         else:
-            self._lower.landed(transfer.id)
+            self._lower.landed(flight)
 
-    def _write_through(self, flight: Flight) -> None:
+    def _write_through(self, flight: Flight, group: int) -> None:
         # Lazy stores come from anywhere; eager ones follow each other where every key is needed.
-        full = isinstance(self._groups[flight.transfer.group], reach.FullAttention)
+        full = isinstance(self._groups[group], reach.FullAttention)
         chained = full and self._stores_in_order
         for lease in flight.leases:
             parent = self._pool.key_before(lease) if chained else None

@@ -77,7 +77,7 @@ class Lookups:
             if self._misses(request_id, record, keys, computed_tokens, max_tokens):
                 return Match(MatchState.MISS, computed_tokens, computed_tokens)
             look = self._matcher.look(keys, computed_tokens, max_tokens, spare_tokens)
-            if self._promote(request_id, record, look):
+            if self._ask(request_id, record, look) or self._promote(request_id, record, look):
                 return Match(MatchState.WAIT, computed_tokens, computed_tokens)
             hit, decision = self._hits.pin(look)
             record.hit = hit
@@ -126,6 +126,17 @@ class Lookups:
             request_id, missing, computed_tokens=computed_tokens, max_tokens=max_tokens
         )
         self._remember(record, why)
+
+    def _ask(self, request_id: RequestId, record: RequestRecord, look: Look) -> bool:
+        """Ask what lies below where that is not known; True if the request should wait for it."""
+        if record.asked or not self._lower.can_be_asked:
+            return False
+        keys = self._matcher.to_ask(look)
+        questions = self._lower.ask(keys) if len(keys) else set()
+        self._requests.wait(request_id, questions)
+        record.promoting |= questions
+        record.asked = bool(questions)
+        return record.asked
 
     def _promote(self, request_id: RequestId, record: RequestRecord, look: Look) -> bool:
         """Start bringing up what lies below the host; True if the request should wait for it."""

@@ -1,4 +1,4 @@
-"""Copies decided on but not yet in a plan, and the step that sends them off."""
+"""What was ordered and is not yet in a plan, and the step that sends it off."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.config import Config
-from kvferry.lease import Lease
+from kvferry.keys import Keys
+from kvferry.lease import Lease, Purpose
 from kvferry.scheduler.flight import Flights
 from kvferry.types import (
     DEVICE,
     HOST,
     Plan,
+    Question,
     RequestId,
     SlotArray,
     TierName,
@@ -44,10 +46,23 @@ class StoreOrder:
 
 @dataclass(frozen=True, eq=False)
 class MoveOrder:
-    """A copy between host slots and a lower tier; claims slots in both."""
+    """A copy between host slots and a lower tier; claims slots in both, where both have slots."""
 
     transfer: Transfer
-    leases: tuple[Lease, Lease]
+    leases: tuple[Lease, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class End:
+    """One end of a copy below the device: the tier, its slots (if it has any), and their claim."""
+
+    tier: TierName
+    slots: SlotArray
+    leases: tuple[Lease, ...] = ()
+
+    @classmethod
+    def of(cls, tier: TierName, lease: Lease) -> End:
+        return cls(tier, lease.slots, (lease,))
 
 
 class Outbox:
@@ -67,10 +82,13 @@ class Outbox:
         self._loads: list[LoadOrder] = []
         self._stores: list[StoreOrder] = []
         self._moves: list[MoveOrder] = []
+        self._questions: dict[TierName, tuple[TransferId, list[Keys]]] = {}
+        self._forget: tuple[TierName, ...] = ()
         self._step = 0
 
     def __len__(self) -> int:
-        return len(self._loads) + len(self._stores) + len(self._moves)
+        orders = len(self._loads) + len(self._stores) + len(self._moves)
+        return orders + len(self._questions) + len(self._forget)
 
     def rows(self, slots: SlotArray, places: SlotArray) -> SlotArray:
         """Where these device blocks of these slots lie below the device."""
@@ -93,14 +111,45 @@ class Outbox:
     def store(self, order: StoreOrder) -> None:
         self._stores.append(order)
 
-    def move(self, src: TierName, dst: TierName, reading: Lease, writing: Lease) -> TransferId:
-        """Order slots from one tier to another; the leases say which."""
-        every = np.arange(self._rows_per_slot)
-        source = self.rows(reading.slots[:, None], every).ravel()
-        target = self.rows(writing.slots[:, None], every).ravel()
-        transfer = Transfer(self._flights.new_id(), src, dst, source, target)
-        self._moves.append(MoveOrder(transfer, (reading, writing)))
+    def move(self, src: End, dst: End, keys: Keys) -> TransferId:
+        """Order blocks from one tier to another."""
+        config = self._config
+        within = config.promote_deadline if dst.tier == HOST else config.store_deadline
+        transfer = Transfer(
+            self._flights.new_id(),
+            src.tier,
+            dst.tier,
+            src.slots,
+            dst.slots,
+            keys=keys.array,
+            within=within,
+        )
+        self._moves.append(MoveOrder(transfer, src.leases + dst.leases))
         return transfer.id
+
+    def ask(self, level: TierName, keys: Keys) -> TransferId:
+        """Ask a level which of these keys it has; a level is asked one question a step."""
+        if level not in self._questions:
+            self._questions[level] = (self._flights.new_id(), [])
+        question_id, asked = self._questions[level]
+        asked.append(keys)
+        return question_id
+
+    def forget(self, levels: tuple[TierName, ...]) -> list[TransferId]:
+        """These levels forget everything, before what is ordered from now on.
+
+        What waits to be sent down would come after that, and be there for ever: it is dropped, and
+        its ids are returned.
+        """
+        self._forget = levels
+        down = [move for move in self._moves if move.transfer.src == HOST]
+        self._moves = [move for move in self._moves if move.transfer.src != HOST]
+        _drop(down)
+        return [move.transfer.id for move in down]
+
+    def give_up(self, level: TierName, reason: str) -> None:
+        """A level is away: see ``Flights.give_up``."""
+        self._flights.give_up(level, reason)
 
     def cancel_loads(self, request_id: RequestId) -> list[LoadOrder]:
         """Take a request's loads back; their leases are released."""
@@ -136,12 +185,12 @@ class Outbox:
         return stores + self.bytes_to_device(block_bytes)
 
     def launch(self, now: float) -> Plan:
-        """Everything ordered since the last call as one plan: loads, then moves, then stores.
+        """Everything ordered since the last call as one plan: loads, moves, then stores.
 
         The stores of one group travel together: one copy of many blocks beats many of a few.
         """
         self._step += 1
-        if not self._loads and not self._moves and not self._stores:
+        if not len(self):
             return Plan(self._step)
         transfers = []
         for load in self._loads:
@@ -157,8 +206,18 @@ class Outbox:
             orders = [order for order in self._stores if order.group == group]
             if orders:
                 transfers.append(self._launch_store(group, orders, now))
-        self._loads, self._moves, self._stores = [], [], []
-        return Plan(self._step, tuple(transfers))
+        questions = tuple(self._launch_question(level, now) for level in self._questions)
+        forget, self._forget = self._forget, ()
+        self._loads, self._moves, self._stores, self._questions = [], [], [], {}
+        return Plan(self._step, tuple(transfers), questions, forget)
+
+    def _launch_question(self, level: TierName, now: float) -> Question:
+        question_id, asked = self._questions[level]
+        keys = np.concatenate([keys.array for keys in asked])
+        within = self._config.ask_deadline
+        question = Question(question_id, level, keys, within)
+        self._flights.launch(question, (), now + within)
+        return question
 
     def _launch_store(self, group: int, orders: list[StoreOrder], now: float) -> Transfer:
         transfer = Transfer(
@@ -178,10 +237,15 @@ class Outbox:
         """Drop everything not sent off, as if never ordered."""
         for load in self._loads:
             load.lease.release()
-        for move in self._moves:
-            reading, writing = move.leases
-            reading.release()
-            writing.abort()
+        _drop(self._moves)
         for store in self._stores:
             store.lease.abort()
         self._loads, self._moves, self._stores = [], [], []
+        self._questions, self._forget = {}, ()
+
+
+def _drop(moves: Sequence[MoveOrder]) -> None:
+    """No rank has heard of these: nothing was touched."""
+    for move in moves:
+        for lease in move.leases:
+            lease.abort() if lease.purpose is Purpose.WRITE else lease.release()

@@ -97,6 +97,7 @@ class RequestRecord:
 
     stored: list[int]
     promoting: set[TransferId] = field(default_factory=set)
+    asked: bool = False  # once per look: what was not known to be below by then is not there
     promoted: bool = False  # once per look: what did not come up by then is computed
     counted: bool = False
     explained: bool = False

@@ -61,6 +61,7 @@ class Requests:
                 del self._waiting_for[transfer_id]
         record.loading = None
         record.promoting = set()
+        record.asked = False
         record.promoted = False
 
     def tell(self, flight: Flight, loaded: list[RequestId], failed: list[FailedLoad]) -> None:
