@@ -13,6 +13,7 @@ from kvferry.types import (
     Outcome,
     Rank,
     Receipt,
+    SlotArray,
     TierName,
     Transfer,
     TransferId,
@@ -28,7 +29,7 @@ class Owner:
     def __init__(self) -> None:
         self.endings: list[Ending] = []
 
-    def end(self, lease: Lease, ending: Ending) -> None:
+    def end(self, lease: Lease, ending: Ending, failed: SlotArray) -> None:
         self.endings.append(ending)
 
     def disown(self, lease: Lease) -> None:
