@@ -30,7 +30,7 @@ Fault = Callable[[Way, Key], None]
 
 @dataclass(eq=False)
 class Rig:
-    """A tier, and what a test can do to it and with it. Block ``n`` has key ``n`` and place ``n``."""
+    """A tier, and what a test can do with it and to it. Block ``n`` has key and place ``n``."""
 
     tier: Tier
     block_bytes: int
@@ -51,7 +51,7 @@ class Rig:
         within: float = LONG,
         cuts: Sequence[int] = (),
     ) -> int:
-        """Submit a batch for these blocks, whose bytes are ``rows``, cut into pieces at ``cuts``."""
+        """Submit a batch for these blocks, whose bytes are ``rows``, cut at ``cuts``."""
         self.next_id += 1
         edges = [0, *cuts, self.block_bytes]
         offsets = np.array(edges[:-1], dtype=np.int64)
@@ -282,7 +282,7 @@ def test_racing_writers_of_one_key_do_no_harm(rig: Rig) -> None:
     assert (into == rows).all()
 
 
-# -- one failed block is one failed block -----------------------------------------------------------
+# -- one failed block is one failed block ---------------------------------------------------------
 
 
 @every_tier

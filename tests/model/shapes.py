@@ -9,8 +9,8 @@ from kvferry.scheduler.level import WriteMode
 GROUPS: dict[str, tuple[reach.Group, ...]] = {
     "full": (FullAttention(4),),
     "full+window": (FullAttention(4), SlidingWindow(4, window=6)),
-    "two-per-slot": (FullAttention(4, blocks_per_slot=2),),
-    "mixed-slots": (FullAttention(4), SlidingWindow(4, window=9, blocks_per_slot=2)),
+    "eights": (FullAttention(8),),
+    "mixed": (FullAttention(4), SlidingWindow(8, window=9)),
     "full+state": (FullAttention(4), RecurrentState(4)),
     "full+chunks": (FullAttention(4), ChunkedLocal(4, chunk=8)),
     "chunks": (ChunkedLocal(4, chunk=8),),

@@ -21,13 +21,12 @@ from tests.model.weather import Weather, random_setup
 from kvferry.scheduler.level import WriteMode
 
 picks = st.integers(0, 63)
-levels = st.tuples(st.sampled_from([3, 12, 60]), st.sampled_from(WriteMode))
+levels = st.tuples(st.sampled_from([3, 12, 60, None]), st.sampled_from(WriteMode))
 
 
 @st.composite
 def setups(draw: st.DrawFn) -> Setup:
     kind = draw(st.sampled_from(sorted(KINDS)))
-    one_block_slots = all(group.blocks_per_slot == 1 for group in KINDS[kind])
     return Setup(
         kind=kind,
         hash_tokens=draw(st.sampled_from([4, 2])),
@@ -37,7 +36,7 @@ def setups(draw: st.DrawFn) -> Setup:
         levels=tuple(draw(st.lists(levels, max_size=2))),
         joins_loads=draw(st.booleans()),
         bounded=draw(st.booleans()),
-        store_mode=draw(st.sampled_from(["eager", "lazy"])) if one_block_slots else "eager",
+        store_mode=draw(st.sampled_from(["eager", "lazy"])),
         store_after=draw(st.sampled_from([1, 2])),
         load_policy=draw(st.sampled_from(["always", "auto"])),
         longest=48,
@@ -85,7 +84,11 @@ class LevelsMachine(RuleBasedStateMachine):
     def dispatch(self) -> None:
         self.server.dispatch()
 
-    @rule(pick=picks, at=picks, outcome=st.sampled_from(["ok", "ok", "ok", "fail", "refuse"]))
+    @rule(
+        pick=picks,
+        at=picks,
+        outcome=st.sampled_from(["ok", "ok", "ok", "some", "some", "fail", "refuse"]),
+    )
     def execute(self, pick: int, at: int, outcome: str) -> None:
         busy = [r for r in self.server.ranks if r.todo and r.rank != self.hung]
         if busy:
@@ -128,9 +131,15 @@ class LevelsMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.serving is not None and self.serving.levels)
     @rule(pick=picks, slots=st.lists(st.integers(0, 59), max_size=6))
     def lose_bytes(self, pick: int, slots: list[int]) -> None:
-        level = pick % len(self.server.levels)
-        size = self.server.levels[level].pool.num_slots
-        self.server.lose_bytes(level, [slot % size for slot in slots])
+        self.server.lose_bytes(pick % len(self.server.levels), slots)
+
+    @precondition(lambda self: self.serving is not None and self.serving.levels)
+    @rule(pick=picks, at=picks)
+    def level_goes(self, pick: int, at: int) -> None:
+        """A level goes away on a rank, or comes back to it."""
+        level, rank = pick % len(self.server.levels), self.server.ranks[at % len(self.server.ranks)]
+        ails = rank.tiers[self.server.levels[level].name].ailment
+        self.server.level_goes(level, rank, "" if ails else "out of order")
 
     @precondition(lambda self: self.serving is not None and self.hung is None)
     @rule(pick=picks, really=st.integers(0, 4))

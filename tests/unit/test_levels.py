@@ -17,9 +17,9 @@ from kvferry.errors import TransferError
 from kvferry.keys import Keys
 from kvferry.pool import Pool
 from kvferry.scheduler import Scheduler
-from kvferry.scheduler.level import PlacedLevel, WriteMode
-from kvferry.tiers import HostTier, MemoryTier, TierMover
-from kvferry.types import DEVICE, FIRST_RANK, HOST, Outcome, Receipt, TierName, Transfer
+from kvferry.scheduler.level import PlacedLevel, WriteMode, level_of
+from kvferry.tiers import HostTier, KeyedMemoryTier, MemoryTier, TierMover, Way
+from kvferry.types import DEVICE, FIRST_RANK, HOST, Key, Outcome, Receipt, TierName, Transfer
 from kvferry.worker import Worker
 
 DISK, FAR = TierName("disk"), TierName("far")
@@ -30,6 +30,12 @@ def level(
     slots: int = 64, write: WriteMode = WriteMode.THROUGH, name: TierName = DISK
 ) -> PlacedLevel:
     return PlacedLevel(name, Pool(slots), write)
+
+
+def below_pool(desk: Desk) -> Pool:
+    pool = desk.scheduler._lower.levels[0].pool
+    assert pool is not None
+    return pool
 
 
 def settle_down(desk: Desk) -> None:
@@ -80,7 +86,7 @@ def test_spill_copies_the_coldest_ahead_of_need_and_no_more() -> None:
     desk.keep("a", story(1, 16), 64)
     for _ in range(60):  # the memory of the burst fades, an eighth stays clean
         desk.run()
-    below = desk.scheduler._lower.levels[0].pool
+    below = below_pool(desk)
     spilled = below.counts.cached
     assert 2 <= spilled <= 8 + 1
     for _ in range(20):
@@ -110,7 +116,7 @@ def test_what_the_host_evicts_can_still_be_had() -> None:
             desk.store(f"r{number}", story(number, 4), end)
             settle_down(desk)
         desk.scheduler.finish(f"r{number}")
-    below = desk.scheduler._lower.levels[0].pool
+    below = below_pool(desk)
     there = 0
     for number in range(16):
         keys = desk.scheduler._matcher.slot_keys(0, story(number, 4), range(4))
@@ -123,7 +129,7 @@ def test_a_failed_spill_leaves_the_hosts_block_good() -> None:
     desk.keep("a", story(1, 4), 16)
     desk.land(*desk.plan(), failed="disk full")
     assert desk.hit(story(1, 4)) == 16
-    assert desk.scheduler._lower.levels[0].pool.counts.cached == 0
+    assert below_pool(desk).counts.cached == 0
     desk.check_empty()
 
 
@@ -134,7 +140,7 @@ def test_a_spill_past_its_deadline_leaves_the_hosts_block_good() -> None:
     desk.now = 6.0
     desk.scheduler.settle()
     assert desk.hit(story(1, 4)) == 16
-    below = desk.scheduler._lower.levels[0].pool
+    below = below_pool(desk)
     assert below.counts.leased == 4  # the slow rank may still write there
     desk.land(move)
     assert below.counts.cached == 0  # and what it wrote is not believed
@@ -147,7 +153,7 @@ def test_a_level_too_small_takes_what_fits() -> None:
     (move,) = desk.plan()
     assert len(move) == 3
     desk.land()
-    assert desk.scheduler._lower.levels[0].pool.counts.cached == 3
+    assert below_pool(desk).counts.cached == 3
     settle_down(desk)
 
 
@@ -170,18 +176,6 @@ def test_two_levels_each_in_its_own_way() -> None:
     settle_down(desk)
     assert through.pool.counts.cached == 8
     assert 0 < spill.pool.counts.cached <= 8
-
-
-def test_slots_of_two_blocks_go_down_and_come_up_whole() -> None:
-    desk = Desk(reach.FullAttention(4, blocks_per_slot=2), levels=[level()])
-    desk.keep("a", story(1, 2), 16)
-    (move,) = desk.plan()
-    assert len(move) == 4  # rows: two for each of two slots
-    desk.land()
-    forget_host(desk)
-    desk.match("b", story(1, 2))
-    (move,) = desk.plan()
-    assert (move.src, move.dst, len(move)) == (*UP, 4)
 
 
 # -- up -------------------------------------------------------------------------------------------
@@ -430,8 +424,9 @@ def test_reset_empties_every_level_and_lets_moves_end() -> None:
     assert desk.match("d", told).state is MatchState.MISS
     for request in "bcd":
         desk.scheduler.finish(request)
+    assert desk.scheduler.plan().forget == (DISK,)
     desk.check_empty()
-    assert desk.scheduler._lower.levels[0].pool.counts.cached == 0
+    assert below_pool(desk).counts.cached == 0
 
 
 # -- with bytes and threads -----------------------------------------------------------------------
@@ -466,21 +461,19 @@ class InstantDevice:
 class Server:
     """A scheduler and a worker over host memory and slow tiers below it."""
 
-    def __init__(self, *tiers: MemoryTier, slots: int = 8, promote_deadline: float = 30.0) -> None:
-        self.host = HostTier(slots, tiers[0].slot_bytes)
+    def __init__(
+        self, *tiers: MemoryTier | KeyedMemoryTier, slots: int = 8, promote_deadline: float = 30.0
+    ) -> None:
+        self.host = HostTier(slots, tiers[0].block_bytes)
         self.device = InstantDevice(self.host, 64)
         movers: dict[tuple[TierName, TierName], object] = {STORE: self.device, LOAD: self.device}
-        for tier in tiers:
-            mover = TierMover(self.host, tier)
-            movers |= {(HOST, tier.name): mover, (tier.name, HOST): mover}
-        self.worker = Worker(movers)  # type: ignore[arg-type]
+        below = {tier.name: TierMover(self.host, tier) for tier in tiers}
+        self.worker = Worker(movers, levels=below)  # type: ignore[arg-type]
         self.scheduler = Scheduler(
             Pool(slots),
             [reach.FullAttention(4)],
             config=Config(load_policy="always", promote_deadline=promote_deadline),
-            levels=[
-                PlacedLevel(tier.name, Pool(tier.num_slots), WriteMode.THROUGH) for tier in tiers
-            ],
+            levels=[level_of(tier.name, tier.num_places, WriteMode.THROUGH) for tier in tiers],
         )
 
     def step(self) -> Settled:
@@ -519,7 +512,7 @@ class Server:
 def serve() -> Iterator[Callable[..., Server]]:
     with ExitStack() as stack:
 
-        def make(*tiers: MemoryTier, **settings: object) -> Server:
+        def make(*tiers: MemoryTier | KeyedMemoryTier, **settings: object) -> Server:
             server = Server(*tiers, **settings)  # type: ignore[arg-type]
             stack.callback(server.close)
             return server
@@ -542,8 +535,8 @@ def test_bytes_go_down_slowly_and_come_back_the_same(serve: Callable[..., Server
 def test_a_medium_that_refuses_reads_costs_a_wait_not_a_hang(
     serve: Callable[..., Server],
 ) -> None:
-    def fault(what: str) -> None:
-        if what == "read":
+    def fault(way: Way, key: Key) -> None:
+        if way is Way.READ:
             raise TransferError("bad sector")
 
     server = serve(MemoryTier(64, 32, name=DISK, fault=fault))
@@ -553,8 +546,8 @@ def test_a_medium_that_refuses_reads_costs_a_wait_not_a_hang(
 
 
 def test_a_medium_that_refuses_writes_costs_nothing_above(serve: Callable[..., Server]) -> None:
-    def fault(what: str) -> None:
-        if what == "write":
+    def fault(way: Way, key: Key) -> None:
+        if way is Way.WRITE:
             raise OSError("disk full")
 
     server = serve(MemoryTier(64, 32, name=DISK, fault=fault))

@@ -32,7 +32,7 @@ from kvferry.metrics.text import exposition
 from kvferry.policy.worth import Verdict
 from kvferry.pool import Pool
 from kvferry.reach import FullAttention
-from kvferry.scheduler import Level, Scheduler
+from kvferry.scheduler import PlacedLevel, Scheduler
 from kvferry.scheduler.journal import Copy
 from kvferry.scheduler.why import Reason
 from kvferry.stats import OTHER, SIZE_BOUNDS, Distribution, Histogram, TrafficCounts
@@ -44,7 +44,7 @@ NAMESPACE = Namespace(model="m", dtype="float32", layout="test", geometry="g", b
 
 def busy_scheduler() -> Scheduler:
     """One that has stored, matched and loaded a request, and missed another."""
-    level = Level(TierName("disk"), Pool(8))
+    level = PlacedLevel(TierName("disk"), Pool(8))
     scheduler = Scheduler(Pool(8), (FullAttention(4),), levels=(level,), block_bytes=(100,))
     keys = chain(NAMESPACE, np.arange(16))
     scheduler.store("writer", keys, ((0, 1, 2, 3),), 16)

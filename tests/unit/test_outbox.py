@@ -94,7 +94,9 @@ def test_close_drops_what_was_not_sent_off() -> None:
     assert desk.scheduler.num_queued == 3  # a load, a store, a move down
     desk.scheduler.close()
     desk.check_empty()
-    assert desk.scheduler._lower.levels[0].pool.num_leases == 0
+    below = desk.scheduler._lower.levels[0].pool
+    assert below is not None
+    assert below.num_leases == 0
 
 
 def test_stores_of_different_groups_do_not_mix() -> None:
