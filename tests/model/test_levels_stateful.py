@@ -191,13 +191,15 @@ def test_the_weather_reaches_everything() -> None:
     """A test that never loads proves nothing: each thing these tests are about does happen."""
     rng = random.Random(7)
     seen: set[str] = set()
-    for kind in ("full", "window", "recurrent", "pairs"):
+    for kind, far in zip(
+        ("full", "window", "recurrent", "pairs"), (200, None, None, 200), strict=True
+    ):
         serving = Serving(
             Setup(
                 kind=kind,
                 num_slots=16,
                 num_blocks=26,
-                levels=((200, WriteMode.SPILL), (200, WriteMode.THROUGH)),
+                levels=((200, WriteMode.SPILL), (far, WriteMode.THROUGH)),
                 num_ranks=2,
                 num_stories=8,
             )
@@ -212,6 +214,8 @@ def test_the_weather_reaches_everything() -> None:
         seen |= {"promoted"} if stats.promoted_tokens else set()
         seen |= {"overdue"} if stats.overdue else set()
         seen |= {"shed"} if stats.shed_stores else set()
+        seen |= {"lost block"} if stats.lost_blocks else set()
+        seen |= {"found" for asked, found in stats.asked.values() if 0 < found < asked}
         seen |= {f"{src} to {dst}" for src, dst in stats.bytes_moved}
         seen |= set(stats.missed)
     assert seen >= {
@@ -225,6 +229,9 @@ def test_the_weather_reaches_everything() -> None:
         "host to lower0",
         "host to lower1",
         "lower0 to host",
+        "lower1 to host",
+        "lost block",
+        "found",
         "nothing_missed",
         "never_stored",
         "in_flight",

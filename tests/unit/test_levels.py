@@ -462,7 +462,7 @@ class Server:
     """A scheduler and a worker over host memory and slow tiers below it."""
 
     def __init__(
-        self, *tiers: MemoryTier | KeyedMemoryTier, slots: int = 8, promote_deadline: float = 30.0
+        self, *tiers: MemoryTier | KeyedMemoryTier, slots: int = 8, **settings: float
     ) -> None:
         self.host = HostTier(slots, tiers[0].block_bytes)
         self.device = InstantDevice(self.host, 64)
@@ -472,12 +472,14 @@ class Server:
         self.scheduler = Scheduler(
             Pool(slots),
             [reach.FullAttention(4)],
-            config=Config(load_policy="always", promote_deadline=promote_deadline),
+            config=Config.from_dict({"load_policy": "always", **settings}),
             levels=[level_of(tier.name, tier.num_places, WriteMode.THROUGH) for tier in tiers],
         )
 
     def step(self) -> Settled:
         self.worker.execute(self.scheduler.plan())
+        for health in self.worker.health():
+            self.scheduler.note_health(health)
         return self.scheduler.settle(self.worker.poll())
 
     def rest(self) -> None:

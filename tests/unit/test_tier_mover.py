@@ -100,9 +100,9 @@ def test_down_and_up_again(rig: Rig) -> None:
     assert rig.mover.poll() == []
 
 
-def test_the_tier_is_given_the_slots_themselves(rig: Rig) -> None:
+def test_the_tier_is_given_the_slots_themselves(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     batches: list[Batch] = []
-    rig.disk.submit = batches.append  # type: ignore[method-assign]
+    monkeypatch.setattr(rig.disk, "submit", batches.append)
     before = time.monotonic()
     rig.down([3, 1], [0, 2])
     (batch,) = batches
@@ -202,11 +202,11 @@ def test_health_is_told_when_it_changes(rig: Rig) -> None:
     assert rig.mover.health() == Health(Rank(3), DISK)
 
 
-def test_memory_is_told_of_before_it_is_named() -> None:
+def test_memory_is_told_of_before_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     host = HostTier(8, SLOT_BYTES)
     disk = MemoryTier(8, SLOT_BYTES, name=DISK)
     told: list[tuple[int, int]] = []
-    disk.attach_memory = lambda at, size: told.append((at, size))  # type: ignore[method-assign]
+    monkeypatch.setattr(disk, "attach_memory", lambda at, size: told.append((at, size)))
     ready = [2]
     mover = TierMover(host, disk, ready_slots=lambda: ready[0])
 
