@@ -79,7 +79,11 @@ def settle_down(is_done: Callable[[], bool]) -> None:
 
 def through_the_library() -> Traces:
     kv = [np.zeros((NUM_BLOCKS, 64), dtype=np.uint8) for _ in range(4)]
-    traces: Traces = {"library: store": Trace(), "library: match": Trace(), "library: load": Trace()}
+    traces: Traces = {
+        "library: store": Trace(),
+        "library: match": Trace(),
+        "library: load": Trace(),
+    }
     store, match, load = traces.values()
     config = Config(block_tokens=BLOCK_TOKENS, host=1 << 20, load_policy="always")
     with kvferry.attach(kv, model="m", config=config) as ferry:
@@ -334,7 +338,9 @@ def main() -> int:
     parser.add_argument("--functions", action="store_true", help="say which functions were entered")
     arguments = parser.parse_args()
     traces = {**through_the_library(), **through_the_connector()}
-    print(f"a request of {BLOCKS} blocks, Python {sys.version.split()[0]}, numpy {np.__version__}\n")
+    print(
+        f"a request of {BLOCKS} blocks, Python {sys.version.split()[0]}, numpy {np.__version__}\n"
+    )
     print("| line | calls | before | changes of module | before | modules |")
     print("|---|---|---|---|---|---|")
     for line, trace in traces.items():

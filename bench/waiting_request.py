@@ -69,21 +69,22 @@ def measure(model: str, stored: str, steps: int) -> Row:
         tables = [list(range(BLOCKS)) for _ in groups]
         if stored == "few windows":  # the hit is stopped by them, not by full attention
             tables[-1][BLOCKS // 2 :] = [NO_BLOCK] * (BLOCKS // 2)
-        scheduler.store("earlier", waiting, tables, STORED[stored] * BLOCK_TOKENS)
+        earlier = scheduler.open("earlier", waiting)
+        earlier.store(tables, STORED[stored] * BLOCK_TOKENS)
         settle_all(scheduler)
-        scheduler.finish("earlier")
-    others = chain(steps, 2)
+        earlier.end()
+    request, other = scheduler.open("waiting", waiting), scheduler.open("other", chain(steps, 2))
     table = [list(range(BLOCKS, BLOCKS + steps)) for _ in groups]
     limit = BLOCKS * BLOCK_TOKENS - 1
     start = time.perf_counter()
-    scheduler.match("waiting", waiting, max_tokens=limit)
+    request.match(max_tokens=limit)
     first = time.perf_counter() - start
     times = []
     for step in range(steps):
-        scheduler.store("other", others, table, (step + 1) * BLOCK_TOKENS)
+        other.store(table, (step + 1) * BLOCK_TOKENS)
         settle_all(scheduler)
         start = time.perf_counter()
-        scheduler.match("waiting", waiting, max_tokens=limit)
+        request.match(max_tokens=limit)
         times.append(time.perf_counter() - start)
     scheduler.close()
     times.sort()

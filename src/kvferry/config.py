@@ -163,6 +163,9 @@ class Config:
     promote_deadline: float = setting(
         10.0, SECONDS, "A fetch from a lower tier not finished by then is given up."
     )
+    ask_deadline: float = setting(
+        1.0, SECONDS, "A lower tier that has not said by then what it has counts as having nothing."
+    )
     store_mode: str = setting(
         "eager",
         one_of("eager", "lazy"),

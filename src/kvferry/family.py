@@ -77,6 +77,23 @@ class Family:
             above[linked] = above.take(above[linked])
         return ~stays
 
+    def follow(self, slots: SlotArray, lost: SlotArray) -> npt.NDArray[np.bool_]:
+        """Which of these slots come after any of the ``lost`` in their chains.
+
+        Walks up from each: for the rare case that bytes were lost.
+        """
+        after = {NO_SLOT: False, **dict.fromkeys(lost.tolist(), True)}
+        found = []
+        for slot in self._parent.take(slots).tolist():
+            path = []
+            while slot not in after:
+                after[slot] = False  # until known; ends the walk of a ring, too
+                path.append(slot)
+                slot = self._parent.item(slot)
+            after.update(dict.fromkeys(path, after[slot]))
+            found.append(after[slot])
+        return np.array(found, dtype=bool)
+
     def children_first(self, slots: SlotArray) -> SlotArray:
         """These slots, each after those of its descendants that are among them."""
         above = self._parents_among(slots)

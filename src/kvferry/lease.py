@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from kvferry.errors import LeaseError
-from kvferry.types import SlotArray
+from kvferry.errors import InputError, LeaseError
+from kvferry.types import SlotArray, as_slots
+
+Places = Sequence[int] | npt.NDArray[np.integer]
+"""Which slots of a lease, by their place in ``Lease.slots``."""
+
+_ALL_WELL = as_slots(())
 
 
 class Purpose(Enum):
@@ -38,8 +45,8 @@ _ENDINGS = {
 class Owner(Protocol):
     """Who made a lease: a pool."""
 
-    def end(self, lease: Lease, ending: Ending) -> None:
-        """Take the slots back; called once, by the lease."""
+    def end(self, lease: Lease, ending: Ending, failed: SlotArray) -> None:
+        """Take the slots back; called once, by the lease. ``failed`` are places, all valid."""
 
     def disown(self, lease: Lease) -> None:
         """Stop believing in the bytes; the slots stay claimed until the lease ends."""
@@ -75,17 +82,27 @@ class Lease:
     def __len__(self) -> int:
         return len(self.slots)
 
-    def commit(self) -> None:
-        """The bytes are all there: the blocks may be matched from now on."""
-        self._finish(Ending.COMMIT)
+    def commit(self, failed: Places = _ALL_WELL) -> None:
+        """The bytes are there: the blocks may be matched from now on.
+
+        Except at the places in ``failed``: those blocks are aborted, and with them the blocks of
+        this lease that follow one of them in a chain. Nobody could reach these, and they would
+        take room from what can be reached.
+        """
+        self._finish(Ending.COMMIT, failed)
 
     def abort(self) -> None:
         """The bytes did not come: the slots go back as if never asked for."""
         self._finish(Ending.ABORT)
 
-    def release(self) -> None:
-        """The bytes were read: the slots may be evicted again."""
-        self._finish(Ending.RELEASE)
+    def release(self, failed: Places = _ALL_WELL) -> None:
+        """The bytes were read: the slots may be evicted again.
+
+        Except at the places in ``failed``: those blocks are spoiled. What follows one of them in a
+        chain is good and stays, to be reached again once its parent is back; but it served nobody,
+        so this is no use of it.
+        """
+        self._finish(Ending.RELEASE, failed)
 
     def spoil(self) -> None:
         """The bytes could not be read: the blocks must never be matched again."""
@@ -98,14 +115,21 @@ class Lease:
         """
         self._owner.disown(self)
 
-    def _finish(self, ending: Ending) -> None:
+    def _finish(self, ending: Ending, failed: Places = _ALL_WELL) -> None:
         if self.ended is not None:
             raise LeaseError(f"{self!r} cannot {ending.value}: it ended by {self.ended.value}")
         if ending not in _ENDINGS[self.purpose]:
             allowed = " or ".join(e.value for e in _ENDINGS[self.purpose])
             raise LeaseError(f"{self!r} cannot {ending.value}: it ends by {allowed}")
+        if len(failed):
+            failed = as_slots(failed)
+            if int(failed.max()) >= len(self.slots):
+                raise InputError(
+                    f"{self!r} cannot {ending.value} with place {int(failed.max())} failed: "
+                    f"its places are 0 to {len(self) - 1}"
+                )
         self.ended = ending
-        self._owner.end(self, ending)
+        self._owner.end(self, ending, np.asarray(failed))
 
     def __repr__(self) -> str:
         return f"Lease({self.purpose.value}, {len(self)} slots)"

@@ -269,32 +269,41 @@ class Pool:
         self._leases.add(lease)
         return lease
 
-    def end(self, lease: Lease, ending: Ending) -> None:
+    def end(self, lease: Lease, ending: Ending, failed: SlotArray) -> None:
         """Take a lease's slots back. Called by the lease itself, exactly once."""
         self._leases.remove(lease)
         slots = lease.slots
         if lease.purpose is not Purpose.WRITE:
             self._readers[slots] -= 1
-            if ending is Ending.SPOIL:
-                self._disown(slots)
+        unused = slots[:0]
+        if ending is Ending.ABORT or ending is Ending.SPOIL:
+            self._disown(slots)
+        elif len(failed):
+            lost = slots[failed]
+            unused = slots[self._family.follow(slots, lost)]
+            self._disown(np.union1d(lost, unused) if ending is Ending.COMMIT else np.unique(lost))
+        if lease.purpose is not Purpose.WRITE:
             slots = slots[self._readers.take(slots) == 0]
         doomed = self._state.take(slots) == SlotState.DOOMED
-        self._push_free(slots[doomed])
-        slots = slots[~doomed]
-        if ending is Ending.ABORT:
-            self._unindex(slots)
-            self._push_free(slots)
-            return
+        if doomed.any():
+            self._push_free(slots[doomed])
+            slots = slots[~doomed]
         if ending is Ending.COMMIT:
             self._state[slots] = SlotState.CACHED
             self.generation += 1
             self._news.append(self._index.first_words_of(slots))
+        # All cached from here on: what was claimed and is not doomed.
         if lease.purpose is Purpose.COPY:
             self._order.put_back(slots[~self._order.holds(slots)])
-        else:
-            self._order.touch(slots[::-1])  # all cached: what was claimed and is not doomed
+            return
+        if len(unused):
+            idle = np.isin(slots, unused)
+            self._order.put_back(slots[idle & ~self._order.holds(slots)][::-1])
+            slots = slots[~idle]
+        self._order.touch(slots[::-1])
 
     def _disown(self, slots: SlotArray) -> None:
+        """Nothing matches these slots any more; they are free once nobody claims them."""
         slots = slots[self._state.take(slots) != SlotState.DOOMED]
         self._tell_gone(slots[self._state.take(slots) == SlotState.CACHED])
         self._unindex(slots)

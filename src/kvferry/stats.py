@@ -104,7 +104,10 @@ class SchedulerStats:
     ``bytes_moved`` and ``seconds_moved`` are sums over ranks, by route; ``traffic`` has the same
     for copies that succeeded, by route and path, with how they spread. ``queued`` copies wait for
     the next plan. ``bandwidth`` (bytes per second of loads) and ``prefill_rate`` (tokens per
-    second) are what load-or-compute goes by; None while unknown.
+    second) are what load-or-compute goes by; None while unknown. Below the host, ``lost_blocks``
+    failed alone in transfers that otherwise succeeded; ``ailments`` has a word for every level,
+    empty while it can be used; ``asked`` says of levels that know keys themselves how many keys
+    they were asked for and how many of them were there.
     """
 
     pool: PoolCounts
@@ -131,3 +134,6 @@ class SchedulerStats:
     resets: int = 0
     bandwidth: float | None = None
     prefill_rate: float | None = None
+    lost_blocks: int = 0
+    ailments: Mapping[str, str] = field(default_factory=dict)
+    asked: Mapping[str, tuple[int, int]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The plain words scheduler and worker share: transfers, plans, receipts.
+"""The plain words scheduler and worker share: transfers, questions, plans, receipts.
 
 In a real server the two halves are different processes, so everything here is frozen, picklable
 and made of plain ids. The worker never learns what a request is.
@@ -45,11 +45,20 @@ def as_slots(slots: Sequence[int] | npt.NDArray[np.integer]) -> SlotArray:
     return array
 
 
+KeyRows = npt.NDArray[np.uint64]
+"""Keys as the messages carry them: one row of words each (see ``kvferry.keys.Keys``)."""
+
+NO_SLOTS: SlotArray = np.empty(0, dtype=np.int64)
+"""A tier that finds blocks by their keys gives out no places: its side of a transfer is this."""
+
+
 @dataclass(frozen=True, eq=False)
 class Transfer:
     """One order to copy blocks: ``src_slots[i]`` of tier ``src`` to ``dst_slots[i]`` of ``dst``.
 
-    ``group`` names the layers whose blocks these are (it selects the device layout).
+    ``group`` names the layers whose blocks these are (it selects the device layout). Below the host
+    blocks travel with their ``keys``, and what has not begun ``within`` so many seconds is not
+    wanted any more; a tier that finds blocks by their keys has ``NO_SLOTS`` on its side.
     """
 
     id: TransferId
@@ -58,44 +67,75 @@ class Transfer:
     src_slots: SlotArray
     dst_slots: SlotArray
     group: int = 0
+    keys: KeyRows | None = None
+    within: float | None = None
 
     def __post_init__(self) -> None:
-        if len(self.src_slots) != len(self.dst_slots):
+        lengths = [len(self.src_slots), len(self.dst_slots)]
+        if not any(lengths):
+            raise InputError(f"transfer {self.id} names no slots; an empty transfer is never sent")
+        if self.keys is not None:
+            lengths = [length for length in lengths if length] + [len(self.keys)]
+        if min(lengths) != max(lengths):
+            keyed = "" if self.keys is None else f" and {len(self.keys)} keys"
             raise InputError(
                 f"transfer {self.id}: {len(self.src_slots)} source slots for "
-                f"{len(self.dst_slots)} destination slots; they must pair up"
+                f"{len(self.dst_slots)} destination slots{keyed}; they must pair up"
             )
-        if not len(self.src_slots):
-            raise InputError(f"transfer {self.id} names no slots; an empty transfer is never sent")
 
     def __len__(self) -> int:
-        return len(self.src_slots)
+        return max(len(self.src_slots), len(self.dst_slots))
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """Which of these ``keys`` a level has, to be answered ``within`` so many seconds.
+
+    Its id is one of the transfers' ids and its answer a receipt: the positions of the keys that are
+    not there count as failed.
+    """
+
+    id: TransferId
+    level: TierName
+    keys: KeyRows
+    within: float
+
+    def __len__(self) -> int:
+        return len(self.keys)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One step's transfers for every rank, in the order to submit them (loads before stores)."""
+    """One step's orders for every rank.
+
+    First the levels named in ``forget`` forget everything; then ``questions`` are asked and
+    ``transfers`` are submitted in their order (loads before stores).
+    """
 
     step: int
     transfers: tuple[Transfer, ...] = ()
+    questions: tuple[Question, ...] = ()
+    forget: tuple[TierName, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.transfers)
+        return bool(self.transfers or self.questions or self.forget)
 
 
 class Outcome(Enum):
     """How a transfer ended on one rank."""
 
     OK = "ok"
+    PARTIAL = "partial"  # all but some blocks, which are named; only below the host
     FAILED = "failed"
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """What became of one transfer on one rank.
+    """What became of one transfer, or of one question, on one rank.
 
-    ``path`` is the way it was copied, chosen while the model ran (``beside_model``) or not, and for
-    host slots that lay in ``num_runs`` pieces.
+    ``failed`` are the positions of the blocks that did not move (or are not there) where the others
+    did. ``path`` is the way it was copied, chosen while the model ran (``beside_model``) or not,
+    and for host slots that lay in ``num_runs`` pieces.
     """
 
     transfer_id: TransferId
@@ -107,3 +147,16 @@ class Receipt:
     path: str = ""
     beside_model: bool = False
     num_runs: int = 1
+    failed: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Health:
+    """A level went away on one rank, or came back: ``reason`` says why it cannot be used.
+
+    Told when it changes.
+    """
+
+    rank: Rank
+    level: TierName
+    reason: str = ""

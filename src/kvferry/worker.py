@@ -1,69 +1,84 @@
-"""The worker half: carries out plans, reports receipts, knows neither keys nor requests."""
+"""The worker half: carries out plans, receipts receipts, knows neither keys nor requests."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Protocol
 
 from kvferry.errors import ClosedError
-from kvferry.types import FIRST_RANK, Outcome, Plan, Rank, Receipt, TierName, Transfer
+from kvferry.tiers.mover import LevelMover, Mover
+from kvferry.types import (
+    FIRST_RANK,
+    HOST,
+    Health,
+    Outcome,
+    Plan,
+    Rank,
+    Receipt,
+    TierName,
+    TransferId,
+)
 
 Route = tuple[TierName, TierName]
 """From which tier to which."""
 
 
-class Mover(Protocol):
-    """Whatever carries transfers of one or more routes: a copy engine, a tier mover."""
-
-    def submit(self, transfer: Transfer) -> object:
-        """Queue one transfer and return at once."""
-
-    def poll(self) -> list[Receipt]:
-        """Receipts of transfers that ended since the last call; never blocks."""
-
-    def drain(self, timeout: float | None = None) -> list[Receipt]:
-        """Wait until nothing is in flight (or ``timeout`` seconds passed)."""
-
-    def close(self) -> None:
-        """Finish what was submitted and give everything back."""
-
-
 class Worker:
-    """One rank's half: sends each transfer of a plan to the mover of its route.
+    """One rank's half: sends each order of a plan to the mover of its route.
 
-    Owns the movers (and closes them). Every transfer it was given ends in exactly one receipt,
-    whatever goes wrong.
+    Owns the movers (and closes them). Every transfer and question it was given ends in exactly one
+    receipt, whatever goes wrong.
     """
 
-    def __init__(self, movers: Mapping[Route, Mover], *, rank: Rank = FIRST_RANK) -> None:
+    def __init__(
+        self,
+        movers: Mapping[Route, Mover],
+        *,
+        levels: Mapping[TierName, LevelMover] | None = None,
+        rank: Rank = FIRST_RANK,
+    ) -> None:
+        """``levels`` are those below the host, by name: each carries its routes both ways."""
         self.rank = rank
+        self._levels = dict(levels or {})
         self._routes = dict(movers)
+        for name, level in self._levels.items():
+            self._routes[HOST, name] = self._routes[name, HOST] = level
         self._movers: list[Mover] = []
-        for mover in movers.values():
+        for mover in self._routes.values():
             if not any(mover is known for known in self._movers):
                 self._movers.append(mover)
         self._refused: list[Receipt] = []
+        self._shut_out: list[Health] = []
         self._closed = False
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether, once closed, a mover left an operation behind that may touch host memory."""
+        return any(getattr(mover, "is_stuck", False) for mover in self._movers)
+
     def execute(self, plan: Plan) -> None:
-        """Submit a plan's transfers, in its order.
+        """Submit a plan's orders, in its order.
 
         Call it when the compute that wrote the stored blocks has been queued, and before the
         compute that reads the loaded ones is.
         """
         if self._closed:
             raise ClosedError("the worker is closed; no plan can be executed")
+        for name in plan.forget:
+            self._forget(name)
+        for question in plan.questions:
+            level = self._levels.get(question.level)
+            if level is None:
+                self._refuse(question.id, f"there is no level {question.level} here")
+            else:
+                self._try(question.id, level.ask, question)
         for transfer in plan.transfers:
             mover = self._routes.get((transfer.src, transfer.dst))
             if mover is None:
-                self._refuse(transfer, f"no way from {transfer.src} to {transfer.dst}")
-                continue
-            try:
-                mover.submit(transfer)
-            except Exception as error:  # a plan must not stop half-way: others wait for the rest
-                self._refuse(transfer, f"{type(error).__name__}: {error}")
+                self._refuse(transfer.id, f"no way from {transfer.src} to {transfer.dst}")
+            else:
+                self._try(transfer.id, mover.submit, transfer)
 
     def poll(self) -> list[Receipt]:
         """Receipts since the last call; never blocks."""
@@ -71,6 +86,15 @@ class Worker:
         for mover in self._movers:
             receipts += mover.poll()
         return receipts
+
+    def health(self) -> list[Health]:
+        """The levels that went away or came back since the last call; never blocks."""
+        changes, self._shut_out = self._shut_out, []
+        for level in self._levels.values():
+            change = level.health()
+            if change is not None:
+                changes.append(change)
+        return changes
 
     def drain(self, timeout: float | None = None) -> list[Receipt]:
         """Wait until nothing is in flight (or ``timeout`` seconds passed); returns the receipts."""
@@ -88,5 +112,22 @@ class Worker:
                 for mover in reversed(self._movers):
                     closing.callback(mover.close)
 
-    def _refuse(self, transfer: Transfer, reason: str) -> None:
-        self._refused.append(Receipt(transfer.id, self.rank, Outcome.FAILED, reason))
+    def _forget(self, name: TierName) -> None:
+        level = self._levels.get(name)
+        if level is None:
+            return
+        try:
+            level.forget()
+        except Exception as error:  # it may still hold what must never be read again: shut it out
+            del self._levels[name], self._routes[HOST, name], self._routes[name, HOST]
+            reason = f"it could not forget: {type(error).__name__}: {error}"
+            self._shut_out.append(Health(self.rank, name, reason))
+
+    def _try(self, order_id: TransferId, submit: Callable[..., object], order: object) -> None:
+        try:
+            submit(order)
+        except Exception as error:  # a plan must not stop half-way: others wait for the rest
+            self._refuse(order_id, f"{type(error).__name__}: {error}")
+
+    def _refuse(self, order_id: TransferId, reason: str) -> None:
+        self._refused.append(Receipt(order_id, self.rank, Outcome.FAILED, reason))

@@ -1,214 +1,604 @@
-"""The contract of tiers, run against every one that needs nothing but this machine.
+"""The contract of tiers below the host, run against every one that needs nothing but this machine.
 
-A new tier joins by a line in ``TIERS``. Those in ``REMEMBERS_NOTHING`` say so when an unwritten
-slot is read; for plain memory there is no such thing as unwritten.
+A new tier joins by a line in ``TIERS``: how to make it, and how to be cruel to it. The blocks a
+test writes are random, and where a block is read to is poisoned first, so nothing can look right
+by chance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.fakes.crafted_keys import key, keys
 
 from kvferry.errors import ClosedError, InputError, TransferError
-from kvferry.tiers import HostTier, MemoryTier, Tier
-from kvferry.types import TierName, as_slots
+from kvferry.keys import Keys
+from kvferry.tiers import Batch, BatchId, KeyedMemoryTier, MemoryTier, Result, Tier, Way
+from kvferry.types import Key, TierName, as_slots
 
-TIERS: dict[str, Callable[[int, int], Tier]] = {
-    "memory": lambda slots, size: MemoryTier(slots, size),
-    "host": lambda slots, size: HostTier(slots, size),
-}
-REMEMBERS_NOTHING = {"memory"}
+NUM_BLOCKS, BLOCK_BYTES = 6, 48
+LONG = 30.0
+Fault = Callable[[Way, Key], None]
 
-NUM_SLOTS, SLOT_BYTES = 6, 48
+
+@dataclass(eq=False)
+class Rig:
+    """A tier, and what a test can do with it and to it. Block ``n`` has key and place ``n``."""
+
+    tier: Tier
+    block_bytes: int
+    set_fault: Callable[[Fault | None], None]
+    lose: Callable[[Sequence[int]], None]
+    go_away: Callable[[str], None]
+    come_back: Callable[[], None]
+    next_id: int = 0
+    memory: list[np.ndarray] = field(default_factory=list)
+    """What batches were told of: it must outlive them."""
+
+    def send(
+        self,
+        way: Way,
+        numbers: Sequence[int],
+        rows: np.ndarray | None = None,
+        *,
+        within: float = LONG,
+        cuts: Sequence[int] = (),
+    ) -> int:
+        """Submit a batch for these blocks, whose bytes are ``rows``, cut at ``cuts``."""
+        self.next_id += 1
+        edges = [0, *cuts, self.block_bytes]
+        offsets = np.array(edges[:-1], dtype=np.int64)
+        batch = Batch(BatchId(self.next_id), way, keys(numbers), time.monotonic() + within)
+        if rows is not None:
+            self.memory.append(rows)
+            starts = rows.ctypes.data + np.arange(len(numbers)) * rows.strides[0]
+            batch = Batch(
+                batch.id,
+                way,
+                batch.keys,
+                batch.deadline,
+                addresses=starts[:, None] + offsets,
+                sizes=np.diff(edges).astype(np.int64),
+                places=as_slots(numbers) if self.tier.num_places is not None else None,
+            )
+        self.tier.submit(batch)
+        return self.next_id
+
+    def do(self, way: Way, numbers: Sequence[int], rows: np.ndarray | None = None) -> Result:
+        sent = self.send(way, numbers, rows)
+        (result,) = self.tier.drain(LONG)
+        assert result.batch_id == sent
+        return result
+
+    def write(self, numbers: Sequence[int], rows: np.ndarray) -> None:
+        assert self.do(Way.WRITE, numbers, rows).ok.all()
+
+    def read(self, numbers: Sequence[int]) -> tuple[np.ndarray, Result]:
+        into = poisoned(len(numbers), self.block_bytes)
+        return into, self.do(Way.READ, numbers, into)
+
+
+def placed(block_bytes: int = BLOCK_BYTES) -> Rig:
+    tier = MemoryTier(NUM_BLOCKS, block_bytes, name=TierName("placed"))
+    return Rig(
+        tier,
+        block_bytes,
+        lambda fault: setattr(tier, "fault", fault),
+        lambda numbers: tier.lose(as_slots(numbers)),
+        tier.go_away,
+        tier.come_back,
+    )
+
+
+def keyed(block_bytes: int = BLOCK_BYTES) -> Rig:
+    tier = KeyedMemoryTier(block_bytes, name=TierName("keyed"))
+    return Rig(
+        tier,
+        block_bytes,
+        lambda fault: setattr(tier, "fault", fault),
+        lambda numbers: tier.lose(keys(numbers)),
+        tier.go_away,
+        tier.come_back,
+    )
+
+
+TIERS: dict[str, Callable[..., Rig]] = {"memory, placed": placed, "memory, keyed": keyed}
+FINDS = {"memory, keyed"}
 every_tier = pytest.mark.parametrize("kind", sorted(TIERS))
+every_keyed = pytest.mark.parametrize("kind", sorted(FINDS))
+every_placed = pytest.mark.parametrize("kind", sorted(TIERS.keys() - FINDS))
 
 
 @pytest.fixture
-def tier(kind: str) -> Iterator[Tier]:
-    made = TIERS[kind](NUM_SLOTS, SLOT_BYTES)
+def rig(kind: str) -> Iterator[Rig]:
+    made = TIERS[kind]()
     yield made
-    made.close()
+    made.set_fault(None)
+    made.tier.close()
 
 
-def fresh(count: int, seed: int = 0) -> np.ndarray:
-    rng = np.random.default_rng(seed)
-    return rng.integers(0, 256, (count, SLOT_BYTES), dtype=np.uint8)
+def fresh(count: int, size: int = BLOCK_BYTES) -> np.ndarray:
+    return np.random.default_rng().integers(0, 256, (count, size), dtype=np.uint8)
 
 
-def poisoned(count: int) -> np.ndarray:
-    return np.full((count, SLOT_BYTES), 0xEE, dtype=np.uint8)
+def poisoned(count: int, size: int = BLOCK_BYTES) -> np.ndarray:
+    return np.full((count, size), 0xEE, dtype=np.uint8)
+
+
+class Gate:
+    """A medium that hangs at chosen blocks until it is opened."""
+
+    def __init__(self, rig: Rig, way: Way, *numbers: int) -> None:
+        self._held = {key(number) for number in numbers}
+        self._way = way
+        self._reached = threading.Semaphore(0)
+        self._open = threading.Event()
+        rig.set_fault(self)
+
+    def __call__(self, way: Way, at: Key) -> None:
+        if way is self._way and at in self._held:
+            self._reached.release()
+            assert self._open.wait(LONG)
+
+    def wait_reached(self, times: int = 1) -> None:
+        for _ in range(times):
+            assert self._reached.acquire(timeout=LONG)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def failing(*numbers: int, way: Way | None = None, error: Exception | None = None) -> Fault:
+    bad = {key(number) for number in numbers}
+
+    def fault(asked: Way, at: Key) -> None:
+        if at in bad and way in (None, asked):
+            raise error or TransferError("worn out")
+
+    return fault
+
+
+# -- bytes ---------------------------------------------------------------------------------------
 
 
 @every_tier
 @given(
-    writes=st.lists(st.lists(st.integers(0, NUM_SLOTS - 1), unique=True), min_size=1, max_size=6),
-    seed=st.integers(0, 2**32 - 1),
+    writes=st.lists(
+        st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True, min_size=1), min_size=1, max_size=5
+    ),
+    size=st.sampled_from([1, 3, 48, 4097]),
 )
-def test_reads_give_what_was_last_written(kind: str, writes: list[list[int]], seed: int) -> None:
-    tier = TIERS[kind](NUM_SLOTS, SLOT_BYTES)
+def test_reads_give_what_was_last_written(kind: str, writes: list[list[int]], size: int) -> None:
+    rig = TIERS[kind](size)
     expected: dict[int, bytes] = {}
-    for number, slots in enumerate(writes):
-        rows = fresh(len(slots), seed + number)
-        tier.write(as_slots(slots), rows)
-        expected.update((slot, row.tobytes()) for slot, row in zip(slots, rows, strict=True))
-        rows[:] = 0  # the tier must have a copy of its own
+    for numbers in writes:
+        rows = fresh(len(numbers), size)
+        rig.write(numbers, rows)
+        expected.update((n, row.tobytes()) for n, row in zip(numbers, rows, strict=True))
+        rows[:] = 0  # the result is here: the memory is ours again
     for order in (sorted(expected), sorted(expected, reverse=True)):
-        into = poisoned(len(order))
-        tier.read(as_slots(order), into)
-        assert [row.tobytes() for row in into] == [expected[slot] for slot in order]
-    tier.close()
+        into, result = rig.read(order)
+        assert result.ok.all()
+        assert not result.reasons
+        assert result.num_bytes == len(order) * size
+        assert [row.tobytes() for row in into] == [expected[number] for number in order]
+    rig.tier.close()
 
 
 @every_tier
-def test_only_the_named_slots_change(tier: Tier) -> None:
-    before = fresh(NUM_SLOTS)
-    tier.write(as_slots(range(NUM_SLOTS)), before)
-    tier.write(as_slots([4, 1]), fresh(2, 9))
-    after = poisoned(NUM_SLOTS)
-    tier.read(as_slots(range(NUM_SLOTS)), after)
-    for slot in (0, 2, 3, 5):
-        assert (after[slot] == before[slot]).all()
-    assert (after[[4, 1]] == fresh(2, 9)).all()
+@given(
+    size=st.integers(2, 300),
+    cuts=st.sets(st.integers(1, 299), max_size=4),
+    gap=st.integers(0, 9),
+    shift=st.integers(0, 7),
+)
+@settings(max_examples=30)
+def test_blocks_in_scattered_pieces_at_any_address(
+    kind: str, size: int, cuts: set[int], gap: int, shift: int
+) -> None:
+    rig = TIERS[kind](size)
+    edges = [0, *sorted(cut for cut in cuts if cut < size), size]
+    sizes = np.diff(edges).astype(np.int64)
+    rows = fresh(3, size)
+    rig.write([0, 1, 2], rows)
+    # The pieces of a block lie in another order than their own, with gaps, at odd addresses.
+    memory = np.full(shift + 3 * (size + gap * len(sizes)) + 64, 0xEE, dtype=np.uint8)
+    starts, at = np.zeros((3, len(sizes)), dtype=np.int64), shift
+    for piece in reversed(range(len(sizes))):
+        for block in range(3):
+            starts[block, piece] = at
+            at += int(sizes[piece]) + gap
+    batch = Batch(
+        BatchId(99),
+        Way.READ,
+        keys([2, 0, 1]),
+        time.monotonic() + LONG,
+        memory.ctypes.data + starts,
+        sizes,
+        as_slots([2, 0, 1]) if rig.tier.num_places is not None else None,
+    )
+    rig.tier.submit(batch)
+    (result,) = rig.tier.drain(LONG)
+    assert result.ok.all()
+    touched = np.zeros(len(memory), dtype=bool)
+    for block, number in enumerate([2, 0, 1]):
+        parts = []
+        for start, length in zip(starts[block], sizes, strict=True):
+            parts.append(memory[start : start + length])
+            touched[start : start + length] = True
+        assert np.concatenate(parts).tobytes() == rows[number].tobytes()
+    assert (memory[~touched] == 0xEE).all(), "bytes beside the pieces were written"
+    rig.tier.close()
 
 
 @every_tier
-def test_rows_that_are_a_part_of_something_larger(tier: Tier) -> None:
-    wide = np.full((4, 3 * SLOT_BYTES), 0xEE, dtype=np.uint8)
-    source = fresh(8)[::2]
-    tier.write(as_slots([0, 1, 2, 3]), source)
-    tier.read(as_slots([3, 2, 1, 0]), wide[:, SLOT_BYTES : 2 * SLOT_BYTES])
-    assert (wide[:, SLOT_BYTES : 2 * SLOT_BYTES] == source[::-1]).all()
-    assert (wide[:, :SLOT_BYTES] == 0xEE).all()
-    assert (wide[:, 2 * SLOT_BYTES :] == 0xEE).all()
+def test_only_the_named_blocks_change(rig: Rig) -> None:
+    before, news = fresh(NUM_BLOCKS), fresh(2)
+    rig.write(range(NUM_BLOCKS), before)
+    if rig.tier.num_places is not None:
+        rig.write([4, 1], news)
+        before[[4, 1]] = news
+    after, _ = rig.read(range(NUM_BLOCKS))
+    assert (after == before).all()
 
 
 @every_tier
-def test_no_slots_is_fine(tier: Tier) -> None:
-    tier.write(as_slots(()), poisoned(0))
-    tier.read(as_slots(()), poisoned(0))
+def test_many_batches_at_once_and_one_block_read_by_many(rig: Rig) -> None:
+    rows = fresh(NUM_BLOCKS)
+    for number in range(NUM_BLOCKS):
+        rig.send(Way.WRITE, [number], rows[number : number + 1])
+    assert all(result.ok.all() for result in rig.tier.drain(LONG))
+    wanted = [[n % NUM_BLOCKS, (n + 1) % NUM_BLOCKS, 0] for n in range(1, 40)]
+    wanted = [numbers for numbers in wanted if len(set(numbers)) == 3]
+    landings = {}
+    for numbers in wanted:
+        into = poisoned(3)
+        landings[rig.send(Way.READ, numbers, into)] = (numbers, into)
+    results = rig.tier.drain(LONG)
+    assert sorted(result.batch_id for result in results) == sorted(landings)
+    for result in results:
+        numbers, into = landings[result.batch_id]
+        assert result.ok.all()
+        assert (into == rows[numbers]).all()
+    assert rig.tier.poll() == [], "a result comes once"
+
+
+@every_keyed
+def test_racing_writers_of_one_key_do_no_harm(rig: Rig) -> None:
+    rows = fresh(1)
+    for _ in range(20):
+        rig.send(Way.WRITE, [3], rows)
+    results = rig.tier.drain(LONG)
+    assert len(results) == 20
+    assert all(result.ok.all() for result in results)
+    into, _ = rig.read([3])
+    assert (into == rows).all()
+
+
+# -- one failed block is one failed block ---------------------------------------------------------
+
+
+@every_tier
+def test_what_was_never_written_fails_alone(rig: Rig) -> None:
+    rows = fresh(2)
+    rig.write([0, 2], rows)
+    into, result = rig.read([0, 1, 2, 5])
+    assert result.ok.tolist() == [True, False, True, False]
+    assert set(result.reasons) == {1, 3}
+    assert all("holds nothing" in reason for reason in result.reasons.values())
+    assert result.num_bytes == 2 * BLOCK_BYTES
+    assert (into[[0, 2]] == rows).all()
 
 
 @every_tier
 @pytest.mark.parametrize(
-    "rows",
-    [
-        np.zeros((2, SLOT_BYTES - 1), np.uint8),
-        np.zeros((2, SLOT_BYTES + 1), np.uint8),
-        np.zeros((1, SLOT_BYTES), np.uint8),
-        np.zeros((3, SLOT_BYTES), np.uint8),
-        np.zeros(2 * SLOT_BYTES, np.uint8),
-        np.zeros((2, SLOT_BYTES), np.int8),
-        np.zeros((2, SLOT_BYTES // 4), np.float32),
-    ],
+    "error", [TransferError("worn out"), OSError(28, "disk full"), KeyError("what")]
 )
-@pytest.mark.parametrize("verb", ["write", "read"])
-def test_rows_of_the_wrong_shape_are_refused(tier: Tier, rows: np.ndarray, verb: str) -> None:
-    kept = fresh(NUM_SLOTS)
-    tier.write(as_slots(range(NUM_SLOTS)), kept)
-    with pytest.raises(InputError) as error:
-        getattr(tier, verb)(as_slots([0, 1]), rows)
-    for word in (str(tier.name), str((2, SLOT_BYTES)), str(rows.shape), str(rows.dtype)):
-        assert word in str(error.value)
-    again = poisoned(NUM_SLOTS)
-    tier.read(as_slots(range(NUM_SLOTS)), again)
+def test_a_fault_of_any_kind_fails_one_block_each_way(rig: Rig, error: Exception) -> None:
+    rows = fresh(4)
+    rig.set_fault(failing(1, error=error))
+    result = rig.do(Way.WRITE, [0, 1, 2, 3], rows)
+    assert result.ok.tolist() == [True, False, True, True]
+    assert str(error) in result.reasons[1]
+    rig.set_fault(failing(2, error=error))
+    into, result = rig.read([0, 1, 2, 3])
+    assert result.ok.tolist() == [True, False, False, True]
+    assert (into[[0, 3]] == rows[[0, 3]]).all()
+    rig.set_fault(None)
+    into, result = rig.read([2, 3])
+    assert result.ok.all(), "a read that failed harms nothing"
+    assert (into == rows[2:]).all()
+
+
+@every_placed
+def test_a_write_that_failed_leaves_its_place_without_a_block(rig: Rig) -> None:
+    rig.write([0, 1], fresh(2))
+    rig.set_fault(failing(1))
+    assert rig.do(Way.WRITE, [1], fresh(1)).ok.tolist() == [False]
+    rig.set_fault(None)
+    assert rig.read([0, 1])[1].ok.tolist() == [True, False], "the old block must not be read"
+
+
+@every_tier
+def test_what_is_lost_cannot_be_read_and_can_be_written_again(rig: Rig) -> None:
+    rows = fresh(2)
+    rig.write([0, 1], rows)
+    rig.lose([1, 3])
+    assert rig.read([0, 1])[1].ok.tolist() == [True, False]
+    rig.write([1], rows[1:])
+    into, result = rig.read([0, 1])
+    assert result.ok.all()
+    assert (into == rows).all()
+
+
+@every_keyed
+def test_finding_says_which_are_there(rig: Rig) -> None:
+    rig.write([0, 3], fresh(2))
+    assert rig.do(Way.FIND, [0, 1, 2, 3]).ok.tolist() == [True, False, False, True]
+    rig.lose([0])
+    assert rig.do(Way.FIND, [0, 3]).ok.tolist() == [False, True]
+    rig.set_fault(failing(3, way=Way.FIND))
+    result = rig.do(Way.FIND, [0, 3])
+    assert result.ok.tolist() == [False, False]
+    assert "worn out" in result.reasons[1]
+
+
+@every_placed
+def test_a_tier_with_places_is_not_asked(rig: Rig) -> None:
+    with pytest.raises(InputError, match="knows no keys"):
+        rig.send(Way.FIND, [0])
+
+
+@every_tier
+def test_forgetting_is_for_everything_written_before(rig: Rig) -> None:
+    rows = fresh(2)
+    rig.write([0], rows[:1])
+    gate = Gate(rig, Way.WRITE, 1)
+    rig.send(Way.WRITE, [1], rows[1:])
+    gate.wait_reached()
+    rig.tier.forget()
+    rig.send(Way.WRITE, [2], rows[:1])  # after it
+    gate.open()
+    rig.tier.drain(LONG)
+    assert rig.read([0, 1, 2])[1].ok.tolist() == [False, False, True]
+
+
+# -- time ----------------------------------------------------------------------------------------
+
+
+@every_tier
+def test_nothing_is_begun_after_its_deadline(rig: Rig) -> None:
+    rig.write([0], fresh(1))
+    into = poisoned(1)
+    rig.send(Way.READ, [0], into, within=-1.0)
+    (result,) = rig.tier.drain(LONG)
+    assert result.ok.tolist() == [False]
+    assert "in time" in result.reasons[0]
+    assert (into == 0xEE).all()
+
+
+@every_tier
+def test_a_hung_read_holds_up_neither_polls_nor_writes(rig: Rig) -> None:
+    rows = fresh(2)
+    rig.write([0], rows[:1])
+    gate = Gate(rig, Way.READ, 0)
+    into = poisoned(1)
+    hung = rig.send(Way.READ, [0], into)
+    gate.wait_reached()
+    assert rig.tier.poll() == []
+    assert rig.tier.drain(0.01) == [], "a drain gives up when its time is over"
+    down = rig.send(Way.WRITE, [1], rows[1:])
+    results: list[Result] = []
+    give_up = time.monotonic() + LONG
+    while not results and time.monotonic() < give_up:
+        results = rig.tier.poll()
+    assert [result.batch_id for result in results] == [down]
+    gate.open()
+    (result,) = rig.tier.drain(LONG)
+    assert result.batch_id == hung
+    assert (into == rows[:1]).all()
+
+
+@every_tier
+def test_a_result_is_late_rather_than_untrue(rig: Rig) -> None:
+    """Past its deadline a block under way may still be written to: no result until it is not."""
+    rows = fresh(3)
+    rig.write([0, 1, 2], rows)
+    gate = Gate(rig, Way.READ, 1)
+    into = poisoned(3)
+    rig.send(Way.READ, [0, 1, 2], into, within=0.2)
+    gate.wait_reached()
+    time.sleep(0.25)
+    assert rig.tier.poll() == []
+    gate.open()
+    (result,) = rig.tier.drain(LONG)
+    assert not result.ok[2], "the block that had not begun in time is not begun"
+    assert (into[2] == 0xEE).all()
+    assert (into[result.ok] == rows[result.ok]).all()
+
+
+@every_tier
+def test_what_waits_behind_a_hung_medium_fails_in_time(rig: Rig) -> None:
+    """No thread is free, and still the batch ends: its memory was never touched."""
+    rig.write([0, 1], fresh(2))
+    gate = Gate(rig, Way.READ, 0)
+    for _ in range(8):  # more than there are threads
+        rig.send(Way.READ, [0], poisoned(1))
+    into = poisoned(1)
+    behind = rig.send(Way.READ, [1], into, within=0.05)
+    results: list[Result] = []
+    give_up = time.monotonic() + LONG
+    while not results and time.monotonic() < give_up:
+        results = rig.tier.poll()
+    assert [(r.batch_id, r.ok.tolist()) for r in results] == [(behind, [False])]
+    assert "in time" in results[0].reasons[0]
+    gate.open()
+    assert len(rig.tier.drain(LONG)) == 8
+    assert (into == 0xEE).all()
+
+
+@every_tier
+def test_cancelling_what_waits_and_what_is_under_way(rig: Rig) -> None:
+    rows = fresh(3)
+    rig.write([0, 1, 2], rows)
+    gate = Gate(rig, Way.READ, 0)
+    into = poisoned(2)
+    running = rig.send(Way.READ, [0, 1], into)
+    gate.wait_reached()
+    for _ in range(8):
+        rig.send(Way.READ, [0], poisoned(1))
+    other = poisoned(1)
+    waiting = rig.send(Way.READ, [2], other)
+    rig.tier.cancel(BatchId(waiting))
+    rig.tier.cancel(BatchId(running))
+    rig.tier.cancel(BatchId(12345))
+    (result,) = rig.tier.poll()
+    assert (result.batch_id, result.ok.tolist()) == (waiting, [False])
+    assert "cancelled" in result.reasons[0]
+    gate.open()
+    results = {result.batch_id: result for result in rig.tier.drain(LONG)}
+    assert not results[BatchId(running)].ok[1]
+    assert (into[1] == 0xEE).all()
+    assert (other == 0xEE).all()
+    rig.tier.cancel(BatchId(running))  # long over
+    assert rig.tier.poll() == []
+
+
+# -- coming and going -----------------------------------------------------------------------------
+
+
+@every_tier
+def test_a_tier_that_goes_away_fails_at_once_and_comes_back(rig: Rig) -> None:
+    rows = fresh(2)
+    rig.write([0, 1], rows)
+    assert rig.tier.ailment == ""
+    gate = Gate(rig, Way.READ, 0)
+    for _ in range(8):
+        rig.send(Way.READ, [0], poisoned(1))
+    gate.wait_reached()
+    waiting = rig.send(Way.READ, [1], poisoned(1))
+    rig.go_away("cable pulled")
+    assert rig.tier.ailment == "cable pulled"
+    failed = rig.tier.poll()
+    assert waiting in [result.batch_id for result in failed], "nobody waits for a thread"
+    late = rig.send(Way.WRITE, [0], rows[:1])
+    (result,) = rig.tier.poll()
+    assert (result.batch_id, result.ok.tolist()) == (late, [False])
+    assert "cable pulled" in result.reasons[0]
+    gate.open()
+    rig.tier.drain(LONG)
+    rig.set_fault(None)
+    rig.come_back()
+    assert rig.tier.ailment == ""
+    into, result = rig.read([0, 1])
+    assert result.ok.all(), "what it had it still has"
+    assert (into == rows).all()
+
+
+@every_tier
+def test_closing_finishes_what_was_submitted(rig: Rig) -> None:
+    rows = fresh(3)
+    for number in range(3):
+        rig.send(Way.WRITE, [number], rows[number : number + 1])
+    assert rig.tier.close() == ()
+    assert rig.tier.close() == ()
+    results = rig.tier.poll()
+    assert len(results) == 3
+    assert all(result.ok.all() for result in results)
+    assert rig.tier.drain() == []
+    with pytest.raises(ClosedError, match=f"tier {rig.tier.name} is closed"):
+        rig.send(Way.READ, [0], poisoned(1))
+
+
+@every_tier
+def test_closing_a_hung_tier_says_what_it_leaves_behind(rig: Rig) -> None:
+    rows = fresh(2)
+    rig.write([0, 1], rows)
+    gate = Gate(rig, Way.READ, 0)
+    into = [poisoned(1) for _ in range(8)]
+    sent = [rig.send(Way.READ, [0], each) for each in into]
+    waiting = rig.send(Way.READ, [1], poisoned(1))
+    gate.wait_reached()
+    start = time.monotonic()
+    abandoned = rig.tier.close(0.05)
+    assert time.monotonic() - start < LONG / 2
+    assert abandoned
+    assert set(abandoned) < set(sent)
+    failed = {result.batch_id for result in rig.tier.poll()}
+    assert failed == {*sent, waiting} - set(abandoned), "each is either over or left behind"
+    assert rig.tier.close() == abandoned
+    gate.open()  # it wakes up long after: the memory had to stay
+    rig.tier.drain(LONG)
+    for batch, each in zip(sent, into, strict=True):
+        assert (each == (rows[0] if batch in abandoned else 0xEE)).all()
+
+
+# -- what does not fit -----------------------------------------------------------------------------
+
+
+@every_tier
+@pytest.mark.parametrize("way", [Way.READ, Way.WRITE])
+def test_batches_that_do_not_fit_are_refused(rig: Rig, way: Way) -> None:
+    kept = fresh(NUM_BLOCKS)
+    rig.write(range(NUM_BLOCKS), kept)
+    rows = poisoned(2)
+    places = as_slots([0, 1]) if rig.tier.num_places is not None else None
+    end = time.monotonic() + LONG
+    at = rows.ctypes.data + np.arange(2)[:, None] * BLOCK_BYTES
+    size = np.array([BLOCK_BYTES], dtype=np.int64)
+    both = keys([0, 1])
+    bad = [
+        Batch(BatchId(1000), way, Keys.empty(), end, at[:0], size, places),
+        Batch(BatchId(1001), way, both, end, at[:1], size, places),
+        Batch(BatchId(1002), way, both, end, at, size - 1, places),
+        Batch(BatchId(1003), way, both, end, at, size + 1, places),
+        Batch(BatchId(1004), way, both, end, np.hstack([at, at]), size, places),
+        Batch(BatchId(1005), way, both, end, np.hstack([at, at]), np.array([48, 0]), places),
+    ]
+    if places is not None:
+        bad += [
+            Batch(BatchId(1006), way, both, end, at, size, None),
+            Batch(BatchId(1007), way, both, end, at, size, as_slots([1])),
+            Batch(BatchId(1008), way, both, end, at, size, np.array([-1, 2])),
+            Batch(BatchId(1009), way, both, end, at, size, as_slots([0, NUM_BLOCKS])),
+        ]
+    for batch in bad:
+        with pytest.raises(InputError, match=f"tier {rig.tier.name}, batch {batch.id}"):
+            rig.tier.submit(batch)
+    assert rig.tier.poll() == []
+    assert (rows == 0xEE).all()
+    again, _ = rig.read(range(NUM_BLOCKS))
     assert (again == kept).all(), "nothing was lost"
 
 
 @every_tier
-@pytest.mark.parametrize("slots", [[NUM_SLOTS], [0, 100], [-1, 2]])
-@pytest.mark.parametrize("verb", ["write", "read"])
-def test_slots_out_of_range_are_refused(tier: Tier, slots: list[int], verb: str) -> None:
-    kept = fresh(NUM_SLOTS)
-    tier.write(as_slots(range(NUM_SLOTS)), kept)
-    into = poisoned(len(slots))
-    with pytest.raises(InputError, match=f"0 to {NUM_SLOTS - 1}.* {min(slots)} to {max(slots)}"):
-        getattr(tier, verb)(np.array(slots, dtype=np.int64), into)
-    assert (into == 0xEE).all()
-    again = poisoned(NUM_SLOTS)
-    tier.read(as_slots(range(NUM_SLOTS)), again)
-    assert (again == kept).all()
-
-
-@pytest.mark.parametrize("kind", sorted(REMEMBERS_NOTHING))
-def test_a_slot_never_written_cannot_be_read(tier: Tier) -> None:
-    tier.write(as_slots([0]), fresh(1))
-    with pytest.raises(TransferError, match="slot 3 holds nothing"):
-        tier.read(as_slots([0, 3]), poisoned(2))
+def test_an_id_under_way_is_not_given_twice(rig: Rig) -> None:
+    gate = Gate(rig, Way.WRITE, 0)
+    rows = fresh(1)
+    rig.send(Way.WRITE, [0], rows)
+    gate.wait_reached()
+    rig.next_id -= 1
+    with pytest.raises(InputError, match="batch 1 is under way"):
+        rig.send(Way.WRITE, [1], rows)
+    gate.open()
+    assert len(rig.tier.drain(LONG)) == 1
 
 
 @every_tier
-@pytest.mark.parametrize(("num_slots", "slot_bytes"), [(0, 8), (-1, 8), (4, 0), (4, -8)])
-def test_a_tier_without_room_is_refused(kind: str, num_slots: int, slot_bytes: int) -> None:
-    with pytest.raises(InputError, match=f"got {num_slots} slots of {slot_bytes} bytes"):
-        TIERS[kind](num_slots, slot_bytes)
+@pytest.mark.parametrize("size", [0, -8])
+def test_blocks_without_bytes_are_refused(kind: str, size: int) -> None:
+    with pytest.raises(InputError, match=f"of {size} bytes"):
+        TIERS[kind](size)
 
 
-@every_tier
-def test_closing_twice_is_fine_and_use_after_is_not(tier: Tier) -> None:
-    tier.write(as_slots([0]), fresh(1))
-    tier.close()
-    tier.close()
-    for verb in (tier.write, tier.read):
-        with pytest.raises(ClosedError, match=f"tier {tier.name} is closed"):
-            verb(as_slots([0]), poisoned(1))
-
-
-# -- what each has of its own ------------------------------------------------------------------
-
-
-def test_host_rows_are_the_slots_themselves() -> None:
-    tier = HostTier(4, 16)
-    tier.rows[2] = 7
-    into = np.zeros((1, 16), np.uint8)
-    tier.read(as_slots([2]), into)
-    assert (into == 7).all()
-    assert tier.address == tier.rows.ctypes.data
-    assert tier.address % 4096 == 0
-    kept = tier.rows
-    tier.close()
-    assert (kept[2] == 7).all(), "an engine that still holds the rows keeps the memory alive"
-    with pytest.raises(ClosedError):
-        _ = tier.address
-
-
-def test_a_fault_leaves_the_slots_of_a_write_empty_and_those_of_a_read_alone() -> None:
-    faults: list[str] = []
-
-    def fault(what: str) -> None:
-        if what in faults:
-            raise TransferError(f"{what} fault")
-
-    tier = MemoryTier(4, SLOT_BYTES, fault=fault, name=TierName("worn"))
-    tier.write(as_slots([0, 1]), fresh(2))
-    faults.append("read")
-    with pytest.raises(TransferError, match="read fault"):
-        tier.read(as_slots([0]), poisoned(1))
-    faults[:] = ["write"]
-    with pytest.raises(TransferError, match="write fault"):
-        tier.write(as_slots([1]), fresh(1))
-    faults.clear()
-    into = poisoned(1)
-    tier.read(as_slots([0]), into)
-    assert (into == fresh(2)[:1]).all()
-    with pytest.raises(TransferError, match="tier worn: slot 1 holds nothing"):
-        tier.read(as_slots([1]), into)
-
-
-def test_what_is_lost_cannot_be_read_and_can_be_written_again() -> None:
-    tier = MemoryTier(4, SLOT_BYTES)
-    tier.write(as_slots([0, 1]), fresh(2))
-    tier.lose(as_slots([1, 3]))
-    into: Any = poisoned(1)
-    tier.read(as_slots([0]), into)
-    with pytest.raises(TransferError, match="slot 1 holds nothing"):
-        tier.read(as_slots([1]), into)
-    tier.write(as_slots([1]), fresh(1, 5))
-    tier.read(as_slots([1]), into)
-    assert (into == fresh(1, 5)).all()
-    tier.close()
-    tier.lose(as_slots([0]))
+@pytest.mark.parametrize("num_places", [0, -1])
+def test_a_tier_without_places_is_refused(num_places: int) -> None:
+    with pytest.raises(InputError, match=f"got {num_places} slots"):
+        MemoryTier(num_places, 8)

@@ -13,8 +13,8 @@ from kvferry.config import Config
 from kvferry.keys import Keys
 from kvferry.pool import Pool
 from kvferry.scheduler import BlockTable
-from kvferry.scheduler.levels import Level
-from kvferry.types import DEVICE, HOST, Outcome, Rank, Receipt, Transfer
+from kvferry.scheduler.level import Level
+from kvferry.types import DEVICE, HOST, Outcome, Question, Rank, Receipt, TierName, Transfer
 
 FULL = reach.FullAttention(4)
 
@@ -58,6 +58,8 @@ class Desk:
             clock=lambda: self.now,
         )
         self.flying: list[Transfer] = []
+        self.asked: list[Question] = []
+        self.forgotten: list[TierName] = []
 
     # -- the engine -----------------------------------------------------------------------------
 
@@ -91,8 +93,11 @@ class Desk:
 
     def plan(self) -> list[Transfer]:
         """Send off what was ordered; returns it."""
-        sent = list(self.scheduler.plan().transfers)
+        plan = self.scheduler.plan()
+        sent = list(plan.transfers)
         self.flying += sent
+        self.asked += plan.questions
+        self.forgotten += plan.forget
         return sent
 
     def receipts(self, transfer: Transfer, failed: str = "") -> list[Receipt]:
@@ -104,6 +109,18 @@ class Desk:
         chosen = list(transfers) or list(self.flying)
         self.flying = [t for t in self.flying if t not in chosen]
         return self.scheduler.settle([r for t in chosen for r in self.receipts(t, failed)])
+
+    def say(self, *there: Keys) -> SettledByName:
+        """Every rank answers all questions; rank ``r`` has the keys in ``there[r]``."""
+        receipts = []
+        for question in self.asked:
+            for rank, own in zip(self.ranks, there, strict=True):
+                asked = Keys(question.keys)
+                failed = tuple(at for at, key in enumerate(asked) if key not in set(own))
+                outcome = Outcome.PARTIAL if failed else Outcome.OK
+                receipts.append(Receipt(question.id, Rank(rank), outcome, failed=failed))
+        self.asked = []
+        return self.scheduler.settle(receipts)
 
     def run(self) -> SettledByName:
         """Send off what was ordered and let everything in flight land."""

@@ -18,7 +18,7 @@ from tests.model.simulation import Request, Shape, Simulation
 
 from kvferry import scheduler as half
 from kvferry.answers import MatchState
-from kvferry.types import DEVICE, HOST, Transfer, TransferId
+from kvferry.types import DEVICE, HOST, Question, Transfer, TransferId
 
 Action = tuple[Any, ...]
 """A name and its arguments."""
@@ -174,7 +174,7 @@ class World:
         names = Names()
         indexed = sorted((pool._index.key_of(slot), slot) for slot in pool._index.slots().tolist())
         slots = tuple((key, names.slot(slot)) for key, slot in indexed)
-        flying = tuple((names.transfer(f.transfer), f.ok, f.overdue) for _, f in flights)
+        flying = tuple((names.order(f.transfer), f.ok, f.overdue) for _, f in flights)
         queued = tuple(names.transfer(order.transfer) for order in outbox._loads)
         stores = tuple(
             (o.group, names.blocks(o.group, o.device_blocks), names.slots(o.lease.slots))
@@ -264,6 +264,10 @@ class Names:
         return tuple(
             self.of_blocks.setdefault((group, int(block)), len(self.of_blocks)) for block in blocks
         )
+
+    def order(self, order: Transfer | Question) -> tuple[object, ...]:
+        assert isinstance(order, Transfer), "nothing is asked where there are no levels"
+        return self.transfer(order)
 
     def transfer(self, transfer: Transfer) -> tuple[object, ...]:
         self.of_transfers.setdefault(transfer.id, len(self.of_transfers))

@@ -6,8 +6,8 @@ has ranks that answer late, never, or wrongly. Every (tokens so far, group, rank
 value of its own, so a block in the wrong place cannot look right::
 
     device[group]   values by rank and block, a reference count and a prefix cache
-    host            values by rank, slot and place in the slot
-    lower levels    one MemoryTier per rank: it may refuse and it may lose
+    host            values by rank and slot
+    lower levels    a reference tier of either kind per rank: it may refuse, lose, or go away
 
 A request that holds a block from before a weights change computes *stained* values from then on.
 A stained value that turns up in a pool is the fault this is here to find.
@@ -15,8 +15,10 @@ A stained value that turns up in a pool is the fault this is here to find.
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from tests.fakes.by_name import ByName, SettledByName
@@ -43,9 +45,10 @@ from kvferry.identity import scope
 from kvferry.keys import Keys
 from kvferry.pool import Pool
 from kvferry.scheduler import NO_BLOCK
-from kvferry.scheduler.levels import Level
-from kvferry.tiers import MemoryTier
-from kvferry.types import DEVICE, HOST, Outcome, Rank, Receipt, TierName, Transfer
+from kvferry.scheduler.level import level_of
+from kvferry.tiers import Batch, BatchId, HostTier, KeyedMemoryTier, MemoryTier, TierMover, Way
+from kvferry.tiers.threaded import Task
+from kvferry.types import DEVICE, HOST, Outcome, Plan, Question, Rank, Receipt, TierName, Transfer
 
 
 class Serving:
@@ -62,7 +65,7 @@ class Serving:
         )
         self.pool = Pool(setup.num_slots)
         self.levels = tuple(
-            Level(TierName(f"lower{at}"), Pool(num_slots), write)
+            level_of(TierName(f"lower{at}"), num_slots, write)
             for at, (num_slots, write) in enumerate(setup.levels)
         )
         self.config = Config.from_dict(
@@ -70,6 +73,7 @@ class Serving:
                 "load_deadline": 5.0,
                 "store_deadline": 5.0,
                 "promote_deadline": 3.0,
+                "ask_deadline": 1.0,
                 "match_deadline": 8.0,
                 "store_mode": setup.store_mode,
                 "store_after": setup.store_after,
@@ -89,9 +93,9 @@ class Serving:
             joins_loads=setup.joins_loads,
             clock=lambda: self.now,
         )
-        self.host = np.zeros((setup.num_ranks, setup.num_slots), dtype=np.uint64)
         self.devices = [Device(setup.num_blocks, setup.num_ranks) for _ in setup.groups]
         self.ranks = [self._new_rank(number) for number in range(setup.num_ranks)]
+        self.host = [rank.host.rows.view(np.uint64)[:, 0] for rank in self.ranks]
         self.rank_salts = np.array([salt(LONG_AGO + r) for r in range(setup.num_ranks)])
         self.requests: dict[str, Served] = {}
         self.receipts: list[Receipt] = []
@@ -109,11 +113,17 @@ class Serving:
                     self._known[int.from_bytes(key, "little"), g] = (story, slot)
 
     def _new_rank(self, number: int) -> RankSide:
-        rank = RankSide(Rank(number), {})
+        rank = RankSide(Rank(number), HostTier(self.setup.num_slots, VALUE_BYTES))
         for level in self.levels:
-            rank.tiers[level.name] = MemoryTier(
-                level.pool.num_slots, VALUE_BYTES, name=level.name, fault=rank.fault
+            tier: MemoryTier | KeyedMemoryTier = (
+                KeyedMemoryTier(VALUE_BYTES, name=level.name, fault=rank.fault)
+                if level.pool is None
+                else MemoryTier(
+                    level.pool.num_slots, VALUE_BYTES, name=level.name, fault=rank.fault
+                )
             )
+            rank.tiers[level.name] = tier
+            rank.movers[level.name] = TierMover(rank.host, tier, rank=rank.rank)
         return rank
 
     # -- requests -------------------------------------------------------------------------------
@@ -330,12 +340,36 @@ class Serving:
         plan = pickle.loads(pickle.dumps(self.scheduler.plan()))
         for rank in self.ranks:
             if not rank.lost:
-                rank.todo += plan.transfers
-        return len(plan.transfers)
+                self._hand_over(rank, plan)
+        return len(plan.transfers) + len(plan.questions)
+
+    def _hand_over(self, rank: RankSide, plan: Plan) -> None:
+        for name in plan.forget:
+            rank.movers[name].forget()
+        orders: list[Transfer | Question] = [*plan.questions, *plan.transfers]
+        rank.todo += orders
+        for order in orders:
+            level = self._level_of(order)
+            if level is not None:
+                rank.submitted[order.id] = rank.tiers[level]._generation
+
+    def _level_of(self, order: Transfer | Question) -> TierName | None:
+        if isinstance(order, Question):
+            return order.level
+        ends = {order.src, order.dst} - {DEVICE, HOST}
+        return ends.pop() if ends else None
 
     def execute(self, rank: RankSide, at: int, outcome: str = "ok") -> None:
-        """One rank does one of its transfers; ``fail`` leaves nonsense behind, ``refuse`` not."""
+        """One rank does one of its orders.
+
+        ``fail`` leaves nonsense behind, ``refuse`` does not; ``some`` blocks fail below the host.
+        """
         transfer = rank.todo.pop(at)
+        level = self._level_of(transfer)
+        if level is not None:
+            self.receipts.append(self._execute_below(rank, level, transfer, outcome))
+            return
+        assert isinstance(transfer, Transfer)
         try:
             self._copy(rank, transfer, outcome)
         except TransferError as error:
@@ -347,29 +381,33 @@ class Serving:
 
     def _copy(self, rank: RankSide, transfer: Transfer, outcome: str) -> None:
         src, dst, host = transfer.src_slots, transfer.dst_slots, self.host[rank.rank]
-        if DEVICE in (transfer.src, transfer.dst):
-            device = self.devices[transfer.group]
-            values = device.values[rank.rank]
-            touched = (src if transfer.src == DEVICE else dst).tolist()
-            assert all(device.holders[block] for block in touched), "a copy outlived its hold"
-            if outcome == "refuse":
-                raise TransferError("injected: refused")
-            if transfer.dst == DEVICE:
-                values[dst] = host[src] if outcome == "ok" else 0xBAD
-            else:
-                host[dst] = values[src] if outcome == "ok" else 0xBAD
-            if outcome != "ok":
-                raise TransferError("injected: half-way")
-            return
-        rank.refuse = outcome != "ok"
-        if transfer.src == HOST:
-            rank.tiers[transfer.dst].write(dst, host[src].view(np.uint8).reshape(len(src), -1))
+        device = self.devices[transfer.group]
+        values = device.values[rank.rank]
+        touched = (src if transfer.src == DEVICE else dst).tolist()
+        assert all(device.holders[block] for block in touched), "a copy outlived its hold"
+        if outcome == "refuse":
+            raise TransferError("injected: refused")
+        if transfer.dst == DEVICE:
+            values[dst] = host[src] if outcome == "ok" else 0xBAD
         else:
-            landed = np.zeros(len(src), dtype=np.uint64)
-            if outcome == "fail":
-                host[dst] = 0xBAD
-            rank.tiers[transfer.src].read(src, landed.view(np.uint8).reshape(len(src), -1))
-            host[dst] = landed
+            host[dst] = values[src] if outcome == "ok" else 0xBAD
+        if outcome != "ok":
+            raise TransferError("injected: half-way")
+
+    def _execute_below(
+        self, rank: RankSide, level: TierName, order: Transfer | Question, outcome: str
+    ) -> Receipt:
+        """As the tier's own thread would, but now: it may have waited for long."""
+        tier, mover = rank.tiers[level], rank.movers[level]
+        rank.mood = outcome
+        if isinstance(order, Question):
+            batch = Batch(BatchId(order.id), Way.FIND, Keys(order.keys), math.inf)
+        else:
+            batch = replace(mover._batch(order), deadline=math.inf)
+            if order.dst == HOST:  # what a read leaves where it fails is anything
+                self.host[rank.rank][order.dst_slots] = 0xBAD
+        generation = rank.submitted.pop(order.id, tier._generation)
+        return mover._receipt(tier._carry_out(Task(batch, generation)))
 
     def settle(self, receipts: Iterable[Receipt] = ()) -> None:
         """Hand receipts over and act on the answer."""
@@ -416,9 +454,23 @@ class Serving:
         self._act(self.scheduler.lose_rank(rank.rank, f"rank {rank.rank} is gone"))
 
     def lose_bytes(self, level: int, slots: Sequence[int]) -> None:
-        """A medium fails: these slots of a level hold nothing any more, on all ranks."""
+        """A medium fails: some of what a level holds is gone, on all ranks."""
         for rank in self.ranks:
-            rank.tiers[self.levels[level].name].lose(np.array(slots, dtype=np.int64))
+            tier = rank.tiers[self.levels[level].name]
+            there = sorted(tier._blocks)
+            names = [there[slot % len(there)] for slot in slots] if there else []
+            tier._lose(names)  # type: ignore[arg-type]
+
+    def level_goes(self, level: int, rank: RankSide, reason: str) -> None:
+        """A level goes away on one rank, and the scheduler hears of it; no reason: it is back."""
+        name = self.levels[level].name
+        if reason:
+            rank.tiers[name].go_away(reason)
+        else:
+            rank.tiers[name].come_back()
+        change = rank.movers[name].health()
+        if change is not None:
+            self.scheduler.note_health(change)
 
     # -- what always holds ----------------------------------------------------------------------
 
@@ -456,22 +508,35 @@ class Serving:
 
     def _check_promises(self) -> None:
         """What can be matched is there: on every rank, of these weights, of these tokens."""
-        hosts = [(self.pool, None), *((level.pool, level.name) for level in self.levels)]
+        hosts: list[tuple[Pool, TierName | None]] = [(self.pool, None)]
+        hosts += [(level.pool, level.name) for level in self.levels if level.pool is not None]
+        if not self.scheduler._outbox._forget:
+            self._check_keyed()
         for pool, name in hosts:
             slots = np.flatnonzero(pool._state == SlotState.CACHED)
             for slot, key in zip(slots.tolist(), pool._index.keys_of(slots), strict=True):
                 expected = self._expected(key)
                 for rank, own in zip(self.ranks, self.rank_salts, strict=True):
                     if name is None:
-                        found = self.host[rank.rank, slot]
+                        found = self.host[rank.rank][slot]
                     else:
-                        held = rank.tiers[name]._blocks or {}
-                        if slot not in held:
+                        held = rank.tiers[name]._blocks.get(slot)  # type: ignore[call-overload]
+                        if held is None:
                             continue  # lost: a read of it says so
-                        found = np.frombuffer(held[slot], dtype=np.uint64)[0]
+                        found = np.frombuffer(held, dtype=np.uint64)[0]
                     assert found == expected ^ own, (
                         f"slot {slot} of {name or 'the host'} promises other bytes than it has"
                     )
+
+    def _check_keyed(self) -> None:
+        """What a level finds by its key is right, and of these weights, or was forgotten."""
+        for level in self.levels:
+            if level.pool is None:
+                for rank, own in zip(self.ranks, self.rank_salts, strict=True):
+                    if not rank.lost:
+                        for key, held in rank.tiers[level.name]._blocks.items():
+                            found = np.frombuffer(held, dtype=np.uint64)[0]
+                            assert found == self._expected(key) ^ own  # type: ignore[arg-type]
 
     def _expected(self, key: bytes) -> np.uint64:
         for g in range(len(self.groups)):
@@ -479,7 +544,8 @@ class Serving:
             known = self._known.get((int.from_bytes(key, "little") ^ mask, g))
             if known is not None:
                 story, slot = known
-                return np.uint64(self.stories.values[story][g][slot] ^ salt(self.weights))
+                value: np.uint64 = self.stories.values[story][g][slot] ^ salt(self.weights)
+                return value
         raise AssertionError("a pool has a key that nobody ever asked for under these weights")
 
     # -- what holds in the end ------------------------------------------------------------------
@@ -527,7 +593,8 @@ class Serving:
         for request in list(self.requests.values()):
             assert request.state != "loading", f"{request.id} waits for a load that is over"
             self.abort(request)
-        for pool in (self.pool, *(level.pool for level in self.levels)):
+        pools = [level.pool for level in self.levels if level.pool is not None]
+        for pool in (self.pool, *pools):
             assert pool.num_leases == 0
             assert pool.counts.leased == 0
         for device in self.devices:
@@ -535,7 +602,8 @@ class Serving:
         assert not scheduler._parts.waits._waiting
         assert not scheduler.requests
         assert not scheduler._parts.hits._being_loaded.any()
-        assert not scheduler._parts.lower._promoting
+        assert not scheduler._parts.lower._moves
+        assert not scheduler._parts.lower._asking
 
     def describe(self) -> str:
         states = [f"{r.id} {r.state} {r.computed}/{r.target}" for r in self.requests.values()]

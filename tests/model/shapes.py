@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry import reach
 from kvferry.reach import ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
-from kvferry.scheduler.levels import WriteMode
+from kvferry.scheduler.level import WriteMode
 
 GROUPS: dict[str, tuple[reach.Group, ...]] = {
     "full": (FullAttention(4),),

@@ -31,7 +31,7 @@ from kvferry.config import Config
 from kvferry.keys import Keys
 from kvferry.pool import Pool
 from kvferry.scheduler import NO_BLOCK
-from kvferry.scheduler.levels import Level, WriteMode
+from kvferry.scheduler.level import PlacedLevel, WriteMode
 from kvferry.types import DEVICE, HOST, Outcome, Rank, Receipt, TierName, Transfer
 
 ROW_BYTES = 8
@@ -90,7 +90,7 @@ class Simulation:
         self.clock = Clock()
         self.pool = Pool(shape.num_slots)
         self.levels = tuple(
-            Level(TierName(name), Pool(size), write) for name, size, write in shape.levels
+            PlacedLevel(TierName(name), Pool(size), write) for name, size, write in shape.levels
         )
         self.scheduler = ByName(
             self.pool,

@@ -13,9 +13,9 @@ import numpy.typing as npt
 from kvferry import reach
 from kvferry.errors import TransferError
 from kvferry.identity import Namespace, chain, scope
-from kvferry.scheduler.levels import WriteMode
-from kvferry.tiers import MemoryTier
-from kvferry.types import Rank, TierName, Transfer
+from kvferry.scheduler.level import WriteMode
+from kvferry.tiers import HostTier, KeyedMemoryTier, MemoryTier, TierMover, Way
+from kvferry.types import Key, Question, Rank, TierName, Transfer, TransferId
 
 Values = npt.NDArray[np.uint64]
 
@@ -29,10 +29,7 @@ KINDS: dict[str, tuple[reach.Group, ...]] = {
     "recurrent": (reach.FullAttention(4), reach.RecurrentState(4)),
     "chunked": (reach.FullAttention(4), reach.ChunkedLocal(4, chunk=24)),
     "pairs": (reach.FullAttention(8),),
-    "pairs and window": (
-        reach.FullAttention(8),
-        reach.SlidingWindow(8, window=18),
-    ),
+    "pairs and window": (reach.FullAttention(8), reach.SlidingWindow(8, window=18)),
     "three": (
         reach.FullAttention(8),
         reach.SlidingWindow(8, window=16),
@@ -51,7 +48,8 @@ class Setup:
     num_ranks: int = 1
     num_slots: int = 24
     num_blocks: int = 32
-    levels: tuple[tuple[int, WriteMode], ...] = ()
+    levels: tuple[tuple[int | None, WriteMode], ...] = ()
+    """Places (None: it finds blocks by their keys) and write mode of each, nearest first."""
     joins_loads: bool = True
     bounded: bool = True
     store_mode: str = "eager"
@@ -171,17 +169,24 @@ class Served:
 
 @dataclass
 class RankSide:
-    """One rank's worker: what it was given and has not done, and its own lower tiers."""
+    """One rank's worker: what it was given and has not done, its host memory, its lower tiers.
+
+    ``submitted`` says how often a tier had forgotten everything when an order reached it.
+    """
 
     rank: Rank
-    tiers: dict[TierName, MemoryTier]
-    todo: list[Transfer] = field(default_factory=list)
+    host: HostTier
+    tiers: dict[TierName, MemoryTier | KeyedMemoryTier] = field(default_factory=dict)
+    movers: dict[TierName, TierMover] = field(default_factory=dict)
+    todo: list[Transfer | Question] = field(default_factory=list)
+    submitted: dict[TransferId, int] = field(default_factory=dict)
     lost: bool = False
-    refuse: bool = False
+    mood: str = "ok"
 
-    def fault(self, what: str) -> None:
-        if self.refuse:
-            raise TransferError(f"injected: no {what} today")
+    def fault(self, way: Way, key: Key) -> None:
+        """``some``: half of all blocks, by their keys, another half on each rank."""
+        if self.mood in ("fail", "refuse") or (self.mood == "some" and key[self.rank] & 1):
+            raise TransferError(f"injected: no {way.value} today")
 
 
 def single(group: reach.Group) -> reach.Group:

@@ -18,10 +18,10 @@ from tests.model.serving import Serving
 from tests.model.stage import KINDS, Served, Setup
 from tests.model.weather import Weather, random_setup
 
-from kvferry.scheduler.levels import WriteMode
+from kvferry.scheduler.level import WriteMode
 
 picks = st.integers(0, 63)
-levels = st.tuples(st.sampled_from([3, 12, 60]), st.sampled_from(WriteMode))
+levels = st.tuples(st.sampled_from([3, 12, 60, None]), st.sampled_from(WriteMode))
 
 
 @st.composite
@@ -84,7 +84,11 @@ class LevelsMachine(RuleBasedStateMachine):
     def dispatch(self) -> None:
         self.server.dispatch()
 
-    @rule(pick=picks, at=picks, outcome=st.sampled_from(["ok", "ok", "ok", "fail", "refuse"]))
+    @rule(
+        pick=picks,
+        at=picks,
+        outcome=st.sampled_from(["ok", "ok", "ok", "some", "some", "fail", "refuse"]),
+    )
     def execute(self, pick: int, at: int, outcome: str) -> None:
         busy = [r for r in self.server.ranks if r.todo and r.rank != self.hung]
         if busy:
@@ -127,9 +131,15 @@ class LevelsMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.serving is not None and self.serving.levels)
     @rule(pick=picks, slots=st.lists(st.integers(0, 59), max_size=6))
     def lose_bytes(self, pick: int, slots: list[int]) -> None:
-        level = pick % len(self.server.levels)
-        size = self.server.levels[level].pool.num_slots
-        self.server.lose_bytes(level, [slot % size for slot in slots])
+        self.server.lose_bytes(pick % len(self.server.levels), slots)
+
+    @precondition(lambda self: self.serving is not None and self.serving.levels)
+    @rule(pick=picks, at=picks)
+    def level_goes(self, pick: int, at: int) -> None:
+        """A level goes away on a rank, or comes back to it."""
+        level, rank = pick % len(self.server.levels), self.server.ranks[at % len(self.server.ranks)]
+        ails = rank.tiers[self.server.levels[level].name].ailment
+        self.server.level_goes(level, rank, "" if ails else "out of order")
 
     @precondition(lambda self: self.serving is not None and self.hung is None)
     @rule(pick=picks, really=st.integers(0, 4))
@@ -181,13 +191,15 @@ def test_the_weather_reaches_everything() -> None:
     """A test that never loads proves nothing: each thing these tests are about does happen."""
     rng = random.Random(7)
     seen: set[str] = set()
-    for kind in ("full", "window", "recurrent", "pairs"):
+    for kind, far in zip(
+        ("full", "window", "recurrent", "pairs"), (200, None, None, 200), strict=True
+    ):
         serving = Serving(
             Setup(
                 kind=kind,
                 num_slots=16,
                 num_blocks=26,
-                levels=((200, WriteMode.SPILL), (200, WriteMode.THROUGH)),
+                levels=((200, WriteMode.SPILL), (far, WriteMode.THROUGH)),
                 num_ranks=2,
                 num_stories=8,
             )
@@ -202,6 +214,8 @@ def test_the_weather_reaches_everything() -> None:
         seen |= {"promoted"} if stats.promoted_tokens else set()
         seen |= {"overdue"} if stats.overdue else set()
         seen |= {"shed"} if stats.shed_stores else set()
+        seen |= {"lost block"} if stats.lost_blocks else set()
+        seen |= {"found" for asked, found in stats.asked.values() if 0 < found < asked}
         seen |= {f"{src} to {dst}" for src, dst in stats.bytes_moved}
         seen |= set(stats.missed)
     assert seen >= {
@@ -215,6 +229,9 @@ def test_the_weather_reaches_everything() -> None:
         "host to lower0",
         "host to lower1",
         "lower0 to host",
+        "lower1 to host",
+        "lost block",
+        "found",
         "nothing_missed",
         "never_stored",
         "in_flight",

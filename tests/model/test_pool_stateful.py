@@ -16,6 +16,8 @@ What must hold, and a one-line break of the code that these tests were seen to c
 - What is disowned is not matched. ``Pool._disown`` leaves it in the index.
 - A lease ends exactly once. ``Lease._finish`` does not look at ``ended``.
 - Two keys are one only if all their bytes are. ``Index._holds`` believes the tag.
+- What follows a failed block of its lease is not committed. ``Family.follow`` says that nothing
+  follows.
 - New hits are announced. ``Pool.end`` does not raise the generation.
 """
 
@@ -103,8 +105,16 @@ class Model:
                 todo.append(parent)
         return set(self.blocks.values()) - kept
 
+    def follows(self, block: Block, lost: set[Block]) -> bool:
+        """Whether a block comes after any of these in its chain."""
+        parent = block.parent
+        while parent is not None and parent not in lost:
+            parent = parent.parent
+        return parent is not None
+
     def drop(self, block: Block) -> None:
         block.believed = False
+        block.parent = None
         del self.blocks[block.number]
         for child in self.children(block):
             child.parent = None
@@ -196,11 +206,15 @@ class PoolMachine(RuleBasedStateMachine):
     def pin_chained(self, chain: tuple[int, ...], cut: tuple[int, int]):
         return self.pin(chain[min(cut) : max(cut)])
 
+    @rule(target=reads, chain=st.sampled_from(CHAINS))
+    def pin_to_copy(self, chain: tuple[int, ...]):
+        return self.pin(chain, Purpose.COPY)
+
     @rule(target=reads, numbers=st.lists(st.sampled_from(LOOSE), unique=True))
     def pin_loose(self, numbers: list[int]):
         return self.pin(numbers)
 
-    def pin(self, numbers: Sequence[int]):
+    def pin(self, numbers: Sequence[int], purpose: Purpose = Purpose.READ):
         blocks: list[Block] = []
         for number in numbers:
             block = self.model.blocks.get(number)
@@ -208,7 +222,7 @@ class PoolMachine(RuleBasedStateMachine):
                 break
             blocks.append(block)
         assert self.pool.match(self.keys(numbers)) == len(blocks)
-        lease = self.pool.pin(self.keys(numbers))
+        lease = self.pool.pin(self.keys(numbers), purpose)
         if not blocks:
             assert lease is None
             return multiple()
@@ -242,6 +256,29 @@ class PoolMachine(RuleBasedStateMachine):
         claim.lease.abort()
         for block in claim.blocks:
             if block.believed:
+                self.model.drop(block)
+        self.end(claim)
+
+    @rule(claim=consumes(writes), failed=st.sets(st.integers(0, 5)))
+    def commit_partly(self, claim: Claim, failed: set[int]) -> None:
+        """What failed, and what follows it in this lease, was never there."""
+        lost = {block for at, block in enumerate(claim.blocks) if at in failed and block.believed}
+        gone = lost | {block for block in claim.blocks if self.model.follows(block, lost)}
+        generation = self.pool.generation
+        claim.lease.commit(failed=[at for at in failed if at < len(claim.blocks)])
+        assert self.pool.generation > generation
+        for block in claim.blocks:
+            block.written = block not in gone
+            if block in gone:
+                self.model.drop(block)
+        self.end(claim)
+
+    @rule(claim=consumes(reads), failed=st.sets(st.integers(0, 5)))
+    def release_partly(self, claim: Claim, failed: set[int]) -> None:
+        """What failed is gone, and nothing else."""
+        claim.lease.release(failed=[at for at in failed if at < len(claim.blocks)])
+        for at, block in enumerate(claim.blocks):
+            if at in failed and block.believed:
                 self.model.drop(block)
         self.end(claim)
 
@@ -330,10 +367,10 @@ class PoolMachine(RuleBasedStateMachine):
         if not hasattr(self, "pool"):
             return
         for claim in self.model.claims:
-            if claim.lease.purpose is Purpose.READ:
-                claim.lease.release()
-            else:
+            if claim.lease.purpose is Purpose.WRITE:
                 claim.lease.abort()
+            else:
+                claim.lease.release()
         self.pool.check_integrity()
         counts = self.pool.counts
         assert self.pool.num_leases == 0

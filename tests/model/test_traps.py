@@ -43,6 +43,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.fakes.crafted_keys import keys
 from tests.fakes.desk import Desk, story
 from tests.model.serving import Serving
 from tests.model.stage import RankSide, Served, Setup
@@ -56,9 +57,9 @@ from kvferry.playground.model import Decoder, ModelShape
 from kvferry.playground.offload import Offloader
 from kvferry.playground.request import Request
 from kvferry.playground.runner import Runner
-from kvferry.scheduler.levels import WriteMode
-from kvferry.tiers import HostTier, MemoryTier, TierMover
-from kvferry.types import DEVICE, HOST, Outcome, Plan, TierName, Transfer, TransferId
+from kvferry.scheduler.level import WriteMode
+from kvferry.tiers import HostTier, MemoryTier, TierMover, Way
+from kvferry.types import DEVICE, HOST, Key, Outcome, Plan, TierName, Transfer, TransferId
 from kvferry.worker import Worker
 
 # -- parts ----------------------------------------------------------------------------------------
@@ -589,19 +590,19 @@ def test_a_copy_thread_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_tier_that_raises() -> None:
     """The same below the host, whatever the exception."""
 
-    def fault(what: str) -> None:
-        raise ZeroDivisionError(what)
+    def fault(way: Way, key: Key) -> None:
+        raise ZeroDivisionError(way)
 
     disk = TierName("disk")
     mover = TierMover(HostTier(4, 16), MemoryTier(4, 16, name=disk, fault=fault))
-    worker = Worker({(HOST, disk): mover, (disk, HOST): mover})
-    slots = np.arange(2)
+    worker = Worker({}, levels={disk: mover})
+    slots, rows = np.arange(2), keys(range(2)).array
     try:
         plan = Plan(
             1,
             (
-                Transfer(TransferId(1), HOST, disk, slots, slots),
-                Transfer(TransferId(2), disk, HOST, slots, slots),
+                Transfer(TransferId(1), HOST, disk, slots, slots, keys=rows, within=5.0),
+                Transfer(TransferId(2), disk, HOST, slots, slots, keys=rows, within=5.0),
             ),
         )
         worker.execute(plan)

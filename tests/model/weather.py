@@ -9,7 +9,7 @@ from collections.abc import Callable
 from tests.model.serving import Serving
 from tests.model.stage import KINDS, Setup
 
-from kvferry.scheduler.levels import WriteMode
+from kvferry.scheduler.level import WriteMode
 
 ODDS = {
     "arrive": 8,
@@ -24,6 +24,7 @@ ODDS = {
     "expire": 0.1,
     "reset": 0.05,
     "lose_bytes": 0.1,
+    "level_goes": 0.3,
 }
 
 
@@ -78,7 +79,7 @@ class Weather:
             rank = self.rng.choice(busy)
             outcome = "ok"
             if self.rng.random() < self.bad:
-                outcome = self.rng.choice(["fail", "refuse"])
+                outcome = self.rng.choice(["fail", "refuse", "some", "some"])
             self.serving.execute(rank, self.rng.randrange(len(rank.todo)), outcome)
 
     def settle(self) -> None:
@@ -99,8 +100,18 @@ class Weather:
     def lose_bytes(self) -> None:
         if self.serving.levels:
             level = self.rng.randrange(len(self.serving.levels))
-            size = self.serving.levels[level].pool.num_slots
-            self.serving.lose_bytes(level, [self.rng.randrange(size) for _ in range(2)])
+            self.serving.lose_bytes(level, [self.rng.randrange(200) for _ in range(2)])
+
+    def level_goes(self) -> None:
+        """A level goes away on a rank, or comes back to it."""
+        if self.serving.levels:
+            level, rank = (
+                self.rng.randrange(len(self.serving.levels)),
+                self.rng.choice(self.serving.ranks),
+            )
+            ails = rank.tiers[self.serving.levels[level].name].ailment
+            if ails or self.rng.random() < 10 * self.bad:
+                self.serving.level_goes(level, rank, "" if ails else "out of order")
 
     def _each(self, state: str, act: Callable[..., object]) -> None:
         there = [r for r in self.serving.requests.values() if r.state == state]
@@ -112,7 +123,7 @@ def random_setup(rng: random.Random) -> Setup:
     """Any model on any server."""
     kind = rng.choice(sorted(KINDS))
     levels = [
-        (rng.choice([6, 80, 200, 200]), rng.choice(list(WriteMode)))
+        (rng.choice([6, 80, 200, None, None]), rng.choice(list(WriteMode)))
         for _ in range(rng.choice([0, 1, 1, 2]))
     ]
     lazy = rng.random() < 0.4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from kvferry.errors import InputError, ReceiptError
@@ -11,8 +12,10 @@ from kvferry.types import (
     DEVICE,
     HOST,
     Outcome,
+    Question,
     Rank,
     Receipt,
+    SlotArray,
     TierName,
     Transfer,
     TransferId,
@@ -27,9 +30,11 @@ class Owner:
 
     def __init__(self) -> None:
         self.endings: list[Ending] = []
+        self.failed: list[list[int]] = []
 
-    def end(self, lease: Lease, ending: Ending) -> None:
+    def end(self, lease: Lease, ending: Ending, failed: SlotArray) -> None:
         self.endings.append(ending)
+        self.failed.append(failed.tolist())
 
     def disown(self, lease: Lease) -> None:
         raise AssertionError("flights never disown")
@@ -49,6 +54,21 @@ class Sky:
     def __init__(self, num_ranks: int) -> None:
         self.flights = Flights(num_ranks)
         self.owner = Owner()
+
+    def move(self, src: TierName, dst: TierName, length: int, *purposes: Purpose) -> int:
+        """A transfer below the host, with these leases."""
+        transfer_id = self.flights.new_id()
+        slots = as_slots(range(length))
+        transfer = Transfer(transfer_id, src, dst, slots, slots)
+        leases = tuple(Lease.leading(purpose, slots, self.owner) for purpose in purposes)
+        self.flights.launch(transfer, leases, 10.0)
+        return int(transfer_id)
+
+    def ask(self, length: int, deadline: float = 10.0) -> int:
+        question_id = self.flights.new_id()
+        question = Question(question_id, DISK, np.zeros((length, 4), dtype=np.uint64), 1.0)
+        self.flights.launch(question, (), deadline)
+        return int(question_id)
 
     def launch(
         self, purpose: Purpose = Purpose.WRITE, deadline: float = 10.0, dst: TierName = HOST
@@ -207,3 +227,104 @@ def test_abandoning_ends_everything_once() -> None:
     assert sky.owner.endings == [Ending.ABORT, Ending.SPOIL]
     assert len(sky.flights) == 0
     assert sky.flights.abandon("closed") == []
+
+
+# -- below the host --------------------------------------------------------------------------------
+
+
+def partial(transfer: int, rank: int, *positions: int, reason: str = "worn") -> Receipt:
+    return Receipt(TransferId(transfer), Rank(rank), Outcome.PARTIAL, reason, failed=positions)
+
+
+def test_what_failed_on_any_rank_is_lost_and_the_rest_counts() -> None:
+    sky = Sky(3)
+    up = sky.move(DISK, HOST, 4, Purpose.READ, Purpose.WRITE)
+    assert sky.flights.settle([partial(up, 0, 3), ok(up, 1)]) == []
+    assert sky.owner.endings == [], "not before every rank has answered"
+    (flight,) = sky.flights.settle([partial(up, 2, 1, 3)])
+    assert flight.ok
+    assert flight.lost.tolist() == [False, True, False, True]
+    assert flight.note == "rank 0: worn"
+    assert sky.owner.endings == [Ending.RELEASE, Ending.COMMIT]
+    assert sky.owner.failed == [[1, 3], [1, 3]]
+    assert (sky.flights.counts.failed, sky.flights.counts.lost_blocks) == (0, 2)
+
+
+def test_what_could_not_go_down_is_still_good_above() -> None:
+    sky = Sky(1)
+    sky.flights.settle([partial(sky.move(HOST, DISK, 3, Purpose.COPY, Purpose.WRITE), 0, 1)])
+    assert sky.owner.endings == [Ending.RELEASE, Ending.COMMIT]
+    assert sky.owner.failed == [[], [1]]
+
+
+def test_one_rank_failing_all_fails_all() -> None:
+    sky = Sky(2)
+    up = sky.move(DISK, HOST, 2, Purpose.READ, Purpose.WRITE)
+    (flight,) = sky.flights.settle([partial(up, 0, 1), failed(up, 1, "dead")])
+    assert flight.reason == "rank 1: dead"
+    assert flight.lost.all()
+    assert sky.owner.endings == [Ending.SPOIL, Ending.ABORT]
+
+
+def test_when_every_block_failed_somewhere_it_failed() -> None:
+    sky = Sky(2)
+    up = sky.move(DISK, HOST, 2, Purpose.READ, Purpose.WRITE)
+    (flight,) = sky.flights.settle([partial(up, 0, 0), partial(up, 1, 1)])
+    assert not flight.ok
+    assert sky.owner.endings == [Ending.SPOIL, Ending.ABORT]
+
+
+def test_a_copy_to_or_from_the_device_is_one_whole() -> None:
+    sky = Sky(1)
+    sky.flights.settle([partial(sky.move(DEVICE, HOST, 3, Purpose.WRITE), 0, 1)])
+    sky.flights.settle([partial(sky.move(HOST, DEVICE, 3, Purpose.READ), 0, 1)])
+    assert sky.owner.endings == [Ending.ABORT, Ending.SPOIL]
+
+
+@pytest.mark.parametrize("positions", [(4,), (-1, 2)])
+def test_positions_that_do_not_exist_are_refused(positions: tuple[int, ...]) -> None:
+    sky = Sky(1)
+    up = sky.move(DISK, HOST, 4, Purpose.READ, Purpose.WRITE)
+    with pytest.raises(ReceiptError, match="but it has 4"):
+        sky.flights.settle([partial(up, 0, *positions)])
+    assert sky.owner.endings == []
+    assert len(sky.flights.settle([ok(up, 0)])) == 1
+
+
+def test_a_question_is_answered_by_all_ranks_and_counts_as_no_transfer() -> None:
+    sky = Sky(2)
+    question = sky.ask(3)
+    assert list(sky.flights.transfers()) == []
+    assert sky.flights.num_awaited == 1
+    assert sky.flights.settle([partial(question, 0, 0)]) == []
+    (flight,) = sky.flights.settle([partial(question, 1, 2)])
+    assert flight.lost.tolist() == [True, False, True]
+    counts = sky.flights.counts
+    assert (counts.launched, counts.landed, counts.lost_blocks) == (0, 0, 0)
+    assert not counts.bytes_moved
+
+
+def test_a_question_whose_time_is_up_is_over() -> None:
+    sky = Sky(2)
+    question = sky.ask(2, deadline=5.0)
+    sky.flights.settle([ok(question, 0)])
+    (flight,) = sky.flights.expire(5.0)
+    assert flight.lost.all()
+    assert len(sky.flights) == 0
+    assert sky.flights.counts.overdue == 0
+    assert sky.flights.settle([ok(question, 1)]) == []
+    assert sky.flights.counts.stale_receipts == 1
+
+
+def test_giving_up_a_level_ends_the_waiting_for_it_alone() -> None:
+    sky = Sky(1)
+    up = sky.move(DISK, HOST, 2, Purpose.READ, Purpose.WRITE)
+    store = sky.move(DEVICE, HOST, 2, Purpose.WRITE)
+    question = sky.ask(2)
+    sky.flights.give_up(DISK, "unplugged")
+    late = sky.flights.expire(0.0)
+    assert [(f.transfer.id, f.reason) for f in late] == [(up, "unplugged"), (question, "unplugged")]
+    assert sky.owner.endings == []
+    assert len(sky.flights) == 2
+    sky.flights.settle([ok(up, 0), ok(store, 0)])
+    assert sky.owner.endings == [Ending.SPOIL, Ending.ABORT, Ending.COMMIT]

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from kvferry.errors import LeaseError
+from kvferry.errors import InputError, LeaseError
 from kvferry.lease import Ending, Lease, Purpose
-from kvferry.types import as_slots
+from kvferry.types import SlotArray, as_slots
 
 ALLOWED = {
     Purpose.WRITE: {Ending.COMMIT, Ending.ABORT},
@@ -22,10 +22,12 @@ class Owner:
 
     def __init__(self) -> None:
         self.ended: list[Ending] = []
+        self.failed: list[list[int]] = []
         self.disowned: list[Lease] = []
 
-    def end(self, lease: Lease, ending: Ending) -> None:
+    def end(self, lease: Lease, ending: Ending, failed: SlotArray) -> None:
         self.ended.append(ending)
+        self.failed.append(failed.tolist())
 
     def disown(self, lease: Lease) -> None:
         self.disowned.append(lease)
@@ -83,3 +85,21 @@ def test_disowning_is_the_owners_business_and_ends_nothing() -> None:
     assert lease.ended is None
     lease.commit()
     assert owner.ended == [Ending.COMMIT]
+
+
+@pytest.mark.parametrize(
+    ("purpose", "ending"), [(Purpose.WRITE, "commit"), (Purpose.READ, "release")]
+)
+def test_some_of_its_slots_may_fail(purpose: Purpose, ending: str) -> None:
+    owner = Owner()
+    lease = Lease.leading(purpose, as_slots([4, 2, 7]), owner)
+    for wrong, words in (([0, 3], "place 3 failed: its places are 0 to 2"), ([-1], "negative")):
+        with pytest.raises(InputError, match=words):
+            getattr(lease, ending)(failed=wrong)
+        assert lease.ended is None
+        assert not owner.ended
+    getattr(lease, ending)(failed=[2, 0])
+    assert lease.ended is Ending(ending)
+    assert owner.failed == [[2, 0]]
+    with pytest.raises(LeaseError, match=f"cannot {ending}.*ended by {ending}"):
+        getattr(lease, ending)(failed=[1])

@@ -17,17 +17,25 @@ from kvferry.config import Config
 from kvferry.errors import TransferError
 from kvferry.keys import Keys
 from kvferry.pool import Pool
-from kvferry.scheduler.levels import Level, WriteMode
-from kvferry.tiers import HostTier, MemoryTier, TierMover
-from kvferry.types import DEVICE, FIRST_RANK, HOST, Outcome, Receipt, TierName, Transfer
+from kvferry.scheduler.level import PlacedLevel, WriteMode, level_of
+from kvferry.tiers import HostTier, KeyedMemoryTier, MemoryTier, TierMover, Way
+from kvferry.types import DEVICE, FIRST_RANK, HOST, Key, Outcome, Receipt, TierName, Transfer
 from kvferry.worker import Worker
 
 DISK, FAR = TierName("disk"), TierName("far")
 DOWN, UP = (HOST, DISK), (DISK, HOST)
 
 
-def level(slots: int = 64, write: WriteMode = WriteMode.THROUGH, name: TierName = DISK) -> Level:
-    return Level(name, Pool(slots), write)
+def level(
+    slots: int = 64, write: WriteMode = WriteMode.THROUGH, name: TierName = DISK
+) -> PlacedLevel:
+    return PlacedLevel(name, Pool(slots), write)
+
+
+def below_pool(desk: Desk) -> Pool:
+    pool = desk.scheduler._parts.lower.levels[0].pool
+    assert pool is not None
+    return pool
 
 
 def settle_down(desk: Desk) -> None:
@@ -78,7 +86,7 @@ def test_spill_copies_the_coldest_ahead_of_need_and_no_more() -> None:
     desk.keep("a", story(1, 16), 64)
     for _ in range(60):  # the memory of the burst fades, an eighth stays clean
         desk.run()
-    below = desk.scheduler._parts.lower.levels[0].pool
+    below = below_pool(desk)
     spilled = below.counts.cached
     assert 2 <= spilled <= 8 + 1
     for _ in range(20):
@@ -108,7 +116,7 @@ def test_what_the_host_evicts_can_still_be_had() -> None:
             desk.store(f"r{number}", story(number, 4), end)
             settle_down(desk)
         desk.scheduler.finish(f"r{number}")
-    below = desk.scheduler._parts.lower.levels[0].pool
+    below = below_pool(desk)
     there = 0
     for number in range(16):
         keys = desk.scheduler._parts.matcher.slot_keys(0, story(number, 4), range(4))
@@ -121,7 +129,7 @@ def test_a_failed_spill_leaves_the_hosts_block_good() -> None:
     desk.keep("a", story(1, 4), 16)
     desk.land(*desk.plan(), failed="disk full")
     assert desk.hit(story(1, 4)) == 16
-    assert desk.scheduler._parts.lower.levels[0].pool.counts.cached == 0
+    assert below_pool(desk).counts.cached == 0
     desk.check_empty()
 
 
@@ -132,7 +140,7 @@ def test_a_spill_past_its_deadline_leaves_the_hosts_block_good() -> None:
     desk.now = 6.0
     desk.scheduler.settle()
     assert desk.hit(story(1, 4)) == 16
-    below = desk.scheduler._parts.lower.levels[0].pool
+    below = below_pool(desk)
     assert below.counts.leased == 4  # the slow rank may still write there
     desk.land(move)
     assert below.counts.cached == 0  # and what it wrote is not believed
@@ -145,7 +153,7 @@ def test_a_level_too_small_takes_what_fits() -> None:
     (move,) = desk.plan()
     assert len(move) == 3
     desk.land()
-    assert desk.scheduler._parts.lower.levels[0].pool.counts.cached == 3
+    assert below_pool(desk).counts.cached == 3
     settle_down(desk)
 
 
@@ -416,8 +424,9 @@ def test_reset_empties_every_level_and_lets_moves_end() -> None:
     assert desk.match("d", told).state is MatchState.MISS
     for request in "bcd":
         desk.scheduler.finish(request)
+    assert desk.scheduler.plan().forget == (DISK,)
     desk.check_empty()
-    assert desk.scheduler._parts.lower.levels[0].pool.counts.cached == 0
+    assert below_pool(desk).counts.cached == 0
 
 
 # -- with bytes and threads -----------------------------------------------------------------------
@@ -452,23 +461,25 @@ class InstantDevice:
 class Server:
     """A scheduler and a worker over host memory and slow tiers below it."""
 
-    def __init__(self, *tiers: MemoryTier, slots: int = 8, promote_deadline: float = 30.0) -> None:
-        self.host = HostTier(slots, tiers[0].slot_bytes)
+    def __init__(
+        self, *tiers: MemoryTier | KeyedMemoryTier, slots: int = 8, **settings: float
+    ) -> None:
+        self.host = HostTier(slots, tiers[0].block_bytes)
         self.device = InstantDevice(self.host, 64)
         movers: dict[tuple[TierName, TierName], object] = {STORE: self.device, LOAD: self.device}
-        for tier in tiers:
-            mover = TierMover(self.host, tier)
-            movers |= {(HOST, tier.name): mover, (tier.name, HOST): mover}
-        self.worker = Worker(movers)  # type: ignore[arg-type]
+        below = {tier.name: TierMover(self.host, tier) for tier in tiers}
+        self.worker = Worker(movers, levels=below)  # type: ignore[arg-type]
         self.scheduler = ByName(
             Pool(slots),
             [reach.FullAttention(4)],
-            config=Config(load_policy="always", promote_deadline=promote_deadline),
-            levels=[Level(tier.name, Pool(tier.num_slots), WriteMode.THROUGH) for tier in tiers],
+            config=Config.from_dict({"load_policy": "always", **settings}),
+            levels=[level_of(tier.name, tier.num_places, WriteMode.THROUGH) for tier in tiers],
         )
 
     def step(self) -> SettledByName:
         self.worker.execute(self.scheduler.plan())
+        for health in self.worker.health():
+            self.scheduler.note_health(health)
         return self.scheduler.settle(self.worker.poll())
 
     def rest(self) -> None:
@@ -503,7 +514,7 @@ class Server:
 def serve() -> Iterator[Callable[..., Server]]:
     with ExitStack() as stack:
 
-        def make(*tiers: MemoryTier, **settings: object) -> Server:
+        def make(*tiers: MemoryTier | KeyedMemoryTier, **settings: object) -> Server:
             server = Server(*tiers, **settings)  # type: ignore[arg-type]
             stack.callback(server.close)
             return server
@@ -526,8 +537,8 @@ def test_bytes_go_down_slowly_and_come_back_the_same(serve: Callable[..., Server
 def test_a_medium_that_refuses_reads_costs_a_wait_not_a_hang(
     serve: Callable[..., Server],
 ) -> None:
-    def fault(what: str) -> None:
-        if what == "read":
+    def fault(way: Way, key: Key) -> None:
+        if way is Way.READ:
             raise TransferError("bad sector")
 
     server = serve(MemoryTier(64, 32, name=DISK, fault=fault))
@@ -537,8 +548,8 @@ def test_a_medium_that_refuses_reads_costs_a_wait_not_a_hang(
 
 
 def test_a_medium_that_refuses_writes_costs_nothing_above(serve: Callable[..., Server]) -> None:
-    def fault(what: str) -> None:
-        if what == "write":
+    def fault(way: Way, key: Key) -> None:
+        if way is Way.WRITE:
             raise OSError("disk full")
 
     server = serve(MemoryTier(64, 32, name=DISK, fault=fault))

@@ -33,7 +33,7 @@ from kvferry.metrics.text import exposition
 from kvferry.policy.worth import Verdict
 from kvferry.pool import Pool
 from kvferry.reach import FullAttention
-from kvferry.scheduler import Level
+from kvferry.scheduler import PlacedLevel
 from kvferry.scheduler.journal import Copy
 from kvferry.scheduler.why import Reason
 from kvferry.stats import OTHER, SIZE_BOUNDS, Distribution, Histogram, TrafficCounts
@@ -45,7 +45,7 @@ NAMESPACE = Namespace(model="m", dtype="float32", layout="test", geometry="g", b
 
 def busy_scheduler() -> ByName:
     """One that has stored, matched and loaded a request, and missed another."""
-    level = Level(TierName("disk"), Pool(8))
+    level = PlacedLevel(TierName("disk"), Pool(8))
     scheduler = ByName(Pool(8), (FullAttention(4),), levels=(level,), block_bytes=(100,))
     keys = chain(NAMESPACE, np.arange(16))
     scheduler.store("writer", keys, ((0, 1, 2, 3),), 16)

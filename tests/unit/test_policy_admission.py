@@ -9,7 +9,7 @@ from tests.fakes.desk import Desk, story
 
 from kvferry.policy import SeenOften
 from kvferry.pool import Pool
-from kvferry.scheduler.levels import Level, WriteMode
+from kvferry.scheduler.level import PlacedLevel, WriteMode
 from kvferry.types import TierName
 
 
@@ -100,7 +100,7 @@ def test_what_follows_a_block_left_out_is_left_out() -> None:
 
 def test_the_threshold_holds_for_lower_levels_too() -> None:
     """What the host refuses never reaches a level below it."""
-    below = Level(TierName("below"), Pool(16), WriteMode.THROUGH)
+    below = PlacedLevel(TierName("below"), Pool(16), WriteMode.THROUGH)
     desk = Desk(store_after=2, levels=[below])
     asked = story(1, 4)
     for request in ("a", "b"):

@@ -399,3 +399,68 @@ def test_integrity_is_really_checked(how: str) -> None:
     breaks(pool, how)
     with pytest.raises(IntegrityError, match=r"^pool: "):
         pool.check_integrity()
+
+
+def test_a_commit_leaves_out_what_failed_and_what_follows_it() -> None:
+    pool = Pool(8)
+    stored(pool, [7], chained=False)
+    lease = pool.reserve(keys(range(5)))
+    assert lease is not None
+    lease.commit(failed=[2])
+    pool.check_integrity()
+    assert cached(pool, *range(5), 7) == [0, 1, 7]
+    assert pool.counts.free == 5
+
+
+def test_blocks_that_do_not_depend_on_each_other_fail_alone() -> None:
+    pool = Pool(8)
+    lease = pool.reserve(keys(range(5)), chained=False)
+    assert lease is not None
+    lease.commit(failed=np.array([2, 0]))
+    pool.check_integrity()
+    assert cached(pool, *range(5)) == [1, 3, 4]
+
+
+def test_also_what_follows_by_way_of_a_block_that_was_there_before() -> None:
+    pool = Pool(8)
+    stored(pool, [1])
+    lease = pool.reserve(keys([0, 1, 2]))
+    assert lease is not None
+    assert lease.positions.tolist() == [0, 2]
+    lease.commit(failed=[0])
+    pool.check_integrity()
+    assert cached(pool, 0, 1, 2) == [1], "and that one is as it was"
+
+
+def test_a_block_that_could_not_be_read_is_gone_alone_until_it_is_stored_again() -> None:
+    pool = Pool(5)
+    stored(pool, [0, 1, 2, 3])
+    stored(pool, [9], chained=False)
+    gone: list[bytes] = []
+    pool.listeners.append(gone.extend)
+    pin, other = pool.pin(keys([0, 1, 2, 3])), pool.pin(keys([1]))
+    assert pin is not None
+    assert other is not None
+    pin.release(failed=[1])
+    pool.check_integrity()
+    assert gone == [key(1)]
+    assert cached(pool, 0, 1, 2, 3) == [0, 2, 3]
+    assert pool.counts.leased == 1, "another still reads it"
+    other.release()
+    assert pool.counts.free == 1
+    stored(pool, [0, 1, 2, 3])
+    assert pool.match(keys([0, 1, 2, 3])) == 4
+    stored(pool, [10], chained=False)
+    assert cached(pool, 0, 1, 2, 3, 9) == [0, 1, 2, 3], "9 was used before them"
+
+
+@pytest.mark.parametrize("purpose", [Purpose.READ, Purpose.COPY])
+def test_what_follows_a_failed_read_was_not_used(purpose: Purpose) -> None:
+    pool = Pool(3)
+    stored(pool, [0, 1])
+    stored(pool, [9], chained=False)
+    pin = pool.pin(keys([0, 1]), purpose)
+    assert pin is not None
+    pin.release(failed=[0])
+    stored(pool, [10, 11], chained=False)
+    assert cached(pool, 0, 1, 9) == [9]

@@ -1,4 +1,4 @@
-"""The tier mover: every transfer ends in one receipt, whatever its tier does."""
+"""The tier's mover: every order ends in one receipt, and no byte is copied twice."""
 
 from __future__ import annotations
 
@@ -8,13 +8,27 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from tests.fakes.crafted_keys import key, keys
 
 from kvferry.errors import ClosedError, InputError, TransferError
-from kvferry.tiers import HostTier, MemoryTier, TierMover
+from kvferry.tiers import (
+    Batch,
+    HostTier,
+    KeyedMemoryTier,
+    MemoryTier,
+    SharedLevelMover,
+    TierMover,
+    Way,
+    tier_mover,
+)
 from kvferry.types import (
     DEVICE,
     HOST,
+    NO_SLOTS,
+    Health,
+    Key,
     Outcome,
+    Question,
     Rank,
     Receipt,
     TierName,
@@ -28,12 +42,12 @@ SLOT_BYTES = 32
 
 
 class Rig:
-    """A host of four slots over a slow tier of four."""
+    """A host of four slots over a tier of four places. Host slot ``n`` moves with key ``n``."""
 
     def __init__(self) -> None:
         self.host = HostTier(4, SLOT_BYTES)
         self.disk = MemoryTier(4, SLOT_BYTES, name=DISK)
-        self.mover = TierMover(self.host, self.disk, rank=Rank(3))
+        self.mover = TierMover(self.host, self.disk, rank=Rank(3), close_seconds=0.1)
         self.next_id = 0
 
     def down(self, src: list[int], dst: list[int]) -> int:
@@ -45,7 +59,15 @@ class Rig:
     def move(self, src: TierName, dst: TierName, src_slots: list[int], dst_slots: list[int]) -> int:
         self.next_id += 1
         self.mover.submit(
-            Transfer(TransferId(self.next_id), src, dst, as_slots(src_slots), as_slots(dst_slots))
+            Transfer(
+                TransferId(self.next_id),
+                src,
+                dst,
+                as_slots(src_slots),
+                as_slots(dst_slots),
+                keys=keys(src_slots if src == HOST else dst_slots).array,
+                within=10.0,
+            )
         )
         return self.next_id
 
@@ -59,6 +81,7 @@ def rig() -> Iterator[Rig]:
     made = Rig()
     made.host.rows[:] = np.random.default_rng(2).integers(0, 256, (4, SLOT_BYTES), dtype=np.uint8)
     yield made
+    made.disk.fault = None
     made.mover.close()
 
 
@@ -77,11 +100,26 @@ def test_down_and_up_again(rig: Rig) -> None:
     assert rig.mover.poll() == []
 
 
+def test_the_tier_is_given_the_slots_themselves(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[Batch] = []
+    monkeypatch.setattr(rig.disk, "submit", batches.append)
+    before = time.monotonic()
+    rig.down([3, 1], [0, 2])
+    (batch,) = batches
+    assert batch.way is Way.WRITE
+    assert batch.addresses.tolist() == [[rig.host.address + s * rig.host.pitch] for s in (3, 1)]
+    assert batch.sizes.tolist() == [SLOT_BYTES]
+    assert batch.places is not None
+    assert batch.places.tolist() == [0, 2]
+    assert batch.keys == keys([3, 1])
+    assert before + 9 < batch.deadline < time.monotonic() + 11
+
+
 @pytest.mark.parametrize(
     "error", [TransferError("worn out"), OSError(28, "disk full"), KeyError(3)]
 )
 def test_every_exception_becomes_a_failed_receipt(rig: Rig, error: Exception) -> None:
-    def fault(what: str) -> None:
+    def fault(way: Way, at: Key) -> None:
         raise error
 
     rig.disk.fault = fault
@@ -97,83 +135,193 @@ def test_every_exception_becomes_a_failed_receipt(rig: Rig, error: Exception) ->
     assert rig.one().outcome is Outcome.OK, "the threads outlive the faults"
 
 
-def test_a_lost_block_fails_and_leaves_the_host_as_it_was(rig: Rig) -> None:
-    rig.down([0, 1], [0, 1])
+def test_a_lost_block_is_named_and_the_others_come(rig: Rig) -> None:
+    kept = rig.host.rows.copy()
+    rig.down([0, 1, 2], [0, 1, 2])
     rig.one()
     rig.disk.lose(as_slots([1]))
-    before = rig.host.rows.copy()
-    rig.up([0, 1], [2, 3])
+    rig.host.rows[:] = 0xEE
+    rig.up([0, 1, 2], [2, 3, 1])
     receipt = rig.one()
-    assert receipt.outcome is Outcome.FAILED
-    assert "slot 1 holds nothing" in receipt.reason
-    assert (rig.host.rows == before).all()
+    assert (receipt.outcome, receipt.failed) == (Outcome.PARTIAL, (1,))
+    assert "place 1 holds nothing" in receipt.reason
+    assert receipt.num_bytes == 2 * SLOT_BYTES
+    assert (rig.host.rows[[2, 1]] == kept[[0, 2]]).all()
+    assert (rig.host.rows[0] == 0xEE).all()
 
 
-def test_slots_that_do_not_exist_fail(rig: Rig) -> None:
-    rig.down([0], [9])
-    assert "0 to 3" in rig.one().reason
-    rig.down([9], [0])
-    assert rig.one().outcome is Outcome.FAILED
-
-
-def test_a_route_that_is_not_ours_fails_and_touches_nothing(rig: Rig) -> None:
+def test_orders_that_cannot_be_are_refused_and_touch_nothing(rig: Rig) -> None:
     rig.down([0, 1], [0, 1])
     rig.one()
     before = rig.host.rows.copy()
     for src, dst in ((DEVICE, DISK), (DISK, DEVICE), (HOST, DEVICE), (DEVICE, HOST)):
-        rig.move(src, dst, [0], [1])
-        receipt = rig.one()
-        assert receipt.outcome is Outcome.FAILED
-        assert str(src) in receipt.reason
-        assert str(dst) in receipt.reason
+        with pytest.raises(InputError, match=f"no way from {src} to {dst}"):
+            rig.move(src, dst, [0], [1])
+    with pytest.raises(InputError, match="places 0 to 3"):
+        rig.down([0], [9])
+    with pytest.raises(InputError, match="host slots are 0 to 3, asked for 9 to 9"):
+        rig.down([9], [0])
+    with pytest.raises(InputError, match="without keys or deadline"):
+        rig.mover.submit(Transfer(TransferId(77), HOST, DISK, as_slots([0]), as_slots([0])))
+    assert rig.mover.drain(1) == []
     assert (rig.host.rows == before).all()
 
 
-def test_a_slow_tier_blocks_neither_submit_nor_poll(rig: Rig) -> None:
-    rig.disk.delay = 0.15
-    start = time.monotonic()
-    rig.down([0], [0])
-    rig.down([1], [1])
-    assert rig.mover.poll() == []
-    assert time.monotonic() - start < 0.1
-    assert rig.mover.drain(0.01) == [], "a drain gives up when its time is over"
-    assert [r.outcome for r in rig.mover.drain(10)] == [Outcome.OK] * 2
-    assert time.monotonic() - start >= 0.3
+def test_a_keyed_tier_is_asked_and_needs_no_places() -> None:
+    host = HostTier(4, SLOT_BYTES)
+    host.rows[:] = np.random.default_rng(3).integers(0, 256, (4, SLOT_BYTES), dtype=np.uint8)
+    kept = host.rows.copy()
+    mover = TierMover(host, KeyedMemoryTier(SLOT_BYTES, name=DISK))
+    down = Transfer(
+        TransferId(1), HOST, DISK, as_slots([0, 2]), NO_SLOTS, keys=keys([0, 2]).array, within=9.0
+    )
+    mover.submit(down)
+    assert mover.drain(10)[0].outcome is Outcome.OK
+    mover.ask(Question(TransferId(2), DISK, keys([2, 5, 0]).array, 9.0))
+    (answer,) = mover.drain(10)
+    assert (answer.transfer_id, answer.outcome, answer.failed) == (2, Outcome.PARTIAL, (1,))
+    mover.submit(
+        Transfer(
+            TransferId(3), DISK, HOST, NO_SLOTS, as_slots([3]), keys=keys([2]).array, within=9.0
+        )
+    )
+    assert mover.drain(10)[0].outcome is Outcome.OK
+    assert (host.rows[3] == kept[2]).all()
+    mover.forget()
+    mover.ask(Question(TransferId(4), DISK, keys([2]).array, 9.0))
+    assert mover.drain(10)[0].outcome is Outcome.FAILED
+    mover.close()
 
 
-def test_down_does_not_wait_for_up(rig: Rig) -> None:
-    gate = threading.Event()
+def test_health_is_told_when_it_changes(rig: Rig) -> None:
+    assert rig.mover.health() is None
+    rig.disk.go_away("pulled")
+    assert rig.mover.health() == Health(Rank(3), DISK, "pulled")
+    assert rig.mover.health() is None
+    rig.disk.come_back()
+    assert rig.mover.health() == Health(Rank(3), DISK)
 
-    def fault(what: str) -> None:
-        if what == "read":
-            assert gate.wait(10)
 
-    rig.down([0], [0])
-    rig.one()
-    rig.disk.fault = fault
-    rig.up([0], [3])
-    down = rig.down([1], [1])
-    give_up = time.monotonic() + 5
-    receipts: list[Receipt] = []
-    while not receipts and time.monotonic() < give_up:
-        receipts = rig.mover.poll()
-    assert [receipt.transfer_id for receipt in receipts] == [down]
-    gate.set()
-    assert rig.one().outcome is Outcome.OK
+def test_memory_is_told_of_before_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = HostTier(8, SLOT_BYTES)
+    disk = MemoryTier(8, SLOT_BYTES, name=DISK)
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(disk, "attach_memory", lambda at, size: told.append((at, size)))
+    ready = [2]
+    mover = TierMover(host, disk, ready_slots=lambda: ready[0])
+
+    def down(number: int, slot: int) -> None:
+        slots = as_slots([slot])
+        mover.submit(
+            Transfer(
+                TransferId(number), HOST, DISK, slots, slots, keys=keys([slot]).array, within=9.0
+            )
+        )
+
+    down(1, 1)
+    assert told == [(host.address, 2 * host.pitch)]
+    ready[0] = 6
+    down(2, 0)
+    assert len(told) == 1, "nothing new is named"
+    down(3, 4)
+    assert told[1:] == [(host.address + 2 * host.pitch, 4 * host.pitch)]
+    mover.drain(10)
+    mover.close()
 
 
 def test_close_finishes_what_was_submitted(rig: Rig) -> None:
-    rig.disk.delay = 0.05
+    rig.disk.delay = 0.01
     for slot in range(3):
         rig.down([slot], [slot])
     rig.mover.close()
     rig.mover.close()
+    assert not rig.mover.is_stuck
     assert len(rig.mover.poll()) == 3
     assert rig.mover.drain() == []
     with pytest.raises(ClosedError, match="disk is closed"):
         rig.down([0], [0])
 
 
-def test_tiers_of_different_slots_do_not_fit_together() -> None:
-    with pytest.raises(InputError, match="slots of 16 bytes, the host of 32"):
+def test_closing_on_a_hung_medium_ends_and_keeps_the_memory(rig: Rig) -> None:
+    """What it still writes when it wakes up must not be another's memory by then."""
+    kept, memory = rig.host.rows.copy(), rig.host.rows
+    rig.down([0], [0])
+    rig.one()
+    gate, reached = threading.Event(), threading.Event()
+
+    def fault(way: Way, at: Key) -> None:
+        reached.set()
+        assert gate.wait(30)
+
+    rig.disk.fault = fault
+    rig.up([0], [3])
+    assert reached.wait(10)
+    rig.mover.close()
+    assert rig.mover.is_stuck
+    assert any(np.shares_memory(memory, each) for each in tier_mover._kept)
+    gate.set()
+    rig.disk.drain(10)
+    assert (memory[3] == kept[0]).all()
+    tier_mover._kept.clear()
+    for thread in rig.disk._threads:
+        thread.join(10)
+
+
+def test_tiers_of_different_blocks_do_not_fit_together() -> None:
+    with pytest.raises(InputError, match="blocks of 16 bytes, the host slots of 32"):
         TierMover(HostTier(2, 32), MemoryTier(2, 16))
+
+
+# -- several ranks over one host memory ------------------------------------------------------------
+
+
+def test_ranks_that_share_a_host_each_move_and_find_their_own_blocks() -> None:
+    """Whatever the transfer, a block is looked for by the rank that put it there."""
+    host = HostTier(16, SLOT_BYTES)
+    host.rows[:] = np.random.default_rng(4).integers(0, 256, (16, SLOT_BYTES), dtype=np.uint8)
+    kept = host.rows.copy()
+    disks = [KeyedMemoryTier(SLOT_BYTES, name=DISK) for _ in range(3)]
+    movers = [
+        SharedLevelMover(TierMover(host, disk, rank=Rank(r)), rank=Rank(r), num_ranks=3)
+        for r, disk in enumerate(disks)
+    ]
+
+    def every(transfer: Transfer | Question) -> list[Receipt]:
+        receipts = []
+        for mover in movers:
+            if isinstance(transfer, Question):
+                mover.ask(transfer)
+            else:
+                mover.submit(transfer)
+            receipts += mover.drain(10)
+        return receipts
+
+    def move(number: int, src: TierName, slots: list[int], order: list[int]) -> list[Receipt]:
+        ends = (as_slots(slots), NO_SLOTS) if src == HOST else (NO_SLOTS, as_slots(slots))
+        dst = DISK if src == HOST else HOST
+        rows = keys(order).array
+        return every(Transfer(TransferId(number), src, dst, *ends, keys=rows, within=9.0))
+
+    numbers = list(range(12))
+    receipts = move(1, HOST, numbers, numbers)
+    assert [receipt.outcome for receipt in receipts] == [Outcome.OK] * 3
+    assert sum(len(disk._blocks) for disk in disks) == 12, "stored once"
+    disks[1].lose(keys(numbers))
+    gone = {n for n in numbers if int(keys([n]).array[0, 0]) % 3 == 1}
+    assert gone
+    host.rows[:] = 0xEE
+    receipts = move(5, DISK, numbers[::-1], numbers)
+    failed = {at for receipt in receipts for at in receipt.failed}
+    assert failed == gone, "positions are those of the whole transfer"
+    for number in set(numbers) - gone:
+        assert (host.rows[11 - number] == kept[number]).all()
+    receipts = every(Question(TransferId(6), DISK, keys(numbers).array, 9.0))
+    assert {at for receipt in receipts for at in receipt.failed} == gone
+    assert [r.outcome for r in move(7, HOST, [0], [0])].count(Outcome.OK) == 3
+    movers[0].forget()
+    assert not disks[0]._blocks
+    disks[2].go_away("pulled")
+    assert movers[2].health() == Health(Rank(2), DISK, "pulled")
+    assert key(0) not in disks[0]._blocks
+    for mover in movers:
+        mover.close()

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-
 from kvferry.vllm.holds import BlockHolds
 from kvferry.vllm.leftovers import SOON_SECONDS, WAIT_SECONDS, Leftovers, Rest
+
 from kvferry.vllm.tracked import Unstored
 
 NUM_BLOCKS = 80  # at most 10 are held

@@ -14,11 +14,10 @@ from kvferry.identity import Namespace, adopt
 from kvferry.keys import Keys
 from kvferry.scheduler import NO_BLOCK
 from kvferry.types import as_slots
-from kvferry.vllm.guard import Guard, guarded
-from kvferry.vllm.holds import BlockHolds
-from kvferry.vllm.offers import next_to_go
-from kvferry.vllm.request_keys import RequestKeys
-from kvferry.vllm.tables import DeviceTables, table_of
+from kvferry.vllm.blocks import VllmBlocks, table_of
+from kvferry.vllm.chain import RequestKeys
+from kvferry.vllm.free_queue import next_to_go
+from kvferry.vllm.guard import Guard
 from kvferry.vllm.tracked import Tracked
 from kvferry.vllm.translate import place_of, support_of
 from kvferry.vllm.versions import require_supported
@@ -132,6 +131,7 @@ class FakePool:
         ]
         self.freed = []
         self.num_gpu_blocks = num_blocks
+        self.hash_block_size = 16
         end = SimpleNamespace(next_free_block=None, block_hash=None, is_null=False)
         following = end
         for block in reversed(self.blocks[1:]):
@@ -156,10 +156,19 @@ class FakePool:
         return found or None
 
 
+def head_of(pool):
+    return VllmBlocks((), pool).queue_head
+
+
+def ferried(request):
+    """What our scheduler has of a request, as far as blocks are asked for."""
+    return SimpleNamespace(chain=RequestKeys(request, NAMESPACE))
+
+
 def test_holds_are_counted_per_mention():
     pool = FakePool()
-    holds = BlockHolds(pool)
-    holds.take([DeviceBlocks(0, as_slots([1, 2])), DeviceBlocks(1, as_slots([2]))])
+    holds = VllmBlocks((), pool)
+    holds.hold([DeviceBlocks(0, as_slots([1, 2])), DeviceBlocks(1, as_slots([2]))])
     assert [block.ref_cnt for block in pool.blocks[:4]] == [0, 1, 2, 0]
     holds.drop([DeviceBlocks(0, as_slots([1, 2]))])
     assert pool.freed == [2, 1]
@@ -171,10 +180,10 @@ def test_holds_are_counted_per_mention():
 
 def test_holds_know_which_blocks_only_they_keep():
     pool = FakePool()
-    holds = BlockHolds(pool)
+    holds = VllmBlocks((), pool)
     assert not holds.keeps_free_blocks
     pool.blocks[1].ref_cnt = pool.blocks[2].ref_cnt = 1  # a request's own
-    holds.take([DeviceBlocks(0, as_slots([1, 2])), DeviceBlocks(1, as_slots([2]))])
+    holds.hold([DeviceBlocks(0, as_slots([1, 2])), DeviceBlocks(1, as_slots([2]))])
     assert not holds.keeps_free_blocks
     pool.free_blocks([pool.blocks[2]])
     assert holds.keeps_free_blocks
@@ -185,7 +194,7 @@ def test_holds_know_which_blocks_only_they_keep():
 def test_evictions_are_seen_before_they_come():
     """Seen red with a look at the queue's head alone, and with its end mark taken for a block."""
     pool = FakePool(num_blocks=41)  # an eighth: five
-    holds = BlockHolds(pool)
+    holds = VllmBlocks((), pool)
     assert not holds.evicts
     pool.blocks[6].block_hash = b"far"
     holds.begin_step()
@@ -205,25 +214,25 @@ def test_the_free_queue_is_offered_soonest_first():
     pool = FakePool()
     for number, group in [(1, 0), (2, 1), (4, 0), (6, 0)]:
         pool.blocks[number].block_hash = b"hash%d" % number + group.to_bytes(4, "big")
-    offers = {group: (keys, ids) for group, keys, ids in next_to_go(pool, 5, NAMESPACE)}
+    offers = {group: (keys, ids) for group, keys, ids in next_to_go(head_of(pool), 5, NAMESPACE)}
     assert offers[0] == (adopt(NAMESPACE, [b"hash1", b"hash4"]), [1, 4])
     assert offers[1] == (adopt(NAMESPACE, [b"hash2"]), [2])
-    assert list(next_to_go(pool, 0, NAMESPACE)) == []
-    assert sum(len(ids) for _, _, ids in next_to_go(pool, 100, NAMESPACE)) == 4
+    assert list(next_to_go(head_of(pool), 0, NAMESPACE)) == []
+    assert sum(len(ids) for _, _, ids in next_to_go(head_of(pool), 100, NAMESPACE)) == 4
 
 
 def test_tables_by_the_manager_or_by_content():
     groups = (reach.FullAttention(16), reach.SlidingWindow(32, window=32))
     request = SimpleNamespace(request_id="r", block_hashes=[b"a", b"b", b"c", b"d"])
     manager = SimpleNamespace(get_block_ids=lambda name: ([3, 5, 4, 6], [0, 7]))
-    full, window = DeviceTables(groups, FakePool(), manager, 16).of(request, 64, 0)
+    full, window = VllmBlocks(groups, FakePool(), manager).tables(ferried(request), 64, 0)
     assert list(full) == [3, 5, 4, 6]
     assert list(window) == [NO_BLOCK, 7]
     pool = FakePool()
     for number, name in [(3, b"a"), (5, b"b"), (6, b"d")]:
         pool.blocks[number].block_hash = name + bytes(4)
     pool.blocks[7].block_hash = b"d" + (1).to_bytes(4, "big")
-    full, window = DeviceTables(groups, pool, None, 16).of(request, 64, 16)
+    full, window = VllmBlocks(groups, pool).tables(ferried(request), 64, 16)
     assert list(full) == [NO_BLOCK, 5, NO_BLOCK, 6]
     assert list(window) == [NO_BLOCK, 7]
 
@@ -236,7 +245,7 @@ def test_states_are_found_by_content_alone():
     for number, name in [(1, b"a"), (2, b"c")]:
         pool.blocks[number].block_hash = name + (1).to_bytes(4, "big")
     groups = (reach.FullAttention(16), reach.RecurrentState(16))
-    full, states = DeviceTables(groups, pool, manager, 16).of(request, 64, 0)
+    full, states = VllmBlocks(groups, pool, manager).tables(ferried(request), 64, 0)
     assert list(full) == [3, 5, 4, 6]
     assert list(states) == [1, NO_BLOCK, 2, NO_BLOCK]
 
@@ -256,7 +265,7 @@ def test_prefill_is_timed_once_and_only_if_computed_here():
         num_prompt_tokens=100,
         block_hashes=[],
     )
-    tracked = Tracked(request, NAMESPACE)
+    tracked = Tracked(request, ferried(request))
     assert tracked.time_prefill() is None
     assert tracked.time_prefill() is None
     request.num_output_tokens = 1
@@ -266,32 +275,17 @@ def test_prefill_is_timed_once_and_only_if_computed_here():
     assert num_tokens == 68
     assert seconds >= 0
     assert tracked.time_prefill() is None
-    resumed = Tracked(request, NAMESPACE)
+    resumed = Tracked(request, ferried(request))
     assert resumed.time_prefill() is None
     assert resumed.time_prefill() is None
-
-
-class Fragile:
-    def __init__(self):
-        self.guard = Guard("test")
-        self.calls = 0
-
-    @guarded(lambda: "instead")
-    def hook(self, fail):
-        self.calls += 1
-        if fail:
-            raise RuntimeError("a mistake")
-        return "done"
 
 
 def test_a_guard_trips_once_and_stays(caplog):
-    fragile = Fragile()
-    assert fragile.hook(False) == "done"
+    guard = Guard("test")
     with caplog.at_level(logging.ERROR, "kvferry.vllm.guard"):
-        assert fragile.hook(True) == "instead"
-        assert fragile.hook(False) == "instead"
-    assert fragile.calls == 2
-    assert fragile.guard.reason == "hook: RuntimeError: a mistake"
+        guard.trip("hook", RuntimeError("a mistake"))
+        guard.trip("hook", RuntimeError("another"))
+    assert guard.reason == "hook: RuntimeError: a mistake"
     assert len(caplog.records) == 1
 
 

@@ -11,7 +11,7 @@ from kvferry import reach
 from kvferry.answers import MatchState
 from kvferry.policy import Verdict
 from kvferry.pool import Pool
-from kvferry.scheduler.levels import Level, WriteMode
+from kvferry.scheduler.level import PlacedLevel, WriteMode
 from kvferry.scheduler.why import Explanation, Reason
 from kvferry.types import TierName
 
@@ -68,7 +68,7 @@ def other_namespace() -> Desk:
 
 
 def still_below() -> Desk:
-    desk = Desk(levels=[Level(TierName("disk"), Pool(16), WriteMode.THROUGH)], slots=8)
+    desk = Desk(levels=[PlacedLevel(TierName("disk"), Pool(16), WriteMode.THROUGH)], slots=8)
     desk.keep("a", story(1, 8), 32)
     desk.run()
     desk.pool.evict(8)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 
 from kvferry.errors import ClosedError
 from kvferry.types import (
     DEVICE,
     HOST,
+    Health,
     Outcome,
     Plan,
+    Question,
     Rank,
     Receipt,
     TierName,
@@ -135,3 +138,93 @@ def test_one_mover_that_cannot_close_does_not_keep_the_others_open() -> None:
     with pytest.raises(OSError, match="busy"):
         worker.close()
     assert other.closed == 1
+
+
+# -- levels below the host -------------------------------------------------------------------------
+
+
+class FakeLevel(FakeMover):
+    """A level's mover that writes down what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[object] = []
+        self.changes: list[Health] = []
+
+    def submit(self, transfer: Transfer) -> object:
+        self.told.append(transfer.id)
+        return super().submit(transfer)
+
+    def ask(self, question: Question) -> object:
+        if self.fault is not None:
+            raise self.fault
+        self.told.append(question.id)
+        return None
+
+    def forget(self) -> None:
+        if self.fault is not None:
+            raise self.fault
+        self.told.append("forget")
+
+    def health(self) -> Health | None:
+        return self.changes.pop(0) if self.changes else None
+
+
+def question(number: int, level: TierName = DISK) -> Question:
+    return Question(TransferId(number), level, np.zeros((2, 4), dtype=np.uint64), 1.0)
+
+
+def test_a_level_is_told_to_forget_before_all_else_and_carries_both_ways() -> None:
+    level = FakeLevel()
+    worker = Worker({}, levels={DISK: level})
+    up, down = transfer(1, DISK, HOST), transfer(2, HOST, DISK)
+    worker.execute(Plan(1, (up, down), (question(3),), (DISK,)))
+    assert level.told == ["forget", 3, 1, 2]
+    assert sorted(r.transfer_id for r in worker.poll()) == [1, 2]
+    worker.close()
+    assert level.closed == 1
+
+
+def test_questions_that_cannot_be_asked_are_answered() -> None:
+    level = FakeLevel()
+    worker = Worker({}, levels={DISK: level}, rank=Rank(1))
+    worker.execute(Plan(1, questions=(question(1, TierName("moon")),)))
+    level.fault = OSError("no route")
+    worker.execute(Plan(2, questions=(question(2),)))
+    first, second = worker.poll()
+    assert (first.transfer_id, first.outcome) == (1, Outcome.FAILED)
+    assert first.reason == "there is no level moon here"
+    assert (second.transfer_id, second.reason) == (2, "OSError: no route")
+
+
+def test_health_of_all_levels_is_passed_on() -> None:
+    first, second = FakeLevel(), FakeLevel()
+    worker = Worker({}, levels={DISK: first, TierName("far"): second})
+    second.changes = [Health(Rank(0), TierName("far"), "gone")]
+    assert worker.health() == [Health(Rank(0), TierName("far"), "gone")]
+    assert worker.health() == []
+
+
+def test_a_level_that_cannot_forget_is_shut_out() -> None:
+    """It may hold bytes of weights that are no more."""
+    level = FakeLevel()
+    level.fault = OSError("read-only")
+    worker = Worker({}, levels={DISK: level})
+    worker.execute(Plan(1, (transfer(1, DISK, HOST),), forget=(DISK, TierName("moon"))))
+    (refused,) = worker.poll()
+    assert refused.outcome is Outcome.FAILED
+    (health,) = worker.health()
+    assert (health.level, health.reason) == (DISK, "it could not forget: OSError: read-only")
+    level.fault = None
+    worker.execute(Plan(2, (transfer(2, DISK, HOST),), (question(3),)))
+    assert [receipt.outcome for receipt in worker.poll()] == [Outcome.FAILED] * 2
+    assert level.told == []
+    worker.close()
+
+
+def test_a_stuck_mover_is_seen() -> None:
+    level = FakeLevel()
+    worker = Worker({}, levels={DISK: level})
+    assert not worker.is_stuck
+    level.is_stuck = True  # type: ignore[attr-defined]
+    assert worker.is_stuck

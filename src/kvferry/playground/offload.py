@@ -15,11 +15,12 @@ from kvferry.metrics.desk import Desk
 from kvferry.metrics.source import Source
 from kvferry.playground.runner import Runner
 from kvferry.pool import Pool
-from kvferry.scheduler import Level, Ordered, Request, Scheduler, Settled, WriteMode
+from kvferry.scheduler import Ordered, Request, Scheduler, Settled, WriteMode
+from kvferry.scheduler.level import level_of
 from kvferry.stats import SchedulerStats
-from kvferry.tiers import HostTier, Tier, TierMover
+from kvferry.tiers import HostTier, Mover, Tier, TierMover
 from kvferry.types import DEVICE, HOST, RequestId
-from kvferry.worker import Mover, Route, Worker
+from kvferry.worker import Route, Worker
 
 
 class Offloader(Closing):
@@ -37,7 +38,7 @@ class Offloader(Closing):
         config: Config | None = None,
         lower: Mapping[Tier, WriteMode] | None = None,
     ) -> None:
-        """``lower`` are tiers below the host, nearest first; their owner closes them."""
+        """``lower`` are tiers below the host, nearest first; they are ours to close."""
         lower = lower or {}
         layouts = [describe(tensors, block_axis=0) for tensors in runner.group_tensors()]
         slot_bytes = max(layout.block_bytes for layout in layouts)
@@ -46,9 +47,9 @@ class Offloader(Closing):
                 f"a block has {slot_bytes} bytes, host memory of {host_bytes} bytes holds none"
             )
         for tier in lower:
-            if tier.slot_bytes != slot_bytes:
+            if tier.block_bytes != slot_bytes:
                 raise InputError(
-                    f"a block has {slot_bytes} bytes, a slot of tier {tier.name} {tier.slot_bytes}"
+                    f"a block has {slot_bytes} bytes, one of tier {tier.name} {tier.block_bytes}"
                 )
         self.host = HostTier(host_bytes // slot_bytes, slot_bytes)
         self.scheduler = Scheduler(
@@ -57,15 +58,14 @@ class Offloader(Closing):
             config=config,
             num_device_blocks=runner.num_blocks,
             block_bytes=[layout.block_bytes for layout in layouts],
-            levels=[Level(tier.name, Pool(tier.num_slots), how) for tier, how in lower.items()],
+            levels=[level_of(tier.name, tier.num_places, how) for tier, how in lower.items()],
         )
         self.desk = Desk()
         # Threads start here, so it comes last: nothing after it can fail and leave them behind.
         copies: CopyEngine = CpuEngine(layouts, self.host.rows, compute=runner.compute)
         movers: dict[Route, Mover] = {(DEVICE, HOST): copies, (HOST, DEVICE): copies}
-        for tier in lower:
-            movers[HOST, tier.name] = movers[tier.name, HOST] = TierMover(self.host, tier)
-        self.worker = Worker(movers)
+        below = {tier.name: TierMover(self.host, tier) for tier in lower}
+        self.worker = Worker(movers, levels=below)
 
     @property
     def has_pending(self) -> bool:

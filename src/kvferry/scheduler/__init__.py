@@ -1,6 +1,6 @@
 """The scheduler half: what moves, when, and what became of it. Never touches a byte."""
 
-from kvferry.scheduler.levels import Level, WriteMode
+from kvferry.scheduler.level import KeyedLevel, Level, PlacedLevel, WriteMode
 from kvferry.scheduler.orders import NO_BLOCK, BlockTable, EngineBlocks, Ordered
 from kvferry.scheduler.request import Request, State
 from kvferry.scheduler.scheduler import Scheduler
@@ -13,8 +13,10 @@ __all__ = [
     "EngineBlocks",
     "Explanation",
     "FailedLoad",
+    "KeyedLevel",
     "Level",
     "Ordered",
+    "PlacedLevel",
     "Reason",
     "Request",
     "Scheduler",

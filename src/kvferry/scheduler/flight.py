@@ -1,8 +1,11 @@
 """Transfers in flight: which ranks have answered, whose time is up, what each one claims.
 
-A transfer ends when every rank has reported. A deadline ends the *waiting* for it, never its
-*claim*: a slow rank may still be reading a slot or writing a device block, so both stay claimed
-until that rank has answered or is declared lost.
+A transfer ends when every rank has reported. Below the host a block has moved when it has on every
+rank: positions that failed on any of them are lost, the rest counts.
+
+A deadline ends the *waiting* for a transfer, never its *claim*: a slow rank may still be reading a
+slot or writing a device block, so both stay claimed until that rank has answered or is declared
+lost.
 """
 
 from __future__ import annotations
@@ -11,20 +14,36 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from kvferry.errors import InputError, ReceiptError
 from kvferry.lease import Lease, Purpose
 from kvferry.stats import TrafficCounts
-from kvferry.types import DEVICE, HOST, Outcome, Rank, Receipt, Transfer, TransferId
+from kvferry.types import (
+    DEVICE,
+    HOST,
+    Outcome,
+    Question,
+    Rank,
+    Receipt,
+    TierName,
+    Transfer,
+    TransferId,
+)
+
+_LONG_AGO = float("-inf")
 
 
 @dataclass(eq=False)
 class Flight:
-    """One transfer on its way, and the leases it will end.
+    """One transfer on its way, and the leases it will end; or a question, which has none.
 
     ``served`` are the requests it stores or loads for. ``receipts`` are those taken so far.
+    ``failed`` are the positions lost on any rank, where the others count; ``note`` says why.
     """
 
-    transfer: Transfer
+    transfer: Transfer | Question
     leases: tuple[Lease, ...]
     deadline: float
     waiting: set[Rank]
@@ -32,10 +51,31 @@ class Flight:
     overdue: bool = False
     served: tuple[Any, ...] = ()
     receipts: list[Receipt] = field(default_factory=list)
+    failed: set[int] = field(default_factory=set)
+    note: str = ""
 
     @property
     def ok(self) -> bool:
         return not self.reason
+
+    @property
+    def lost(self) -> npt.NDArray[np.bool_]:
+        """For each block, whether it failed on any rank."""
+        lost = np.full(len(self.transfer), not self.ok)
+        lost[list(self.failed)] = True
+        return lost
+
+    @property
+    def keeps_the_rest(self) -> bool:
+        """Whether one lost block is one lost block; a copy to or from the device is one whole."""
+        order = self.transfer
+        return isinstance(order, Question) or DEVICE not in (order.src, order.dst)
+
+    def concerns(self, level: TierName) -> bool:
+        order = self.transfer
+        if isinstance(order, Question):
+            return order.level == level
+        return level in (order.src, order.dst)
 
     @property
     def in_doubt(self) -> tuple[Lease, ...]:
@@ -44,7 +84,8 @@ class Flight:
         A block that could not be brought up is not offered again: its next owner would fail with
         it. One that could not be sent down is still good where it is.
         """
-        upward = self.transfer.dst in (DEVICE, HOST)
+        order = self.transfer
+        upward = isinstance(order, Transfer) and order.dst in (DEVICE, HOST)
         return tuple(lease for lease in self.leases if upward or lease.purpose is Purpose.WRITE)
 
 
@@ -56,6 +97,7 @@ class FlightCounts:
     landed: int = 0
     failed: int = 0
     overdue: int = 0
+    lost_blocks: int = 0
     stale_receipts: int = 0
     bytes_moved: dict[tuple[str, str], int] = field(default_factory=dict)
     seconds_moved: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -84,7 +126,16 @@ class Flights:
 
         Others must not wait for the rest: a rank that hangs would hold up every load and store.
         """
-        return (flight.transfer for flight in self._flying.values() if not flight.overdue)
+        return (
+            flight.transfer
+            for flight in self._flying.values()
+            if not flight.overdue and isinstance(flight.transfer, Transfer)
+        )
+
+    @property
+    def num_awaited(self) -> int:
+        """Transfers and questions in flight whose time is not up."""
+        return sum(not flight.overdue for flight in self._flying.values())
 
     def new_id(self) -> TransferId:
         self._next_id += 1
@@ -92,18 +143,18 @@ class Flights:
 
     def launch(
         self,
-        transfer: Transfer,
+        transfer: Transfer | Question,
         leases: tuple[Lease, ...],
         deadline: float,
         served: tuple[Any, ...] = (),
     ) -> None:
-        """A transfer is handed to the workers; its leases end when it lands."""
+        """A transfer or question is handed to the workers; its leases end when it lands."""
         waiting = {Rank(rank) for rank in range(self._num_ranks)} - self._lost.keys()
         reason = next(iter(self._lost.values()), "")
         self._flying[transfer.id] = Flight(
             transfer, leases, deadline, waiting, reason, served=served
         )
-        self.counts.launched += 1
+        self.counts.launched += isinstance(transfer, Transfer)
 
     def settle(self, receipts: Iterable[Receipt]) -> list[Flight]:
         """Take receipts in any order; returns the flights that landed by them.
@@ -128,15 +179,28 @@ class Flights:
         return landed
 
     def expire(self, now: float) -> list[Flight]:
-        """Flights whose deadline has just passed. They stay in flight until they land."""
+        """Flights whose deadline has just passed. They stay in flight until they land.
+
+        But a question, which claims nothing, is over: an answer to it comes too late.
+        """
         late = [f for f in self._flying.values() if f.deadline <= now and not f.overdue]
         for flight in late:
             flight.overdue = True
             flight.reason = flight.reason or (
                 f"no answer in time from rank {', '.join(map(str, sorted(flight.waiting)))}"
             )
-        self.counts.overdue += len(late)
+            if isinstance(flight.transfer, Question):
+                del self._flying[flight.transfer.id]
+            else:
+                self.counts.overdue += 1
         return late
+
+    def give_up(self, level: TierName, reason: str) -> None:
+        """A level is away: nobody waits any longer for what it was to bring, take or say."""
+        for flight in self._flying.values():
+            if flight.concerns(level) and not flight.overdue:
+                flight.deadline = _LONG_AGO
+                flight.reason = flight.reason or reason
 
     def lose_rank(self, rank: Rank, reason: str) -> list[Flight]:
         """A rank is gone and touches nothing any more; returns the flights that landed by it."""
@@ -167,6 +231,14 @@ class Flights:
                 f"receipt for transfer {receipt.transfer_id}, but only {self._next_id} were ever "
                 "sent; drop it and settle the others"
             )
+        flight = self._flying.get(receipt.transfer_id)
+        if receipt.failed and flight is not None:
+            least, most = min(receipt.failed), max(receipt.failed)
+            if least < 0 or most >= len(flight.transfer):
+                raise ReceiptError(
+                    f"receipt for transfer {receipt.transfer_id} says that blocks {least} to "
+                    f"{most} failed, but it has {len(flight.transfer)}"
+                )
         if not 0 <= receipt.rank < self._num_ranks:
             raise ReceiptError(
                 f"receipt for transfer {receipt.transfer_id} from rank {receipt.rank}, but ranks "
@@ -175,26 +247,43 @@ class Flights:
 
     def _take(self, flight: Flight, receipt: Receipt) -> None:
         flight.waiting.discard(receipt.rank)
+        flight.receipts.append(receipt)
         if receipt.outcome is not Outcome.OK:
-            flight.reason = flight.reason or (
-                f"rank {receipt.rank}: {receipt.reason or 'failed without a reason'}"
-            )
-        route = (flight.transfer.src, flight.transfer.dst)
+            reason = f"rank {receipt.rank}: {receipt.reason or 'failed without a reason'}"
+            if receipt.outcome is Outcome.PARTIAL and flight.keeps_the_rest:
+                flight.failed.update(receipt.failed)
+                flight.note = flight.note or reason
+            else:
+                flight.reason = flight.reason or reason
+        order = flight.transfer
+        if isinstance(order, Transfer):
+            self._count(order, receipt)
+
+    def _count(self, transfer: Transfer, receipt: Receipt) -> None:
+        route = (transfer.src, transfer.dst)
         counts = self.counts
         counts.bytes_moved[route] = counts.bytes_moved.get(route, 0) + receipt.num_bytes
         counts.seconds_moved[route] = counts.seconds_moved.get(route, 0.0) + receipt.seconds
-        flight.receipts.append(receipt)
-        if receipt.outcome is Outcome.OK:
+        if receipt.outcome is not Outcome.FAILED:
             counts.traffic.add((*route, receipt.path), receipt.num_bytes, receipt.seconds)
 
     def _land(self, flight: Flight) -> Flight:
         del self._flying[flight.transfer.id]
-        self.counts.landed += 1
-        self.counts.failed += not flight.ok
+        if len(flight.failed) == len(flight.transfer):
+            flight.reason = flight.reason or flight.note
+        if isinstance(flight.transfer, Transfer):
+            self.counts.landed += 1
+            self.counts.failed += not flight.ok
+            self.counts.lost_blocks += len(flight.failed) if flight.ok else 0
         for lease in flight.leases:
-            doubtful = not flight.ok and lease in flight.in_doubt
-            if lease.purpose is Purpose.WRITE:
-                lease.abort() if doubtful else lease.commit()
-            else:
-                lease.spoil() if doubtful else lease.release()
+            self._end(flight, lease, sorted(flight.failed))
         return flight
+
+    def _end(self, flight: Flight, lease: Lease, failed: list[int]) -> None:
+        doubtful = lease in flight.in_doubt
+        if lease.purpose is Purpose.WRITE:
+            lease.commit(failed) if flight.ok else lease.abort()
+        elif not doubtful:
+            lease.release()
+        else:
+            lease.release(failed) if flight.ok else lease.spoil()

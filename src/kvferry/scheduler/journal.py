@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvferry.scheduler.flight import Flight
 from kvferry.scheduler.why import Explanation
-from kvferry.types import RequestId
+from kvferry.types import RequestId, Transfer
 
 MOST_REQUESTS = 1024
 MOST_COPIES = 32
@@ -36,8 +36,8 @@ class Copy:
     num_runs: int = 1
 
     @classmethod
-    def of(cls, flight: Flight) -> Copy:
-        transfer, receipts = flight.transfer, flight.receipts
+    def of(cls, flight: Flight, transfer: Transfer) -> Copy:
+        receipts = flight.receipts
         return cls(
             transfer_id=transfer.id,
             src=transfer.src,
@@ -47,7 +47,7 @@ class Copy:
             num_bytes=sum(receipt.num_bytes for receipt in receipts),
             seconds=max((receipt.seconds for receipt in receipts), default=0.0),
             paths=tuple(sorted({receipt.path for receipt in receipts if receipt.path})),
-            reason=flight.reason,
+            reason=flight.reason or flight.note,
             beside_model=any(receipt.beside_model for receipt in receipts),
             num_runs=max((receipt.num_runs for receipt in receipts), default=1),
         )
@@ -78,7 +78,8 @@ class Journal:
 
     def ended(self, request_id: RequestId, flight: Flight) -> None:
         """A transfer ended that moved blocks of this request, or it waits no longer for it."""
-        self._touch(request_id).copies.append(Copy.of(flight))
+        if isinstance(flight.transfer, Transfer):  # a question copies nothing
+            self._touch(request_id).copies.append(Copy.of(flight, flight.transfer))
 
     def entry(self, request_id: RequestId) -> Entry | None:
         return self._entries.get(request_id)

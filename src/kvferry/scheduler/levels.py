@@ -9,13 +9,16 @@ A block found only below is first promoted: copied to a host slot like any block
 pieces that become matchable as they land. Blocks go down either when they are stored
 (write-through) or when the host is about to evict them (spill); a block that is already below is
 not copied again, and evicting it from the host costs nothing.
+
+What a level has is known (its places are ours) or must be asked (it finds blocks by their keys).
+Questions and promotions are transfers in flight that requests wait for: each has a deadline, and
+what has not come by then is not there. A level that is away on any rank is as if it were not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +27,10 @@ from kvferry.keys import Keys
 from kvferry.lease import Purpose
 from kvferry.policy import Watermark
 from kvferry.pool import Pool
-from kvferry.scheduler.outbox import Outbox
-from kvferry.types import HOST, Key, TierName, TransferId
+from kvferry.scheduler.flight import Flight
+from kvferry.scheduler.level import KeyedLevel, Level, WriteMode
+from kvferry.scheduler.outbox import End, Outbox
+from kvferry.types import HOST, Health, Key, Question, TransferId
 
 _PIECE_SLOTS = 32
 """A promotion travels in pieces of this size, so that the first can be used before the last."""
@@ -37,41 +42,36 @@ _PROMOTING_SHARE = 4
 """Promotions under way may claim one slot in so many of the host: they must not flush it."""
 
 
-class WriteMode(Enum):
-    """When the host's blocks are copied to a lower level."""
-
-    THROUGH = "through"  # as soon as they are stored
-    SPILL = "spill"  # when the host is about to evict them
-
-
-@dataclass(frozen=True, eq=False)
-class Level:
-    """One tier below the host: its name on the workers' side, and its slots."""
-
-    name: TierName
-    pool: Pool
-    write: WriteMode = WriteMode.SPILL
-
-
 @dataclass(eq=False)
-class _Promotion:
-    """Blocks on their way up. One that is ``late`` keeps its slots, but nobody waits for it."""
+class _Move:
+    """Blocks on their way up or down. One that is ``late`` keeps its slots; nobody waits for it."""
 
+    level: Level
     keys: Keys
+    upward: bool
     late: bool = False
 
 
 class LowerLevels:
     """What is below the host: finds blocks there, brings them up, sends them down.
 
-    Owns the levels' pools and the promotion budget; orders go to the outbox like all others.
+    Owns the levels, what moves between them and the host, what was asked, and the promotion budget;
+    orders go to the outbox like all others.
     """
 
-    def __init__(self, host: Pool, levels: Sequence[Level], outbox: Outbox) -> None:
+    def __init__(
+        self,
+        host: Pool,
+        levels: Sequence[Level],
+        outbox: Outbox,
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self.levels = tuple(levels)
         self._host = host
         self._outbox = outbox
-        self._promoting: dict[TransferId, _Promotion] = {}
+        self._clock = clock
+        self._moves: dict[TransferId, _Move] = {}
+        self._asking: dict[TransferId, tuple[Level, list[Keys]]] = {}
         self._most_promoting = max(1, host.num_slots // _PROMOTING_SHARE)
         self._watermark = Watermark(
             least=host.num_slots // _CLEAN_SHARE, most=max(1, host.num_slots // 2)
@@ -81,18 +81,61 @@ class LowerLevels:
     def __bool__(self) -> bool:
         return bool(self.levels)
 
+    def _open(self) -> list[Level]:
+        """The levels that can be used now."""
+        return [level for level in self.levels if not level.ailment]
+
+    # -- what is there ------------------------------------------------------------------------
+
     def cached(self, keys: Keys) -> npt.NDArray[np.bool_]:
-        """For each key, whether any lower level can be read for it."""
+        """For each key, whether any lower level can be read for it, as far as is known."""
         found = np.zeros(len(keys), dtype=bool)
-        for level in self.levels:
-            found |= level.pool.cached(keys)
+        now = self._clock()
+        for level in self._open():
+            found |= level.there(keys, now)
         return found
+
+    def unknown(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        """For each key, whether some level would have to be asked for it."""
+        unknown = np.zeros(len(keys), dtype=bool)
+        now = self._clock()
+        for level in self._open():
+            unknown |= level.unknown(keys, now)
+        return unknown
+
+    @property
+    def can_be_asked(self) -> bool:
+        """Whether there is a level that finds blocks by their keys."""
+        return any(isinstance(level, KeyedLevel) and not level.ailment for level in self.levels)
+
+    def ask(self, keys: Keys) -> set[TransferId]:
+        """Ask which of these (distinct) keys are there; returns the questions to wait for.
+
+        What another request has asked already is not asked again.
+        """
+        questions = set()
+        now = self._clock()
+        for level in self._open():
+            rest = keys.take(level.unknown(keys, now))
+            for question_id, (asked, pieces) in self._asking.items():
+                if asked is level and len(rest):
+                    words = np.concatenate([piece.array[:, 0] for piece in pieces])
+                    pending = np.isin(rest.array[:, 0], words)
+                    questions |= {question_id} if pending.any() else set()
+                    rest = rest.take(~pending)
+            if len(rest):
+                question_id = self._outbox.ask(level.name, rest)
+                self._asking.setdefault(question_id, (level, []))[1].append(rest)
+                questions.add(question_id)
+        return questions
+
+    # -- up -----------------------------------------------------------------------------------
 
     @property
     def room(self) -> int:
         """How many more host slots promotions may claim now."""
         return self._most_promoting - sum(
-            len(promotion.keys) for promotion in self._promoting.values()
+            len(move.keys) for move in self._moves.values() if move.upward
         )
 
     def promote(self, keys: Keys, *, parent: Key | None, chained: bool) -> set[TransferId]:
@@ -122,20 +165,21 @@ class LowerLevels:
 
     def _bringing(self, keys: Keys) -> set[TransferId]:
         """The promotions under way that bring any of these blocks."""
-        if not self._promoting:
+        if not self._moves:
             return set()
         coming = keys.take(self._host.known(keys) & ~self._host.cached(keys)).array[:, 0]
         return {
             transfer_id
-            for transfer_id, promotion in self._promoting.items()
-            if not promotion.late and np.isin(coming, promotion.keys.array[:, 0]).any()
+            for transfer_id, move in self._moves.items()
+            if move.upward and not move.late and np.isin(coming, move.keys.array[:, 0]).any()
         }
 
     def _liftable(self, keys: Keys) -> tuple[Level, Keys] | None:
         """The longest start of a run that one level can complete, and that level."""
         known = self._host.known(keys)
-        for level in self.levels:
-            complete = known | level.pool.cached(keys)
+        now = self._clock()
+        for level in self._open():
+            complete = known | level.there(keys, now)
             length = len(keys) if complete.all() else int(complete.argmin())
             if not known[:length].all():
                 return level, keys[:length]
@@ -147,34 +191,25 @@ class LowerLevels:
         writing = self._host.reserve(keys, parent=parent, chained=chained)
         if writing is None:
             return None
-        reading = level.pool.pin(keys.take(writing.positions))
-        assert reading is not None
-        transfer_id = self._outbox.move(level.name, HOST, reading, writing)
-        self._promoting[transfer_id] = _Promotion(keys.take(writing.positions))
+        coming = keys.take(writing.positions)
+        transfer_id = self._outbox.move(level.read(coming), End.of(HOST, writing), coming)
+        self._moves[transfer_id] = _Move(level, coming, upward=True)
         return transfer_id
 
-    def overdue(self, transfer_id: TransferId) -> None:
-        """A transfer's time is up: its deadline has ended all waiting, so nobody may begin to."""
-        if transfer_id in self._promoting:
-            self._promoting[transfer_id].late = True
-
-    def landed(self, transfer_id: TransferId) -> None:
-        """A transfer ended; if it was a promotion its share of the budget is free again."""
-        self._promoting.pop(transfer_id, None)
+    # -- down ---------------------------------------------------------------------------------
 
     def write_through(self, keys: Keys, *, parent: Key | None, chained: bool) -> None:
         """These blocks were just stored in the host, behind ``parent`` if they are a chain.
 
         What follows a block that no level has is left out: alone it would serve nobody.
         """
-        if parent is not None and not self._know(Keys.from_bytes((parent,))):
+        now = self._clock()
+        levels = self._open()
+        if parent is not None and not any(level.may_follow(parent, now) for level in levels):
             return
-        for level in self.levels:
+        for level in levels:
             if level.write is WriteMode.THROUGH and len(keys):
                 self._send_down(level, keys, parent=parent, chained=chained)
-
-    def _know(self, key: Keys) -> bool:
-        return any(level.pool.known(key)[0] for level in self.levels)
 
     def spill(self) -> None:
         """Once a step: copy down what the host would evict next, ahead of need.
@@ -186,25 +221,59 @@ class LowerLevels:
         self._watermark.demand(self._host.num_reserved - self._num_reserved)
         self._num_reserved = self._host.num_reserved
         wanted = self._watermark.depth - self._host.num_free
-        for level in self.levels:
+        for level in self._open():
             if level.write is WriteMode.SPILL and wanted > 0:
                 coldest = self._host.coldest(wanted)[::-1]
-                missing = coldest.take(~level.pool.known(coldest))
+                missing = coldest.take(~level.known(coldest, self._clock()))
                 # No chain: ends come before beginnings here, as they should go later on.
                 self._send_down(level, missing, parent=None, chained=False)
 
     def _send_down(self, level: Level, keys: Keys, *, parent: Key | None, chained: bool) -> None:
         """Copy those of the host's blocks to a level that it lacks and has room for."""
-        writing = level.pool.reserve(keys, parent=parent, chained=chained)
-        if writing is not None:
-            reading = self._host.pin(keys.take(writing.positions), Purpose.COPY)
+        room = level.reserve(keys, parent=parent, chained=chained, now=self._clock())
+        if room is not None:
+            going = keys.take(room.positions)
+            reading = self._host.pin(going, Purpose.COPY)
             assert reading is not None
-            self._outbox.move(HOST, level.name, reading, writing)
+            transfer_id = self._outbox.move(End.of(HOST, reading), room.end, going)
+            self._moves[transfer_id] = _Move(level, going, upward=False)
+
+    # -- what became of it --------------------------------------------------------------------
+
+    def note_health(self, health: Health) -> None:
+        """A level went away on one rank, or came back. Nobody waits for one that is away."""
+        for level in self.levels:
+            if level.name == health.level:
+                level.heard(health.rank, health.reason)
+                if level.ailment:
+                    self._outbox.give_up(level.name, level.ailment)
+
+    def overdue(self, flight: Flight) -> None:
+        """A transfer's time is up: its deadline has ended all waiting, so nobody may begin to."""
+        if isinstance(flight.transfer, Question):
+            self.landed(flight)
+        elif flight.transfer.id in self._moves:
+            self._moves[flight.transfer.id].late = True
+
+    def landed(self, flight: Flight) -> None:
+        """A transfer or a question below the host ended."""
+        now = self._clock()
+        if isinstance(flight.transfer, Question):
+            level, _ = self._asking.pop(flight.transfer.id)
+            level.answered(Keys(flight.transfer.keys), ~flight.lost, now)
+            return
+        move = self._moves.pop(flight.transfer.id, None)
+        if move is not None:
+            move.level.moved(move.keys, ~flight.lost, upward=move.upward, now=now)
 
     def reset(self) -> None:
+        """Forget every block on every level; the ranks are told with the next plan."""
+        for transfer_id in self._outbox.forget(tuple(level.name for level in self.levels)):
+            move = self._moves.pop(transfer_id)
+            move.level.dropped(move.keys)
         for level in self.levels:
-            level.pool.reset()
+            level.reset()
 
     def check_integrity(self) -> None:
         for level in self.levels:
-            level.pool.check_integrity()
+            level.check_integrity()

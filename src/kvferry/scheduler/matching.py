@@ -343,6 +343,26 @@ class Matcher:
                 count += int((~self._host.known(self.slot_keys(g, look.keys, blocks))).sum())
         return count
 
+    def to_ask(self, look: Look) -> Keys:
+        """The keys of which to know whether a level has them: a longer hit may hang on them.
+
+        No more of them than there is room for: what could not be brought up need not be known.
+        """
+        assert look.host is not None
+        assert look.everywhere is not None
+        keys = [self.slot_keys(g, look.keys, range(len(here))) for g, here in enumerate(look.host)]
+        unknown = [self._lower.unknown(k) & ~e for k, e in zip(keys, look.everywhere, strict=True)]
+        maybe = [e | u for e, u in zip(look.everywhere, unknown, strict=True)]
+        longest = self._longest(maybe, look.computed_tokens, look.max_tokens)
+        if longest <= look.all_tokens:
+            return Keys.empty()
+        hoped = self.within(replace(look, everywhere=maybe, all_tokens=longest), self._lower.room)
+        asked = Keys.empty()
+        for g, group in enumerate(self.groups):
+            stop = -(-hoped.all_tokens // group.block_tokens)
+            asked += keys[g][:stop].take(unknown[g][:stop])
+        return asked
+
     def to_promote(self, look: Look) -> Iterator[tuple[int, Keys, Key | None]]:
         """By group, the run of blocks to complete for the longer hit, and the key before it."""
         assert look.host is not None

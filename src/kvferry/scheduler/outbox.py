@@ -1,20 +1,23 @@
-"""Copies decided on but not yet in a plan, and the step that sends them off."""
+"""What was ordered and is not yet in a plan, and the step that sends it off."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kvferry.config import Config
-from kvferry.lease import Lease
+from kvferry.keys import Keys
+from kvferry.lease import Lease, Purpose
 from kvferry.scheduler.flight import Flights
 from kvferry.scheduler.transit import Transit
 from kvferry.types import (
     DEVICE,
     HOST,
     Plan,
+    Question,
     SlotArray,
     TierName,
     Transfer,
@@ -43,10 +46,23 @@ class StoreOrder:
 
 @dataclass(frozen=True, eq=False)
 class MoveOrder:
-    """A copy between host slots and a lower tier; claims slots in both."""
+    """A copy between host slots and a lower tier; claims slots in both, where both have slots."""
 
     transfer: Transfer
-    leases: tuple[Lease, Lease]
+    leases: tuple[Lease, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class End:
+    """One end of a copy below the device: the tier, its slots (if it has any), and their claim."""
+
+    tier: TierName
+    slots: SlotArray
+    leases: tuple[Lease, ...] = ()
+
+    @classmethod
+    def of(cls, tier: TierName, lease: Lease) -> End:
+        return cls(tier, lease.slots, (lease,))
 
 
 class Outbox:
@@ -64,10 +80,13 @@ class Outbox:
         self._stores: list[StoreOrder] = []
         self._store_ids: dict[int, TransferId] = {}
         self._moves: list[MoveOrder] = []
+        self._questions: dict[TierName, tuple[TransferId, list[Keys]]] = {}
+        self._forget: tuple[TierName, ...] = ()
         self._step = 0
 
     def __len__(self) -> int:
-        return len(self._loads) + len(self._stores) + len(self._moves)
+        orders = len(self._loads) + len(self._stores) + len(self._moves)
+        return orders + len(self._questions) + len(self._forget)
 
     def load(self, request: Any, group: int, lease: Lease, blocks: SlotArray) -> Transfer:
         """Order one group's blocks of a hit to the device."""
@@ -87,11 +106,44 @@ class Outbox:
             transfer_id = self._store_ids[group] = self._flights.new_id()
         return transfer_id
 
-    def move(self, src: TierName, dst: TierName, reading: Lease, writing: Lease) -> TransferId:
-        """Order slots from one tier to another; the leases say which."""
-        transfer = Transfer(self._flights.new_id(), src, dst, reading.slots, writing.slots)
-        self._moves.append(MoveOrder(transfer, (reading, writing)))
+    def move(self, src: End, dst: End, keys: Keys) -> TransferId:
+        """Order blocks from one tier to another."""
+        config = self._config
+        transfer = Transfer(
+            self._flights.new_id(),
+            src.tier,
+            dst.tier,
+            src.slots,
+            dst.slots,
+            keys=keys.array,
+            within=config.promote_deadline if dst.tier == HOST else config.store_deadline,
+        )
+        self._moves.append(MoveOrder(transfer, src.leases + dst.leases))
         return transfer.id
+
+    def ask(self, level: TierName, keys: Keys) -> TransferId:
+        """Ask a level which of these keys it has; a level is asked one question a step."""
+        if level not in self._questions:
+            self._questions[level] = (self._flights.new_id(), [])
+        question_id, asked = self._questions[level]
+        asked.append(keys)
+        return question_id
+
+    def forget(self, levels: tuple[TierName, ...]) -> list[TransferId]:
+        """These levels forget everything, before what is ordered from now on.
+
+        What waits to be sent down would come after that, and be there for ever: it is dropped, and
+        its ids are returned.
+        """
+        self._forget = levels
+        down = [move for move in self._moves if move.transfer.src == HOST]
+        self._moves = [move for move in self._moves if move.transfer.src != HOST]
+        _drop(down)
+        return [move.transfer.id for move in down]
+
+    def give_up(self, level: TierName, reason: str) -> None:
+        """A level is away: see ``Flights.give_up``."""
+        self._flights.give_up(level, reason)
 
     def cancel_loads(self, request: Any) -> list[LoadOrder]:
         """Take a request's loads back; their leases are released."""
@@ -109,7 +161,7 @@ class Outbox:
         The stores of one group travel together: one copy of many blocks beats many of a few.
         """
         self._step += 1
-        if not self._loads and not self._moves and not self._stores:
+        if not len(self):
             return Plan(self._step)
         transfers = []
         for load in self._loads:
@@ -117,15 +169,25 @@ class Outbox:
             self._flights.launch(load.transfer, (load.lease,), deadline, (load.request,))
             transfers.append(load.transfer)
         for move in self._moves:
-            upward = move.transfer.dst == HOST
-            wait = self._config.promote_deadline if upward else self._config.store_deadline
-            self._flights.launch(move.transfer, move.leases, now + wait)
+            assert move.transfer.within is not None
+            self._flights.launch(move.transfer, move.leases, now + move.transfer.within)
             transfers.append(move.transfer)
         for group, transfer_id in sorted(self._store_ids.items()):
             orders = [order for order in self._stores if order.group == group]
             transfers.append(self._launch_store(transfer_id, group, orders, now))
-        self._loads, self._moves, self._stores, self._store_ids = [], [], [], {}
-        return Plan(self._step, tuple(transfers))
+        questions = tuple([self._launch_question(level, now) for level in self._questions])
+        forget, self._forget = self._forget, ()
+        self._loads, self._moves, self._stores = [], [], []
+        self._store_ids, self._questions = {}, {}
+        return Plan(self._step, tuple(transfers), questions, forget)
+
+    def _launch_question(self, level: TierName, now: float) -> Question:
+        question_id, asked = self._questions[level]
+        within = self._config.ask_deadline
+        keys = np.concatenate([keys.array for keys in asked])
+        question = Question(question_id, level, keys, within)
+        self._flights.launch(question, (), now + within)
+        return question
 
     def _launch_store(
         self, transfer_id: TransferId, group: int, orders: list[StoreOrder], now: float
@@ -144,10 +206,15 @@ class Outbox:
         """Drop everything not sent off, as if never ordered."""
         for load in self._loads:
             load.lease.release()
-        for move in self._moves:
-            reading, writing = move.leases
-            reading.release()
-            writing.abort()
+        _drop(self._moves)
         for store in self._stores:
             store.lease.abort()
-        self._loads, self._moves, self._stores, self._store_ids = [], [], [], {}
+        self._loads, self._moves, self._stores = [], [], []
+        self._store_ids, self._questions, self._forget = {}, {}, ()
+
+
+def _drop(moves: Sequence[MoveOrder]) -> None:
+    """No rank has heard of these: nothing was touched."""
+    for move in moves:
+        for lease in move.leases:
+            lease.abort() if lease.purpose is Purpose.WRITE else lease.release()

@@ -63,6 +63,7 @@ class Request:
 
     __slots__ = (
         "_computed",
+        "_has_asked",
         "_hit",
         "_is_counted",
         "_is_explained",
@@ -98,6 +99,7 @@ class Request:
         self._hit: Hit | None = None
         self._promised: Match | None = None  # what its load brings
         self._waits: set[TransferId] = set()  # what comes up from a lower level
+        self._has_asked = False  # once per look: what was not known by then is not there
         self._is_promoted = False  # once per look: what did not come up by then is computed
         self._missed: tuple[int, int, int, Missing] | None = None  # when, what was asked and lacked
         self._owed: tuple[Missing, int, int, int] | None = None  # a miss nobody has counted yet
@@ -140,9 +142,12 @@ class Request:
                 return self._answer(hit)
             self._let_go()
         missed, generation = self._missed, parts.pool.generation
-        if missed is not None and missed[:3] == (generation, computed_tokens, max_tokens):
-            if parts.matcher.names(missed[3], chain):  # nothing was stored since
-                return self._nothing(computed_tokens)
+        if (
+            missed is not None
+            and missed[:3] == (generation, computed_tokens, max_tokens)  # nothing was stored since
+            and parts.matcher.names(missed[3], chain)
+        ):
+            return self._nothing(computed_tokens)
         missing = parts.matcher.next_missing(chain, computed_tokens, max_tokens)
         if missing is not None:
             self._missed = (generation, computed_tokens, max_tokens, missing)
@@ -157,7 +162,7 @@ class Request:
         parts = self._parts
         self._count(keys, max_tokens - computed_tokens)
         look = parts.matcher.look(keys, computed_tokens, max_tokens, parts.spare_tokens)
-        if self._promote(look):
+        if self._ask(look) or self._promote(look):
             self.state = State.WAITING
             return Match(MatchState.WAIT, computed_tokens, computed_tokens)
         hit = self._hit = parts.hits.pin(look)
@@ -187,6 +192,18 @@ class Request:
         rests = self._parts.rests
         if rests is not None:
             self.store_due = num_tokens + rests.step + self._parts.spare_tokens
+
+    def _ask(self, look: Look) -> bool:
+        """Ask what lies below where that is not known; True if the request should wait for it."""
+        parts = self._parts
+        if self._has_asked or not parts.lower or not parts.lower.can_be_asked:
+            return False
+        keys = parts.matcher.to_ask(look)
+        questions = parts.lower.ask(keys) if len(keys) else set()
+        parts.waits.add(self, questions)
+        self._waits |= questions
+        self._has_asked = bool(questions)
+        return self._has_asked
 
     def _promote(self, look: Look) -> bool:
         """Start bringing up what lies below the host; True if the request should wait for it."""
@@ -274,7 +291,7 @@ class Request:
                 pieces.append((g, lease, blocks, as_slots(checked_blocks(g, tables[g], blocks))))
         self._hit = None
         del parts.pinned[self]
-        self._is_promoted = False
+        self._has_asked = self._is_promoted = False
         ordered = []
         for g, lease, blocks, device_blocks in pieces:
             transfer = parts.outbox.load(self, g, lease, device_blocks)
@@ -556,7 +573,7 @@ class Request:
         if self._waits:
             parts.waits.remove(self, self._waits)
             self._waits = set()
-        self._is_promoted = False
+        self._has_asked = self._is_promoted = False
 
     def _let_go(self) -> None:
         hit = self._hit

@@ -24,7 +24,8 @@ from kvferry.scheduler.explainer import Explainer
 from kvferry.scheduler.flight import Flights
 from kvferry.scheduler.hit import Hits
 from kvferry.scheduler.journal import Entry, Journal
-from kvferry.scheduler.levels import Level, LowerLevels
+from kvferry.scheduler.level import Level
+from kvferry.scheduler.levels import LowerLevels
 from kvferry.scheduler.matching import Matcher
 from kvferry.scheduler.orders import BlockTable, EngineBlocks, Ordered
 from kvferry.scheduler.outbox import Outbox
@@ -39,7 +40,7 @@ from kvferry.scheduler.transit import Transit
 from kvferry.scheduler.waits import Waits
 from kvferry.scheduler.why import Explanation
 from kvferry.stats import MatchCounts, SchedulerStats
-from kvferry.types import Plan, Rank, Receipt, RequestId
+from kvferry.types import Health, Plan, Rank, Receipt, RequestId
 
 
 class Scheduler:
@@ -88,7 +89,7 @@ class Scheduler:
         self._transit = Transit(block_bytes)
         self._flights = Flights(num_ranks)
         self._outbox = Outbox(self._flights, self._transit, config, len(self.groups))
-        lower = LowerLevels(pool, levels, self._outbox)
+        lower = LowerLevels(pool, levels, self._outbox, clock)
         matcher = Matcher(self.groups, pool, lower, hash_tokens)
         stores = Stores(
             matcher,
@@ -234,6 +235,13 @@ class Scheduler:
             ready[rank] = num_slots
             self.pool.grow(min(*ready, self.pool.num_slots))
 
+    def note_health(self, health: Health) -> None:
+        """A level went away on a rank, or came back: it is used while it can be on every rank.
+
+        Who waits for one that is away waits no longer than to the next ``settle``.
+        """
+        self._parts.lower.note_health(health)
+
     # -- plan and settle --------------------------------------------------------------------------
 
     def plan(self) -> Plan:
@@ -301,7 +309,7 @@ class Scheduler:
     @property
     def num_awaited(self) -> int:
         """Those of them whose time is not up."""
-        return sum(1 for _ in self._flights.transfers())
+        return self._flights.num_awaited
 
     def take_released(self) -> tuple[DeviceBlocks, ...]:
         """Device blocks that no transfer touches any more, for those who cannot wait for settle."""

@@ -18,7 +18,7 @@ from kvferry.scheduler.parts import Parts
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.settled import FailedLoad, Settled
 from kvferry.scheduler.transit import Transit
-from kvferry.types import DEVICE
+from kvferry.types import DEVICE, Question, Transfer
 
 
 class Settling:
@@ -40,13 +40,16 @@ class Settling:
         failed: list[FailedLoad] = []
         num_bytes, seconds = 0, 0.0
         for flight in landed:
-            if flight.transfer.dst == DEVICE:
+            transfer = flight.transfer
+            if isinstance(transfer, Question):
+                self._end_move(flight)
+            elif transfer.dst == DEVICE:
                 for receipt in flight.receipts:
                     num_bytes += receipt.num_bytes
                     seconds += receipt.seconds
-                self._end_load(flight, loaded, failed)
-            elif flight.transfer.src == DEVICE:
-                self._end_store(flight)
+                self._end_load(flight, transfer, loaded, failed)
+            elif transfer.src == DEVICE:
+                self._end_store(flight, transfer)
             else:
                 self._end_move(flight)
         parts.hits.worth.note_load(num_bytes, seconds)
@@ -58,45 +61,52 @@ class Settling:
         landings = tuple([Landing(flight.transfer.id, flight.reason) for flight in landed])
         return Settled(tuple(loaded), tuple(failed), released, landings, expired)
 
-    def _end_load(self, flight: Flight, loaded: list[Request], failed: list[FailedLoad]) -> None:
-        transfer = flight.transfer
+    def _end_load(
+        self,
+        flight: Flight,
+        transfer: Transfer,
+        loaded: list[Request],
+        failed: list[FailedLoad],
+    ) -> None:
         self._parts.released.append(DeviceBlocks(transfer.group, transfer.dst_slots))
         if not flight.overdue:
-            self._stop_counting(flight)
+            self._stop_counting(flight, transfer)
             self._tell(flight, loaded, failed)
 
-    def _end_store(self, flight: Flight) -> None:
-        parts, transfer = self._parts, flight.transfer
+    def _end_store(self, flight: Flight, transfer: Transfer) -> None:
+        parts = self._parts
         parts.released.append(DeviceBlocks(transfer.group, transfer.src_slots))
         if not flight.overdue:
             self._transit.store(transfer.group, -len(transfer))
         for request in flight.served:
             parts.journal.ended(request.id, flight)
         if flight.ok and parts.lower:
-            self._write_through(flight)
+            self._write_through(flight, transfer.group)
 
     def _end_move(self, flight: Flight) -> None:
-        self._parts.lower.landed(flight.transfer.id)
+        self._parts.lower.landed(flight)
         for request in self._parts.waits.take(flight.transfer.id):
             request.came(flight)
 
     def _give_up(self, flight: Flight, loaded: list[Request], failed: list[FailedLoad]) -> None:
         """Its time is up: nobody waits for it any longer. What it claims stays claimed."""
         transfer = flight.transfer
-        if transfer.dst == DEVICE:
-            self._stop_counting(flight)
+        if isinstance(transfer, Question):
+            self._end_move(flight)
+        elif transfer.dst == DEVICE:
+            self._stop_counting(flight, transfer)
             self._tell(flight, loaded, failed)
         elif transfer.src == DEVICE:
             self._transit.store(transfer.group, -len(transfer))
         else:
-            self._parts.lower.overdue(transfer.id)
+            self._parts.lower.overdue(flight)
             for request in self._parts.waits.take(transfer.id):
                 request.came(flight)
         for lease in flight.in_doubt:
             lease.disown()
 
-    def _stop_counting(self, flight: Flight) -> None:
-        self._transit.load(flight.transfer.group, -len(flight.transfer))
+    def _stop_counting(self, flight: Flight, transfer: Transfer) -> None:
+        self._transit.load(transfer.group, -len(transfer))
         for lease in flight.leases:
             self._parts.hits.ended(lease)
 
@@ -111,10 +121,10 @@ class Settling:
         else:
             loaded.append(request)
 
-    def _write_through(self, flight: Flight) -> None:
+    def _write_through(self, flight: Flight, group: int) -> None:
         # Lazy stores come from anywhere; eager ones follow each other where every key is needed.
         parts = self._parts
-        full = isinstance(parts.matcher.groups[flight.transfer.group], reach.FullAttention)
+        full = isinstance(parts.matcher.groups[group], reach.FullAttention)
         chained = full and self._stores_in_order
         for lease in flight.leases:
             parent = parts.pool.key_before(lease) if chained else None

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from kvferry.pool import Pool
 from kvferry.scheduler.flight import Flights
 from kvferry.scheduler.hit import Hits
+from kvferry.scheduler.level import KeyedLevel
 from kvferry.scheduler.levels import LowerLevels
 from kvferry.scheduler.outbox import Outbox
 from kvferry.scheduler.storing import Stores
@@ -29,7 +30,7 @@ def snapshot(
 ) -> SchedulerStats:
     """As of now; nothing in it changes afterwards."""
     moved = flights.counts
-    below = {level.name: level.pool for level in lower.levels}
+    below = {level.name: level.pool for level in lower.levels if level.pool is not None}
     return SchedulerStats(
         pool=pool.counts,
         levels=MappingProxyType({name: each.counts for name, each in below.items()}),
@@ -55,6 +56,15 @@ def snapshot(
             {HOST: pool.num_leases, **{name: each.num_leases for name, each in below.items()}}
         ),
         resets=resets,
+        lost_blocks=moved.lost_blocks,
+        ailments=MappingProxyType({level.name: level.ailment for level in lower.levels}),
+        asked=MappingProxyType(
+            {
+                level.name: (level.num_asked, level.num_found)
+                for level in lower.levels
+                if isinstance(level, KeyedLevel)
+            }
+        ),
         bandwidth=hits.worth.bandwidth,
         prefill_rate=hits.worth.prefill_rate,
     )

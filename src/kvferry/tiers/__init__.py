@@ -1,29 +1,38 @@
 """Where bytes rest below the device: the contract, host memory, and the reference tier."""
 
-from kvferry.tiers.base import Rows, Tier
+from kvferry.tiers.base import Batch, BatchId, Result, Rows, Tier, Way
 from kvferry.tiers.growth import Growth, GrowthStats, Pin, Progress, Registrar
 from kvferry.tiers.host import HostTier
 from kvferry.tiers.host_memory import HostMemory
 from kvferry.tiers.limits import Machine, size_for
-from kvferry.tiers.memory import MemoryTier
-from kvferry.tiers.mover import TierMover
-from kvferry.tiers.shared import SharedHandle, SharedMemory, SharedMover
+from kvferry.tiers.memory import KeyedMemoryTier, MemoryTier
+from kvferry.tiers.mover import LevelMover, Mover, SharedLevelMover, SharedMover
+from kvferry.tiers.shared import SharedHandle, SharedMemory
+from kvferry.tiers.tier_mover import TierMover
 
 __all__ = [
+    "Batch",
+    "BatchId",
     "Growth",
     "GrowthStats",
     "HostMemory",
     "HostTier",
+    "KeyedMemoryTier",
+    "LevelMover",
     "Machine",
     "MemoryTier",
+    "Mover",
     "Pin",
     "Progress",
     "Registrar",
+    "Result",
     "Rows",
     "SharedHandle",
+    "SharedLevelMover",
     "SharedMemory",
     "SharedMover",
     "Tier",
     "TierMover",
+    "Way",
     "size_for",
 ]

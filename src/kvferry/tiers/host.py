@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 
 from kvferry.errors import ClosedError, InputError
-from kvferry.tiers.base import Rows, check_rows, check_size
+from kvferry.tiers.base import Rows, check_size
 from kvferry.tiers.chunks import Chunks
 from kvferry.tiers.mapping import Bytes, Memory, PrivateMemory
-from kvferry.types import HOST, SlotArray, TierName
+from kvferry.types import HOST, TierName
 
 
 class HostTier:
     """Slots in private anonymous memory, so that a crash leaves nothing behind.
 
     Owns the mapping; its pages come as they are touched, or when a ``Growth`` makes them ready.
-    Copy engines take ``rows`` or ``address`` and move bytes in and out without another copy;
-    ``read`` and ``write`` are for everything else.
+    Copy engines and tiers take ``rows`` or ``address`` and move bytes in and out without another
+    copy.
     """
 
     def __init__(
@@ -68,16 +68,6 @@ class HostTier:
     def address(self) -> int:
         """Where slot 0 begins; slot ``i`` begins ``i * pitch`` later."""
         return int(self.rows.ctypes.data)
-
-    def write(self, slots: SlotArray, rows: Rows) -> None:
-        own = self.rows
-        check_rows(self, slots, rows)
-        own[slots] = rows
-
-    def read(self, slots: SlotArray, rows: Rows) -> None:
-        own = self.rows
-        check_rows(self, slots, rows)
-        np.take(own, slots, axis=0, out=rows, mode="clip")
 
     def close(self) -> None:
         # The mapping goes when the last array over it does: an engine may still hold one.

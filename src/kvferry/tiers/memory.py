@@ -1,80 +1,153 @@
-"""The reference tier: a dict. Slow where a real one is slow, lossy where a real one is lossy."""
+"""The reference tiers, one of each kind: a dict. Slow and lossy where a real medium is."""
 
 from __future__ import annotations
 
-import threading
+import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
 
-from kvferry.errors import ClosedError, TransferError
-from kvferry.tiers.base import Rows, check_rows, check_size
-from kvferry.types import SlotArray, TierName
+import numpy as np
+
+from kvferry.errors import KvferryError
+from kvferry.keys import Keys
+from kvferry.tiers.base import Batch, Result, Way
+from kvferry.tiers.threaded import Task, ThreadedTier
+from kvferry.types import Key, SlotArray, TierName
 
 MEMORY = TierName("memory")
 
+Fault = Callable[[Way, Key], None]
+"""Called for each block; what it raises is that block's error. One that blocks is a hung medium."""
 
-class MemoryTier:
+_Name = TypeVar("_Name", int, Key)
+
+
+class _Blocks(ThreadedTier, Generic[_Name]):
     """Blocks in a dict, one ``bytes`` each. Owns the bytes; the contract's plainest reading.
 
-    ``delay`` seconds per call, ``fault`` (called with "read" or "write"; what it raises is the
-    call's error) and :meth:`lose` let it stand in for a disk or a network on a bad day.
+    ``delay`` seconds per batch, ``fault``, ``lose`` and :meth:`go_away` let it stand in for a disk
+    or a network on a bad day.
     """
 
     def __init__(
         self,
-        num_slots: int,
-        slot_bytes: int,
+        block_bytes: int,
         *,
         name: TierName = MEMORY,
         delay: float = 0.0,
-        fault: Callable[[str], None] | None = None,
+        fault: Fault | None = None,
+        num_threads: int = 2,
     ) -> None:
-        check_size(name, num_slots, slot_bytes)
-        self.name = name
-        self.num_slots = num_slots
-        self.slot_bytes = slot_bytes
+        super().__init__(name, block_bytes, num_threads=num_threads)
         self.delay = delay
         self.fault = fault
-        self._blocks: dict[int, bytes] | None = {}
-        self._lock = threading.Lock()
+        self._blocks: dict[_Name, bytes] = {}
 
-    def write(self, slots: SlotArray, rows: Rows) -> None:
-        blocks = self._begin(slots, rows)
-        with self._lock:
-            for slot in slots.tolist():
-                blocks.pop(slot, None)
-        self._suffer("write")
-        with self._lock:
-            for slot, row in zip(slots.tolist(), rows, strict=True):
-                blocks[slot] = row.tobytes()
+    def _names(self, batch: Batch) -> Iterable[_Name]:
+        """What each block of a batch is kept under."""
+        raise NotImplementedError
 
-    def read(self, slots: SlotArray, rows: Rows) -> None:
-        blocks = self._begin(slots, rows)
-        self._suffer("read")
-        with self._lock:
-            for row, slot in zip(rows, slots.tolist(), strict=True):
-                if slot not in blocks:
-                    raise TransferError(f"tier {self.name}: slot {slot} holds nothing")
-                row[:] = memoryview(blocks[slot])
+    def go_away(self, reason: str) -> None:
+        """Out of order from now on; what is here stays."""
+        self._ailment = reason or "out of order"
 
-    def lose(self, slots: SlotArray) -> None:
-        """Forget these slots' bytes, as a failing medium would: reads of them raise from now on."""
-        if self._blocks is not None:
-            with self._lock:
-                for slot in slots.tolist():
-                    self._blocks.pop(slot, None)
+    def come_back(self) -> None:
+        """Back in order."""
+        self._ailment = ""
 
-    def close(self) -> None:
-        self._blocks = None
+    def forget(self) -> None:
+        with self._changed:
+            super().forget()
+            self._blocks.clear()
 
-    def _begin(self, slots: SlotArray, rows: Rows) -> dict[int, bytes]:
-        if self._blocks is None:
-            raise ClosedError(f"tier {self.name} is closed")
-        check_rows(self, slots, rows)
-        return self._blocks
+    def _lose(self, names: Iterable[_Name]) -> None:
+        with self._changed:
+            for name in names:
+                self._blocks.pop(name, None)
 
-    def _suffer(self, what: str) -> None:
+    def _carry_out(self, task: Task) -> Result:
         if self.delay:
             time.sleep(self.delay)
-        if self.fault is not None:
-            self.fault(what)
+        batch = task.batch
+        ok = np.zeros(len(batch), dtype=bool)
+        reasons: dict[int, str] = {}
+        for at, (name, key) in enumerate(zip(self._names(batch), batch.keys, strict=True)):
+            reason = task.stopped or self._ailment or self._try(task, at, name, key)
+            ok[at] = not reason
+            if reason:
+                reasons[at] = reason
+        return Result(batch.id, ok, reasons, int(ok.sum()) * batch.block_bytes)
+
+    def _try(self, task: Task, at: int, name: _Name, key: Key) -> str:
+        """Do one block; returns what went wrong."""
+        way = task.batch.way
+        try:
+            if way is Way.WRITE and isinstance(name, int):
+                self._lose((name,))
+            if self.fault is not None:
+                self.fault(way, key)
+        except KvferryError as error:
+            return f"tier {self.name}: {error}"
+        except Exception as error:  # one bad block is one bad block, whatever its error
+            return f"tier {self.name}: {type(error).__name__}: {error}"
+        if way is Way.FIND:
+            here = name in self._blocks and task.generation == self._generation
+            return "" if here else "not here"
+        pieces = zip(task.batch.addresses[at].tolist(), task.batch.sizes.tolist(), strict=True)
+        if way is Way.WRITE:
+            return self._keep(task, name, b"".join(ctypes.string_at(*piece) for piece in pieces))
+        block = self._blocks.get(name) if task.generation == self._generation else None
+        if block is None:
+            return f"tier {self.name}: {self._say(name)} holds nothing"
+        start = 0
+        for address, size in pieces:
+            ctypes.memmove(address, block[start : start + size], size)
+            start += size
+        return ""
+
+    def _keep(self, task: Task, name: _Name, block: bytes) -> str:
+        with self._changed:
+            if task.generation != self._generation:
+                return f"tier {self.name} was told to forget it"
+            self._blocks[name] = block
+            return ""
+
+    def _say(self, name: _Name) -> str:
+        return f"place {name}" if isinstance(name, int) else f"key {name.hex()[:16]}"
+
+
+class MemoryTier(_Blocks[int]):
+    """The reference for tiers with numbered places."""
+
+    def __init__(
+        self,
+        num_places: int,
+        block_bytes: int,
+        *,
+        name: TierName = MEMORY,
+        delay: float = 0.0,
+        fault: Fault | None = None,
+        num_threads: int = 2,
+    ) -> None:
+        self.num_places = num_places
+        super().__init__(block_bytes, name=name, delay=delay, fault=fault, num_threads=num_threads)
+
+    def lose(self, places: SlotArray) -> None:
+        """These places hold nothing any more, as a failing medium would have it."""
+        self._lose(places.tolist())
+
+    def _names(self, batch: Batch) -> Iterable[int]:
+        assert batch.places is not None
+        return batch.places.tolist()
+
+
+class KeyedMemoryTier(_Blocks[Key]):
+    """The reference for tiers that find blocks by their keys."""
+
+    def lose(self, keys: Keys) -> None:
+        """These keys are not here any more."""
+        self._lose(keys)
+
+    def _names(self, batch: Batch) -> Iterable[Key]:
+        return batch.keys

@@ -1,121 +1,150 @@
-"""Moves blocks between host slots and a tier below, on threads of its own."""
+"""What carries a worker's transfers, and a rank's part of them where all share one memory."""
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
-from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
 
-from kvferry.errors import ClosedError, InputError, KvferryError
-from kvferry.tiers.base import Tier
-from kvferry.tiers.host import HostTier
-from kvferry.types import FIRST_RANK, Outcome, Rank, Receipt, Transfer
+import numpy as np
+
+from kvferry.errors import InputError
+from kvferry.types import (
+    DEVICE,
+    HOST,
+    Health,
+    KeyRows,
+    Outcome,
+    Question,
+    Rank,
+    Receipt,
+    SlotArray,
+    Transfer,
+    TransferId,
+)
 
 
-class TierMover:
-    """Executes transfers between the host and one lower tier, a thread for each direction.
+class Mover(Protocol):
+    """Whatever carries transfers of one or more routes: a copy engine, a tier's mover."""
 
-    Owns its threads and queues. Every exception on a thread becomes a failed receipt: a request
-    that waits for a lost block waits no longer than the fault takes.
-    """
-
-    def __init__(self, host: HostTier, lower: Tier, *, rank: Rank = FIRST_RANK) -> None:
-        if host.slot_bytes != lower.slot_bytes:
-            raise InputError(
-                f"tier {lower.name} has slots of {lower.slot_bytes} bytes, the host of "
-                f"{host.slot_bytes}; blocks move whole, so they must agree"
-            )
-        self._host = host
-        self._lower = lower
-        self._rank = rank
-        self._done: queue.SimpleQueue[Receipt] = queue.SimpleQueue()
-        self._spills = _Lane(f"kvferry-to-{lower.name}", self._move)
-        self._fetches = _Lane(f"kvferry-from-{lower.name}", self._move)
-        self._closed = False
-
-    def submit(self, transfer: Transfer) -> None:
+    def submit(self, transfer: Transfer, /) -> object:
         """Queue one transfer and return at once."""
-        if self._closed:
-            raise ClosedError(f"the mover for tier {self._lower.name} is closed")
-        lane = self._spills if transfer.src == self._host.name else self._fetches
-        lane.put(transfer)
 
     def poll(self) -> list[Receipt]:
-        """Receipts of transfers that ended since the last call; never blocks."""
-        receipts = []
-        while True:
-            try:
-                receipts.append(self._done.get_nowait())
-            except queue.Empty:
-                return receipts
+        """Receipts of what ended since the last call; never blocks."""
 
     def drain(self, timeout: float | None = None) -> list[Receipt]:
-        """Wait until nothing is queued or moving (or ``timeout`` passed); returns the receipts."""
-        end = None if timeout is None else time.monotonic() + timeout
-        for lane in (self._spills, self._fetches):
-            lane.wait_idle(None if end is None else max(0.0, end - time.monotonic()))
-        return self.poll()
+        """Wait until nothing is in flight (or ``timeout`` seconds passed)."""
 
     def close(self) -> None:
-        """Finish what was submitted, then end the threads. Safe to call twice."""
-        self._closed = True
-        self._spills.close()
-        self._fetches.close()
-
-    def _move(self, transfer: Transfer) -> None:
-        start = time.perf_counter()
-        outcome, reason = Outcome.OK, ""
-        try:
-            self._copy(transfer)
-        except KvferryError as error:
-            outcome, reason = Outcome.FAILED, str(error)
-        except Exception as error:  # a thread that dies leaves its request waiting for ever
-            outcome, reason = Outcome.FAILED, f"{type(error).__name__}: {error}"
-        num_bytes = len(transfer) * self._lower.slot_bytes if outcome is Outcome.OK else 0
-        seconds = time.perf_counter() - start
-        self._done.put(
-            Receipt(transfer.id, self._rank, outcome, reason, num_bytes, seconds, "tier")
-        )
-
-    def _copy(self, transfer: Transfer) -> None:
-        if {transfer.src, transfer.dst} != {self._host.name, self._lower.name}:
-            raise InputError(
-                f"no way from {transfer.src} to {transfer.dst}: this mover serves "
-                f"{self._host.name} and {self._lower.name}"
-            )
-        rows = self._host.rows
-        if transfer.src == self._host.name:
-            self._lower.write(transfer.dst_slots, rows[transfer.src_slots])
-        else:
-            landed = rows[transfer.dst_slots]
-            self._lower.read(transfer.src_slots, landed)
-            rows[transfer.dst_slots] = landed
+        """Finish what was submitted and give everything back."""
 
 
-class _Lane:
-    """One thread and its queue of transfers, done in order."""
+class LevelMover(Mover, Protocol):
+    """Carries transfers between the host and one level below it, and its other orders."""
 
-    def __init__(self, name: str, move: Callable[[Transfer], None]) -> None:
-        self._move = move
-        self._queue: queue.Queue[Transfer | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+    def ask(self, question: Question, /) -> object:
+        """Find out which keys are there; the answer is a receipt. Returns at once."""
 
-    def put(self, transfer: Transfer) -> None:
-        self._queue.put(transfer)
+    def forget(self) -> None:
+        """Everything below is forgotten, before anything submitted later."""
 
-    def wait_idle(self, timeout: float | None) -> None:
-        with self._queue.all_tasks_done:
-            self._queue.all_tasks_done.wait_for(lambda: not self._queue.unfinished_tasks, timeout)
+    def health(self) -> Health | None:
+        """Whether the level went away or came back since the last call, if it did."""
+
+
+class SharedMover:
+    """One rank's part of the transfers of a host pool that ``num_ranks`` ranks share.
+
+    Owns its mover. Loads to the device go through whole; of everything else this rank moves a part
+    and the others move theirs. The scheduler waits for all of them anyway, so a block is matchable
+    when it is complete.
+    """
+
+    def __init__(self, mover: Mover, *, rank: Rank, num_ranks: int) -> None:
+        if not 0 <= rank < num_ranks:
+            raise InputError(f"rank {rank} is not one of 0 to {num_ranks - 1}")
+        self._mover = mover
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._nothing_to_do: list[Receipt] = []
+
+    def submit(self, transfer: Transfer) -> object:
+        if (transfer.src, transfer.dst) == (HOST, DEVICE):
+            return self._mover.submit(transfer)
+        # By transfer too: else rank 0 would do all of the transfers of one block.
+        first = (self._rank - transfer.id) % self._num_ranks
+        part = np.arange(first, len(transfer), self._num_ranks)
+        if not len(part):
+            return self._pass(transfer.id)
+        src, dst = transfer.src_slots[part], transfer.dst_slots[part]
+        return self._mover.submit(replace(transfer, src_slots=src, dst_slots=dst))
+
+    def poll(self) -> list[Receipt]:
+        idle, self._nothing_to_do = self._nothing_to_do, []
+        return idle + self._mover.poll()
+
+    def drain(self, timeout: float | None = None) -> list[Receipt]:
+        idle, self._nothing_to_do = self._nothing_to_do, []
+        return idle + self._mover.drain(timeout)
 
     def close(self) -> None:
-        if self._thread.is_alive():
-            self._queue.put(None)
-            self._thread.join()
+        self._mover.close()
 
-    def _run(self) -> None:
-        while (transfer := self._queue.get()) is not None:
-            self._move(transfer)
-            self._queue.task_done()
-        self._queue.task_done()
+    def _pass(self, order_id: TransferId) -> object:
+        self._nothing_to_do.append(Receipt(order_id, self._rank, Outcome.OK, path="shared"))
+        return None
+
+
+class SharedLevelMover(SharedMover):
+    """One rank's part of a level below such a host pool: the blocks whose keys are its own.
+
+    By key, because a block must be looked for where it was put.
+    """
+
+    _mover: LevelMover
+
+    def __init__(self, mover: LevelMover, *, rank: Rank, num_ranks: int) -> None:
+        super().__init__(mover, rank=rank, num_ranks=num_ranks)
+        self._parts: dict[TransferId, SlotArray] = {}
+
+    def submit(self, transfer: Transfer) -> object:
+        if transfer.keys is None:
+            raise InputError(f"transfer {transfer.id} goes below the host without its keys")
+        part = self._own(transfer.keys)
+        if not len(part):
+            return self._pass(transfer.id)
+        self._parts[transfer.id] = part
+        src = transfer.src_slots[part] if len(transfer.src_slots) else transfer.src_slots
+        dst = transfer.dst_slots[part] if len(transfer.dst_slots) else transfer.dst_slots
+        keys = transfer.keys[part]
+        return self._mover.submit(replace(transfer, src_slots=src, dst_slots=dst, keys=keys))
+
+    def ask(self, question: Question) -> object:
+        part = self._own(question.keys)
+        if not len(part):
+            return self._pass(question.id)
+        self._parts[question.id] = part
+        return self._mover.ask(replace(question, keys=question.keys[part]))
+
+    def forget(self) -> None:
+        self._mover.forget()
+
+    def health(self) -> Health | None:
+        return self._mover.health()
+
+    def poll(self) -> list[Receipt]:
+        return [self._whole(receipt) for receipt in super().poll()]
+
+    def drain(self, timeout: float | None = None) -> list[Receipt]:
+        return [self._whole(receipt) for receipt in super().drain(timeout)]
+
+    def _own(self, keys: KeyRows) -> SlotArray:
+        return np.flatnonzero(keys[:, 0] % np.uint64(self._num_ranks) == self._rank)
+
+    def _whole(self, receipt: Receipt) -> Receipt:
+        """A receipt for a part names positions of the part: say those of the whole."""
+        part = self._parts.pop(receipt.transfer_id, None)
+        if part is None or receipt.outcome is Outcome.OK:
+            return receipt
+        failed = part if receipt.outcome is Outcome.FAILED else part[list(receipt.failed)]
+        return replace(receipt, outcome=Outcome.PARTIAL, failed=tuple(failed.tolist()))

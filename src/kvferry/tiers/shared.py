@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import mmap
 import os
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass
 
 import numpy as np
 
 from kvferry.errors import ConfigError, InputError
 from kvferry.tiers.mapping import Bytes, ask_huge, map_memory
-from kvferry.types import DEVICE, HOST, Outcome, Rank, Receipt, Transfer
 
 
 @dataclass(frozen=True)
@@ -99,55 +97,3 @@ class SharedMemory:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
-
-
-class Mover(Protocol):
-    """Whatever carries transfers: a copy engine, a tier mover."""
-
-    def submit(self, transfer: Transfer) -> object: ...
-
-    def poll(self) -> list[Receipt]: ...
-
-    def drain(self, timeout: float | None = None) -> list[Receipt]: ...
-
-    def close(self) -> None: ...
-
-
-class SharedMover:
-    """One rank's part of the transfers of a host pool that ``num_ranks`` ranks share.
-
-    Owns its mover. Loads to the device go through whole; of everything else this rank moves every
-    ``num_ranks``-th block, and the others move theirs. The scheduler waits for all of them anyway,
-    so a block is matchable when it is complete.
-    """
-
-    def __init__(self, mover: Mover, *, rank: Rank, num_ranks: int) -> None:
-        if not 0 <= rank < num_ranks:
-            raise InputError(f"rank {rank} is not one of 0 to {num_ranks - 1}")
-        self._mover = mover
-        self._rank = rank
-        self._num_ranks = num_ranks
-        self._nothing_to_do: list[Receipt] = []
-
-    def submit(self, transfer: Transfer) -> object:
-        if (transfer.src, transfer.dst) == (HOST, DEVICE):
-            return self._mover.submit(transfer)
-        # By transfer too: else rank 0 would do all of the transfers of one block.
-        first = (self._rank - transfer.id) % self._num_ranks
-        part = slice(first, None, self._num_ranks)
-        src, dst = transfer.src_slots[part].copy(), transfer.dst_slots[part].copy()
-        if not len(src):
-            self._nothing_to_do.append(Receipt(transfer.id, self._rank, Outcome.OK, path="shared"))
-            return None
-        return self._mover.submit(replace(transfer, src_slots=src, dst_slots=dst))
-
-    def poll(self) -> list[Receipt]:
-        receipts, self._nothing_to_do = self._nothing_to_do, []
-        return receipts + self._mover.poll()
-
-    def drain(self, timeout: float | None = None) -> list[Receipt]:
-        receipts, self._nothing_to_do = self._nothing_to_do, []
-        return receipts + self._mover.drain(timeout)
-
-    def close(self) -> None:
-        self._mover.close()

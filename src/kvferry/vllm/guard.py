@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
 
 log = logging.getLogger(__name__)
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class Guard:
@@ -33,26 +27,3 @@ class Guard:
                 self._side,
                 where,
             )
-
-
-def guarded(otherwise: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A hook that answers ``otherwise()`` when it raises, and ever after.
-
-    For methods of objects with a ``guard``. Once it has tripped the method is not entered again.
-    """
-
-    def wrap(hook: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(hook)
-        def safe(*args: P.args, **kwargs: P.kwargs) -> R:
-            guard: Guard = args[0].guard  # type: ignore[attr-defined]
-            if guard.broken:
-                return otherwise()
-            try:
-                return hook(*args, **kwargs)
-            except Exception as error:
-                guard.trip(hook.__name__, error)
-                return otherwise()
-
-        return safe
-
-    return wrap

@@ -10,9 +10,8 @@ from kvferry.config import Config
 from kvferry.device.layout import GroupLayout
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.rank import RankMemory, open_on_cpu, open_on_gpu
-from kvferry.tiers import HostMemory, SharedHandle, SharedMemory, SharedMover
+from kvferry.tiers import HostMemory, Mover, SharedHandle, SharedMemory, SharedMover
 from kvferry.types import Rank
-from kvferry.worker import Mover
 
 
 @dataclass(frozen=True)

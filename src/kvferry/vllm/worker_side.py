@@ -184,7 +184,8 @@ class WorkerSide:
         for request_id, ids in orders.loads.items():
             load = _Load(request_id, set(ids), orders.epoch)
             self._loads.update(dict.fromkeys(ids, load))
-        stores, others = [], []
+        stores: list[Transfer] = []
+        others: list[Transfer] = []
         for transfer in orders.plan.transfers:
             if transfer.id in self._loads:
                 self._loads[transfer.id].blocks.update(transfer.dst_slots.tolist())

@@ -99,7 +99,9 @@ def test_a_miss_is_told_in_a_step_that_only_decodes(sides):
     assert is_told(sides, "a")
     assert sides.side.serving.scheduler.stats().queries == 1
     assert sides.side.serving.scheduler.explain("a").reason.value == "never_stored"
-    assert sides.side.serving.scheduler.stats().prefill_rate > 0, "its prefill was timed all the same"
+    assert sides.side.serving.scheduler.stats().prefill_rate > 0, (
+        "its prefill was timed all the same"
+    )
 
 
 def test_one_that_ends_before_it_is_told_is_stored(sides):

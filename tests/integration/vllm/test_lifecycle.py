@@ -109,7 +109,9 @@ def test_a_conversation_that_goes_on_is_stored_once(start, expect, llama):
     (answer,) = engine.generate([first])
     second = first + answer + more
     (next_answer,) = engine.generate([second])
-    assert len(engine.side.serving.scheduler.rests) == 1, "the second turn has what the first one left"
+    assert len(engine.side.serving.scheduler.rests) == 1, (
+        "the second turn has what the first one left"
+    )
     assert engine.stats.landed == 0
     engine.settle()
     assert engine.stats.landed == 1

@@ -131,7 +131,9 @@ def test_what_ended_is_held_until_there_is_a_moment_for_it(make, monkeypatch):
     request.num_computed_tokens = 4 * BLOCK_TOKENS + 1
     places = sides.tables["writer"][:4]
     wanted = tensor[places].clone()
-    monkeypatch.setattr(type(sides.side.serving.blocks), "evicts", True)  # then nothing may wait unheld
+    monkeypatch.setattr(
+        type(sides.side.serving.blocks), "evicts", True
+    )  # then nothing may wait unheld
     sides.side.finished(request)
     assert sides.side.has_work
     assert sides.side.serving.blocks.num_held == 4

@@ -1,0 +1,221 @@
+"""One level below the host, of either kind: what it has, what it takes, whether it can be used.
+
+::
+
+                  what it has                a block goes to       after a move
+    placed level  a pool of ours says        a slot of that pool   the leases tell the pool
+    keyed level   it is asked, and answers   its key, no slot      what happened is an answer too
+                  are remembered
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.books import PoolCounts
+from kvferry.keys import Keys
+from kvferry.pool import Pool
+from kvferry.scheduler.outbox import End
+from kvferry.scheduler.remembered import Remembered
+from kvferry.types import NO_SLOTS, Key, Rank, SlotArray, TierName
+
+Flags = npt.NDArray[np.bool_]
+
+REMEMBER_SECONDS = 10.0
+REMEMBER_KEYS = 1 << 17
+
+
+class WriteMode(Enum):
+    """When the host's blocks are copied to a lower level."""
+
+    THROUGH = "through"  # as soon as they are stored
+    SPILL = "spill"  # when the host is about to evict them
+
+
+@dataclass(frozen=True, eq=False)
+class Room:
+    """Where blocks may go: ``end`` takes those at ``positions`` of the keys asked for."""
+
+    positions: SlotArray
+    end: End
+
+
+class Level(ABC):
+    """One level below the host, by its name on the workers' side.
+
+    Owns what is known of its blocks and of its health; bytes and orders are others'. ``now`` is the
+    scheduler's time.
+    """
+
+    pool: Pool | None = None
+
+    def __init__(self, name: TierName, write: WriteMode = WriteMode.SPILL) -> None:
+        self.name = name
+        self.write = write
+        self._ailing: dict[Rank, str] = {}
+
+    @property
+    def ailment(self) -> str:
+        """Why it cannot be used: what the first rank that says so says; empty if none does."""
+        return next((f"rank {rank}: {why}" for rank, why in self._ailing.items()), "")
+
+    def heard(self, rank: Rank, reason: str) -> None:
+        """A rank says that the level is away there, and why, or (no reason) that it is back."""
+        self._ailing.pop(rank, None)
+        if reason:
+            self._ailing[rank] = reason
+
+    @abstractmethod
+    def there(self, keys: Keys, now: float) -> Flags:
+        """For each key, whether its block can be read, as far as is known."""
+
+    def unknown(self, keys: Keys, now: float) -> Flags:
+        """For each key, whether one would have to ask."""
+        return np.zeros(len(keys), dtype=bool)
+
+    @abstractmethod
+    def known(self, keys: Keys, now: float) -> Flags:
+        """For each key, whether its block is there or on its way, so that sending it is vain."""
+
+    @abstractmethod
+    def may_follow(self, parent: Key, now: float) -> bool:
+        """Whether a block behind this one could be reached."""
+
+    @abstractmethod
+    def read(self, keys: Keys) -> End:
+        """Where to read these blocks, which are there; claims them."""
+
+    @abstractmethod
+    def reserve(self, keys: Keys, *, parent: Key | None, chained: bool, now: float) -> Room | None:
+        """Where those of these blocks can go that it lacks and has room for; claims that."""
+
+    def answered(self, keys: Keys, there: Flags, now: float) -> None:  # noqa: B027  may be no news
+        """It was asked about these keys."""
+
+    def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:  # noqa: B027
+        """Blocks were read from it or written to it: which of them really."""
+
+    def dropped(self, keys: Keys) -> None:  # noqa: B027
+        """A write to it will not be sent after all."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Nothing is known to be there any more."""
+
+    def counts(self) -> PoolCounts | None:
+        """Its slots, where it has slots of ours."""
+        return self.pool.counts if self.pool is not None else None
+
+    def check_integrity(self) -> None:
+        if self.pool is not None:
+            self.pool.check_integrity()
+
+
+class PlacedLevel(Level):
+    """A level whose places we give out. Owns the pool that says which block lies where."""
+
+    pool: Pool
+
+    def __init__(self, name: TierName, pool: Pool, write: WriteMode = WriteMode.SPILL) -> None:
+        super().__init__(name, write)
+        self.pool = pool
+
+    def there(self, keys: Keys, now: float) -> Flags:
+        return self.pool.cached(keys)
+
+    def known(self, keys: Keys, now: float) -> Flags:
+        return self.pool.known(keys)
+
+    def may_follow(self, parent: Key, now: float) -> bool:
+        return bool(self.pool.known(Keys.from_bytes((parent,)))[0])
+
+    def read(self, keys: Keys) -> End:
+        lease = self.pool.pin(keys)
+        assert lease is not None
+        assert len(lease) == len(keys)
+        return End.of(self.name, lease)
+
+    def reserve(self, keys: Keys, *, parent: Key | None, chained: bool, now: float) -> Room | None:
+        lease = self.pool.reserve(keys, parent=parent, chained=chained)
+        return Room(lease.positions, End.of(self.name, lease)) if lease is not None else None
+
+    def reset(self) -> None:
+        self.pool.reset()
+
+
+class KeyedLevel(Level):
+    """A level that finds blocks by their keys. Owns what is remembered of its answers.
+
+    ``remember`` seconds an answer is believed, yes or no; ``capacity`` keys are remembered at most.
+    """
+
+    def __init__(
+        self,
+        name: TierName,
+        write: WriteMode = WriteMode.SPILL,
+        *,
+        remember: float = REMEMBER_SECONDS,
+        capacity: int = REMEMBER_KEYS,
+    ) -> None:
+        super().__init__(name, write)
+        self.num_asked = 0
+        self.num_found = 0
+        self._remember = remember
+        self._answers = Remembered(capacity)
+
+    def there(self, keys: Keys, now: float) -> Flags:
+        return self._answers.there(keys, now)
+
+    def unknown(self, keys: Keys, now: float) -> Flags:
+        return self._answers.unknown(keys, now)
+
+    def known(self, keys: Keys, now: float) -> Flags:
+        return self._answers.sent(keys) | self._answers.there(keys, now)
+
+    def may_follow(self, parent: Key, now: float) -> bool:
+        """It has room for all: only what is known to be unreachable is not worth sending."""
+        key = Keys.from_bytes((parent,))
+        return bool(self.known(key, now)[0] or self._answers.unknown(key, now)[0])
+
+    def read(self, keys: Keys) -> End:
+        return End(self.name, NO_SLOTS)
+
+    def reserve(self, keys: Keys, *, parent: Key | None, chained: bool, now: float) -> Room | None:
+        positions = np.flatnonzero(~self.known(keys, now))[: self._answers.capacity]
+        if not len(positions):
+            return None
+        self._answers.note_sent(keys.take(positions))
+        return Room(positions, End(self.name, NO_SLOTS))
+
+    def answered(self, keys: Keys, there: Flags, now: float) -> None:
+        self.num_asked += len(keys)
+        self.num_found += int(there.sum())
+        self._answers.answer(keys, there, now + self._remember)
+
+    def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:
+        # A "yes" that turned out false, or a write that failed, is a "no" for a while: whoever
+        # asked the level again at once would be told the same, and wait for the same failure.
+        if not upward or not ok.all():
+            self._answers.answer(keys, ok, now + self._remember)
+
+    def dropped(self, keys: Keys) -> None:
+        self._answers.answer(keys, np.zeros(len(keys), dtype=bool), float("-inf"))
+
+    def heard(self, rank: Rank, reason: str) -> None:
+        super().heard(rank, reason)
+        self._answers.doubt()
+
+    def reset(self) -> None:
+        self._answers.clear()
+
+
+def level_of(name: TierName, num_places: int | None, write: WriteMode) -> Level:
+    """The level for a tier with so many places, or for one that finds blocks by their keys."""
+    if num_places is None:
+        return KeyedLevel(name, write)
+    return PlacedLevel(name, Pool(num_places), write)

@@ -1,0 +1,476 @@
+"""Levels that know keys themselves: asked once, believed for a while, waited for not for long."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+from tests.fakes.desk import LOAD, Desk, routes, story
+from tests.unit.test_levels import Server, forget_host, settle_down
+
+from kvferry import reach
+from kvferry.answers import MatchState
+from kvferry.keys import Keys
+from kvferry.pool import Pool
+from kvferry.scheduler.level import KeyedLevel, PlacedLevel, WriteMode
+from kvferry.tiers import KeyedMemoryTier, Way
+from kvferry.types import HOST, Health, Key, Outcome, Rank, Receipt, TierName, Transfer
+
+STORE_NAME = TierName("store")
+DISK = TierName("disk")
+DOWN, UP = (HOST, STORE_NAME), (STORE_NAME, HOST)
+
+
+def keyed(
+    write: WriteMode = WriteMode.THROUGH, *, remember: float = 10.0, capacity: int = 1000
+) -> KeyedLevel:
+    return KeyedLevel(STORE_NAME, write, remember=remember, capacity=capacity)
+
+
+def slot_keys(desk: Desk, told: Keys) -> Keys:
+    return desk.scheduler._parts.matcher.slot_keys(0, told, range(len(told)))
+
+
+def partly(desk: Desk, transfer: Transfer, *failed: tuple[int, ...]) -> None:
+    """Rank ``r`` could not move the blocks at ``failed[r]``."""
+    desk.flying.remove(transfer)
+    desk.scheduler.settle(
+        Receipt(
+            transfer.id,
+            Rank(rank),
+            Outcome.PARTIAL if lost else Outcome.OK,
+            "gone" if lost else "",
+            failed=lost,
+        )
+        for rank, lost in enumerate(failed)
+    )
+
+
+# -- asking ---------------------------------------------------------------------------------------
+
+
+def test_a_stranger_is_asked_about_and_then_brought_up() -> None:
+    """Another server has put it there: we only learn of it by asking."""
+    desk = Desk(levels=[keyed()], slots=32)
+    told = story(1, 4)
+    assert desk.match("b", told).state is MatchState.WAIT
+    assert desk.plan() == []
+    (question,) = desk.asked
+    assert (question.level, Keys(question.keys)) == (STORE_NAME, slot_keys(desk, told))
+    assert desk.match("b", told).state is MatchState.WAIT
+    desk.say(slot_keys(desk, told))
+    assert desk.match("b", told).state is MatchState.WAIT
+    (move,) = desk.plan()
+    assert (move.src, move.dst, len(move), len(move.src_slots)) == (*UP, 4, 0)
+    assert move.keys is not None
+    assert Keys(move.keys) == slot_keys(desk, told)
+    desk.land()
+    assert desk.match("b", told).num_tokens == 16
+    desk.load("b", 16)
+    assert routes(desk.plan()) == [LOAD]
+    assert desk.land().loaded == ("b",)
+    assert desk.scheduler.stats().asked == {STORE_NAME: (4, 4)}
+    desk.scheduler.finish("b")
+    desk.check_empty()
+
+
+def test_what_is_not_there_is_computed_and_not_asked_for_again() -> None:
+    desk = Desk(levels=[keyed()])
+    told = story(1, 4)
+    desk.match("b", told)
+    desk.plan()
+    desk.say(Keys.empty())
+    assert desk.match("b", told).state is MatchState.MISS
+    for _ in range(5):
+        assert desk.match("c", told).state is MatchState.MISS
+    desk.plan()
+    assert desk.asked == []
+
+
+def test_answers_are_believed_for_a_while_only() -> None:
+    desk = Desk(levels=[keyed(remember=10)])
+    told = story(1, 4)
+    desk.match("b", told)
+    desk.plan()
+    desk.say(Keys.empty())
+    desk.match("b", told)
+    desk.scheduler.finish("b")
+    desk.now = 9.0
+    assert desk.match("c", told).state is MatchState.MISS
+    desk.scheduler.finish("c")
+    desk.now = 10.5
+    assert desk.match("d", told).state is MatchState.WAIT
+
+
+def test_an_answer_believed_for_no_time_is_not_asked_for_for_ever() -> None:
+    desk = Desk(levels=[keyed(remember=0)])
+    told = story(1, 4)
+    desk.match("b", told)
+    desk.plan()
+    desk.say(slot_keys(desk, told))
+    assert desk.match("b", told).state is MatchState.MISS
+
+
+def test_requests_of_one_step_share_a_question_and_later_ones_join_it() -> None:
+    desk = Desk(levels=[keyed()], slots=64)
+    told = story(1, 4)
+    for request in "ab":
+        assert desk.match(request, told).state is MatchState.WAIT
+    assert desk.match("c", story(2, 3)).state is MatchState.WAIT
+    desk.plan()
+    (question,) = desk.asked
+    assert len(question) == 7
+    assert desk.match("d", told).state is MatchState.WAIT
+    assert desk.scheduler.num_queued == 0, "it is being asked already"
+    desk.say(slot_keys(desk, told))
+    for request in "abd":
+        assert desk.match(request, told).state is MatchState.WAIT  # it comes up now, once
+    assert desk.match("c", story(2, 3)).state is MatchState.MISS
+    assert len(desk.plan()) == 1
+    desk.land()
+    for request in "abd":
+        assert desk.match(request, told).num_tokens == 16
+
+
+def test_nobody_waits_for_an_answer_past_its_deadline() -> None:
+    desk = Desk(levels=[keyed()], ask_deadline=1)
+    told = story(1, 4)
+    desk.match("b", told)
+    desk.plan()
+    desk.now = 0.9
+    desk.scheduler.settle()
+    assert desk.match("b", told).state is MatchState.WAIT
+    desk.now = 1.1
+    desk.scheduler.settle()
+    assert desk.match("b", told).state is MatchState.MISS
+    assert desk.scheduler.num_in_flight == 0, "nothing is left of a question nobody answers"
+    desk.say(slot_keys(desk, told))  # too late
+    assert desk.match("b", told).state is MatchState.MISS
+    assert desk.scheduler.stats().stale_receipts == 1
+    assert not desk.scheduler._parts.lower._asking
+
+
+def test_a_block_is_there_when_every_rank_has_it() -> None:
+    desk = Desk(levels=[keyed()], ranks=2, slots=32)
+    told = story(1, 4)
+    desk.match("b", told)
+    desk.plan()
+    desk.say(slot_keys(desk, told), slot_keys(desk, told)[:2])
+    assert desk.match("b", told).state is MatchState.WAIT
+    (move,) = desk.plan()
+    assert len(move) == 2
+    desk.land()
+    assert desk.match("b", told).num_tokens == 8
+
+
+def test_who_ends_while_asking_leaves_nothing() -> None:
+    desk = Desk(levels=[keyed()])
+    desk.match("b", story(1, 4))
+    desk.scheduler.abort("b")
+    desk.plan()
+    desk.say(Keys.empty())
+    desk.check_empty()
+
+
+def test_no_more_is_asked_than_could_be_brought_up() -> None:
+    desk = Desk(levels=[keyed()], slots=16)  # a quarter of the host: four slots
+    desk.match("b", story(1, 100))
+    desk.plan()
+    assert [len(question) for question in desk.asked] == [4]
+
+
+def test_what_the_host_or_a_nearer_level_has_is_not_asked_for() -> None:
+    desk = Desk(levels=[PlacedLevel(DISK, Pool(64), WriteMode.THROUGH), keyed(WriteMode.SPILL)])
+    told = story(1, 4)
+    desk.keep("a", told[:2], 8)
+    settle_down(desk)
+    desk.match("b", told)
+    desk.plan()
+    assert [Keys(question.keys) for question in desk.asked] == [slot_keys(desk, told)[2:]]
+
+
+def test_windows_are_asked_about_too() -> None:
+    window = reach.SlidingWindow(4, window=9)
+    desk = Desk(reach.FullAttention(4), window, levels=[keyed()], slots=64)
+    told = story(1, 6)
+    desk.match("b", told)
+    desk.plan()
+    (question,) = desk.asked
+    assert len(question) == 12
+    desk.say(Keys(question.keys))
+    assert desk.match("b", told).state is MatchState.WAIT
+    assert sum(map(len, desk.plan())) == 8  # six and the last two
+    desk.land()
+    assert desk.match("b", told).num_tokens == 24
+
+
+# -- moving ---------------------------------------------------------------------------------------
+
+
+def test_what_we_sent_is_known_without_asking() -> None:
+    desk = Desk(levels=[keyed()], slots=32)
+    told = story(1, 4)
+    desk.keep("a", told, 16)
+    (move,) = desk.plan()
+    assert (move.src, move.dst, len(move.dst_slots)) == (*DOWN, 0)
+    desk.land()
+    forget_host(desk)
+    assert desk.match("b", told).state is MatchState.WAIT
+    assert routes(desk.plan()) == [UP]
+    assert desk.asked == []
+
+
+def test_a_yes_that_was_untrue_is_one_missing_block() -> None:
+    desk = Desk(levels=[keyed()], slots=64)
+    told = story(1, 4)
+    desk.match("b", told)
+    desk.plan()
+    desk.say(slot_keys(desk, told))
+    desk.match("b", told)
+    (move,) = desk.plan()
+    partly(desk, move, (2,))
+    match = desk.match("b", told)
+    assert (match.state, match.num_tokens) == (MatchState.HIT, 8)
+    assert desk.scheduler.stats().lost_blocks == 1
+    assert desk.scheduler.stats().failed == 0
+    desk.scheduler.finish("b")
+    assert desk.hit(told) == 8, "the block is not promised again"
+    desk.check_empty()
+
+
+def test_a_block_that_failed_on_any_rank_is_lost_and_the_others_count() -> None:
+    desk = Desk(levels=[keyed()], slots=64, ranks=2)
+    told = story(1, 4)
+    desk.match("b", told)
+    desk.plan()
+    desk.say(slot_keys(desk, told), slot_keys(desk, told))
+    desk.match("b", told)
+    (move,) = desk.plan()
+    partly(desk, move, (3,), (2,))
+    assert desk.match("b", told).num_tokens == 8
+
+
+def test_nothing_is_matchable_before_every_rank_has_answered() -> None:
+    desk = Desk(levels=[keyed()], slots=64, ranks=2)
+    told = story(1, 4)
+    desk.match("b", told)
+    desk.plan()
+    desk.say(slot_keys(desk, told), slot_keys(desk, told))
+    desk.match("b", told)
+    (move,) = desk.plan()
+    desk.scheduler.settle([Receipt(move.id, Rank(0), Outcome.OK)])
+    assert desk.match("b", told).state is MatchState.WAIT
+    assert not desk.pool.cached(slot_keys(desk, told)).any()
+    desk.scheduler.settle([Receipt(move.id, Rank(1), Outcome.OK)])
+    assert desk.match("b", told).num_tokens == 16
+
+
+def test_behind_a_hole_a_window_keeps_what_came() -> None:
+    """Full attention cannot use it; a window reads nothing before it."""
+    window = reach.SlidingWindow(4, window=9)
+    desk = Desk(window, levels=[keyed()], slots=64)
+    told = story(1, 6)
+    desk.match("b", told)
+    desk.plan()
+    (question,) = desk.asked
+    desk.say(Keys(question.keys))
+    desk.match("b", told)
+    (move,) = desk.plan()
+    assert len(move) == 2
+    partly(desk, move, (0,))
+    keys = slot_keys(desk, told)
+    assert desk.pool.cached(keys).tolist() == [False] * 5 + [True]
+
+
+def test_a_failed_write_is_no_promise_and_is_sent_again() -> None:
+    desk = Desk(levels=[keyed(WriteMode.SPILL, remember=1)], slots=8)
+    told = story(1, 8)
+    desk.keep("a", told, 32)
+    moves = desk.plan()
+    assert moves
+    assert routes(moves) == [DOWN]
+    first = len(moves[0])
+    desk.land(*moves, failed="full")
+    again = desk.plan()
+    assert len(again[0]) >= first
+    desk.land()
+    assert desk.plan() == [], "what is there is not sent twice"
+
+
+def test_a_reset_sends_a_forget_and_drops_what_waits_to_go_down() -> None:
+    """After it, an old block that arrived late would be found by whoever starts with epoch 0."""
+    desk = Desk(levels=[keyed()])
+    told = story(1, 4)
+    desk.keep("a", told, 16)  # its way down is ordered, not sent
+    assert desk.scheduler.num_queued == 1
+    desk.scheduler.reset()
+    assert desk.plan() == []
+    assert desk.forgotten == [STORE_NAME]
+    assert desk.plan() == []
+    assert desk.forgotten == [STORE_NAME], "told once"
+    desk.check_empty()
+    assert desk.match("b", told).state is MatchState.WAIT  # nothing is known any more
+
+
+# -- coming and going -----------------------------------------------------------------------------
+
+
+def test_a_level_that_goes_away_ends_all_waiting_for_it_and_heals() -> None:
+    desk = Desk(levels=[keyed()], slots=64, ranks=2)
+    told, other = story(1, 4), story(2, 4)
+    desk.match("b", told)
+    desk.plan()
+    desk.say(slot_keys(desk, told), slot_keys(desk, told))
+    desk.match("b", told)
+    (move,) = desk.plan()
+    desk.match("c", other)
+    desk.plan()
+    desk.scheduler.note_health(Health(Rank(1), STORE_NAME, "master is gone"))
+    desk.scheduler.settle()
+    assert desk.match("b", told).state is MatchState.MISS
+    assert desk.match("c", other).state is MatchState.MISS
+    assert desk.scheduler.stats().ailments == {STORE_NAME: "rank 1: master is gone"}
+    assert desk.pool.counts.leased == 4  # rank 0 may still write there
+    desk.asked = []
+    assert desk.match("d", story(3, 4)).state is MatchState.MISS
+    desk.keep("e", story(4, 2), 8)
+    assert desk.plan() == []
+    assert desk.asked == [], "it is neither asked nor written to"
+    desk.land(move, failed="master is gone")
+    desk.scheduler.note_health(Health(Rank(1), STORE_NAME))
+    assert desk.scheduler.stats().ailments == {STORE_NAME: ""}
+    assert desk.match("f", other).state is MatchState.WAIT, "asked anew: no answer is from before"
+    for request in "bcdf":
+        desk.scheduler.finish(request)
+    desk.plan()
+    desk.say(Keys.empty(), Keys.empty())
+    desk.check_empty()
+
+
+def test_a_level_ails_until_every_rank_has_it_back() -> None:
+    level = keyed()
+    desk = Desk(levels=[level], ranks=2)
+    for rank in (0, 1):
+        desk.scheduler.note_health(Health(Rank(rank), STORE_NAME, "gone"))
+    desk.scheduler.note_health(Health(Rank(0), STORE_NAME))
+    assert level.ailment == "rank 1: gone"
+    desk.scheduler.note_health(Health(Rank(1), STORE_NAME))
+    assert not level.ailment
+    desk.scheduler.note_health(Health(Rank(1), TierName("moon"), "never heard of it"))
+
+
+def test_a_placed_level_comes_and_goes_too() -> None:
+    desk = Desk(levels=[PlacedLevel(DISK, Pool(32), WriteMode.THROUGH)])
+    told = story(1, 4)
+    desk.keep("a", told, 16)
+    settle_down(desk)
+    forget_host(desk)
+    desk.scheduler.note_health(Health(Rank(0), DISK, "unplugged"))
+    assert desk.match("b", told).state is MatchState.MISS
+    desk.scheduler.finish("b")
+    desk.scheduler.note_health(Health(Rank(0), DISK))
+    assert desk.match("b", told).state is MatchState.WAIT
+    desk.run()
+    assert desk.match("b", told).num_tokens == 16
+
+
+# -- with bytes and threads -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    with ExitStack() as stack:
+
+        def make(*tiers: KeyedMemoryTier, **settings: float) -> Server:
+            server = Server(*tiers, **settings)  # type: ignore[arg-type]
+            stack.callback(server.close)
+            return server
+
+        yield make
+
+
+def store(*, delay: float = 0.0, like: KeyedMemoryTier | None = None) -> KeyedMemoryTier:
+    """A client of a new store, or of the same store as another."""
+    tier = KeyedMemoryTier(32, name=STORE_NAME, delay=delay)
+    if like is not None:
+        tier._blocks = like._blocks
+    return tier
+
+
+def test_one_server_writes_and_another_reads(serve: Callable[..., Server]) -> None:
+    """Two servers, one store, no other memory in common."""
+    tier = store(delay=0.002)
+    first = serve(tier, slots=16)
+    first.keep("a", story(1, 4), 16, fill=7)
+    second = serve(store(like=tier), slots=16)
+    assert second.wait_for("b", story(1, 4)) == 16
+    second.device.blocks[:] = 0xFF
+    second.scheduler.load("b", [list(range(32, 36))])
+    second.rest()
+    assert second.device.blocks[32:36, 0].tolist() == [7, 8, 9, 10]
+
+
+def test_a_store_that_lost_a_block_costs_that_block(serve: Callable[..., Server]) -> None:
+    tier = store()
+    first = serve(tier, slots=16)
+    first.keep("a", story(1, 4), 16, fill=1)
+    keys = first.scheduler._parts.matcher.slot_keys(0, story(1, 4), range(4))
+
+    def fault(way: Way, at: Key) -> None:
+        if way is Way.READ and at == keys[2]:
+            tier.lose(keys[2:3])
+
+    other = store(like=tier)
+    other.fault = fault
+    second = serve(other, slots=16)
+    assert second.wait_for("b", story(1, 4)) == 8
+    assert second.scheduler.stats().lost_blocks == 1
+
+
+def test_a_store_that_never_answers_costs_one_deadline(serve: Callable[..., Server]) -> None:
+    tier = store()
+    server = serve(tier, slots=16, ask_deadline=0.05)
+    gate = threading.Event()
+
+    def fault(way: Way, at: Key) -> None:
+        assert gate.wait(30)
+
+    tier.fault = fault
+    start = time.monotonic()
+    assert server.wait_for("b", story(1, 4)) == 0
+    assert server.wait_for("c", story(1, 4)) == 0, "and for others none"
+    assert time.monotonic() - start < 10
+    gate.set()
+    tier.fault = None
+
+
+def test_a_store_that_goes_away_and_comes_back(serve: Callable[..., Server]) -> None:
+    tier = store()
+    server = serve(tier, slots=16)
+    server.keep("a", story(1, 4), 16, fill=1)
+    server.scheduler.pool.evict(16)
+    tier.go_away("no route")
+    server.step()
+    assert server.scheduler.stats().ailments == {STORE_NAME: "rank 0: no route"}
+    assert server.wait_for("b", story(1, 4)) == 0
+    server.scheduler.finish("b")
+    tier.come_back()
+    server.step()
+    assert server.wait_for("b", story(1, 4)) == 16
+
+
+def test_after_a_reset_the_store_has_nothing_of_before(serve: Callable[..., Server]) -> None:
+    tier = store()
+    server = serve(tier, slots=16)
+    server.keep("a", story(1, 4), 16, fill=1)
+    assert len(tier._blocks) == 4
+    server.scheduler.reset()
+    server.step()
+    assert not tier._blocks
+    fresh = serve(store(like=tier), slots=16)  # another life: its epochs begin anew
+    assert fresh.wait_for("b", story(1, 4)) == 0
+    assert not np.any(fresh.device.blocks)
