@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.fakes.crafted_keys import key
 
-from kvferry.device.cpu import CpuEngine
+from kvferry.device.engine.cpu import CpuEngine
 from kvferry.device.layout import describe
 from kvferry.errors import ConfigError, InputError
 from kvferry.keys import Keys

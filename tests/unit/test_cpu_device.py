@@ -13,9 +13,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from kvferry.device.cpu import CpuEngine
+from kvferry.device.engine.cpu import CpuEngine
+from kvferry.device.engine.stream import Event, Stream
 from kvferry.device.layout import describe
-from kvferry.device.stream import Event, Stream
 from kvferry.errors import ClosedError, LayoutError
 from kvferry.types import (
     DEVICE,

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvferry.device.choices import Choices
+from kvferry.device.planning.path_choices import PathChoices
 from kvferry.types import Plan, Rank, Receipt, TransferId
 
 NO_PLAN = Plan(step=0)
@@ -52,7 +52,7 @@ class RankShape(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     block_bytes: tuple[int, ...] = ()
     layout: str = ""
     is_shared: bool = False
-    choices: Choices | None = None
+    choices: PathChoices | None = None
     refusal: str = ""
 
 

@@ -78,6 +78,8 @@ class Result:
     """All sections of one run."""
 
     provenance: dict[str, str]
+    designs: dict[str, str] = field(default_factory=dict)
+    """What the paths are that are not ours, in words."""
     ceiling: dict[str, float] = field(default_factory=dict)
     one_copy: list[OneCopy] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
