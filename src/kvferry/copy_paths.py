@@ -32,13 +32,13 @@ class Cost:
 
 @dataclass(frozen=True)
 class CopyPath:
-    """One way to copy: what it is called, what it needs, what it is good for."""
+    """One way to copy: what it is called, what it does, what it needs and costs."""
 
     name: str
     title: str
     """A few words, for a plot."""
     how: str
-    good_for: str
+    """As the tables say it."""
     implementation: str
     """Module and class, imported only by whoever opens the path."""
     load: Cost
@@ -59,7 +59,6 @@ COPY_PATHS = (
         "loop",
         title="one copy per segment",
         how="one driver call per segment",
-        good_for="every driver, also without the batch call; host memory that is not pinned",
         implementation="kvferry.device.paths.loop:LoopPath",
         load=Cost(10e-6, 3e-6, 55e9, beside_gbps=4.0, alone_gbps=4.0, lost_ms_per_gb=1.0),
         store=Cost(10e-6, 3e-6, 55e9, beside_gbps=8.0, alone_gbps=8.0, lost_ms_per_gb=1.0),
@@ -71,7 +70,6 @@ COPY_PATHS = (
         "dma",
         title="batch DMA",
         how="one batch call for all segments",
-        good_for="segments of a mebibyte and more",
         implementation="kvferry.device.paths.dma:DmaPath",
         load=Cost(15e-6, 2e-6, 55e9, beside_gbps=4.5, alone_gbps=4.5, lost_ms_per_gb=1.0),
         store=Cost(15e-6, 0.5e-6, 55e9, beside_gbps=17.0, alone_gbps=20.0, lost_ms_per_gb=1.0),
@@ -81,7 +79,6 @@ COPY_PATHS = (
         "kernel",
         title="kernel over the link",
         how="threads of the card read or write host memory",
-        good_for="small transfers: it starts soonest; small blocks in scattered host slots",
         implementation="kvferry.device.paths.kernel:KernelPath",
         load=Cost(25e-6, 0.0, 51e9, beside_gbps=40.0, alone_gbps=51.0, lost_ms_per_gb=1.5),
         store=Cost(25e-6, 0.0, 52e9, beside_gbps=40.0, alone_gbps=52.0, lost_ms_per_gb=7.0),
@@ -91,7 +88,6 @@ COPY_PATHS = (
         "staged",
         title="ring on the device",
         how="a kernel gathers blocks into a ring in device memory, large copies do the rest",
-        good_for="large transfers, and all that runs beside a model",
         implementation="kvferry.device.paths.staged:StagedPath",
         load=Cost(60e-6, 0.0, 54e9, 21.0, 54.0, lost_ms_per_gb=1.5, per_run=0.5e-6),
         store=Cost(60e-6, 0.0, 54e9, 28.0, 54.0, lost_ms_per_gb=1.5, per_run=0.5e-6),

@@ -163,9 +163,11 @@ def test_arrays_nobody_may_write_are_read_where_they_are() -> None:
 
 
 def test_the_older_form_can_be_asked_for_on_a_newer_driver() -> None:
-    driver = CudaDriver(FakeLibcuda(13000), newest_form=BatchForm.WITH_FAIL_INDEX)
+    driver = CudaDriver(FakeLibcuda(13000))
+    driver._resolve_batch(BatchForm.WITH_FAIL_INDEX)
     assert driver.batch_form is BatchForm.WITH_FAIL_INDEX
-    absent = CudaDriver(FakeLibcuda(13000), newest_form=BatchForm.ABSENT)
+    absent = CudaDriver(FakeLibcuda(13000))
+    absent._resolve_batch(BatchForm.ABSENT)
     assert absent.batch_form is BatchForm.ABSENT
 
 

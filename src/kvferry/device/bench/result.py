@@ -30,10 +30,6 @@ class Row:
     in_flight: int = 1
     alone_gbps: float = 0.0
 
-    @property
-    def num_bytes(self) -> int:
-        return self.segment_bytes * self.segments_per_block * self.num_blocks
-
 
 @dataclass(frozen=True)
 class OneCopy:

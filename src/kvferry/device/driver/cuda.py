@@ -97,13 +97,7 @@ class CudaDriver(NativeDriver):
         "exchange_capture_mode": "cuThreadExchangeStreamCaptureMode",
     }
 
-    def __init__(
-        self,
-        library: Any,
-        device: int = 0,
-        *,
-        newest_form: BatchForm = BatchForm.WITHOUT_FAIL_INDEX,
-    ) -> None:
+    def __init__(self, library: Any, device: int = 0) -> None:
         super().__init__(library, device)
         self._copy = self.bind("cuMemcpyAsync", c_uint64, c_uint64, c_size_t, c_void_p)
         self.check(self.bind("cuInit", c_uint)(0), "cuInit()")
@@ -112,7 +106,7 @@ class CudaDriver(NativeDriver):
         self.check(get(byref(handle), device), f"cuDeviceGet({device})")
         self._device = handle.value
         self._batch: Callable[..., int] | None = None
-        self._resolve_batch(newest_form)
+        self._resolve_batch()
         context = c_void_p()
         retain = self.bind("cuDevicePrimaryCtxRetain", c_void_p, c_int)
         self.check(retain(byref(context), self._device), f"cuDevicePrimaryCtxRetain({device})")
@@ -172,9 +166,9 @@ class CudaDriver(NativeDriver):
                 asked += f"; copy {i}: {sizes[i]} bytes from {srcs[i]:#x} to {dsts[i]:#x}"
             self.check(code, f"cuMemcpyBatchAsync({asked})")
 
-    def _resolve_batch(self, newest_form: BatchForm) -> None:
+    def _resolve_batch(self, newest_form: BatchForm = BatchForm.WITHOUT_FAIL_INDEX) -> None:
         """Find the batch copy by the version of its form, asking this driver, not a header."""
-        self._batch_has_fail_index = False
+        self.batch_form, self._batch, self._batch_has_fail_index = BatchForm.ABSENT, None, False
         try:
             look_up = self.bind(
                 "cuGetProcAddress_v2", c_char_p, c_void_p, c_int, c_uint64, c_void_p

@@ -35,12 +35,6 @@ class EventPool:
         with self._lock:
             self._free.append(event)
 
-    @property
-    def num_held(self) -> int:
-        """Events handed out and not returned."""
-        with self._lock:
-            return len(self._all) - len(self._free)
-
     def close(self) -> None:
         """Destroy every event, held or not: the driver lets pending ones end first."""
         with self._lock:

@@ -43,7 +43,7 @@ def swap_blocks_batch(
     never live KV being stored.
     """
     handle = int(getattr(stream, "cuda_stream", stream))
-    refuse_unsafe_stream(handle)
+    _refuse_unsafe_stream(handle)
     srcs, dsts = _addresses(src_ptrs, "src_ptrs"), _addresses(dst_ptrs, "dst_ptrs")
     counts = _addresses(sizes, "sizes")
     if not len(srcs) == len(dsts) == len(counts):
@@ -95,7 +95,7 @@ def copy_each(
         copy(dst, src, size, stream)
 
 
-def refuse_unsafe_stream(stream: int) -> None:
+def _refuse_unsafe_stream(stream: int) -> None:
     """InputError for the default stream and its special handles."""
     if stream in UNSAFE_STREAMS:
         raise InputError(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.device.engine.stream import Event, Stream
+from kvferry.device.engine.stream import Stream
 from kvferry.device.layout.base import GroupLayout
 from kvferry.errors import ClosedError, InputError, LayoutError
 from kvferry.types import DEVICE, FIRST_RANK, HOST, Outcome, Rank, Receipt, SlotArray, Transfer
@@ -77,7 +77,7 @@ class CpuEngine:
 
     def order_compute_after_loads(self) -> None:
         if self._compute is not None:
-            self._compute.wait(self._loads.record(Event()))
+            self._compute.wait(self._loads.record())
 
     def close(self) -> None:
         self._closed = True

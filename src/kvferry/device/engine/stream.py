@@ -17,10 +17,6 @@ class Event:
     def __init__(self) -> None:
         self._reached = threading.Event()
 
-    @property
-    def reached(self) -> bool:
-        return self._reached.is_set()
-
     def synchronize(self, timeout: float | None = None) -> bool:
         """Block the caller until the point is reached; False if ``timeout`` passed first."""
         return self._reached.wait(timeout)
@@ -50,9 +46,9 @@ class Stream:
             raise ClosedError(f"stream {self.name} is closed")
         self._queue.put(work)
 
-    def record(self, event: Event | None = None) -> Event:
+    def record(self) -> Event:
         """Mark this point of the stream; the event is reached when all work before it is done."""
-        event = Event() if event is None else event
+        event = Event()
         self.run(event._set)
         return event
 

@@ -54,12 +54,11 @@ class CopyRig:
         *,
         num_bytes: int = 256 * MiB,
         host_bytes: int | None = None,
-        seed: int = 0,
     ) -> None:
         self.driver = driver
         self.num_bytes = num_bytes
         self.host_bytes = host_bytes or num_bytes
-        self._rng = np.random.default_rng(seed)
+        self._rng = np.random.default_rng(0)
         self._layouts: dict[tuple[int, int], GroupLayout] = {}
         self._give_back: list[Callable[[], None]] = []
         try:
@@ -109,25 +108,21 @@ class CopyRig:
             host_pitch=layout.block_bytes,
         )
 
-    def time(
-        self, path: Path, job: CopyJob, *, repeats: int = 5, warm_up: int = 1, in_flight: int = 1
-    ) -> Timing:
+    def time(self, path: Path, job: CopyJob, *, repeats: int, in_flight: int = 1) -> Timing:
         """Device time from an idle stream to the end of the copy, the call itself included.
 
         With several ``in_flight`` they are queued one after another and the time is each one's
         share.
         """
         call = self.call(path, job, in_flight)
-        return self.time_call(call, job.direction, repeats=repeats, warm_up=warm_up).over(in_flight)
+        return self.time_call(call, job.direction, repeats=repeats).over(in_flight)
 
-    def time_call(
-        self, call: Call, direction: Direction, *, repeats: int = 5, warm_up: int = 1
-    ) -> Timing:
+    def time_call(self, call: Call, direction: Direction, *, repeats: int) -> Timing:
         """The same for anything that queues work on a stream."""
-        return self.time_in_turn([call], direction, repeats=repeats, warm_up=warm_up)[0]
+        return self.time_in_turn([call], direction, repeats=repeats)[0]
 
     def time_in_turn(
-        self, calls: Sequence[Call], direction: Direction, *, repeats: int = 5, warm_up: int = 1
+        self, calls: Sequence[Call], direction: Direction, *, repeats: int
     ) -> list[Timing]:
         """The same for several, one after another and over again.
 
@@ -138,10 +133,10 @@ class CopyRig:
         collecting = gc.isenabled()
         gc.disable()
         try:
-            for number in range(warm_up + repeats):
+            for number in range(1 + repeats):  # the first is a warm-up
                 for call, times in zip(calls, found, strict=True):
                     timed = self._once(call, direction)
-                    if number >= warm_up:
+                    if number:
                         times.append(timed)
         finally:
             if collecting:

@@ -6,9 +6,14 @@ tokens keeps the memory busy (decode). This module needs torch and is imported o
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol
 
 import torch
+
+WIDTH = 8192
+LAYERS, TOKENS = 16, 16
+"""Of the weights: 4 GiB in bf16, for few tokens."""
 
 
 class Load(Protocol):
@@ -21,11 +26,11 @@ class Load(Protocol):
 
 
 class MatmulLoad:
-    """One square bf16 product per round, by default 8192 wide."""
+    """One square bf16 product per round."""
 
-    def __init__(self, size: int = 8192) -> None:
-        self.name = f"{size}³ bf16 matmul"
-        shape = (size, size)
+    def __init__(self) -> None:
+        self.name = f"{WIDTH}³ bf16 matmul"
+        shape = (WIDTH, WIDTH)
         self._a: Any = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
         self._b: Any = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
         self._out: Any = torch.empty_like(self._a)
@@ -35,19 +40,19 @@ class MatmulLoad:
 
 
 class WeightLoad:
-    """All weights times a few tokens per round, as one graph: 4 GiB of weights by default.
+    """All weights times a few tokens per round, as one graph.
 
     A graph because that is how servers decode, and because sixteen launches per round from Python
     would measure how the copy's thread and this one share the interpreter.
     """
 
-    def __init__(self, layers: int = 16, tokens: int = 16) -> None:
-        shape = (layers, 8192, 16384)
-        gib = layers * 8192 * 16384 * 2 / 2**30
+    def __init__(self) -> None:
+        shape = (LAYERS, WIDTH, 2 * WIDTH)
+        gib = math.prod(shape) * 2 / 2**30
         self.name = f"weight-streaming matmul, {gib:.0f} GiB of weights"
         self._weights: Any = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-        self._tokens: Any = torch.randn((tokens, 8192), device="cuda", dtype=torch.bfloat16)
-        self._out: Any = torch.empty((tokens, 16384), device="cuda", dtype=torch.bfloat16)
+        self._tokens: Any = torch.randn((TOKENS, WIDTH), device="cuda", dtype=torch.bfloat16)
+        self._out: Any = torch.empty((TOKENS, 2 * WIDTH), device="cuda", dtype=torch.bfloat16)
         self._round()
         torch.cuda.synchronize()
         self._graph: Any = torch.cuda.CUDAGraph()
