@@ -19,7 +19,7 @@ from pathlib import Path
 from kvferry.cli.bench_copy_plot import plot
 from kvferry.cli.bench_copy_tables import report
 from kvferry.cli.progress import show
-from kvferry.device.bench.plan import FULL, QUICK, Plan
+from kvferry.device.bench.effort import FULL, QUICK, Effort
 from kvferry.device.bench.result import Result
 from kvferry.device.driver.cuda import CudaDriver
 from kvferry.errors import DriverError
@@ -59,14 +59,14 @@ def main() -> int:
     return 0
 
 
-def run(driver: CudaDriver, plan: Plan, command: str) -> Result:
+def run(driver: CudaDriver, effort: Effort, command: str) -> Result:
     # Imported here: they need torch and Triton, and their absence has been told by now.
     from designs.published import PublishedPath
     from kvferry.device.bench.run import CopyBenchmark
 
     with driver.current():
         published = PublishedPath(driver)
-        benchmark = CopyBenchmark(driver, plan, show, designs={"published": published})
+        benchmark = CopyBenchmark(driver, effort, show, designs={"published": published})
         try:
             result = benchmark.run(command)
         finally:

@@ -45,7 +45,7 @@ def bench_copy(
     """
     driver = open_card("kvferry bench copy", device)
     # Imported here: it needs torch, and the message above must come before its absence.
-    from kvferry.device.bench.plan import FULL, QUICK
+    from kvferry.device.bench.effort import FULL, QUICK
     from kvferry.device.bench.run import CopyBenchmark
 
     command = " ".join(["kvferry bench copy", *(["--quick"] if quick else [])])

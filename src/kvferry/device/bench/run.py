@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from statistics import median
 
 from kvferry.copy_paths import AUTO_PATH, COPY_PATHS
-from kvferry.device.bench.plan import Plan
+from kvferry.device.bench.effort import Effort
 from kvferry.device.bench.result import OneCopy, PlannerCell, Result, Row, SlowdownRow
 from kvferry.device.driver.base import Priority
 from kvferry.device.driver.cuda import CudaDriver
@@ -51,13 +51,13 @@ class CopyBenchmark:
     def __init__(
         self,
         driver: CudaDriver,
-        plan: Plan,
+        effort: Effort,
         progress: Progress,
         *,
         designs: Mapping[str, Path] | None = None,
     ) -> None:
         self.driver = driver
-        self.plan = plan
+        self.effort = effort
         self.progress = progress
         self.rig = CopyRig(driver, host_bytes=512 * MiB)  # room for slots that are no neighbours
         self.ours = open_paths(driver, ring_bytes=64 * MiB)
@@ -98,18 +98,18 @@ class CopyBenchmark:
 
     def _large(self, ceilings: dict[Direction, list[float]]) -> Iterator[Row]:
         for direction in Direction:
-            for segment_bytes in self.plan.segment_bytes:
+            for segment_bytes in self.effort.segment_bytes:
                 block_bytes = segment_bytes * SEGMENTS
                 # Beside each row, not once: neighbours of a virtual machine share its link. The
                 # planner's choice, which it is there for, is timed in turn with one of its own.
                 self.ceilings[direction] = self.rig.ceiling(direction)
                 ceilings[direction].append(self.ceilings[direction])
-                for num_bytes in self.plan.large_bytes:
+                for num_bytes in self.effort.large_bytes:
                     if num_bytes < block_bytes:
                         continue
                     self.progress(f"{direction.value}, {_kib(segment_bytes)}, {_mib(num_bytes)}")
                     job = self.rig.job(direction, segment_bytes, SEGMENTS, num_bytes // block_bytes)
-                    yield from self._time_all(job, self.plan.repeats)
+                    yield from self._time_all(job, self.effort.repeats)
                     if block_bytes > 4 * MiB:
                         continue
                     job = self.rig.job(
@@ -120,14 +120,14 @@ class CopyBenchmark:
                         scattered=True,
                     )
                     yield from self._time_all(
-                        job, self.plan.repeats, only=HEED_RUNS, host_slots="scattered"
+                        job, self.effort.repeats, only=HEED_RUNS, host_slots="scattered"
                     )
 
     def _one_copy(self) -> Iterator[OneCopy]:
         """The ceiling's copy at every size that paths are timed at, in the same two ways."""
         for direction in Direction:
             ceiling = self.rig.ceiling(direction)
-            for num_bytes in self.plan.large_bytes:
+            for num_bytes in self.effort.large_bytes:
                 self.progress(f"{direction.value}, one copy of {_mib(num_bytes)}")
                 in_flight = max(1, IN_FLIGHT_BYTES // num_bytes)
                 gbps = self.rig.ceiling(direction, num_bytes, in_flight=in_flight)
@@ -143,7 +143,7 @@ class CopyBenchmark:
                         f"{_kib(segment_bytes)}"
                     )
                     job = self.rig.job(direction, segment_bytes, SEGMENTS, num_blocks)
-                    yield from self._time_all(job, self.plan.small_repeats)
+                    yield from self._time_all(job, self.effort.small_repeats)
 
     def _submit(self) -> Iterator[dict[str, object]]:
         self.progress("host time of submit")
@@ -169,8 +169,8 @@ class CopyBenchmark:
 
     def _planner(self) -> Iterator[PlannerCell]:
         for direction in Direction:
-            for segment_bytes in self.plan.planner_segments:
-                for num_bytes in self.plan.planner_bytes:
+            for segment_bytes in self.effort.planner_segments:
+                for num_bytes in self.effort.planner_bytes:
                     segments = min(SEGMENTS, num_bytes // segment_bytes)
                     if not segments:
                         continue
@@ -200,8 +200,8 @@ class CopyBenchmark:
                         load,
                         path,
                         job,
-                        rounds=self.plan.rounds,
-                        phases=self.plan.phases,
+                        rounds=self.effort.rounds,
+                        phases=self.effort.phases,
                     )
                     yield SlowdownRow(
                         load.name,
@@ -246,7 +246,7 @@ class CopyBenchmark:
             calls["queued"] = self.rig.call(path, job, in_flight)
         if is_large and name == AUTO_PATH:
             calls["ceiling"] = self.rig.plain_call(job.direction, self.rig.num_bytes)
-            repeats = self.plan.auto_repeats
+            repeats = self.effort.auto_repeats
         times = self.rig.time_in_turn(list(calls.values()), job.direction, repeats=repeats)
         timed = dict(zip(calls, times, strict=True))
         alone = timed["alone"]
@@ -285,7 +285,7 @@ class CopyBenchmark:
             job.direction, job.layout, len(job.device_blocks), False, count_runs(job)
         )
         chosen = self._choice(job)
-        repeats = self.plan.small_repeats if job.num_bytes <= 8 * MiB else self.plan.repeats
+        repeats = self.effort.small_repeats if job.num_bytes <= 8 * MiB else self.effort.repeats
         hopeful = dict.fromkeys(
             [chosen, *(e.path for e in estimates if e.seconds < 3 * estimates[0].seconds)]
         )

@@ -1,4 +1,4 @@
-"""The one thin layer between kvferry and a GPU driver.
+"""What a GPU driver must offer: the one thin layer between kvferry and a card.
 
 Everything the copy engine asks of a card goes through ``Driver``, so that a fake can stand in for
 all of it. Handles are plain integers. Every refusal is a DriverError in the driver's own words.

@@ -32,7 +32,7 @@ SMALL_SHARE = 32
 
 
 @dataclass(eq=False)
-class Part:
+class RingPart:
     """A part of the ring's memory, and the event after which nobody uses it any more."""
 
     address: int
@@ -46,7 +46,7 @@ class RingSlot:
     A store gathers into the slot and copies out of it; a load copies into it and scatters.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[RingPart, ...]
     num_bytes: int
     stream: int
     gathered: int
@@ -152,9 +152,9 @@ class Ring:
         driver, large, small = self._driver, self._large_bytes, self._small_bytes
         size = NUM_LARGE * large + NUM_SMALL * small
         base = self._take(driver.alloc_device(size), driver.free_device)
-        a, b, c, d = (Part(base + number * large) for number in range(NUM_LARGE))
+        a, b, c, d = (RingPart(base + number * large) for number in range(NUM_LARGE))
         end = base + NUM_LARGE * large
-        s, t = (Part(end + number * small) for number in range(NUM_SMALL))
+        s, t = (RingPart(end + number * small) for number in range(NUM_SMALL))
         self.inbound, self.beside, self.ahead = (self._stream() for _ in range(3))
         streams = [self._stream() for _ in range(NUM_LARGE + NUM_SMALL)]
         alone = Slots(
@@ -173,7 +173,7 @@ class Ring:
         }
         self._alone = alone
 
-    def _slot(self, parts: tuple[Part, ...], num_bytes: int, stream: int) -> RingSlot:
+    def _slot(self, parts: tuple[RingPart, ...], num_bytes: int, stream: int) -> RingSlot:
         driver = self._driver
         events = (
             self._take(driver.create_event(timing=False), driver.destroy_event) for _ in range(4)

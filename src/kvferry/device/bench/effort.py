@@ -8,7 +8,7 @@ KiB, MiB = 1 << 10, 1 << 20
 
 
 @dataclass(frozen=True)
-class Plan:
+class Effort:
     """How much to measure."""
 
     segment_bytes: tuple[int, ...]
@@ -24,7 +24,7 @@ class Plan:
     planner_bytes: tuple[int, ...]
 
 
-FULL = Plan(
+FULL = Effort(
     segment_bytes=tuple(4 * KiB << power for power in range(10)),
     large_bytes=(64 * MiB, 256 * MiB),
     repeats=11,
@@ -35,7 +35,7 @@ FULL = Plan(
     planner_segments=tuple(kib * KiB for kib in (8, 12, 32, 48, 128, 512, 1024)),
     planner_bytes=tuple(mib * MiB for mib in (2, 3, 8, 24, 32, 128, 192)),
 )
-QUICK = Plan(
+QUICK = Effort(
     segment_bytes=(4 * KiB, 16 * KiB, 64 * KiB, 2 * MiB),
     large_bytes=(64 * MiB, 256 * MiB),
     repeats=3,
