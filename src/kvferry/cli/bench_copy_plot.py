@@ -16,7 +16,7 @@ WIDTH, HEIGHT = 960, 760
 PANEL_W, PANEL_H = 380, 250
 OURS = "#0b6e4f"
 COLOURS = ("#c44536", "#e09f3e", "#7f7f7f", "#74a892", "#5b6c9d", "#8a5a83")
-"""For the other lines, and the other bars, in turn."""
+"""For all others, in turn."""
 DASHES = ("", "6 3", "2 3")
 
 STYLE = (
@@ -92,15 +92,23 @@ def _lines(data: dict[str, Any]) -> list[tuple[str, str, str, float, str]]:
 
     Other designs, and our paths that pay per segment. The others are what the planner picks.
     """
-    timed = [path for path in paths_of(data["rows"]) if path != AUTO_PATH]
-    others = [(name, name) for name in timed if name not in BY_NAME]
-    slow = [BY_NAME[name] for name in timed if name in BY_NAME and BY_NAME[name].pays_per_segment]
-    beside = [*others, *((path.name, path.title) for path in reversed(slow))]
-    styles = zip(beside, cycle(COLOURS), cycle(DASHES), strict=False)
-    return [
-        (AUTO_PATH, "kvferry, planner's choice", OURS, 3.0, ""),
-        *((name, words, colour, 2.0, dash) for (name, words), colour, dash in styles),
-    ]
+    lines = [(AUTO_PATH, "kvferry, planner's choice", OURS, 3.0, "")]
+    for (name, colour), dash in zip(_colours(data).items(), cycle(DASHES), strict=False):
+        path = BY_NAME.get(name)
+        if path is None or path.pays_per_segment:
+            lines.append((name, path.title if path is not None else name, colour, 2.0, dash))
+    return lines
+
+
+def _colours(data: dict[str, Any]) -> dict[str, str]:
+    """One for each path but the planner's choice, the same wherever it is shown."""
+    timed = [path for path in paths_of([*data["rows"], *data["slowdown"]]) if path != AUTO_PATH]
+    others = [name for name in timed if name not in BY_NAME]
+    ours = sorted(
+        (name for name in reversed(BY_NAME) if name in timed),
+        key=lambda name: not BY_NAME[name].pays_per_segment,
+    )
+    return dict(zip([*others, *ours], cycle(COLOURS), strict=False))
 
 
 def _legend(data: dict[str, Any], left: float, top: float) -> list[str]:
@@ -136,8 +144,9 @@ def _costs(data: dict[str, Any], left: float, top: float) -> list[str]:
         y = top + height * (1 - tick / high)
         parts.append(_line(left, y, left + width, y, "grid"))
         parts.append(_text(left - 8, y + 4, str(tick), anchor="end"))
-    others = [path for path in paths_of(rows) if path != AUTO_PATH]
-    bars = [(AUTO_PATH, OURS), *zip(others, cycle(COLOURS), strict=False)]
+    colours = {AUTO_PATH: OURS, **_colours(data)}
+    shown = paths_of(rows)
+    bars = [(path, colour) for path, colour in colours.items() if path in shown]
     group_width = width / len(groups)
     bar = group_width / (len(bars) + 1.5)
     for number, (load, direction) in enumerate(groups):

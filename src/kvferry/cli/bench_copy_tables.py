@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -45,7 +46,8 @@ def paths_of(rows: Iterable[dict[str, Any]]) -> list[str]:
 def _notes(data: dict[str, Any]) -> str:
     words = {name: path.how for name, path in BY_NAME.items()} | data.get("designs", {})
     timed = [name for name in paths_of(data["rows"]) if name in words]
-    return " ".join([*(f"**{name}**: {words[name]}." for name in timed), NOTES.rstrip()])
+    text = " ".join([*(f"**{name}**: {words[name]}." for name in timed), NOTES])
+    return textwrap.fill(text, 100, break_on_hyphens=False)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
