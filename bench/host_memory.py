@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import kvferry
-from kvferry.device.driver import Driver, Priority, open_driver
-from kvferry.device.registrar import DriverRegistrar
+from kvferry.device.driver.base import Driver, Priority
+from kvferry.device.driver.opening import open_driver
+from kvferry.device.driver.registrar import DriverRegistrar
 from kvferry.errors import DriverError
 from kvferry.quantities import GiB, MiB, parse_size
 from kvferry.tiers import HostMemory, Pin

@@ -190,8 +190,8 @@ def case_of(args: argparse.Namespace, shape: str) -> Case:
 def provenance() -> dict[str, str]:
     """From a process of its own: this one must not hold the card."""
     code = (
-        "import json, vllm; from kvferry.device.calibrate import provenance; "
-        "from kvferry.device.driver import open_driver; d = open_driver(0); "
+        "import json, vllm; from kvferry.device.planning.calibrate import provenance; "
+        "from kvferry.device.driver.opening import open_driver; d = open_driver(0); "
         "print('PROVENANCE' + json.dumps(provenance(d) | {'vllm': vllm.__version__}))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,7 +9,7 @@ import pickle
 import numpy as np
 
 from kvferry import Namespace, Scheduler, Worker, chain
-from kvferry.device.cpu import CpuEngine
+from kvferry.device.engine.cpu import CpuEngine
 from kvferry.device.layout import describe
 from kvferry.pool import Pool
 from kvferry.reach import FullAttention

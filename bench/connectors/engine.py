@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvferry.device import profile
+from kvferry.device.planning import profile_files
 
 GiB = 1 << 30
 
@@ -125,7 +125,7 @@ class Engine:
         from vllm import LLM
 
         # Not by XDG_CACHE_HOME: vLLM's compile cache is keyed by that, too.
-        profile.cache_directory = lambda: Path(os.environ[PROFILES])
+        profile_files.cache_directory = lambda: Path(os.environ[PROFILES])
         folder = os.path.join(tempfile.gettempdir(), f"bench-{shape.name}")
         began = time.perf_counter()
         self.llm = LLM(

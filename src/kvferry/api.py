@@ -26,8 +26,8 @@ import numpy.typing as npt
 from kvferry.answers import MatchState
 from kvferry.closing import Closing
 from kvferry.config import Config
+from kvferry.device.engine.stream import Stream
 from kvferry.device.layout import GroupLayout, describe
-from kvferry.device.stream import Stream
 from kvferry.errors import ClosedError, ConfigError, DeadlineError, InputError
 from kvferry.identity import Described, Namespace, chain
 from kvferry.keys import Keys

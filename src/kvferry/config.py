@@ -18,6 +18,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
+from kvferry.copy_paths import AUTO_PATH, BY_NAME
 from kvferry.errors import ConfigError, UnknownSettingError
 from kvferry.quantities import (
     GiB,
@@ -152,8 +153,8 @@ class Config:
     )
     block_tokens: int = setting(16, COUNT, "Tokens in one block.")
     copy_path: str = setting(
-        "auto",
-        one_of("auto", "loop", "dma", "kernel", "staged"),
+        AUTO_PATH,
+        one_of(AUTO_PATH, *BY_NAME),
         "How blocks are copied; auto picks by measurement on this machine.",
     )
     staging_ring: int = setting(64 * MiB, SIZE, "Device memory of the staged path's ring.")

@@ -16,12 +16,14 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from kvferry.config import Config
-from kvferry.device.base import CopyEngine
-from kvferry.device.cpu import CpuEngine
-from kvferry.device.driver import Driver, open_driver
+from kvferry.copy_paths import COPY_PATHS
+from kvferry.device.driver.base import Driver
+from kvferry.device.driver.opening import open_driver
+from kvferry.device.driver.registrar import DriverRegistrar
+from kvferry.device.engine.base import CopyEngine
+from kvferry.device.engine.cpu import CpuEngine
+from kvferry.device.engine.stream import Stream
 from kvferry.device.layout import GroupLayout
-from kvferry.device.registrar import DriverRegistrar
-from kvferry.device.stream import Stream
 from kvferry.tiers import HostMemory, Pin, SharedMemory
 from kvferry.types import FIRST_RANK, Rank
 
@@ -140,18 +142,19 @@ def open_on_gpu(
     Where the driver pins no host memory, copies go one by one through the driver: slow and right.
     """
     # Here: what they bring is needed with a GPU only.
-    from kvferry.device.gpu import GpuDevice
-    from kvferry.device.toolbox import open_planner, open_toolbox
+    from kvferry.device.engine.gpu import GpuEngine, torch_compute_stream
+    from kvferry.device.paths.path_set import open_paths
+    from kvferry.device.planning.opening import open_planner
 
     activity = Activity(is_starting=is_starting)
     with ExitStack() as undo:
         if driver is None:
             driver = open_driver(device)
             undo.callback(driver.close)
-        toolbox = open_toolbox(driver, ring_bytes=config.staging_ring)
-        undo.callback(toolbox.close)
+        path_set = open_paths(driver, ring_bytes=config.staging_ring)
+        undo.callback(path_set.close)
         # Before there is host memory: its growth beside a calibration would be measured with it.
-        planner = open_planner(driver, toolbox, copy_path=config.copy_path)
+        planner = open_planner(driver, path_set.paths, copy_path=config.copy_path)
         registrar = DriverRegistrar(driver)
         host = HostMemory(
             config.host,
@@ -166,16 +169,20 @@ def open_on_gpu(
         undo.callback(host.close)
         if not host.is_pinned:
             # A kernel that touches memory the driver does not know kills the process's GPU work.
-            planner = open_planner(driver, toolbox, copy_path="loop")
-        engine = GpuDevice(
+            unpinned = next(path.name for path in COPY_PATHS if not path.needs_pinned)
+            planner = open_planner(driver, path_set.paths, copy_path=unpinned)
+        rows = host.tier.rows
+        engine = GpuEngine(
+            driver,
             layouts,
-            host.tier.rows,
-            compute_stream=compute_stream,
-            device=device,
+            host_base=int(rows.ctypes.data),
+            host_pitch=int(rows.strides[0]),
+            num_slots=len(rows),
+            compute_stream=compute_stream or torch_compute_stream(device),
+            planner=planner,
+            paths=path_set.paths,
             rank=rank,
             host_chunk=host.chunk_bytes,
-            driver=driver,
-            tools=(toolbox, planner),
         )
         return RankMemory(host, engine, activity, undo.pop_all())
 

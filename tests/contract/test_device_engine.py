@@ -13,14 +13,16 @@ from tests.fakes.driver import FakeDriver
 from tests.fakes.kv import Kv, make_kv
 from tests.fakes.rig import Rig
 
-from kvferry.device import engine
-from kvferry.device.builtin_profile import builtin_profile
-from kvferry.device.driver import Priority
-from kvferry.device.engine import GpuEngine
-from kvferry.device.job import CopyJob, Direction, FixedPlanner
+from kvferry.device.driver.base import Priority
+from kvferry.device.engine import gpu as engine
+from kvferry.device.engine.gpu import GpuEngine
+from kvferry.device.job import CopyJob, Direction
 from kvferry.device.layout import GroupLayout, describe
-from kvferry.device.paths import DmaPath, LoopPath
-from kvferry.device.planner import MeasuredPlanner
+from kvferry.device.paths.dma import DmaPath
+from kvferry.device.paths.loop import LoopPath
+from kvferry.device.planning.base import FixedPlanner
+from kvferry.device.planning.builtin_profile import builtin_profile
+from kvferry.device.planning.planner import MeasuredPlanner
 from kvferry.errors import ClosedError, LayoutError
 from kvferry.types import Outcome, Receipt
 
@@ -309,10 +311,13 @@ def test_busy_is_what_it_was_when_the_transfer_was_submitted(
 def test_a_receipt_says_what_its_path_was_chosen_for(fails: bool, large: bool) -> None:
     rig = Rig()
     for busy in (False, True):
-        rig.engine._is_busy = lambda busy=busy: busy
         if fails:
             rig.engine._paths.clear()
+        if busy:
+            rig.driver.timeline.frozen = {rig.compute}
+            rig.launch(lambda: None)
         transfer = rig.store([1, 2, 3], [2, 5, 7])
+        rig.driver.timeline.frozen = set()
         receipt = rig.drain()[transfer]
         assert receipt.outcome is (Outcome.FAILED if fails else Outcome.OK)
         assert receipt.beside_model is busy

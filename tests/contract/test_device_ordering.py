@@ -7,6 +7,10 @@ every scenario under every seed; a mutant must be caught, or the scenario proves
 
 from __future__ import annotations
 
+import os
+import pathlib
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from functools import cached_property, partial
@@ -17,9 +21,9 @@ from tests.fakes.driver import FakeDriver
 from tests.fakes.kv import make_kv
 from tests.fakes.rig import PATHS, Rig
 
-from kvferry.device.driver import Addresses, Driver, SourceOrder
+from kvferry.device.driver.base import Addresses, Driver, SourceOrder
 from kvferry.device.job import CopyJob, Direction
-from kvferry.device.paths import DmaPath
+from kvferry.device.paths.dma import DmaPath
 
 SEEDS = range(12)
 
@@ -113,6 +117,11 @@ def nobody_waits_for_ids(rig: Rig, driver: Mutant) -> None:
 
 def nobody_waits_for_kernels(rig: Rig, driver: Mutant) -> None:
     driver.ignored = frozenset(ring_streams(rig)[1])
+
+
+def nobody_waits_for_a_free_slot(rig: Rig, driver: Mutant) -> None:
+    path: Any = rig.engine._paths["staged"]
+    path._wait_until_free = lambda slot, stream: None
 
 
 def receipts_do_not_wait(rig: Rig, driver: Mutant) -> None:
@@ -228,6 +237,31 @@ def load_around_the_ring(rig: Rig) -> bool:
     return [rig.kv.block(block) for block in slots] == [rig.slot(slot) for slot in slots]
 
 
+def store_around_the_ring(rig: Rig) -> bool:
+    """Copies to host run late: a slot must not be filled again before its bytes have left it."""
+    rig.driver.timeline.late = {rig.stream(Direction.STORE)}
+    blocks = list(range(rig.kv.layout.num_blocks))
+    rig.store(blocks, blocks)
+    rig.drain()
+    return [rig.slot(slot) for slot in blocks] == [rig.kv.block(block) for block in blocks]
+
+
+def load_through_a_stores_slots(rig: Rig) -> bool:
+    """The store had all of the ring; the load behind it takes slots whose bytes are still there."""
+    rig.driver.timeline.frozen = {rig.stream(Direction.STORE)}
+    stored, loaded = [3, 1, 0, 2], [5, 4, 6]
+    wanted = [rig.kv.block(block) for block in stored]
+    rig.store(stored, stored)
+    rig.wait_until_queued()
+    rig.load(loaded, loaded)
+    rig.wait_until_queued()
+    rig.driver.timeline.run_all()  # everything that does not wait for the store's copies
+    rig.driver.timeline.frozen = set()
+    rig.drain()
+    came = [rig.kv.block(block) for block in loaded] == [rig.slot(slot) for slot in loaded]
+    return came and [rig.slot(slot) for slot in stored] == wanted
+
+
 def loads_whose_ids_are_late(rig: Rig) -> bool:
     """Which blocks they go to comes by another stream than the bytes: last time's must not do."""
     half = rig.kv.layout.num_blocks // 2
@@ -253,8 +287,14 @@ def loads_whose_ids_are_late(rig: Rig) -> bool:
 
 
 Scenario = Callable[[Rig], bool]
-PAGES: dict[Scenario, int] = {load_around_the_ring: 1024, loads_whose_ids_are_late: 1024}
-BATCHED = tuple(path for path in PATHS if path in ("dma", "staged"))
+AROUND: tuple[Scenario, ...] = (
+    load_around_the_ring,
+    store_around_the_ring,
+    load_through_a_stores_slots,
+    loads_whose_ids_are_late,
+)
+"""Those whose jobs are larger than the ring."""
+BATCHED = ("dma", "staged")
 SCENARIOS: list[Scenario] = [
     store_after_compute_wrote,
     load_after_compute_read,
@@ -262,10 +302,9 @@ SCENARIOS: list[Scenario] = [
     receipt_after_bytes,
     store_from_an_idle_card,
     stores_behind_each_other,
-    load_around_the_ring,
-    loads_whose_ids_are_late,
+    *AROUND,
 ]
-STAGED = tuple(path for path in PATHS if path == "staged")
+STAGED = ("staged",)
 CAUGHT: list[tuple[Callable[[Rig, Mutant], None], Scenario, tuple[str, ...]]] = [
     (store_does_not_wait, store_after_compute_wrote, tuple(PATHS)),
     (load_does_not_wait, load_after_compute_read, tuple(PATHS)),
@@ -277,6 +316,9 @@ CAUGHT: list[tuple[Callable[[Rig, Mutant], None], Scenario, tuple[str, ...]]] = 
     (kernels_do_not_wait_for_compute, load_after_compute_read, STAGED),
     (nobody_waits_for_kernels, store_from_an_idle_card, STAGED),
     (nobody_waits_for_kernels, load_around_the_ring, STAGED),
+    (nobody_waits_for_a_free_slot, store_around_the_ring, STAGED),
+    (nobody_waits_for_a_free_slot, load_around_the_ring, STAGED),
+    (nobody_waits_for_a_free_slot, load_through_a_stores_slots, STAGED),
     (nobody_waits_for_ids, loads_whose_ids_are_late, STAGED),
     (nobody_waits_for_the_head, store_from_an_idle_card, STAGED),
 ]
@@ -286,7 +328,7 @@ def outcome(
     scenario: Scenario, mutate: Callable[[Rig, Mutant], None], path: str, seed: int
 ) -> bool:
     driver = Mutant(seed=seed)
-    kv = make_kv("split", page=PAGES.get(scenario, 48), seed=seed)
+    kv = make_kv("split", page=1024 if scenario in AROUND else 48, seed=seed)
     rig = Rig(kv, path=path, driver=driver, seed=seed)
     mutate(rig, driver)
     good = scenario(rig)
@@ -341,3 +383,29 @@ def test_a_copy_does_not_wait_for_compute_queued_after_it() -> None:
     rig.drain_ok()
     rig.driver.timeline.frozen = set()
     rig.close()
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = sys.modules["torch"] = None
+from tests.contract import test_device_ordering as proof
+for scenario in (proof.store_around_the_ring, proof.load_around_the_ring):
+    for mutate, is_right in ((proof.right, True), (proof.nobody_waits_for_a_free_slot, False)):
+        assert all(proof.outcome(scenario, mutate, "staged", n) for n in range(4)) is is_right
+"""
+
+
+def test_the_rings_proof_needs_neither_triton_nor_torch() -> None:
+    root = pathlib.Path(__file__).parents[2]
+    found = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(found)}
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRITON],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+    assert run.returncode == 0, run.stderr

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.fakes.kv import LAYOUTS, make_kv
-from tests.fakes.rig import PATHS, Rig
+from tests.fakes.rig import INTERPRETED, PATHS, Rig
+
+ALL = {**PATHS, **INTERPRETED}
 
 # Elements per page; in bytes odd, below, at and above the widths kernels like.
 PAGES = [1, 3, 16, 17, 513, 2048]
@@ -44,9 +46,9 @@ def check_load(rig: Rig) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
 @pytest.mark.parametrize("page", PAGES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", ALL)
 def test_bytes_arrive_exactly(path: str, layout: str, page: int, dtype: Any) -> None:
-    rig = Rig(make_kv(layout, page=page, dtype=dtype, seed=page), path=path, seed=page)
+    rig = Rig(make_kv(layout, page=page, dtype=dtype, seed=page), path=path, paths=ALL, seed=page)
     check_store(rig)
     check_load(rig)
     rig.close()
@@ -54,11 +56,11 @@ def test_bytes_arrive_exactly(path: str, layout: str, page: int, dtype: Any) -> 
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", ALL)
 def test_many_blocks_and_slots_in_any_order(path: str, seed: int) -> None:
     """So many that ids travel on their own, and slots that are no neighbours."""
     kv = make_kv("split", page=24, num_blocks=100, seed=seed)
-    rig = Rig(kv, path=path, num_slots=100, seed=seed)
+    rig = Rig(kv, path=path, paths=ALL, num_slots=100, seed=seed)
     for _ in range(2):  # the second on an idle card, with everything prepared
         blocks, slots = (rig.rng.permutation(100)[:70].tolist() for _ in range(2))
         rig.host[...] = 0xEE
@@ -73,10 +75,10 @@ def test_many_blocks_and_slots_in_any_order(path: str, seed: int) -> None:
     assert rig.driver.leaks() == {}
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", ALL)
 def test_groups_of_different_shape_share_the_slots(path: str) -> None:
     groups = [make_kv("layers", page=64, seed=1), make_kv("split", page=7, num_blocks=4, seed=2)]
-    rig = Rig(groups, path=path)
+    rig = Rig(groups, path=path, paths=ALL)
     rig.store([1], [0], group=0)
     rig.store([3], [1], group=1)
     rig.drain_ok()
@@ -87,7 +89,7 @@ def test_groups_of_different_shape_share_the_slots(path: str) -> None:
 
 @pytest.mark.parametrize("path", ["loop", "dma"])
 def test_a_block_that_is_one_run_is_one_descriptor(path: str) -> None:
-    rig = Rig(make_kv("block-outermost"), path=path)
+    rig = Rig(make_kv("block-outermost"), path=path, paths=ALL)
     rig.store([0, 2, 4], [0, 1, 2])
     rig.drain_ok()
     copies = sum(rig.driver.batches) or rig.driver.calls.count("copy_async")
@@ -95,9 +97,9 @@ def test_a_block_that_is_one_run_is_one_descriptor(path: str) -> None:
     rig.close()
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", ALL)
 def test_receipts_carry_bytes_seconds_and_path(path: str) -> None:
-    rig = Rig(path=path)
+    rig = Rig(path=path, paths=ALL)
     transfer = rig.store([0, 1], [0, 1])
     receipt = rig.drain()[transfer]
     assert receipt.num_bytes == 2 * rig.kv.layout.block_bytes

@@ -10,9 +10,9 @@ from tests.fakes.driver import FakeDriver
 from tests.fakes.kv import make_kv
 
 from kvferry.config import Config
-from kvferry.device import toolbox
-from kvferry.device.builtin_profile import builtin_profile
-from kvferry.device.profile import Profile
+from kvferry.device.planning import opening
+from kvferry.device.planning.builtin_profile import builtin_profile
+from kvferry.device.planning.profile import Profile
 from kvferry.errors import ConfigError, InputError
 from kvferry.rank import Activity, RankMemory, open_on_cpu, open_on_gpu
 from kvferry.types import DEVICE, HOST, Outcome, Transfer, TransferId, as_slots
@@ -105,7 +105,7 @@ def test_a_machine_is_measured_before_its_host_memory_grows(
         return builtin_profile()
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(toolbox, "calibrate", measure)
+    monkeypatch.setattr(opening, "calibrate", measure)
     auto = settings(copy_path="auto")
     rank = open_on_gpu([KV.layout], auto, driver=driver, compute_stream=lambda: 0)
     assert rank.host.growth.wait(5)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from tests.fakes.timeline import FakeEvent, FakeStream, Timeline
 
-from kvferry.device.driver import (
+from kvferry.device.driver.base import (
     UNSAFE_STREAMS,
     Addresses,
     BatchForm,

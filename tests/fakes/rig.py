@@ -11,30 +11,53 @@ from typing import Any
 import numpy as np
 from tests.fakes.driver import FakeDriver
 from tests.fakes.kv import Kv, make_kv
+from tests.fakes.launcher import HostLauncher
 
-from kvferry.device.driver import Driver, Priority
-from kvferry.device.engine import GpuEngine
-from kvferry.device.hostmem import HostRegistration
-from kvferry.device.job import Direction, FixedPlanner, Path
-from kvferry.device.paths import DmaPath, LoopPath
+from kvferry.device.driver.base import Driver, Priority
+from kvferry.device.engine.gpu import GpuEngine
+from kvferry.device.job import Direction
+from kvferry.device.kernels.base import Launcher
+from kvferry.device.paths.base import Path
+from kvferry.device.paths.dma import DmaPath
+from kvferry.device.paths.kernel import KernelPath
+from kvferry.device.paths.loop import LoopPath
+from kvferry.device.paths.staged import StagedPath
+from kvferry.device.planning.base import FixedPlanner
 from kvferry.types import DEVICE, HOST, Outcome, Receipt, Transfer, TransferId, as_slots
 
 PathMaker = Callable[[Any], Path]
 
-PATHS: dict[str, PathMaker] = {"loop": LoopPath, "dma": DmaPath}
-"""Every path the contract holds for; those with kernels only where Triton's interpreter is."""
+
+def _with_kernels(make_launcher: Callable[[Any], Launcher]) -> tuple[PathMaker, PathMaker]:
+    """The paths ``kernel`` and ``staged``.
+
+    With a ring so small that large jobs go around it, and edges so small that all jobs go through.
+    """
+    return (
+        lambda driver: KernelPath(driver, make_launcher(driver)),
+        lambda driver: StagedPath(
+            driver, make_launcher(driver), ring_bytes=1 << 14, edges=(64, 64, 64)
+        ),
+    )
+
+
+_kernel, _staged = _with_kernels(HostLauncher)
+PATHS: dict[str, PathMaker] = {
+    "loop": LoopPath,
+    "dma": DmaPath,
+    "kernel": _kernel,
+    "staged": _staged,
+}
+"""Every path the contract holds for, with kernels that need neither a GPU nor Triton."""
+
+INTERPRETED: dict[str, PathMaker] = {}
+"""The same with the kernel itself, where Triton's interpreter is: for what its bytes depend on."""
 
 if util.find_spec("triton") is not None and util.find_spec("torch") is not None:
-    from tests.fakes.launcher import InterpretedLauncher
+    from tests.fakes.interpreter import InterpretedLauncher
 
-    from kvferry.device.kernel_path import KernelPath
-    from kvferry.device.staged import StagedPath
-
-    PATHS["kernel"] = lambda driver: KernelPath(driver, InterpretedLauncher(driver))
-    # A ring so small that large jobs go around it, and edges so small that all jobs go through it.
-    PATHS["staged"] = lambda driver: StagedPath(
-        driver, InterpretedLauncher(driver), ring_bytes=1 << 14, edges=(64, 64, 64)
-    )
+    _kernel, _staged = _with_kernels(InterpretedLauncher)
+    INTERPRETED = {"kernel, interpreted": _kernel, "staged, interpreted": _staged}
 
 LONG = 60.0
 """Seconds: only for what would be for ever. A loaded machine may take many to warm a kernel up."""
@@ -72,10 +95,8 @@ class Rig:
         mapping = mmap.mmap(-1, num_slots * self.pitch)
         self.host = np.frombuffer(mapping, dtype=np.uint8).reshape(num_slots, self.pitch)
         self.host[...] = self.rng.integers(0, 256, self.host.shape, dtype=np.uint8)
-        self.registration = HostRegistration(
-            self.driver, self.host.ctypes.data, self.host.nbytes, slot_bytes=self.pitch
-        ).wait()
         with self.driver.current():
+            self.driver.register_host(self.host.ctypes.data, self.host.nbytes)
             self.compute = self.driver.create_stream(Priority.HIGH)
         self._ids = itertools.count(1)
         driver_for_paths: Driver = self.driver
@@ -89,7 +110,6 @@ class Rig:
                 compute_stream=lambda: self.compute,
                 planner=FixedPlanner(path, path),
                 paths={name: make(driver_for_paths) for name, make in paths.items()},
-                host_chunk=self.registration.chunk_bytes,
                 patience=patience,
                 close_timeout=LONG,
             )
@@ -143,7 +163,7 @@ class Rig:
         """Give back what the rig itself took; what is left then is the engine's leak."""
         with self.driver.current():
             self.driver.destroy_stream(self.compute)
-        self.registration.close()
+            self.driver.unregister_host(self.host.ctypes.data)
 
     def _submit(
         self, src: Any, dst: Any, src_slots: Sequence[int], dst_slots: Sequence[int], group: int

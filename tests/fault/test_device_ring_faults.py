@@ -10,13 +10,11 @@ from types import TracebackType
 import pytest
 from tests.fakes.driver import FakeDriver
 from tests.fakes.kv import make_kv
-from tests.fakes.rig import LONG, PATHS, Rig
+from tests.fakes.rig import LONG, Rig
 
 from kvferry.device.job import Direction
-from kvferry.device.ring import Ring
+from kvferry.device.paths.ring import Ring
 from kvferry.types import Outcome
-
-pytestmark = pytest.mark.skipif("staged" not in PATHS, reason="needs Triton's interpreter")
 
 COUNT = 12
 LOADED, STORED, LATER = (list(range(first, first + COUNT)) for first in (0, COUNT, 2 * COUNT))

@@ -10,12 +10,13 @@ from contextlib import ExitStack
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.device.cuda import CudaDriver
-from kvferry.device.driver import Priority
-from kvferry.device.engine import GpuEngine
-from kvferry.device.hostmem import HostRegistration
-from kvferry.device.job import Direction, FixedPlanner, Path
+from kvferry.device.driver.base import Priority
+from kvferry.device.driver.cuda import CudaDriver
+from kvferry.device.engine.gpu import GpuEngine
+from kvferry.device.job import Direction
 from kvferry.device.layout import GroupLayout
+from kvferry.device.paths.base import Path
+from kvferry.device.planning.base import FixedPlanner
 from kvferry.types import DEVICE, HOST, Outcome, Receipt, Transfer, TransferId, as_slots
 
 Bytes = npt.NDArray[np.uint8]
@@ -50,10 +51,9 @@ class Card:
         pitch = -(-pitch // 16) * 16
         self.host: Bytes = np.frombuffer(mmap.mmap(-1, num_slots * pitch), dtype=np.uint8)
         self.host = self.host.reshape(num_slots, pitch)
-        registration = HostRegistration(
-            driver, self.host.ctypes.data, self.host.nbytes, slot_bytes=pitch
-        ).wait()
-        self._stack.callback(registration.close)
+        with driver.current():
+            driver.register_host(self.host.ctypes.data, self.host.nbytes)
+        self._stack.callback(driver.unregister_host, self.host.ctypes.data)
         self.engine = GpuEngine(
             driver,
             [self.layout],
@@ -63,7 +63,6 @@ class Card:
             compute_stream=lambda: self.compute,
             planner=FixedPlanner(path, path),
             paths=paths,
-            host_chunk=registration.chunk_bytes,
         )
 
     # -- bytes -------------------------------------------------------------------------------

@@ -18,12 +18,14 @@ import pytest
 from tests.gpu.card import Bytes, Card
 from tests.gpu.slow_kernel import SlowFill
 
-from kvferry.device.cuda import CudaDriver
-from kvferry.device.driver import Addresses, BatchForm, SourceOrder
-from kvferry.device.job import Direction, Path
+from kvferry.device.driver.base import Addresses, BatchForm, SourceOrder
+from kvferry.device.driver.cuda import CudaDriver
+from kvferry.device.job import Direction
 from kvferry.device.layout import GroupLayout, describe
-from kvferry.device.paths import DmaPath, LoopPath
-from kvferry.device.tensor_view import TensorView
+from kvferry.device.layout.tensor_view import TensorView
+from kvferry.device.paths.base import Path
+from kvferry.device.paths.dma import DmaPath
+from kvferry.device.paths.loop import LoopPath
 from kvferry.types import DEVICE, HOST, Transfer, TransferId, as_slots
 
 pytestmark = pytest.mark.gpu
@@ -86,14 +88,15 @@ def make_path(driver: CudaDriver, path: str, stack: ExitStack) -> Path:
         pytest.skip("the kernel paths need Triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("other tests of this run chose Triton's interpreter: run tests/gpu by itself")
-    from kvferry.device.kernel_path import KernelPath
-    from kvferry.device.launch import CudaLauncher
-    from kvferry.device.staged import StagedPath
+    from kvferry.device.kernels.launch import CudaLauncher
+    from kvferry.device.paths.kernel import KernelPath
+    from kvferry.device.paths.staged import StagedPath
 
     launcher = CudaLauncher(driver)
     stack.callback(launcher.close)
-    kind = KernelPath if path == "kernel" else StagedPath
-    return kind(driver, launcher)
+    if path == "kernel":
+        return KernelPath(driver, launcher)
+    return StagedPath(driver, launcher, ring_bytes=64 << 20)
 
 
 def layers(segment: int, num_layers: int, *, gap: int = 0, offset: int = 0) -> tuple[int, Make]:

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 
 from kvferry.cli import main as door
 from kvferry.cli.commands import LazyGroup, kvferry
-from kvferry.device.cpu import CpuEngine
+from kvferry.device.engine.cpu import CpuEngine
 from kvferry.playground import offload
 from kvferry.types import DEVICE, Transfer
 

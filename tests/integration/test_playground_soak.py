@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from kvferry.config import Config
-from kvferry.device.cpu import CpuEngine
+from kvferry.device.engine.cpu import CpuEngine
 from kvferry.device.layout import describe
 from kvferry.errors import TransferError
 from kvferry.playground import offload

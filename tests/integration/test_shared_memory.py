@@ -10,7 +10,7 @@ import pytest
 from tests.fakes.by_name import ByName
 from tests.fakes.crafted_keys import key
 
-from kvferry.device.cpu import CpuEngine
+from kvferry.device.engine.cpu import CpuEngine
 from kvferry.device.layout import describe
 from kvferry.errors import ConfigError, InputError
 from kvferry.keys import Keys

@@ -49,7 +49,7 @@ from tests.model.serving import Serving
 from tests.model.stage import RankSide, Served, Setup
 
 from kvferry.answers import MatchState
-from kvferry.device.cpu import CpuEngine
+from kvferry.device.engine.cpu import CpuEngine
 from kvferry.device.layout import describe
 from kvferry.errors import TransferError
 from kvferry.playground.engine import Engine, Limits

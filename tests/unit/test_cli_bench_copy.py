@@ -17,7 +17,7 @@ from kvferry.cli.bench_copy_tables import report
 from kvferry.cli.calibrate import calibrate
 from kvferry.cli.progress import show
 from kvferry.device.bench.result import OneCopy, PlannerCell, Result, Row, SlowdownRow
-from kvferry.device.cuda import CudaDriver
+from kvferry.device.driver.cuda import CudaDriver
 
 MiB = 1 << 20
 KEPT = Path(__file__).parents[2] / "docs" / "benchmarks" / "copy-h200.json"
@@ -58,9 +58,13 @@ def made_up() -> dict[str, Any]:
     provenance = dict.fromkeys(
         ["gpu", "link", "driver", "torch", "triton", "python", "kvferry", "date", "command"], "x"
     )
-    result = Result({**provenance, "calibration_seconds": "1.0"}, {"load": 50.0, "store": 50.0})
+    result = Result(
+        {**provenance, "calibration_seconds": "1.0"},
+        designs={"theirs": "another design"},
+        ceiling={"load": 50.0, "store": 50.0},
+    )
     for direction in ("load", "store"):
-        for path in ("loop", "dma", "published", "kernel", "staged", "auto"):
+        for path in ("loop", "dma", "kernel", "staged", "theirs", "auto"):
             chosen = "kernel" if path == "auto" else ""
             row = Row(direction, 16384, 64, 256, path, 40.0, 0.8, 6e-3, 5.0, chosen, "run", 50.0)
             result.rows.append(row)

@@ -9,16 +9,20 @@ from typing import Any
 import pytest
 from tests.fakes.driver import FakeDriver
 
-from kvferry.device import calibrate as module
-from kvferry.device import toolbox as toolbox_module
-from kvferry.device.calibrate import calibrate
-from kvferry.device.copy_rig import CopyRig, Timing
-from kvferry.device.driver import BatchForm
-from kvferry.device.host_runs import count_runs
+from kvferry.copy_paths import path_names
+from kvferry.device.driver.base import BatchForm
 from kvferry.device.job import CopyJob, Direction
-from kvferry.device.paths import DmaPath, LoopPath
-from kvferry.device.profile import load_profile, profile_file, save_profile
-from kvferry.device.toolbox import open_planner, open_toolbox
+from kvferry.device.paths import path_set
+from kvferry.device.paths.dma import DmaPath
+from kvferry.device.paths.host_runs import count_runs
+from kvferry.device.paths.loop import LoopPath
+from kvferry.device.paths.path_set import open_paths
+from kvferry.device.planning import calibrate as module
+from kvferry.device.planning import opening
+from kvferry.device.planning.calibrate import calibrate
+from kvferry.device.planning.copy_rig import CopyRig, Timing
+from kvferry.device.planning.opening import open_planner
+from kvferry.device.planning.profile_files import load_profile, profile_file, save_profile
 from kvferry.errors import DriverError
 
 KiB = 1 << 10
@@ -109,65 +113,85 @@ def test_paths_that_care_are_timed_with_scattered_host_slots(
     assert {len(job.host_slots) for job in scattered} == {2, 8}
 
 
-def test_the_planner_measures_once_and_then_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "kvferry"
+
+
+def test_the_planner_measures_once_and_then_reads(cache: Path) -> None:
     driver: Any = FakeDriver()
-    toolbox = open_toolbox(driver, ring_bytes=1 << 20)
-    assert set(toolbox.paths) == {"loop", "dma"}  # no kernels for a driver that is not CUDA's
-    first = open_planner(driver, toolbox)
-    assert profile_file(driver.identity()).exists()
+    paths = open_paths(driver, ring_bytes=1 << 20).paths
+    assert set(paths) == {"loop", "dma"}  # no kernels for a driver that is not CUDA's
+    first = open_planner(driver, paths)
+    assert list(cache.iterdir()) == [profile_file(driver.identity(), paths)]
     calls = len(driver.calls)
-    second = open_planner(driver, toolbox)
+    second = open_planner(driver, paths)
     assert len(driver.calls) == calls
     assert second.profile == first.profile
-    toolbox.close()
+
+
+def test_what_was_measured_for_other_paths_is_not_planned_by(cache: Path) -> None:
+    """Measured without Triton, say, and then it is installed: kernels would never be chosen."""
+    driver: Any = FakeDriver()
+    few = open_paths(driver, ring_bytes=1 << 20).paths
+    first = open_planner(driver, few).profile
+    assert first.paths == set(few)
+    more = {**few, "staged": DmaPath(driver)}
+    second = open_planner(driver, more).profile
+    assert second.paths == set(more)
+    assert {cell.path for cell in second.cells} == {"dma", "staged"}
+    assert open_planner(driver, few).profile == first  # both are kept: machines have many a venv
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_a_profile_that_says_it_is_for_other_paths_is_measured_again(
+    cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver: Any = FakeDriver()
+    paths = open_paths(driver, ring_bytes=1 << 20).paths
+    other = open_planner(driver, {"dma": paths["dma"]}).profile
+    save_profile(other, profile_file(driver.identity(), paths))  # copied there by hand
+    assert open_planner(driver, paths).profile.paths == set(paths)
+    assert "measured for dma; here are dma, loop" in caplog.text
 
 
 def test_a_profile_of_an_older_version_is_measured_again_and_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     driver: Any = FakeDriver()
-    toolbox = open_toolbox(driver, ring_bytes=1 << 20)
-    file = profile_file(driver.identity())
-    save_profile(open_planner(driver, toolbox).profile, file)
+    paths = open_paths(driver, ring_bytes=1 << 20).paths
+    file = profile_file(driver.identity(), paths)
+    save_profile(open_planner(driver, paths).profile, file)
     older = json.loads(file.read_text())
     older["format"] = 1
     for cell in older["cells"]:
         del cell["num_runs"]
     file.write_text(json.dumps(older))
-    again = open_planner(driver, toolbox)
+    again = open_planner(driver, paths)
     assert "format 1" in caplog.text
     assert again.profile.provenance["source"] == "measurements on this machine"
-    assert load_profile(file) == again.profile
-    toolbox.close()
+    assert load_profile(file, paths) == again.profile
 
 
+@pytest.mark.usefixtures("cache")
 def test_a_machine_that_cannot_be_measured_is_planned_for_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     driver: Any = FakeDriver()
     driver.fail("alloc_host")
-    toolbox = open_toolbox(driver, ring_bytes=1 << 20)
-    planner = open_planner(driver, toolbox)
+    planner = open_planner(driver, open_paths(driver, ring_bytes=1 << 20).paths)
     assert "built-in" in planner.profile.provenance["source"]
     assert "could not be measured" in caplog.text
     assert driver.leaks() == {}
-    unasked = open_planner(driver, toolbox, may_calibrate=False)
-    assert "there is no" in unasked.profile.provenance["source"]
 
 
-def test_a_pinned_path_needs_no_measurement(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(toolbox_module, "calibrate", None)
+@pytest.mark.usefixtures("cache")
+def test_a_pinned_path_needs_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "calibrate", None)
     driver: Any = FakeDriver()
-    toolbox = open_toolbox(driver, ring_bytes=1 << 20)
-    assert open_planner(driver, toolbox, copy_path="loop").pinned == "loop"
+    paths = open_paths(driver, ring_bytes=1 << 20).paths
+    assert open_planner(driver, paths, copy_path="loop").pinned == "loop"
 
 
 @pytest.mark.parametrize("can_compile", [True, False])
@@ -185,10 +209,10 @@ def test_kernels_that_cannot_be_compiled_are_not_offered(
         def close(self) -> None:
             self.closed = True
 
-    monkeypatch.setattr(toolbox_module, "CudaDriver", FakeDriver)
-    monkeypatch.setattr(toolbox_module, "CudaLauncher", Launcher)
+    monkeypatch.setattr(path_set, "CudaDriver", FakeDriver)
+    monkeypatch.setattr(path_set, "CudaLauncher", Launcher)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    toolbox = open_toolbox(FakeDriver(), ring_bytes=1 << 20)
-    assert ({"kernel", "staged"} <= set(toolbox.paths)) is can_compile
+    opened = open_paths(FakeDriver(), ring_bytes=1 << 20)
+    assert set(opened.paths) == set(path_names(with_kernels=can_compile))
     assert ("no compiler for this card" in caplog.text) is not can_compile
-    toolbox.close()
+    opened.close()

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.device.cuda import (
+from kvferry.device.driver.base import BatchForm, Priority, SourceOrder
+from kvferry.device.driver.cuda import (
     BATCH_WITH_FAIL_INDEX,
     BATCH_WITHOUT_FAIL_INDEX,
     CudaDriver,
 )
-from kvferry.device.driver import BatchForm, Priority, SourceOrder, open_driver
-from kvferry.device.hip import HipDriver
-from kvferry.device.link import pcie_link
+from kvferry.device.driver.hip import HipDriver
+from kvferry.device.driver.link import pcie_link
+from kvferry.device.driver.opening import open_driver
 from kvferry.errors import ClosedError, DriverError
 
 NAMES = {1: b"CUDA_ERROR_INVALID_VALUE", 801: b"CUDA_ERROR_NOT_SUPPORTED"}
@@ -162,9 +163,11 @@ def test_arrays_nobody_may_write_are_read_where_they_are() -> None:
 
 
 def test_the_older_form_can_be_asked_for_on_a_newer_driver() -> None:
-    driver = CudaDriver(FakeLibcuda(13000), newest_form=BatchForm.WITH_FAIL_INDEX)
+    driver = CudaDriver(FakeLibcuda(13000))
+    driver._resolve_batch(BatchForm.WITH_FAIL_INDEX)
     assert driver.batch_form is BatchForm.WITH_FAIL_INDEX
-    absent = CudaDriver(FakeLibcuda(13000), newest_form=BatchForm.ABSENT)
+    absent = CudaDriver(FakeLibcuda(13000))
+    absent._resolve_batch(BatchForm.ABSENT)
     assert absent.batch_form is BatchForm.ABSENT
 
 

@@ -18,8 +18,9 @@ pytestmark = pytest.mark.skipif(util.find_spec("triton") is None, reason="needs 
 
 SCRIPT = """
 import inspect, json, re, sys
-from kvferry.device import kernels
-from kvferry.device.launch import ARGUMENTS, Variant, compile_for, compile_kernel
+from kvferry.device.kernels import triton_copy
+from kvferry.device.kernels.base import ARGUMENTS, Variant
+from kvferry.device.kernels.launch import compile_for, compile_kernel
 
 capability = int(sys.argv[1])
 found = []
@@ -41,7 +42,7 @@ for to_packed in (False, True):
                     "shared": compiled.metadata.shared,
                     "steps": steps,
                 })
-names = list(inspect.signature(kernels.copy_rows.fn).parameters)
+names = list(inspect.signature(triton_copy.copy_rows.fn).parameters)
 print(json.dumps({"found": found, "names": names, "arguments": list(ARGUMENTS)}))
 """
 

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 
-from kvferry.device import launch
-from kvferry.device.launch import ARGUMENTS, CopyArguments, CudaLauncher, Variant
-from kvferry.device.toolbox import COMMON
+from kvferry.device.kernels import launch
+from kvferry.device.kernels.base import ARGUMENTS, CopyArguments, Variant
+from kvferry.device.kernels.launch import CudaLauncher
+from kvferry.device.paths.path_set import common_variants
 from kvferry.errors import DriverError
+
+COMMON = common_variants()
 
 
 class Library:

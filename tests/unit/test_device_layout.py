@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.device.aliasing import find_overlap
 from kvferry.device.layout import GroupLayout, describe
-from kvferry.device.tensor_view import TensorView
+from kvferry.device.layout.aliasing import find_overlap
 from kvferry.errors import LayoutError
 
 Array = npt.NDArray[Any]
@@ -111,7 +110,6 @@ def test_layers_of_one_group_may_differ_in_page_size() -> None:
     tensors = [random_bytes((5, 16, n), np.int8, n) for n in (3, 64, 576)]
     layout = describe(tensors, num_blocks=5, block_axis=0)
     assert layout.sizes.tolist() == [48, 1024, 9216]
-    assert not layout.uniform
     assert read_block(layout, 4) == b"".join(t[4].tobytes() for t in tensors)
 
 
@@ -123,16 +121,6 @@ def test_packed_k_and_v_is_one_segment_per_layer() -> None:
 def test_axis_is_found_by_count() -> None:
     tensors = [np.zeros((2, 7, 16), np.int8), np.zeros((7, 32), np.int8)]
     assert describe(tensors, num_blocks=7).num_segments == 3
-
-
-def test_alignment_speaks_for_all_tables() -> None:
-    def layout(base: int, stride: int, size: int) -> GroupLayout:
-        return describe([TensorView("t", base, (3, size), (stride, 1), 1)], block_axis=0)
-
-    assert layout(4096, 4096, 4096).alignment == 16
-    assert layout(4104, 4096, 4096).alignment == 8
-    assert layout(4096, 4100, 4096).alignment == 4
-    assert layout(4096, 4096, 4095).alignment == 1
 
 
 class FakeTorchTensor:

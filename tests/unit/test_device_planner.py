@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvferry.device.builtin_profile import builtin_profile
 from kvferry.device.job import Direction
 from kvferry.device.layout import GroupLayout
-from kvferry.device.planner import MeasuredPlanner
-from kvferry.device.profile import BusyCell, Cell, Profile
+from kvferry.device.planning.builtin_profile import builtin_profile
+from kvferry.device.planning.planner import MeasuredPlanner
+from kvferry.device.planning.profile import BusyCell, Cell, Profile
 from kvferry.errors import InputError
 
 KiB, MiB = 1 << 10, 1 << 20
@@ -30,6 +30,9 @@ def layout(segment_bytes: int, segments: int = 64) -> GroupLayout:
     )
 
 
+PATHS = frozenset(("kernel", "staged"))
+
+
 def seconds(path: str, segment_bytes: int, num_bytes: int) -> float:
     start, per_segment, per_byte = COSTS[path]
     return start + per_segment * num_bytes / segment_bytes + per_byte * num_bytes
@@ -45,6 +48,7 @@ def profile(*busy: BusyCell) -> Profile:
             for num_bytes in (2 * MiB, 64 * MiB, 256 * MiB)
         ),
         busy,
+        paths=frozenset(COSTS),
     )
 
 
@@ -81,7 +85,7 @@ def test_what_a_run_costs_is_told_by_many_of_them() -> None:
             (400, 400, 399 * per),
         )
     ]
-    planner = MeasuredPlanner(Profile(tuple(cells)), ("kernel", "staged"))
+    planner = MeasuredPlanner(Profile(tuple(cells), paths=PATHS), PATHS)
     assert planner.choose(LOAD, layout(4 * KiB, 256), 200, False, 200) == "staged"
 
 
@@ -94,7 +98,7 @@ def test_scattered_slots_may_cost_a_start_too() -> None:
         for num_bytes in (16 * MiB, 64 * MiB)
         for num_runs, extra in ((1, 0.0), (num_bytes // MiB, extra_seconds))
     ]
-    planner = MeasuredPlanner(Profile(tuple(cells)), ("kernel", "staged"))
+    planner = MeasuredPlanner(Profile(tuple(cells), paths=PATHS), PATHS)
     block = layout(4 * KiB, 256)
     for num_blocks, expected in ((20, "kernel"), (60, "staged")):
         assert planner.choose(LOAD, block, num_blocks, False, num_blocks) == expected
@@ -135,7 +139,7 @@ def by_runs() -> MeasuredPlanner:
         for num_bytes in (1 * MiB, 256 * MiB)
         for runs in (1, 200)
     )
-    return MeasuredPlanner(Profile(cells), costs)
+    return MeasuredPlanner(Profile(cells, paths=frozenset(costs)), costs)
 
 
 def test_scattered_host_slots_cost_a_path_that_copies_them_one_by_one() -> None:

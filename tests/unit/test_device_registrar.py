@@ -8,8 +8,8 @@ import pytest
 from tests.fakes.driver import FakeDriver
 from tests.unit.test_device_cuda import FakeLibcuda
 
-from kvferry.device.cuda import CudaDriver
-from kvferry.device.registrar import DriverRegistrar
+from kvferry.device.driver.cuda import CudaDriver
+from kvferry.device.driver.registrar import DriverRegistrar
 from kvferry.errors import DriverError
 from kvferry.tiers import HostMemory
 

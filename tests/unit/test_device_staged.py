@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.fakes.driver import FakeDriver
-from tests.fakes.rig import PATHS, Rig
+from tests.fakes.rig import Rig
 from tests.unit.test_device_rows import layout
 
-from kvferry.device.cutter import Cutter
 from kvferry.device.job import CopyJob, Direction
-from kvferry.device.ring import NUM_LARGE, NUM_SMALL, Ring, RingSlot
-from kvferry.device.rows import RowTable, common_alignment, row_shape
+from kvferry.device.kernels.rows import RowTable, common_alignment, row_shape
+from kvferry.device.paths.chunk_cursor import ChunkCursor
+from kvferry.device.paths.ring import NUM_LARGE, NUM_SMALL, Ring, RingSlot
 from kvferry.errors import DriverError
 
 PAGE = 4096
@@ -28,7 +28,7 @@ def cut(sizes: list[int], num_blocks: int, slots: list[int], keep: int) -> list[
     job = CopyJob(Direction.LOAD, given_layout, ids, ids, 0, given_layout.block_bytes)
     rows = RowTable(given_layout, row_shape(given_layout, common_alignment(given_layout)))
     found: list[tuple[int, ...]] = []
-    chunk = Cutter(job, rows)
+    chunk = ChunkCursor(job, rows)
     while not chunk.is_last:
         left = chunk.num_left
         slot = slots[len(found) % len(slots)]
@@ -161,7 +161,6 @@ def test_a_ring_that_cannot_open_takes_nothing(call: str, nth: int) -> None:
     assert driver.leaks() == {}
 
 
-@pytest.mark.skipif("staged" not in PATHS, reason="needs Triton's interpreter")
 def test_nobody_waits_for_a_turn_while_kernels_are_made_ready() -> None:
     """Tables are taken and given back by calls that wait for the device."""
     rig = Rig(path="staged")

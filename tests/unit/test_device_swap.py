@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from tests.fakes.driver import FakeDriver
 
-from kvferry.device.driver import Priority, SourceOrder
-from kvferry.device.swap import DEBUG_VARIABLE, swap_blocks_batch
+from kvferry.device.driver.base import Priority, SourceOrder
+from kvferry.device.driver.swap import DEBUG_VARIABLE, swap_blocks_batch
 from kvferry.errors import InputError
 
 

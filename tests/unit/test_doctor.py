@@ -11,7 +11,7 @@ from tests.fakes.driver import FakeDriver
 
 from kvferry.cli.commands import kvferry
 from kvferry.config import Config
-from kvferry.device.driver import BatchForm, DeviceIdentity
+from kvferry.device.driver.base import BatchForm, DeviceIdentity
 from kvferry.doctor import environment
 from kvferry.doctor.environment import Environment, Gpu
 from kvferry.doctor.examine import examine
@@ -65,7 +65,7 @@ FIT = Environment(
     plugins=lambda group: ("kvferry", "other"),
     room=lambda path: (8 * GiB, 8 * GiB),
     processors=lambda: frozenset(range(16)),
-    profile_exists=lambda identity: True,
+    has_profile=lambda identity, paths: True,
 )
 
 
@@ -152,7 +152,7 @@ SICK = {
     "torch for CPUs": (with_package("torch", "2.13.0+cpu"), "torch", Grade.FAIL, "your driver"),
     "no triton": (without("triton"), "triton", Grade.WARN, "kvferry[gpu]"),
     "not measured": (
-        replace(FIT, profile_exists=lambda identity: False),
+        replace(FIT, has_profile=lambda identity, paths: False),
         "calibration",
         Grade.WARN,
         "kvferry calibrate",

@@ -16,11 +16,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.fakes.by_name import ByName
 
-from kvferry.device.builtin_profile import builtin_profile
-from kvferry.device.choices import Choices
 from kvferry.device.job import Direction
 from kvferry.device.layout import GroupLayout
-from kvferry.device.planner import MeasuredPlanner
+from kvferry.device.planning.builtin_profile import builtin_profile
+from kvferry.device.planning.path_choices import PathChoices
+from kvferry.device.planning.planner import MeasuredPlanner
 from kvferry.identity import Namespace, chain
 from kvferry.metrics import catalog as names
 from kvferry.metrics.catalog import Kind, catalog, page
@@ -300,8 +300,8 @@ def layout(segment_bytes: int, segments: int) -> GroupLayout:
 
 
 @pytest.fixture(scope="module")
-def choices() -> Choices:
-    return Choices(
+def choices() -> PathChoices:
+    return PathChoices(
         builtin_profile(), ("loop", "dma", "kernel", "staged"), None, (layout(8192, 64),)
     )
 

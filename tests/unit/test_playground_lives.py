@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kvferry.config import Config
-from kvferry.device.cpu import CpuEngine
+from kvferry.device.engine.cpu import CpuEngine
 from kvferry.errors import TransferError
 from kvferry.playground import offload
 from kvferry.playground.engine import Engine, Limits

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvferry.config import Config
-from kvferry.device.cpu import CpuEngine
+from kvferry.device.engine.cpu import CpuEngine
 from kvferry.errors import InputError, TransferError
 from kvferry.playground import offload
 from kvferry.playground.engine import Engine, Limits

@@ -1,4 +1,4 @@
-"""``kvferry bench copy``: every path, both ways, against the ceiling and published designs."""
+"""``kvferry bench copy``: every path, both ways, against one large copy."""
 
 from __future__ import annotations
 
@@ -38,10 +38,14 @@ def bench_copy(
     quick: bool,
     device: int,
 ) -> None:
-    """Copy blocks each way, by every path: a minute or two on an otherwise idle GPU."""
+    """Copy blocks each way, by every path: a minute or two on an otherwise idle GPU.
+
+    Paths are compared with one large copy, the most the link can do. A published design is timed
+    beside them by a script of the source tree: bench/copy_published.py.
+    """
     driver = open_card("kvferry bench copy", device)
     # Imported here: it needs torch, and the message above must come before its absence.
-    from kvferry.device.bench.plan import FULL, QUICK
+    from kvferry.device.bench.effort import FULL, QUICK
     from kvferry.device.bench.run import CopyBenchmark
 
     command = " ".join(["kvferry bench copy", *(["--quick"] if quick else [])])

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from itertools import cycle
 from typing import Any
 
-from kvferry.cli.bench_copy_tables import NAMES, num_bytes, size
+from kvferry.cli.bench_copy_tables import NAMES, num_bytes, paths_of, size
+from kvferry.copy_paths import AUTO_PATH, BY_NAME
 
 MiB = 1 << 20
 
 WIDTH, HEIGHT = 960, 760
 PANEL_W, PANEL_H = 380, 250
-LINES = (
-    ("auto", "kvferry, planner's choice", "#0b6e4f", 3.0, ""),
-    ("published", "published kernel + DMA", "#c44536", 2.0, ""),
-    ("dma", "batch DMA", "#e09f3e", 2.0, "6 3"),
-    ("loop", "one copy per segment", "#7f7f7f", 2.0, "2 3"),
-)
-BARS = (("auto", "#0b6e4f"), ("kernel", "#c44536"), ("staged", "#74a892"), ("dma", "#e09f3e"))
+OURS = "#0b6e4f"
+COLOURS = ("#c44536", "#e09f3e", "#7f7f7f", "#74a892", "#5b6c9d", "#8a5a83")
+"""For all others, in turn."""
+DASHES = ("", "6 3", "2 3")
 
 STYLE = (
     "text{font:13px system-ui,sans-serif;fill:#222}"
@@ -46,7 +45,7 @@ def plot(data: dict[str, Any]) -> str:
     ]
     for number, direction in enumerate(NAMES):
         parts += _bandwidth(data, direction, 70 + number * 460, 100)
-    parts += _legend(70, 425)
+    parts += _legend(data, 70, 425)
     parts += _costs(data, 70, 515)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
@@ -73,7 +72,7 @@ def _bandwidth(data: dict[str, Any], direction: str, left: float, top: float) ->
         label = size(segment).replace(" KiB", "K").replace(" MiB", "M")
         parts.append(_text(left + number * step, top + PANEL_H + 18, label, anchor="middle"))
     parts.append(_line(left, y(ceiling), left + PANEL_W, y(ceiling), "ceiling"))
-    for path, _, colour, width, dash in reversed(LINES):
+    for path, _, colour, width, dash in reversed(_lines(data)):
         points = [
             (left + segments.index(r["segment_bytes"]) * step, y(r["gbps"]))
             for r in rows
@@ -88,13 +87,37 @@ def _bandwidth(data: dict[str, Any], direction: str, left: float, top: float) ->
     return parts
 
 
-def _legend(left: float, top: float) -> list[str]:
+def _lines(data: dict[str, Any]) -> list[tuple[str, str, str, float, str]]:
+    """Path, words, colour, width and dashes: the planner's choice, then what it stands beside.
+
+    Other designs, and our paths that pay per segment. The others are what the planner picks.
+    """
+    lines = [(AUTO_PATH, "kvferry, planner's choice", OURS, 3.0, "")]
+    for (name, colour), dash in zip(_colours(data).items(), cycle(DASHES), strict=False):
+        path = BY_NAME.get(name)
+        if path is None or path.pays_per_segment:
+            lines.append((name, path.title if path is not None else name, colour, 2.0, dash))
+    return lines
+
+
+def _colours(data: dict[str, Any]) -> dict[str, str]:
+    """One for each path but the planner's choice, the same wherever it is shown."""
+    timed = [path for path in paths_of([*data["rows"], *data["slowdown"]]) if path != AUTO_PATH]
+    others = [name for name in timed if name not in BY_NAME]
+    ours = sorted(
+        (name for name in reversed(BY_NAME) if name in timed),
+        key=lambda name: not BY_NAME[name].pays_per_segment,
+    )
+    return dict(zip([*others, *ours], cycle(COLOURS), strict=False))
+
+
+def _legend(data: dict[str, Any], left: float, top: float) -> list[str]:
     parts = [
         _line(left, top - 4, left + 26, top - 4, "ceiling"),
         _text(left + 32, top, "one large copy"),
     ]
     at = left + 150
-    for _, name, colour, width, dash in LINES:
+    for _, name, colour, width, dash in _lines(data):
         parts.append(
             f'<line x1="{at}" y1="{top - 4}" x2="{at + 26}" y2="{top - 4}" stroke="{colour}" '
             f'stroke-width="{width}" stroke-dasharray="{dash}"/>'
@@ -121,22 +144,25 @@ def _costs(data: dict[str, Any], left: float, top: float) -> list[str]:
         y = top + height * (1 - tick / high)
         parts.append(_line(left, y, left + width, y, "grid"))
         parts.append(_text(left - 8, y + 4, str(tick), anchor="end"))
+    colours = {AUTO_PATH: OURS, **_colours(data)}
+    shown = paths_of(rows)
+    bars = [(path, colour) for path, colour in colours.items() if path in shown]
     group_width = width / len(groups)
-    bar = group_width / (len(BARS) + 1.5)
+    bar = group_width / (len(bars) + 1.5)
     for number, (load, direction) in enumerate(groups):
         start = left + number * group_width + bar * 0.75
         cells = {r["path"]: r for r in rows if (r["load"], r["direction"]) == (load, direction)}
-        for place, (path, colour) in enumerate(BARS):
+        for place, (path, colour) in enumerate(bars):
             if path not in cells:
                 continue
             parts += _bar(cells[path], start + place * bar, top, bar, height, high, colour)
-        middle = start + bar * len(BARS) / 2
+        middle = start + bar * len(bars) / 2
         parts.append(_text(middle, top + height + 20, NAMES[direction], anchor="middle"))
         parts.append(
             _text(middle, top + height + 36, load.split(",")[0], anchor="middle", kind="small")
         )
     at = left + 540
-    for path, colour in BARS:
+    for path, colour in bars:
         parts.append(f'<rect x="{at}" y="{top - 47}" width="12" height="12" fill="{colour}"/>')
         parts.append(_text(at + 18, top - 36, path))
         at += 80

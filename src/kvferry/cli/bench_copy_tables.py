@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+from kvferry.copy_paths import AUTO_PATH, BY_NAME
 
 KiB, MiB = 1 << 10, 1 << 20
 
 NAMES = {"load": "Host to GPU", "store": "GPU to host"}
-PATHS = ("loop", "dma", "published", "kernel", "staged", "auto")
 
 NOTES = """\
-**loop**: one `cuMemcpyAsync` per segment. **dma**: one `cuMemcpyBatchAsync` with a descriptor per
-segment. **published**: a Triton kernel that takes one descriptor per program on 12 multiprocessors
-for host to GPU below 28 KiB, one `cuMemcpyBatchAsync` otherwise. **kernel**, **staged**: kvferry's
-own. **auto**: the planner's choice, in brackets. **Ceiling**: one copy of 256 MiB between pinned
+**auto**: the planner's choice, in brackets. **Ceiling**: one copy of 256 MiB between pinned
 and GPU memory, timed in turn with `auto`. Blocks have 64 segments and random block ids; host slots
 are one run or, where called scattered, every second slot in random order: no two neighbours. Times
 are medians on the device, from an idle stream to the copy's end, the call that queues it included
 (the runs that its host slots make up are counted before, as its path is picked): of 11, of 33 for
-`auto` and its ceiling, of 25 for small transfers (fewer with `--quick`), of 2 for `loop` and `dma`
-with more than 4096 segments.
+`auto` and its ceiling, of 25 for small transfers (fewer with `--quick`), of 2 for paths that pay
+per segment with more than 4096 segments.
 """
 
 
 def report(data: dict[str, Any]) -> str:
     """Everything a run found, as one Markdown page."""
-    parts = [_title(data), NOTES.rstrip()]
+    parts = [_title(data), _notes(data)]
     for direction in NAMES:
         parts += _large(data, direction)
     parts.append(_one_copy(data))
@@ -34,6 +33,21 @@ def report(data: dict[str, Any]) -> str:
         parts.append(_small(data, direction))
     parts += [_submit(data), _both_ways(data), _slowdown(data), _planner(data)]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def paths_of(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """The paths timed in ``rows``: the planner's choice last, other designs than ours before it."""
+    timed = dict.fromkeys(row["path"] for row in rows)
+    ours = [name for name in BY_NAME if name in timed]
+    others = [name for name in timed if name not in (*BY_NAME, AUTO_PATH)]
+    return [*ours, *others, *([AUTO_PATH] if AUTO_PATH in timed else [])]
+
+
+def _notes(data: dict[str, Any]) -> str:
+    words = {name: path.how for name, path in BY_NAME.items()} | data.get("designs", {})
+    timed = [name for name in paths_of(data["rows"]) if name in words]
+    text = " ".join([*(f"**{name}**: {words[name]}." for name in timed), NOTES])
+    return textwrap.fill(text, 100, break_on_hyphens=False)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -71,9 +85,10 @@ def _title(data: dict[str, Any]) -> str:
 def _large(data: dict[str, Any], direction: str) -> list[str]:
     rows = [r for r in data["rows"] if r["direction"] == direction]
     parts = []
-    for slots, paths in (("run", PATHS), ("scattered", ("kernel", "staged", "auto"))):
+    for slots in ("run", "scattered"):
         for total in sorted({num_bytes(r) for r in rows if r["host_slots"] == slots}):
             here = [r for r in rows if num_bytes(r) == total and r["host_slots"] == slots]
+            paths = paths_of(here)
             lines = []
             for segment in sorted({r["segment_bytes"] for r in here}):
                 cells = {r["path"]: r for r in here if r["segment_bytes"] == segment}
@@ -128,6 +143,7 @@ def _gbps(row: dict[str, Any] | None) -> str:
 
 def _small(data: dict[str, Any], direction: str) -> str:
     rows = [r for r in data["small"] if r["direction"] == direction]
+    paths = paths_of(rows)
     lines = []
     for segment in sorted({r["segment_bytes"] for r in rows}):
         for blocks in sorted({r["num_blocks"] for r in rows}):
@@ -140,13 +156,13 @@ def _small(data: dict[str, Any], direction: str) -> str:
             lines.append(
                 [
                     f"{blocks} x 64 x {size(segment)}",
-                    *(_micros(cells[path]) for path in PATHS),
+                    *(_micros(cells[path]) for path in paths),
                     f"{cells['dma']['seconds'] / auto['seconds']:.1f}x",
                 ]
             )
     return (
         f"## {NAMES[direction]}, small transfers\n\nMicroseconds by blocks x segments.\n\n"
-        + table(["Transfer", *PATHS, "dma / auto"], lines)
+        + table(["Transfer", *paths, "dma / auto"], lines)
     )
 
 

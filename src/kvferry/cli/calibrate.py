@@ -10,14 +10,14 @@ import click
 from kvferry.cli.card import open_card
 from kvferry.cli.progress import show
 from kvferry.config import Config
-from kvferry.device.calibrate import SEGMENTS_PER_BLOCK
-from kvferry.device.calibrate import calibrate as measure
-from kvferry.device.copy_rig import CopyRig
-from kvferry.device.driver import Driver
+from kvferry.device.driver.base import Driver
 from kvferry.device.job import Direction
-from kvferry.device.planner import MeasuredPlanner
-from kvferry.device.profile import load_profile, profile_file, save_profile
-from kvferry.device.toolbox import Toolbox, open_toolbox
+from kvferry.device.paths.path_set import open_paths
+from kvferry.device.planning.calibrate import SEGMENTS_PER_BLOCK
+from kvferry.device.planning.calibrate import calibrate as measure
+from kvferry.device.planning.copy_rig import CopyRig
+from kvferry.device.planning.planner import MeasuredPlanner
+from kvferry.device.planning.profile_files import load_profile, profile_file, save_profile
 
 KiB = 1 << 10
 
@@ -32,13 +32,13 @@ EXAMPLES = ((16 * KiB, 1), (16 * KiB, 64), (2 * KiB * KiB, 1))
 def calibrate(device: int, force: bool, as_json: bool) -> None:
     """Time the copy paths on this machine: a second or two, kept for every later run."""
     driver = open_card("kvferry calibrate", device)
-    file = profile_file(driver.identity())
-    toolbox = open_toolbox(driver, ring_bytes=Config().staging_ring)
+    path_set = open_paths(driver, ring_bytes=Config().staging_ring)
+    file = profile_file(driver.identity(), path_set.paths)
     try:
-        profile = None if force else load_profile(file)
+        profile = None if force else load_profile(file, path_set.paths)
         if profile is None:
             began = time.perf_counter()
-            profile = measure(driver, toolbox.paths, progress=show)
+            profile = measure(driver, path_set.paths, progress=show)
             show("")
             save_profile(profile, file)
             click.echo(f"Measured in {time.perf_counter() - began:.1f} s.", err=as_json)
@@ -48,13 +48,13 @@ def calibrate(device: int, force: bool, as_json: bool) -> None:
         click.echo(f"Profile: {file}")
         for key, value in profile.provenance.items():
             click.echo(f"  {key}: {value}")
-        _explain(driver, toolbox, MeasuredPlanner(profile, toolbox.paths))
+        _explain(driver, MeasuredPlanner(profile, path_set.paths))
     finally:
-        toolbox.close()
+        path_set.close()
         driver.close()
 
 
-def _explain(driver: Driver, toolbox: Toolbox, planner: MeasuredPlanner) -> None:
+def _explain(driver: Driver, planner: MeasuredPlanner) -> None:
     with driver.current():
         rig = CopyRig(driver, num_bytes=128 << 20)
         try:

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import click
 
-from kvferry.device.cuda import CudaDriver
+from kvferry.device.driver.cuda import CudaDriver
 from kvferry.errors import DriverError
 
 

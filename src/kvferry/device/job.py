@@ -1,20 +1,15 @@
-"""What a path is asked to do: the addresses of one transfer, and the contract of a path."""
+"""What a path is asked to do: the addresses of one transfer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 
-from kvferry.device.layout import GroupLayout, Int64s
+from kvferry.device.layout.base import GroupLayout, Int64s
 from kvferry.types import SlotArray
-
-QUICK_BYTES = 8 << 20
-"""No job of more bytes is queued on the thread of ``submit``: its copy takes so long that the way
-to another thread does not show."""
 
 
 class Direction(Enum):
@@ -81,71 +76,3 @@ class CopyJob:
 
 _ONE_RUN: Int64s = np.zeros(1, dtype=np.int64)
 _ONE_RUN.flags.writeable = False
-
-
-class Path(Protocol):
-    """One way to copy. Enqueues on a stream and returns; completion is the engine's event.
-
-    ``enqueue`` is called from one thread at a time per direction, but from two threads at once if
-    both directions use the same path: what it keeps between calls must be kept per direction.
-    """
-
-    name: str
-
-    def enqueue(self, job: CopyJob, stream: int, ready: int | None = None) -> None:
-        """Queue the whole job on ``stream`` (a raw driver handle); DriverError on refusal.
-
-        ``stream`` comes after everything the job must wait for. ``ready`` says more: the event
-        after which its blocks may be read or written, whatever earlier jobs still do on
-        ``stream``. A path with streams of its own may begin there; the caller may record the event
-        anew when this returns. None means that only ``stream`` knows.
-
-        Whatever was queued before a raise, also on streams of the path's own, must come before
-        anything queued on ``stream`` from then on: the engine holds the failed receipt back until
-        that part has run, so that nobody reuses memory a copy is still writing to.
-        """
-
-    def is_quick(self, job: CopyJob) -> bool:
-        """Whether ``enqueue`` would return within some tens of microseconds.
-
-        The engine then calls it on the thread of ``submit``; else it hands the job to its own, as
-        it does with every job of more than ``QUICK_BYTES``.
-        """
-
-    def close(self) -> None:
-        """Give back staging memory and pinned buffers. Safe to call twice."""
-
-
-class Planner(Protocol):
-    """Picks the path of each transfer; asked by several threads at once."""
-
-    def choose(
-        self,
-        direction: Direction,
-        layout: GroupLayout,
-        num_blocks: int,
-        busy: bool,
-        num_runs: int = 1,
-    ) -> str:
-        """The name of a path; ``busy`` says that the model runs on the device now.
-
-        ``num_runs`` is how many runs of neighbours the host slots make up.
-        """
-
-
-@dataclass(frozen=True)
-class FixedPlanner:
-    """Always the same path per direction: for tests, and for users who pin their choice."""
-
-    store: str
-    load: str
-
-    def choose(
-        self,
-        direction: Direction,
-        layout: GroupLayout,
-        num_blocks: int,
-        busy: bool,
-        num_runs: int = 1,
-    ) -> str:
-        return self.store if direction is Direction.STORE else self.load

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 
 from kvferry.config import Config
-from kvferry.device.driver import BatchForm, DeviceIdentity, Driver, Priority, open_driver
-from kvferry.device.profile import profile_file
+from kvferry.device.driver.base import BatchForm, DeviceIdentity, Driver, Priority
+from kvferry.device.driver.opening import open_driver
+from kvferry.device.planning.profile_files import load_profile, profile_file
 from kvferry.quantities import MiB
 from kvferry.tiers.limits import Machine
 
@@ -52,7 +53,9 @@ class Environment:
     plugins: Callable[[str], tuple[str, ...]] = lambda group: plugin_names(group)
     room: Callable[[str], tuple[int, int] | None] = lambda path: room_of(path)
     processors: Callable[[], frozenset[int]] = lambda: frozenset(os.sched_getaffinity(0))
-    profile_exists: Callable[[DeviceIdentity], bool] = lambda gpu: profile_file(gpu).exists()
+    has_profile: Callable[[DeviceIdentity, Collection[str]], bool] = lambda gpu, paths: (
+        load_profile(profile_file(gpu, paths), paths) is not None
+    )
     config: Callable[[Mapping[str, str]], Config] = lambda env: Config.load(env=env)
 
     @property

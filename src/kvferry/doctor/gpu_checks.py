@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from kvferry.device.driver import BatchForm
+from kvferry.copy_paths import path_names
+from kvferry.device.driver.base import BatchForm
 from kvferry.doctor.environment import Environment, Gpu
 from kvferry.doctor.finding import Finding, fail, ok, warn
 from kvferry.errors import DriverError
@@ -155,7 +156,8 @@ def _triton(env: Environment, gpu: Gpu) -> Finding:
 
 
 def _profile(env: Environment, gpu: Gpu) -> Finding:
-    if env.profile_exists(gpu.identity):
+    with_kernels = gpu.is_cuda and env.package("triton") is not None
+    if env.has_profile(gpu.identity, path_names(with_kernels=with_kernels)):
         return ok("calibration", "this machine has been measured")
     return warn(
         "calibration",

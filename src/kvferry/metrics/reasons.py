@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvferry.device.choices import Choices
 from kvferry.device.job import Direction
+from kvferry.device.planning.path_choices import PathChoices
 from kvferry.scheduler.journal import Copy
 from kvferry.types import DEVICE, HOST
 
@@ -15,7 +15,7 @@ _ONLY = {
 }
 
 
-def why_path(copy: Copy, choices: Choices | None, *, num_sharing: int = 1) -> str:
+def why_path(copy: Copy, choices: PathChoices | None, *, num_sharing: int = 1) -> str:
     """In words; empty where it cannot be said.
 
     ``choices`` are the rank's, None where it has none to make. ``num_sharing`` ranks have one host
@@ -29,7 +29,7 @@ def why_path(copy: Copy, choices: Choices | None, *, num_sharing: int = 1) -> st
     return ""
 
 
-def _chosen(copy: Copy, path: str, choices: Choices, num_sharing: int) -> str:
+def _chosen(copy: Copy, path: str, choices: PathChoices, num_sharing: int) -> str:
     why = partial(choices.why, busy=copy.beside_model, num_runs=copy.num_runs)
     if copy.dst == DEVICE:
         return why(Direction.LOAD, copy.group, copy.num_blocks, path)

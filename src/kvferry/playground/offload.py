@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from kvferry.closing import Closing
 from kvferry.config import Config
-from kvferry.device.base import CopyEngine
-from kvferry.device.cpu import CpuEngine
+from kvferry.device.engine.base import CopyEngine
+from kvferry.device.engine.cpu import CpuEngine
 from kvferry.device.layout import describe
 from kvferry.errors import InputError
 from kvferry.keys import KeyChain, Keys

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvferry.closing import Closing
-from kvferry.device.stream import Stream
+from kvferry.device.engine.stream import Stream
 from kvferry.errors import InputError
 from kvferry.identity import Namespace
 from kvferry.playground.model import KEY_TILE, Decoder, Floats, Span

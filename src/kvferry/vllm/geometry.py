@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvferry.device.layout import GroupLayout, describe
-from kvferry.device.tensor_view import TensorView, view_of
+from kvferry.device.layout.tensor_view import TensorView, view_of
 from kvferry.errors import LayoutError
 
 

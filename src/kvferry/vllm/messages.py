@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvferry.device.choices import Choices
+from kvferry.device.planning.path_choices import PathChoices
 from kvferry.types import Plan, Rank, Receipt, TransferId
 
 NO_PLAN = Plan(step=0)
@@ -52,7 +52,7 @@ class RankShape:
     layout: str = ""
     slots: str = ""
     is_shared: bool = False
-    choices: Choices | None = None
+    choices: PathChoices | None = None
     refusal: str = ""
 
 

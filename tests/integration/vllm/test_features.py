@@ -101,8 +101,8 @@ def test_one_of_several_connectors(start, expect, llama, monkeypatch):
     engine.forget_device()
     assert engine.generate(prompts) == expected
     first, second = [part._scheduler for part in engine.connector._connectors]
-    assert first.scheduler.stats().hit_tokens == (9 + 6) * BLOCK_TOKENS
-    assert second.scheduler.stats().hit_tokens == 0
+    assert first.serving.scheduler.stats().hit_tokens == (9 + 6) * BLOCK_TOKENS
+    assert second.serving.scheduler.stats().hit_tokens == 0
     engine.settle()
     for side in (first, second):
         assert side.guard.reason == ""

@@ -16,8 +16,8 @@ from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.registry import CollectorRegistry
 from tests.integration.vllm.engine import make_prompts
 
-from kvferry.device.builtin_profile import builtin_profile
-from kvferry.device.choices import Choices
+from kvferry.device.planning.builtin_profile import builtin_profile
+from kvferry.device.planning.path_choices import PathChoices
 from kvferry.metrics.catalog import Kind
 from kvferry.metrics.collector import FerryCollector
 from kvferry.metrics.http import HttpServer
@@ -154,7 +154,7 @@ def test_the_planners_reason_reaches_whoever_explains(start, llama, monkeypatch)
         memory: Any = real(*arguments)
         engine, poll = memory.engine, memory.engine.poll
         layouts = tuple(group.layout for group in engine._groups)
-        choices = Choices(builtin_profile(), ("kernel",), None, layouts)
+        choices = PathChoices(builtin_profile(), ("kernel",), None, layouts)
         engine.choices = pickle.loads(pickle.dumps(choices))  # as between processes
 
         def polled() -> list[Receipt]:

@@ -30,10 +30,6 @@ class Row:
     in_flight: int = 1
     alone_gbps: float = 0.0
 
-    @property
-    def num_bytes(self) -> int:
-        return self.segment_bytes * self.segments_per_block * self.num_blocks
-
 
 @dataclass(frozen=True)
 class OneCopy:
@@ -78,6 +74,8 @@ class Result:
     """All sections of one run."""
 
     provenance: dict[str, str]
+    designs: dict[str, str] = field(default_factory=dict)
+    """What the paths are that are not ours, in words."""
     ceiling: dict[str, float] = field(default_factory=dict)
     one_copy: list[OneCopy] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)

@@ -8,25 +8,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median
 
-from kvferry.device.bench.plan import Plan
+from kvferry.copy_paths import AUTO_PATH, COPY_PATHS
+from kvferry.device.bench.effort import Effort
 from kvferry.device.bench.result import OneCopy, PlannerCell, Result, Row, SlowdownRow
-from kvferry.device.calibrate import calibrate, provenance
-from kvferry.device.copy_rig import GB, Call, CopyRig, MiB
-from kvferry.device.cuda import CudaDriver
-from kvferry.device.driver import Priority
-from kvferry.device.engine import GpuEngine
-from kvferry.device.host_runs import count_runs
-from kvferry.device.job import CopyJob, Direction, FixedPlanner, Path
-from kvferry.device.loads import MatmulLoad, WeightLoad
-from kvferry.device.planner import MeasuredPlanner
-from kvferry.device.profile import profile_file, save_profile
-from kvferry.device.slowdown import measure_slowdown
-from kvferry.device.toolbox import Toolbox, open_toolbox
+from kvferry.device.driver.base import Priority
+from kvferry.device.driver.cuda import CudaDriver
+from kvferry.device.engine.gpu import GpuEngine
+from kvferry.device.job import CopyJob, Direction
+from kvferry.device.paths.base import Path
+from kvferry.device.paths.host_runs import count_runs
+from kvferry.device.paths.path_set import open_paths
+from kvferry.device.planning.base import FixedPlanner
+from kvferry.device.planning.calibrate import calibrate, provenance
+from kvferry.device.planning.copy_rig import GB, Call, CopyRig, MiB
+from kvferry.device.planning.planner import MeasuredPlanner
+from kvferry.device.planning.profile_files import profile_file, save_profile
+from kvferry.device.planning.slowdown import measure_slowdown
+from kvferry.device.planning.workloads import MatmulLoad, WeightLoad
 from kvferry.types import DEVICE, HOST, Transfer, TransferId
 
 KiB = 1 << 10
 SEGMENTS = 64
-AUTO = "auto"
 
 LARGE = 64 * MiB
 IN_FLIGHT_BYTES = 256 * MiB
@@ -36,37 +38,39 @@ flight does; one alone is timed too."""
 SCATTERED_SEGMENTS = (8 * KiB, 32 * KiB)
 """Segment sizes at which the planner's choice is looked at with scattered host slots too."""
 
+PAY_PER_SEGMENT = tuple(path.name for path in COPY_PATHS if path.pays_per_segment)
+HEED_RUNS = tuple(path.name for path in COPY_PATHS if not path.pays_per_segment)
+BESIDE_MODEL = tuple(path.name for path in COPY_PATHS if not path.is_stopgap)
+
 Progress = Callable[[str], None]
 
 
 class CopyBenchmark:
-    """Owns the memory and paths of one run."""
+    """Owns the memory and paths of one run, not the other ``designs`` timed in the same run."""
 
-    def __init__(self, driver: CudaDriver, plan: Plan, progress: Progress) -> None:
-        # Imported here: the baseline needs torch and Triton, and tests of this class need neither.
-        from kvferry.device.bench.published import PublishedPath
-
+    def __init__(
+        self,
+        driver: CudaDriver,
+        effort: Effort,
+        progress: Progress,
+        *,
+        designs: Mapping[str, Path] | None = None,
+    ) -> None:
         self.driver = driver
-        self.plan = plan
+        self.effort = effort
         self.progress = progress
         self.rig = CopyRig(driver, host_bytes=512 * MiB)  # room for slots that are no neighbours
-        self.toolbox: Toolbox = open_toolbox(driver, ring_bytes=64 * MiB)
-        self.paths: dict[str, Path] = {
-            "loop": self.toolbox.paths["loop"],
-            "dma": self.toolbox.paths["dma"],
-            "published": PublishedPath(driver),
-            "kernel": self.toolbox.paths["kernel"],
-            "staged": self.toolbox.paths["staged"],
-        }
+        self.ours = open_paths(driver, ring_bytes=64 * MiB)
+        self.paths: dict[str, Path] = {**self.ours.paths, **(designs or {})}
 
     def run(self, command: str) -> Result:
         """All sections; takes a minute or two."""
         self.progress("calibrating")
         began = time.perf_counter()
-        profile = calibrate(self.driver, self.toolbox.paths, progress=self.progress)
+        profile = calibrate(self.driver, self.ours.paths, progress=self.progress)
         took = time.perf_counter() - began
-        save_profile(profile, profile_file(self.driver.identity()))
-        self.planner = MeasuredPlanner(profile, self.toolbox.paths)
+        save_profile(profile, profile_file(self.driver.identity(), self.ours.paths))
+        self.planner = MeasuredPlanner(profile, self.ours.paths)
         result = Result(
             {
                 **provenance(self.driver),
@@ -87,26 +91,25 @@ class CopyBenchmark:
         return result
 
     def close(self) -> None:
-        self.paths["published"].close()
-        self.toolbox.close()
+        self.ours.close()
         self.rig.close()
 
     # -- sections ----------------------------------------------------------------------------
 
     def _large(self, ceilings: dict[Direction, list[float]]) -> Iterator[Row]:
         for direction in Direction:
-            for segment_bytes in self.plan.segment_bytes:
+            for segment_bytes in self.effort.segment_bytes:
                 block_bytes = segment_bytes * SEGMENTS
                 # Beside each row, not once: neighbours of a virtual machine share its link. The
                 # planner's choice, which it is there for, is timed in turn with one of its own.
                 self.ceilings[direction] = self.rig.ceiling(direction)
                 ceilings[direction].append(self.ceilings[direction])
-                for num_bytes in self.plan.large_bytes:
+                for num_bytes in self.effort.large_bytes:
                     if num_bytes < block_bytes:
                         continue
                     self.progress(f"{direction.value}, {_kib(segment_bytes)}, {_mib(num_bytes)}")
                     job = self.rig.job(direction, segment_bytes, SEGMENTS, num_bytes // block_bytes)
-                    yield from self._time_all(job, self.plan.repeats)
+                    yield from self._time_all(job, self.effort.repeats)
                     if block_bytes > 4 * MiB:
                         continue
                     job = self.rig.job(
@@ -117,14 +120,14 @@ class CopyBenchmark:
                         scattered=True,
                     )
                     yield from self._time_all(
-                        job, self.plan.repeats, only=("kernel", "staged"), host_slots="scattered"
+                        job, self.effort.repeats, only=HEED_RUNS, host_slots="scattered"
                     )
 
     def _one_copy(self) -> Iterator[OneCopy]:
         """The ceiling's copy at every size that paths are timed at, in the same two ways."""
         for direction in Direction:
             ceiling = self.rig.ceiling(direction)
-            for num_bytes in self.plan.large_bytes:
+            for num_bytes in self.effort.large_bytes:
                 self.progress(f"{direction.value}, one copy of {_mib(num_bytes)}")
                 in_flight = max(1, IN_FLIGHT_BYTES // num_bytes)
                 gbps = self.rig.ceiling(direction, num_bytes, in_flight=in_flight)
@@ -140,14 +143,14 @@ class CopyBenchmark:
                         f"{_kib(segment_bytes)}"
                     )
                     job = self.rig.job(direction, segment_bytes, SEGMENTS, num_blocks)
-                    yield from self._time_all(job, self.plan.small_repeats)
+                    yield from self._time_all(job, self.effort.small_repeats)
 
     def _submit(self) -> Iterator[dict[str, object]]:
         self.progress("host time of submit")
         for direction in Direction:
             for num_blocks in (1, 4, 16, 64):
                 job = self.rig.job(direction, 16 * KiB, SEGMENTS, num_blocks)
-                for path in (*self.toolbox.paths, AUTO):
+                for path in (*self.ours.paths, AUTO_PATH):
                     yield {
                         "direction": direction.value,
                         "num_blocks": num_blocks,
@@ -162,12 +165,12 @@ class CopyBenchmark:
         jobs = [self.rig.job(way, 16 * KiB, SEGMENTS, 256) for way in Direction]
         plain = [self.rig.plain_call(job.direction, job.num_bytes) for job in jobs]
         chosen = [self.rig.call(self.paths[self._choice(job)], job) for job in jobs]
-        return {"ceiling": self._time_both(jobs, plain), AUTO: self._time_both(jobs, chosen)}
+        return {"ceiling": self._time_both(jobs, plain), AUTO_PATH: self._time_both(jobs, chosen)}
 
     def _planner(self) -> Iterator[PlannerCell]:
         for direction in Direction:
-            for segment_bytes in self.plan.planner_segments:
-                for num_bytes in self.plan.planner_bytes:
+            for segment_bytes in self.effort.planner_segments:
+                for num_bytes in self.effort.planner_bytes:
                     segments = min(SEGMENTS, num_bytes // segment_bytes)
                     if not segments:
                         continue
@@ -189,16 +192,16 @@ class CopyBenchmark:
             for direction in Direction:
                 job = self.rig.job(direction, 16 * KiB, SEGMENTS, 256)
                 chosen = self._choice(job, busy=True)
-                for name in (AUTO, "dma", "kernel", "staged"):
+                for name in (AUTO_PATH, *BESIDE_MODEL):
                     self.progress(f"{name}, {direction.value}, beside {load.name}")
-                    path = self.paths[chosen if name == AUTO else name]
+                    path = self.paths[chosen if name == AUTO_PATH else name]
                     found = measure_slowdown(
                         self.rig,
                         load,
                         path,
                         job,
-                        rounds=self.plan.rounds,
-                        phases=self.plan.phases,
+                        rounds=self.effort.rounds,
+                        phases=self.effort.phases,
                     )
                     yield SlowdownRow(
                         load.name,
@@ -207,7 +210,7 @@ class CopyBenchmark:
                         found.gbps,
                         found.factor,
                         found.lost_ms_per_gb,
-                        chosen if name == AUTO else "",
+                        chosen if name == AUTO_PATH else "",
                     )
             del load
 
@@ -221,7 +224,7 @@ class CopyBenchmark:
                 yield self._row(job, name, path, repeats, host_slots=host_slots)
         chosen = self._choice(job)
         yield self._row(
-            job, AUTO, self.paths[chosen], repeats, chosen=chosen, host_slots=host_slots
+            job, AUTO_PATH, self.paths[chosen], repeats, chosen=chosen, host_slots=host_slots
         )
 
     def _row(
@@ -234,16 +237,16 @@ class CopyBenchmark:
         host_slots: str,
         chosen: str = "",
     ) -> Row:
-        if len(job.device_blocks) * job.layout.num_segments > 4096 and name in ("loop", "dma"):
+        if len(job.device_blocks) * job.layout.num_segments > 4096 and name in PAY_PER_SEGMENT:
             repeats = 2  # up to a fifth of a second each, and no doubt about the outcome
         is_large = job.num_bytes >= LARGE
         in_flight = max(1, IN_FLIGHT_BYTES // job.num_bytes) if is_large else 1
         calls = {"alone": self.rig.call(path, job)}
         if in_flight > 1:
             calls["queued"] = self.rig.call(path, job, in_flight)
-        if is_large and name == AUTO:
+        if is_large and name == AUTO_PATH:
             calls["ceiling"] = self.rig.plain_call(job.direction, self.rig.num_bytes)
-            repeats = self.plan.auto_repeats
+            repeats = self.effort.auto_repeats
         times = self.rig.time_in_turn(list(calls.values()), job.direction, repeats=repeats)
         timed = dict(zip(calls, times, strict=True))
         alone = timed["alone"]
@@ -252,7 +255,7 @@ class CopyBenchmark:
         if "ceiling" in timed:
             ceiling = self.rig.num_bytes / timed["ceiling"].seconds / GB
         gbps = job.num_bytes / timing.seconds / GB
-        submit = self._time_submit(job, AUTO, 9) if name == AUTO else alone.submit_seconds
+        submit = self._time_submit(job, AUTO_PATH, 9) if name == AUTO_PATH else alone.submit_seconds
         return Row(
             direction=job.direction.value,
             segment_bytes=int(job.layout.sizes[0]),
@@ -282,14 +285,14 @@ class CopyBenchmark:
             job.direction, job.layout, len(job.device_blocks), False, count_runs(job)
         )
         chosen = self._choice(job)
-        repeats = self.plan.small_repeats if job.num_bytes <= 8 * MiB else self.plan.repeats
+        repeats = self.effort.small_repeats if job.num_bytes <= 8 * MiB else self.effort.repeats
         hopeful = dict.fromkeys(
             [chosen, *(e.path for e in estimates if e.seconds < 3 * estimates[0].seconds)]
         )
         seconds: dict[str, float] = {}
         for _ in range(2):
             for path in hopeful:
-                timing = self.rig.time(self.toolbox.paths[path], job, repeats=repeats)
+                timing = self.rig.time(self.ours.paths[path], job, repeats=repeats)
                 seconds[path] = min(timing.seconds, seconds.get(path, timing.seconds))
         best = min(seconds, key=lambda path: seconds[path])
         return PlannerCell(
@@ -322,7 +325,7 @@ class CopyBenchmark:
         compute = self.driver.create_stream(Priority.LOW)
         # An engine closes its paths; these are still needed.
         paths: Mapping[str, Path] = {
-            name: _Borrowed(path) for name, path in self.toolbox.paths.items()
+            name: _Borrowed(path) for name, path in self.ours.paths.items()
         }
         engine = GpuEngine(
             self.driver,
@@ -331,7 +334,7 @@ class CopyBenchmark:
             host_pitch=job.host_pitch,
             num_slots=self.rig.num_bytes // job.host_pitch,
             compute_stream=lambda: compute,
-            planner=self.planner if path == AUTO else FixedPlanner(path, path),
+            planner=self.planner if path == AUTO_PATH else FixedPlanner(path, path),
             paths=paths,
         )
         try:
@@ -374,7 +377,6 @@ class _Borrowed:
     """A path whose owner is someone else: ``close`` leaves it open."""
 
     def __init__(self, path: Path) -> None:
-        self.name = path.name
         self.enqueue = path.enqueue
         self.is_quick = path.is_quick
 

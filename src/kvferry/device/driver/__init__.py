@@ -1,0 +1,1 @@
+"""The one thin layer between kvferry and a GPU: its driver, through ctypes. Nothing is compiled."""

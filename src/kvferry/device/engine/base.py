@@ -1,0 +1,31 @@
+"""What a device must offer: an engine that copies blocks between device memory and host slots."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvferry.types import Receipt, Transfer
+
+
+class CopyEngine(Protocol):
+    """Copies blocks between paged device memory and host slots, asynchronously.
+
+    Owns its streams, events and staging memory; leaves slots, keys and requests to the scheduler.
+    A store (device to host) is ordered after everything queued on the compute stream when it was
+    submitted; a load (host to device) too, because its destination may still be read there.
+    """
+
+    def submit(self, transfer: Transfer) -> None:
+        """Queue one transfer and return at once. A fault is a failed receipt, never a raise."""
+
+    def poll(self) -> list[Receipt]:
+        """Receipts of transfers that ended since the last call; never blocks."""
+
+    def drain(self, timeout: float | None = None) -> list[Receipt]:
+        """Wait until nothing is in flight (or ``timeout`` seconds passed); returns the receipts."""
+
+    def order_compute_after_loads(self) -> None:
+        """Make compute queued from now on wait for every load submitted so far."""
+
+    def close(self) -> None:
+        """Drain, then give back streams, events and memory. Safe to call twice."""

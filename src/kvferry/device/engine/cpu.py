@@ -1,0 +1,149 @@
+"""The CPU device: paged KV in ordinary memory, copied asynchronously by threads. numpy only."""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.device.engine.stream import Stream
+from kvferry.device.layout.base import GroupLayout
+from kvferry.errors import ClosedError, InputError, LayoutError
+from kvferry.types import DEVICE, FIRST_RANK, HOST, Outcome, Rank, Receipt, SlotArray, Transfer
+
+Rows = npt.NDArray[np.uint8]
+"""Blocks as rows of bytes, one row per slot."""
+
+
+class CpuEngine:
+    """A copy engine over KV tensors in ordinary memory.
+
+    Owns one stream per direction; leaves the tensors, the host slots and the compute stream to
+    their owners, who must outlive it. Without a compute stream the caller computes in its own
+    thread, so whatever it wrote before ``submit`` is there.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[GroupLayout],
+        host: Rows,
+        *,
+        compute: Stream | None = None,
+        rank: Rank = FIRST_RANK,
+    ) -> None:
+        for group, layout in enumerate(layouts):
+            if layout.block_bytes > host.shape[1]:
+                raise LayoutError(
+                    f"a block of group {group} has {layout.block_bytes} bytes, "
+                    f"a host slot only {host.shape[1]}"
+                )
+        self._groups = [_BlockViews(layout) for layout in layouts]
+        self._host = host
+        self._compute = compute
+        self._rank = rank
+        self._loads = Stream("load")
+        self._stores = Stream("store")
+        self._done: queue.SimpleQueue[Receipt] = queue.SimpleQueue()
+        self._closed = False
+
+    def submit(self, transfer: Transfer) -> None:
+        if self._closed:
+            raise ClosedError("the engine is closed")
+        stream = self._loads if transfer.dst == DEVICE else self._stores
+        if self._compute is not None:
+            # A store must not read before the compute that writes its source, and a load must not
+            # write while compute queued earlier still reads its destination.
+            stream.wait(self._compute.record())
+        stream.run(lambda: self._done.put(self._copy(transfer)))
+
+    def poll(self) -> list[Receipt]:
+        receipts = []
+        while True:
+            try:
+                receipts.append(self._done.get_nowait())
+            except queue.Empty:
+                return receipts
+
+    def drain(self, timeout: float | None = None) -> list[Receipt]:
+        if not self._closed:
+            end = None if timeout is None else time.monotonic() + timeout
+            for event in (self._loads.record(), self._stores.record()):
+                event.synchronize(None if end is None else max(0.0, end - time.monotonic()))
+        return self.poll()
+
+    def order_compute_after_loads(self) -> None:
+        if self._compute is not None:
+            self._compute.wait(self._loads.record())
+
+    def close(self) -> None:
+        self._closed = True
+        self._loads.close()
+        self._stores.close()
+
+    def _copy(self, transfer: Transfer) -> Receipt:
+        start = time.perf_counter()
+        try:
+            num_bytes = self._move(transfer)
+        except Exception as error:  # a copy thread that dies leaves its request waiting for ever
+            reason = f"{type(error).__name__}: {error}"
+            return Receipt(transfer.id, self._rank, Outcome.FAILED, reason)
+        seconds = time.perf_counter() - start
+        return Receipt(transfer.id, self._rank, Outcome.OK, "", num_bytes, seconds, "cpu")
+
+    def _move(self, transfer: Transfer) -> int:
+        if {transfer.src, transfer.dst} != {DEVICE, HOST}:
+            raise InputError(f"this engine cannot copy from {transfer.src} to {transfer.dst}")
+        if not 0 <= transfer.group < len(self._groups):
+            raise InputError(f"there are {len(self._groups)} groups, got group {transfer.group}")
+        views = self._groups[transfer.group]
+        stores = transfer.src == DEVICE
+        blocks = transfer.src_slots if stores else transfer.dst_slots
+        slots = transfer.dst_slots if stores else transfer.src_slots
+        _require_within("device blocks", blocks, views.layout.num_blocks)
+        _require_within("host slots", slots, len(self._host))
+        move = views.store if stores else views.load
+        return move(transfer, self._host)
+
+
+class _BlockViews:
+    """One group's segments as arrays of shape (blocks, bytes) over the tensors' own memory."""
+
+    def __init__(self, layout: GroupLayout) -> None:
+        self.layout = layout
+        self.segments: list[tuple[Rows, slice]] = []
+        for base, stride, size, offset in zip(
+            layout.bases.tolist(),
+            layout.strides.tolist(),
+            layout.sizes.tolist(),
+            layout.offsets.tolist(),
+            strict=True,
+        ):
+            span = (layout.num_blocks - 1) * stride + size
+            run = np.frombuffer((ctypes.c_uint8 * span).from_address(base), dtype=np.uint8)
+            view = np.lib.stride_tricks.as_strided(
+                run, shape=(layout.num_blocks, size), strides=(stride, 1)
+            )
+            self.segments.append((view, slice(offset, offset + size)))
+
+    def store(self, transfer: Transfer, host: Rows) -> int:
+        blocks, slots = transfer.src_slots, transfer.dst_slots
+        for view, place in self.segments:
+            host[slots, place] = view[blocks]
+        return len(transfer) * self.layout.block_bytes
+
+    def load(self, transfer: Transfer, host: Rows) -> int:
+        slots, blocks = transfer.src_slots, transfer.dst_slots
+        for view, place in self.segments:
+            view[blocks] = host[slots, place]
+        return len(transfer) * self.layout.block_bytes
+
+
+def _require_within(what: str, numbers: SlotArray, count: int) -> None:
+    # numpy would take -1 for the last one.
+    low, high = int(numbers.min()), int(numbers.max())
+    if low < 0 or high >= count:
+        raise InputError(f"there are {count} {what}, asked for {low} to {high}")

@@ -1,0 +1,318 @@
+"""The copy engine for a GPU: which stream waits for which, and what became of every transfer.
+
+::
+
+    compute  ──[writes blocks]──●─────────────────────────●──[reads loaded blocks]──
+                                │ ready                   ▲ order_compute_after_loads
+    store                       └─▶[copy to host]──end    │
+    load                        └─▶[copy to device]──end──┘
+
+Every copy waits for the compute queued when it was submitted: a store because compute may still be
+writing its source, a load because compute may still be reading its destination.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from kvferry.closing import Closing
+from kvferry.device.driver.base import Driver, Priority
+from kvferry.device.driver.events import EventPool
+from kvferry.device.engine.lane import Lane, Submission
+from kvferry.device.job import CopyJob, Direction
+from kvferry.device.layout.base import GroupLayout
+from kvferry.device.paths.base import QUICK_BYTES, Path
+from kvferry.device.paths.host_runs import count_runs
+from kvferry.device.planning.base import Planner
+from kvferry.device.planning.path_choices import PathChoices
+from kvferry.device.planning.planner import MeasuredPlanner
+from kvferry.errors import ClosedError, DeadlineError, InputError, LayoutError
+from kvferry.types import DEVICE, FIRST_RANK, HOST, Outcome, Rank, Receipt, SlotArray, Transfer
+
+log = logging.getLogger(__name__)
+
+
+class GpuEngine(Closing):
+    """Copies blocks between paged device memory and pinned host slots.
+
+    Owns its streams, its events and the paths it is given; leaves the driver, the KV tensors, the
+    host memory (registered with the driver, or the copies are slow) and the compute stream to
+    their owners, who must outlive it.
+
+    ``submit`` and ``order_compute_after_loads`` belong to the thread that queues compute, because
+    "queued so far" means something only there; ``poll`` may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        layouts: Sequence[GroupLayout],
+        *,
+        host_base: int,
+        host_pitch: int,
+        num_slots: int,
+        compute_stream: Callable[[], int],
+        planner: Planner,
+        paths: Mapping[str, Path],
+        rank: Rank = FIRST_RANK,
+        host_chunk: int | None = None,
+        patience: float = 5.0,
+        close_timeout: float = 30.0,
+    ) -> None:
+        for group, layout in enumerate(layouts):
+            if layout.block_bytes > host_pitch:
+                raise LayoutError(
+                    f"a block of group {group} has {layout.block_bytes} bytes, "
+                    f"a host slot only {host_pitch}"
+                )
+        self._driver = driver
+        self._layouts = tuple(layouts)
+        self._host = (host_base, host_pitch, host_chunk)
+        self._num_slots = num_slots
+        self._rank = rank
+        self._compute_stream = compute_stream
+        self._planner = planner
+        self._paths = dict(paths)
+        self._close_timeout = close_timeout
+        self._lock = threading.Lock()
+        self._ended: list[Receipt] = []
+        self._closed = False
+        self._order_events = EventPool(driver, timing=False)
+        self._timing_events = EventPool(driver, timing=True)
+        self._lanes = self._open_lanes(patience)
+
+    # -- the contract ------------------------------------------------------------------------
+
+    def submit(self, transfer: Transfer) -> None:
+        """Queue one transfer and return at once. A fault is a failed receipt, never a raise."""
+        if self._closed:
+            raise ClosedError("the engine is closed")
+        submission = Submission(transfer.id)
+        try:
+            job = self._job(transfer)
+            num_bytes = submission.num_bytes = job.num_bytes
+            self._mark(submission)
+            # A large job's path is picked by the lane's thread: nobody here waits for that.
+            path = self._pick(submission, job) if num_bytes <= QUICK_BYTES else None
+            quick = path is not None and path.is_quick(job)
+        except Exception as error:
+            # Nothing was queued, so there is nothing to wait for.
+            submission.fail(error)
+            self._release_ready(submission)
+            with self._lock:
+                self._ended.append(self._receipt(submission))
+        else:
+            self._lanes[job.direction].submit(submission, job, path, quick=quick)
+
+    def poll(self) -> list[Receipt]:
+        """Receipts of transfers that ended since the last call; never blocks."""
+        with self._lock:
+            receipts, self._ended = self._ended, []
+        for lane in self._lanes.values():
+            receipts.extend(self._receipt(submission) for submission in lane.settle())
+        return receipts
+
+    def drain(self, timeout: float | None = None) -> list[Receipt]:
+        """Wait until nothing is in flight (or ``timeout`` seconds passed); returns the receipts."""
+        end = None if timeout is None else time.monotonic() + timeout
+        pause = 2e-5
+        receipts = self.poll()
+        while self.num_in_flight and (end is None or time.monotonic() < end):
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
+            receipts.extend(self.poll())
+        return receipts
+
+    def order_compute_after_loads(self) -> None:
+        """Make compute queued from now on wait for every load submitted so far.
+
+        Blocks while a load is still being handed to the driver. Raises if the driver refuses:
+        compute queued after a silent refusal would read blocks that are not there yet.
+        """
+        if self._closed:
+            raise ClosedError("the engine is closed")
+        lane = self._lanes[Direction.LOAD]
+        if not lane.num_open:
+            return
+        if not lane.flush(self._close_timeout):
+            raise DeadlineError(f"loads were not queued within {self._close_timeout} seconds")
+        with self._driver.current():
+            event = self._order_events.take()
+            try:
+                self._driver.record_event(event, lane.stream)
+                self._driver.stream_wait_event(self._compute_stream(), event)
+            finally:
+                self._order_events.give(event)
+
+    def close(self) -> None:
+        """Drain, then give back streams, events and paths. Safe to call twice.
+
+        Receipts nobody polled before stay to be polled.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        receipts = self.drain(self._close_timeout)
+        for lane in self._lanes.values():
+            for submission in lane.close(self._close_timeout):
+                submission.fail(DeadlineError("still in flight when the engine was closed"))
+                self._release_ready(submission)
+                receipts.append(self._receipt(submission))
+        with self._lock:
+            self._ended.extend(receipts)
+        self._give_back()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Transfers submitted whose receipt is not out yet."""
+        return sum(lane.num_open for lane in self._lanes.values())
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a thread is still inside a driver call after ``close``."""
+        return any(lane.is_stuck for lane in self._lanes.values())
+
+    @property
+    def choices(self) -> PathChoices | None:
+        """What paths are picked by here; None where that was not measured."""
+        planner = self._planner
+        if not isinstance(planner, MeasuredPlanner):
+            return None
+        paths = tuple(self._paths)
+        return PathChoices(planner.profile, paths, planner.pinned, self._layouts)
+
+    # -- one transfer ------------------------------------------------------------------------
+
+    def _job(self, transfer: Transfer) -> CopyJob:
+        if (transfer.src, transfer.dst) == (DEVICE, HOST):
+            direction, blocks, slots = Direction.STORE, transfer.src_slots, transfer.dst_slots
+        elif (transfer.src, transfer.dst) == (HOST, DEVICE):
+            direction, blocks, slots = Direction.LOAD, transfer.dst_slots, transfer.src_slots
+        else:
+            raise InputError(f"this engine cannot copy from {transfer.src} to {transfer.dst}")
+        if not 0 <= transfer.group < len(self._layouts):
+            raise InputError(f"there are {len(self._layouts)} groups, got group {transfer.group}")
+        layout = self._layouts[transfer.group]
+        _refuse_outside("device block", blocks, layout.num_blocks)
+        _refuse_outside("host slot", slots, self._num_slots)
+        return CopyJob(direction, layout, blocks, slots, *self._host)
+
+    def _mark(self, submission: Submission) -> None:
+        """Fix the transfer's place behind compute, now, and see whether there is any."""
+        with self._driver.current():
+            compute = self._compute_stream()
+            submission.beside_model = not self._driver.stream_is_idle(compute)
+            # Here and not on the lane's thread: later compute must not hold this copy back.
+            submission.ready = self._order_events.take()
+            self._driver.record_event(submission.ready, compute)
+
+    def _pick(self, submission: Submission, job: CopyJob) -> Path:
+        submission.num_runs = count_runs(job)
+        submission.path = self._planner.choose(
+            job.direction,
+            job.layout,
+            len(job.device_blocks),
+            submission.beside_model,
+            submission.num_runs,
+        )
+        path = self._paths.get(submission.path)
+        if path is None:
+            raise InputError(
+                f"the planner chose path {submission.path!r}; this engine has {sorted(self._paths)}"
+            )
+        return path
+
+    def _receipt(self, submission: Submission) -> Receipt:
+        if submission.reason:
+            return Receipt(
+                submission.transfer_id,
+                self._rank,
+                Outcome.FAILED,
+                submission.reason,
+                path=submission.path,
+                beside_model=submission.beside_model,
+                num_runs=submission.num_runs,
+            )
+        return Receipt(
+            submission.transfer_id,
+            self._rank,
+            Outcome.OK,
+            num_bytes=submission.num_bytes,
+            seconds=submission.seconds,
+            path=submission.path,
+            beside_model=submission.beside_model,
+            num_runs=submission.num_runs,
+        )
+
+    def _release_ready(self, submission: Submission) -> None:
+        if submission.ready is not None:
+            self._order_events.give(submission.ready)
+            submission.ready = None
+
+    # -- what the engine owns ----------------------------------------------------------------
+
+    def _open_lanes(self, patience: float) -> dict[Direction, Lane]:
+        """A request waits for its load; nobody waits for a store, so it yields to the model."""
+        priorities = {Direction.LOAD: Priority.HIGH, Direction.STORE: Priority.LOW}
+        lanes: dict[Direction, Lane] = {}
+        with self._driver.current():
+            for direction, priority in priorities.items():
+                try:
+                    stream = self._driver.create_stream(priority)
+                except Exception:
+                    self._destroy_streams(lanes)
+                    raise
+                lanes[direction] = Lane(
+                    direction.value,
+                    self._driver,
+                    stream,
+                    self._order_events,
+                    self._timing_events,
+                    pick=self._pick,
+                    patience=patience,
+                )
+        return lanes
+
+    def _give_back(self) -> None:
+        if self.is_stuck:
+            # Destroying a stream under a call that uses it crashes the process; a leak does not.
+            log.error("a copy thread is stuck in the driver; its streams are left to the process")
+            return
+        for name, path in self._paths.items():
+            try:
+                path.close()
+            except Exception:
+                log.exception("path %s did not close", name)
+        try:
+            with self._driver.current():
+                self._destroy_streams(self._lanes)
+                self._order_events.close()
+                self._timing_events.close()
+        except Exception:
+            log.exception("the engine's streams and events were not given back")
+
+    def _destroy_streams(self, lanes: Mapping[Direction, Lane]) -> None:
+        for lane in lanes.values():
+            try:
+                self._driver.destroy_stream(lane.stream)
+            except Exception:
+                log.exception("a stream was not given back")
+
+
+def _refuse_outside(what: str, slots: SlotArray, count: int) -> None:
+    # As unsigned numbers the negative ones are the largest: one look finds both kinds.
+    worst = int(slots.view(np.uint64).argmax())
+    if not 0 <= slots[worst] < count:
+        raise InputError(f"{what} {slots[worst]} is not one of 0 to {count - 1}")
+
+
+def torch_compute_stream(device: int) -> Callable[[], int]:
+    """Asks torch, at each submit, which stream the model's kernels go to now."""
+    import torch
+
+    return lambda: int(torch.cuda.current_stream(device).cuda_stream)

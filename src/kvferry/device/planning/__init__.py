@@ -1,0 +1,1 @@
+"""Which path for which transfer: measured on this machine, kept, and explained."""

@@ -1,0 +1,44 @@
+"""What a planner must offer: a path for every transfer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvferry.device.job import Direction
+from kvferry.device.layout.base import GroupLayout
+
+
+class Planner(Protocol):
+    """Picks the path of each transfer; asked by several threads at once."""
+
+    def choose(
+        self,
+        direction: Direction,
+        layout: GroupLayout,
+        num_blocks: int,
+        busy: bool,
+        num_runs: int = 1,
+    ) -> str:
+        """The name of a path; ``busy`` says that the model runs on the device now.
+
+        ``num_runs`` is how many runs of neighbours the host slots make up.
+        """
+
+
+@dataclass(frozen=True)
+class FixedPlanner:
+    """Always the same path per direction: for tests, and for users who pin their choice."""
+
+    store: str
+    load: str
+
+    def choose(
+        self,
+        direction: Direction,
+        layout: GroupLayout,
+        num_blocks: int,
+        busy: bool,
+        num_runs: int = 1,
+    ) -> str:
+        return self.store if direction is Direction.STORE else self.load

@@ -1,0 +1,46 @@
+"""What one rank picks paths by, as plain data: another process can say why it picked one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from kvferry.device.job import Direction
+from kvferry.device.layout.base import GroupLayout
+from kvferry.device.planning.planner import MeasuredPlanner
+from kvferry.device.planning.profile import Profile
+
+
+@dataclass(frozen=True)
+class PathChoices:
+    """The measurements, the paths there are, the one that is pinned, and every group's layout.
+
+    Sent once by a rank: then no transfer has to carry its reason along.
+    """
+
+    profile: Profile
+    paths: tuple[str, ...]
+    pinned: str | None
+    layouts: tuple[GroupLayout, ...]
+
+    @cached_property
+    def _planner(self) -> MeasuredPlanner:
+        return MeasuredPlanner(self.profile, self.paths, pinned=self.pinned)
+
+    def why(
+        self,
+        direction: Direction,
+        group: int,
+        num_blocks: int,
+        path: str,
+        *,
+        busy: bool,
+        num_runs: int = 1,
+    ) -> str:
+        """Why such a transfer took ``path``, in the planner's words; empty where it would not."""
+        if not 0 <= group < len(self.layouts):
+            return ""
+        layout = self.layouts[group]
+        if self._planner.choose(direction, layout, num_blocks, busy, num_runs) != path:
+            return ""
+        return self._planner.explain(direction, layout, num_blocks, busy, num_runs)

@@ -1,0 +1,97 @@
+"""A path is described once: whoever speaks of paths speaks of those, and they do what they say."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.fakes.driver import FakeDriver
+from tests.fakes.kv import make_kv
+from tests.fakes.launcher import HostLauncher
+from tests.fakes.rig import PATHS, Rig
+
+from kvferry import copy_paths
+from kvferry.config import Config
+from kvferry.copy_paths import AUTO_PATH, BY_NAME, COPY_PATHS, CopyPath, path_names
+from kvferry.device.job import Direction
+from kvferry.device.paths import path_set
+from kvferry.device.paths.base import Means
+from kvferry.device.paths.path_set import class_of, common_variants, open_paths
+from kvferry.device.planning.builtin_profile import builtin_profile
+from kvferry.device.planning.planner import MeasuredPlanner
+from kvferry.errors import ConfigError
+
+PAGE = Path(__file__).parents[2] / "docs" / "copy-engine.md"
+
+
+@pytest.mark.parametrize("path", COPY_PATHS, ids=lambda path: path.name)
+def test_it_opens_as_described_and_copies(path: CopyPath) -> None:
+    def make(driver: Any) -> Any:
+        launcher = HostLauncher(driver) if path.needs_kernels else None
+        return class_of(path).open(Means(driver, launcher, ring_bytes=1 << 16))
+
+    rig = Rig(path=path.name, paths={path.name: make})
+    rig.store([1, 2], [4, 6])
+    rig.drain_ok()
+    assert [rig.slot(slot) for slot in (4, 6)] == [rig.kv.block(block) for block in (1, 2)]
+    rig.load([6], [0])
+    rig.drain_ok()
+    assert rig.kv.block(0) == rig.slot(6)
+    rig.close()
+    assert rig.driver.leaks() == {}
+
+
+def test_the_suites_for_all_paths_know_them_all() -> None:
+    assert set(PATHS) == set(BY_NAME)
+
+
+def test_a_setting_can_name_each_and_no_other() -> None:
+    for name in (AUTO_PATH, *BY_NAME):
+        assert Config(copy_path=name).copy_path == name
+    with pytest.raises(ConfigError, match=", ".join((AUTO_PATH, *BY_NAME))):
+        Config(copy_path="teleport")
+
+
+def test_each_can_be_planned_without_a_measurement() -> None:
+    profile = builtin_profile()
+    for way in Direction:
+        assert {cell.path for cell in profile.cells if cell.direction is way} == set(BY_NAME)
+        assert {cell.path for cell in profile.busy if cell.direction is way} == set(BY_NAME)
+
+
+def test_there_is_always_one_that_asks_for_nothing() -> None:
+    assert any(not path.needs_kernels and not path.needs_pinned for path in COPY_PATHS)
+    kernels = {path.name for path in COPY_PATHS if path.needs_kernels}
+    assert set(path_names(with_kernels=False)) == set(BY_NAME) - kernels
+    assert common_variants()
+    for path in COPY_PATHS:
+        assert bool(class_of(path).COMMON) is path.needs_kernels
+
+
+def test_the_page_has_a_row_for_each() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", PAGE.read_text(), re.MULTILINE)
+    assert rows == [(path.name, path.how) for path in COPY_PATHS]
+
+
+def test_one_more_is_an_entry_in_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opened, planned for and chosen when it says that it is best."""
+    loop = BY_NAME["loop"]
+    swift = replace(
+        loop,
+        name="swift",
+        load=replace(loop.load, start=1e-9, per_segment=0.0, rate=1e12),
+        is_stopgap=False,
+    )
+    for module in (copy_paths, path_set):
+        monkeypatch.setattr(module, "COPY_PATHS", (*COPY_PATHS, swift))
+        monkeypatch.setattr(module, "BY_NAME", {**BY_NAME, "swift": swift})
+    monkeypatch.setattr("kvferry.device.planning.builtin_profile.COPY_PATHS", (swift,))
+    driver: Any = FakeDriver()
+    opened = open_paths(driver, ring_bytes=1 << 16)
+    assert set(opened.paths) == {*path_names(with_kernels=False)} >= {"swift"}
+    layout = make_kv("layers").layout
+    planner = MeasuredPlanner(builtin_profile(), opened.paths)
+    assert planner.choose(Direction.LOAD, layout, 3, False) == "swift"

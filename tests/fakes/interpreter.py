@@ -1,0 +1,40 @@
+"""Kernels without a GPU: Triton's interpreter, run in stream order by the fake driver.
+
+The interpreter must be chosen before the kernel is defined, so this module sets it; nothing else
+in the test process may import the kernels first.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+from tests.fakes.driver import FakeDriver
+
+from kvferry.device.kernels import triton_copy
+from kvferry.device.kernels.base import ARGUMENTS, CopyArguments, Launch, Variant
+
+
+class InterpretedLauncher:
+    """Runs the copy kernel on the CPU when the fake stream gets there."""
+
+    def __init__(self, driver: FakeDriver) -> None:
+        self._driver = driver
+
+    def prepare(self, variant: Variant) -> Launch:
+        constants = variant.constants()
+
+        def launch(programs: int, arguments: CopyArguments, stream: int) -> None:
+            # The real launch reads its arguments during the call, so a late run needs its own.
+            values = [getattr(arguments, name) for name in ARGUMENTS]
+
+            def run() -> None:
+                triton_copy.copy_rows[(programs,)](*values, **constants)
+
+            self._driver.enqueue_host_function(stream, run)
+
+        return launch
+
+    def close(self) -> None:
+        pass
