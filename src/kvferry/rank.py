@@ -22,7 +22,7 @@ from kvferry.device.driver import Driver, open_driver
 from kvferry.device.layout import GroupLayout
 from kvferry.device.registrar import DriverRegistrar
 from kvferry.device.stream import Stream
-from kvferry.tiers import HostMemory, Pin, SharedMemory
+from kvferry.tiers import HostMemory, Pin, SharedMemory, SlotLayout
 from kvferry.types import FIRST_RANK, Rank
 
 log = logging.getLogger(__name__)
@@ -178,6 +178,11 @@ def open_on_gpu(
             tools=(toolbox, planner),
         )
         return RankMemory(host, engine, activity, undo.pop_all())
+
+
+def slot_layout(layouts: Sequence[GroupLayout]) -> SlotLayout:
+    """How these groups' blocks lie in host slots: for ranks that share one host memory."""
+    return SlotLayout.of([each.block_bytes for each in layouts], [each.format for each in layouts])
 
 
 def _slot_bytes(layouts: Sequence[GroupLayout]) -> int:
