@@ -24,7 +24,7 @@ from kvferry.device.engine.base import CopyEngine
 from kvferry.device.engine.cpu import CpuEngine
 from kvferry.device.engine.stream import Stream
 from kvferry.device.layout import GroupLayout
-from kvferry.tiers import HostMemory, Pin, SharedMemory
+from kvferry.tiers import HostMemory, Pin, SharedMemory, SlotLayout
 from kvferry.types import FIRST_RANK, Rank
 
 log = logging.getLogger(__name__)
@@ -185,6 +185,11 @@ def open_on_gpu(
             host_chunk=host.chunk_bytes,
         )
         return RankMemory(host, engine, activity, undo.pop_all())
+
+
+def slot_layout(layouts: Sequence[GroupLayout]) -> SlotLayout:
+    """How these groups' blocks lie in host slots: for ranks that share one host memory."""
+    return SlotLayout.of([each.block_bytes for each in layouts], [each.format for each in layouts])
 
 
 def _slot_bytes(layouts: Sequence[GroupLayout]) -> int:

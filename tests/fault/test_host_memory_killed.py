@@ -27,10 +27,11 @@ with HostMemory(256 << 20, 1_000_003, chunk_bytes=4 << 20) as host:
 """
 SHARED = """
 import os
-from kvferry.tiers import HostMemory
-shared = HostMemory.share(256 << 20)
+from kvferry.tiers import HostMemory, SlotLayout
+slots = SlotLayout.of([1_000_003], chunk_bytes=4 << 20)
+shared = HostMemory.share(256 << 20, slots)
 if os.fork() == 0:
-    shared = HostMemory.share(shared.handle)
+    shared = HostMemory.share(shared.handle, slots)
 with HostMemory(0, 1_000_003, shared=shared, chunk_bytes=4 << 20) as host:
     os.write(1, b"ready\\n")
     while True:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -16,14 +18,16 @@ from kvferry.errors import ConfigError, InputError
 from kvferry.keys import Keys
 from kvferry.pool import Pool
 from kvferry.quantities import MiB
+from kvferry.rank import slot_layout
 from kvferry.reach import FullAttention
-from kvferry.tiers import HostMemory, SharedHandle, SharedMemory, SharedMover
+from kvferry.tiers import HostMemory, SharedHandle, SharedMemory, SharedMover, SlotLayout
 from kvferry.types import DEVICE, HOST, Outcome, Plan, Rank, Receipt, Transfer, TransferId, as_slots
 from kvferry.worker import Worker
 
 RANKS = 2
 BLOCKS, LAYERS, BLOCK_BYTES = 32, 3, 4096
 POOL_BYTES = 4 * MiB
+SLOTS = SlotLayout.of([4096])
 
 
 def kv_of(seed: int) -> list[np.ndarray]:
@@ -37,7 +41,7 @@ class RankProcess:
     def __init__(self, rank: int, kv: list[np.ndarray], asked: int | SharedHandle) -> None:
         self.kv = kv
         layout = describe(kv, block_axis=0)
-        self.shared = HostMemory.share(asked)
+        self.shared = HostMemory.share(asked, slot_layout((layout,)))
         self.host = HostMemory(0, layout.block_bytes, shared=self.shared)
         engine = CpuEngine((layout,), self.host.tier.rows, rank=Rank(rank))
         mover = SharedMover(engine, rank=Rank(rank), num_ranks=RANKS)
@@ -121,29 +125,29 @@ def test_two_processes_store_once_and_both_load() -> None:
 
 
 def test_a_handle_of_a_process_that_is_gone_is_refused() -> None:
-    memory = SharedMemory.create(MiB)
+    memory = SharedMemory.create(MiB, SLOTS)
     handle = memory.handle
     memory.close()
     memory.close()
     with pytest.raises(InputError, match="no other rank can open it"):
         _ = memory.handle
     with pytest.raises(ConfigError, match=r"must still run|is not the shared host memory"):
-        SharedMemory.open(handle)
+        SharedMemory.open(handle, SLOTS)
 
 
 def test_a_file_number_given_to_another_file_is_not_taken_for_ours() -> None:
-    memory, other = SharedMemory.create(MiB), SharedMemory.create(MiB)
+    memory, other = SharedMemory.create(MiB, SLOTS), SharedMemory.create(MiB, SLOTS)
     handle = memory.handle
-    wrong = SharedHandle(handle.pid, other.handle.fd, handle.device, handle.inode, handle.num_bytes)
+    wrong = replace(handle, fd=other.handle.fd)
     with pytest.raises(ConfigError, match="is not the shared host memory it was"):
-        SharedMemory.open(wrong)
+        SharedMemory.open(wrong, SLOTS)
     memory.close()
     other.close()
 
 
 def test_closing_the_door_leaves_the_memory_mapped() -> None:
-    memory = SharedMemory.create(MiB)
-    again = SharedMemory.open(memory.handle)
+    memory = SharedMemory.create(MiB, SLOTS)
+    again = SharedMemory.open(memory.handle, SLOTS)
     memory.close()
     again.close()
     memory.bytes[:] = 5
@@ -199,3 +203,43 @@ def test_every_block_is_moved_by_exactly_one_rank(num_ranks: int, count: int) ->
 def test_a_rank_that_does_not_exist_is_refused() -> None:
     with pytest.raises(InputError, match="rank 2 is not one of 0 to 1"):
         SharedMover(Recorder(), rank=Rank(2), num_ranks=2)
+
+
+def test_nobody_can_cut_the_memory_short() -> None:
+    """A page of it that is gone is a SIGBUS in every rank that touches it."""
+    memory = SharedMemory.create(MiB, SLOTS)
+    again = SharedMemory.open(memory.handle, SLOTS)
+    path = f"/proc/{os.getpid()}/fd/{memory.handle.fd}"
+    for cut in (0, MiB - 4096, 2 * MiB):
+        with pytest.raises(PermissionError):
+            os.truncate(path, cut)
+    memory.bytes[:] = 3
+    assert (again.bytes == 3).all()
+    memory.close()
+    again.close()
+
+
+def test_ranks_whose_blocks_lie_otherwise_do_not_come_into_service() -> None:
+    shared = HostMemory.share(POOL_BYTES, SLOTS)
+    first = HostMemory(0, 4096, shared=shared)
+    with pytest.raises(ConfigError, match=r"blocks of 4096 bytes.*blocks of 4160 bytes"):
+        HostMemory.share(shared.handle, SlotLayout.of([4160]))
+    others = [SlotLayout.of([4096, 64]), SlotLayout.of([4096], ["k v"]), replace(SLOTS, pitch=8192)]
+    for slots in others:
+        with pytest.raises(ConfigError) as error:
+            HostMemory.share(shared.handle, slots)
+        assert str(SLOTS) in str(error.value)
+        assert str(slots) in str(error.value)
+    with pytest.raises(ConfigError, match=r"blocks of 4096 bytes.*have 4160 bytes"):
+        HostMemory(0, 4160, shared=HostMemory.share(shared.handle, SLOTS))
+    first.close()
+
+
+def test_a_memory_that_could_be_cut_short_is_not_taken() -> None:
+    fd = os.memfd_create("other")
+    os.ftruncate(fd, MiB)
+    found = os.fstat(fd)
+    handle = SharedHandle(os.getpid(), fd, found.st_dev, found.st_ino, MiB, SLOTS)
+    with pytest.raises(ConfigError, match="is not the shared host memory"):
+        SharedMemory.open(handle, SLOTS)
+    os.close(fd)

@@ -7,7 +7,7 @@ from kvferry.tiers.host_memory import HostMemory
 from kvferry.tiers.limits import Machine, size_for
 from kvferry.tiers.memory import KeyedMemoryTier, MemoryTier
 from kvferry.tiers.mover import LevelMover, Mover, SharedLevelMover, SharedMover
-from kvferry.tiers.shared import SharedHandle, SharedMemory
+from kvferry.tiers.shared import SharedHandle, SharedMemory, SlotLayout
 from kvferry.tiers.tier_mover import TierMover
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "SharedLevelMover",
     "SharedMemory",
     "SharedMover",
+    "SlotLayout",
     "Tier",
     "TierMover",
     "Way",

@@ -15,7 +15,7 @@ from kvferry.tiers.host import HostTier
 from kvferry.tiers.limits import Machine, size_for
 from kvferry.tiers.mapping import PrivateMemory
 from kvferry.tiers.numa import find_placement, prefer
-from kvferry.tiers.shared import SharedHandle, SharedMemory
+from kvferry.tiers.shared import SharedHandle, SharedMemory, SlotLayout
 from kvferry.types import HOST, TierName
 
 log = logging.getLogger(__name__)
@@ -61,6 +61,14 @@ class HostMemory(Closing):
         if chunks.num_bytes > size:  # what the pitch adds, or the last page
             fits = max(1, size // chunks.pitch)
             chunks = Chunks.lay_out(fits, slot_bytes, chunk_bytes)
+        if shared is not None and (shared.slots.slot_bytes, shared.slots.pitch) != (
+            slot_bytes,
+            chunks.pitch,
+        ):
+            raise ConfigError(
+                f"the shared host memory has {shared.slots}; this rank's have {slot_bytes} bytes "
+                f"every {chunks.pitch}: all ranks must share it with one layout"
+            )
         memory = shared if shared is not None else PrivateMemory(chunks.num_bytes)
         self.tier = HostTier(chunks.num_slots, slot_bytes, name=name, chunks=chunks, memory=memory)
         self._shared = shared
@@ -76,16 +84,19 @@ class HostMemory(Closing):
         )
 
     @staticmethod
-    def share(asked: int | Auto | SharedHandle, *, machine: Machine | None = None) -> SharedMemory:
+    def share(
+        asked: int | Auto | SharedHandle, slots: SlotLayout, *, machine: Machine | None = None
+    ) -> SharedMemory:
         """Memory for all ranks of this host: made by the first one, opened by the others.
 
         The first gives the size and sends ``handle`` to the others, who give that. Keep it open
-        until all have it.
+        until all have it. ``slots`` says how this rank's blocks lie in it; ConfigError, with both,
+        where another's lie otherwise.
         """
         if isinstance(asked, SharedHandle):
-            return SharedMemory.open(asked)
+            return SharedMemory.open(asked, slots)
         machine = machine if machine is not None else Machine()
-        return SharedMemory.create(size_for(asked, machine))
+        return SharedMemory.create(size_for(asked, machine), slots)
 
     @property
     def num_slots(self) -> int:

@@ -9,8 +9,8 @@ from typing import Any
 from kvferry.config import Config
 from kvferry.device.layout import GroupLayout
 from kvferry.errors import ConfigError, KvferryError
-from kvferry.rank import RankMemory, open_on_cpu, open_on_gpu
-from kvferry.tiers import HostMemory, Mover, SharedHandle, SharedMemory, SharedMover
+from kvferry.rank import RankMemory, open_on_cpu, open_on_gpu, slot_layout
+from kvferry.tiers import HostMemory, Mover, SharedHandle, SharedMemory, SharedMover, SlotLayout
 from kvferry.types import Rank
 
 
@@ -31,7 +31,7 @@ def open_rank(
     device: Any, layouts: Sequence[GroupLayout], config: Config, place: Place
 ) -> RankMemory:
     """``device`` is the tensors' own. On a CPU vLLM computes in the thread that calls us."""
-    shared = share_host(config) if place.replicates else None
+    shared = share_host(config, slot_layout(layouts)) if place.replicates else None
     if device.type == "cpu":
         return open_on_cpu(
             layouts, config, rank=place.rank, num_ranks_here=place.num_ranks_here, shared=shared
@@ -56,7 +56,7 @@ def mover_of(memory: RankMemory, place: Place) -> Mover:
     return SharedMover(memory.engine, rank=place.rank, num_ranks=place.num_ranks)
 
 
-def share_host(config: Config) -> SharedMemory:
+def share_host(config: Config, slots: SlotLayout) -> SharedMemory:
     """One host memory for all ranks: the first makes it, the others open it. Called by all."""
     from vllm.distributed.parallel_state import get_tp_group
 
@@ -65,11 +65,11 @@ def share_host(config: Config) -> SharedMemory:
     told: SharedHandle | str | None = None
     if ranks.rank_in_group == 0:
         try:
-            made = HostMemory.share(config.host)
+            made = HostMemory.share(config.host, slots)
             told = made.handle
         except KvferryError as error:  # the others wait to hear
             told = str(error)
     told = ranks.broadcast_object(told, src=0)
     if not isinstance(told, SharedHandle):
         raise ConfigError(f"the ranks' common host memory: {told}")
-    return made if made is not None else HostMemory.share(told)
+    return made if made is not None else HostMemory.share(told, slots)
