@@ -150,7 +150,7 @@ class Hits:
         if not self._joins_loads or not self._transit.blocks_to_device:
             return None
         pinned = [slots for slots in look.slots if slots is not None]
-        if not pinned:
+        if not pinned:  # nothing was found, or at a chunk's start nothing is read
             return None
         slots = pinned[0] if len(pinned) == 1 else np.concatenate(pinned)
         joined = slots[self._being_loaded.take(slots) > 0]
