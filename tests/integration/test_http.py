@@ -260,3 +260,30 @@ def test_close_ends_every_connection():
             assert connection.recv(1) == b""
         except ConnectionResetError:
             pass  # it had said something that nobody will read any more
+
+
+def test_who_asks_the_same_at_the_same_time_gets_the_same_answer():
+    go, calls = threading.Event(), []
+
+    def answer(path):
+        calls.append(path)
+        go.wait(30)
+        return Reply(f"{path} {len(calls)}".encode())
+
+    server = HttpServer(answer)
+    clients = [dial(server) for _ in range(20)]
+    try:
+        for client in clients:
+            client.sendall(b"GET /first HTTP/1.0\r\n\r\n")
+            while not calls:  # one is being answered; the others ask after that began
+                time.sleep(0.01)
+        time.sleep(0.2)
+        go.set()
+        replies = [client.makefile("rb").read().split(b"\r\n\r\n")[1] for client in clients]
+        assert all(replies)
+        assert len(calls) <= 6  # the first, and at most one for each thread that answers
+    finally:
+        go.set()
+        for client in clients:
+            client.close()
+        server.close()

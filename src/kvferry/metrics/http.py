@@ -1,7 +1,8 @@
 """A small read-only HTTP server: GET and HEAD, a table of answers, nothing that changes state.
 
 It lives in an engine's process, so it takes little of it whoever comes: one thread for all
-connections, a few for answers, a bound on connections, and a deadline for each of them.
+connections, a few for answers, a bound on connections, a deadline for each of them, and a rest
+after every bit of work, because the interpreter is the engine's.
 """
 
 from __future__ import annotations
@@ -32,7 +33,14 @@ _BACKLOG = 128
 _PATIENCE_SECONDS = 5.0
 _LEAVING_SECONDS = 1.0
 _NO_DESCRIPTOR_SECONDS = 0.5
+_GRACE_SECONDS = 0.25
+"""So long a client may take before its place is given to another: requests come in one piece."""
+
 _IDLE_SECONDS = 60.0
+_REST = 5
+"""Times as long as it has worked the connections' thread rests, once that is worth a sleep."""
+
+_LEAST_REST_SECONDS = 0.002
 
 Answer = Callable[[tuple[str, ...]], Reply | None]
 """From the parts of a path (``/explain/a%2Fb`` is ``("explain", "a/b")``); None: no such page."""
@@ -42,7 +50,8 @@ class HttpServer:
     """Owns a listening socket, its connections, and the threads that serve them; ends in close.
 
     At most MOST_CONNECTIONS at a time: a new one takes the place of the one that has taken longest
-    to say what it wants. Bound to loopback it answers only those who call it by a loopback name.
+    to say what it wants, or waits. Who asks the same at the same time gets the same answer. Bound
+    to loopback it answers only those who call it by a loopback name.
     """
 
     def __init__(
@@ -63,9 +72,12 @@ class HttpServer:
         self._selector = selectors.DefaultSelector()
         self._wakes, self._wake = socket.socketpair()
         self._connections: set[Connection] = set()
-        self._asked: queue.SimpleQueue[tuple[Connection, Request] | None] = queue.SimpleQueue()
-        self._answered: deque[tuple[Connection, bytes]] = deque()
+        self._asked: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._asking: dict[Request, list[Connection]] = {}  # that no thread has begun to answer
+        self._asking_lock = threading.Lock()
+        self._answered: deque[tuple[list[Connection], bytes]] = deque()
         self._accept_at = 0.0  # later than now while descriptors are short
+        self._worked = 0.0
         self._closing = False
         self._threads = [self._thread(self._serve, "")] + [
             self._thread(self._work, f"-{number}") for number in range(_MOST_ANSWERING)
@@ -105,10 +117,11 @@ class HttpServer:
     # -- answers, on a few threads ------------------------------------------------------------
 
     def _work(self) -> None:
-        while asked := self._asked.get():
-            connection, request = asked
+        while request := self._asked.get():
+            with self._asking_lock:  # who asks from now on gets a later answer
+                connections = self._asking.pop(request)
             reply = self._reply(request)
-            self._answered.append((connection, reply.encoded(with_body=request.wants_body)))
+            self._answered.append((connections, reply.encoded(with_body=request.wants_body)))
             self._rouse()
 
     def _reply(self, request: Request) -> Reply:
@@ -128,6 +141,7 @@ class HttpServer:
         self._selector.register(self._wakes, selectors.EVENT_READ)
         try:
             while not self._closing:
+                self._rest()
                 self._listen_again()
                 for key, _ in self._selector.select(self._seconds_left()):
                     if key.fileobj is self._listener:
@@ -145,6 +159,13 @@ class HttpServer:
             self._listener.close()
             self._wakes.close()
 
+    def _rest(self) -> None:
+        """However many come, most of the time is the engine's."""
+        seconds = _REST * (time.thread_time() - self._worked)
+        if seconds >= _LEAST_REST_SECONDS:
+            time.sleep(seconds)
+            self._worked = time.thread_time()
+
     def _listen_again(self) -> None:
         """Listen while there is room and descriptors; else newcomers wait in the backlog."""
         is_open = time.monotonic() >= self._accept_at and self._has_room()
@@ -158,18 +179,22 @@ class HttpServer:
         return len(self._connections) < MOST_CONNECTIONS or self._slowest() is not None
 
     def _slowest(self) -> Connection | None:
-        """Whose place a newcomer may take."""
-        for state in (State.LEAVING, State.READING):
-            found = [each for each in self._connections if each.state is state]
-            if found:
-                return min(found, key=lambda each: each.deadline)
-        return None
+        """Whose place a newcomer may take: who was told all, or has had time to ask."""
+        leaving = [each for each in self._connections if each.state is State.LEAVING]
+        if leaving:
+            return min(leaving, key=lambda each: each.deadline)
+        latest = time.monotonic() + self._patience - _GRACE_SECONDS
+        reading = [each for each in self._connections if each.state is State.READING]
+        slowest = min(reading, key=lambda each: each.deadline, default=None)
+        return slowest if slowest is not None and slowest.deadline <= latest else None
 
     def _seconds_left(self) -> float:
         now = time.monotonic()
         ends = [c.deadline for c in self._connections if c.state is not State.ANSWERING]
         if self._accept_at > now:
             ends.append(self._accept_at)
+        if len(self._connections) >= MOST_CONNECTIONS:
+            ends.append(now + _GRACE_SECONDS)  # then somebody's place may be given away
         return max(0.0, min(ends, default=now + _IDLE_SECONDS) - now)
 
     def _accept(self) -> None:
@@ -209,7 +234,11 @@ class HttpServer:
         if isinstance(asked, Request):
             connection.answering()
             self._selector.unregister(connection.socket)
-            self._asked.put((connection, asked))
+            with self._asking_lock:
+                others = self._asking.setdefault(asked, [])
+                others.append(connection)
+                if len(others) == 1:
+                    self._asked.put(asked)
         elif asked is not None:
             self._selector.unregister(connection.socket)
             self._begin_reply(connection, asked.encoded())
@@ -219,11 +248,12 @@ class HttpServer:
         with suppress(OSError):
             self._wakes.recv(4096)
         while self._answered:
-            connection, data = self._answered.popleft()
-            try:
-                self._begin_reply(connection, data)
-            except OSError:
-                self._drop(connection)
+            connections, data = self._answered.popleft()
+            for connection in connections:
+                try:
+                    self._begin_reply(connection, data)
+                except OSError:
+                    self._drop(connection)
 
     def _begin_reply(self, connection: Connection, data: bytes) -> None:
         connection.reply(data, time.monotonic() + self._patience)
