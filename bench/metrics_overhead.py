@@ -183,8 +183,8 @@ def counting_share(decoder: Decoder, chat: Chat) -> tuple[float, int]:
 class Unattended(Desk):
     """Answers at once: here no engine comes by that could."""
 
-    def ask(self, work: Callable[[], Any], **_: Any) -> Any:
-        return work()
+    def ask(self, work: Callable[..., Any], *args: Any, **_: Any) -> Any:
+        return work(*args)
 
 
 def scrape_seconds(decoder: Decoder, chat: Chat, count: int = 300) -> float:

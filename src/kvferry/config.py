@@ -8,10 +8,13 @@ a dict, a file, the environment), the same reader checks it.
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import json
 import os
 import re
+import stat
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -28,6 +31,7 @@ from kvferry.quantities import (
     parse_rate,
     parse_seconds,
     parse_size,
+    quoted,
     shown,
 )
 
@@ -49,6 +53,10 @@ _SERVICE_LINK = re.compile(
     r"KVFERRY_(.+_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?)$"
 )
 _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
+
+_MOST_FILE_BYTES = 1 * MiB
+_LONGEST_NAME = 64
+_LONGEST_PATH = 300
 
 T = TypeVar("T")
 
@@ -77,10 +85,28 @@ RATE = Kind("number", lambda name, value: parse_rate(value, name=name), "{:g}".f
 COUNT = Kind("count", lambda name, value: parse_count(value, name=name))
 
 
+PORT = Kind("port", lambda name, value: parse_count(value, name=name, maximum=65535))
+
+_HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
+
+
 def _read_address(name: str, value: object) -> str:
-    if not isinstance(value, str) or not value.strip() or len(value.split()) != 1:
-        raise ConfigError(f"{name}: expected an address such as 127.0.0.1, got {shown(value)}")
-    return value.strip()
+    text = value.strip() if isinstance(value, str) else ""
+    if text.startswith("[") and text.endswith("]"):
+        text = text[1:-1]
+    if not _HOST_NAME.fullmatch(text) and not _is_ipv6(text):
+        raise ConfigError(
+            f"{name}: expected an address such as 127.0.0.1 or ::1, got {shown(value)}"
+        )
+    return text
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return text.isascii() and text.isprintable()
 
 
 ADDRESS = Kind("address", _read_address)
@@ -90,7 +116,7 @@ def one_of(*choices: str) -> Kind[str]:
     """One of a few words, whatever their case."""
 
     def read(name: str, value: object) -> str:
-        word = value.strip().lower() if isinstance(value, str) else None
+        word = value.strip().lower() if isinstance(value, str) and value.isascii() else None
         if word not in choices:
             near = _nearest(word or "", choices)
             raise ConfigError(
@@ -198,7 +224,7 @@ class Config:
     )
     metrics_port: int | None = setting(
         None,
-        optional(COUNT),
+        optional(PORT),
         "Serve metrics and explanations on this port; none: do not serve them.",
     )
     metrics_host: str = setting(
@@ -294,7 +320,7 @@ def _read(settings: Mapping[str, object], where: str) -> dict[str, Any]:
     for name, value in settings.items():
         if name not in known:
             raise UnknownSettingError(
-                f"{where}: there is no setting {name!r}{_nearest(str(name), known)}; "
+                f"{where}: there is no setting {quoted(name)}{_nearest(str(name), known)}; "
                 f"settings: {', '.join(known)}"
             )
         try:
@@ -312,38 +338,84 @@ def is_setting(name: str, value: str) -> bool:
     return not is_url and not _SERVICE_LINK.match(name)
 
 
+def variables(env: Mapping[str, str]) -> dict[str, str]:
+    """Which environment variable sets which setting, by the setting's name."""
+    found: dict[str, str] = {}
+    for variable, value in env.items():
+        if is_setting(variable, value):
+            name = variable.removeprefix(ENV_PREFIX).lower()
+            if name in found:
+                raise ConfigError(
+                    f"environment: {quoted(found[name])} and {quoted(variable)} are one setting "
+                    "spelt in two ways; unset one of them"
+                )
+            found[name] = variable
+    return found
+
+
 def _read_env(env: Mapping[str, str]) -> dict[str, Any]:
-    return _read(
-        {
-            name.removeprefix(ENV_PREFIX).lower(): value
-            for name, value in env.items()
-            if is_setting(name, value)
-        },
-        f"environment ({ENV_PREFIX}*)",
-    )
+    given = {name: env[variable] for name, variable in variables(env).items()}
+    return _read(given, f"environment ({ENV_PREFIX}*)")
 
 
 def _read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(path)
-    parsers: dict[str, Callable[[str], object]] = {".toml": tomllib.loads, ".json": json.loads}
-    parse = parsers.get(path.suffix.lower())
-    if parse is None:
-        raise ConfigError(f"{path}: a configuration file ends in .toml or .json")
+    where, suffix = _plain(path), path.suffix.lower()
+    parsers: dict[str, Callable[[str], object]] = {".toml": tomllib.loads, ".json": _parse_json}
+    if suffix not in parsers:
+        raise ConfigError(f"{where}: a configuration file ends in .toml or .json")
+    text = _file_text(path, where)
     try:
-        data = parse(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:  # both parsers' errors, and bytes that are not UTF-8
-        raise ConfigError(
-            f"{path}: not valid {path.suffix.lower()[1:].upper()}: {error}"
-        ) from error
+        data = parsers[suffix](text)
+    except ValueError as error:  # both parsers' errors
+        raise ConfigError(f"{where}: not valid {suffix[1:].upper()}: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"{where}: not valid {suffix[1:].upper()}: nested too deep") from None
     if isinstance(data, dict) and "kvferry" in data:
         data = data["kvferry"]
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}: expected a table of settings, got {shown(data)}")
-    return _read(data, str(path))
+        raise ConfigError(f"{where}: expected a table of settings, got {shown(data)}")
+    return _read(data, where)
+
+
+def _file_text(path: Path, where: str) -> str:
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # to open a pipe would wait for its writer
+            raise ConfigError(f"{where}: cannot be read: it is no file")
+        with path.open("rb") as file:
+            content = file.read(_MOST_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:  # a NUL in its name
+        raise ConfigError(f"{where}: cannot be read: {error}") from error
+    if len(content) > _MOST_FILE_BYTES:
+        raise ConfigError(f"{where}: it has more than {format_size(_MOST_FILE_BYTES)}")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        kind = path.suffix.lower()[1:].upper()
+        raise ConfigError(f"{where}: not valid {kind}: {error}") from error
+
+
+def _plain(path: Path) -> str:
+    """A file's name in a message, as it is, unless it is made of something else."""
+    name = str(path)
+    return name if name.isprintable() and len(name) <= _LONGEST_PATH else quoted(name)
+
+
+def _parse_json(text: str) -> object:
+    """As TOML does it: a name that is there twice is an error, not the last one's."""
+    return json.loads(text, object_pairs_hook=_once_each)
+
+
+def _once_each(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    names = Counter(name for name, _ in pairs)
+    for name, count in names.items():
+        if count > 1:
+            raise ValueError(f"{quoted(name)} is there twice")
+    return dict(pairs)
 
 
 def _nearest(name: str, known: tuple[str, ...] | list[str]) -> str:
-    near = difflib.get_close_matches(name.lower(), known, n=1)
+    near = difflib.get_close_matches(name[:_LONGEST_NAME].lower(), known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""

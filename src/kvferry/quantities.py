@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
+import reprlib
 from decimal import Decimal
 from typing import cast
 
@@ -32,8 +33,15 @@ _TIME_UNITS = {
     "min": Decimal(60),
     "h": Decimal(3600),
 }
-_QUANTITY = re.compile(r"\s*([+-]?[0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+# Letters of other scripts are no units, though some of them turn into ours in small letters.
+_QUANTITY = re.compile(
+    r"\s*([+-]?[0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([a-z]{0,10})\s*", re.IGNORECASE | re.ASCII
+)
+_COUNT = re.compile(r"\s*[+-]?[0-9]{1,30}\s*", re.ASCII)
+_RATE = re.compile(r"\s*[+-]?[0-9]{1,40}(\.[0-9]{1,40})?(e[+-]?[0-9]{1,3})?\s*", re.ASCII | re.I)
 _MOST_BYTES = 2**63 - 1
+_MOST_SECONDS = 1e9
+_LEAST_RATE, _MOST_RATE = 1e-6, 1e15
 
 
 def parse_size(value: object, *, name: str = "size", minimum: int = 1) -> int:
@@ -47,7 +55,7 @@ def parse_size(value: object, *, name: str = "size", minimum: int = 1) -> int:
         if unit not in _SIZE_UNITS:
             hint = f"; say {unit}ib or {unit}b" if f"{unit}ib" in _SIZE_UNITS else ""
             raise ConfigError(
-                f"{name}: unknown unit in {value!r}{hint}; units: B, kB, KiB, MB, ..."
+                f"{name}: unknown unit in {quoted(value)}{hint}; units: B, kB, KiB, MB, ..."
             )
         size = math.floor(number * _SIZE_UNITS[unit])
     else:
@@ -56,41 +64,52 @@ def parse_size(value: object, *, name: str = "size", minimum: int = 1) -> int:
 
 
 def parse_seconds(value: object, *, name: str = "time") -> float:
-    """Seconds from a number or from "30s", "500ms", "2min", "1h". Must be finite and above zero."""
+    """Seconds above zero, from a number or from "30s", "500ms", "2min", "1h"."""
     seconds: float
     if isinstance(value, str):
         number, unit = _quantity(name, value, "a time such as 30s or 500ms")
         if unit not in _TIME_UNITS:
-            raise ConfigError(f"{name}: unknown unit in {value!r}; units: us, ms, s, min, h")
+            raise ConfigError(f"{name}: unknown unit in {quoted(value)}; units: us, ms, s, min, h")
         seconds = float(number * _TIME_UNITS[unit])
     elif isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(f"{name}: expected seconds or a time such as 30s, got {shown(value)}")
     else:
         seconds = float(value) if abs(value) < _MOST_BYTES else math.inf  # a huge int overflows
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise ConfigError(f"{name}: must be above zero and finite, got {shown(value)}")
+    if not 0 < seconds <= _MOST_SECONDS:
+        raise ConfigError(
+            f"{name}: must be above zero and at most {_MOST_SECONDS:.0f} seconds, "
+            f"got {shown(value)}"
+        )
     return seconds
 
 
-def parse_count(value: object, *, name: str = "count", minimum: int = 1) -> int:
-    """A whole number of at least ``minimum``, from an int or from its digits."""
+def parse_count(
+    value: object, *, name: str = "count", minimum: int = 1, maximum: int = _MOST_BYTES
+) -> int:
+    """A whole number from ``minimum`` to ``maximum``, from an int or from its digits."""
     if isinstance(value, str):
-        if not re.fullmatch(r"\s*[+-]?[0-9]{1,30}\s*", value):
-            raise ConfigError(f"{name}: expected a whole number, got {value!r}")
+        if not _COUNT.fullmatch(value):
+            raise ConfigError(f"{name}: expected a whole number, got {quoted(value)}")
         count = int(value)
     else:
         count = _whole(name, value, "a whole number")
-    return _between(name, value, count, minimum, _MOST_BYTES, "")
+    return _between(name, value, count, minimum, maximum, "")
 
 
 def parse_rate(value: object, *, name: str = "rate") -> float:
     """A number above zero, from a number or from its digits."""
-    try:
-        rate = float(value) if isinstance(value, (int, float, str)) else math.nan
-    except (ValueError, OverflowError):
-        rate = math.nan
-    if isinstance(value, bool) or not (math.isfinite(rate) and rate > 0):
-        raise ConfigError(f"{name}: expected a number above zero, got {shown(value)}")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    rate = math.nan
+    if is_number or (isinstance(value, str) and _RATE.fullmatch(value)):
+        try:
+            rate = float(cast(float, value))
+        except OverflowError:
+            rate = math.inf
+    if not _LEAST_RATE <= rate <= _MOST_RATE:
+        raise ConfigError(
+            f"{name}: expected a number above zero, {_LEAST_RATE:g} to {_MOST_RATE:g}, "
+            f"got {shown(value)}"
+        )
     return rate
 
 
@@ -112,13 +131,26 @@ def rounded_size(size: int) -> str:
 
 def shown(value: object) -> str:
     """A value and its type, for a message that refuses it."""
-    return f"{value!r} ({type(value).__name__})"
+    return f"{quoted(value)} ({type(value).__name__})"
+
+
+def quoted(value: object) -> str:
+    """A value in a message: on one line, and cut where it is long."""
+    try:
+        text = _SHORT.repr(value)
+    except (ValueError, RecursionError):  # an int of thousands of digits has no repr
+        text = "something that cannot be shown"
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 
 
 def _quantity(name: str, text: str, expected: str) -> tuple[Decimal, str]:
     match = _QUANTITY.fullmatch(text)
     if match is None:
-        raise ConfigError(f"{name}: expected {expected}, got {text!r}")
+        raise ConfigError(f"{name}: expected {expected}, got {quoted(text)}")
     return Decimal(match[1]), match[2].lower()
 
 

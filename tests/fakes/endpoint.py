@@ -79,7 +79,7 @@ class FakeEndpoint:
             return Reply(self.text.encode(), CONTENT_TYPE)
         if path == ("explain",) and self.requests is not None:
             return Reply.json({"requests": self.requests})
-        if path and path[0] == "explain":
+        if path and path[0] == "explain" and self.requests is not None:
             return Reply.json({"error": "nothing is remembered"}, HTTPStatus.NOT_FOUND)
         return None
 

@@ -129,7 +129,7 @@ def test_explain_says_when_a_request_is_not_remembered(served):
 
 
 def test_every_reason_and_verdict_has_words():
-    assert set(REASONS) == set(Reason)
+    assert set(REASONS) == {reason.value for reason in Reason}
     assert set(VERDICTS) == {verdict.value for verdict in Verdict}
 
 

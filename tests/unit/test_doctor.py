@@ -370,3 +370,24 @@ def test_a_link_that_will_not_say_is_unknown(tmp_path, text, value):
     file.write_text(text)
     assert environment._said(str(file)) == value
     assert environment._said(str(tmp_path / "none")) is None
+
+
+def test_what_does_not_fit_is_not_called_enough():
+    env = replace(settings(host="100TiB"), machine=machine(memlock=8 * MiB))
+    assert line(env, "host memory").grade is Grade.FAIL
+    locked = line(env, "locked memory")
+    assert locked.grade is Grade.WARN
+    assert "102400.0 GiB are asked for" in locked.words
+
+
+def test_where_nothing_says_how_much_there_is_no_size_is_said_to_fit():
+    blind = Machine(read=lambda path: None, memlock=lambda: None, env={"PYTHONHASHSEED": "0"})
+    found = line(replace(settings(host="100TiB"), machine=blind), "host memory")
+    assert found.grade is Grade.WARN
+    assert "fits" not in found.words
+
+
+@pytest.mark.parametrize("said", ["²", "٣", "9" * 6000, "-1", "1.5"], ids=range(5))
+def test_a_number_of_ranks_that_is_none_does_not_end_it(said):
+    findings = examine(replace(FIT, machine=machine(LOCAL_WORLD_SIZE=said)))
+    assert {finding.grade for finding in findings} == {Grade.OK}, findings

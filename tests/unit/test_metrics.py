@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import threading
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -169,51 +167,6 @@ def test_bounds_are_served_exactly(snapshot):
     said = {float(le) for le in re.findall(r'kvferry_transfer_bytes_bucket.*le="(.*?)"', text)}
     assert said == {*SIZE_BOUNDS, float("inf")}
     assert 'le="1.048576e+06"' in text  # as the Python client writes it on vLLM's endpoint
-
-
-# -- the desk -----------------------------------------------------------------------------------
-
-
-def test_a_question_is_answered_on_the_engines_thread():
-    desk, where, done = Desk(), [], threading.Event()
-
-    def ask():
-        where.append(desk.ask(threading.get_ident, patience=30))
-        done.set()
-
-    asker = threading.Thread(target=ask)
-    asker.start()
-    while not done.wait(0.001):
-        desk.answer()
-    asker.join()
-    assert where == [threading.get_ident()]
-
-
-def test_an_idle_engine_is_not_waited_for():
-    desk = Desk()
-    for number in range(5):
-        assert desk.ask(partial(abs, -number), patience=0.001) == number
-    assert not desk._questions  # nothing piles up
-    desk.answer()
-
-
-def test_an_error_belongs_to_whoever_asked():
-    desk = Desk()
-    with pytest.raises(ZeroDivisionError):
-        desk.ask(lambda: 1 // 0, patience=0.001)
-
-    def bad():
-        raise ValueError("no")
-
-    def ask():
-        with pytest.raises(ValueError, match="no"):
-            desk.ask(bad, patience=30)
-
-    asker = threading.Thread(target=ask)
-    asker.start()
-    while asker.is_alive():
-        desk.answer()  # must not raise here
-    asker.join()
 
 
 # -- the text -----------------------------------------------------------------------------------

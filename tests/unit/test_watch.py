@@ -9,7 +9,8 @@ from kvferry.errors import InputError, UnreachableError
 from kvferry.metrics.http import HttpServer
 from kvferry.metrics.samples import Snapshot
 from kvferry.metrics.text import exposition
-from kvferry.watch.scrape import base_url, explain, parse, read
+from kvferry.watch.fetch import base_url
+from kvferry.watch.scrape import explain, parse, read
 from kvferry.watch.view import HISTORY, Watch
 from kvferry.watch.words import show_bytes, show_seconds, show_share, sparkline
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import click
 from rich.console import Console
@@ -14,18 +13,22 @@ from rich.text import Text
 from kvferry.errors import KvferryError
 from kvferry.scheduler.why import Reason
 from kvferry.watch import scrape
-from kvferry.watch.words import clean, show_bytes, show_seconds
+from kvferry.watch.fetch import DEFAULT_URL
+from kvferry.watch.told import Copied, Row, Told, Why, read_rows, read_told
+from kvferry.watch.words import clean, said, show_bytes, show_seconds
 
-REASONS = {
-    Reason.NOTHING_MISSED: "Everything asked for was on the device or in host memory.",
-    Reason.EVICTED: "It was stored, and dropped later because the room was needed. More host "
+_MOST_NAME = 500
+
+REASONS: dict[str, str] = {
+    Reason.NOTHING_MISSED.value: "Everything asked for was on the device or in host memory.",
+    Reason.EVICTED.value: "It was stored, and dropped later because the room was needed. More host "
     "memory would have kept it longer.",
-    Reason.NEVER_STORED: "Nobody computed and stored this before, or it found no room.",
-    Reason.BELOW_THRESHOLD: "It was not asked for often enough to be stored (store_after).",
-    Reason.IN_FLIGHT: "Its bytes were still on their way in.",
-    Reason.OTHER_NAMESPACE: "It was stored before a reset or a change of weights.",
-    Reason.STILL_BELOW: "It lay below the host and was not brought up in time.",
-    Reason.LOAD_SLOWER: "It was there, but computing it was judged faster than loading it.",
+    Reason.NEVER_STORED.value: "Nobody computed and stored this before, or it found no room.",
+    Reason.BELOW_THRESHOLD.value: "It was not asked for often enough to be stored (store_after).",
+    Reason.IN_FLIGHT.value: "Its bytes were still on their way in.",
+    Reason.OTHER_NAMESPACE.value: "It was stored before a reset or a change of weights.",
+    Reason.STILL_BELOW.value: "It lay below the host and was not brought up in time.",
+    Reason.LOAD_SLOWER.value: "It was there, but computing it was judged faster than loading it.",
 }
 
 VERDICTS = {
@@ -41,7 +44,7 @@ VERDICTS = {
 @click.command()
 @click.argument("request_id", metavar="[REQUEST]", required=False)
 @click.option(
-    "--url", default=scrape.DEFAULT_URL, show_default=True, help="The engine's kvferry endpoint."
+    "--url", default=DEFAULT_URL, show_default=True, help="The engine's kvferry endpoint."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print what the endpoint answered.")
 def explain(request_id: str | None, url: str, as_json: bool) -> None:
@@ -55,97 +58,97 @@ def explain(request_id: str | None, url: str, as_json: bool) -> None:
     """
     try:
         answer = scrape.explain(url, request_id)
+        if as_json:
+            click.echo(json.dumps(answer))
+        elif request_id is None:
+            _list(read_rows(answer), Console(highlight=False))
+        else:
+            _tell(read_told(answer), Console(highlight=False))
     except KvferryError as error:
         raise click.ClickException(str(error)) from error
-    console = Console(highlight=False)
-    if as_json:
-        click.echo(json.dumps(answer))
-    elif request_id is None:
-        _list(answer.get("requests", []), console)
-    else:
-        _tell(answer, console)
+    except ValueError as error:
+        raise click.ClickException(str(scrape.not_explained(url, error))) from error
 
 
-def _list(requests: list[dict[str, Any]], console: Console) -> None:
-    if not requests:
+def _list(rows: list[Row], console: Console) -> None:
+    if not rows:
         console.print("No request has come by yet.")
         return
     table = _table("Request", "Asked", "From host", "First thing missing")
-    for row in requests:
-        reason = clean(row.get("reason") or "–").replace("_", " ")
+    for row in rows:
         table.add_row(
-            escape(clean(row.get("request_id"))),
-            _count(row.get("asked_tokens")),
-            _count(row.get("host_tokens")),
-            escape(reason),
+            _name(row.request_id),
+            _count(row.asked_tokens),
+            _count(row.host_tokens),
+            escape(said(row.reason or "–").replace("_", " ")),
         )
     console.print(table)
 
 
-def _tell(answer: dict[str, Any], console: Console) -> None:
-    console.print(Text(f"Request {clean(answer.get('request_id'))}", style="bold"))
-    why = answer.get("explanation")
-    if why is None:
+def _tell(told: Told, console: Console) -> None:
+    console.print(Text(f"Request {said(told.request_id, _MOST_NAME)}", style="bold"))
+    if told.why is None:
         console.print("It was never looked up; it only stored.")
     else:
-        _tell_why(why, console)
-    others = answer.get("others", [])
-    if others:
-        console.print(Text(f"Also of that name: {', '.join(map(clean, others))}", style="dim"))
-    copies = answer.get("copies", [])
-    if not copies:
+        _tell_why(told.why, console)
+    if told.others:
+        names = ", ".join(said(name, _MOST_NAME) for name in told.others)
+        console.print(Text(f"Also of that name: {names}", style="dim"))
+    if not told.copies:
         console.print("Nothing was copied for it yet.")
         return
     table = _table("Copy", "Blocks", "Bytes", "Time", "Speed", "Path", "")
-    for copy in copies:
+    for copy in told.copies:
         table.add_row(*_copy(copy))
     console.print(table)
-    for words in dict.fromkeys(str(copy["why"]) for copy in copies if copy.get("why")):
+    for words in dict.fromkeys(copy.why for copy in told.copies if copy.why):
         for line in words.splitlines():
             console.print(Text(clean(line), style="dim"))
 
 
-def _tell_why(why: dict[str, Any], console: Console) -> None:
-    lower = f", {why['lower_tokens']} lay below the host" if why.get("lower_tokens") else ""
-    computed = why["asked_tokens"] - why["device_tokens"] - why["host_tokens"]
+def _tell_why(why: Why, console: Console) -> None:
+    lower = f", {why.lower_tokens} lay below the host" if why.lower_tokens else ""
+    computed = why.asked_tokens - why.device_tokens - why.host_tokens
     console.print(
-        f"Asked for {why['asked_tokens']} tokens: {why['device_tokens']} were on the device, "
-        f"{why['host_tokens']} in host memory, {max(0, computed)} in neither{lower}.",
+        f"Asked for {why.asked_tokens} tokens: {why.device_tokens} were on the device, "
+        f"{why.host_tokens} in host memory, {max(0, computed)} in neither{lower}.",
         soft_wrap=True,
     )
-    words = REASONS[Reason(why["reason"])]
-    missing = why.get("first_missing")
+    missing = why.first_missing
     at = f"First missing: token {missing}. " if missing is not None else ""
-    console.print(f"{at}{words} ({why['reason']})", soft_wrap=True)
-    decision = why.get("decision")
-    if decision:
-        verdict = VERDICTS.get(decision["verdict"], decision["verdict"])
-        console.print(f"Decision: {verdict}{_times(decision)}.", soft_wrap=True)
+    words = f"{REASONS[why.reason]} " if why.reason in REASONS else ""
+    console.print(Text(f"{at}{words}({said(why.reason)})"), soft_wrap=True)
+    if why.verdict:
+        verdict = VERDICTS.get(why.verdict, said(why.verdict))
+        console.print(Text(f"Decision: {verdict}{_times(why)}."), soft_wrap=True)
 
 
-def _times(decision: dict[str, Any]) -> str:
-    load, compute = decision.get("load_seconds"), decision.get("compute_seconds")
-    if load is None or compute is None:
+def _times(why: Why) -> str:
+    if why.load_seconds is None or why.compute_seconds is None:
         return ""
-    return f", {show_seconds(load)} to load against {show_seconds(compute)} to compute"
+    load, compute = show_seconds(why.load_seconds), show_seconds(why.compute_seconds)
+    return f", {load} to load against {compute} to compute"
 
 
-def _copy(copy: dict[str, Any]) -> tuple[str, ...]:
-    seconds, num_bytes = copy["seconds"], copy["num_bytes"]
-    speed = f"{show_bytes(num_bytes / seconds)}/s" if seconds else "–"
+def _copy(copy: Copied) -> tuple[str, ...]:
+    speed = f"{show_bytes(copy.num_bytes / copy.seconds)}/s" if copy.seconds else "–"
     return (
-        escape(clean(f"{copy['src']} → {copy['dst']}")),
-        f"{copy['num_blocks']}",
-        show_bytes(num_bytes),
-        show_seconds(seconds),
+        _name(f"{copy.src} → {copy.dst}"),
+        f"{copy.num_blocks}",
+        show_bytes(copy.num_bytes),
+        show_seconds(copy.seconds),
         speed,
-        escape(clean(", ".join(copy["paths"]) or "–")),
-        escape(clean(f"failed: {copy['reason']}") if copy["reason"] else ""),
+        escape(said(", ".join(copy.paths) or "–")),
+        escape(said(f"failed: {copy.reason}") if copy.reason else ""),
     )
 
 
-def _count(value: object) -> str:
-    return f"{value:,}" if isinstance(value, int) else "–"
+def _name(text: str) -> str:
+    return escape(said(text, _MOST_NAME))
+
+
+def _count(value: int | None) -> str:
+    return "–" if value is None else f"{value:,}"
 
 
 def _table(first: str, *others: str) -> Table:
@@ -153,5 +156,5 @@ def _table(first: str, *others: str) -> Table:
     table.add_column(first, overflow="fold")
     for name in others:
         is_word = name in ("", "Path", "First thing missing")
-        table.add_column(name, justify="left" if is_word else "right")
+        table.add_column(name, justify="left" if is_word else "right", no_wrap=not is_word)
     return table

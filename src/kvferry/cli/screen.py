@@ -1,103 +1,232 @@
-"""One view as a terminal shows it: tiers as bars, traffic as sparklines, reasons as counts."""
+"""One view as a terminal shows it: tiers as bars, traffic as sparklines, reasons as counts.
+
+Side by side where there is room, below each other where there is not; a number is never cut.
+"""
 
 from __future__ import annotations
 
-from rich.console import Group, RenderableType
-from rich.markup import escape
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.watch.view import TierView, View
-from kvferry.watch.words import clean, show_bytes, show_share, sparkline
+from kvferry.watch.view import RouteView, TierView, View
+from kvferry.watch.words import clean, counted, said, show_bytes, show_share, sparkline
 
 _BAR_WIDTH = 30
 _LINE_WIDTH = 24
+_WIDE = 150
+"""Columns from which bars and sparklines are drawn twice as wide."""
+
+_LEAST_DRAWN = 6
+"""A bar or a sparkline of fewer columns says nothing."""
+
+_MOST_NAME = 40
 _STATES = (("cached", "█", "blue"), ("leased", "▓", "yellow"), ("unready", "░", "magenta"))
 
 
-def screen(view: View, *, error: str = "") -> RenderableType:
-    """Everything, top to bottom. Without colours the shades still differ."""
-    parts: list[RenderableType] = [_head(view)]
-    if error:
-        parts.append(Text(clean(error), style="bold red"))
-    parts += [_tiers(view), _routes(view), _counts(view), _foot(view)]
-    return Group(*parts)
+@dataclass(frozen=True)
+class Screen:
+    """Everything, top to bottom, for whatever width it is printed on."""
+
+    view: View
+    error: str = ""
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterable[RenderableType]:
+        """Without colours the shades still differ."""
+        room = _Room(console, options)
+        yield _head(self.view)
+        if self.error:
+            yield Text(clean(self.error), style="bold red")
+        yield _tiers(self.view, room)
+        yield _routes(self.view, room)
+        yield _counts(self.view, room)
+        yield _foot(self.view)
+
+
+@dataclass(frozen=True)
+class _Room:
+    """How wide the screen is, and whether something fits into it."""
+
+    console: Console
+    options: ConsoleOptions
+
+    @property
+    def width(self) -> int:
+        return self.options.max_width
+
+    @property
+    def scale(self) -> int:
+        return 2 if self.width >= _WIDE else 1
+
+    def beside(self, table: Table) -> int:
+        """Columns that a table leaves free; below zero if it does not fit."""
+        endless = self.options.update(width=10_000)
+        return self.width - Measurement.get(self.console, endless, table).maximum
 
 
 def _head(view: View) -> Text:
     text = Text.assemble(
-        ("kvferry ", "bold"), (clean(view.version), "dim"), "  ", (view.url, "dim"), "\n"
+        ("kvferry ", "bold"), (_name(view.version), "dim"), "  ", (clean(view.url), "dim"), "\n"
     )
     now = f" (now {show_share(view.hit_rate_now)})" if view.hit_rate_now is not None else ""
     text.append(f"hit rate {show_share(view.hit_rate)}{now}", style="bold")
     text.append(
-        f"   {view.queries:,} requests, {view.queries_per_second:.1f}/s, "
-        f"{view.full_hits:,} full hits\n"
-        f"{view.in_flight} in flight, {view.queued} queued, {show_bytes(view.bytes_in_flight)}, "
-        f"{view.leases} {'lease' if view.leases == 1 else 'leases'}"
+        f"   {counted(view.queries, 'request')}, {view.queries_per_second:.1f}/s, "
+        f"{counted(view.full_hits, 'full hit')}\n"
+        f"{view.in_flight:,} in flight, {view.queued:,} queued, "
+        f"{show_bytes(view.bytes_in_flight)}, {counted(view.leases, 'lease')}"
     )
     if view.pinned_bytes is not None:
         text.append(f"   {show_bytes(view.pinned_bytes)} pinned")
     return text
 
 
-def _tiers(view: View) -> Table:
+# -- tiers ----------------------------------------------------------------------------------------
+
+
+def _tiers(view: View, room: _Room) -> RenderableType:
+    left = room.beside(_tier_table(view, 0))
+    if left < _LEAST_DRAWN:
+        return Group(*(_tier(tier, room) for tier in view.tiers))
+    return _tier_table(view, min(left, _BAR_WIDTH * room.scale))
+
+
+def _tier_table(view: View, bar_width: int) -> Table:
     table = _table("Tier", "", "", "Slots", "Bytes", "Evicted")
     for tier in view.tiers:
-        used = tier.cached + tier.leased
-        size = "–" if tier.slot_bytes is None else show_bytes(used * tier.slot_bytes)
-        share = show_share(used / tier.total if tier.total else None)
-        slots = f"{used:,} of {tier.total:,}"
-        table.add_row(escape(clean(tier.name)), _bar(tier), share, slots, size, f"{tier.evicted:,}")
+        slots = f"{tier.used:,} of {tier.total:,}"
+        name, bar = Text(_name(tier.name)), _bar(tier, bar_width)
+        table.add_row(name, bar, _share(tier), slots, _size(tier), f"{tier.evicted:,}")
     return table
 
 
-def _bar(tier: TierView) -> Text:
+def _tier(tier: TierView, room: _Room) -> RenderableType:
+    """One tier on lines of its own."""
+    share = _share(tier)
+    bar = _bar(tier, max(1, min(_BAR_WIDTH, room.width - len(share) - 4)))
+    size = f", {_size(tier)}" if tier.slot_bytes is not None else ""
+    words = f"{tier.used:,} of {tier.total:,} slots{size}, {tier.evicted:,} evicted"
+    return Group(Text(_name(tier.name), style="bold dim"), _below(bar + Text(f"  {share}"), words))
+
+
+def _bar(tier: TierView, width: int) -> Text:
     text = Text()
     for state, mark, style in _STATES:
         count = getattr(tier, state)
-        width = round(_BAR_WIDTH * count / tier.total) if tier.total else 0
-        text.append(mark * max(width, int(count > 0)), style=style)
-    text.truncate(_BAR_WIDTH)
-    text.append("·" * (_BAR_WIDTH - len(text)), style="dim")
+        part = round(width * count / tier.total) if tier.total else 0
+        text.append(mark * max(part, int(count > 0)), style=style)
+    text.truncate(width)
+    text.append("·" * (width - len(text)), style="dim")
     return text
 
 
-def _routes(view: View) -> RenderableType:
+def _share(tier: TierView) -> str:
+    return show_share(tier.used / tier.total if tier.total else None)
+
+
+def _size(tier: TierView) -> str:
+    return "–" if tier.slot_bytes is None else show_bytes(tier.used * tier.slot_bytes)
+
+
+# -- traffic --------------------------------------------------------------------------------------
+
+
+def _routes(view: View, room: _Room) -> RenderableType:
     if not view.routes:
         return Text("Nothing has moved yet.", style="dim")
+    left = room.beside(_route_table(view, 0))
+    if left < _LEAST_DRAWN:
+        return Group(*(_route(route, room) for route in view.routes))
+    return _route_table(view, min(left, _LINE_WIDTH * room.scale))
+
+
+def _route_table(view: View, line_width: int) -> Table:
     table = _table("Route", "Now", "", "While copying", "In all", "Paths")
     for route in view.routes:
-        speed = "–" if route.copy_speed is None else f"{show_bytes(route.copy_speed)}/s"
-        paths = ", ".join(f"{path} {show_bytes(n)}" for path, n in route.paths.items() if path)
-        table.add_row(
-            escape(clean(f"{route.src} → {route.dst}")),
-            f"{show_bytes(route.bytes_per_second)}/s",
-            Text(sparkline(route.history, _LINE_WIDTH), style="cyan"),
-            speed,
-            show_bytes(route.total_bytes),
-            escape(clean(paths)),
-        )
+        line = Text(sparkline(route.history, line_width), style="cyan")
+        speed, in_all = _speed(route), show_bytes(route.total_bytes)
+        table.add_row(_ends(route), _now(route), line, speed, in_all, Text(_paths(route)))
     return table
 
 
-def _counts(view: View) -> Table:
+def _route(route: RouteView, room: _Room) -> RenderableType:
+    """One route on lines of its own."""
+    line = Text(f"{_now(route)} now ")
+    line.append(sparkline(route.history, max(1, room.width - len(line) - 2)), style="cyan")
+    words = f"{_speed(route)} while copying, {show_bytes(route.total_bytes)} in all"
+    paths = f": {_paths(route)}" if _paths(route) else ""
+    return Group(_ends(route, style="bold dim"), _below(line, words + paths))
+
+
+def _ends(route: RouteView, style: str = "") -> Text:
+    return Text(f"{_name(route.src)} → {_name(route.dst)}", style=style)
+
+
+def _now(route: RouteView) -> str:
+    return f"{show_bytes(route.bytes_per_second)}/s"
+
+
+def _speed(route: RouteView) -> str:
+    return "–" if route.copy_speed is None else f"{show_bytes(route.copy_speed)}/s"
+
+
+def _paths(route: RouteView) -> str:
+    """Their shares, where there is more than one; the bytes of one are those of the route."""
+    named = {_name(path): count for path, count in route.paths.items() if path}
+    if len(named) == 1:
+        return next(iter(named))
+    return ", ".join(f"{path} {show_bytes(count)}" for path, count in named.items())
+
+
+# -- counts ---------------------------------------------------------------------------------------
+
+
+def _counts(view: View, room: _Room) -> RenderableType:
+    troubles = {word: n for word, n in view.troubles.items() if n}
+    rankings = {
+        "Why requests got no more": view.misses,
+        "Load or compute": view.decisions,
+        "Troubles": troubles,
+    }
+    tables = {title: _ranking(title, counts) for title, counts in rankings.items()}
     grid = Table.grid(padding=(0, 4))
-    grid.add_row(
-        _ranking("Why requests got no more", view.misses),
-        _ranking("Load or compute", view.decisions),
-        _ranking("Troubles", {word: n for word, n in view.troubles.items() if n}),
+    for _ in tables:
+        grid.add_column(no_wrap=True)
+    grid.add_row(*tables.values())
+    if room.beside(grid) >= 0:
+        return grid
+    return Group(
+        *(
+            table if room.beside(table) >= 0 else _listed(title, rankings[title])
+            for title, table in tables.items()
+        )
     )
-    return grid
 
 
 def _ranking(title: str, counts: dict[str, int]) -> Table:
-    table = _table(title, "")
+    table = _table(title, " ")
     for name, count in counts.items():
-        table.add_row(escape(clean(name).replace("_", " ")), f"{count:,}")
+        table.add_row(Text(_reason(name)), f"{count:,}")
     if not counts:
         table.add_row(Text("none", style="dim"), "")
     return table
+
+
+def _listed(title: str, counts: dict[str, int]) -> RenderableType:
+    """The same on lines that may be broken between words."""
+    words = [f"{count:,} {_reason(name)}" for name, count in counts.items()] or ["none"]
+    return Group(Text(title, style="bold dim"), *(Padding(Text(w), (0, 0, 0, 2)) for w in words))
+
+
+def _reason(name: str) -> str:
+    return _name(name).replace("_", " ")
 
 
 def _foot(view: View) -> Text:
@@ -109,9 +238,22 @@ def _foot(view: View) -> Text:
     return Text(f"Measured: {', '.join(known)}." if known else "", style="dim")
 
 
+# -- all of them ----------------------------------------------------------------------------------
+
+
+def _name(text: str) -> str:
+    """A name that somebody else chose."""
+    return said(text, _MOST_NAME)
+
+
+def _below(first: Text, words: str) -> Padding:
+    return Padding(Group(first, Text(words)), (0, 0, 0, 2))
+
+
 def _table(first: str, *others: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold dim")
-    table.add_column(first, min_width=len(first))
+    table.add_column(first, min_width=len(first), no_wrap=True)
     for name in others:
-        table.add_column(name, justify="left" if not name or name == "Paths" else "right")
+        is_left = not name or name == "Paths"
+        table.add_column(name, justify="left" if is_left else "right", no_wrap=True)
     return table

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvferry.config import CONFIG_FILE_ENV, Config, describe, is_setting, show
+from kvferry.config import CONFIG_FILE_ENV, Config, describe, show, variables
 from kvferry.errors import ConfigError
 
 
@@ -57,10 +57,11 @@ def _rows(file: Path | None, env: Mapping[str, str]) -> list[dict[str, str]]:
     loaded = Config.load(file, env)
     path = str(file) if file is not None else env.get(CONFIG_FILE_ENV, "")
     in_file = Config.from_file(path) if path else Config()
+    said = variables(env)
     rows = []
     for setting in describe():
-        if is_setting(setting.env, env.get(setting.env, "")):
-            source = setting.env
+        if setting.name in said:
+            source = said[setting.name]
         elif getattr(in_file, setting.name) != getattr(Config(), setting.name):
             source = path
         else:

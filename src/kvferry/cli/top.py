@@ -10,10 +10,10 @@ import click
 from rich.console import Console
 from rich.live import Live
 
-from kvferry.cli.screen import screen
+from kvferry.cli.screen import Screen
 from kvferry.errors import KvferryError, UnreachableError
 from kvferry.metrics.http import LOOPBACK
-from kvferry.watch.scrape import DEFAULT_URL, base_url
+from kvferry.watch.fetch import DEFAULT_URL, base_url
 from kvferry.watch.view import View, Watch
 
 
@@ -67,7 +67,7 @@ def _print(view: View, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(view.as_dict()))
     else:
-        Console(highlight=False).print(screen(view))
+        Console(highlight=False).print(Screen(view))
 
 
 def _follow(watch: Watch, interval: float, as_json: bool) -> NoReturn:
@@ -79,7 +79,7 @@ def _follow(watch: Watch, interval: float, as_json: bool) -> NoReturn:
             _print(view, as_json)
             time.sleep(interval)
             view = watch.look()
-    with Live(screen(view), console=console, auto_refresh=False, screen=True) as live:
+    with Live(Screen(view), console=console, auto_refresh=False, screen=True) as live:
         while True:
             time.sleep(interval)
             error = ""
@@ -87,7 +87,7 @@ def _follow(watch: Watch, interval: float, as_json: bool) -> NoReturn:
                 view = watch.look()
             except UnreachableError as gone:
                 error = str(gone)
-            live.update(screen(view, error=error), refresh=True)
+            live.update(Screen(view, error), refresh=True)
 
 
 def _serve(watch: Watch, host: str, port: int, interval: float) -> None:

@@ -27,9 +27,17 @@ def check_memory(env: Environment, config: Config) -> Iterator[Finding]:
     else:
         auto = " (auto)" if config.host is AUTO else ""
         each = f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
-        yield ok("host memory", f"{_shown(size)}{auto}{each} fits")
+        if env.machine.limits():
+            yield ok("host memory", f"{_shown(size)}{auto}{each} fits")
+        else:
+            yield warn(
+                "host memory",
+                f"{_shown(size)}{each} are asked for, and nothing here says how much there is",
+                "let the process read /proc/meminfo and its cgroup, or make sure of it yourself",
+            )
     yield from _container(env)
-    yield _memlock(env, config, size)
+    asked = config.host if isinstance(config.host, int) else size
+    yield _memlock(env, config, asked)
     yield _shm(env)
     yield _huge_pages(env)
 
@@ -41,16 +49,20 @@ def _container(env: Environment) -> Iterator[Finding]:
             return
 
 
-def _memlock(env: Environment, config: Config, size: int | None) -> Finding:
+def _memlock(env: Environment, config: Config, asked: int | None) -> Finding:
+    """``asked`` is None where it was left to us, and we could not tell either."""
     limit = env.machine.memlock()
     if limit is None:
         return ok("locked memory", "no limit")
-    if size is None or config.host_pin == "never" or limit >= size:
+    if config.host_pin == "never":
+        return ok("locked memory", f"at most {_shown(limit)}; none is asked for")
+    if asked is not None and limit >= asked:
         return ok("locked memory", f"at most {_shown(limit)}, which is enough")
+    size = "nobody knows how much" if asked is None else _shown(asked)
     grade = fail if config.host_pin == "required" else warn
     return grade(
         "locked memory",
-        f"at most {_shown(limit)} may be locked, {_shown(size)} are asked for",
+        f"at most {_shown(limit)} may be locked, {size} are asked for",
         "ulimit -l unlimited; docker run --ulimit memlock=-1; systemd LimitMEMLOCK=infinity; "
         "in Kubernetes set it on the container runtime",
     )

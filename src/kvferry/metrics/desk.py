@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections.abc import Callable, Hashable
+from itertools import islice
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -13,12 +13,24 @@ T = TypeVar("T")
 PATIENCE_SECONDS = 0.25
 """An engine that has not come by for so long is idle, or deep in a step that touches nothing."""
 
+PAUSE_SECONDS = 0.05
+"""However many ask, the engine is left alone for so long between two times that it answers."""
+
+MOST_A_STEP = 4
+"""Questions that one step answers; each of them only picks up facts, and takes microseconds."""
+
+_LOOKS = 10
+
 
 class _Question:
+    """One question, and the gate that all wait at who asked it."""
+
     def __init__(self, work: Callable[[], Any]) -> None:
-        self.done = threading.Event()
         self._work = work
         self._claim = threading.Lock()
+        # A lock and no Event: to open it the engine's thread must not need a lock of the waiting.
+        self._gate = threading.Lock()
+        self._gate.acquire()
         self.answer: Any = None
         self.error: Exception | None = None
 
@@ -31,35 +43,84 @@ class _Question:
         except Exception as error:  # it belongs to whoever asked
             self.error = error
         finally:
-            self.done.set()
+            self._gate.release()
+        return True
+
+    def wait(self, seconds: float = -1) -> bool:
+        """Whether it is settled, by then."""
+        if not self._gate.acquire(timeout=seconds):
+            return False
+        self._gate.release()  # let the next one through
         return True
 
 
 class Desk:
     """Takes questions from any thread; the engine's own thread answers them as it comes by.
 
+    Who asks what others already wait for shares their answer, so it is worked out once. A step
+    answers a few questions that waited when it came by, and never waits for whoever asks.
+
     An idle engine never comes by: then whoever asked looks for itself. It may do so in the very
     moment the engine wakes up, so a question must only read, and bear numbers that are of two
-    neighbouring steps.
+    neighbouring steps; where a look fails over that, it is made again.
     """
 
-    def __init__(self) -> None:
-        self._questions: deque[_Question] = deque()
+    def __init__(
+        self,
+        *,
+        pause: float = PAUSE_SECONDS,
+        most: int = MOST_A_STEP,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pause = pause
+        self._most = most
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._open: dict[Hashable, _Question] = {}  # the longest waiting first
+        self._next_at = float("-inf")
 
-    def ask(self, work: Callable[[], T], *, patience: float = PATIENCE_SECONDS) -> T:
-        """The result of ``work``, run on the engine's thread if it comes by in time."""
-        question = _Question(work)
-        self._questions.append(question)
-        if not question.done.wait(patience) and not question.settle():
-            question.done.wait()
-        with suppress(ValueError):  # an engine that stays idle must not find a heap of old ones
-            self._questions.remove(question)
-        if question.error is not None:
-            raise question.error
+    def ask(
+        self, work: Callable[..., T], *args: Hashable, patience: float = PATIENCE_SECONDS
+    ) -> T:
+        """The result of ``work(*args)``, run on the engine's thread if it comes by in time."""
+        for left in reversed(range(_LOOKS)):
+            question = self._put((work, args))
+            looked = False
+            if not question.wait(patience):
+                self._take(question)  # first: who asks from now on must not get an older answer
+                looked = question.settle()
+                question.wait()
+            if question.error is None:
+                break
+            if not (looked and left and isinstance(question.error, RuntimeError)):
+                raise question.error
+            # What was looked at changed meanwhile: the engine is awake, and may answer by itself.
         answer: T = question.answer
         return answer
 
     def answer(self) -> None:
-        """Once a step, on the engine's thread: a look at an empty queue, nearly always."""
-        while self._questions:
-            self._questions.popleft().settle()
+        """Once a step, on the engine's thread: a look at an empty dictionary, nearly always."""
+        if not self._open or self._clock() < self._next_at:
+            return
+        if not self._lock.acquire(blocking=False):
+            return  # somebody is just asking; the next step will do
+        try:
+            waiting = [self._open.pop(key) for key in list(islice(self._open, self._most))]
+        finally:
+            self._lock.release()
+        for question in waiting:
+            question.settle()
+        self._next_at = self._clock() + self._pause
+
+    def _put(self, key: tuple[Callable[..., Any], tuple[Hashable, ...]]) -> _Question:
+        work, args = key
+        with self._lock:
+            question = self._open.get(key)
+            if question is None:
+                question = self._open[key] = _Question(lambda: work(*args))
+            return question
+
+    def _take(self, question: _Question) -> None:
+        with self._lock:
+            for key in [key for key, found in self._open.items() if found is question]:
+                del self._open[key]

@@ -1,83 +1,96 @@
-"""A small read-only HTTP server: GET and HEAD, a table of answers, nothing that changes state."""
+"""A small read-only HTTP server: GET and HEAD, a table of answers, nothing that changes state.
+
+It lives in an engine's process, so it takes little of it whoever comes: one thread for all
+connections, a few for answers, a bound on connections, a deadline for each of them, and a rest
+after every bit of work, because the interpreter is the engine's.
+"""
 
 from __future__ import annotations
 
-import ipaddress
-import json
 import logging
+import queue
+import selectors
+import socket
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
-from urllib.parse import unquote, urlsplit
 
 from kvferry.errors import ConfigError
+from kvferry.metrics.http_connection import Connection, State
+from kvferry.metrics.http_messages import LOOPBACK, Reply, Request, is_loopback, read_request
+
+__all__ = ["LOOPBACK", "MOST_CONNECTIONS", "Answer", "HttpServer", "Reply"]
 
 log = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
+MOST_CONNECTIONS = 64
+MOST_PORT = 65535
+_MOST_ANSWERING = 4
+_BACKLOG = 128
 _PATIENCE_SECONDS = 5.0
+_LEAVING_SECONDS = 1.0
+_NO_DESCRIPTOR_SECONDS = 0.5
+_GRACE_SECONDS = 0.25
+"""So long a client may take before its place is given to another: requests come in one piece."""
 
-_HEADERS = {
-    "Cache-Control": "no-store",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-        "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-}
+_IDLE_SECONDS = 60.0
+_REST = 5
+"""Times as long as it has worked the connections' thread rests, once that is worth a sleep."""
 
-
-@dataclass(frozen=True)
-class Reply:
-    """What to answer: a status, a content type and a body."""
-
-    body: bytes
-    kind: str = "text/plain; charset=utf-8"
-    status: HTTPStatus = HTTPStatus.OK
-
-    @classmethod
-    def json(cls, data: object, status: HTTPStatus = HTTPStatus.OK) -> Reply:
-        return cls(json.dumps(data).encode(), "application/json", status)
-
-    @classmethod
-    def refusal(cls, status: HTTPStatus, words: str) -> Reply:
-        return cls(f"{words}\n".encode(), status=status)
-
+_LEAST_REST_SECONDS = 0.002
 
 Answer = Callable[[tuple[str, ...]], Reply | None]
 """From the parts of a path (``/explain/a%2Fb`` is ``("explain", "a/b")``); None: no such page."""
 
 
 class HttpServer:
-    """Owns a listening socket and the thread that serves it; ends in close.
+    """Owns a listening socket, its connections, and the threads that serve them; ends in close.
 
-    Bound to loopback it answers only those who call it by a loopback name: a page from elsewhere
-    whose name was pointed here (DNS rebinding) gets nothing.
+    At most MOST_CONNECTIONS at a time: a new one takes the place of the one that has taken longest
+    to say what it wants, or waits. Who asks the same at the same time gets the same answer. Bound
+    to loopback it answers only those who call it by a loopback name.
     """
 
-    def __init__(self, answer: Answer, *, host: str = LOOPBACK, port: int = 0) -> None:
-        handler = type(
-            "Handler", (_Handler,), {"answer": staticmethod(answer), "local": _is_loopback(host)}
-        )
-        try:
-            self._server = _Server((host, port), handler)
-        except (OSError, OverflowError) as error:
-            raise ConfigError(
-                f"cannot listen on {host}:{port}: {error}; give another port, or 0 for a free one"
-            ) from error
-        self.host = host
-        self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(
-            target=self._server.serve_forever,
-            kwargs={"poll_interval": 0.1},
-            name=f"kvferry-http-{self.port}",
-            daemon=True,
-        )
-        self._thread.start()
+    def __init__(
+        self,
+        answer: Answer,
+        *,
+        host: str = LOOPBACK,
+        port: int = 0,
+        patience: float = _PATIENCE_SECONDS,
+    ) -> None:
+        """``patience`` is for a whole request, and again for a whole reply."""
+        self.host = host.removeprefix("[").removesuffix("]")
+        self._listener = _listen(self.host, port)
+        self.port = int(self._listener.getsockname()[1])
+        self._answer = answer
+        self._patience = patience
+        self._local_only = is_loopback(self.host)
+        self._selector = selectors.DefaultSelector()
+        self._wakes, self._wake = socket.socketpair()
+        self._connections: set[Connection] = set()
+        self._asked: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._asking: dict[Request, list[Connection]] = {}  # that no thread has begun to answer
+        self._asking_lock = threading.Lock()
+        self._answered: deque[tuple[list[Connection], bytes]] = deque()
+        self._accept_at = 0.0  # later than now while descriptors are short
+        self._worked = 0.0
+        self._closing = False
+        self._threads = [self._thread(self._serve, "")] + [
+            self._thread(self._work, f"-{number}") for number in range(_MOST_ANSWERING)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _rouse(self) -> None:
+        with suppress(OSError):  # it has ended meanwhile, or has enough to wake up for
+            self._wake.send(b"x")
+
+    def _thread(self, target: Callable[[], None], name: str) -> threading.Thread:
+        return threading.Thread(target=target, name=f"kvferry-http-{self.port}{name}", daemon=True)
 
     @property
     def url(self) -> str:
@@ -85,70 +98,212 @@ class HttpServer:
         name = LOOPBACK if self.host in ("", "0.0.0.0", "::") else self.host
         return f"http://{f'[{name}]' if ':' in name else name}:{self.port}/"
 
+    @property
+    def num_connections(self) -> int:
+        return len(self._connections)
+
     def close(self) -> None:
-        """Stop listening. Safe to call twice."""
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+        """End every connection and stop listening. Safe to call twice."""
+        if self._closing:
+            return
+        self._closing = True
+        self._rouse()
+        for _ in range(_MOST_ANSWERING):
+            self._asked.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._wake.close()
 
+    # -- answers, on a few threads ------------------------------------------------------------
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 16
+    def _work(self) -> None:
+        while request := self._asked.get():
+            with self._asking_lock:  # who asks from now on gets a later answer
+                connections = self._asking.pop(request)
+            reply = self._reply(request)
+            self._answered.append((connections, reply.encoded(with_body=request.wants_body)))
+            self._rouse()
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        log.debug("a request from %s broke off", client_address, exc_info=True)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    timeout = _PATIENCE_SECONDS
-    server_version = "kvferry"
-    sys_version = ""
-    answer: Answer
-    local: bool
-
-    def do_GET(self) -> None:
-        self._send(self._reply())
-
-    def do_HEAD(self) -> None:
-        self._send(self._reply(), with_body=False)
-
-    def _reply(self) -> Reply:
-        if self.local and not _is_loopback(_host_of(self.headers.get("Host", LOOPBACK))):
-            return Reply.refusal(HTTPStatus.FORBIDDEN, "ask for this by a loopback name")
-        path = urlsplit(self.path).path
-        parts = tuple(unquote(part) for part in path.split("/") if part)
+    def _reply(self, request: Request) -> Reply:
         try:
-            reply = self.answer(parts)
-        except Exception as error:  # the thread that asked must get an answer
-            log.warning("%s could not be answered", path, exc_info=True)
-            return Reply.refusal(
-                HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}"
-            )
+            reply = self._answer(request.path)
+        except Exception as error:  # whoever asked must get an answer
+            log.warning("/%s could not be answered", "/".join(request.path), exc_info=True)
+            words = f"{type(error).__name__}: {error}"
+            return Reply.refusal(HTTPStatus.INTERNAL_SERVER_ERROR, words)
         return reply or Reply.refusal(HTTPStatus.NOT_FOUND, "there is no such page here")
 
-    def _send(self, reply: Reply, *, with_body: bool = True) -> None:
-        self.send_response(reply.status)
-        for name, value in _HEADERS.items():
-            self.send_header(name, value)
-        self.send_header("Content-Type", reply.kind)
-        self.send_header("Content-Length", str(len(reply.body)))
-        self.end_headers()
-        if with_body:
-            self.wfile.write(reply.body)
+    # -- connections, all on one thread -------------------------------------------------------
 
-    def log_message(self, format: str, *args: Any) -> None:
-        log.debug(format, *args)
+    def _serve(self) -> None:
+        self._wakes.setblocking(False)
+        self._wake.setblocking(False)
+        self._selector.register(self._wakes, selectors.EVENT_READ)
+        try:
+            while not self._closing:
+                self._rest()
+                self._listen_again()
+                for key, _ in self._selector.select(self._seconds_left()):
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif key.fileobj is self._wakes:
+                        self._deliver()
+                    elif key.data in self._connections:  # not dropped since the select
+                        self._advance(key.data)
+                self._drop_overdue()
+        finally:
+            for connection in self._connections:
+                connection.close()
+            self._connections.clear()
+            self._selector.close()
+            self._listener.close()
+            self._wakes.close()
+
+    def _rest(self) -> None:
+        """However many come, most of the time is the engine's."""
+        seconds = _REST * (time.thread_time() - self._worked)
+        if seconds >= _LEAST_REST_SECONDS:
+            time.sleep(seconds)
+            self._worked = time.thread_time()
+
+    def _listen_again(self) -> None:
+        """Listen while there is room and descriptors; else newcomers wait in the backlog."""
+        is_open = time.monotonic() >= self._accept_at and self._has_room()
+        if is_open != (self._listener in self._selector.get_map()):
+            if is_open:
+                self._selector.register(self._listener, selectors.EVENT_READ)
+            else:
+                self._selector.unregister(self._listener)
+
+    def _has_room(self) -> bool:
+        return len(self._connections) < MOST_CONNECTIONS or self._slowest() is not None
+
+    def _slowest(self) -> Connection | None:
+        """Whose place a newcomer may take: who was told all, or has had time to ask."""
+        leaving = [each for each in self._connections if each.state is State.LEAVING]
+        if leaving:
+            return min(leaving, key=lambda each: each.deadline)
+        latest = time.monotonic() + self._patience - _GRACE_SECONDS
+        reading = [each for each in self._connections if each.state is State.READING]
+        slowest = min(reading, key=lambda each: each.deadline, default=None)
+        return slowest if slowest is not None and slowest.deadline <= latest else None
+
+    def _seconds_left(self) -> float:
+        now = time.monotonic()
+        ends = [c.deadline for c in self._connections if c.state is not State.ANSWERING]
+        if self._accept_at > now:
+            ends.append(self._accept_at)
+        if len(self._connections) >= MOST_CONNECTIONS:
+            ends.append(now + _GRACE_SECONDS)  # then somebody's place may be given away
+        return max(0.0, min(ends, default=now + _IDLE_SECONDS) - now)
+
+    def _accept(self) -> None:
+        """Let one in."""
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return  # it has gone again
+        except OSError as error:  # EMFILE: accept would fail as long as there is no descriptor
+            self._accept_at = time.monotonic() + _NO_DESCRIPTOR_SECONDS
+            log.warning("port %d lets nobody in for a moment: %s", self.port, error)
+            return
+        if len(self._connections) >= MOST_CONNECTIONS:
+            slowest = self._slowest()
+            if slowest is None:
+                sock.close()
+                return
+            self._drop(slowest)
+        connection = Connection(sock, time.monotonic() + self._patience)
+        self._connections.add(connection)
+        self._selector.register(sock, selectors.EVENT_READ, connection)
+
+    def _advance(self, connection: Connection) -> None:
+        """Its socket is ready for what it waits for."""
+        try:
+            if connection.state is State.READING:
+                self._read(connection)
+            elif connection.state is State.WRITING:
+                self._write(connection)
+            elif connection.state is State.LEAVING and connection.has_left():
+                self._drop(connection)
+        except OSError:
+            self._drop(connection)
+
+    def _read(self, connection: Connection) -> None:
+        asked = read_request(connection.receive(), local_only=self._local_only)
+        if isinstance(asked, Request):
+            connection.answering()
+            self._selector.unregister(connection.socket)
+            with self._asking_lock:
+                others = self._asking.setdefault(asked, [])
+                others.append(connection)
+                if len(others) == 1:
+                    self._asked.put(asked)
+        elif asked is not None:
+            self._selector.unregister(connection.socket)
+            self._begin_reply(connection, asked.encoded())
+
+    def _deliver(self) -> None:
+        """Begin to write what was answered."""
+        with suppress(OSError):
+            self._wakes.recv(4096)
+        while self._answered:
+            connections, data = self._answered.popleft()
+            for connection in connections:
+                try:
+                    self._begin_reply(connection, data)
+                except OSError:
+                    self._drop(connection)
+
+    def _begin_reply(self, connection: Connection, data: bytes) -> None:
+        connection.reply(data, time.monotonic() + self._patience)
+        self._selector.register(connection.socket, selectors.EVENT_WRITE, connection)
+        self._write(connection)
+
+    def _write(self, connection: Connection) -> None:
+        if connection.send():
+            connection.leave(time.monotonic() + _LEAVING_SECONDS)
+            self._selector.modify(connection.socket, selectors.EVENT_READ, connection)
+
+    def _drop_overdue(self) -> None:
+        now = time.monotonic()
+        for connection in list(self._connections):
+            if connection.state is not State.ANSWERING and connection.deadline <= now:
+                self._drop(connection)
+
+    def _drop(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        with suppress(KeyError, ValueError):  # not registered while it is being answered
+            self._selector.unregister(connection.socket)
+        connection.close()
 
 
-def _host_of(header: str) -> str:
-    return urlsplit(f"//{header}").hostname or ""
-
-
-def _is_loopback(host: str) -> bool:
-    if host.lower() == "localhost":
-        return True
+def _listen(host: str, port: int) -> socket.socket:
     try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+        if not 0 <= port <= MOST_PORT:  # the resolver would take it, cut to 16 bits
+            raise ValueError(f"a port is at most {MOST_PORT}")
+        return _bound(host, port)
+    except (OSError, ValueError, TypeError) as error:
+        name = host if host.isascii() and host.isprintable() else ascii(host)
+        raise ConfigError(
+            f"cannot listen on {f'[{name}]' if ':' in name else name}:{port}: {error}; "
+            "give another port, or 0 for a free one"
+        ) from error
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if host == "::":  # every address, the old ones too
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener

@@ -13,6 +13,7 @@ from kvferry.metrics.desk import Desk
 from kvferry.metrics.reasons import why_path
 from kvferry.metrics.samples import Snapshot
 from kvferry.scheduler.journal import Copy, Entry
+from kvferry.scheduler.why import Explanation
 from kvferry.stats import SchedulerStats
 from kvferry.types import RequestId
 
@@ -61,40 +62,41 @@ class Source:
         of one: then it is the latest whose name has ``request_id`` in it, and ``others`` names the
         rest.
         """
-
-        def look() -> dict[str, Any] | None:
-            ids = self._named(request_id)
-            entry = self._scheduler.journal(ids[0]) if ids else None
-            if entry is None:
-                return None
-            return {**plain(ids[0], entry, self._why_path), "others": ids[1:]}
-
-        return self._desk.ask(look)
-
-    def _named(self, name: str) -> list[RequestId]:
-        if self._scheduler.journal(name) is not None:
-            return [name]
-        return [found for found in reversed(self._scheduler.recent()) if is_part(name, found)]
+        ids = [request_id]
+        entry = self._desk.ask(self._entry, request_id)
+        if entry is None:
+            every = self._desk.ask(self._scheduler.recent)
+            ids = [found for found in reversed(every) if is_part(request_id, found)]
+            entry = self._desk.ask(self._entry, ids[0]) if ids else None
+        if entry is None:
+            return None
+        return {**plain(ids[0], entry, self._why_path), "others": ids[1:]}
 
     def recent(self, most: int = 50) -> list[dict[str, Any]]:
         """The latest requests and what each of them missed, the latest first."""
+        return [
+            {
+                "request_id": request_id,
+                "reason": why.reason.value if why is not None else None,
+                "asked_tokens": why.asked_tokens if why is not None else None,
+                "host_tokens": why.host_tokens if why is not None else None,
+            }
+            for request_id, why in self._desk.ask(self._latest, most)
+        ]
 
-        def look() -> list[dict[str, Any]]:
-            found = []
-            for request_id in reversed(self._scheduler.recent()[-most:]):
-                entry = self._scheduler.journal(request_id)
-                why = entry.explanation if entry is not None else None
-                found.append(
-                    {
-                        "request_id": request_id,
-                        "reason": why.reason.value if why is not None else None,
-                        "asked_tokens": why.asked_tokens if why is not None else None,
-                        "host_tokens": why.host_tokens if why is not None else None,
-                    }
-                )
-            return found
+    # Run on the engine's thread, so they pick up facts and leave all else to whoever asked.
 
-        return self._desk.ask(look)
+    def _entry(self, request_id: RequestId) -> Entry | None:
+        """A copy: the journal's own goes on changing."""
+        entry = self._scheduler.journal(request_id)
+        return None if entry is None else Entry(entry.explanation, entry.copies.copy())
+
+    def _latest(self, most: int) -> list[tuple[RequestId, Explanation | None]]:
+        found = []
+        for request_id in reversed(self._scheduler.recent()[-most:]):
+            entry = self._scheduler.journal(request_id)
+            found.append((request_id, entry.explanation if entry is not None else None))
+        return found
 
 
 def is_part(name: str, request_id: RequestId) -> bool:

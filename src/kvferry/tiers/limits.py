@@ -8,6 +8,7 @@ before, and ask for less than what is left.
 from __future__ import annotations
 
 import os
+import re
 import resource
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ _MARGIN_SHARE = 20  # one part in so many of the machine or the container stays 
 
 _NO_LIMIT = 1 << 60
 """cgroup v1 writes "no limit" as the largest multiple of a page; no machine has this much."""
+
+_DIGITS = re.compile(r"[0-9]{1,20}")
 
 
 def read_text(path: str) -> str | None:
@@ -78,7 +81,7 @@ class Machine:
     def num_ranks_here(self) -> int:
         """Processes like this one on this host, as torchrun and its like say it; else 1."""
         said = self.env.get("LOCAL_WORLD_SIZE", "")
-        return int(said) if said.isdigit() and int(said) > 0 else 1
+        return int(said) if _DIGITS.fullmatch(said) and int(said) > 0 else 1
 
     def _ram(self) -> Iterator[Limit]:
         lines = _table(self.read("/proc/meminfo"), ":")
@@ -191,7 +194,7 @@ def _shown(num_bytes: int) -> str:
 
 def _number(text: str | None) -> int | None:
     text = (text or "").strip()
-    return int(text) if text.isdigit() else None
+    return int(text) if _DIGITS.fullmatch(text) else None
 
 
 def _table(text: str | None, separator: str) -> dict[str, int]:

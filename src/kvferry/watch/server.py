@@ -42,9 +42,9 @@ class PageServer(Closing):
         self._watch = watch
         self._interval = interval
         self._clock = clock
-        self._lock = threading.Lock()
+        self._looking = threading.Lock()
         self._looked_at = float("-inf")
-        self._latest: dict[str, object] = {}
+        self._latest: dict[str, object] = {"interval": interval, "error": ""}
         folder = files("kvferry.watch") / "page"
         self._pages = {
             path: Reply((folder / name).read_bytes(), kind) for path, (name, kind) in _FILES.items()
@@ -61,17 +61,21 @@ class PageServer(Closing):
         return self._pages.get(path)
 
     def _look(self) -> dict[str, object]:
-        with self._lock:
+        """The latest view; where it is old, one of those who ask looks, and nobody else waits."""
+        if not self._looking.acquire(blocking=False):
+            return self._latest  # an endpoint may take seconds to fail
+        try:
             now = self._clock()
-            if now - self._looked_at >= self._interval * 0.9:
-                self._looked_at = now
-                try:
-                    view = self._watch.look().as_dict()
-                    self._latest = {"interval": self._interval, "error": "", "view": view}
-                except UnreachableError as error:
-                    self._latest = {**self._latest, "error": str(error)}
-                    self._latest.setdefault("interval", self._interval)
-            return self._latest
+            if now - self._looked_at < self._interval * 0.9:
+                return self._latest
+            self._looked_at = now
+            view = self._watch.look().as_dict()
+            self._latest = {"interval": self._interval, "error": "", "view": view}
+        except UnreachableError as error:
+            self._latest = {**self._latest, "error": str(error)}
+        finally:
+            self._looking.release()
+        return self._latest
 
     def close(self) -> None:
         """Stop serving. Safe to call twice."""

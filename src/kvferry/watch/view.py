@@ -11,10 +11,16 @@ from typing import Any
 from kvferry.errors import UnreachableError
 from kvferry.metrics import catalog as names
 from kvferry.metrics.catalog import Metric
-from kvferry.watch.scrape import Reading, explain, read
+from kvferry.watch.scrape import Reading, UnexplainedError, explain, read
+from kvferry.watch.told import read_rows
 
 HISTORY = 60
 """Looks remembered for sparklines."""
+
+MOST_TIERS = MOST_ROUTES = 16
+"""More than a kvferry has; what an endpoint makes up beyond that is not shown."""
+
+_MOST_RECENT = 20
 
 TROUBLES = {
     "failed": names.FAILED,
@@ -40,6 +46,10 @@ class TierView:
     @property
     def total(self) -> int:
         return self.free + self.cached + self.leased + self.unready
+
+    @property
+    def used(self) -> int:
+        return self.cached + self.leased
 
 
 @dataclass(frozen=True)
@@ -116,11 +126,12 @@ class Watch:
         if self._explain is None:
             return []
         try:
-            recent = self._explain(self.url).get("requests", [])
-        except UnreachableError:
+            return [asdict(row) for row in read_rows(self._explain(self.url))[:_MOST_RECENT]]
+        except UnexplainedError:
             self._explain = None
-            return []
-        return [row for row in recent if isinstance(row, dict)][:20]
+        except (UnreachableError, ValueError):
+            pass  # the figures are good without
+        return []
 
     def _view(self, now: Reading, recent: list[dict[str, Any]]) -> View:
         before = self._readings[-2] if len(self._readings) > 1 else now
@@ -220,13 +231,14 @@ def _speed(before: Reading, now: Reading, src: str, dst: str) -> float:
 
 
 def _routes(reading: Reading) -> list[tuple[str, str]]:
-    return sorted({(src, dst) for src, dst, _ in reading.by_label(names.MOVED_BYTES)})
+    routes = {(src, dst) for src, dst, _ in reading.by_label(names.MOVED_BYTES)}
+    return sorted(routes)[:MOST_ROUTES]
 
 
 def _tiers(reading: Reading) -> list[TierView]:
     slots = reading.by_label(names.SLOTS)
     evicted, sizes = reading.by_label(names.EVICTED), reading.by_label(names.SLOT_BYTES)
-    tiers = list(dict.fromkeys(tier for tier, _ in slots))
+    tiers = list(dict.fromkeys(tier for tier, _ in slots))[:MOST_TIERS]
     return [
         TierView(
             name=tier,

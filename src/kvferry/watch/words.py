@@ -11,6 +11,16 @@ def clean(text: object) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(text))
 
 
+def said(text: object, most: int = 200) -> str:
+    """The same, and not longer than a message can bear."""
+    words = clean(text)
+    return words if len(words) <= most else f"{words[: most - 1]}…"
+
+
+def counted(count: int, word: str) -> str:
+    return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"
+
+
 def show_bytes(num_bytes: float) -> str:
     for factor, unit in _SIZES:
         if num_bytes >= factor:
@@ -30,7 +40,7 @@ def show_seconds(seconds: float) -> str:
 
 def sparkline(values: list[float], width: int) -> str:
     """The last values as a line of bars, the highest of them a full one."""
-    values = values[-width:]
+    values = values[-width:] if width else []
     top = max(values, default=0.0)
     if top <= 0:
         return _BARS[0] * len(values)

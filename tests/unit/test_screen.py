@@ -1,0 +1,97 @@
+"""The terminal's view at any width: every number whole, nothing beyond the edge, no label twice."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+from tests.fakes.endpoint import stats
+
+from kvferry.cli.screen import Screen
+from kvferry.metrics.samples import Snapshot
+from kvferry.metrics.text import exposition
+from kvferry.watch.scrape import parse
+from kvferry.watch.view import View, Watch
+
+
+def look(**changes: object) -> View:
+    snapshot = Snapshot(
+        stats(queries=1_234_567, moved=90), "0.1.0", {"host": 1_000_000}, pinned_bytes=24 << 30
+    )
+    text = exposition(snapshot).decode()
+    looks = [parse(text, at=second) for second in (0.0, 1.0)]
+    watch = Watch(
+        "http://127.0.0.1:9475",
+        look=lambda url: looks.pop(0),
+        explain=lambda url: {"requests": []},
+    )
+    watch.look()
+    return replace(watch.look(), **changes)  # type: ignore[arg-type]
+
+
+def lines(view: View, width: int, error: str = "") -> list[str]:
+    console = Console(width=width, force_terminal=False, highlight=False, color_system=None)
+    with console.capture() as capture:
+        console.print(Screen(view, error))
+    return capture.get().splitlines()
+
+
+NUMBERS = (
+    *("1,234,567", "700 of 1,000", "6,000 of 10,000", "3,703,701", "6,172,835", "700.0 MB"),
+    *("4.5 GB", "9.0 GB", "50.0 GB/s", "123.0 MB", "20,000", "25.8 GB", "42"),
+)
+
+
+@pytest.mark.parametrize("width", [20, 24, 30, 40, 50, 60, 66, 67, 80, 100, 120, 149, 150, 200])
+def test_every_number_is_whole_at_every_width(width):
+    shown = lines(look(), width)
+    assert max(map(cell_len, shown)) <= width
+    words = re.sub(r"\s+", " ", " ".join(shown))
+    for number in NUMBERS:
+        assert re.search(rf"(?<![\d,.]){re.escape(number)}(?![\d,.]*\d)", words), number
+    assert "…" not in words
+
+
+@pytest.mark.parametrize("width", [30, 60, 200])
+def test_no_label_is_said_twice(width):
+    words = " ".join(lines(look(), width))
+    for label in ("Why requests got no more", "Load or compute", "Troubles", "hit rate", "pinned"):
+        assert words.count(label) == 1, label
+
+
+def test_there_is_more_to_see_where_there_is_room():
+    narrow, wide = lines(look(), 60), lines(look(), 200)
+    assert len(narrow) > len(wide)
+    assert max(line.count("█") for line in wide) > max(line.count("█") for line in narrow)
+
+
+@pytest.mark.parametrize(("leases", "words"), [(0, "0 leases"), (1, "1 lease"), (2, "2 leases")])
+def test_one_is_not_many(leases, words):
+    said = " ".join(lines(look(leases=leases, queries=1, full_hits=1), 200))
+    assert re.search(rf"{words}(?!\w)", said)
+    assert re.search(r"1 request, .* 1 full hit(?!s)", said)
+
+
+def test_an_error_is_shown_with_the_last_view():
+    shown = lines(look(), 40, error="it is gone \x1b[2J and that is a long story to tell")
+    assert any("it is gone" in line for line in shown)
+    assert "\x1b" not in "".join(shown)
+    assert any("hit rate" in line for line in shown)
+
+
+def test_nothing_moved_and_nothing_known():
+    empty = look(routes=[], tiers=[], misses={}, decisions={}, troubles={}, load_rate=None)
+    for width in (30, 200):
+        assert any("Nothing has moved yet" in line for line in lines(empty, width))
+
+
+def test_names_with_markup_are_shown_as_they_are():
+    tier = look().tiers[0]
+    view = look(tiers=[replace(tier, name="[red]disk[/]")], misses={"[bold]": 3})
+    for width in (30, 200):
+        words = " ".join(lines(view, width))
+        assert "[red]disk[/]" in words
+        assert "[bold]" in words

@@ -1,0 +1,134 @@
+"""What is read off an endpoint, whatever it says: ValueError, or something that can be shown."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from tests.fakes.endpoint import stats
+
+from kvferry.cli import explain as cli_explain
+from kvferry.cli.screen import Screen
+from kvferry.metrics.catalog import catalog
+from kvferry.metrics.samples import Snapshot
+from kvferry.metrics.text import exposition
+from kvferry.stats import TrafficCounts
+from kvferry.watch.scrape import parse
+from kvferry.watch.text import lines
+from kvferry.watch.told import read_json, read_rows, read_told
+from kvferry.watch.view import Watch
+
+GOOD = exposition(Snapshot(stats(queries=10, moved=10), "1.2.3", {"host": 1_000_000})).decode()
+NAMES = [name for metric in catalog() for name in metric.series]
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4)
+    | st.dictionaries(
+        st.sampled_from(
+            "requests request_id reason asked_tokens host_tokens device_tokens lower_tokens "
+            "explanation copies others first_missing decision verdict load_seconds compute_seconds "
+            "src dst num_blocks num_bytes seconds paths why".split()
+        ),
+        inner,
+        max_size=8,
+    ),
+    max_leaves=30,
+)
+
+
+def show(text: str) -> None:
+    """As ``top`` would, at two widths."""
+    watch = Watch("u", look=lambda url: parse(text, at=1.0), explain=lambda url: {})
+    view = watch.look()
+    json.dumps(view.as_dict(), allow_nan=False)
+    for width in (20, 200):
+        file = io.StringIO()
+        Console(file=file, width=width, color_system=None).print(Screen(view))
+        assert "\x1b" not in file.getvalue()
+
+
+@given(
+    labels=st.tuples(st.text(max_size=9), st.text(max_size=9), st.text(max_size=9)),
+    size=st.integers(0, 1 << 50),
+)
+@example(labels=('a"b', "c\\d", "e\nf"), size=5)
+@example(labels=("{", "}", "a,b=\\"), size=5)
+def test_it_reads_what_the_client_library_reads(labels, size):
+    traffic = TrafficCounts()
+    traffic.add(labels, size, 1.0)
+    snapshot = Snapshot(replace(stats(queries=3), traffic=traffic.snapshot()), labels[0])
+    text = exposition(snapshot).decode()
+    theirs = sorted(
+        (sample.name, sorted(sample.labels.items()), sample.value)
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if "le" not in sample.labels
+    )
+    ours = sorted((line.name, sorted(line.labels.items()), line.value) for line in lines(text))
+    assert ours == theirs
+
+
+LINE = st.one_of(
+    st.text(max_size=60),
+    st.builds(
+        "{}{}{} {}".format,
+        st.sampled_from(["", "vllm:", " ", "x"]),
+        st.sampled_from([*NAMES, "kvferry_", "kvferry_new_total"]),
+        st.sampled_from(["", "{}", '{tier="host",state="free"}', '{tier="host"', '{a="b",a="c"}'])
+        | st.builds("{{tier={},state={}}}".format, st.text(max_size=9), st.text(max_size=9))
+        | st.builds('{{tier="{}",state="free"}}'.format, st.text(max_size=9)),
+        st.sampled_from(["1", "NaN", "+Inf", "-1", "1e400", "1 2", "0x10", "١", "", "1_0", "1e5"]),
+    ),
+)
+
+
+@given(st.lists(LINE, max_size=12), st.booleans())
+def test_any_text_is_an_error_or_a_view(some, with_good):
+    text = "".join(f"{line}\n" for line in some) + (GOOD if with_good else "")
+    try:
+        reading = parse(text, at=0.0)
+    except ValueError:
+        return
+    assert all(math.isfinite(value) and value >= 0 for value in reading.values.values())
+    show(text)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_an_error_or_an_object(body):
+    try:
+        answer = read_json(body)
+    except ValueError:
+        return
+    assert isinstance(answer, dict)
+
+
+@given(JSON)
+@example({"requests": [{"request_id": "a", "asked_tokens": True}]})
+@example({"request_id": "a", "explanation": {"asked_tokens": 10**400}})
+def test_any_json_is_an_error_or_can_be_shown(data):
+    console = Console(file=io.StringIO(), width=60)
+    try:
+        answer = read_json(json.dumps(data).encode())
+    except ValueError:
+        return
+    json.dumps(answer, allow_nan=False)
+    for read, tell in ((read_rows, cli_explain._list), (read_told, cli_explain._tell)):
+        try:
+            told = read(answer)
+        except ValueError:
+            continue
+        tell(told, console)  # type: ignore[operator]
+
+
+def test_deep_json_is_an_error():
+    for body in (b"[" * 100_000, b'{"a":' * 100_000, b'{"a":' * 900 + b"1" + b"}" * 900):
+        with pytest.raises(ValueError):
+            read_rows(read_json(body) | {"requests": 5})
