@@ -19,7 +19,7 @@ from kvferry.vllm.logs import speak_as_vllm
 from kvferry.vllm.messages import StepOrders
 from kvferry.vllm.metrics import FerryMetrics, FerryStats
 from kvferry.vllm.scheduler_side import SchedulerSide
-from kvferry.vllm.versions import require_supported
+from kvferry.vllm.versions import require_fit
 from kvferry.vllm.worker_side import WorkerSide
 
 # A vLLM that can be told of a failed load by request recovers from it with any number of groups.
@@ -30,7 +30,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """vLLM's connector. Owns one of the two sides; decides nothing."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        require_supported(vllm.__version__)
+        require_fit(vllm.__version__, KvferryConnector)
         super().__init__(vllm_config, role, kv_cache_config)
         # A cache that cannot be read must not fail a request that can be computed. vLLM reads this
         # after it has made us.
