@@ -1,4 +1,4 @@
-# One door in. Needs python3 (3.10 to 3.13) and a package index, nothing else: the environment is
+# One door in. Needs python3 (3.10 to 3.14) and a package index, nothing else: the environment is
 # made in .venv on first use and reused until pyproject.toml changes.
 
 PYTHON ?= python3
@@ -101,8 +101,8 @@ clean: ## remove the environment, caches and reports
 # -- the environment ---------------------------------------------------------------------------
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 10) <= v < (3, 14) else \
-	    "kvferry needs Python 3.10 to 3.13, $(PYTHON) is %d.%d; name another: make PYTHON=python3.12" % v)'
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 10) <= v < (3, 15) else \
+	    "kvferry needs Python 3.10 to 3.14, $(PYTHON) is %d.%d; name another: make PYTHON=python3.12" % v)'
 	@echo "making $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 

@@ -9,7 +9,6 @@ import pytest
 
 from kvferry import reach
 from kvferry.answers import DeviceBlocks
-from kvferry.errors import ConfigError
 from kvferry.identity import Namespace, adopt
 from kvferry.keys import Keys
 from kvferry.scheduler import NO_BLOCK
@@ -20,7 +19,6 @@ from kvferry.vllm.free_queue import next_to_go
 from kvferry.vllm.guard import Guard
 from kvferry.vllm.tracked import Tracked
 from kvferry.vllm.translate import place_of, support_of
-from kvferry.vllm.versions import require_supported
 
 NAMESPACE = Namespace(model="m", dtype="d", layout="l", geometry="g", block_tokens=16)
 
@@ -95,17 +93,6 @@ def test_how_a_failed_load_is_told():
     assert support_of(*configs(FULL), recomputes_requests=True).fails_by_block
     for several in [configs(FULL, WINDOW), configs(STATE), configs(STATE, FULL)]:
         assert not support_of(*several, recomputes_requests=True).fails_by_block
-
-
-@pytest.mark.parametrize("version", ["0.26.0", "0.27.1", "0.32.0", "0.30.1rc1+cpu", "0.32.9.dev3"])
-def test_supported_versions(version):
-    require_supported(version)
-
-
-@pytest.mark.parametrize("version", ["0.25.1", "0.33.0", "1.0.0", "unknown"])
-def test_other_versions_are_refused_with_the_range(version):
-    with pytest.raises(ConfigError, match=r"0\.26 to 0\.32.*" + version):
-        require_supported(version)
 
 
 def test_keys_grow_with_the_request_and_start_over_when_it_changes():

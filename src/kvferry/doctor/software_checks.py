@@ -9,16 +9,16 @@ from kvferry.doctor.environment import Environment
 from kvferry.doctor.finding import Finding, fail, ok, warn
 from kvferry.errors import ConfigError
 from kvferry.vllm import CONNECTOR_NAME
-from kvferry.vllm.versions import require_supported, seeds_are_fixed
+from kvferry.vllm.versions import Standing, refusal, seeds_are_fixed, standing
 
-_OLDEST, _NEWEST = (3, 10), (3, 13)
+_OLDEST, _NEWEST = (3, 10), (3, 14)
 _PLUGINS = "vllm.general_plugins"
 
 
 def check_python(env: Environment) -> Finding:
     version = ".".join(map(str, env.python))
     if not _OLDEST <= env.python <= _NEWEST:
-        return fail("python", f"{version} is not supported", "use Python 3.10 to 3.13")
+        return fail("python", f"{version} is not supported", "use Python 3.10 to 3.14")
     return ok("python", version)
 
 
@@ -38,15 +38,24 @@ def check_vllm(env: Environment) -> Iterator[Finding]:
     if version is None:
         yield ok("vllm", "not installed; the library works without")
         return
-    try:
-        require_supported(version)
-    except ConfigError as error:
-        words, _, remedy = str(error).partition("; ")
-        yield fail("vllm", words, remedy)
-    else:
-        yield ok("vllm", version)
+    yield _version(version)
     yield _connector(env)
     yield _hash_seed(env, version)
+
+
+def _version(version: str) -> Finding:
+    known = standing(version)
+    if known is Standing.REFUSED:
+        words, _, remedy = refusal(version).partition("; ")
+        return fail("vllm", words, remedy)
+    if known is Standing.NEWER:
+        return warn(
+            "vllm",
+            f"{version} is newer than what kvferry was tested with: it serves if vLLM's hooks for "
+            "connectors have not changed, which it looks at when vLLM starts",
+            'look for "kvferry is in service" in vLLM\'s log',
+        )
+    return ok("vllm", version)
 
 
 def _connector(env: Environment) -> Finding:

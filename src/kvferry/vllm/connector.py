@@ -23,7 +23,7 @@ from kvferry.vllm.messages import RankShape, StepOrders, StepReceipts
 from kvferry.vllm.metrics import FerryMetrics, FerryStats
 from kvferry.vllm.scheduler_side import SchedulerSide
 from kvferry.vllm.setup import Setup
-from kvferry.vllm.versions import require_supported
+from kvferry.vllm.versions import require_fit
 from kvferry.vllm.worker_side import WorkerSide
 
 # Our messages are plain data; vLLM asks whether they are of its own kinds.
@@ -39,7 +39,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """vLLM's connector. Owns one of the two sides; decides nothing."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        require_supported(vllm.__version__)
+        require_fit(vllm.__version__, KvferryConnector)
         super().__init__(vllm_config, role, kv_cache_config)
         # A cache that cannot be read must not fail a request that can be computed. vLLM reads this
         # after it has made us.

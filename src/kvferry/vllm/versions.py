@@ -1,10 +1,17 @@
-"""Which vLLM versions the connector was written for and tested with."""
+"""Which vLLM versions the connector was tested with, and whether a newer one's hooks fit it."""
 
 from __future__ import annotations
 
+import inspect
+import logging
 import re
+from enum import Enum
+from types import FunctionType
+from typing import Any
 
 from kvferry.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 OLDEST = (0, 26)
 NEWEST = (0, 32)
@@ -12,21 +19,126 @@ NEWEST = (0, 32)
 _FIXED_SEEDS = (0, 29)
 """From here on a cryptographic block hash, the default, has the same seed in every process."""
 
+_OF_OLDER_ONES = {"prefer_cross_layer_blocks", "register_cross_layers_kv_cache"}
+"""Hooks of ours that the newest tested vLLM no longer asks for."""
+
+_CALLED = ("_get_connector_metadata",)
+"""What we call on vLLM's base class and do not have ourselves."""
+
+_SPREADS = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+
+
+class Standing(Enum):
+    """What is known of a vLLM by its version alone."""
+
+    TESTED = "tested"
+    NEWER = "newer"
+    REFUSED = "refused"
+
+
+def standing(version: str) -> Standing:
+    number = _number(version)
+    if number is None or number < OLDEST:
+        return Standing.REFUSED
+    return Standing.TESTED if number <= NEWEST else Standing.NEWER
+
+
+def require_fit(version: str, connector: type) -> None:
+    """Refuse a vLLM too old for ``connector``, or one so new that its hooks are other ones.
+
+    A newer vLLM whose hooks fit is served, with a warning.
+    """
+    known = standing(version)
+    if known is Standing.TESTED:
+        return
+    if known is Standing.REFUSED:
+        raise ConfigError(refusal(version))
+    if wrong := misfits(connector):
+        raise ConfigError(
+            f"vLLM {version} is newer than {_text(NEWEST)}, the newest kvferry was tested with, "
+            f"and speaks to connectors differently: {'; '.join(wrong)}; install vLLM "
+            f"{_text(OLDEST)} to {_text(NEWEST)}, or a kvferry that knows yours"
+        )
+    log.warning(
+        "vLLM %s is newer than %s, the newest kvferry was tested with. Its hooks for connectors "
+        "have not changed, so kvferry serves; compare some answers with and without it.",
+        version,
+        _text(NEWEST),
+    )
+
+
+def refusal(version: str) -> str:
+    return (
+        f"kvferry supports vLLM {_text(OLDEST)} to {_text(NEWEST)}, this is {version}; "
+        "install a vLLM of that range, or a kvferry that knows yours"
+    )
+
+
+def misfits(connector: type) -> list[str]:
+    """What in the classes above ``connector`` is not as its own hooks expect, in words."""
+    wrong = [
+        words
+        for name, ours in vars(connector).items()
+        if (name == "__init__" or not name.startswith("_")) and _function(ours) is not None
+        if (words := _misfit(name, ours, _inherited(connector, name))) is not None
+    ]
+    gone = [name for name in _CALLED if not hasattr(connector, name)]
+    return wrong + [f"{name} is no more" for name in gone]
+
+
+def _misfit(name: str, ours: Any, theirs: Any) -> str | None:
+    if theirs is None:
+        return None if name in _OF_OLDER_ONES else f"{name} is no more"
+    if type(ours) is not type(theirs):
+        return f"{name} is now a {type(theirs).__name__}, here a {type(ours).__name__}"
+    mine, asked = _signature(ours), _signature(theirs)
+    return None if _takes(mine, asked) else f"{name}{asked} is here {name}{mine}"
+
+
+def _takes(ours: inspect.Signature, theirs: inspect.Signature) -> bool:
+    """Whether every call that fits ``theirs``, by place or by name, means the same to ``ours``."""
+    asked = [p for p in theirs.parameters.values() if p.kind not in _SPREADS]
+    by_place = [p.name for p in asked if p.kind is not p.KEYWORD_ONLY]
+    by_name = {p.name: p.name for p in asked if p.kind is p.KEYWORD_ONLY}
+    try:
+        placed = ours.bind(*by_place, **by_name)
+        named = ours.bind(**{p.name: p.name for p in asked})
+        ours.bind(**{p.name: p.name for p in asked if p.default is p.empty})
+    except TypeError:
+        return False
+    return placed.arguments == named.arguments and _spreads(theirs) <= _spreads(ours)
+
+
+def _spreads(signature: inspect.Signature) -> set[Any]:
+    """``*`` and ``**``, if it has them: then a call may carry anything."""
+    return {p.kind for p in signature.parameters.values()} & _SPREADS
+
+
+def _inherited(connector: type, name: str) -> Any:
+    return next((vars(one)[name] for one in connector.__mro__[1:] if name in vars(one)), None)
+
+
+def _function(member: Any) -> FunctionType | None:
+    if isinstance(member, property):
+        member = member.fget
+    elif isinstance(member, (classmethod, staticmethod)):
+        member = member.__func__
+    return member if isinstance(member, FunctionType) else None
+
+
+def _signature(member: Any) -> inspect.Signature:
+    """Names and defaults alone: annotations say the same in many ways."""
+    function = _function(member)
+    assert function is not None
+    signature = inspect.signature(function)
+    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)
+
 
 def seeds_are_fixed(version: str) -> bool:
     """Whether all processes of this vLLM name a block alike though PYTHONHASHSEED is not set."""
     number = _number(version)
     return number is not None and number >= _FIXED_SEEDS
-
-
-def require_supported(version: str) -> None:
-    """Refuse a vLLM whose connector interface we do not know."""
-    number = _number(version)
-    if number is None or not OLDEST <= number <= NEWEST:
-        raise ConfigError(
-            f"kvferry supports vLLM {_text(OLDEST)} to {_text(NEWEST)}, this is {version}; "
-            "install a vLLM of that range, or a kvferry that knows yours"
-        )
 
 
 def _number(version: str) -> tuple[int, int] | None:
