@@ -11,6 +11,7 @@ from kvferry import reach
 from kvferry.answers import DeviceBlocks
 from kvferry.config import Config
 from kvferry.errors import ConfigError, InputError
+from kvferry.integers import integers
 from kvferry.keys import Keys
 from kvferry.policy import SeenOften, Watermark
 from kvferry.pool import Pool
@@ -123,7 +124,7 @@ class Storing:
                 f"group {g}'s block table has {len(table)} blocks, the first "
                 f"{num_tokens} tokens need {slots.stop * per_slot}"
             )
-        blocks = np.asarray(table[slots.start * per_slot : slots.stop * per_slot], dtype=np.int64)
+        blocks = integers(table[slots.start * per_slot : slots.stop * per_slot], "device blocks")
         _require_blocks(g, blocks)
         return blocks.reshape(-1, per_slot)
 
@@ -171,7 +172,7 @@ class Storing:
             raise InputError(f"{len(keys)} keys for {len(blocks)} offered blocks; pair them up")
         if not 0 <= g < len(self._matcher.groups):
             raise InputError(f"there are {len(self._matcher.groups)} groups, got group {g}")
-        device = np.asarray(blocks, dtype=np.int64)
+        device = integers(blocks, "device blocks")
         _require_blocks(g, device)
         if not self.is_lazy or not len(keys):
             return ()
