@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NewType
 
 from kvferry.errors import InputError
+from kvferry.integers import integer, written
 from kvferry.types import TransferId
 
 Ticket = NewType("Ticket", int)
@@ -94,10 +95,11 @@ class Tickets:
 
     def take(self, ticket: Ticket) -> Done | None:
         """How a ticket ended; None while it has not. InputError if it never will again."""
+        ticket = Ticket(integer(ticket, "ticket"))
         done = self._ended.pop(ticket, None)
         if done is None and ticket not in self._underway:
             raise InputError(
-                f"ticket {ticket} is not in flight: it was never given out, its end was already "
+                f"ticket {written(ticket)} is not in flight: it was never given out, its end was already "
                 f"told, or nobody asked before {self._most_untold} others had ended"
             )
         return done

@@ -20,6 +20,13 @@ from kvferry.types import as_slots
 
 BLOCKS, TOKENS = 9, 4
 
+def short(value: object) -> str:
+    try:
+        return repr(value)[:40] if not isinstance(value, memoryview) else "memoryview"
+    except ValueError:  # Python does not write integers of 5000 digits
+        return "huge"
+
+
 NO_INTEGERS: list[Any] = [
     [5.2, 5.9],
     [1.0, 2.0],
@@ -55,7 +62,7 @@ NO_INTEGERS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("blocks", NO_INTEGERS, ids=lambda blocks: repr(blocks)[:40])
+@pytest.mark.parametrize("blocks", NO_INTEGERS, ids=short)
 def test_block_numbers_that_are_no_integers_are_refused_everywhere(blocks: Any) -> None:
     """5.2 and 5.9 counted as two blocks, and both landed in block 5."""
     kv = np.arange(BLOCKS * 8, dtype=np.uint8).reshape(BLOCKS, 8)
@@ -74,7 +81,7 @@ def test_block_numbers_that_are_no_integers_are_refused_everywhere(blocks: Any) 
         as_slots(blocks)
 
 
-@pytest.mark.parametrize("table", NO_INTEGERS[:9] + NO_INTEGERS[-8:-5], ids=lambda t: repr(t)[:40])
+@pytest.mark.parametrize("table", NO_INTEGERS[:9] + NO_INTEGERS[-8:-5], ids=short)
 def test_the_two_halves_take_no_such_table_either(table: Any) -> None:
     scheduler = kvferry.Scheduler(Pool(8), [FullAttention(TOKENS)])
     keys = kvferry.Keys.from_bytes([bytes([i]) * 32 for i in range(2)])
@@ -94,7 +101,7 @@ def test_counts_that_are_no_counts(number: Any) -> None:
         with pytest.raises(InputError):
             ferry.store(keys, [0, 1], first=number)
         with pytest.raises(InputError):
-            ferry.wait(number if number != 0.0 else -1)
+            ferry.wait(number)
 
 
 @pytest.mark.parametrize(
