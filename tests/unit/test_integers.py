@@ -20,6 +20,7 @@ from kvferry.types import as_slots
 
 BLOCKS, TOKENS = 9, 4
 
+
 def short(value: object) -> str:
     try:
         return repr(value)[:40] if not isinstance(value, memoryview) else "memoryview"
