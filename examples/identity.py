@@ -36,3 +36,14 @@ others = [
 shared = sum(key in set(hello) for other in others for key in chain(other, range(1, 9)))
 print("shared with others: ", shared)
 assert shared == 0
+
+# Tokens that only stand for an image, an adapter of one request, a tenant: say it with the tokens.
+tokens = range(1, 9)
+requests = [
+    hello,
+    chain(namespace, tokens, extra={"images": ["sha256:5f2c"]}),
+    chain(namespace, tokens, extra={"adapter": "sql-lora@3"}),
+    chain(namespace, tokens, salt="tenant-2"),
+]
+print("equal tokens, keys: ", len({key for keys in requests for key in keys}))
+assert len({key for keys in requests for key in keys}) == 4 * len(hello)

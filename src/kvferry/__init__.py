@@ -4,12 +4,14 @@
 engine with its own scheduler and workers uses :class:`Scheduler` and :class:`Worker` instead.
 """
 
-from kvferry.api import Done, Ferry, Hit, attach
+from kvferry.api import attach
 from kvferry.config import Config
 from kvferry.errors import KvferryError
+from kvferry.ferry import Ferry, Hit
 from kvferry.identity import Namespace, chain
 from kvferry.keys import Keys
 from kvferry.scheduler import Scheduler
+from kvferry.tickets import Done
 from kvferry.worker import Worker
 
 __version__ = "0.1.0"

@@ -4,6 +4,8 @@
 
     namespace ── fingerprint ─┐
                               ▼
+    (a request's salt and extra)
+                              ▼
     tokens of block 0 ─────▶ key 0 ─┐          key = blake2b(parent, tokens as int64)
                                     ▼
     tokens of block 1 ───────────▶ key 1 ─┐    so a key covers its block and all before it,
@@ -17,17 +19,17 @@ the keys differ: a miss costs time, a wrong hit costs trust.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
-from numbers import Integral
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import InputError, KeyFormatError
+from kvferry.integers import Integers, integer, integers, written
 from kvferry.keys import KEY_WORDS, Keys, masked_key
 from kvferry.types import KEY_BYTES, Key
 
@@ -37,13 +39,18 @@ FORMAT_VERSION = 2
 Described = str | Mapping[str, Any] | list[Any] | tuple[Any, ...]
 """Text, or plain data (numbers, text, None, lists, mappings by name) with one canonical text."""
 
-# One digest, four uses that can never be mistaken for each other.
+Extra = Described | bytes
+"""What decides a request's bytes besides its tokens: as above, or a digest's bytes."""
+
+# One digest, five uses that can never be mistaken for each other.
 _NAMESPACE = b"kvferry.ns"
 _CHAIN = b"kvferry.chain"
+_REQUEST = b"kvferry.request"
 _ADOPT = b"kvferry.adopt"
 _SCOPE = b"kvferry.scope"
 
 _MOST_INT64 = 2**63 - 1
+_MOST_PLAIN_INT = 10**1000  # Python writes integers of some thousand digits only if told to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +65,8 @@ class Namespace:
     the process that loaded the weights. ``geometry`` (layers, KV heads, head size, groups, ranks)
     and ``overrides`` (rope scaling and whatever else changes KV) may be plain data; they are kept
     as canonical text, so the order of a mapping's entries means nothing. Numbers are told apart as
-    they are written: 10000 and 10000.0 differ.
+    they are written: 10000 and 10000.0 differ. What differs from request to request (an image, an
+    adapter, a tenant) has its place in :func:`chain`.
     """
 
     model: str
@@ -74,10 +82,10 @@ class Namespace:
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "geometry", _canonical("geometry", self.geometry))
-        object.__setattr__(self, "overrides", _canonical("overrides", self.overrides))
+        object.__setattr__(self, "geometry", _canonical("namespace: geometry", self.geometry))
+        object.__setattr__(self, "overrides", _canonical("namespace: overrides", self.overrides))
         for name in ("model", "revision", "weights_digest", "dtype", "layout", "salt"):
-            _require_text(name, getattr(self, name))
+            object.__setattr__(self, name, _require_text(f"namespace: {name}", getattr(self, name)))
         for name in ("model", "dtype", "layout", "geometry"):
             if not getattr(self, name):
                 raise InputError(f"namespace: {name} must not be empty")
@@ -90,8 +98,7 @@ class Namespace:
         digest = blake2b(digest_size=KEY_BYTES, person=_NAMESPACE)
         for name in sorted(f.name for f in fields(self)):
             for part in (name, str(getattr(self, name))):
-                data = part.encode()
-                digest.update(len(data).to_bytes(8, "little") + data)
+                digest.update(_with_length(part.encode()))
         return digest.digest()
 
     @cached_property
@@ -106,21 +113,37 @@ class Namespace:
 
 def chain(
     namespace: Namespace,
-    tokens: Sequence[int] | npt.NDArray[np.integer],
+    tokens: Integers,
     parent: Key | None = None,
+    *,
+    salt: str = "",
+    extra: Extra = "",
 ) -> Keys:
     """One key per full block of tokens; a last block that is not full has none.
 
-    With ``parent``, the key of the block before the first token, a chain goes on exactly where it
-    stopped: ``chain(ns, t) == chain(ns, t[:k]) + chain(ns, t[k:], parent=...)`` for whole blocks.
+    ``tokens`` may be a sequence, a numpy array or a torch tensor (one on a GPU is fetched, which
+    waits for that GPU). With ``parent``, the key of the block before the first token, a chain goes
+    on exactly where it stopped: ``chain(ns, t) == chain(ns, t[:k]) + chain(ns, t[k:], parent=...)``
+    for whole blocks.
+
+    Two requests with equal tokens share their blocks. Where something else decides the bytes too,
+    it must be said, or one request is served another's KV: ``extra`` is the content of what the
+    tokens only stand for, such as a digest of the images, or the adapter; ``salt`` names those who
+    may share (a tenant). Every key from these tokens on covers both, and so do keys that go on from
+    them: give each once, where it begins. An ``extra`` may begin in the middle (an image after a
+    common prompt); a ``salt`` belongs to the whole chain and is refused with ``parent``.
     """
     if parent is not None:
         _require_key("parent", parent)
+        if salt:
+            raise InputError("salt belongs to a whole chain: the parent key covers the one it has")
     ids = _as_tokens(tokens)
     width = namespace.block_tokens * ids.itemsize
     data = ids[: len(ids) // namespace.block_tokens * namespace.block_tokens].tobytes()
     fresh = blake2b(digest_size=KEY_BYTES, person=_CHAIN).copy  # half the cost of a new one
     above: bytes = namespace.fingerprint if parent is None else parent
+    if salt != "" or extra != "":
+        above = _request_seed(above, salt, extra)
     keys = []
     for at in range(0, len(data), width):
         digest = fresh()
@@ -128,6 +151,22 @@ def chain(
         above = digest.digest()
         keys.append(above)
     return _joined(keys)
+
+
+def _request_seed(above: bytes, salt: str, extra: Extra) -> bytes:
+    """What stands before a request's first block instead of ``above``."""
+    if isinstance(extra, bytes):
+        kind, content = b"bytes", extra
+    else:
+        kind = b"text" if isinstance(extra, str) else b"data"
+        content = _canonical("extra", extra).encode()
+    secret = _require_text("salt", salt).encode()
+    if not secret and not content:  # no images is no extra
+        return above
+    parts = (secret, kind if content else b"", content)
+    return blake2b(
+        above + b"".join(map(_with_length, parts)), digest_size=KEY_BYTES, person=_REQUEST
+    ).digest()
 
 
 def adopt(namespace: Namespace, hashes: Iterable[bytes]) -> Keys:
@@ -184,33 +223,17 @@ def _joined(keys: list[bytes]) -> Keys:
     return Keys(np.frombuffer(b"".join(keys), dtype="<u8").reshape(-1, KEY_WORDS))
 
 
-def _as_tokens(tokens: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+def _as_tokens(tokens: Integers) -> npt.NDArray[np.int64]:
     """Token ids as a little-endian int64 vector; refuses whatever would be a guess."""
-    ids = tokens if isinstance(tokens, np.ndarray) else _tokens_of(tokens)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise InputError(
-            f"tokens must be a vector of integers, got an array of shape {ids.shape} of {ids.dtype}"
-        )
+    ids = integers(tokens, "tokens")
     if ids.size and int(ids.min()) < 0:
         raise InputError(f"token ids must not be negative, got {int(ids.min())}")
-    if ids.size and int(ids.max()) > _MOST_INT64:
-        raise InputError(f"token ids must fit 64 signed bits, got {int(ids.max())}")
     return ids.astype("<i8", copy=False)
 
 
-def _tokens_of(tokens: Sequence[int]) -> npt.NDArray[np.int64]:
-    if isinstance(tokens, (str, bytes, bytearray)) or not isinstance(tokens, Iterable):
-        raise InputError(f"tokens must be a sequence of integers, got {type(tokens).__name__}")
-    items = tokens if isinstance(tokens, (list, tuple)) else list(tokens)
-    # By type, not by value: numpy would take True as 1 and cut 1.5 to 1.
-    for kind in set(map(type, items)):
-        if kind is not int and (issubclass(kind, bool) or not issubclass(kind, Integral)):
-            raise InputError(f"token ids must be integers, got a {kind.__name__}")
-    try:
-        return np.fromiter(items, dtype=np.int64, count=len(items))
-    except OverflowError:
-        worst = max(items, key=abs)
-        raise InputError(f"token ids must fit 64 signed bits, got {worst}") from None
+def _with_length(data: bytes) -> bytes:
+    """So that no byte can slip from one part into the next."""
+    return len(data).to_bytes(8, "little") + data
 
 
 def _canonical(name: str, value: Described) -> str:
@@ -218,45 +241,52 @@ def _canonical(name: str, value: Described) -> str:
     if isinstance(value, str):
         return _require_text(name, value)
     if not isinstance(value, (Mapping, list, tuple)):
-        raise InputError(
-            f"namespace: {name} must be text, a mapping or a list, got {type(value).__name__}"
-        )
+        raise InputError(f"{name} must be text, a mapping or a list, got {type(value).__name__}")
     if not value:
         return ""
-    return json.dumps(_plain(name, value), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    try:
+        plain = _plain(name, value)
+        return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except RecursionError:
+        raise InputError(f"{name} holds data within data too deep, or itself") from None
 
 
 def _plain(name: str, value: object) -> object:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise InputError(f"namespace: {name} has a name that is not text: {key!r}")
-        return {key: _plain(f"{name}.{key}", item) for key, item in value.items()}
+                raise InputError(f"{name} has a name that is not text: {key!r}")
+            _require_text(f"a name in {name}", key)
+        return {str.__str__(key): _plain(f"{name}.{key}", item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(f"{name}[{at}]", item) for at, item in enumerate(value)]
     if isinstance(value, float) and not np.isfinite(value):
-        raise InputError(f"namespace: {name} must be finite, got {value}")
-    if value is None or type(value) in (str, int, float, bool):
+        raise InputError(f"{name} must be finite, got {value}")
+    if type(value) is str:
+        return _require_text(name, value)
+    if type(value) is int and abs(value) > _MOST_PLAIN_INT:
+        raise InputError(f"{name} is too large, {written(value)}; write it as text")
+    if value is None or type(value) in (int, float, bool):
         return value
-    raise InputError(f"namespace: {name} must be plain data, got {type(value).__name__} {value!r}")
+    raise InputError(f"{name} must be plain data, got {type(value).__name__} {value!r}")
 
 
 def _require_text(name: str, value: object) -> str:
     if not isinstance(value, str):
-        raise InputError(f"namespace: {name} must be text, got {type(value).__name__} {value!r}")
+        raise InputError(f"{name} must be text, got {type(value).__name__} {value!r}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise InputError(f"namespace: {name} cannot be written as UTF-8: {error}") from None
-    return value
+        # Half a character. JSON would write two of them exactly as it writes the whole one.
+        raise InputError(f"{name} cannot be written as UTF-8: {error}") from None
+    return str.__str__(value)  # a subclass may write itself differently
 
 
 def _require_count(name: str, value: object, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise InputError(f"{name} must be an integer, got {type(value).__name__} {value!r}")
-    if not least <= int(value) <= _MOST_INT64:
-        raise InputError(f"{name} must be between {least} and {_MOST_INT64}, got {value}")
-    return int(value)
+    number = integer(value, name)
+    if not least <= number <= _MOST_INT64:
+        raise InputError(f"{name} must be between {least} and {_MOST_INT64}, got {written(number)}")
+    return number
 
 
 def _require_key(name: str, key: object) -> None:

@@ -6,7 +6,6 @@ and made of plain ids. The worker never learns what a request is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NewType
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import InputError
+from kvferry.integers import Integers, integers
 
 Key = NewType("Key", bytes)
 """Content identity of one block: ``KEY_BYTES`` bytes."""
@@ -34,11 +34,9 @@ SlotArray = npt.NDArray[np.int64]
 """Slot numbers, one per block. On the device a slot is the engine's block id."""
 
 
-def as_slots(slots: Sequence[int] | npt.NDArray[np.integer]) -> SlotArray:
-    """Slot numbers as a read-only int64 vector of their own; refuses negatives and non-vectors."""
-    array = np.array(slots, dtype=np.int64)
-    if array.ndim != 1:
-        raise InputError(f"slots must be a vector of integers, got an array of shape {array.shape}")
+def as_slots(slots: Integers) -> SlotArray:
+    """Slot numbers as a read-only int64 vector of their own; refuses negatives and non-integers."""
+    array = np.array(integers(slots, "slots"))
     if array.size and int(array.min()) < 0:
         raise InputError(f"slots must not be negative, got {int(array.min())}")
     array.setflags(write=False)

@@ -8,7 +8,7 @@ from tests.fakes.by_name import ByName
 from tests.fakes.crafted_keys import key
 
 import kvferry
-from kvferry.api import Ferry
+from kvferry.ferry import Ferry
 from kvferry.errors import ConfigError, InputError
 from kvferry.keys import Keys
 from kvferry.pool import Pool

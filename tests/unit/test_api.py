@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import kvferry
+from kvferry.device.engine.stream import Stream
 from kvferry.errors import (
     ClosedError,
     ConfigError,
@@ -268,14 +269,14 @@ def test_close_is_safe_twice_and_ends_all_use(kv: Tensors) -> None:
 def test_close_gives_everything_back_though_a_part_fails(
     kv: Tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ferry = kvferry.attach(kv, model="m", block_tokens=TOKENS, host="64KiB")
-    close = ferry._worker.close
+    close = kvferry.Worker.close
 
-    def broken() -> None:
-        close()
+    def broken(worker: kvferry.Worker) -> None:
+        close(worker)
         raise RuntimeError("will not close")
 
-    monkeypatch.setattr(ferry._worker, "close", broken)
+    monkeypatch.setattr(kvferry.Worker, "close", broken)
+    ferry = kvferry.attach(kv, model="m", block_tokens=TOKENS, host="64KiB")
     with pytest.raises(RuntimeError, match="will not close"):
         ferry.close()
     assert ferry._scheduler._closed
@@ -313,3 +314,183 @@ def test_settings_that_cannot_be_used_are_refused(kv: Tensors) -> None:
         kvferry.attach(kv, model="m", block_tokens=TOKENS, host=100)
     with pytest.raises(InputError):
         kvferry.attach([kv[0], kv[1][:5]], model="m", block_tokens=TOKENS)
+
+
+# -- identity ------------------------------------------------------------------------------------
+
+
+def test_the_dtype_of_every_tensor_counts() -> None:
+    """Only the first one's did: layers of other dtypes shared their keys."""
+
+    def keys_of(*dtypes: str) -> kvferry.Keys:
+        kv = [np.zeros((BLOCKS, 16), dtype) for dtype in dtypes]
+        with kvferry.attach(kv, model="m", block_tokens=TOKENS, host="64KiB") as ferry:
+            return ferry.keys(range(TOKENS))
+
+    kinds = [("f2", "f2"), ("f2", "i2"), ("i2", "f2"), ("i2", "i2"), ("f2", "u2"), ("f2", ">f2")]
+    assert len({keys_of(*kind)[0] for kind in kinds}) == len(kinds)
+    assert keys_of("f2", "i2") == keys_of("f2", "i2")
+
+
+def test_tenants_and_images_share_nothing(ferry: kvferry.Ferry) -> None:
+    tokens = range(2 * TOKENS)
+    keys = ferry.keys(tokens, salt="tenant", extra={"image": "sha256:1"})
+    ferry.wait(ferry.store(keys, [0, 1]))
+    assert len(ferry.match(ferry.keys(tokens, salt="tenant", extra={"image": "sha256:1"}))) == 2
+    for other in (
+        ferry.keys(tokens),
+        ferry.keys(tokens, salt="tenant"),
+        ferry.keys(tokens, extra={"image": "sha256:1"}),
+        ferry.keys(tokens, salt="other", extra={"image": "sha256:1"}),
+        ferry.keys(tokens, salt="tenant", extra={"image": "sha256:2"}),
+    ):
+        assert len(ferry.match(other)) == 0
+
+
+# -- why nothing was stored ----------------------------------------------------------------------
+
+
+def test_a_store_says_why_it_kept_less(kv: Tensors) -> None:
+    settings: dict[str, Any] = {"block_tokens": TOKENS, "host": 4 * 3 * 64}
+    with kvferry.attach(kv, model="m", **settings) as ferry:
+        keys = ferry.keys(range(4 * TOKENS))
+
+        def stored(keys: kvferry.Keys, blocks: list[int], first: int = 0) -> tuple[int, str]:
+            done = ferry.wait(ferry.store(keys, blocks, first=first))
+            assert done.ok
+            return done.num_blocks, done.reason
+
+        count, why = stored(keys, [2, 3], first=2)
+        assert count == 0
+        assert "block 0 is not kept" in why
+        assert "from 2 on could never be found" in why
+        assert stored(keys[:2], [0, 1]) == (2, "")
+        assert stored(keys[:2], [0, 1]) == (0, "kept already")
+        assert stored(keys[:0], []) == (0, "")
+        assert stored(keys[:3], [0, 1, 2]) == (1, "")  # the others are kept: nothing is missing
+        hit = ferry.match(keys)
+        assert len(hit) == 3
+        count, why = stored(ferry.keys(range(50, 50 + 3 * TOKENS)), [3, 4, 5])
+        assert count == 1
+        assert "blocks 1 to 2: no slot can be freed" in why
+        ferry.release(hit)
+        long = ferry.keys(range(200, 200 + 6 * TOKENS))
+        count, why = stored(long, [0, 1, 2, 3, 4, 5])
+        assert count <= 4
+        assert "holds no more than 4 blocks" in why
+
+
+def test_a_store_says_that_it_was_held_back(kv: Tensors) -> None:
+    settings: dict[str, Any] = {"block_tokens": TOKENS, "host": "64KiB"}
+    with kvferry.attach(kv, model="m", max_bytes_in_flight=2 * 3 * 64, **settings) as ferry:
+        done = ferry.wait(ferry.store(ferry.keys(range(4 * TOKENS)), [0, 1, 2, 3]))
+        assert (done.ok, done.num_blocks) == (True, 2)
+        assert "blocks 2 to 3" in done.reason
+        assert "max_bytes_in_flight" in done.reason
+    with kvferry.attach(kv, model="m", max_bytes_in_flight=100, **settings) as ferry:
+        done = ferry.wait(ferry.store(ferry.keys(range(TOKENS)), [0]))
+        assert (done.num_blocks, done.ok) == (0, True)
+        assert "192 bytes, more than max_bytes_in_flight" in done.reason
+    with kvferry.attach(kv, model="m", store_after=2, **settings) as ferry:
+        keys = ferry.keys(range(TOKENS))
+        done = ferry.wait(ferry.store(keys, [0]))
+        assert (done.num_blocks, done.ok) == (0, True)
+        assert "store_after = 2" in done.reason
+
+
+# -- misspelt ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ({"modle": "m"}, "model"),
+        ({"model": "m", "block_axes": 1}, "block_axis"),
+        ({"model": "m", "revison": "1"}, "revision"),
+        ({"model": "m", "saltt": "1"}, "salt"),
+        ({"model": "m", "hosst": "1GiB"}, "host"),
+        ({"model": "m", "block_token": 4}, "block_tokens"),
+        ({"model": "m", "Compute": None}, "compute"),
+    ],
+)
+def test_a_misspelt_keyword_is_named_with_the_nearest(
+    kv: Tensors, wrong: dict[str, Any], meant: str
+) -> None:
+    name = next(name for name in wrong if name != "model")
+    with pytest.raises(
+        UnknownSettingError, match=f"attach: .* no keyword '{name}'; did you mean '{meant}'"
+    ):
+        kvferry.attach(kv, **wrong)
+
+
+def test_a_keyword_like_nothing_is_named_too(kv: Tensors) -> None:
+    with pytest.raises(UnknownSettingError, match="no keyword 'qqq'; it takes kv, model"):
+        kvferry.attach(kv, model="m", qqq=1)
+    with pytest.raises(TypeError, match="model"):
+        kvferry.attach(kv)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("wrong", [{"config": {}}, {"compute": "cuda:0"}])
+def test_things_of_another_type_are_refused(kv: Tensors, wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises((ConfigError, InputError), match=f"{name} must be"):
+        kvferry.attach(kv, model="m", **wrong)
+
+
+# -- ordering ------------------------------------------------------------------------------------
+
+
+def test_compute_queued_after_a_load_sees_the_loaded_bytes(kv: Tensors) -> None:
+    """The copy waits until compute has had all the time it needs to read too early."""
+    compute = Stream("compute")
+    try:
+        with kvferry.attach(
+            kv, model="m", block_tokens=TOKENS, host="64KiB", compute=compute
+        ) as ferry:
+            keys = ferry.keys(range(2 * TOKENS))
+            expected = copied(kv, [0, 1])
+            ferry.wait(ferry.store(keys, [0, 1]))
+            poison(kv)
+            engine: Any = ferry._rank.engine
+            go_on = threading.Event()
+            engine._loads.run(lambda: go_on.wait(10))
+            seen: list[Tensors] = []
+            ticket = ferry.load(ferry.match(keys), [5, 6])
+            compute.run(lambda: seen.append(copied(kv, [5, 6])))
+            was_early = compute.record().synchronize(0.2)  # time enough for one that does not wait
+            go_on.set()
+            assert ferry.wait(ticket).ok
+            compute.synchronize()
+            assert not was_early
+            assert all(np.array_equal(a, b) for a, b in zip(seen[0], expected, strict=True))
+    finally:
+        compute.close()
+
+
+def test_compute_queued_before_a_load_sees_what_was_there(kv: Tensors) -> None:
+    """And a store reads what compute queued before it writes."""
+    compute = Stream("compute")
+    try:
+        with kvferry.attach(
+            kv, model="m", block_tokens=TOKENS, host="64KiB", compute=compute
+        ) as ferry:
+            keys, go_on, seen = ferry.keys(range(TOKENS)), threading.Event(), []
+
+            def write() -> None:
+                assert go_on.wait(10)
+                kv[0][0] = 42
+
+            compute.run(write)
+            stored = ferry.store(keys, [0])
+            compute.run(lambda: seen.append(kv[0][5].copy()))
+            engine: Any = ferry._rank.engine
+            engine.drain(0.1)
+            go_on.set()
+            assert ferry.wait(stored).num_blocks == 1
+            before = kv[0][5].copy()
+            ferry.wait(ferry.load(ferry.match(keys), [5]))
+            compute.synchronize()
+            assert np.array_equal(seen[0], before)
+            assert (kv[0][5] == 42).all()
+    finally:
+        compute.close()

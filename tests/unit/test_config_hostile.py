@@ -79,7 +79,19 @@ def test_ports_that_are_some():
 
 @pytest.mark.parametrize(
     "address",
-    ["a\0b", "\0", "a b", "", "a\nb", "\x1b[2J", "a" * 300, "http://a", "127.0.0.1:80", "ä", "[::1"],
+    [
+        "a\0b",
+        "\0",
+        "a b",
+        "",
+        "a\nb",
+        "\x1b[2J",
+        "a" * 300,
+        "http://a",
+        "127.0.0.1:80",
+        "ä",
+        "[::1",
+    ],
 )
 def test_addresses_that_are_none(address):
     refused(Config.from_dict, {"metrics_host": address})

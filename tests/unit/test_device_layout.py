@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.lib.stride_tricks import as_strided
 
 from kvferry.device.layout import GroupLayout, describe
 from kvferry.device.layout.aliasing import find_overlap
@@ -159,10 +160,12 @@ def test_format_names_byte_order_not_addresses_or_counts() -> None:
 
 
 BASE = np.zeros((8, 16, 32), np.int8)
-REFUSED: dict[str, tuple[list[Any], dict[str, int], str]] = {
+REFUSED: dict[str, tuple[Any, dict[str, int], str]] = {
     "gap inside a page": ([BASE[:, :, :16]], {"block_axis": 0}, "tensor 0 is not contiguous"),
     "gap between tokens": ([BASE[:, ::2]], {"block_axis": 0}, "axis 1 steps 64"),
-    "broadcast": ([np.broadcast_to(BASE[:1], BASE.shape)], {"block_axis": 0}, "repeats"),
+    "broadcast": ([as_strided(BASE, BASE.shape, (0, 32, 1))], {"block_axis": 0}, "repeats"),
+    "read-only": ([np.broadcast_to(BASE[:1], BASE.shape)], {"block_axis": 0}, "read-only"),
+    "a bare array": (BASE, {"block_axis": 0}, r"a single ndarray: .* \[tensor\]"),
     "reversed": ([BASE[::-1]], {"block_axis": 0}, "reverses"),
     "no such axis": ([BASE], {"block_axis": 3}, "no axis 3"),
     "nothing to go by": ([BASE], {}, "name the block_axis"),

@@ -425,3 +425,220 @@ def test_scope_takes_any_integer_type():
 def test_scopes_that_cannot_be_right(bad):
     with pytest.raises(InputError, match=r"epoch|group"):
         scope(*bad)
+
+
+# -- text and data that a careless writer would take for each other
+
+
+def test_a_character_and_its_two_halves_are_not_the_same() -> None:
+    """JSON escapes both as the same twelve characters."""
+    whole, halves = "\U0001f600", "\ud83d\ude00"
+    assert namespace(overrides={"x": whole}).fingerprint
+    for data in ({"x": halves}, {halves: 1}, [halves], {"x": {"y": [halves]}}, halves):
+        with pytest.raises(InputError, match=r"overrides.* UTF-8"):
+            namespace(overrides=data)
+
+
+def deep(levels: int) -> list:
+    data: list = []
+    for _ in range(levels):
+        data = [data]
+    return data
+
+
+def itself() -> list:
+    data: list = []
+    data.append(data)
+    return data
+
+
+@pytest.mark.parametrize("data", [deep(100_000), itself(), {"x": 10**5000}, {"x": -(10**5000)}])
+def test_data_that_cannot_be_written_is_refused_as_ours(data) -> None:
+    with pytest.raises(InputError, match="overrides"):
+        namespace(overrides=data)
+
+
+def test_numbers_too_large_for_a_field_are_refused_as_ours() -> None:
+    with pytest.raises(InputError, match="epoch"):
+        namespace(epoch=10**5000)
+    with pytest.raises(InputError, match="tokens"):
+        chain(namespace(), [1, 10**5000])
+
+
+def test_text_that_writes_itself_differently_is_taken_by_its_characters() -> None:
+    class Alike(str):
+        __slots__ = ()
+
+        def __str__(self) -> str:
+            return "the same"
+
+    one, other = namespace(revision=Alike("a")), namespace(revision=Alike("b"))
+    assert one.fingerprint != other.fingerprint
+    assert one == namespace(revision="a")
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=6,
+)
+ANY_TEXT = st.text(st.characters(codec=None, categories=None), max_size=4)
+
+
+def same_data(one: object, other: object) -> bool:
+    """Whether two plain values are the same, as a reader would say it: 1, 1.0 and True differ."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same_data(one[k], other[k]) for k in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same_data, one, other))
+    return type(one) is type(other) and repr(one) == repr(other)
+
+
+@given(PLAIN, PLAIN)
+def test_any_two_data_share_a_fingerprint_only_if_they_are_the_same(one, other) -> None:
+    try:
+        pair = [namespace(overrides={"x": value}).fingerprint for value in (one, other)]
+    except InputError:  # an infinity
+        return
+    assert (pair[0] == pair[1]) == same_data(one, other)
+
+
+@given(ANY_TEXT, ANY_TEXT)
+def test_any_two_texts_share_a_fingerprint_only_if_they_are_the_same(one, other) -> None:
+    for make in (lambda t: {"x": t}, lambda t: {t: 1}, lambda t: t):
+        prints = []
+        for text in (one, other):
+            try:
+                prints.append(namespace(overrides=make(text)).fingerprint)
+            except InputError:
+                assert any(0xD800 <= ord(char) < 0xE000 for char in text)
+        assert len(prints) < 2 or (prints[0] == prints[1]) == (one == other)
+
+
+# -- what a request adds
+
+EXTRAS: list = ["cat", "dog", b"cat", ["cat"], {"cat": 1}, {"image": "cat"}]
+TWELVE = list(range(12))
+
+
+def test_salt_and_extra_change_every_key() -> None:
+    ns = namespace()
+    chains = [
+        chain(ns, TWELVE),
+        *(chain(ns, TWELVE, extra=extra) for extra in EXTRAS),
+        *(chain(ns, TWELVE, salt=salt) for salt in ("cat", "dog")),
+        chain(ns, TWELVE, salt="cat", extra="dog"),
+        chain(ns, TWELVE, salt="catd", extra="og"),
+        chain(namespace(salt="cat"), TWELVE),
+    ]
+    assert len({key for keys in chains for key in keys}) == 3 * len(chains)
+    assert chain(ns, TWELVE, salt="", extra="") == chains[0]
+    assert chain(ns, TWELVE, extra={"a": 1, "b": 2}) == chain(ns, TWELVE, extra={"b": 2, "a": 1})
+
+
+def test_a_chain_goes_on_under_what_it_began_with() -> None:
+    ns = namespace()
+    whole = chain(ns, TWELVE, salt="a", extra="b")
+    assert whole[:1] + chain(ns, TWELVE[4:], parent=whole[0]) == whole
+    with pytest.raises(InputError, match="parent key covers"):
+        chain(ns, TWELVE[4:], parent=whole[0], salt="a")
+
+
+def test_an_extra_may_begin_in_the_middle() -> None:
+    ns = namespace()
+    common = chain(ns, TWELVE[:4])
+    after = [chain(ns, TWELVE[4:], parent=common[0], extra=image) for image in ("", "x", "y")]
+    assert len({key for keys in after for key in keys}) == 6
+
+
+@pytest.mark.parametrize(
+    "bad", [3, 0, None, True, False, 1.5, object(), bytearray(b"x"), {"x": {1}}, {1: 2}]
+)
+def test_an_extra_that_cannot_be_right(bad) -> None:
+    with pytest.raises(InputError, match="extra"):
+        chain(namespace(), TWELVE, extra=bad)
+
+
+@pytest.mark.parametrize("nothing", ["", b"", [], (), {}])
+def test_no_extra_in_any_form_is_no_extra(nothing) -> None:
+    assert chain(namespace(), TWELVE, extra=nothing) == chain(namespace(), TWELVE)
+    salted = chain(namespace(), TWELVE, salt="a")
+    assert chain(namespace(), TWELVE, salt="a", extra=nothing) == salted
+
+
+@pytest.mark.parametrize("bad", [3, 0, None, b"", b"x", ["x"], "\ud800"])
+def test_a_salt_that_cannot_be_right(bad) -> None:
+    with pytest.raises(InputError, match="salt"):
+        chain(namespace(), TWELVE, salt=bad)
+
+
+def test_a_requests_seed_written_out_by_hand() -> None:
+    ns = namespace()
+
+    def framed(*parts: bytes) -> bytes:
+        return b"".join(struct.pack("<Q", len(part)) + part for part in parts)
+
+    seed = blake2b(
+        ns.fingerprint + framed(b"tenant", b"data", b'{"image":"x"}'),
+        digest_size=32,
+        person=b"kvferry.request",
+    ).digest()
+    assert chain(ns, TWELVE, salt="tenant", extra={"image": "x"}) == chain(
+        ns, TWELVE, parent=Key(seed)
+    )
+
+
+# -- torch
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32", "int16", "uint8"])
+def test_torch_tokens_are_tokens(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    tokens = torch.arange(12, dtype=getattr(torch, dtype))
+    assert chain(namespace(), tokens) == chain(namespace(), range(12))
+    assert chain(namespace(), torch.arange(24, dtype=getattr(torch, dtype))[::2]) == chain(
+        namespace(), range(0, 24, 2)
+    )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda torch: torch.zeros(4),
+        lambda torch: torch.zeros(4, dtype=torch.bfloat16),
+        lambda torch: torch.zeros(4, dtype=torch.bool),
+        lambda torch: torch.zeros((1, 4), dtype=torch.int64),
+        lambda torch: torch.zeros((), dtype=torch.int64),
+        lambda torch: torch.zeros(4, dtype=torch.int64, device="meta"),
+        lambda torch: torch.zeros(4, dtype=torch.int64).to_sparse(),
+        lambda torch: torch.full((4,), -1),
+    ],
+)
+def test_torch_tensors_that_are_no_tokens(make) -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(InputError, match="token"):
+        chain(namespace(), make(torch))
+
+
+JUNK = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(max_size=3)
+    | st.binary(max_size=3)
+    | st.decimals()
+    | st.fractions()
+    | st.complex_numbers()
+)
+
+
+@given(st.lists(JUNK, max_size=6) | JUNK | st.tuples(JUNK, JUNK) | st.sets(st.integers()))
+def test_tokens_of_any_type_are_taken_whole_or_refused(tokens) -> None:
+    ns = namespace(block_tokens=1)
+    is_vector = isinstance(tokens, (list, tuple))  # a set has no order
+    if is_vector and all(type(item) is int and 0 <= item < 2**63 for item in tokens):
+        assert chain(ns, tokens) == chain(ns, np.array(tokens, dtype=np.int64))
+    else:
+        with pytest.raises(InputError, match="token"):
+            chain(ns, tokens)

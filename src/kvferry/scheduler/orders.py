@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kvferry.answers import DeviceBlocks
 from kvferry.errors import InputError
+from kvferry.integers import integers
 from kvferry.keys import Keys
 from kvferry.types import SlotArray, TransferId
 
@@ -63,12 +64,7 @@ class EngineBlocks(Protocol):
 
 def checked_blocks(group: int, table: BlockTable, blocks: range) -> npt.NDArray[np.int64]:
     """These places of a block table as numbers; refuses what is no block number."""
-    found = np.asarray(table[blocks.start : blocks.stop])
-    if found.dtype.kind not in "iu" and found.size:
-        raise InputError(
-            f"group {group}'s block table holds {found.dtype} values; block numbers are integers"
-        )
-    found = found.astype(np.int64, copy=False)
+    found = integers(table[blocks.start : blocks.stop], "device blocks")
     if found.size and int(found.min()) < NO_BLOCK:
         raise InputError(
             f"group {group}'s block table holds {int(found.min())}; a block is 0 or more, "

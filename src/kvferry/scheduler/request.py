@@ -263,6 +263,18 @@ class Request:
         self._parts.journal.explained(explanation, is_new=not self._is_explained)
         self._is_explained = True
 
+    @property
+    def needed_blocks(self) -> tuple[range, ...]:
+        """By group, the places in its block table that loading its pinned hit fills."""
+        parts, hit = self._parts, self._hit
+        if hit is None or not hit.leases:
+            return tuple(range(0) for _ in parts.matcher.groups)
+        look = hit.look
+        return tuple(
+            parts.matcher.needed(g, look.host_tokens, look.computed_tokens)
+            for g in range(len(parts.matcher.groups))
+        )
+
     # -- load -----------------------------------------------------------------------------------
 
     def load(self, tables: Sequence[BlockTable]) -> tuple[Ordered, ...]:

@@ -150,6 +150,10 @@ class Scheduler:
         self._parts.live[request] = None
         return request
 
+    def __contains__(self, request: Request) -> bool:
+        """Whether this request is one of ours and has not ended."""
+        return request in self._parts.live
+
     @property
     def requests(self) -> tuple[Request, ...]:
         """Those that have not ended, and those that have and left something to be stored."""

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 from kvferry.errors import ClosedError
+from kvferry.ownership import Process
 
 
 class Event:
@@ -37,6 +38,7 @@ class Stream:
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._fault: BaseException | None = None
         self._closed = False
+        self._process = Process(f"stream {name}")
         self._thread = threading.Thread(target=self._work, name=f"kvferry-{name}", daemon=True)
         self._thread.start()
 
@@ -44,6 +46,7 @@ class Stream:
         """Queue ``work`` and return at once."""
         if self._closed:
             raise ClosedError(f"stream {self.name} is closed")
+        self._process.require()
         self._queue.put(work)
 
     def record(self) -> Event:

@@ -11,20 +11,30 @@ within that stride::
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from kvferry.device.layout.base import Int64s
 
 
-def find_overlap(bases: Int64s, strides: Int64s, sizes: Int64s, num_blocks: int) -> str | None:
-    """Words for one overlapping pair, or None when all ranges are disjoint."""
+class Overlap(NamedTuple):
+    """One pair of segments (or one segment with itself) that share a byte, and where."""
+
+    segments: tuple[int, ...]
+    words: str
+
+
+def find_overlap(bases: Int64s, strides: Int64s, sizes: Int64s, num_blocks: int) -> Overlap | None:
+    """One overlapping pair, or None when all ranges are disjoint."""
     if num_blocks > 1:
         tight = np.flatnonzero(strides < sizes)
         if tight.size:
             s = int(tight[0])
-            return (
+            return Overlap(
+                (s,),
                 f"segment {s} is {int(sizes[s])} bytes but its blocks lie only "
-                f"{int(strides[s])} bytes apart"
+                f"{int(strides[s])} bytes apart",
             )
     for cluster in _clusters(bases, bases + (num_blocks - 1) * strides + sizes):
         if len(cluster) > 1 and not _fit_in_one_stride(
@@ -57,7 +67,7 @@ def _fit_in_one_stride(bases: Int64s, strides: Int64s, sizes: Int64s) -> bool:
 
 def _exact(
     cluster: Int64s, bases: Int64s, strides: Int64s, sizes: Int64s, num_blocks: int
-) -> str | None:
+) -> Overlap | None:
     blocks = np.arange(num_blocks, dtype=np.int64)
     starts = (bases[cluster][:, None] + strides[cluster][:, None] * blocks).ravel()
     ends = starts + np.repeat(sizes[cluster], num_blocks)
@@ -66,7 +76,9 @@ def _exact(
     if not hits.size:
         return None
     first, second = int(order[hits[0]]), int(order[hits[0] + 1])
-    return (
-        f"segment {int(cluster[first // num_blocks])} of block {first % num_blocks} overlaps "
-        f"segment {int(cluster[second // num_blocks])} of block {second % num_blocks}"
+    one, other = int(cluster[first // num_blocks]), int(cluster[second // num_blocks])
+    return Overlap(
+        (one, other),
+        f"segment {one} of block {first % num_blocks} overlaps "
+        f"segment {other} of block {second % num_blocks}",
     )

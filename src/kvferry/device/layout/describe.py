@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvferry.device.layout.aliasing import find_overlap
-from kvferry.device.layout.base import GroupLayout
-from kvferry.device.layout.tensor_view import TensorView, view_of
+from kvferry.device.layout.base import GroupLayout, Int64s
+from kvferry.device.layout.tensor_view import TensorView, named_tensors, view_of
 from kvferry.errors import LayoutError
+from kvferry.integers import integer
 
 
 class _Axis(NamedTuple):
@@ -42,6 +43,7 @@ class _Piece:
     stride: int
     size: int
     label: str
+    tensor: str
 
 
 def describe(
@@ -59,7 +61,7 @@ def describe(
     Raises LayoutError, naming the tensor, for anything that cannot be described exactly: gaps
     inside a page, broadcast or reversed axes, overlapping blocks, counts that disagree.
     """
-    views = _views(tensors)
+    views = [view_of(tensor, name) for name, tensor in named_tensors(tensors).items()]
     if not views:
         raise LayoutError("a group needs at least one KV tensor")
     if num_blocks is None:
@@ -78,17 +80,8 @@ def describe(
     return _assemble(_in_slot_order(pieces, num_blocks), num_blocks)
 
 
-def _views(tensors: Mapping[str, Any] | Sequence[Any]) -> list[TensorView]:
-    named: Iterable[tuple[str, Any]]
-    if isinstance(tensors, Mapping):
-        named = tensors.items()
-    else:
-        named = ((f"tensor {i}", tensor) for i, tensor in enumerate(tensors))
-    return [view_of(tensor, name) for name, tensor in named]
-
-
 def _checked_axis(view: TensorView, axis: int) -> int:
-    ndim = len(view.shape)
+    axis, ndim = integer(axis, "block_axis"), len(view.shape)
     if not -ndim <= axis < ndim:
         raise LayoutError(f"{view.name} has no axis {axis}: its shape is {view.shape}")
     return axis % ndim
@@ -132,6 +125,7 @@ def _pieces(view: TensorView, block_axis: int) -> list[_Piece]:
             stride=block_stride,
             size=run,
             label=f"{view.itemsize}[{order}]{index}",
+            tensor=view.name,
         )
         for index in itertools.product(*(range(axis.extent) for axis in axes))
     ]
@@ -166,6 +160,7 @@ def _in_slot_order(pieces: list[_Piece], num_blocks: int) -> list[tuple[int, _Pi
 
 
 def _assemble(ordered: list[tuple[int, _Piece]], num_blocks: int) -> GroupLayout:
+    _refuse_overlap([piece for _, piece in ordered], num_blocks)
     merged: list[_Piece] = []
     for _, piece in ordered:
         last = merged[-1] if merged else None
@@ -176,15 +171,10 @@ def _assemble(ordered: list[tuple[int, _Piece]], num_blocks: int) -> GroupLayout
             and (num_blocks == 1 or last.stride == piece.stride)
             and (num_blocks == 1 or last.size + piece.size <= last.stride)
         ):
-            merged[-1] = _Piece(last.base, last.stride, last.size + piece.size, last.label)
+            merged[-1] = replace(last, size=last.size + piece.size)
         else:
             merged.append(piece)
-    sizes = np.array([piece.size for piece in merged], dtype=np.int64)
-    bases = np.array([piece.base for piece in merged], dtype=np.int64)
-    strides = np.array([piece.stride for piece in merged], dtype=np.int64)
-    overlap = find_overlap(bases, strides, sizes, num_blocks)
-    if overlap is not None:
-        raise LayoutError(f"blocks share bytes: {overlap}")
+    bases, strides, sizes = _tables(merged)
     order = ";".join(f"{i}:{piece.label}:{piece.size}" for i, piece in ordered)
     return GroupLayout(
         bases=bases,
@@ -194,3 +184,17 @@ def _assemble(ordered: list[tuple[int, _Piece]], num_blocks: int) -> GroupLayout
         num_blocks=num_blocks,
         format=hashlib.sha256(order.encode()).hexdigest()[:16],
     )
+
+
+def _refuse_overlap(pieces: list[_Piece], num_blocks: int) -> None:
+    overlap = find_overlap(*_tables(pieces), num_blocks)
+    if overlap is not None:
+        names = dict.fromkeys(pieces[segment].tensor for segment in overlap.segments)
+        raise LayoutError(f"blocks share bytes in {' and '.join(names)}: {overlap.words}")
+
+
+def _tables(pieces: list[_Piece]) -> tuple[Int64s, Int64s, Int64s]:
+    """Bases, strides and sizes."""
+    table = np.array([(piece.base, piece.stride, piece.size) for piece in pieces], dtype=np.int64)
+    bases, strides, sizes = table.T.copy()
+    return bases, strides, sizes

@@ -1,0 +1,405 @@
+"""A ferry: both halves in one process, for an engine that calls us directly."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvferry.answers import MatchState
+from kvferry.closing import Closing, close_if_dropped
+from kvferry.config import Config
+from kvferry.device.layout import GroupLayout
+from kvferry.errors import ClosedError, DeadlineError, InputError
+from kvferry.identity import Extra, Namespace, chain
+from kvferry.integers import Integers, integer, integers
+from kvferry.keys import Keys
+from kvferry.left_out import why_left_out
+from kvferry.metrics import DEFAULT_PORT
+from kvferry.metrics.desk import Desk
+from kvferry.metrics.source import Source
+from kvferry.ownership import OneThread
+from kvferry.pool import Pool
+from kvferry.rank import RankMemory
+from kvferry.reach import Group
+from kvferry.scheduler import NO_BLOCK, Ordered, Request, Scheduler, State
+from kvferry.scheduler.journal import Copy
+from kvferry.scheduler.why import Explanation
+from kvferry.stats import SchedulerStats
+from kvferry.tickets import Done, Ticket, Tickets
+from kvferry.tiers import GrowthStats
+from kvferry.types import DEVICE, FIRST_RANK, HOST, Key, SlotArray
+from kvferry.worker import Worker
+
+if TYPE_CHECKING:
+    from kvferry.metrics.endpoint import Endpoint
+
+Tables = Integers | Sequence[Integers]
+"""Device blocks: a vector of them, or with several groups a block table for each."""
+
+_POLL_SECONDS = 0.0005
+
+_names = itertools.count()
+"""For all ferries of the process, so that what is explained of one names no hit of another."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Hit:
+    """Blocks that can be loaded: ``len(hit)`` of them, after the ``on_device`` first ones.
+
+    They stay where they are until the hit is loaded, released, or left alone for
+    ``Config.match_deadline`` seconds. ``needed`` says for each group which places of the request's
+    block table a load fills.
+    """
+
+    request: Request
+    num_blocks: int
+    on_device: int
+
+    def __len__(self) -> int:
+        return self.num_blocks
+
+    @property
+    def needed(self) -> tuple[range, ...]:
+        return self.request.needed_blocks
+
+
+class Ferry(Closing):
+    """Blocks of one engine, kept in host memory. Owns both halves and the memory; ends in close.
+
+    It belongs to the first thread that uses it, until that thread ends or calls :meth:`hand_over`;
+    another one, or a forked child, is refused (:meth:`keys` and :meth:`host_stats` are for all).
+    Nothing here waits, except :meth:`wait` and :meth:`close`. One that is dropped without ``close``
+    is closed in the background, with a ResourceWarning.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[GroupLayout],
+        groups: Sequence[Group],
+        namespace: Namespace,
+        config: Config,
+        rank: RankMemory,
+        *,
+        keep_alive: object = None,
+    ) -> None:
+        """``keep_alive`` is memory that is copied by address: held until no copy runs."""
+        self.namespace = namespace
+        self._layouts = tuple(layouts)
+        self._config = config
+        self._rank = rank
+        self._worker = Worker({(DEVICE, HOST): rank.engine, (HOST, DEVICE): rank.engine})
+        self._scheduler = Scheduler(
+            Pool(rank.host.num_slots, num_ready=rank.ready_slots),
+            groups,
+            config=config,
+            hash_block_tokens=namespace.block_tokens,
+            block_bytes=[layout.block_bytes for layout in layouts],
+            joins_loads=False,
+        )
+        self._tickets = Tickets()
+        self._desk = Desk()
+        self._endpoint: Endpoint | None = None
+        self._owner = OneThread("this ferry")
+        self._closed = False
+        self._parts = ExitStack()  # closed in turn, each though one before it raises
+        for part in (rank, self._scheduler, self._worker):
+            self._parts.callback(part.close)
+        self._dropped = close_if_dropped(
+            self, "a kvferry.Ferry", self._parts.close, keep_alive=keep_alive
+        )
+        if config.metrics_port is not None:
+            with ExitStack() as undo:
+                undo.callback(self.close)
+                self.serve_metrics(config.metrics_port, config.metrics_host)
+                self.hand_over()  # whoever attached need not be who uses it
+                undo.pop_all()
+
+    # -- blocks ---------------------------------------------------------------------------------
+
+    def keys(
+        self,
+        tokens: Integers,
+        *,
+        parent: Key | None = None,
+        salt: str = "",
+        extra: Extra = "",
+    ) -> Keys:
+        """One key per full block of ``tokens``; each covers every token before it too.
+
+        With ``parent``, the key before these tokens, the chain goes on from there. What decides the
+        blocks besides the tokens must be said, or a request is served another's KV: ``extra`` is
+        the content that tokens only stand for (a digest of the images) or what was added to the
+        model (an adapter), ``salt`` names who may share (a tenant). Each is given once, where it
+        begins; see :func:`kvferry.chain`.
+        """
+        return chain(self.namespace, tokens, parent, salt=salt, extra=extra)
+
+    def match(self, keys: Keys, *, on_device: int = 0) -> Hit:
+        """How many of a request's blocks, after the ``on_device`` first ones, can be loaded now.
+
+        None while more than ``Config.max_bytes_in_flight`` are on their way already, or where
+        computing them is expected to be faster (see :meth:`note_prefill`). Blocks are counted by
+        their keys, ``block_tokens`` tokens each.
+        """
+        self._require_usable()
+        if not isinstance(keys, Keys):
+            raise InputError(f"keys must come from ferry.keys, got {type(keys).__name__}")
+        on_device = integer(on_device, "on_device")
+        if not 0 <= on_device <= len(keys):
+            raise InputError(f"{on_device} blocks on the device do not fit {len(keys)} keys")
+        request = self._scheduler.open(f"hit-{next(_names)}", keys)
+        tokens = self.namespace.block_tokens
+        match = request.match(computed_tokens=on_device * tokens)
+        if match.state is not MatchState.HIT:
+            request.end()
+        return Hit(request, (match.num_tokens - match.computed_tokens) // tokens, on_device)
+
+    def load(self, hit: Hit, device_blocks: Tables) -> Ticket:
+        """Bring a hit's blocks to ``device_blocks``, one for each.
+
+        With several groups these are block tables, one for each group: the request's whole table,
+        in which the places that ``hit.needed`` names are filled. Compute queued on the ``compute``
+        stream after this call comes after the load.
+        """
+        self._require_usable()
+        _require_hit(hit)
+        tables = self._tables(device_blocks, before=hit.on_device)
+        if len(tables) == 1 and len(tables[0]) != hit.on_device + len(hit):
+            raise InputError(
+                f"a hit of {len(hit)} blocks needs as many device blocks, "
+                f"got {len(tables[0]) - hit.on_device}"
+            )
+        self._require_distinct(hit, tables)
+        self._rank.note_step()
+        ticket = self._tickets.give()
+        ordered = hit.request.load(tables) if hit.request in self._scheduler else ()
+        if ordered:
+            self._send(ticket, ordered)
+            self._rank.engine.order_compute_after_loads()
+        elif len(hit):
+            self.release(hit)
+            reason = "the hit is gone: it was released, loaded, or too old"
+            self._tickets.end(Done(ticket, 0, reason, ok=False))
+        else:
+            self._tickets.end(Done(ticket, 0))
+        return ticket
+
+    def release(self, hit: Hit) -> None:
+        """Let a hit go that will not be loaded."""
+        self._require_usable()
+        _require_hit(hit)
+        if hit.request in self._scheduler and hit.request.state is not State.LOADING:
+            hit.request.end()
+
+    def store(self, keys: Keys, device_blocks: Tables, *, first: int = 0) -> Ticket:
+        """Keep ``device_blocks``, which hold the blocks of ``keys`` from number ``first`` on.
+
+        What is kept already is not copied again, and what finds no room is left out; ``Done`` says
+        how many blocks were copied, and why not all. Blocks that follow one that is not kept could
+        never be found, so they are left out too. Do not overwrite the device blocks until it ended.
+        With several groups these are whole block tables, one for each group; ``NO_BLOCK`` where the
+        engine keeps no block (any more).
+        """
+        self._require_usable()
+        if not isinstance(keys, Keys):
+            raise InputError(f"keys must come from ferry.keys, got {type(keys).__name__}")
+        first = integer(first, "first")
+        before = min(max(0, first), len(keys))
+        tables = self._tables(device_blocks, before=before)
+        if first != before or (len(tables) == 1 and len(tables[0]) != len(keys)):
+            raise InputError(
+                f"{len(tables[0]) - before} device blocks from block {first} on do not fit "
+                f"{len(keys)} keys; there must be one key per block, from the first block on"
+            )
+        self._rank.note_step()
+        ticket = self._tickets.give()
+        request = self._scheduler.open(f"store-{next(_names)}", keys)
+        try:
+            ordered = request.store(tables, len(keys) * self.namespace.block_tokens)
+        finally:
+            request.end()
+        note = ""
+        if len(tables) == 1 and (not ordered or len(ordered[0].blocks) < len(keys) - first):
+            note = why_left_out(
+                self._scheduler,
+                self._config,
+                keys,
+                first=first,
+                num_ordered=len(ordered[0].blocks) if ordered else 0,
+                block_bytes=self._layouts[0].block_bytes,
+            )
+        self._send(ticket, ordered, note)
+        return ticket
+
+    def _send(self, ticket: Ticket, ordered: Sequence[Ordered], note: str = "") -> None:
+        """Send off what was just ordered for a ticket."""
+        self._tickets.send(ticket, {part.transfer: len(part.blocks) for part in ordered}, note)
+        plan = self._scheduler.plan()
+        if plan:
+            self._worker.execute(plan)
+
+    # -- what ended -----------------------------------------------------------------------------
+
+    def poll(self) -> list[Done]:
+        """What ended since the last call; never blocks.
+
+        What nobody asks for is kept, up to the newest 65,536 ends.
+        """
+        self._advance()
+        return self._tickets.take_all()
+
+    def wait(self, ticket: Ticket, timeout: float | None = None) -> Done:
+        """Wait for one ticket; what else ends meanwhile stays for :meth:`poll`."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            self._advance()
+            if (done := self._tickets.take(ticket)) is not None:
+                return done
+            if end is not None and time.monotonic() >= end:
+                raise DeadlineError(f"ticket {ticket} did not end within {timeout} seconds")
+            time.sleep(_POLL_SECONDS)
+
+    def _advance(self) -> None:
+        """Learn what ended, and answer who asks from other threads."""
+        self._require_usable()
+        self._scheduler.note_ready(FIRST_RANK, self._rank.ready_slots)
+        self._desk.answer()
+        settled = self._scheduler.settle(self._worker.poll())
+        for request in settled.loaded + settled.expired:
+            request.end()
+        for failure in settled.failed:
+            failure.request.end()
+        # A load that is overdue has failed, but its copy may still write: only landing ends it.
+        for landing in settled.landed:
+            self._tickets.land(landing.transfer_id, landing.reason)
+
+    # -- the rest -------------------------------------------------------------------------------
+
+    def hand_over(self) -> None:
+        """Let another thread have this ferry: the next one that uses it."""
+        self._owner.hand_over()
+
+    def note_prefill(self, num_tokens: int, seconds: float) -> None:
+        """The engine computed this many prompt tokens in this time.
+
+        Once told, and once it has seen a load, ``match`` offers a hit only where loading it is
+        expected to be faster than computing it (``Config.load_policy``).
+        """
+        self._require_usable()
+        self._scheduler.note_prefill(num_tokens, seconds)
+
+    def reset(self) -> None:
+        """Forget every block kept, at once; hits not loaded yet are gone too."""
+        self._require_usable()
+        self._scheduler.reset()
+        for request in self._scheduler.requests:
+            if request.state is not State.LOADING:
+                request.end()
+
+    def stats(self) -> SchedulerStats:
+        """A snapshot of everything counted so far."""
+        self._owner.require()
+        return self._scheduler.stats()
+
+    def host_stats(self) -> GrowthStats:
+        """How much of the host memory is usable by now, and what became of the rest."""
+        return self._rank.host.stats()
+
+    def explain(self, hit: Hit) -> Explanation | None:
+        """Why a hit is no longer than it is; None if that was too long ago."""
+        self._owner.require()
+        return self._scheduler.explain(hit.request.id)
+
+    def serve_metrics(self, port: int = DEFAULT_PORT, host: str = "127.0.0.1") -> str:
+        """Serve ``/metrics`` and ``/explain`` until closed; returns the address.
+
+        Port 0 takes any that is free. What others ask is answered in :meth:`poll`. Called again, it
+        says where it already serves.
+        """
+        self._require_usable()
+        if self._endpoint is None:
+            # Imported here: few need a server, and its modules would triple our own import.
+            from kvferry.metrics.endpoint import Endpoint
+
+            # The server's threads hold the source: it must hold neither us, or we are never
+            # dropped, nor the memory, which should be gone when we are.
+            rank = weakref.ref(self._rank)
+            source = Source(
+                self._scheduler,
+                self._desk,
+                slot_bytes={HOST: max(layout.block_bytes for layout in self._layouts)},
+                pinned_bytes=partial(_pinned_bytes, rank),
+                why_path=partial(_why_path, rank),
+            )
+            self._endpoint = Endpoint(source, host=host, port=port)
+            self._parts.callback(self._endpoint.close)
+        return self._endpoint.url
+
+    def close(self) -> None:
+        """Finish the copies in flight and give the memory back. Safe to call twice.
+
+        In a forked child it does nothing: all of it is the parent's.
+        """
+        if self._closed or self._owner.is_forked:
+            return
+        self._owner.require()
+        self._closed = True
+        self._dropped.detach()
+        self._parts.close()
+
+    def _tables(self, given: Tables, *, before: int) -> list[SlotArray]:
+        """Whole block tables, by group; one alone is given without the blocks ``before``."""
+        if len(self._layouts) == 1:
+            blocks = self._checked(0, given)  # type: ignore[arg-type]  # one group: a vector
+            return [np.concatenate((np.full(before, NO_BLOCK), blocks)) if before else blocks]
+        if not isinstance(given, Sequence) or len(given) != len(self._layouts):
+            raise InputError(
+                f"there are {len(self._layouts)} groups: give a block table for each of them"
+            )
+        return [self._checked(g, table) for g, table in enumerate(given)]  # type: ignore[arg-type]
+
+    def _checked(self, group: int, blocks: Integers) -> SlotArray:
+        numbers = integers(blocks, "device blocks")
+        most, least = self._layouts[group].num_blocks, 0 if len(self._layouts) == 1 else NO_BLOCK
+        if len(numbers) and (int(numbers.min()) < least or int(numbers.max()) >= most):
+            wrong = int(numbers[(numbers < least) | (numbers >= most)][0])
+            raise InputError(
+                f"device block {wrong} does not exist: the tensors have blocks 0 to {most - 1}"
+            )
+        return numbers
+
+    def _require_distinct(self, hit: Hit, tables: Sequence[SlotArray]) -> None:
+        for table, needed in zip(tables, hit.needed, strict=False):
+            blocks = table[needed.start : needed.stop]
+            if len(np.unique(blocks)) != len(blocks):
+                raise InputError("two blocks of a hit cannot be loaded into one device block")
+
+    def _require_usable(self) -> None:
+        if self._closed:
+            raise ClosedError("this ferry is closed")
+        self._owner.require()
+
+
+def _pinned_bytes(rank: weakref.ref[RankMemory]) -> int | None:
+    found = rank()
+    return found.host.stats().pinned_bytes if found is not None else None
+
+
+def _why_path(rank: weakref.ref[RankMemory], copy: Copy) -> str:
+    from kvferry.metrics.reasons import why_path  # here: few ask, and it brings the planner
+
+    found = rank()
+    return why_path(copy, getattr(found.engine, "choices", None) if found is not None else None)
+
+
+def _require_hit(hit: object) -> None:
+    if not isinstance(hit, Hit):
+        raise InputError(f"a hit must come from ferry.match, got {type(hit).__name__}")

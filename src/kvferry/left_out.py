@@ -1,0 +1,51 @@
+"""Why a store kept fewer blocks than it was given."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvferry.config import Config
+from kvferry.identity import scope
+from kvferry.keys import Keys
+from kvferry.scheduler import Scheduler
+
+
+def why_left_out(
+    scheduler: Scheduler,
+    config: Config,
+    keys: Keys,
+    *,
+    first: int,
+    num_ordered: int,
+    block_bytes: int,
+) -> str:
+    """Why of the blocks just given, those of ``keys`` from ``first`` on, only these are copied.
+
+    Empty if the others are kept already, unless that is all of them.
+    """
+    given = len(keys) - first
+    if num_ordered == given:
+        return ""
+    known = scheduler.pool.known(keys.masked(scope(scheduler.epoch, 0)))
+    if known[first:].all():
+        return "" if num_ordered else "kept already"
+    gap = int(np.argmin(known))
+    if gap < first:
+        return (
+            f"block {gap} is not kept, so the blocks from {first} on could never be found; "
+            "store from there on"
+        )
+    where = f"blocks {gap} to {len(keys) - 1}" if gap < len(keys) - 1 else f"block {gap}"
+    if block_bytes > config.max_bytes_in_flight:
+        return f"{where}: one has {block_bytes} bytes, more than max_bytes_in_flight"
+    if scheduler.stores_wait:
+        return f"{where}: as much is on its way as may be (max_bytes_in_flight); store them later"
+    if config.store_after > 1:
+        return f"{where}: not asked for often enough yet (store_after = {config.store_after})"
+    pool = scheduler.pool
+    if len(keys) > pool.num_slots:
+        return f"{where}: the host memory holds no more than {pool.num_slots} blocks"
+    return (
+        f"{where}: no slot can be freed now, for all {pool.num_ready} that are ready are being "
+        "copied or pinned by hits"
+    )
