@@ -99,7 +99,7 @@ class Tickets:
         done = self._ended.pop(ticket, None)
         if done is None and ticket not in self._underway:
             raise InputError(
-                f"ticket {written(ticket)} is not in flight: it was never given out, its end was already "
-                f"told, or nobody asked before {self._most_untold} others had ended"
+                f"ticket {written(ticket)} is not in flight: it was never given out, its end was "
+                f"already told, or nobody asked before {self._most_untold} others had ended"
             )
         return done
