@@ -164,6 +164,7 @@ class Ferry(Closing):
         self.namespace = namespace
         self._layout = layout
         self._config = config
+        self._keep_alive = keep_alive
         self._rank = rank
         self._worker = Worker({(DEVICE, HOST): rank.engine, (HOST, DEVICE): rank.engine})
         group = FullAttention(config.block_tokens)
