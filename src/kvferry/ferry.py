@@ -94,6 +94,7 @@ class Ferry(Closing):
         self.namespace = namespace
         self._layouts = tuple(layouts)
         self._config = config
+        self._keep_alive = keep_alive
         self._rank = rank
         self._worker = Worker({(DEVICE, HOST): rank.engine, (HOST, DEVICE): rank.engine})
         self._scheduler = Scheduler(

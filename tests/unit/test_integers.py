@@ -159,3 +159,44 @@ def test_one_integer() -> None:
             integer(bad, "x")
     assert written(12) == "12"
     assert "bits" in written(10**5000)
+
+
+ENTRY = st.integers(-2, BLOCKS + 1) | st.floats(-1, 9) | st.booleans() | st.none() | st.just("1")
+TABLE = st.lists(st.integers(0, BLOCKS - 1), min_size=2, max_size=2) | st.lists(ENTRY, max_size=4)
+FORMS: list[Any] = [list, tuple, np.array, iter]
+
+
+@given(st.lists(st.tuples(st.booleans(), TABLE, st.sampled_from(FORMS)), max_size=8))
+def test_any_table_is_copied_exactly_or_changes_nothing(calls: list[Any]) -> None:
+    kv = np.arange(BLOCKS * 8, dtype=np.uint8).reshape(BLOCKS, 8)
+    with kvferry.attach([kv], model="m", block_tokens=TOKENS, host="4KiB") as ferry:
+        tokens = range(2 * TOKENS)
+        ferry.wait(ferry.store(ferry.keys(tokens), [7, 8]))
+        kept = {0: kv[[7, 8]].copy()}
+        for number, (stores, table, form) in enumerate(calls, start=1):
+            before = kv.copy()
+            which = number if stores else max(kept)
+            keys = ferry.keys(tokens, salt=f"{which}") if which else ferry.keys(tokens)
+            hit = None if stores else ferry.match(keys)
+            try:
+                blocks = form(table)
+            except ValueError:  # numpy makes no array of it
+                continue
+            if form is np.array:  # which has made integers of True beside an integer
+                table = blocks.tolist()
+            right = len(table) == 2 and all(type(b) is int and 0 <= b < BLOCKS for b in table)
+            right = right and (stores or table[0] != table[1])
+            try:
+                ticket = ferry.store(keys, blocks) if hit is None else ferry.load(hit, blocks)
+            except InputError:
+                assert not right
+                assert np.array_equal(kv, before)
+                continue
+            assert right
+            assert ferry.wait(ticket).num_blocks == 2
+            if stores:
+                kept[number] = before[table]
+            else:
+                before[table] = kept[which]
+            assert np.array_equal(kv, before)
+        ferry._scheduler.check_integrity()
