@@ -377,3 +377,13 @@ def test_a_rank_that_hangs_does_not_hold_up_everyone() -> None:
 def test_a_hash_block_that_does_not_divide_a_slot_is_refused() -> None:
     with pytest.raises(InputError, match="not a multiple"):
         Desk(reach.FullAttention(4), hash_tokens=3)
+
+
+def test_one_that_found_nothing_may_ask_again_while_another_loads() -> None:
+    """Seen red: the slots of a hit without any were put together."""
+    desk = Desk(FULL, WINDOW)
+    desk.keep("a", story(1, 2), 8)
+    assert desk.match("b", story(2, 2)).state is MatchState.MISS
+    desk.match("c", story(1, 2))
+    desk.load("c", 8)
+    assert desk.match("b", story(2, 2)).state is MatchState.MISS

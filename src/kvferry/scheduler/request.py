@@ -338,10 +338,9 @@ class Request:
         assert promised is not None
         self._promised = None
         if flight.reason:
-            self.state = State.UNKNOWN
             self._past = promised.computed_tokens
-        else:
-            self.state = State.LOADED
+        if self.state is State.LOADING:  # an engine may run it before it has heard of the landing
+            self.state = State.UNKNOWN if flight.reason else State.LOADED
         return promised, flight.reason
 
     def came(self, flight: Flight) -> None:

@@ -7,65 +7,72 @@ bound on how many wait; ripe ones all at once; a rest that is held only taken wh
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from kvferry.vllm.holds import BlockHolds
-from kvferry.vllm.leftovers import SOON_SECONDS, WAIT_SECONDS, Leftovers, Rest
+from tests.fakes.crafted_keys import keys as numbered
 
-from kvferry.vllm.tracked import Unstored
+from kvferry.answers import DeviceBlocks
+from kvferry.keys import Keys
+from kvferry.scheduler.orders import BlockTable
+from kvferry.scheduler.rests import SOON_SECONDS, WAIT_SECONDS, Rest, Rests
+from kvferry.types import Key
 
 NUM_BLOCKS = 80  # at most 10 are held
 MOST = 64
 
 
-class Holds(BlockHolds):
-    """What vLLM's pool would say is up to the test."""
+class Blocks:
+    """What the engine says of its blocks is up to the test."""
 
     def __init__(self) -> None:
-        self.says_free = NUM_BLOCKS
-        self.says_held = 0
-        self.says_evicts = False
+        self.num_free = NUM_BLOCKS
+        self.num_held = 0
+        self.evicts = False
 
-    @property
-    def num_free(self) -> int:
-        return self.says_free
+    def tables(self, request: Any, num_tokens: int, from_token: int) -> Sequence[BlockTable]:
+        raise AssertionError("what is left is not looked at here")
 
-    @property
-    def num_held(self) -> int:
-        return self.says_held
+    remains = tables
 
-    @property
-    def evicts(self) -> bool:
-        return self.says_evicts
+
+def key(name: str) -> Key:
+    return chain(name)[0]
+
+
+def chain(name: str) -> Keys:
+    return numbered([sum(ord(letter) << (8 * at) for at, letter in enumerate(name))])
 
 
 class World:
     def __init__(self) -> None:
         self.now = 100.0
-        self.holds = Holds()
-        self.leftovers = Leftovers(self.holds, num_device_blocks=NUM_BLOCKS, clock=lambda: self.now)
+        self.blocks = Blocks()
+        self.rests = Rests(
+            self.blocks,
+            least_tokens=16,
+            is_full=True,
+            num_device_blocks=NUM_BLOCKS,
+            clock=lambda: self.now,
+        )
 
     def wait(self, name: str, request: str = "") -> Rest | None:
-        return self.leftovers.wait(tracked(request or name), 16, name.encode())
+        return self.rests.wait(request or name, 16, key(name))
 
     def hold(self, name: str, request: str = "") -> None:
-        held = Unstored(tracked(request or name), [], 16, 0)
-        self.leftovers.hold(held, name.encode())
+        held = (DeviceBlocks(0, np.array([0])),)
+        self.rests.hold(request or name, 16, key(name), [[0]], held)
 
     def due(self, *, is_idle: bool = False) -> list[str]:
-        """As the connector does: nothing is taken unless something is due."""
-        if not self.leftovers.is_due and not is_idle:
+        """As the scheduler does: nothing is taken unless something is due."""
+        if not self.rests.is_due and not is_idle:
             return []
-        return [rest.request_id for rest in self.leftovers.take_due(is_idle=is_idle)]
-
-
-def tracked(request: str) -> Any:
-    return SimpleNamespace(request=SimpleNamespace(request_id=request))
+        return [rest.request for rest in self.rests.take_due(is_idle=is_idle)]
 
 
 @pytest.fixture
@@ -77,11 +84,11 @@ def test_a_short_rest_waits_for_its_conversation(world: World) -> None:
     world.wait("a")
     world.now += WAIT_SECONDS - 0.1
     assert world.due() == []
-    found = world.leftovers.take_continued(b"a")
+    found = world.rests.take_continued(chain("a"), 1)
     assert found is not None
-    assert found.request_id == "a"
-    assert not world.leftovers
-    assert world.leftovers.take_continued(b"a") is None
+    assert found.request == "a"
+    assert not world.rests
+    assert world.rests.take_continued(chain("a"), 1) is None
 
 
 def test_none_waits_for_ever(world: World) -> None:
@@ -92,25 +99,25 @@ def test_none_waits_for_ever(world: World) -> None:
     assert world.due() == ["a"]
     world.now += 0.1
     assert world.due() == ["b"]
-    assert not world.leftovers
+    assert not world.rests
 
 
 def test_what_is_held_waits_only_until_others_are_on_their_way(world: World) -> None:
     world.wait("short")
     world.hold("long")
     assert world.due() == []
-    assert world.leftovers.take_continued(b"long") is None
+    assert world.rests.take_continued(chain("long"), 1) is None
     world.now += SOON_SECONDS
     assert world.due() == ["long"]
 
 
-def test_where_vllm_evicts_nothing_waits(world: World) -> None:
-    assert world.leftovers.can_wait
+def test_where_the_engine_evicts_nothing_waits(world: World) -> None:
+    assert world.rests.can_wait
     for name in "abcd":
         world.wait(name)
     assert world.due() == []
-    world.holds.says_evicts = True
-    assert not world.leftovers.can_wait
+    world.blocks.evicts = True
+    assert not world.rests.can_wait
     assert world.due() == list("abcd")
 
 
@@ -143,33 +150,33 @@ def test_as_many_go_as_come(world: World) -> None:
         for number in range(8):
             world.wait(f"{step}-{number}")
         world.due()
-        assert len(world.leftovers) <= MOST
+        assert len(world.rests) <= MOST
 
 
 def test_what_is_put_back_comes_first_again_and_in_order(world: World) -> None:
     world.hold("held")
     for name in "abc":
         world.wait(name)
-    taken = world.leftovers.take_due(is_idle=True)
+    taken = world.rests.take_due(is_idle=True)
     world.wait("d")
     world.hold("another")
-    world.leftovers.put_back(taken)
-    assert world.leftovers.holds_some
+    world.rests.put_back(taken)
+    assert world.rests.holds_some
     assert world.due(is_idle=True) == ["held", "another", *"abcd"]
 
 
 @pytest.mark.parametrize("short", ["told", "few free", "many held"])
-def test_blocks_that_vllm_needs_are_held_no_longer(world: World, short: str) -> None:
+def test_blocks_that_the_engine_needs_are_held_no_longer(world: World, short: str) -> None:
     for name in "abc":
         world.hold(name)
     if short == "told":
-        world.leftovers.is_wanted = True
+        world.rests.is_wanted = True
     elif short == "few free":
-        world.holds.says_free = 9
+        world.blocks.num_free = 9
     else:
-        world.holds.says_held = 11
+        world.blocks.num_held = 11
     assert world.due() == list("abc")
-    world.holds.says_free, world.holds.says_held = NUM_BLOCKS, 0
+    world.blocks.num_free, world.blocks.num_held = NUM_BLOCKS, 0
     world.hold("d")
     assert world.due() == [], "wanted once, not for ever"
 
@@ -178,17 +185,17 @@ def test_of_two_that_end_alike_one_is_enough(world: World) -> None:
     assert world.wait("same", "one") is None
     twin = world.wait("same", "other")
     assert twin is not None
-    assert twin.request_id == "one"
+    assert twin.request == "one"
     assert world.due(is_idle=True) == ["other"]
 
 
-def test_what_a_namesake_left_is_found(world: World) -> None:
+def test_what_one_request_left_can_be_dropped(world: World) -> None:
     world.wait("a", "again")
     world.hold("b", "again")
     world.wait("c")
-    taken = world.leftovers.take_of("again")
-    assert sorted(rest.name for rest in taken) == [b"a", b"b"]
-    assert len(world.leftovers) == 1
+    dropped = world.rests.drop("again")
+    assert sorted(rest.key for rest in dropped) == sorted([key("a"), key("b")])
+    assert world.due(is_idle=True) == ["c"]
 
 
 class Waiting(RuleBasedStateMachine):
@@ -198,15 +205,15 @@ class Waiting(RuleBasedStateMachine):
         super().__init__()
         self.world = World()
         self.number = 0
-        self.waiting: dict[bytes, str] = {}
+        self.waiting: dict[Key, str] = {}
         self.held: set[str] = set()
 
     def take(self, taken: list[Rest]) -> None:
         for rest in taken:
-            if rest.held is None:
-                assert self.waiting.pop(rest.name) == rest.request_id
+            if not rest.held:
+                assert self.waiting.pop(rest.key) == rest.request
             else:
-                self.held.remove(rest.request_id)
+                self.held.remove(rest.request)
 
     def new(self) -> str:
         self.number += 1
@@ -216,8 +223,8 @@ class Waiting(RuleBasedStateMachine):
     def wait(self, name: str) -> None:
         request = self.new()
         twin = self.world.wait(name, request)
-        assert (twin.request_id if twin else None) == self.waiting.get(name.encode())
-        self.waiting[name.encode()] = request
+        assert (twin.request if twin else None) == self.waiting.get(key(name))
+        self.waiting[key(name)] = request
 
     @rule(name=st.sampled_from("abcdef"))
     def hold(self, name: str) -> None:
@@ -227,25 +234,25 @@ class Waiting(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("abcdef"))
     def go_on(self, name: str) -> None:
-        found = self.world.leftovers.take_continued(name.encode())
-        assert (found.request_id if found else None) == self.waiting.pop(name.encode(), None)
+        found = self.world.rests.take_continued(chain(name), 1)
+        assert (found.request if found else None) == self.waiting.pop(key(name), None)
 
     @rule(data=st.data())
-    def come_again(self, data: st.DataObject) -> None:
+    def drop(self, data: st.DataObject) -> None:
         known = [*self.waiting.values(), *sorted(self.held)]
         if known:
-            taken = self.world.leftovers.take_of(data.draw(st.sampled_from(known)))
+            taken = self.world.rests.drop(data.draw(st.sampled_from(known)))
             assert len(taken) == 1
             self.take(taken)
 
     @rule(seconds=st.sampled_from([0.01, 0.5, 3.0]), evicts=st.booleans(), free=st.integers(0, 80))
     def step(self, seconds: float, evicts: bool, free: int) -> None:
         self.world.now += seconds
-        self.world.holds.says_evicts = evicts
-        self.world.holds.says_free = free
+        self.world.blocks.evicts = evicts
+        self.world.blocks.num_free = free
         before = len(self.waiting) + len(self.held)
-        if self.world.leftovers.is_due:
-            self.take(self.world.leftovers.take_due(is_idle=False))
+        if self.world.rests.is_due:
+            self.take(self.world.rests.take_due(is_idle=False))
             assert len(self.waiting) + len(self.held) < before, "due, and nothing was taken"
             assert not (evicts and self.waiting)
         elif before:
@@ -255,13 +262,19 @@ class Waiting(RuleBasedStateMachine):
 
     @rule()
     def rest(self) -> None:
-        self.take(self.world.leftovers.take_due(is_idle=True))
+        self.take(self.world.rests.take_due(is_idle=True))
         assert not self.waiting
         assert not self.held
 
     @invariant()
     def counted(self) -> None:
-        assert len(self.world.leftovers) == len(self.waiting) + len(self.held)
+        assert len(self.world.rests) == len(self.waiting) + len(self.held)
+
+    @rule()
+    def forget(self) -> None:
+        self.take(self.world.rests.take_all())
+        assert not self.waiting
+        assert not self.held
 
 
 TestWaiting = Waiting.TestCase
