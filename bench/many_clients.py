@@ -126,9 +126,7 @@ def besieged(port: int, num: int, seen: Seen) -> Iterator[None]:
         yield
         return
     arguments = [sys.executable, __file__, "--attack", str(port), "--clients", str(num)]
-    process = subprocess.Popen(
-        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     try:

@@ -111,6 +111,8 @@ def test_top_says_what_is_wrong_in_a_line(hostile, name):
 
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"
+
+
 def silence(path):
     time.sleep(3)
     yield b""
@@ -274,7 +276,16 @@ def test_a_page_before_a_broken_endpoint_says_so(hostile):
 
 @pytest.mark.parametrize(
     "url",
-    ["http://[", "http://h:99999", "http://h:x", "a\0b", "http://a b/", "h\n", "\x1b[2J", "http://[::1"],
+    [
+        "http://[",
+        "http://h:99999",
+        "http://h:x",
+        "a\0b",
+        "http://a b/",
+        "h\n",
+        "\x1b[2J",
+        "http://[::1",
+    ],
 )
 def test_addresses_that_are_none(url):
     for arguments in (("top", url, "--once"), ("explain", "--url", url)):

@@ -30,15 +30,17 @@ NAMES = [name for metric in catalog() for name in metric.series]
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=4)
-    | st.dictionaries(
-        st.sampled_from(
-            "requests request_id reason asked_tokens host_tokens device_tokens lower_tokens "
-            "explanation copies others first_missing decision verdict load_seconds compute_seconds "
-            "src dst num_blocks num_bytes seconds paths why".split()
-        ),
-        inner,
-        max_size=8,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(
+                "requests request_id reason asked_tokens host_tokens device_tokens lower_tokens "
+                "explanation copies others first_missing decision verdict load_seconds compute_seconds "
+                "src dst num_blocks num_bytes seconds paths why".split()
+            ),
+            inner,
+            max_size=8,
+        )
     ),
     max_leaves=30,
 )

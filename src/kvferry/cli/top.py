@@ -100,6 +100,8 @@ def _serve(watch: Watch, host: str, port: int, interval: float) -> None:
     from kvferry.watch.server import PageServer
 
     with PageServer(watch, host=host, port=port, interval=interval) as server:
-        click.echo(f"{server.url} shows {watch.url} (view.json there is for scripts; Ctrl-C ends it)")
+        click.echo(
+            f"{server.url} shows {watch.url} (view.json there is for scripts; Ctrl-C ends it)"
+        )
         while True:
             time.sleep(3600)

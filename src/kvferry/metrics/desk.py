@@ -79,9 +79,7 @@ class Desk:
         self._open: dict[Hashable, _Question] = {}  # the longest waiting first
         self._next_at = float("-inf")
 
-    def ask(
-        self, work: Callable[..., T], *args: Hashable, patience: float = PATIENCE_SECONDS
-    ) -> T:
+    def ask(self, work: Callable[..., T], *args: Hashable, patience: float = PATIENCE_SECONDS) -> T:
         """The result of ``work(*args)``, run on the engine's thread if it comes by in time."""
         for left in reversed(range(_LOOKS)):
             question = self._put((work, args))

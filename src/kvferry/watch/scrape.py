@@ -110,7 +110,9 @@ def parse(text: str, *, at: float) -> Reading:
 def explain(url: str, request_id: str | None = None, fetch: Fetch = fetch) -> dict[str, Any]:
     """What an endpoint remembers of one request, or of the latest ones: JSON, of any shape."""
     where = f"{base_url(url)}/explain"
-    target = where if request_id is None else f"{where}/{quote(request_id, safe='', errors='replace')}"
+    target = (
+        where if request_id is None else f"{where}/{quote(request_id, safe='', errors='replace')}"
+    )
     try:
         body = fetch(target)
     except AnswerError as error:
