@@ -1,4 +1,4 @@
-"""An endpoint that means no good, or is broken: it says any bytes, at any pace, and then hangs up."""
+"""An endpoint that means no good, or is broken: it says any bytes, at any pace, and hangs up."""
 
 from __future__ import annotations
 

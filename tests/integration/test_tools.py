@@ -46,6 +46,50 @@ def test_version():
     assert json.loads(invoke("version", "--json").output) == {"version": kvferry.__version__}
 
 
+def test_version_as_people_ask_for_it():
+    assert invoke("--version").output == f"kvferry {kvferry.__version__}\n"
+
+
+@pytest.mark.parametrize("command", [(), ("top",), ("bench",), ("bench", "copy"), ("version",)])
+def test_short_help(command):
+    result = invoke(*command, "-h")
+    assert result.exit_code == 0
+    assert result.output == invoke(*command, "--help").output
+    assert "-h, --help" in result.output
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        (("docter",), "Did you mean 'doctor'?"),
+        (("TOP",), "Did you mean 'top'?"),
+        (("bench", "copi"), "Did you mean 'copy'?"),
+        (("xyzzy",), "There are: bench, calibrate"),
+        (("top", "--onec"), "--once"),
+    ],
+)
+def test_a_command_that_is_not_there_is_answered_with_the_nearest(typed, words):
+    result = invoke(*typed)
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+def test_a_port_that_is_taken_is_one_line(endpoint):
+    port = endpoint.url.rstrip("/").rpartition(":")[2]
+    result = invoke("top", endpoint.url, "--web", "--port", port)
+    assert result.exit_code == 1
+    (line,) = result.output.splitlines()
+    assert line.startswith(f"Error: cannot listen on 127.0.0.1:{port}: ")
+
+
+@pytest.mark.parametrize("other", ["--json", "--once"])
+def test_a_page_cannot_be_printed(endpoint, other):
+    result = invoke("top", endpoint.url, "--web", other)
+    assert result.exit_code == 2
+    assert "leave one of them out" in result.output
+    assert "/view.json" in result.output
+
+
 # -- top ----------------------------------------------------------------------------------------
 
 

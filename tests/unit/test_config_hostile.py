@@ -30,6 +30,18 @@ def refused(call, *arguments) -> str:
     return message
 
 
+def settings_or_error(call, *arguments) -> Config:
+    """The settings, or the defaults where they are refused in words that can be printed."""
+    message = ""
+    try:
+        return call(*arguments)
+    except ConfigError as error:
+        message = str(error)
+    assert len(message) < 2000
+    assert message.encode()
+    return Config()
+
+
 # -- numbers ------------------------------------------------------------------------------------
 
 PARSERS = (parse_size, parse_seconds, parse_count, parse_rate)
@@ -46,14 +58,27 @@ def test_numbers_of_thousands_of_digits(parse, value):
 
 
 @pytest.mark.parametrize("parse", PARSERS)
-@pytest.mark.parametrize("value", ["٣", "１２", "৪", "²", "1٣", "1_000", "１.5", "1\u00a0", "−3"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "\u0663",
+        "\uff11\uff12",
+        "\u09ea",
+        "\u00b2",
+        "1\u0663",
+        "1_000",
+        "\uff11.5",
+        "1\u00a0",
+        "\u22123",
+    ],
+)
 def test_foreign_digits_are_no_digits(parse, value):
     refused(parse, value)
 
 
 @pytest.mark.parametrize(
     ("parse", "value"),
-    [(parse_size, "1\u212aiB"), (parse_size, "1KıB"), (parse_seconds, "1\u017f")],
+    [(parse_size, "1\u212aiB"), (parse_size, "1K\u0131B"), (parse_seconds, "1\u017f")],
 )
 def test_letters_that_only_look_like_a_unit(parse, value):
     refused(parse, value)
@@ -165,10 +190,7 @@ def test_any_file_is_settings_or_an_error(tmp_path_factory, suffix, content):
     file = tmp_path_factory.getbasetemp() / f"fuzz{suffix}"
     data = content if isinstance(content, bytes) else content.encode(errors="surrogatepass")
     file.write_bytes(data)
-    try:
-        Config.from_file(file)
-    except ConfigError as error:
-        assert len(str(error)) < 2000
+    settings_or_error(Config.from_file, file)
 
 
 # -- the environment ----------------------------------------------------------------------------
@@ -200,11 +222,7 @@ def test_config_names_the_spelling_it_found():
 @example({"KVFERRY_HOST": "\udcff"})
 @example({"KVFERRY_\udcff": "1"})
 def test_any_environment_is_settings_or_an_error(env):
-    try:
-        Config.from_env(env)
-    except ConfigError as error:
-        assert len(str(error)) < 2000
-        str(error).encode()  # can be printed
+    settings_or_error(Config.from_env, env)
 
 
 VALUES = st.recursive(
@@ -222,9 +240,5 @@ VALUES = st.recursive(
 
 @given(st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=5) | st.integers(), VALUES))
 def test_any_dictionary_is_settings_or_an_error(settings):
-    try:
-        config = Config.from_dict(settings)
-    except ConfigError as error:
-        assert len(str(error)) < 2000
-        return
+    config = settings_or_error(Config.from_dict, settings)
     assert dataclasses.replace(config) == config

@@ -10,10 +10,12 @@ from rich.cells import cell_len
 from rich.console import Console
 from tests.fakes.endpoint import stats
 
+from kvferry.cli import explain as cli_explain
 from kvferry.cli.screen import Screen
 from kvferry.metrics.samples import Snapshot
 from kvferry.metrics.text import exposition
 from kvferry.watch.scrape import parse
+from kvferry.watch.told import Copied, Row, Told, Why
 from kvferry.watch.view import View, Watch
 
 
@@ -95,3 +97,27 @@ def test_names_with_markup_are_shown_as_they_are():
         words = " ".join(lines(view, width))
         assert "[red]disk[/]" in words
         assert "[bold]" in words
+
+
+# -- explain --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [30, 40, 60, 80, 200])
+def test_an_explanation_keeps_its_numbers_whole(width):
+    why = Why(123_456, 0, 120_000, 0, 120_000, "evicted", "load_faster", 0.000257, 0.2438)
+    copies = tuple(
+        Copied("host", "device", n, 589_800_000, 0.178, ("kernel", "staged"), "", "because")
+        for n in (1, 12_345)
+    )
+    told = Told("chatcmpl-" + "0123456789" * 5, why, (), copies)
+    console = Console(width=width, highlight=False, color_system=None)
+    with console.capture() as capture:
+        cli_explain._tell(told, console)
+        cli_explain._list([Row("conversation-004-turn-01", "never_stored", 123_456, 7)], console)
+    shown = capture.get().splitlines()
+    assert max(map(cell_len, shown)) <= width
+    words = re.sub(r"\s+", " ", " ".join(shown))
+    for number in ("123456", "120000", "257 µs", "243.8 ms", "589.8 MB", "3.3 GB/s", "123,456"):
+        assert number in words, number
+    assert "…" not in words
+    assert "1 blocks" not in words

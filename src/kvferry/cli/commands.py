@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ class LazyGroup(click.Group):
     """A group that knows its commands by name and imports one when it is asked for it."""
 
     def __init__(self, name: str, entries: Mapping[str, Entry], help: str) -> None:
-        super().__init__(name=name, help=help)
+        settings = {"help_option_names": ["-h", "--help"]}  # of the commands below it, too
+        super().__init__(name=name, help=help, context_settings=settings)
         self._entries = entries
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -43,6 +45,17 @@ class LazyGroup(click.Group):
             ) from error
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that is meant; one that is not there is answered with the nearest."""
+        known = self.list_commands(ctx)
+        if args and args[0] not in known and not args[0].startswith("-"):
+            near = difflib.get_close_matches(args[0][:40].lower(), known, n=1)
+            mean = f" Did you mean {near[0]!r}?" if near else f" There are: {', '.join(known)}."
+            ctx.fail(f"No such command {args[0]!r}.{mean}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the summaries without importing a command."""
@@ -74,6 +87,9 @@ kvferry = LazyGroup(
     },
     help="KV-cache offloading for LLM serving: keep prompt state instead of computing it again.",
 )
+
+
+click.version_option(__version__, message="%(prog)s %(version)s", prog_name="kvferry")(kvferry)
 
 
 @kvferry.command("version")

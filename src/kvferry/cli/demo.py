@@ -254,8 +254,10 @@ def _wait(request: Request) -> str:
 def _show(result: Comparison, console: Console) -> None:
     table = Table(title=None, header_style="bold")
     table.add_column("")
-    for way in result.figures:
-        table.add_column(NAMES[way], justify="right", style="cyan" if way is Way.KVFERRY else None)
+    for way, figures in result.figures.items():
+        widest = max(len(show(figures)) for _, show in ROWS)  # words may be broken, numbers not
+        style = "cyan" if way is Way.KVFERRY else None
+        table.add_column(NAMES[way], justify="right", style=style, min_width=widest)
     for name, show in ROWS:
         table.add_row(name, *(show(figures) for figures in result.figures.values()))
     console.print(table)

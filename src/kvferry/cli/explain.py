@@ -6,16 +6,17 @@ import json
 
 import click
 from rich.console import Console
-from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from kvferry.cli.room import Room, unbroken
 from kvferry.errors import KvferryError
 from kvferry.scheduler.why import Reason
 from kvferry.watch import scrape
 from kvferry.watch.fetch import DEFAULT_URL
 from kvferry.watch.told import Copied, Row, Told, Why, read_rows, read_told
-from kvferry.watch.words import clean, said, show_bytes, show_seconds
+from kvferry.watch.words import clean, counted, said, show_bytes, show_seconds
 
 _MOST_NAME = 500
 
@@ -61,9 +62,9 @@ def explain(request_id: str | None, url: str, as_json: bool) -> None:
         if as_json:
             click.echo(json.dumps(answer))
         elif request_id is None:
-            _list(read_rows(answer), Console(highlight=False))
+            _list(read_rows(answer), unbroken())
         else:
-            _tell(read_told(answer), Console(highlight=False))
+            _tell(read_told(answer), unbroken())
     except KvferryError as error:
         raise click.ClickException(str(error)) from error
     except ValueError as error:
@@ -75,14 +76,13 @@ def _list(rows: list[Row], console: Console) -> None:
         console.print("No request has come by yet.")
         return
     table = _table("Request", "Asked", "From host", "First thing missing")
+    lines = []
     for row in rows:
-        table.add_row(
-            _name(row.request_id),
-            _count(row.asked_tokens),
-            _count(row.host_tokens),
-            escape(said(row.reason or "–").replace("_", " ")),
-        )
-    console.print(table)
+        name, reason = said(row.request_id, _MOST_NAME), said(row.reason or "–").replace("_", " ")
+        asked, found = _count(row.asked_tokens), _count(row.host_tokens)
+        table.add_row(Text(name), asked, found, Text(reason))
+        lines.append((name, f"{asked} asked, {found} from host; first missing: {reason}"))
+    _print(table, lines, console)
 
 
 def _tell(told: Told, console: Console) -> None:
@@ -98,9 +98,13 @@ def _tell(told: Told, console: Console) -> None:
         console.print("Nothing was copied for it yet.")
         return
     table = _table("Copy", "Blocks", "Bytes", "Time", "Speed", "Path", "")
+    lines = []
     for copy in told.copies:
-        table.add_row(*_copy(copy))
-    console.print(table)
+        route, blocks, size, time, speed, path, failed = _copy(copy)
+        table.add_row(Text(route), blocks, size, time, speed, Text(path), Text(failed))
+        moved = f"{counted(copy.num_blocks, 'block')}, {size} in {time}, {speed}, {path} {failed}"
+        lines.append((route, moved.rstrip()))
+    _print(table, lines, console)
     for words in dict.fromkeys(copy.why for copy in told.copies if copy.why):
         for line in words.splitlines():
             console.print(Text(clean(line), style="dim"))
@@ -112,15 +116,14 @@ def _tell_why(why: Why, console: Console) -> None:
     console.print(
         f"Asked for {why.asked_tokens} tokens: {why.device_tokens} were on the device, "
         f"{why.host_tokens} in host memory, {max(0, computed)} in neither{lower}.",
-        soft_wrap=True,
     )
     missing = why.first_missing
     at = f"First missing: token {missing}. " if missing is not None else ""
     words = f"{REASONS[why.reason]} " if why.reason in REASONS else ""
-    console.print(Text(f"{at}{words}({said(why.reason)})"), soft_wrap=True)
+    console.print(Text(f"{at}{words}({said(why.reason)})"))
     if why.verdict:
         verdict = VERDICTS.get(why.verdict, said(why.verdict))
-        console.print(Text(f"Decision: {verdict}{_times(why)}."), soft_wrap=True)
+        console.print(Text(f"Decision: {verdict}{_times(why)}."))
 
 
 def _times(why: Why) -> str:
@@ -133,18 +136,24 @@ def _times(why: Why) -> str:
 def _copy(copy: Copied) -> tuple[str, ...]:
     speed = f"{show_bytes(copy.num_bytes / copy.seconds)}/s" if copy.seconds else "–"
     return (
-        _name(f"{copy.src} → {copy.dst}"),
+        said(f"{copy.src} → {copy.dst}", _MOST_NAME),
         f"{copy.num_blocks}",
         show_bytes(copy.num_bytes),
         show_seconds(copy.seconds),
         speed,
-        escape(said(", ".join(copy.paths) or "–")),
-        escape(said(f"failed: {copy.reason}") if copy.reason else ""),
+        said(", ".join(copy.paths) or "–"),
+        said(f"failed: {copy.reason}") if copy.reason else "",
     )
 
 
-def _name(text: str) -> str:
-    return escape(said(text, _MOST_NAME))
+def _print(table: Table, lines: list[tuple[str, str]], console: Console) -> None:
+    """The table, or the same in lines where it is too wide: a number is never cut."""
+    if Room(console, console.options).beside(table) >= 0:
+        console.print(table)
+        return
+    for name, words in lines:
+        console.print(Text(name))
+        console.print(Padding(Text(words), (0, 0, 0, 2)))
 
 
 def _count(value: int | None) -> str:
@@ -153,8 +162,8 @@ def _count(value: int | None) -> str:
 
 def _table(first: str, *others: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column(first, overflow="fold")
+    table.add_column(first, no_wrap=True)
     for name in others:
         is_word = name in ("", "Path", "First thing missing")
-        table.add_column(name, justify="left" if is_word else "right", no_wrap=not is_word)
+        table.add_column(name, justify="left" if is_word else "right", no_wrap=True)
     return table

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 460, 260
-LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 40
+LEFT, RIGHT, TOP, BOTTOM = 72, 28, 14, 46
 
 Point = tuple[float, float]
 

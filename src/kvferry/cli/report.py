@@ -151,7 +151,7 @@ def _by_turn(result: Comparison) -> str:
         ],
         x_label="turn of the conversation",
         y_label="median time to first token",
-        show_y=lambda y: f"{y:,.0f} ms",
+        show_y=lambda y: f"{_round(y)} ms",
     )
 
 
@@ -172,8 +172,8 @@ def _spread(result: Comparison) -> str:
         series,
         x_label="time to first token, ms",
         y_label="share of turns",
-        show_y=lambda y: f"{y:.0f}%",
-        show_x=lambda x: f"{x:,.0f}",
+        show_y=lambda y: f"{_round(y)}%",
+        show_x=_round,
         markers=False,
     )
 
@@ -211,14 +211,22 @@ def _sources(result: Comparison) -> str:
 
 
 def _thousands(value: float) -> str:
-    return f"{value / 1000:,.3g}k" if value >= 1000 else f"{value:.0f}"
+    if value >= 1e6:
+        return f"{value / 1e6:,.4g}M"
+    return f"{value / 1000:,.3g}k" if value >= 1000 else _round(value)
+
+
+def _round(tick: float) -> str:
+    """A place on an axis, with as many digits as tell it from its neighbours."""
+    return f"{tick:,.10g}"
 
 
 def _table(result: Comparison) -> str:
-    head = "".join(f'<th scope="col">{escape(NAMES[way])}</th>' for way in result.figures)
+    columns = (Way.KVFERRY, Way.SMALL, Way.ROOMY)  # first what a narrow screen should show
+    head = "".join(f'<th scope="col">{escape(NAMES[way])}</th>' for way in columns)
     rows = "".join(
         f'<tr><th scope="row">{escape(name)}</th>'
-        + "".join(f"<td>{escape(show(figures))}</td>" for figures in result.figures.values())
+        + "".join(f"<td>{escape(show(result.figures[way]))}</td>" for way in columns)
         + "</tr>"
         for name, show in ROWS
     )
@@ -260,10 +268,13 @@ font-size:13px;color:var(--soft)}
 .legend span{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:7px}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
-th,td{padding:7px 10px;text-align:right;border-bottom:1px solid var(--edge);white-space:nowrap}
+th,td{padding:7px 10px;text-align:right;border-bottom:1px solid var(--edge)}
+td{white-space:nowrap}
 tbody tr:last-child>*{border-bottom:0}
 th[scope=row]{text-align:left;font-weight:400;color:var(--soft)}
-td:last-child,thead th:last-child{color:var(--kvferry);font-weight:600}
+td:nth-child(2),thead th:nth-child(2){color:var(--kvferry);font-weight:600}
+@media(max-width:600px){main{padding:20px 12px 32px}.card,figure{padding:14px 12px}
+svg text{font-size:14px}svg text.name{font-size:15px}th,td{padding:6px 4px;font-size:13px}}
 footer{color:var(--soft);font-size:13px;margin-top:22px}
 """
 

@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
-from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from kvferry.cli.room import Room
 from kvferry.watch.view import RouteView, TierView, View
 from kvferry.watch.words import clean, counted, said, show_bytes, show_share, sparkline
 
@@ -40,7 +40,7 @@ class Screen:
         self, console: Console, options: ConsoleOptions
     ) -> Iterable[RenderableType]:
         """Without colours the shades still differ."""
-        room = _Room(console, options)
+        room = Room(console, options)
         yield _head(self.view)
         if self.error:
             yield Text(clean(self.error), style="bold red")
@@ -48,27 +48,6 @@ class Screen:
         yield _routes(self.view, room)
         yield _counts(self.view, room)
         yield _foot(self.view)
-
-
-@dataclass(frozen=True)
-class _Room:
-    """How wide the screen is, and whether something fits into it."""
-
-    console: Console
-    options: ConsoleOptions
-
-    @property
-    def width(self) -> int:
-        return self.options.max_width
-
-    @property
-    def scale(self) -> int:
-        return 2 if self.width >= _WIDE else 1
-
-    def beside(self, table: Table) -> int:
-        """Columns that a table leaves free; below zero if it does not fit."""
-        endless = self.options.update(width=10_000)
-        return self.width - Measurement.get(self.console, endless, table).maximum
 
 
 def _head(view: View) -> Text:
@@ -91,11 +70,11 @@ def _head(view: View) -> Text:
 # -- tiers ----------------------------------------------------------------------------------------
 
 
-def _tiers(view: View, room: _Room) -> RenderableType:
+def _tiers(view: View, room: Room) -> RenderableType:
     left = room.beside(_tier_table(view, 0))
     if left < _LEAST_DRAWN:
         return Group(*(_tier(tier, room) for tier in view.tiers))
-    return _tier_table(view, min(left, _BAR_WIDTH * room.scale))
+    return _tier_table(view, min(left, _scaled(_BAR_WIDTH, room)))
 
 
 def _tier_table(view: View, bar_width: int) -> Table:
@@ -107,7 +86,7 @@ def _tier_table(view: View, bar_width: int) -> Table:
     return table
 
 
-def _tier(tier: TierView, room: _Room) -> RenderableType:
+def _tier(tier: TierView, room: Room) -> RenderableType:
     """One tier on lines of its own."""
     share = _share(tier)
     bar = _bar(tier, max(1, min(_BAR_WIDTH, room.width - len(share) - 4)))
@@ -138,13 +117,13 @@ def _size(tier: TierView) -> str:
 # -- traffic --------------------------------------------------------------------------------------
 
 
-def _routes(view: View, room: _Room) -> RenderableType:
+def _routes(view: View, room: Room) -> RenderableType:
     if not view.routes:
         return Text("Nothing has moved yet.", style="dim")
     left = room.beside(_route_table(view, 0))
     if left < _LEAST_DRAWN:
         return Group(*(_route(route, room) for route in view.routes))
-    return _route_table(view, min(left, _LINE_WIDTH * room.scale))
+    return _route_table(view, min(left, _scaled(_LINE_WIDTH, room)))
 
 
 def _route_table(view: View, line_width: int) -> Table:
@@ -156,7 +135,7 @@ def _route_table(view: View, line_width: int) -> Table:
     return table
 
 
-def _route(route: RouteView, room: _Room) -> RenderableType:
+def _route(route: RouteView, room: Room) -> RenderableType:
     """One route on lines of its own."""
     line = Text(f"{_now(route)} now ")
     line.append(sparkline(route.history, max(1, room.width - len(line) - 2)), style="cyan")
@@ -188,7 +167,7 @@ def _paths(route: RouteView) -> str:
 # -- counts ---------------------------------------------------------------------------------------
 
 
-def _counts(view: View, room: _Room) -> RenderableType:
+def _counts(view: View, room: Room) -> RenderableType:
     troubles = {word: n for word, n in view.troubles.items() if n}
     rankings = {
         "Why requests got no more": view.misses,
@@ -239,6 +218,10 @@ def _foot(view: View) -> Text:
 
 
 # -- all of them ----------------------------------------------------------------------------------
+
+
+def _scaled(width: int, room: Room) -> int:
+    return 2 * width if room.width >= _WIDE else width
 
 
 def _name(text: str) -> str:

@@ -28,7 +28,7 @@ from kvferry.watch.view import View, Watch
 )
 @click.option("--once", is_flag=True, help="Look for one interval, print, and end.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, one document per look.")
-@click.option("--web", is_flag=True, help="Serve the view as a web page instead.")
+@click.option("--web", is_flag=True, help="Serve the view as a web page instead, and as JSON.")
 @click.option("--host", default=LOOPBACK, help="With --web: the address to serve on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=9476, help="With --web: the port.")
 def top(
@@ -41,6 +41,12 @@ def top(
 
     The exit code is 1 where nothing answers there.
     """
+    if web and (as_json or once):
+        which = "--json" if as_json else "--once"
+        raise click.UsageError(
+            f"{which} prints and --web serves: leave one of them out. "
+            "The page's server has the view as JSON under /view.json."
+        )
     try:
         url = base_url(url)
         watch = Watch(url)
@@ -94,6 +100,8 @@ def _serve(watch: Watch, host: str, port: int, interval: float) -> None:
     from kvferry.watch.server import PageServer
 
     with PageServer(watch, host=host, port=port, interval=interval) as server:
-        click.echo(f"{server.url} shows {watch.url} (Ctrl-C ends it)")
+        click.echo(
+            f"{server.url} shows {watch.url} (view.json there is for scripts; Ctrl-C ends it)"
+        )
         while True:
             time.sleep(3600)

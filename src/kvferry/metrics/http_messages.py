@@ -33,7 +33,7 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class Request:
-    """The parts of a path (``/explain/a%2Fb`` is ``("explain", "a/b")``), with a body or without."""
+    """The parts of a path (``/explain/a%2Fb`` is ``("explain", "a/b")``), and GET or HEAD."""
 
     path: tuple[str, ...]
     wants_body: bool = True

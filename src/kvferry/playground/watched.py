@@ -13,8 +13,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import sys
 import time
 
+from kvferry.errors import ConfigError
 from kvferry.metrics import DEFAULT_PORT
 from kvferry.metrics.endpoint import Endpoint
 from kvferry.playground.engine import Engine, Limits
@@ -51,4 +53,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
-        main()
+        try:
+            main()
+        except ConfigError as error:  # the port is taken
+            sys.exit(f"Error: {error} (--port)")

@@ -124,8 +124,9 @@ def _why_not(url: str, error: Exception, alarm: _Alarm) -> str:
 
 
 class _Alarm:
-    """Cuts a connection when its time is up, whatever it is doing. A timeout is for each read only:
-    an endpoint that drips would never meet it.
+    """Cuts a connection when its time is up, whatever it is doing.
+
+    A socket's own timeout is for each read: an endpoint that drips would never meet it.
     """
 
     def __init__(self, seconds: float) -> None:

@@ -24,6 +24,15 @@ function bytes(count) {
 const share = (part) => (part === null ? "–" : `${Math.round(100 * part)}%`);
 const words = (name) => name.replaceAll("_", " ");
 const number = (count) => count.toLocaleString("en");
+const counted = (count, word) => `${number(count)} ${word}${count === 1 ? "" : "s"}`;
+
+// A cell knows its column's name: on a narrow screen rows are stacked, and say it themselves.
+function cell(column, content, kind) {
+  const element = make("td", null, kind);
+  element.dataset.column = column;
+  element.append(content);
+  return element;
+}
 
 function line(svg, values, top) {
   const known = values.map((value) => (value === null ? 0 : value));
@@ -65,26 +74,26 @@ function tier(view) {
 
 function route(view) {
   const row = make("tr");
-  const history = make("td");
-  history.append(line(document.createElementNS(SVG, "svg"), view.history));
+  const history = line(document.createElementNS(SVG, "svg"), view.history);
   const speed = view.copy_speed === null ? "–" : `${bytes(view.copy_speed)}/s`;
-  const paths = Object.entries(view.paths)
-    .map(([name, count]) => `${name || "only one"} ${bytes(count)}`).join(", ");
+  const named = Object.entries(view.paths);
+  const paths = named.length === 1
+    ? named[0][0] : named.map(([name, count]) => `${name} ${bytes(count)}`).join(", ");
   row.append(
-    make("td", `${view.src} → ${view.dst}`), make("td", `${bytes(view.bytes_per_second)}/s`),
-    history, make("td", speed), make("td", bytes(view.total_bytes)), make("td", paths, "soft"),
+    cell("", `${view.src} → ${view.dst}`, "name"),
+    cell("now", `${bytes(view.bytes_per_second)}/s`, "number"),
+    cell("last minute", history), cell("while copying", speed, "number"),
+    cell("in all", bytes(view.total_bytes), "number"), cell("paths", paths || "–", "soft"),
   );
   return row;
 }
 
 function counts(id, values, nothing) {
   const total = Object.values(values).reduce((sum, count) => sum + count, 0);
-  const rows = Object.entries(values).map(([name, count]) => {
-    const row = make("div", null, "count");
+  const rows = Object.entries(values).flatMap(([name, count]) => {
     const bar = make("div", null, "bar");
     bar.append(part("cached", count, total));
-    row.append(make("span", words(name)), bar, make("span", number(count)));
-    return row;
+    return [make("span", words(name)), bar, make("span", number(count), "number")];
   });
   byId(id).replaceChildren(...(rows.length ? rows : [make("p", nothing)]));
 }
@@ -93,8 +102,9 @@ function request(row) {
   const line = make("tr");
   const shown = (value) => (value === null || value === undefined ? "–" : number(value));
   line.append(
-    make("td", row.request_id), make("td", shown(row.asked_tokens)),
-    make("td", shown(row.host_tokens)), make("td", row.reason ? words(row.reason) : "–"),
+    cell("", row.request_id, "name"), cell("asked, tokens", shown(row.asked_tokens), "number"),
+    cell("from host", shown(row.host_tokens), "number"),
+    cell("first thing missing", row.reason ? words(row.reason) : "–"),
   );
   return line;
 }
@@ -103,17 +113,18 @@ function draw(view) {
   say("version", view.version);
   say("source", `${view.url}, ${new Date(1000 * view.at).toLocaleTimeString()}`);
   say("hit-rate", share(view.hit_rate));
-  say("hit-now", share(view.hit_rate_now));
+  const now = view.hit_rate_now === null ? "" : `, ${share(view.hit_rate_now)} now`;
+  say("hit-note", `of tokens hit${now}`);
   line(byId("hit-line"), view.hit_history, 1);
   say("queries", number(view.queries));
-  say("queries-rate", `requests, ${view.queries_per_second.toFixed(1)}/s, ${number(view.full_hits)} full hits`);
+  say("queries-rate", `${view.queries === 1 ? "request" : "requests"}, ${view.queries_per_second.toFixed(1)}/s, ${counted(view.full_hits, "full hit")}`);
   say("in-flight", number(view.in_flight));
-  say("in-flight-note", `in flight, ${number(view.queued)} queued, ${bytes(view.bytes_in_flight)}, ${number(view.leases)} leases`);
+  say("in-flight-note", `in flight, ${number(view.queued)} queued, ${bytes(view.bytes_in_flight)}, ${counted(view.leases, "lease")}`);
   say("pinned", bytes(view.pinned_bytes));
   const troubles = Object.entries(view.troubles).filter(([, count]) => count);
   say("troubles", troubles.length ? number(troubles.reduce((sum, [, count]) => sum + count, 0)) : "none");
   byId("troubles").className = view.troubles.failed || view.troubles.overdue ? "bad" : "";
-  say("troubles-note", troubles.length ? troubles.map(([name, count]) => `${name} ${count}`).join(", ") : "troubles");
+  say("troubles-note", troubles.length ? troubles.map(([name, count]) => `${name} ${number(count)}`).join(", ") : "troubles");
   byId("tiers").replaceChildren(...view.tiers.map(tier));
   byId("routes").hidden = !view.routes.length;
   byId("no-routes").hidden = Boolean(view.routes.length);
