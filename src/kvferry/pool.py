@@ -196,6 +196,24 @@ class Pool:
         found = found[found != NO_SLOT]
         self._touch(found[self._family.last_mentions(found)])
 
+    def restore(self, keys: Keys, slots: SlotArray) -> None:
+        """These free slots hold these unknown blocks, from an earlier life; the oldest first.
+
+        They can be matched from now on, each for itself: who follows whom is learnt when a chain
+        is stored again.
+        """
+        if not (self._state.take(slots) == SlotState.FREE).all() or self.known(keys).any():
+            raise InputError(f"{len(slots)} blocks cannot be restored over others; do it first")
+        free = self._free[: self._num_free]
+        free = free[~np.isin(free, slots)]
+        self._free[: len(free)] = free
+        self._num_free = len(free)
+        self._index.insert(keys, slots)
+        self._state[slots] = SlotState.CACHED
+        self._order.touch(slots)
+        self.generation += 1
+        self._news.append(self._index.first_words_of(slots))
+
     # -- letting go -----------------------------------------------------------------------------
 
     def evict(self, count: int) -> int:

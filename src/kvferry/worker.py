@@ -1,4 +1,4 @@
-"""The worker half: carries out plans, receipts receipts, knows neither keys nor requests."""
+"""The worker half: carries out plans, reports receipts, knows no requests."""
 
 from __future__ import annotations
 

@@ -102,6 +102,8 @@ class Offloader(Closing):
     def settle(self) -> Settled:
         """Learn what ended since the last call, and answer who asks from other threads."""
         self.desk.answer()
+        for change in self.worker.health():
+            self.scheduler.note_health(change)
         return self.scheduler.settle(self.worker.poll())
 
     def stats(self) -> SchedulerStats:

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -21,6 +22,7 @@ from kvferry.books import PoolCounts
 from kvferry.keys import Keys
 from kvferry.pool import Pool
 from kvferry.scheduler.outbox import End
+from kvferry.scheduler.recovered import Recovered, agreed
 from kvferry.scheduler.remembered import Remembered
 from kvferry.types import NO_SLOTS, Key, Rank, SlotArray, TierName
 
@@ -124,6 +126,15 @@ class PlacedLevel(Level):
     def __init__(self, name: TierName, pool: Pool, write: WriteMode = WriteMode.SPILL) -> None:
         super().__init__(name, write)
         self.pool = pool
+
+    def restore(self, recovered: Sequence[Recovered]) -> int:
+        """What each rank found here from an earlier life; returns how many blocks all of them have.
+
+        Before anything is stored.
+        """
+        keys, places = agreed(recovered, self.pool.num_slots)
+        self.pool.restore(keys, places)
+        return len(keys)
 
     def there(self, keys: Keys, now: float) -> Flags:
         return self.pool.cached(keys)

@@ -1,4 +1,4 @@
-"""Where bytes rest below the device: the contract, host memory, and the reference tier."""
+"""Where bytes rest below the device: the contract, host memory, and the reference tiers."""
 
 from kvferry.tiers.base import Batch, BatchId, Result, Rows, Tier, Way
 from kvferry.tiers.growth import Growth, GrowthStats, Pin, Progress, Registrar

@@ -1,0 +1,77 @@
+"""After a restart: what all ranks found at the same place is there again, and nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.fakes.crafted_keys import keys
+from tests.fakes.desk import Desk, story
+
+from kvferry.answers import MatchState
+from kvferry.errors import InputError
+from kvferry.pool import Pool
+from kvferry.scheduler.level import PlacedLevel, WriteMode
+from kvferry.scheduler.recovered import Recovered, agreed
+from kvferry.types import TierName, as_slots
+
+DISK = TierName("disk")
+
+
+def found(*pairs: tuple[int, int]) -> Recovered:
+    return keys(number for number, _ in pairs), as_slots([place for _, place in pairs])
+
+
+def test_ranks_agree_on_what_all_have_at_the_same_place() -> None:
+    first = found((3, 0), (1, 5), (2, 4), (7, 7))
+    second = found((1, 5), (2, 3), (3, 0))  # 2 lies elsewhere, 7 is missing
+    kept, places = agreed([first, second], 8)
+    assert kept == keys([3, 1])
+    assert places.tolist() == [0, 5]
+    assert agreed([first, second, found()], 8)[1].tolist() == []
+
+
+@pytest.mark.parametrize("bad", [found((1, 8)), found((1, 2), (3, 2)), found((1, 2), (1, 3))])
+def test_what_cannot_be_is_refused_by_rank(bad: Recovered) -> None:
+    with pytest.raises(InputError, match="rank 1 recovered"):
+        agreed([found((1, 2)), bad], 8)
+
+
+def test_restored_blocks_are_matched_and_evicted_like_others() -> None:
+    level = PlacedLevel(DISK, Pool(6), WriteMode.THROUGH)
+    desk = Desk(levels=[level], slots=16)
+    told = story(1, 4)
+    chain = desk.scheduler._matcher.slot_keys(0, told, range(4))
+    assert level.restore([(chain, as_slots([5, 0, 3, 2]))]) == 4
+    level.check_integrity()
+    assert level.pool.counts.cached == 4
+    assert desk.match("b", told).state is MatchState.WAIT
+    (move,) = desk.plan()
+    assert move.src_slots.tolist() == [5, 0, 3, 2]
+    desk.land()
+    assert desk.match("b", told).num_tokens == 16
+    desk.scheduler.finish("b")
+    desk.keep("c", story(2, 4), 16)  # needs two places more than are free
+    desk.run()
+    level.check_integrity()
+    assert level.pool.counts.cached == 6
+    desk.check_empty()
+
+
+def test_nothing_is_restored_over_what_is_there() -> None:
+    pool = Pool(4)
+    lease = pool.reserve(keys([1]))
+    assert lease is not None
+    lease.commit()
+    taken = int(lease.slots[0])
+    for again in ((keys([1]), as_slots([3])), (keys([2]), as_slots([taken]))):
+        with pytest.raises(InputError, match="cannot be restored"):
+            pool.restore(*again)
+    pool.check_integrity()
+    pool.restore(keys([2]), as_slots([3]))
+    assert pool.cached(keys([1, 2])).all()
+    pool.check_integrity()
+    got = pool.reserve(keys(range(10, 12)))
+    assert got is not None
+    assert 3 not in got.slots
+    assert not np.isin(got.slots, [taken]).any()
+    got.abort()
