@@ -24,11 +24,8 @@ import numpy.typing as npt
 
 from kvferry.errors import IntegrityError
 from kvferry.keys import KEY_WORDS, KeyArray, Keys
-from kvferry.table import Positions, Table
-from kvferry.types import KEY_BYTES, Key, SlotArray
-
-NO_SLOT = -1
-"""In arrays of slots: this key has none."""
+from kvferry.tag_table import Positions, TagTable
+from kvferry.types import KEY_BYTES, NO_SLOT, Key, SlotArray
 
 _ABSENT = -1  # place of a slot whose key is not in the index
 _SPILLED = -2  # and of one whose key is in the dict
@@ -51,7 +48,7 @@ class Index:
     """Which slot holds which key. Owns both directions; knows nothing of states or leases."""
 
     def __init__(self, num_slots: int) -> None:
-        self._table = Table(num_slots)
+        self._table = TagTable(num_slots)
         self._keys = np.full((num_slots, KEY_WORDS), 0, dtype="<u8")
         self._place = np.full(num_slots, _ABSENT, dtype=np.int64)
         self._overflow: dict[int, dict[Key, int]] = {}  # by row of the table

@@ -35,7 +35,6 @@ from tests.model.stage import (
 
 from kvferry import reach
 from kvferry.answers import DeviceBlocks, MatchState, Settled
-from kvferry.books import SlotState
 from kvferry.config import Config
 from kvferry.errors import TransferError
 from kvferry.identity import scope
@@ -43,6 +42,7 @@ from kvferry.keys import Keys
 from kvferry.pool import Pool
 from kvferry.scheduler import NO_BLOCK, Scheduler
 from kvferry.scheduler.levels import Level
+from kvferry.slot_states import SlotState
 from kvferry.tiers import MemoryTier
 from kvferry.types import DEVICE, HOST, Outcome, Rank, Receipt, TierName, Transfer
 

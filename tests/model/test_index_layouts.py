@@ -41,10 +41,10 @@ from tests.fakes.crafted_keys import colliding_key, key
 
 from kvferry import index as index_module
 from kvferry import table as table_module
-from kvferry.index import NO_SLOT, Index
+from kvferry.index import Index
 from kvferry.keys import KEY_WORDS, KeyArray, Keys
-from kvferry.table import Positions
-from kvferry.types import Key, SlotArray, as_slots
+from kvferry.tag_table import Positions
+from kvferry.types import NO_SLOT, Key, SlotArray, as_slots
 
 NUM_SLOTS = 20
 NUM_KEYS = 30

@@ -57,7 +57,7 @@ class Sky:
         transfer_id = self.flights.new_id()
         src = DEVICE if dst == HOST else HOST
         transfer = Transfer(transfer_id, src, dst, as_slots([1]), as_slots([2]))
-        lease = Lease.leading(purpose, as_slots([2]), self.owner)
+        lease = Lease(purpose, as_slots([2]), as_slots([0]), self.owner)
         self.flights.launch(transfer, (lease,), deadline)
         return int(transfer_id)
 

@@ -53,7 +53,7 @@ def _picks(num_choices: int) -> Positions:
     return np.array([lanes[number % len(lanes)] for lanes in choices for number in range(8)])
 
 
-class Table:
+class TagTable:
     """Tags and slots by row and lane. Owns these two; what a fitting tag is worth it leaves open.
 
     A *place* is a lane of the whole table: ``row * 8 + lane``.
