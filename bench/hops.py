@@ -77,6 +77,11 @@ def settle_down(is_done: Callable[[], bool]) -> None:
     time.sleep(0.05)
 
 
+def has_ended(engine: Any) -> bool:
+    """Whether a copy has ended that nobody polled for yet."""
+    return not engine._done.empty()
+
+
 def through_the_library() -> Traces:
     kv = [np.zeros((NUM_BLOCKS, 64), dtype=np.uint8) for _ in range(4)]
     traces: Traces = {
@@ -94,14 +99,14 @@ def through_the_library() -> Traces:
         keys = ferry.keys(np.arange(BLOCKS * BLOCK_TOKENS))
         with store.on():
             ferry.store(keys, blocks)
-        settle_down(lambda: not ferry._rank.engine._done.empty())
+        settle_down(lambda: has_ended(ferry._rank.engine))
         with store.on():
             ferry.poll()
         with load.on(), match_too(load, match):
             hit = ferry.match(keys)
         with load.on():
             ferry.load(hit, blocks)
-        settle_down(lambda: not ferry._rank.engine._done.empty())
+        settle_down(lambda: has_ended(ferry._rank.engine))
         with load.on():
             ferry.poll()
     return traces
@@ -241,7 +246,7 @@ class Server:
         self.side.take(output)
 
     def wait(self) -> None:
-        settle_down(lambda: not self.rank._memory.engine._done.empty())  # type: ignore[union-attr]
+        settle_down(lambda: has_ended(self.rank._memory.engine))  # type: ignore[union-attr]
 
     def store(self, name: str, seed: int, trace: Trace) -> Any:
         """A short request comes, computes, ends, and is stored in the next step."""

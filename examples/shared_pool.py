@@ -11,11 +11,12 @@ import multiprocessing
 from multiprocessing.connection import Connection
 
 import numpy as np
-from kvferry.device.engine.cpu import CpuEngine
 
 from kvferry import Namespace, Scheduler, Worker, chain
+from kvferry.device.engine.cpu import CpuEngine
 from kvferry.device.layout import describe
 from kvferry.pool import Pool
+from kvferry.rank import slot_layout
 from kvferry.reach import FullAttention
 from kvferry.tiers import HostMemory, SharedHandle, SharedMover
 from kvferry.types import DEVICE, HOST, Plan, Rank, Receipt
@@ -32,7 +33,7 @@ def rank_process(rank: int, link: Connection) -> None:
     layout = describe(kv, block_axis=0)
 
     handle: SharedHandle | None = link.recv()  # the first rank makes the memory, others open it
-    memory = HostMemory.share(POOL_BYTES if handle is None else handle)
+    memory = HostMemory.share(POOL_BYTES if handle is None else handle, slot_layout([layout]))
     link.send(memory.handle)
     host = HostMemory(POOL_BYTES, layout.block_bytes, shared=memory)
     host.growth.wait()

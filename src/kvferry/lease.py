@@ -74,11 +74,6 @@ class Lease:
         self.ended: Ending | None = None
         self._owner = owner
 
-    @classmethod
-    def leading(cls, purpose: Purpose, slots: SlotArray, owner: Owner) -> Lease:
-        """A lease on the slots of the first ``len(slots)`` keys that were asked for."""
-        return cls(purpose, slots, np.arange(len(slots)), owner)
-
     def __len__(self) -> int:
         return len(self.slots)
 

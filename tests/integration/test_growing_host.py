@@ -8,8 +8,8 @@ from tests.fakes.by_name import ByName
 from tests.fakes.crafted_keys import key
 
 import kvferry
-from kvferry.ferry import Ferry
 from kvferry.errors import ConfigError, InputError
+from kvferry.ferry import Ferry
 from kvferry.keys import Keys
 from kvferry.pool import Pool
 from kvferry.reach import FullAttention

@@ -40,7 +40,7 @@ def test_restored_blocks_are_matched_and_evicted_like_others() -> None:
     level = PlacedLevel(DISK, Pool(6), WriteMode.THROUGH)
     desk = Desk(levels=[level], slots=16)
     told = story(1, 4)
-    chain = desk.scheduler._matcher.slot_keys(0, told, range(4))
+    chain = desk.scheduler._parts.matcher.slot_keys(0, told, range(4))
     assert level.restore([(chain, as_slots([5, 0, 3, 2]))]) == 4
     level.check_integrity()
     assert level.pool.counts.cached == 4

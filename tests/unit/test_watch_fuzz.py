@@ -34,9 +34,30 @@ JSON = st.recursive(
         st.lists(inner, max_size=4)
         | st.dictionaries(
             st.sampled_from(
-                "requests request_id reason asked_tokens host_tokens device_tokens lower_tokens "
-                "explanation copies others first_missing decision verdict load_seconds compute_seconds "
-                "src dst num_blocks num_bytes seconds paths why".split()
+                [
+                    "requests",
+                    "request_id",
+                    "reason",
+                    "asked_tokens",
+                    "host_tokens",
+                    "device_tokens",
+                    "lower_tokens",
+                    "explanation",
+                    "copies",
+                    "others",
+                    "first_missing",
+                    "decision",
+                    "verdict",
+                    "load_seconds",
+                    "compute_seconds",
+                    "src",
+                    "dst",
+                    "num_blocks",
+                    "num_bytes",
+                    "seconds",
+                    "paths",
+                    "why",
+                ]
             ),
             inner,
             max_size=8,

@@ -18,12 +18,12 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.books import PoolCounts
 from kvferry.keys import Keys
 from kvferry.pool import Pool
 from kvferry.scheduler.outbox import End
 from kvferry.scheduler.recovered import Recovered, agreed
 from kvferry.scheduler.remembered import Remembered
+from kvferry.slot_states import PoolCounts
 from kvferry.types import NO_SLOTS, Key, Rank, SlotArray, TierName
 
 Flags = npt.NDArray[np.bool_]

@@ -18,14 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry import reach
-from kvferry.books import SlotState
 from kvferry.errors import InputError
 from kvferry.identity import scope
-from kvferry.index import NO_SLOT, num_leading
+from kvferry.index import num_leading
 from kvferry.keys import KeyChain, Keys, masked_key
 from kvferry.pool import Pool
 from kvferry.scheduler.levels import LowerLevels
-from kvferry.types import Key, SlotArray
+from kvferry.slot_states import SlotState
+from kvferry.types import NO_SLOT, Key, SlotArray
 
 Present = list[npt.NDArray[np.bool_]]
 """Per group, which blocks of a request can be read."""

@@ -40,8 +40,7 @@ class StepOrders:
 class RankShape:
     """One rank at start: how many host slots it has, or why it has none.
 
-    ``slots`` says how a block lies in one, ``choices`` are what it picks copy paths by, where it
-    has several.
+    ``choices`` are what it picks copy paths by, where it has several.
     """
 
     rank: Rank
@@ -50,7 +49,6 @@ class RankShape:
     slot_bytes: int = 0
     block_bytes: tuple[int, ...] = ()
     layout: str = ""
-    slots: str = ""
     is_shared: bool = False
     choices: PathChoices | None = None
     refusal: str = ""

@@ -59,7 +59,6 @@ class SchedulerSide:
         refusals = [f"rank {shape.rank}: {shape.refusal}" for shape in new if shape.refusal]
         self.refusal = self.refusal or "; ".join(refusals)
         if new and len(self._shapes) == self.setup.num_ranks:
-            self.refusal = self.refusal or _disagreement(self._shapes)
             self._begin()
             log.info(self.banner())
 
@@ -221,16 +220,3 @@ class SchedulerSide:
         for serving in (self.serving, self._broken):
             if serving is not None:
                 serving.close()
-
-
-def _disagreement(shapes: dict[int, RankShape]) -> str:
-    """How ranks that share one memory lay out their blocks differently; empty if they do not."""
-    first = next(iter(shapes.values()))
-    for shape in shapes.values():
-        if (shape.is_shared or first.is_shared) and shape.slots != first.slots:
-            return (
-                f"ranks {first.rank} and {shape.rank} share host memory but lay out their blocks "
-                f"differently: {first.slots} and {shape.slots}; they would read each other's "
-                "blocks wrongly"
-            )
-    return ""

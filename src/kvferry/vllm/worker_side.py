@@ -121,7 +121,6 @@ class WorkerSide:
             slot_bytes=memory.host.tier.slot_bytes,
             block_bytes=tuple(layout.block_bytes for layout in layouts),
             layout=_words(layouts),
-            slots=_slots(memory, layouts),
             is_shared=self._place.replicates,
             choices=getattr(memory.engine, "choices", None),
         )
@@ -337,10 +336,3 @@ def _words(layouts: Sequence[GroupLayout]) -> str:
     """How a block lies in device memory, for the log."""
     kinds = [f"{g.num_segments} x {format_size(int(g.sizes[0]))}" for g in layouts]
     return ", ".join(dict.fromkeys(kinds))
-
-
-def _slots(memory: RankMemory, layouts: Sequence[GroupLayout]) -> str:
-    """How blocks lie in host slots: what ranks that share them must agree on."""
-    blocks = ", ".join(f"{layout.format} of {layout.block_bytes} bytes" for layout in layouts)
-    tier = memory.host.tier
-    return f"{blocks} in slots of {tier.slot_bytes} bytes, {tier.pitch} apart"

@@ -16,6 +16,8 @@ from tests.integration.vllm.sides import BLOCK_TOKENS, Sides, request_of
 
 PROBES = itertools.count()
 
+from kvferry.vllm.blocks import VllmBlocks
+
 
 @pytest.fixture
 def make(no_leaked_threads: None) -> Iterator[Callable[..., Sides]]:
@@ -67,7 +69,7 @@ def is_stored(sides: Sides, hashes: list[bytes]) -> bool:
 
 
 def evict(monkeypatch: pytest.MonkeyPatch, sides: Sides) -> None:
-    monkeypatch.setattr(type(sides.side.serving.blocks), "evicts", True)
+    monkeypatch.setattr(VllmBlocks, "evicts", True)
 
 
 def test_a_device_without_a_free_block_loses_nothing(make):

@@ -14,7 +14,7 @@ _LOW_BITS = np.uint64(_CELLS - 1)
 _Words = npt.NDArray[np.uint64]
 
 
-class Repeats:
+class Duplicates:
     """Finds batches in which a key is twice. Owns a scratch: one cell for each value of 16 bits.
 
     ::
@@ -41,11 +41,12 @@ class Repeats:
         numbers = np.arange(len(words), dtype=np.uint16)
         self._cells[cells] = numbers
         there = self._cells.take(cells)
-        met = np.flatnonzero(there != numbers)
+        met = (there != numbers).nonzero()[0]
         mine, other = words.take(met), words.take(there.take(met))
         return bool((mine == other).any()) or _any_twice_sorted(mine)
 
 
 def _any_twice_sorted(words: _Words) -> bool:
-    words = np.sort(words)
-    return bool((words[1:] == words[:-1]).any())
+    """Sorts them in place."""
+    words.sort()
+    return bool(np.count_nonzero(words[1:] == words[:-1]))
