@@ -145,7 +145,8 @@ def _check_leases(scheduler: Scheduler) -> None:
     """Every lease belongs to a pinned hit, an order or a flight."""
     outbox = scheduler._outbox
     leases = [le for r in scheduler.requests if r._hit for le in r._hit.leases if le is not None]
-    leases += [order.lease for order in (*outbox._loads, *outbox._stores)]
+    leases += [order.lease for order in outbox._loads]
+    leases += [order.lease for order in outbox._stores]
     leases += [lease for order in outbox._moves for lease in order.leases]
     leases += [lease for f in scheduler._flights._flying.values() for lease in f.leases]
     pools = [scheduler.pool, *(level.pool for level in scheduler._parts.lower.levels)]

@@ -86,7 +86,7 @@ class World:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.clock = Clock()
-        self.levels = ()
+        self.levels: tuple[Level, ...] = ()
         if scenario.below:
             self.levels = (Level(TierName("disk"), Pool(4), WriteMode.THROUGH),)
         self.scheduler = Scheduler(
@@ -253,7 +253,8 @@ class World:
         scheduler, now = self.scheduler, self.clock.now
         pool, outbox = scheduler.pool, scheduler._outbox
         ids = sorted({*scheduler._flights._flying, *(t for ts in self.unanswered for t in ts)})
-        ids += [order.transfer.id for order in (*outbox._loads, *outbox._moves)]
+        ids += [order.transfer.id for order in outbox._loads]
+        ids += [order.transfer.id for order in outbox._moves]
         names = {transfer_id: number for number, transfer_id in enumerate(dict.fromkeys(ids))}
         rests = scheduler._parts.rests
         return (
