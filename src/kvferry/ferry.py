@@ -17,7 +17,7 @@ from kvferry.answers import MatchState
 from kvferry.closing import Closing, close_if_dropped
 from kvferry.config import Config
 from kvferry.device.layout import GroupLayout
-from kvferry.errors import ClosedError, DeadlineError, InputError
+from kvferry.errors import DeadlineError, InputError
 from kvferry.identity import Extra, Namespace, chain
 from kvferry.integers import Integers, integer, integers
 from kvferry.keys import Keys
@@ -109,7 +109,7 @@ class Ferry(Closing):
         self._desk = Desk()
         self._endpoint: Endpoint | None = None
         self._owner = OneThread("this ferry")
-        self._closed = False
+        self._is_growing = True
         self._parts = ExitStack()  # closed in turn, each though one before it raises
         for part in (rank, self._scheduler, self._worker):
             self._parts.callback(part.close)
@@ -150,7 +150,7 @@ class Ferry(Closing):
         computing them is expected to be faster (see :meth:`note_prefill`). Blocks are counted by
         their keys, ``block_tokens`` tokens each.
         """
-        self._require_usable()
+        self._owner.require()
         if not isinstance(keys, Keys):
             raise InputError(f"keys must come from ferry.keys, got {type(keys).__name__}")
         on_device = integer(on_device, "on_device")
@@ -170,15 +170,19 @@ class Ferry(Closing):
         in which the places that ``hit.needed`` names are filled. Compute queued on the ``compute``
         stream after this call comes after the load.
         """
-        self._require_usable()
-        _require_hit(hit)
+        self._owner.require()
+        if not isinstance(hit, Hit):
+            raise InputError(f"a hit must come from ferry.match, got {type(hit).__name__}")
         tables = self._tables(device_blocks, before=hit.on_device)
         if len(tables) == 1 and len(tables[0]) != hit.on_device + len(hit):
             raise InputError(
                 f"a hit of {len(hit)} blocks needs as many device blocks, "
                 f"got {len(tables[0]) - hit.on_device}"
             )
-        self._require_distinct(hit, tables)
+        for table, needed in zip(tables, hit.request.needed_blocks, strict=True):
+            blocks = np.sort(table[needed.start : needed.stop])
+            if np.count_nonzero(blocks[1:] == blocks[:-1]):
+                raise InputError("two blocks of a hit cannot be loaded into one device block")
         self._rank.note_step()
         ticket = self._tickets.give()
         ordered = hit.request.load(tables) if hit.request in self._scheduler else ()
@@ -195,8 +199,9 @@ class Ferry(Closing):
 
     def release(self, hit: Hit) -> None:
         """Let a hit go that will not be loaded."""
-        self._require_usable()
-        _require_hit(hit)
+        self._owner.require()
+        if not isinstance(hit, Hit):
+            raise InputError(f"a hit must come from ferry.match, got {type(hit).__name__}")
         if hit.request in self._scheduler and hit.request.state is not State.LOADING:
             hit.request.end()
 
@@ -209,7 +214,7 @@ class Ferry(Closing):
         With several groups these are whole block tables, one for each group; ``NO_BLOCK`` where the
         engine keeps no block (any more).
         """
-        self._require_usable()
+        self._owner.require()
         if not isinstance(keys, Keys):
             raise InputError(f"keys must come from ferry.keys, got {type(keys).__name__}")
         first = integer(first, "first")
@@ -242,9 +247,9 @@ class Ferry(Closing):
 
     def _send(self, ticket: Ticket, ordered: Sequence[Ordered], note: str = "") -> None:
         """Send off what was just ordered for a ticket."""
-        self._tickets.send(ticket, {part.transfer: len(part.blocks) for part in ordered}, note)
+        self._tickets.send(ticket, ordered, note)
         plan = self._scheduler.plan()
-        if plan:
+        if plan.transfers or plan:
             self._worker.execute(plan)
 
     # -- what ended -----------------------------------------------------------------------------
@@ -270,8 +275,11 @@ class Ferry(Closing):
 
     def _advance(self) -> None:
         """Learn what ended, and answer who asks from other threads."""
-        self._require_usable()
-        self._scheduler.note_ready(FIRST_RANK, self._rank.ready_slots)
+        self._owner.require()
+        if self._is_growing:
+            num_ready = self._rank.ready_slots
+            self._scheduler.note_ready(FIRST_RANK, num_ready)
+            self._is_growing = num_ready < self._rank.host.num_slots
         self._desk.answer()
         settled = self._scheduler.settle(self._worker.poll())
         for request in settled.loaded + settled.expired:
@@ -294,12 +302,12 @@ class Ferry(Closing):
         Once told, and once it has seen a load, ``match`` offers a hit only where loading it is
         expected to be faster than computing it (``Config.load_policy``).
         """
-        self._require_usable()
+        self._owner.require()
         self._scheduler.note_prefill(num_tokens, seconds)
 
     def reset(self) -> None:
         """Forget every block kept, at once; hits not loaded yet are gone too."""
-        self._require_usable()
+        self._owner.require()
         self._scheduler.reset()
         for request in self._scheduler.requests:
             if request.state is not State.LOADING:
@@ -325,7 +333,7 @@ class Ferry(Closing):
         Port 0 takes any that is free. What others ask is answered in :meth:`poll`. Called again, it
         says where it already serves.
         """
-        self._require_usable()
+        self._owner.require()
         if self._endpoint is None:
             # Imported here: few need a server, and its modules would triple our own import.
             from kvferry.metrics.endpoint import Endpoint
@@ -349,10 +357,10 @@ class Ferry(Closing):
 
         In a forked child it does nothing: all of it is the parent's.
         """
-        if self._closed or self._owner.is_forked:
+        if self._owner.is_closed or self._owner.is_forked:
             return
         self._owner.require()
-        self._closed = True
+        self._owner.close()
         self._dropped.detach()
         self._parts.close()
 
@@ -377,17 +385,6 @@ class Ferry(Closing):
             )
         return numbers
 
-    def _require_distinct(self, hit: Hit, tables: Sequence[SlotArray]) -> None:
-        for table, needed in zip(tables, hit.needed, strict=False):
-            blocks = table[needed.start : needed.stop]
-            if len(np.unique(blocks)) != len(blocks):
-                raise InputError("two blocks of a hit cannot be loaded into one device block")
-
-    def _require_usable(self) -> None:
-        if self._closed:
-            raise ClosedError("this ferry is closed")
-        self._owner.require()
-
 
 def _pinned_bytes(rank: weakref.ref[RankMemory]) -> int | None:
     found = rank()
@@ -399,8 +396,3 @@ def _why_path(rank: weakref.ref[RankMemory], copy: Copy) -> str:
 
     found = rank()
     return why_path(copy, getattr(found.engine, "choices", None) if found is not None else None)
-
-
-def _require_hit(hit: object) -> None:
-    if not isinstance(hit, Hit):
-        raise InputError(f"a hit must come from ferry.match, got {type(hit).__name__}")

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from kvferry.scheduler import Request, Scheduler, State
-from kvferry.types import DEVICE
+from kvferry.types import DEVICE, TransferId
 
 _OVER = {State.LEFT, State.ENDED}
 _LIVE = set(State) - _OVER
@@ -85,7 +85,7 @@ def _check_one(scheduler: Scheduler, request: Request) -> None:
     if state in _OVER:
         assert request._hit is None
         assert not request.loading
-        assert not request._waits
+        assert not waits_of(request)
         assert request._owed is None
     if state is State.ANSWERED:
         assert request._owed is not None, "answered, and told by nobody"
@@ -117,8 +117,13 @@ def _loads(scheduler: Scheduler) -> list[tuple[int, Request]]:
     return [*queued, *flying]
 
 
+def waits_of(request: Request) -> set[TransferId]:
+    """What it waits for from below the host."""
+    return request._below.waits if request._below is not None else set()
+
+
 def _check_waits(scheduler: Scheduler) -> None:
-    waited = Counter((t, r) for r in scheduler.requests for t in r._waits)
+    waited = Counter((t, r) for r in scheduler.requests for t in waits_of(r))
     noted = Counter((t, r) for t, all_ in scheduler._parts.waits._waiting.items() for r in all_)
     assert waited == noted
     moving = {order.transfer.id for order in scheduler._outbox._moves}

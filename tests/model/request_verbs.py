@@ -19,7 +19,7 @@ from kvferry.config import Config
 from kvferry.errors import InputError
 from kvferry.pool import Pool
 from kvferry.reach import FullAttention
-from kvferry.scheduler import BlockTable, Level, Ordered, Request, Scheduler, State, WriteMode
+from kvferry.scheduler import BlockTable, Ordered, PlacedLevel, Request, Scheduler, State, WriteMode
 from kvferry.types import Outcome, Rank, Receipt, TierName, TransferId
 
 VERBS = ("match", "load", "run", "store", "preempt", "end", "leave")
@@ -88,7 +88,7 @@ class World:
         self.clock = Clock()
         self.levels: tuple[Level, ...] = ()
         if scenario.below:
-            self.levels = (Level(TierName("disk"), Pool(4), WriteMode.THROUGH),)
+            self.levels = (PlacedLevel(TierName("disk"), Pool(4), WriteMode.THROUGH),)
         self.scheduler = Scheduler(
             Pool(scenario.num_slots),
             (FullAttention(4),),
@@ -294,12 +294,14 @@ class World:
         missed = None
         if request._missed is not None:
             missed = request._missed[0] == self.scheduler.pool.generation
+        below = request._below._has_promoted if request._below is not None else False
+        progress = request.progress
         return (
-            *(request.state, tuple(request.stored), request.is_outdated, found, missed),
-            *(request._owed is None, request._is_counted, request._is_explained),
-            *(request._is_promoted, request._past, request._computed),
+            *(request.state, tuple(progress._stored), progress.is_outdated, found, missed),
+            *(request._owed is None, request.is_counted, request.is_explained),
+            *(below, progress.past, request._computed),
             tuple(sorted(names[t] for t in request.loading)),
-            tuple(sorted(names[t] for t in request._waits)),
+            tuple(sorted(names[t] for t in request_laws.waits_of(request))),
         )
 
 

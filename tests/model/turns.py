@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import numpy as np
+from kvferry.books import SlotState
 from tests.model import request_laws
 
 from kvferry.answers import DeviceBlocks, MatchState
-from kvferry.books import SlotState
 from kvferry.config import Config
 from kvferry.keys import Keys
 from kvferry.pool import Pool
@@ -246,7 +246,7 @@ class Turns:
             self.device.bytes[:, turn.table[at]] = self.value(turn.chain[at])
             turn.num_computed += 1
             self.device.publish(turn.table[at], turn.chain[at])
-        if turn.num_computed * TOKENS >= turn.request.store_due:
+        if turn.num_computed * TOKENS >= turn.request.progress.due:
             tokens = turn.num_computed * TOKENS
             self.device.hold(turn.request.store([turn.table], tokens))
             self.counts["stored running"] += 1

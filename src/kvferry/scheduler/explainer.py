@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from kvferry.identity import scope
 from kvferry.keys import Keys, masked_key
-from kvferry.policy import Decision, SeenOften
+from kvferry.policy import SeenOften
 from kvferry.pool import Pool
 from kvferry.scheduler.ghosts import Ghosts
-from kvferry.scheduler.matching import Look, Matcher, Missing
+from kvferry.scheduler.hit import Hit
+from kvferry.scheduler.matching import Matcher, Missing
 from kvferry.scheduler.why import Explanation, Reason
 from kvferry.slot_states import SlotState
 from kvferry.types import RequestId
@@ -26,9 +27,10 @@ class Explainer:
     def close(self) -> None:
         self._pool.listeners.remove(self._ghosts.add)
 
-    def explain(self, request_id: RequestId, look: Look, decision: Decision | None) -> Explanation:
+    def explain(self, request_id: RequestId, hit: Hit) -> Explanation:
+        look, decision = hit.look, hit.decision
         missing = look.missing
-        if decision is not None and not decision.load:
+        if decision is not None and hit.is_declined:
             reason, group, token = Reason.LOAD_SLOWER, None, look.computed_tokens
         elif missing is None:
             reason, group, token = Reason.NOTHING_MISSED, None, None

@@ -33,6 +33,7 @@ from kvferry.types import (
 )
 
 _LONG_AGO = float("-inf")
+_NEVER = float("inf")
 
 
 @dataclass(eq=False)
@@ -114,6 +115,8 @@ class Flights:
     def __init__(self, num_ranks: int) -> None:
         self.counts = FlightCounts()
         self._num_ranks = num_ranks
+        self._ranks = frozenset(map(Rank, range(num_ranks)))
+        self._next_deadline = _NEVER
         self._flying: dict[TransferId, Flight] = {}
         self._lost: dict[Rank, str] = {}
         self._next_id = 0
@@ -149,11 +152,14 @@ class Flights:
         served: tuple[Any, ...] = (),
     ) -> None:
         """A transfer or question is handed to the workers; its leases end when it lands."""
-        waiting = {Rank(rank) for rank in range(self._num_ranks)} - self._lost.keys()
-        reason = next(iter(self._lost.values()), "")
+        waiting, reason = set(self._ranks), ""
+        if self._lost:
+            waiting -= self._lost.keys()
+            reason = next(iter(self._lost.values()))
         self._flying[transfer.id] = Flight(
             transfer, leases, deadline, waiting, reason, served=served
         )
+        self._next_deadline = min(self._next_deadline, deadline)
         self.counts.launched += isinstance(transfer, Transfer)
 
     def settle(self, receipts: Iterable[Receipt]) -> list[Flight]:
@@ -164,10 +170,17 @@ class Flights:
         """
         receipts = list(receipts)
         for receipt in receipts:
-            self._check(receipt)
-        # With every rank lost nobody answers any more: such a flight lands as soon as we look.
-        orphans = [f for f in self._flying.values() if not f.waiting]
-        landed = [self._land(flight) for flight in orphans]
+            if (
+                receipt.failed
+                or receipt.rank not in self._ranks
+                or not (0 <= receipt.transfer_id < self._next_id)
+            ):
+                self._check(receipt)
+        landed = []
+        if self._lost:
+            # With every rank lost nobody answers any more: such a flight lands as soon as we look.
+            orphans = [flight for flight in self._flying.values() if not flight.waiting]
+            landed = [self._land(flight) for flight in orphans]
         for receipt in receipts:
             flight = self._flying.get(receipt.transfer_id)
             if flight is None or receipt.rank not in flight.waiting:
@@ -183,7 +196,11 @@ class Flights:
 
         But a question, which claims nothing, is over: an answer to it comes too late.
         """
+        if now < self._next_deadline:
+            return []
         late = [f for f in self._flying.values() if f.deadline <= now and not f.overdue]
+        coming = [f.deadline for f in self._flying.values() if f.deadline > now]
+        self._next_deadline = min(coming, default=_NEVER)
         for flight in late:
             flight.overdue = True
             flight.reason = flight.reason or (
@@ -199,7 +216,7 @@ class Flights:
         """A level is away: nobody waits any longer for what it was to bring, take or say."""
         for flight in self._flying.values():
             if flight.concerns(level) and not flight.overdue:
-                flight.deadline = _LONG_AGO
+                flight.deadline = self._next_deadline = _LONG_AGO
                 flight.reason = flight.reason or reason
 
     def lose_rank(self, rank: Rank, reason: str) -> list[Flight]:
@@ -255,13 +272,10 @@ class Flights:
                 flight.note = flight.note or reason
             else:
                 flight.reason = flight.reason or reason
-        order = flight.transfer
-        if isinstance(order, Transfer):
-            self._count(order, receipt)
-
-    def _count(self, transfer: Transfer, receipt: Receipt) -> None:
+        transfer, counts = flight.transfer, self.counts
+        if isinstance(transfer, Question):
+            return
         route = (transfer.src, transfer.dst)
-        counts = self.counts
         counts.bytes_moved[route] = counts.bytes_moved.get(route, 0) + receipt.num_bytes
         counts.seconds_moved[route] = counts.seconds_moved.get(route, 0.0) + receipt.seconds
         if receipt.outcome is not Outcome.FAILED:
@@ -269,21 +283,25 @@ class Flights:
 
     def _land(self, flight: Flight) -> Flight:
         del self._flying[flight.transfer.id]
-        if len(flight.failed) == len(flight.transfer):
+        if flight.failed and len(flight.failed) == len(flight.transfer):
             flight.reason = flight.reason or flight.note
         if isinstance(flight.transfer, Transfer):
             self.counts.landed += 1
-            self.counts.failed += not flight.ok
-            self.counts.lost_blocks += len(flight.failed) if flight.ok else 0
+            self.counts.failed += bool(flight.reason)
+            self.counts.lost_blocks += len(flight.failed) if not flight.reason else 0
+        if flight.failed or flight.reason:
+            self._end_in_doubt(flight)
+            return flight
         for lease in flight.leases:
-            self._end(flight, lease, sorted(flight.failed))
+            lease.commit() if lease.purpose is Purpose.WRITE else lease.release()
         return flight
 
-    def _end(self, flight: Flight, lease: Lease, failed: list[int]) -> None:
-        doubtful = lease in flight.in_doubt
-        if lease.purpose is Purpose.WRITE:
-            lease.commit(failed) if flight.ok else lease.abort()
-        elif not doubtful:
-            lease.release()
-        else:
-            lease.release(failed) if flight.ok else lease.spoil()
+    def _end_in_doubt(self, flight: Flight) -> None:
+        failed, doubtful = sorted(flight.failed), flight.in_doubt
+        for lease in flight.leases:
+            if lease.purpose is Purpose.WRITE:
+                lease.commit(failed) if flight.ok else lease.abort()
+            elif lease not in doubtful:
+                lease.release()
+            else:
+                lease.release(failed) if flight.ok else lease.spoil()

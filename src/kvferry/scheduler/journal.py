@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvferry.scheduler.flight import Flight
 from kvferry.scheduler.why import Explanation
@@ -37,19 +38,27 @@ class Copy:
 
     @classmethod
     def of(cls, flight: Flight, transfer: Transfer) -> Copy:
-        receipts = flight.receipts
+        num_bytes, seconds, num_runs, beside_model = 0, 0.0, 1, False
+        paths = set()
+        for receipt in flight.receipts:  # one for each rank
+            num_bytes += receipt.num_bytes
+            seconds = max(seconds, receipt.seconds)
+            num_runs = max(num_runs, receipt.num_runs)
+            beside_model |= receipt.beside_model
+            paths.add(receipt.path)
+        paths.discard("")
         return cls(
             transfer_id=transfer.id,
             src=transfer.src,
             dst=transfer.dst,
             group=transfer.group,
-            num_blocks=len(transfer),
-            num_bytes=sum(receipt.num_bytes for receipt in receipts),
-            seconds=max((receipt.seconds for receipt in receipts), default=0.0),
-            paths=tuple(sorted({receipt.path for receipt in receipts if receipt.path})),
+            num_blocks=max(len(transfer.src_slots), len(transfer.dst_slots)),
+            num_bytes=num_bytes,
+            seconds=seconds,
+            paths=tuple(sorted(paths)),
             reason=flight.reason or flight.note,
-            beside_model=any(receipt.beside_model for receipt in receipts),
-            num_runs=max((receipt.num_runs for receipt in receipts), default=1),
+            beside_model=beside_model,
+            num_runs=num_runs,
         )
 
 
@@ -58,7 +67,7 @@ class Entry:
     """What is remembered of one request."""
 
     explanation: Explanation | None = None
-    copies: deque[Copy] = field(default_factory=lambda: deque(maxlen=MOST_COPIES))
+    copies: deque[Copy] = field(default_factory=partial(deque, maxlen=MOST_COPIES))
 
 
 class Journal:

@@ -255,19 +255,20 @@ class Serving:
             if ferried.state is not State.RUNNING:
                 ferried.run()
             computed_tokens = tracked.request.num_computed_tokens + num_new
-            if computed_tokens >= ferried.store_due:
+            progress = ferried.progress
+            if computed_tokens >= progress.due:
                 self._store(ferried, computed_tokens)
             if not tracked.is_timed:
                 self._time(tracked)
             if tracked.is_timed:
-                least = min(least, ferried.store_due - computed_tokens - 1)
+                least = min(least, progress.due - computed_tokens - 1)
             else:
                 self._times_prefills, least = True, 0
         return least
 
     def _store(self, ferried: Request, computed_tokens: int) -> None:
         """Order what a running request has not stored yet."""
-        from_token = ferried.unstored_from(computed_tokens)
+        from_token = ferried.progress.unstored_from(ferried.chain, computed_tokens)
         if from_token is not None:
             tables = self.blocks.tables(ferried, computed_tokens, from_token)
             self._hold(ferried.store(tables, computed_tokens))
