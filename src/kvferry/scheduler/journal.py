@@ -83,7 +83,11 @@ class Journal:
         """
         if is_new:
             self._entries.pop(explanation.request_id, None)
-        self._touch(explanation.request_id).explanation = explanation
+            self._entries[explanation.request_id] = Entry(explanation)
+            if len(self._entries) > MOST_REQUESTS:
+                self._entries.popitem(last=False)
+        else:
+            self._touch(explanation.request_id).explanation = explanation
 
     def ended(self, request_id: RequestId, flight: Flight) -> None:
         """A transfer ended that moved blocks of this request, or it waits no longer for it."""

@@ -26,18 +26,18 @@ def leave(request: Request, num_tokens: int, parts: Parts, rests: Rests) -> Held
     storable = progress.storable(chain, num_tokens)
     num_new = storable - max(progress.tokens, progress.past)
     if not rests.stores_late:
-        from_token = progress.unstored_from(chain, num_tokens)
+        from_token = progress.unstored_from(chain, storable)
         if from_token is None:
             return None
         tables = rests.engine.tables(request, storable, from_token)
-        return progress.store(request, chain, tables, num_tokens)
+        return progress.store(request, chain, tables, storable)
     is_short = parts.least_tokens <= num_new < rests.store_step
     if is_short and rests.can_wait and not (progress.is_outdated or parts.stores.is_lazy):
         twin = rests.wait(request, storable, chain[storable // parts.matcher.hash_tokens - 1])
         if twin is not None:
             twin.request.end_left()
         return ()
-    from_token = progress.unstored_from(chain, num_tokens)
+    from_token = progress.unstored_from(chain, storable)
     if from_token is None:
         return None
     tables = rests.engine.tables(request, storable, from_token)
@@ -65,10 +65,9 @@ def store_left(parts: Parts, rests: Rests, *, is_idle: bool) -> list[Ordered]:
 def _store(rest: Rest, parts: Parts, rests: Rests) -> tuple[Ordered, ...]:
     request: Request = rest.request
     progress, chain, tables = request.progress, request.chain, rest.tables
-    num_tokens = rest.num_tokens + parts.spare_tokens  # which its progress takes off again
     if tables is None:
-        from_token = progress.unstored_from(chain, num_tokens)
+        from_token = progress.unstored_from(chain, rest.num_tokens)
         if from_token is None:
             return ()
         tables = rests.engine.remains(request, rest.num_tokens, from_token)
-    return progress.store(request, chain, tables, num_tokens)
+    return progress.store(request, chain, tables, rest.num_tokens)

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 class Progress:
     """What of one request needs no more storing. Owns that count; the blocks are the engine's.
 
-    ``due``: with fewer tokens computed, storing is not worth a call. ``past`` tokens it had, on the
-    device or with us, when it came. One that ``is_outdated`` has device blocks from before a reset:
-    nothing of them is stored.
+    ``past`` tokens it had, on the device or with us, when it came. ``since``: from there on count
+    the tokens that make storing worth a call (``Rests.step``). One that ``is_outdated`` has device
+    blocks from before a reset: nothing of them is stored.
     """
 
-    __slots__ = ("_parts", "_stored", "due", "is_outdated", "past", "tokens")
+    __slots__ = ("_parts", "_stored", "is_outdated", "past", "since", "tokens")
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -28,17 +28,12 @@ class Progress:
         self.tokens = 0
         """Leading tokens that are done with, in every group."""
         self.past = 0
-        self.due = 0
+        self.since = 0
         self.is_outdated = False
-
-    def come(self, num_tokens: int) -> None:
-        """It has come, or come back, with so many tokens that are there already."""
-        self.past = num_tokens
-        self._set_due(num_tokens)
 
     def renew(self) -> None:
         """It starts from nothing: what a reset said about its blocks no longer counts."""
-        self.due = 0
+        self.since = 0
         if self.is_outdated:
             self.is_outdated = False
             self._stored = [0] * len(self._stored)
@@ -50,7 +45,7 @@ class Progress:
         self.tokens = other.tokens
         self.past = other.past
         self.is_outdated |= other.is_outdated
-        self._set_due(self.tokens or self.past)
+        self.since = self.tokens or self.past
 
     def storable(self, chain: KeyChain, num_tokens: int) -> int:
         """As many of these tokens as have keys and will not be taken back."""
@@ -58,11 +53,10 @@ class Progress:
         return min(num_tokens, len(chain) * parts.matcher.hash_tokens) - parts.spare_tokens
 
     def unstored_from(self, chain: KeyChain, num_tokens: int) -> int | None:
-        """From which token on something of the first ``num_tokens`` is to be stored, if it is."""
+        """From which token on something of so many storable tokens is to be stored, if it is."""
         parts = self._parts
         if self.is_outdated or parts.stores.is_lazy:
             return None
-        num_tokens = self.storable(chain, num_tokens)
         if self.past and not self.tokens:
             self._skip_past(chain, num_tokens)
         return self.tokens if num_tokens >= self.tokens + parts.least_tokens else None
@@ -70,10 +64,9 @@ class Progress:
     def store(
         self, request: object, chain: KeyChain, tables: Sequence[BlockTable], num_tokens: int
     ) -> tuple[Ordered, ...]:
-        """Order what is new of the first ``num_tokens``."""
+        """Order what is new of the first ``num_tokens``, which are storable."""
         if self.is_outdated or self._parts.stores.is_lazy:
             return ()
-        num_tokens = self.storable(chain, num_tokens)
         if self.past and not self.tokens:
             self._skip_past(chain, num_tokens)
         ordered = self._parts.stores.computed(
@@ -93,9 +86,4 @@ class Progress:
         self.tokens = self._stored[0] * sizes[0]
         for count, size in zip(self._stored, sizes, strict=True):
             self.tokens = min(self.tokens, count * size)
-        self._set_due(self.tokens)
-
-    def _set_due(self, num_tokens: int) -> None:
-        rests = self._parts.rests
-        if rests is not None:
-            self.due = num_tokens + rests.step + self._parts.spare_tokens
+        self.since = self.tokens

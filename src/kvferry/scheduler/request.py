@@ -167,13 +167,13 @@ class Request:
             self.state = State.WAITING
             return Match(MatchState.WAIT, look.computed_tokens, look.computed_tokens)
         self.state = State.MATCHED
-        self.progress.come(look.host_tokens)
+        self.progress.past = self.progress.since = look.host_tokens
         return Match(MatchState.HIT, look.host_tokens, look.computed_tokens)
 
     def _nothing(self, computed_tokens: int) -> Match:
         if self._owed is None:
             self.state = State.UNKNOWN
-        self.progress.come(computed_tokens)
+        self.progress.past = self.progress.since = computed_tokens
         return Match(MatchState.MISS, computed_tokens, computed_tokens)
 
     @property
@@ -313,7 +313,8 @@ class Request:
             parts.tell_owing()
         if self.state in (State.UNKNOWN, State.LOADED):
             self.run()
-        return self.progress.store(self, self.chain, tables, num_tokens)
+        progress, chain = self.progress, self.chain
+        return progress.store(self, chain, tables, progress.storable(chain, num_tokens))
 
     @property
     def stored_tokens(self) -> int:

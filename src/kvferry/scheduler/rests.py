@@ -105,7 +105,7 @@ class Rests:
 
     @property
     def step(self) -> int:
-        """How many tokens a running request stores at once."""
+        """How many tokens a running request stores at once, counted from ``Progress.since``."""
         return self._hasty_step if self.engine.evicts else self.store_step
 
     @property

@@ -87,6 +87,8 @@ class Scheduler:
         block_bytes = tuple(block_bytes) or (0,) * len(groups)
         self.pool = pool
         self.groups = tuple(groups)
+        self.epoch = 0
+        """How often everything was forgotten."""
         self._clock = clock
         self._closed = False
         self._ready = [pool.num_ready] * num_ranks
@@ -173,7 +175,8 @@ class Scheduler:
 
     def count_answered(self) -> None:
         """Count and explain them now; :meth:`plan` does it at the latest."""
-        self._parts.tell_owing()
+        for request in tuple(self._parts.owing):
+            request.tell()
 
     # -- stores that no running request orders --------------------------------------------------
 
@@ -289,7 +292,8 @@ class Scheduler:
             request.forget()
         self.pool.reset()
         parts.lower.reset()
-        parts.matcher.begin_epoch(self.epoch + 1)
+        self.epoch += 1
+        parts.matcher.begin_epoch(self.epoch)
 
     def close(self) -> None:
         """End every request, flight and lease. Close the workers first. Safe to call twice."""
@@ -302,11 +306,6 @@ class Scheduler:
             self._closed = True
 
     # -- looking ----------------------------------------------------------------------------------
-
-    @property
-    def epoch(self) -> int:
-        """How often everything was forgotten."""
-        return self._parts.matcher.epoch
 
     @property
     def num_in_flight(self) -> int:

@@ -52,7 +52,8 @@ class Reports:
         )
         self._told: dict[str, float] = {}
         self._told_at = 0.0
-        self._desk = Desk()
+        self.desk = Desk()
+        """What the endpoint was asked: answered once a step."""
         self._endpoint: Any = None
         if config.metrics_port is not None:
             self._serve(config.metrics_host, config.metrics_port + engine_here)
@@ -63,7 +64,7 @@ class Reports:
 
         source = Source(
             self._scheduler,
-            self._desk,
+            self.desk,
             slot_bytes=self._slot_bytes,
             pinned_bytes=self._pinned_bytes,
             why_path=lambda copy: why_path(copy, self._choices, num_sharing=self._num_sharing),
@@ -72,10 +73,6 @@ class Reports:
             self._endpoint = Endpoint(source, host=host, port=port)
         except Exception as error:
             log.warning("kvferry serves no metrics of its own: %s", error)
-
-    def answer(self) -> None:
-        """Once a step: what the endpoint was asked."""
-        self._desk.answer()
 
     def ordered(self, ordered: Iterable[Ordered]) -> None:
         """Have routers told of these blocks once they can be matched."""

@@ -74,6 +74,7 @@ class Serving:
         self._is_lazy = setup.config.store_mode == "lazy"
         # The last block a draft model wrote may be of tokens that were then refused.
         step = reach.hit_alignment(groups, hash_block_tokens=blocks.hash_tokens)
+        self._spare_tokens = step if setup.uses_drafts else 0
         self.scheduler = Scheduler(
             Pool(min(shape.num_slots for shape in shapes.values()), num_ready=0),
             groups,
@@ -82,7 +83,7 @@ class Serving:
             hash_block_tokens=blocks.hash_tokens,
             num_device_blocks=blocks.num_blocks,
             block_bytes=shapes[0].block_bytes,
-            spare_tokens=step if setup.uses_drafts else 0,
+            spare_tokens=self._spare_tokens,
             engine=blocks,
         )
         self.reports = Reports(
@@ -187,8 +188,13 @@ class Serving:
             self._let_run(step)
             return self._quiet_orders
         plan = self._plan(step)
-        loads = {p.request_id: p.transfers for p in self._promises if p.transfers and p.is_kept}
-        undone = {p.request_id: p.blocks for p in self._promises if not p.transfers}
+        loads: dict[str, tuple[TransferId, ...]] = {}
+        undone: dict[str, tuple[int, ...]] = {}
+        for promise in self._promises:
+            if not promise.transfers:
+                undone[promise.request_id] = promise.blocks
+            elif promise.is_kept:
+                loads[promise.request_id] = promise.transfers
         self._promises.clear()
         epoch = self.scheduler.epoch
         if self._quiet_orders.epoch != epoch:
@@ -229,7 +235,7 @@ class Serving:
         if not self._has_settled and time.monotonic() >= self._settle_at:
             self.settle(())
         self._has_settled = False
-        self.reports.answer()
+        self.reports.desk.answer()
         scheduler.count_answered()
         for request_id in step.preempted_req_ids or ():
             tracked = self._tracked.get(request_id)
@@ -246,6 +252,7 @@ class Serving:
     def _store_running(self, num_scheduled: Mapping[str, int]) -> int:
         """Order what this step computes; returns how many tokens each may have before the next."""
         least = LONG_TOKENS if num_scheduled and not self._is_lazy else 0
+        step = self._rests.step + self._spare_tokens
         self._times_prefills = False
         for request_id, num_new in num_scheduled.items():
             tracked = self._tracked.get(request_id)
@@ -255,20 +262,20 @@ class Serving:
             if ferried.state is not State.RUNNING:
                 ferried.run()
             computed_tokens = tracked.request.num_computed_tokens + num_new
-            progress = ferried.progress
-            if computed_tokens >= progress.due:
+            if computed_tokens >= ferried.progress.since + step:
                 self._store(ferried, computed_tokens)
             if not tracked.is_timed:
                 self._time(tracked)
             if tracked.is_timed:
-                least = min(least, progress.due - computed_tokens - 1)
+                least = min(least, ferried.progress.since + step - computed_tokens - 1)
             else:
                 self._times_prefills, least = True, 0
         return least
 
     def _store(self, ferried: Request, computed_tokens: int) -> None:
         """Order what a running request has not stored yet."""
-        from_token = ferried.progress.unstored_from(ferried.chain, computed_tokens)
+        progress, chain = ferried.progress, ferried.chain
+        from_token = progress.unstored_from(chain, progress.storable(chain, computed_tokens))
         if from_token is not None:
             tables = self.blocks.tables(ferried, computed_tokens, from_token)
             self._hold(ferried.store(tables, computed_tokens))

@@ -79,6 +79,7 @@ class WorkerSide:
         self._worker: Worker | None = None
         self._told_shape = False
         self._told_ready = 0
+        self._is_grown = True  # there is nothing left to tell of the host memory
         self._later: Plan = NO_PLAN
         self._computes = False
         self._loads: dict[TransferId, _Load] = {}  # one for each transfer it waits for
@@ -111,6 +112,7 @@ class WorkerSide:
         self._kv_caches = dict(kv_caches)  # the engine copies by address
         device = _device_of(kv_caches)
         self._freshness = Freshness(weights_of_caller(device))
+        self._is_grown = False
         memory = self._memory = open_rank(device, layouts, self._config, self._place)
         mover = mover_of(memory, self._place)
         self._worker = Worker({(DEVICE, HOST): mover, (HOST, DEVICE): mover}, rank=self.rank)
@@ -167,12 +169,14 @@ class WorkerSide:
 
     def _begin(self, orders: StepOrders) -> None:
         self._computes = orders.computes
-        self._flush()
+        if self._later.transfers:
+            self._flush()
         self._freshness.enter(orders.epoch)
         if orders.plan.transfers or orders.loads or orders.undone:
             self._carry_out(orders)
         if not orders.computes:
-            self._flush()
+            if self._later.transfers:
+                self._flush()
         elif self._memory is not None and not self._is_grown:
             self._memory.note_step()
         if orders.drain:
@@ -194,19 +198,16 @@ class WorkerSide:
         if orders.loads and self._freshness.is_stale(orders.epoch):
             self._refuse(others, _STALE)
         else:
-            self._execute(Plan(orders.plan.step, tuple(others)))
+            if others:
+                self._execute(Plan(orders.plan.step, tuple(others)))
             if orders.loads:
                 self._freshness.mark()
         self._later = Plan(orders.plan.step, tuple(stores))
 
-    @property
-    def _is_grown(self) -> bool:
-        """Whether there is nothing left to tell of the host memory."""
-        return self._memory is None or self._told_ready == self.shape.num_slots
-
     def after_forward(self) -> None:
         """The step's forward is queued: its blocks may be stored."""
-        self._flush()
+        if self._later.transfers:
+            self._flush()
 
     def _flush(self) -> None:
         if self._later.transfers:
@@ -214,8 +215,6 @@ class WorkerSide:
             self._execute(later)
 
     def _execute(self, plan: Plan) -> None:
-        if not plan:
-            return
         if self._worker is None or self.guard.broken:
             self._refuse(plan.transfers, self.guard.reason or self.shape.refusal)
             return
@@ -323,6 +322,7 @@ class WorkerSide:
         if num_ready == self._told_ready:
             return (), ()
         self._told_ready = num_ready
+        self._is_grown = num_ready == self.shape.num_slots
         pinned_bytes = self._memory.host.stats().pinned_bytes
         return ((self.rank, num_ready),), ((self.rank, pinned_bytes),)
 
