@@ -30,7 +30,7 @@ class Ordered(NamedTuple):
     group: int
     blocks: SlotArray
     transfer: TransferId
-    positions: npt.NDArray[np.integer]
+    positions: Sequence[int] | npt.NDArray[np.integer]
     keys: Keys
 
 
