@@ -142,8 +142,9 @@ class HttpServer:
         try:
             while not self._closing:
                 self._rest()
-                self._listen_again()
-                for key, _ in self._selector.select(self._seconds_left()):
+                now = time.monotonic()  # one for both, or what ends between them waits for long
+                self._listen_again(now)
+                for key, _ in self._selector.select(self._seconds_left(now)):
                     if key.fileobj is self._listener:
                         self._accept()
                     elif key.fileobj is self._wakes:
@@ -166,9 +167,9 @@ class HttpServer:
             time.sleep(seconds)
             self._worked = time.thread_time()
 
-    def _listen_again(self) -> None:
+    def _listen_again(self, now: float) -> None:
         """Listen while there is room and descriptors; else newcomers wait in the backlog."""
-        is_open = time.monotonic() >= self._accept_at and self._has_room()
+        is_open = now >= self._accept_at and self._has_room()
         if is_open != (self._listener in self._selector.get_map()):
             if is_open:
                 self._selector.register(self._listener, selectors.EVENT_READ)
@@ -188,8 +189,7 @@ class HttpServer:
         slowest = min(reading, key=lambda each: each.deadline, default=None)
         return slowest if slowest is not None and slowest.deadline <= latest else None
 
-    def _seconds_left(self) -> float:
-        now = time.monotonic()
+    def _seconds_left(self, now: float) -> float:
         ends = [c.deadline for c in self._connections if c.state is not State.ANSWERING]
         if self._accept_at > now:
             ends.append(self._accept_at)
