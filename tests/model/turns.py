@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import numpy as np
-from kvferry.books import SlotState
+from kvferry.slot_states import SlotState
 from tests.model import request_laws
 
 from kvferry.answers import DeviceBlocks, MatchState
