@@ -86,7 +86,7 @@ class World:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.clock = Clock()
-        self.levels: tuple[Level, ...] = ()
+        self.levels: tuple[PlacedLevel, ...] = ()
         if scenario.below:
             self.levels = (PlacedLevel(TierName("disk"), Pool(4), WriteMode.THROUGH),)
         self.scheduler = Scheduler(

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import numpy as np
-from kvferry.slot_states import SlotState
 from tests.model import request_laws
 
 from kvferry.answers import DeviceBlocks, MatchState
@@ -22,6 +21,7 @@ from kvferry.keys import Keys
 from kvferry.pool import Pool
 from kvferry.reach import FullAttention
 from kvferry.scheduler import NO_BLOCK, BlockTable, Ordered, Request, Scheduler, State
+from kvferry.slot_states import SlotState
 from kvferry.types import DEVICE, KEY_BYTES, Key, Outcome, Rank, Receipt, Transfer
 
 TOKENS = 4

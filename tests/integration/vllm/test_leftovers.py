@@ -12,11 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.integration.vllm.sides import BLOCK_TOKENS, Sides, request_of
-
-PROBES = itertools.count()
+from tests.ests.integration.vllm.sides import BLOCK_TOKENS, Sides, request_of
 
 from kvferry.vllm.blocks import VllmBlocks
+
+PROBES = itertools.count()
 
 
 @pytest.fixture
