@@ -258,7 +258,7 @@ class Pool:
         if self._num_doomed:
             doomed = self._state.take(slots) == _DOOMED
             self._num_doomed -= int(np.count_nonzero(doomed))
-            self._push_free(slots[doomed])
+            self._push_free(np.sort(slots[doomed]))
             slots = slots[~doomed]
         # What was claimed by nobody else and is not doomed is cached from here on.
         self._num_idle += len(slots)
@@ -322,15 +322,17 @@ class Pool:
             self._readers[own] -= 1
         if not len(going):
             return
-        ordered = np.sort(going, kind="stable")
+        ordered = going.copy()
+        ordered.sort(kind="stable")  # quick where there are runs
         if np.count_nonzero(ordered[1:] == ordered[:-1]):
             raise IntegrityError(f"{type(self._policy).__name__} let go of a slot twice")
         self._num_evicted += len(going)
         self._num_idle -= len(going)
-        self._tell_gone(going)
+        if self.listeners:
+            self._tell_gone(going)
         self._index.remove(going)  # the policy has let go of them already
         self._chains.leave(going)
-        self._push_free(going)
+        self._push_free(ordered)
 
     def _is_idle(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
         return (self._readers.take(slots) == 0) & (self._state.take(slots) == _CACHED)
@@ -377,12 +379,12 @@ class Pool:
             for listener in self.listeners:
                 listener(keys)
 
-    def _push_free(self, slots: SlotArray) -> None:
-        self._state[slots] = _FREE
+    def _push_free(self, ascending: SlotArray) -> None:
+        self._state[ascending] = _FREE
         # The lowest is given out first: what is stored together then lies in as few runs as the
-        # slots allow, which the index looks up faster. A stable sort is quick where there are runs.
-        end = self._num_free + len(slots)
-        self._free[self._num_free : end] = np.sort(slots, kind="stable")[::-1]
+        # slots allow, which the index looks up faster.
+        end = self._num_free + len(ascending)
+        self._free[self._num_free : end] = ascending[::-1]
         self._num_free = end
 
     def _slot_of(self, key: Key) -> int:
