@@ -24,16 +24,13 @@ import numpy.typing as npt
 
 from kvferry.errors import IntegrityError
 from kvferry.keys import KEY_WORDS, KeyArray, Keys
-from kvferry.table import Positions, Table
-from kvferry.types import KEY_BYTES, Key, SlotArray
-
-NO_SLOT = -1
-"""In arrays of slots: this key has none."""
+from kvferry.tag_table import Positions, TagTable
+from kvferry.types import KEY_BYTES, NO_SLOT, Key, SlotArray
 
 _ABSENT = -1  # place of a slot whose key is not in the index
 _SPILLED = -2  # and of one whose key is in the dict
 
-_FIRST_LOOK = 128  # keys compared at once where a run begins, and how many times more after that
+_FIRST_LOOK = 512  # keys compared at once where a run begins, and how many times more after that
 _LOOK_GROWTH = 8
 _LONG = 1024  # a shorter run costs more to follow than its keys cost otherwise
 _SHORT_RUNS = 2  # followed before another way is taken
@@ -43,7 +40,7 @@ _FEW = 4  # keys up to which plain Python beats arrays
 
 _PIECE = 2048
 _RUN = 64  # slots that follow each other from which on their keys are better written as one
-_NOBODY: dict[Key, int] = {}
+_NOBODY: dict[bytes, int] = {}
 _WHOLE = np.dtype((np.void, KEY_BYTES))
 
 
@@ -51,10 +48,11 @@ class Index:
     """Which slot holds which key. Owns both directions; knows nothing of states or leases."""
 
     def __init__(self, num_slots: int) -> None:
-        self._table = Table(num_slots)
+        self._table = TagTable(num_slots)
         self._keys = np.full((num_slots, KEY_WORDS), 0, dtype="<u8")
+        self._words = self._keys.reshape(-1)
         self._place = np.full(num_slots, _ABSENT, dtype=np.int64)
-        self._overflow: dict[int, dict[Key, int]] = {}  # by row of the table
+        self._overflow: dict[int, dict[bytes, int]] = {}  # by row of the table
         self._size = 0
 
     def __len__(self) -> int:
@@ -71,58 +69,62 @@ class Index:
     def first_words_of(self, slots: SlotArray) -> npt.NDArray[np.uint64]:
         """The first words of those keys."""
         # Not a column's take: numpy would copy the whole column first.
-        return self._keys.reshape(-1).take(slots * KEY_WORDS)
+        return self._words.take(slots * KEY_WORDS)
 
     # -- looking up -----------------------------------------------------------------------------
 
     def find(self, keys: Keys) -> SlotArray:
         """The slot of each key, or ``NO_SLOT``."""
-        if len(keys) <= _FEW:
-            return np.array([self.find_one(keys[at]) for at in range(len(keys))], dtype=np.int64)
-        found = np.full(len(keys), NO_SLOT, dtype=np.int64)
-        at = self._follow_runs(keys, found)
-        keys, rest = keys[at:], found[at:]
-        if at >= _SHORT_RUNS * _STRIDE and len(keys) >= _MANY and self._look_around(keys, rest):
-            missing = np.flatnonzero(rest == NO_SLOT)
-            rest[missing] = self._ask_table(keys.take(missing))
-        elif len(keys):
-            rest[:] = self._ask_table(keys)
+        words = keys.array
+        count = len(words)
+        if count <= _FEW:
+            each = (words[at].tobytes() for at in range(count))
+            return np.fromiter((self.find_one(key) for key in each), np.int64, count)
+        found = np.empty(count, dtype=np.int64)
+        found.fill(NO_SLOT)
+        at = short = 0
+        while at < count and short < _SHORT_RUNS:  # run by run, up to the first absent key
+            slot = self.find_one(words[at].tobytes())
+            if slot == NO_SLOT:
+                break
+            length = self._run_length(slot, words[at:] if at else words)
+            found[at : at + length] = np.arange(slot, slot + length)
+            at += length
+            short += length < _LONG
+        if at < count:
+            rest = keys[at:] if at else keys  # the very same: their rows are remembered
+            self._find_strewn(rest, found[at:], at >= _SHORT_RUNS * _STRIDE)
         return found
 
-    def find_one(self, key: Key) -> int:
+    def _find_strewn(self, keys: Keys, found: SlotArray, lie_together: bool) -> None:
+        """Note in ``found`` the slots of keys that do not follow each other for long."""
+        if lie_together and len(keys) >= _MANY and self._look_around(keys, found):
+            missing = np.flatnonzero(found == NO_SLOT)
+            found[missing] = self._ask_table(keys.take(missing))
+        else:
+            found[:] = self._ask_table(keys)
+
+    def find_one(self, key: bytes) -> int:
         """The slot of one key, or ``NO_SLOT``."""
         for slot in self._table.candidates_of(key):
-            if self.key_of(slot) == key:
+            if self._keys[slot].tobytes() == key:
                 return slot
         if not self._overflow:
             return NO_SLOT
         return self._overflow.get(self._table.row_of(key), _NOBODY).get(key, NO_SLOT)
-
-    def _follow_runs(self, keys: Keys, found: SlotArray) -> int:
-        """Settle leading keys run by run, up to the first absent one; returns how many."""
-        at = short = 0
-        while at < len(keys) and short < _SHORT_RUNS:
-            slot = self.find_one(keys[at])
-            if slot == NO_SLOT:
-                return at + 1
-            length = self._run_length(slot, keys.array[at:])
-            found[at : at + length] = np.arange(slot, slot + length)
-            at += length
-            short += length < _LONG
-        return at
 
     def _run_length(self, slot: int, words: KeyArray) -> int:
         """How many of these keys, the first of which is at ``slot``, lie in the slots from it."""
         length, look = 1, _FIRST_LOOK
         longest = min(len(words), len(self._keys) - slot)
         while length < longest:
-            asked = words[length : min(length + look, longest)]
-            start, end = slot + length, slot + length + len(asked)
-            num_same = num_leading((self._keys[start:end] == asked).reshape(-1)) // KEY_WORDS
+            start, ahead = slot + length, min(look, longest - length)
+            same = (self._keys[start : start + ahead] == words[length : length + ahead]).reshape(-1)
             # A slot keeps its last key: only its place says whether that is still in the index.
-            num_here = num_leading(self._place[start:end] != _ABSENT)
-            length += min(num_same, num_here)
-            if min(num_same, num_here) < len(asked):
+            here = self._place[start : start + ahead] != _ABSENT
+            num_same = min(num_leading(same) // KEY_WORDS, num_leading(here))
+            length += num_same
+            if num_same < ahead:
                 break
             look *= _LOOK_GROWTH
         return length
@@ -144,11 +146,13 @@ class Index:
 
     def _ask_table(self, keys: Keys) -> SlotArray:
         """The slot of each key, or ``NO_SLOT``, with no guess where it could be."""
-        found = np.full(len(keys), NO_SLOT, dtype=np.int64)
         words = keys.array
+        found = np.empty(len(words), dtype=np.int64)
+        found.fill(NO_SLOT)
         at, slots, crowded = self._table.candidates(words)
-        right = np.flatnonzero(self._holds(slots, words, at))
-        found[at.take(right)] = slots.take(right)
+        if len(at):
+            right = self._holds(slots, words, at).nonzero()[0]
+            found[at.take(right)] = slots.take(right)
         for position in crowded.tolist():
             key = keys[position]
             found[position] = self._overflow[self._table.row_of(key)].get(key, found[position])
@@ -176,7 +180,8 @@ class Index:
         words = keys.array
         self._note_keys(words, slots)
         places, homeless = self._table.claim(words, slots)
-        places[homeless] = _SPILLED
+        if len(homeless):
+            places[homeless] = _SPILLED
         self._place[slots] = places
         self._size += len(words)
         for position in homeless.tolist():
@@ -192,7 +197,7 @@ class Index:
             self._place[displaced] = _SPILLED
 
     def _note_keys(self, words: KeyArray, slots: SlotArray) -> None:
-        starts = np.flatnonzero(slots[1:] - slots[:-1] != 1) + 1
+        starts = (slots[1:] - slots[:-1] != 1).nonzero()[0] + 1
         if len(starts) * _RUN >= len(slots):
             self._keys.view(_WHOLE)[slots, 0] = words.view(_WHOLE)[:, 0]
             return
@@ -204,7 +209,7 @@ class Index:
     def remove(self, slots: SlotArray) -> None:
         """Take the keys of these slots out; every one of them must be present."""
         places = self._place.take(slots)
-        if len(places) and int(places.min()) < 0:
+        if len(places) and np.minimum.reduce(places) < 0:
             self._remove_spilled(slots[places < 0])
             places = places[places >= 0]
         self._table.free(places)
@@ -235,5 +240,7 @@ class Index:
 
 def num_leading(flags: npt.NDArray[np.bool_]) -> int:
     """How many are true before the first that is not."""
-    first = int(flags.argmin()) if len(flags) else 0
-    return first if len(flags) and not flags[first] else len(flags)
+    if not len(flags):
+        return 0
+    first = int(flags.argmin())
+    return len(flags) if flags[first] else first

@@ -6,8 +6,8 @@ A slot's life::
                          |                  |  ^
                          +--abort--> FREE   +--+ pin / release (counted in readers)
 
-    reset or forget while claimed: -> DOOMED, not in the index, FREE when the claim ends
-    memory still being made ready:    UNREADY --grow--> FREE
+    reset, spoil or disown while claimed: -> DOOMED, not in the index, FREE when the claim ends
+    memory still being made ready:           UNREADY --grow--> FREE
 
 Chained keys remember their parent's slot. A slot with children is never evicted, so what is left
 of a conversation is always a prefix of it, and a match stops at a hole only if bytes were lost.
@@ -15,6 +15,7 @@ of a conversation is always a prefix of it, and a match stops at a hole only if 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
@@ -22,17 +23,23 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.books import Books, PoolCounts, SlotState
-from kvferry.errors import InputError, KeyFormatError, LeaseError
-from kvferry.family import Family
-from kvferry.index import NO_SLOT, Index, num_leading
+from kvferry.chains import Chains
+from kvferry.conversations import Conversations
+from kvferry.duplicates import Duplicates
+from kvferry.errors import InputError, IntegrityError, KeyFormatError, LeaseError
+from kvferry.index import Index, num_leading
 from kvferry.keys import Keys
 from kvferry.lease import Ending, Lease, Purpose
-from kvferry.policy import EvictionOrder, LruOrder
-from kvferry.repeats import Repeats
-from kvferry.types import KEY_BYTES, Key, SlotArray
+from kvferry.policy import Arriving, EvictionPolicyMaker, Lru, Residents
+from kvferry.pool_check import PoolCheck
+from kvferry.slot_states import PoolCounts, SlotState
+from kvferry.types import KEY_BYTES, NO_SLOT, Key, SlotArray
+from kvferry.victims import victims
 
 _NEWS = 256  # commits remembered for those who ask what is new; a step has fewer
+
+# As plain numbers: numpy takes an IntEnum the long way.
+_FREE, _WRITING, _CACHED, _DOOMED, _UNREADY = (int(state) for state in SlotState)
 
 
 class Pool:
@@ -44,11 +51,15 @@ class Pool:
     def __init__(
         self,
         num_slots: int,
-        order: EvictionOrder | None = None,
+        policy: EvictionPolicyMaker = Lru,
         *,
         num_ready: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """All slots, of which the first ``num_ready`` (default: all) can be used from the start."""
+        """All slots, of which the first ``num_ready`` (default: all) can be used from the start.
+
+        ``policy`` makes what says who goes first; ``clock`` is the time it sees, in seconds.
+        """
         if num_slots <= 0:
             raise InputError(f"a pool needs at least one slot, got {num_slots}")
         self.num_slots = num_slots
@@ -56,22 +67,37 @@ class Pool:
         """Slots from the first on that can be used; the others wait for :meth:`grow`."""
         self.generation = 0
         """Grows whenever blocks become matchable: an unchanged value means no new hits."""
-        self._news: deque[npt.NDArray[np.uint64]] = deque(maxlen=_NEWS)
-        self._order: EvictionOrder = order if order is not None else LruOrder(num_slots)
-        self._index = Index(num_slots)
-        self._repeats = Repeats()
-        self._state = np.full(num_slots, SlotState.UNREADY, dtype=np.int8)
-        self._readers = np.zeros(num_slots, dtype=np.int32)
-        self._family = Family(num_slots)
-        self._free = np.empty(num_slots, dtype=np.int64)
-        self._num_free = 0
-        self._leases: set[Lease] = set()
         self.num_reserved = 0
         """Slots given out for writing so far."""
         self.listeners: list[Callable[[Keys], None]] = []
         """Called with the keys of blocks that can no longer be matched, whatever took them away."""
-        self._evicted = 0
+        self._news: deque[npt.NDArray[np.uint64]] = deque(maxlen=_NEWS)
+        self._index = Index(num_slots)
+        self._duplicates = Duplicates()
+        # One more than there are slots: what NO_SLOT names is never cached.
+        self._state = np.full(num_slots + 1, _UNREADY, dtype=np.int8)
+        self._readers = np.zeros(num_slots, dtype=np.int32)
+        self._chains = Chains(num_slots)
+        self._conversations = Conversations(num_slots)
+        self._policy = policy(self._residents(clock))
+        self._free = np.empty(num_slots, dtype=np.int64)
+        self._num_free = 0
+        self._num_idle = 0  # cached, and nobody reads them
+        self._num_doomed = 0
+        self._num_evicted = 0
+        self._leases: set[Lease] = set()
         self.grow(num_slots if num_ready is None else num_ready)
+
+    def _residents(self, clock: Callable[[], float]) -> Residents:
+        return Residents(
+            num_slots=self.num_slots,
+            now=clock,
+            keys_of=self._index.keys_of,
+            positions_of=self._conversations.positions_of,
+            conversations_of=self._conversations.conversations_of,
+            num_followers_of=self._chains.num_children,
+            is_idle=self._is_idle,
+        )
 
     def grow(self, num_ready: int) -> None:
         """The first ``num_ready`` slots can be used from now on; fewer than before is no news."""
@@ -85,7 +111,7 @@ class Pool:
 
     def cached(self, keys: Keys) -> npt.NDArray[np.bool_]:
         """For each key, whether its block can be read now."""
-        return self._readable(self._index.find(keys))
+        return self._state.take(self._index.find(keys)) == _CACHED
 
     def known(self, keys: Keys) -> npt.NDArray[np.bool_]:
         """For each key, whether its block is cached or on its way in."""
@@ -105,21 +131,21 @@ class Pool:
 
     def match(self, keys: Keys) -> int:
         """How many leading keys can be read now."""
-        return num_leading(self.cached(keys))
+        return num_leading(self._state.take(self._index.find(keys)) == _CACHED)
 
     def coldest(self, count: int) -> Keys:
         """The keys of up to ``count`` blocks that would be evicted first, in that order."""
-        slots = self._order.peek_oldest(count)
+        slots = self._policy.peek(count)
         return self._index.keys_of(slots[self._readers.take(slots) == 0])
 
     def keys_of(self, lease: Lease) -> Keys:
         """The keys of a lease's slots that can be matched."""
         slots = lease.slots
-        return self._index.keys_of(slots[self._state.take(slots) == SlotState.CACHED])
+        return self._index.keys_of(slots[self._state.take(slots) == _CACHED])
 
     def key_before(self, lease: Lease) -> Key | None:
         """The key that a lease's first slot follows, if it is here."""
-        parent = self._family.parent_of(int(lease.slots[0]))
+        parent = self._chains.parent_of(int(lease.slots[0]))
         return self._index.key_of(parent) if parent != NO_SLOT else None
 
     @property
@@ -131,13 +157,17 @@ class Pool:
     def pin(self, keys: Keys, purpose: Purpose = Purpose.READ) -> Lease | None:
         """Claim the leading cached keys for reading; None when the first is not cached."""
         found = self._index.find(keys)
-        slots = found[: num_leading(self._readable(found))]
+        slots = found[: num_leading(self._state.take(found) == _CACHED)]
         if not len(slots):
             return None
-        if not self._family.last_mentions(slots).all():
+        if not self._chains.all_distinct(slots):
             raise InputError(f"{len(keys)} keys to pin are not distinct; a chain never repeats")
-        self._readers[slots] += 1
-        return self._open(Lease.leading(purpose, slots, self))
+        readers = self._readers.take(slots)
+        self._num_idle -= len(slots) - int(np.count_nonzero(readers))
+        self._readers[slots] = readers + 1
+        lease = Lease(purpose, slots, np.arange(len(slots)), self)
+        self._leases.add(lease)
+        return lease
 
     def reserve(
         self, keys: Keys, *, parent: Key | None = None, chained: bool = True
@@ -148,77 +178,49 @@ class Pool:
         keys that got a slot (see ``Lease.positions``), None if there are none. ``parent`` is the
         key before the first; ``chained=False`` says that the keys do not depend on each other.
         """
-        if self._repeats.any_in(keys):
+        if self._duplicates.any_in(keys):
             raise InputError(f"{len(keys)} keys to reserve are not distinct; a chain never repeats")
         found = self._index.find(keys)
-        missing = np.flatnonzero(found == NO_SLOT)
         above = self._slot_of(parent) if chained and parent is not None else NO_SLOT
-        if above != NO_SLOT and (found == above).any():
+        if above != NO_SLOT and np.count_nonzero(found == above):
             raise InputError("a key to reserve is its own parent; a chain never repeats")
-        own = np.concatenate(([above], found))
+        missing = (found == NO_SLOT).nonzero()[0]
+        all_new = above == NO_SLOT and len(missing) == len(found)
+        own = missing[:0] if all_new else np.concatenate(([above], found))
         own = own[own != NO_SLOT]
-        # A chain must not push out its own beginning to make room for its end.
-        self._readers[own] += 1
-        room = self._make_room(len(missing))
-        self._readers[own] -= 1
-        self._touch(own)
-        positions = missing[:room]
-        slots = self._pop_free(len(positions))
-        self.num_reserved += len(slots)
-        if len(slots):
-            self._state[slots] = SlotState.WRITING
-            # Not a copy of the whole request: so many bytes are mapped and faulted in anew.
-            new = keys if len(slots) == len(keys) else keys.take(positions)
-            self._index.insert(new, slots)
+        if len(missing) > self._num_free:
+            self._make_room(len(missing), own, Arriving(keys, found, above, chained))
+        if len(own):
+            self._policy.use(own[self._state.take(own) == _CACHED])
+        positions = missing[: self._num_free]
+        slots = self._give_out(keys, positions)
+        if len(slots) and self._policy.wants_chains:
+            self._converse(slots, positions, found, above, chained)
+        if chained and len(missing) == len(found):
+            self._chains.begin(slots, above)
+        elif chained:
             found[positions] = slots
-        if chained:
-            self._family.link(found, np.concatenate(([above], found[:-1])))
+            self._chains.link(found, np.concatenate(([above], found[:-1])))
         if not len(slots):
             return None
-        return self._open(Lease(Purpose.WRITE, slots, positions, self))
+        lease = Lease(Purpose.WRITE, slots, positions, self)
+        self._leases.add(lease)
+        return lease
 
     def touch(self, keys: Keys) -> None:
         """These keys were used (a hit elsewhere, say): keep them longer."""
         found = self._index.find(keys)
-        found = found[found != NO_SLOT]
-        self._touch(found[self._family.last_mentions(found)])
+        found = found[self._state.take(found) == _CACHED]
+        self._policy.use(found[self._chains.last_mentions(found)])
 
-    def restore(self, keys: Keys, slots: SlotArray) -> None:
-        """These free slots hold these unknown blocks, from an earlier life; the oldest first.
-
-        They can be matched from now on, each for itself: who follows whom is learnt when a chain
-        is stored again.
-        """
-        if not (self._state.take(slots) == SlotState.FREE).all() or self.known(keys).any():
-            raise InputError(f"{len(slots)} blocks cannot be restored over others; do it first")
-        free = self._free[: self._num_free]
-        free = free[~np.isin(free, slots)]
-        self._free[: len(free)] = free
-        self._num_free = len(free)
-        self._index.insert(keys, slots)
-        self._state[slots] = SlotState.CACHED
-        self._order.touch(slots)
-        self.generation += 1
-        self._news.append(self._index.first_words_of(slots))
+    def give_out_next(self, slots: SlotArray) -> None:
+        """The next slots to be reserved are these, in this order; all of them must be free."""
+        others = np.setdiff1d(self._free[: self._num_free], slots)
+        if len(others) + len(slots) != self._num_free:
+            raise InputError(f"{len(slots)} slots cannot be given out next: some are not free")
+        self._free[: self._num_free] = np.concatenate((others[::-1], slots[::-1]))
 
     # -- letting go -----------------------------------------------------------------------------
-
-    def evict(self, count: int) -> int:
-        """Free up to ``count`` cached slots, the least valuable first; returns how many."""
-        before = self._num_free
-        self._make_room(before + count)
-        return self._num_free - before
-
-    def forget(self, keys: Keys) -> None:
-        """These blocks' bytes are not to be trusted: never match them again."""
-        found = self._index.find(keys)
-        slots = np.unique(found[found != NO_SLOT])
-        writing = self._state.take(slots) == SlotState.WRITING
-        claimed = writing | (self._readers.take(slots) > 0)
-        self._tell_gone(slots[~writing])
-        self._unindex(slots)
-        self._state[slots[claimed]] = SlotState.DOOMED
-        self._push_free(slots[~claimed])
 
     def disown(self, lease: Lease) -> None:
         """Stop believing in a lease that is still open: its keys may be stored elsewhere now.
@@ -227,28 +229,73 @@ class Pool:
         """
         if lease.ended is not None:
             raise LeaseError(f"{lease!r} cannot be disowned: it ended by {lease.ended.value}")
-        self._disown(lease.slots)
+        self._doom(lease.slots)
 
     def reset(self) -> None:
         """Forget everything at once. Claimed slots come back when their leases end."""
-        idle = (self._state == SlotState.CACHED) & (self._readers == 0)
-        in_use = (self._state != SlotState.FREE) & (self._state != SlotState.UNREADY)
-        claimed = in_use & ~idle
-        self._tell_gone(np.flatnonzero(self._state == SlotState.CACHED))
+        state = self._state[:-1]
+        idle = (state == _CACHED) & (self._readers == 0)
+        in_use = (state != _FREE) & (state != _UNREADY)
+        self._tell_gone(np.flatnonzero(state == _CACHED))
         self._index.clear()
-        self._order.clear()
-        self._family.clear()
-        self._state[claimed] = SlotState.DOOMED
+        self._policy.clear()
+        self._chains.clear()
+        state[in_use] = _DOOMED
         self._push_free(np.flatnonzero(idle))
+        self._num_idle = 0
+        self._num_doomed = int(np.count_nonzero(state == _DOOMED))
+
+    def end(self, lease: Lease, ending: Ending, failed: SlotArray) -> None:
+        """Take a lease's slots back. Called by the lease itself, exactly once."""
+        self._leases.remove(lease)
+        slots = lease.slots
+        readers = None
+        if lease.purpose is not Purpose.WRITE:
+            readers = self._readers.take(slots) - 1
+            self._readers[slots] = readers
+        unused = slots[:0]
+        if ending is Ending.ABORT or ending is Ending.SPOIL:
+            self._doom(slots)
+        elif len(failed):
+            lost = slots[failed]
+            unused = slots[self._chains.follow(slots, lost)]
+            self._doom(np.union1d(lost, unused) if ending is Ending.COMMIT else np.unique(lost))
+        if readers is not None and np.count_nonzero(readers):
+            slots = slots[readers == 0]
+        if self._num_doomed:
+            doomed = self._state.take(slots) == _DOOMED
+            self._num_doomed -= int(np.count_nonzero(doomed))
+            self._push_free(np.sort(slots[doomed]))
+            slots = slots[~doomed]
+        # What was claimed by nobody else and is not doomed is cached from here on.
+        self._num_idle += len(slots)
+        if ending is Ending.COMMIT:
+            self._state[slots] = _CACHED
+            self.generation += 1
+            self._news.append(self._index.first_words_of(slots))
+            self._policy.insert(slots)
+        elif lease.purpose is Purpose.COPY:
+            self._policy.put_back(slots[~self._policy.holds(slots)])
+        elif len(unused):
+            idle = np.isin(slots, unused)
+            self._policy.put_back(slots[idle & ~self._policy.holds(slots)][::-1])
+            self._policy.use(slots[~idle])
+        elif len(slots):
+            self._policy.use(slots)
 
     # -- looking --------------------------------------------------------------------------------
 
     @property
     def counts(self) -> PoolCounts:
-        cached = int(((self._state == SlotState.CACHED) & (self._readers == 0)).sum())
-        leased = self.num_ready - self._num_free - cached
-        unready = self.num_slots - self.num_ready
-        return PoolCounts(self._num_free, cached, leased, self.num_slots, self._evicted, unready)
+        """How the slots are used now. Kept up to date, so that asking costs nothing."""
+        return PoolCounts(
+            free=self._num_free,
+            cached=self._num_idle,
+            leased=self.num_ready - self._num_free - self._num_idle,
+            total=self.num_slots,
+            evicted=self._num_evicted,
+            unready=self.num_slots - self.num_ready,
+        )
 
     @property
     def num_leases(self) -> int:
@@ -256,67 +303,82 @@ class Pool:
 
     def check_integrity(self) -> None:
         """Prove the bookkeeping from scratch; raises IntegrityError with what is wrong."""
-        Books(
-            state=self._state,
+        PoolCheck(
+            state=self._state[:-1],
             readers=self._readers,
             free=self._free[: self._num_free],
             num_ready=self.num_ready,
             index=self._index,
-            family=self._family,
-            order=self._order,
+            chains=self._chains,
+            policy=self._policy,
             leases=self._leases,
             counts=self.counts,
+            num_doomed=self._num_doomed,
         ).check()
 
     # -- the parts ------------------------------------------------------------------------------
 
-    def _open(self, lease: Lease) -> Lease:
-        self._leases.add(lease)
-        return lease
-
-    def end(self, lease: Lease, ending: Ending, failed: SlotArray) -> None:
-        """Take a lease's slots back. Called by the lease itself, exactly once."""
-        self._leases.remove(lease)
-        slots = lease.slots
-        if lease.purpose is not Purpose.WRITE:
-            self._readers[slots] -= 1
-        unused = slots[:0]
-        if ending is Ending.ABORT or ending is Ending.SPOIL:
-            self._disown(slots)
-        elif len(failed):
-            lost = slots[failed]
-            unused = slots[self._family.follow(slots, lost)]
-            self._disown(np.union1d(lost, unused) if ending is Ending.COMMIT else np.unique(lost))
-        if lease.purpose is not Purpose.WRITE:
-            slots = slots[self._readers.take(slots) == 0]
-        doomed = self._state.take(slots) == SlotState.DOOMED
-        if doomed.any():
-            self._push_free(slots[doomed])
-            slots = slots[~doomed]
-        if ending is Ending.COMMIT:
-            self._state[slots] = SlotState.CACHED
-            self.generation += 1
-            self._news.append(self._index.first_words_of(slots))
-        # All cached from here on: what was claimed and is not doomed.
-        if lease.purpose is Purpose.COPY:
-            self._order.put_back(slots[~self._order.holds(slots)])
+    def _make_room(self, count: int, own: SlotArray, arriving: Arriving) -> None:
+        """Evict until ``count`` slots are free or nothing more can go."""
+        # A chain must not push out its own beginning to make room for its end.
+        self._readers[own] += 1
+        try:
+            wanted = count - self._num_free
+            going = victims(self._policy, self._chains, self._is_idle, wanted, arriving)
+        finally:
+            self._readers[own] -= 1
+        if not len(going):
             return
-        if len(unused):
-            idle = np.isin(slots, unused)
-            self._order.put_back(slots[idle & ~self._order.holds(slots)][::-1])
-            slots = slots[~idle]
-        self._order.touch(slots[::-1])
+        ordered = going.copy()
+        ordered.sort(kind="stable")  # quick where there are runs
+        if np.count_nonzero(ordered[1:] == ordered[:-1]):
+            raise IntegrityError(f"{type(self._policy).__name__} let go of a slot twice")
+        self._num_evicted += len(going)
+        self._num_idle -= len(going)
+        if self.listeners:
+            self._tell_gone(going)
+        self._index.remove(going)  # the policy has let go of them already
+        self._chains.leave(going)
+        self._push_free(ordered)
 
-    def _disown(self, slots: SlotArray) -> None:
-        """Nothing matches these slots any more; they are free once nobody claims them."""
-        slots = slots[self._state.take(slots) != SlotState.DOOMED]
-        self._tell_gone(slots[self._state.take(slots) == SlotState.CACHED])
-        self._unindex(slots)
-        self._state[slots] = SlotState.DOOMED
+    def _is_idle(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
+        return (self._readers.take(slots) == 0) & (self._state.take(slots) == _CACHED)
 
-    def _touch(self, slots: SlotArray) -> None:
-        # Reversed: the end of a conversation goes before its beginning.
-        self._order.touch(slots[self._state.take(slots) == SlotState.CACHED][::-1])
+    def _give_out(self, keys: Keys, positions: SlotArray) -> SlotArray:
+        """Slots for the keys at these positions, which are in the index from now on."""
+        count = len(positions)
+        self._num_free -= count
+        slots = self._free[self._num_free : self._num_free + count][::-1].copy()
+        if count:
+            self.num_reserved += count
+            self._state[slots] = _WRITING
+            # Not a copy of the whole request: so many bytes are mapped and faulted in anew.
+            self._index.insert(keys if count == len(keys) else keys.take(positions), slots)
+        return slots
+
+    def _converse(
+        self, slots: SlotArray, positions: SlotArray, found: SlotArray, above: int, chained: bool
+    ) -> None:
+        """Say where in which conversation new blocks are, before they are linked."""
+        if not chained:
+            self._conversations.alone(slots)
+            return
+        first = positions.item(0)
+        before = found.item(first - 1) if first else above
+        goes_on = before == NO_SLOT or not self._chains.has_children(before)
+        self._conversations.join(slots, positions, before, goes_on=goes_on)
+
+    def _doom(self, slots: SlotArray) -> None:
+        """Nothing matches these claimed slots any more; they are free once nobody claims them."""
+        if self._num_doomed:
+            slots = slots[self._state.take(slots) != _DOOMED]
+        if len(slots):
+            self._tell_gone(slots[self._state.take(slots) == _CACHED])
+            self._index.remove(slots)
+            self._policy.discard(slots)
+            self._chains.unlink(slots)
+            self._state[slots] = _DOOMED
+            self._num_doomed += len(slots)
 
     def _tell_gone(self, slots: SlotArray) -> None:
         if self.listeners and len(slots):
@@ -324,65 +386,12 @@ class Pool:
             for listener in self.listeners:
                 listener(keys)
 
-    def _make_room(self, count: int) -> int:
-        """Evict until ``count`` slots are free or nothing more can go; returns how many to use."""
-        wanted = count - self._num_free
-        if wanted > 0:
-            going = self._take_coldest(wanted)
-            self._evicted += len(going)
-            self._tell_gone(going)
-            self._index.remove(going)  # out of the order already
-            self._family.unlink(going)
-            self._push_free(going)
-        return min(count, self._num_free)
-
-    def _take_coldest(self, wanted: int) -> SlotArray:
-        """Up to ``wanted`` slots that can go together, out of the order already."""
-        looked = np.empty(0, dtype=np.int64)
-        can_go = np.empty(0, dtype=bool)
-        # A look that finds too few, because their children stay, is followed by one twice as wide:
-        # a conversation of any length that was stored block by block is seen whole after a few.
-        while int(can_go.sum()) < wanted:
-            oldest = self._order.take_oldest(max(wanted, len(looked)))
-            if not len(oldest):
-                break
-            # Slots being read fall out of the order here; their release puts them back.
-            idle = oldest[self._readers.take(oldest) == 0]
-            looked = np.concatenate((looked, idle))
-            can_go = self._family.can_go(looked)
-        going = looked[can_go]
-        if len(going) == len(looked) == wanted:
-            return going
-        going, spare = np.split(self._family.children_first(going), [wanted])
-        gone = np.flatnonzero(np.isin(looked, going))
-        end = int(gone[-1]) + 1 if len(gone) else len(looked)
-        stays = ~can_go
-        # What we looked at beyond need keeps its place. A parent met before, whose children stay,
-        # was used when they were: it goes behind them.
-        self._order.put_back(np.concatenate((spare, looked[end:][stays[end:]])))
-        self._order.touch(self._family.children_first(looked[:end][stays[:end]]))
-        return going
-
-    def _unindex(self, slots: SlotArray) -> None:
-        """Nothing matches these slots any more; their state is the caller's to set."""
-        if len(slots):
-            self._index.remove(slots)
-            self._order.discard(slots)
-            self._family.unlink(slots)
-
-    def _readable(self, found: SlotArray) -> npt.NDArray[np.bool_]:
-        return (found != NO_SLOT) & (self._state.take(found, mode="wrap") == SlotState.CACHED)
-
-    def _pop_free(self, count: int) -> SlotArray:
-        self._num_free -= count
-        return self._free[self._num_free : self._num_free + count][::-1].copy()
-
-    def _push_free(self, slots: SlotArray) -> None:
-        self._state[slots] = SlotState.FREE
+    def _push_free(self, ascending: SlotArray) -> None:
+        self._state[ascending] = _FREE
         # The lowest is given out first: what is stored together then lies in as few runs as the
-        # slots allow, which the index looks up faster. A stable sort is quick where there are runs.
-        end = self._num_free + len(slots)
-        self._free[self._num_free : end] = np.sort(slots, kind="stable")[::-1]
+        # slots allow, which the index looks up faster.
+        end = self._num_free + len(ascending)
+        self._free[self._num_free : end] = ascending[::-1]
         self._num_free = end
 
     def _slot_of(self, key: Key) -> int:

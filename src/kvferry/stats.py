@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from kvferry.books import PoolCounts
+from kvferry.slot_states import PoolCounts
 
 SIZE_BOUNDS = tuple(float(1 << shift) for shift in range(14, 33, 2))
 """Bytes, from 16 KiB to 4 GiB in steps of four."""

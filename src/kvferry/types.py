@@ -33,6 +33,9 @@ HOST = TierName("host")
 SlotArray = npt.NDArray[np.int64]
 """Slot numbers, one per block. On the device a slot is the engine's block id."""
 
+NO_SLOT = -1
+"""In arrays of slots: there is none."""
+
 
 def as_slots(slots: Sequence[int] | npt.NDArray[np.integer]) -> SlotArray:
     """Slot numbers as a read-only int64 vector of their own; refuses negatives and non-vectors."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
-from kvferry.books import PoolCounts
 from kvferry.metrics.http import HttpServer, Reply
 from kvferry.metrics.samples import Snapshot
 from kvferry.metrics.text import CONTENT_TYPE, exposition
+from kvferry.slot_states import PoolCounts
 from kvferry.stats import SchedulerStats, TrafficCounts
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.fakes.pools import evict
 from tests.model.simulation import Request, Shape, Simulation
 
 from kvferry.answers import MatchState
@@ -158,7 +159,7 @@ class World:
 
     def _evict(self) -> None:
         self.left["evict"] -= 1
-        self.sim.pool.evict(1)
+        evict(self.sim.pool, 1)
 
     def _lose(self, rank: int) -> None:
         self.left["lose"] -= 1
@@ -198,7 +199,7 @@ class World:
         return (
             *(tuple(sorted(self.left.items())), tuple(self.lives), sim.weights),
             *(slots, flying, queued, stores, requests, held),
-            names.slots(pool._order.peek_oldest(pool.num_slots)),
+            names.slots(pool._policy.peek(pool.num_slots)),
             tuple(self._slot(slot, names) for slot in list(names.of_slots)),
             pool.num_free,
             tuple((g, names.blocks(g, blocks)) for g, blocks in scheduler._landings._released),
@@ -207,7 +208,7 @@ class World:
 
     def _slot(self, slot: int, names: Names) -> tuple[int, ...]:
         pool = self.sim.pool
-        parent = names.slot(pool._family.parent_of(slot))
+        parent = names.slot(pool._chains.parent_of(slot))
         return int(pool._state[slot]), int(pool._readers[slot]), parent
 
     def _rank(self, rank: int, names: Names) -> tuple[object, ...]:

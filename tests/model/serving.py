@@ -37,7 +37,6 @@ from tests.model.stage import (
 
 from kvferry import reach
 from kvferry.answers import DeviceBlocks, MatchState, Settled
-from kvferry.books import SlotState
 from kvferry.config import Config
 from kvferry.errors import TransferError
 from kvferry.identity import scope
@@ -45,6 +44,7 @@ from kvferry.keys import Keys
 from kvferry.pool import Pool
 from kvferry.scheduler import NO_BLOCK, Scheduler
 from kvferry.scheduler.level import level_of
+from kvferry.slot_states import SlotState
 from kvferry.tiers import Batch, BatchId, HostTier, KeyedMemoryTier, MemoryTier, TierMover, Way
 from kvferry.tiers.threaded import Task
 from kvferry.types import DEVICE, HOST, Outcome, Plan, Question, Rank, Receipt, TierName, Transfer

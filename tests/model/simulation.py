@@ -22,15 +22,16 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import numpy as np
+from tests.fakes.pools import evict
 
 from kvferry import reach
 from kvferry.answers import DeviceBlocks, Match, MatchState, Settled
-from kvferry.books import SlotState
 from kvferry.config import Config
 from kvferry.keys import Keys
 from kvferry.pool import Pool
 from kvferry.scheduler import NO_BLOCK, Scheduler
 from kvferry.scheduler.level import PlacedLevel, WriteMode
+from kvferry.slot_states import SlotState
 from kvferry.types import DEVICE, HOST, Outcome, Rank, Receipt, TierName, Transfer
 
 ROW_BYTES = 8
@@ -609,4 +610,4 @@ class Driver:
                 assert state is not MatchState.WAIT, f"{request.id} waits for a rank that hangs"
 
     def evict(self, count: int) -> None:
-        self.sim.pool.evict(count)
+        evict(self.sim.pool, count)

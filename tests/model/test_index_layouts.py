@@ -6,24 +6,27 @@ with the real ones. Layouts are those that a guess from a neighbour gets wrong: 
 change direction or meet the last slot, a key that moved while its old slot still holds a copy of
 it, another key in the middle, keys asked for twice, from the middle, backwards, or not there.
 
-One-line breaks of ``index.py`` and ``table.py`` that were tried; each made a test of this module
-fail. Try them again when you change either.
+One-line breaks of ``index.py`` and ``tag_table.py`` that were tried; each made a test of this
+module fail. Try them again when you change either.
 
 - ``_run_length``: no look at ``_place``; ``// KEY_WORDS + 1``; ``longest = len(words)``
-- ``_follow_runs``: ``return at + 1`` at its end; ``at + 2`` at an absent key
+- ``find``: a run one key longer than it is; the rest looked up from the first key after it
 - ``_look_around``: no look at ``_place``; every guess right; no ``clip``, or one that lets negative
   slots through; no ``+ every``
-- ``find``: no table after looking around; the table asked for all keys but noted for the missing
+- ``_find_strewn``: no table after looking around; the table asked for all keys but noted for the
+  missing
 - ``_ask_table``: no look at the crowded; ``_holds``: only word 1 compared
 - ``insert``: the homeless keep their place; ``remove``: no ``_ABSENT``; the table not told
 - ``_note_keys``: the first run only; every slot taken to follow the one before
 - ``_spill``: the displaced key not in the dict; it keeps its place
 - ``_remove_spilled``: a row is never crowded any more once one of its keys has left the dict
 - ``clear``: the table not told; the dict not cleared
-- ``Table.claim``: two keys of a batch get the same lane (no look at who has it); those of a full
+- ``TagTable.claim``: two keys of a batch get the same lane (no look at who has it); those of a full
   row are not said to be homeless; their slots are written into lane 0; tags do not keep step
-- ``Table.candidates``, ``Table.candidates_of``: tags that are even; only the first lane that fits
-- ``Table.crowd``: always, or never, a displaced key; ``Table.uncrowd``: nothing done
+- ``TagTable.candidates`` and ``candidates_of``: tags that are even; only the first lane that fits
+- ``TagTable._claim_one``: the tag not written; the slot not written; always lane 0
+- ``TagTable._hash``: the rows of the batch before; nobody counts the crowded rows
+- ``TagTable.crowd``: always, or never, a displaced key; ``TagTable.uncrowd``: nothing done
 - ``_picks``: a large table fills high lanes first
 """
 
@@ -40,11 +43,11 @@ from hypothesis import strategies as st
 from tests.fakes.crafted_keys import colliding_key, key
 
 from kvferry import index as index_module
-from kvferry import table as table_module
-from kvferry.index import NO_SLOT, Index
+from kvferry import tag_table as table_module
+from kvferry.index import Index
 from kvferry.keys import KEY_WORDS, KeyArray, Keys
-from kvferry.table import Positions
-from kvferry.types import Key, SlotArray, as_slots
+from kvferry.tag_table import Positions
+from kvferry.types import NO_SLOT, Key, SlotArray, as_slots
 
 NUM_SLOTS = 20
 NUM_KEYS = 30
@@ -345,7 +348,7 @@ def test_a_large_table_fills_low_lanes_first() -> None:
     used = []
     for many_rows in (1 << 30, 0):
         with mock.patch.object(table_module, "_MANY_ROWS", many_rows):
-            table = table_module.Table(4000)
+            table = table_module.TagTable(4000)
         for batch in np.random.default_rng(11).integers(0, 1 << 63, (40, 100, 4), dtype=np.uint64):
             places, _ = table.claim(batch, np.arange(100))
             used.append(np.count_nonzero(places & 7 <= 1))

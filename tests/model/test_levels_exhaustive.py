@@ -11,6 +11,7 @@ from itertools import product
 
 import pytest
 from tests.fakes.desk import Desk, story
+from tests.fakes.pools import evict
 
 from kvferry import reach
 from kvferry.answers import MatchState
@@ -148,7 +149,7 @@ def test_the_same_where_places_are_ours() -> None:
         keys = desk.scheduler._matcher.slot_keys(0, told, range(NUM_BLOCKS))
         desk.keep("a", told, 4 * NUM_BLOCKS)
         desk.run()
-        assert desk.pool.evict(16) == NUM_BLOCKS
+        assert evict(desk.pool, 16) == NUM_BLOCKS
         assert desk.match("b", told).state is MatchState.WAIT
         land(desk, desk.plan(), keys, (first, second), None)
         lost = [a or b for a, b in zip(first, second, strict=True)]

@@ -5,18 +5,18 @@ is cached, on its way in, free and claimed.
 
 What must hold, and a one-line break of the code that these tests were seen to catch:
 
-- A slot being written is never matchable. ``Pool._readable`` takes any slot that is not free.
-- A slot being read is never evicted. ``Pool._take_coldest`` does not leave out the slots with
-  readers.
-- No cached child outlives its parent through eviction. ``Family.can_go`` lets all go.
-- Everything that can go goes when room is needed. ``Pool._take_coldest`` looks only once.
+- A slot being written is never matchable. ``Pool.pin`` takes any slot
+  that is not free.
+- A slot being read is never evicted. ``Pool._is_idle`` does not look at readers.
+- No cached child outlives its parent through eviction. ``Chains.can_go`` lets all go.
+- Everything that can go goes when room is needed. ``victims`` looks only once.
 - A partial store takes the leading missing keys. ``Pool.reserve`` takes the last ones.
-- What is forgotten while claimed comes back with its claim. ``Pool.end`` does not free doomed
+- What is spoiled while claimed comes back with its claim. ``Pool.end`` does not free doomed
   slots.
-- What is disowned is not matched. ``Pool._disown`` leaves it in the index.
+- What is disowned is not matched. ``Pool._doom`` leaves it in the index.
 - A lease ends exactly once. ``Lease._finish`` does not look at ``ended``.
 - Two keys are one only if all their bytes are. ``Index._holds`` believes the tag.
-- What follows a failed block of its lease is not committed. ``Family.follow`` says that nothing
+- What follows a failed block of its lease is not committed. ``Chains.follow`` says that nothing
   follows.
 - New hits are announced. ``Pool.end`` does not raise the generation.
 """
@@ -39,6 +39,7 @@ from hypothesis.stateful import (
     rule,
 )
 from tests.fakes.crafted_keys import colliding_key, key
+from tests.fakes.pools import evict
 
 from kvferry.errors import InputError, LeaseError
 from kvferry.keys import Keys
@@ -310,14 +311,8 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(count=st.integers(0, 14))
     def evict(self, count: int) -> None:
         can_go = self.model.evictable(set())
-        assert self.pool.evict(count) == min(count, len(can_go))
+        assert evict(self.pool, count) == min(count, len(can_go))
         self.see_evictions(can_go, min(count, len(can_go)))
-
-    @rule(numbers=st.lists(st.sampled_from(EVERY), max_size=4))
-    def forget(self, numbers: list[int]) -> None:
-        self.pool.forget(self.keys(numbers))
-        for number in set(numbers) & self.model.blocks.keys():
-            self.model.drop(self.model.blocks[number])
 
     @rule(claim=st.one_of(writes, reads))
     def disown(self, claim: Claim) -> None:
@@ -377,7 +372,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert counts.leased == 0
         assert counts.free + counts.cached == counts.total
         # With no claim left, everything can go: nothing is stuck behind its children.
-        assert self.pool.evict(counts.total) == counts.cached
+        assert evict(self.pool, counts.total) == counts.cached
         assert self.pool.counts.free == counts.total
         self.pool.check_integrity()
 

@@ -45,6 +45,7 @@ import numpy as np
 import pytest
 from tests.fakes.crafted_keys import keys
 from tests.fakes.desk import Desk, story
+from tests.fakes.pools import evict
 from tests.model.serving import Serving
 from tests.model.stage import RankSide, Served, Setup
 
@@ -385,7 +386,7 @@ def test_reset_with_a_promotion_in_flight() -> None:
     told(server, 0)
     land(server)
     cool(server)
-    server.pool.evict(64)
+    evict(server.pool, 64)
     request = server.arrive(0, 40, 4)
     assert server.admit(request) is MatchState.WAIT
     server.dispatch()

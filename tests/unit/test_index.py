@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tests.fakes.crafted_keys import colliding_key, colliding_keys, key, keys
 
 from kvferry.errors import IntegrityError
-from kvferry.index import NO_SLOT, Index
+from kvferry.index import Index
 from kvferry.keys import Keys
-from kvferry.types import Key, as_slots
+from kvferry.types import NO_SLOT, Key, as_slots
 
 NUM_SLOTS = 24
 NUM_KEYS = 40

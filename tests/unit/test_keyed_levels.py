@@ -10,6 +10,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 from tests.fakes.desk import LOAD, Desk, routes, story
+from tests.fakes.pools import evict
 from tests.unit.test_levels import Server, forget_host, settle_down
 
 from kvferry import reach
@@ -452,7 +453,7 @@ def test_a_store_that_goes_away_and_comes_back(serve: Callable[..., Server]) -> 
     tier = store()
     server = serve(tier, slots=16)
     server.keep("a", story(1, 4), 16, fill=1)
-    server.scheduler.pool.evict(16)
+    evict(server.scheduler.pool, 16)
     tier.go_away("no route")
     server.step()
     assert server.scheduler.stats().ailments == {STORE_NAME: "rank 0: no route"}

@@ -35,7 +35,7 @@ class Owner:
 
 def lease_of(purpose: Purpose) -> tuple[Lease, list[Ending]]:
     owner = Owner()
-    return Lease.leading(purpose, as_slots([4, 2]), owner), owner.ended
+    return Lease(purpose, as_slots([4, 2]), as_slots([0, 1]), owner), owner.ended
 
 
 def end(lease: Lease, ending: Ending) -> None:
@@ -70,16 +70,15 @@ def test_a_second_ending_is_refused_and_names_both(purpose: Purpose) -> None:
         assert lease.ended is first
 
 
-def test_leading_positions_and_repr() -> None:
+def test_length_and_repr() -> None:
     lease, _ = lease_of(Purpose.READ)
     assert len(lease) == 2
-    assert lease.positions.tolist() == [0, 1]
     assert repr(lease) == "Lease(read, 2 slots)"
 
 
 def test_disowning_is_the_owners_business_and_ends_nothing() -> None:
     owner = Owner()
-    lease = Lease.leading(Purpose.WRITE, as_slots([1]), owner)
+    lease = Lease(Purpose.WRITE, as_slots([1]), as_slots([0]), owner)
     lease.disown()
     assert owner.disowned == [lease]
     assert lease.ended is None
@@ -92,7 +91,7 @@ def test_disowning_is_the_owners_business_and_ends_nothing() -> None:
 )
 def test_some_of_its_slots_may_fail(purpose: Purpose, ending: str) -> None:
     owner = Owner()
-    lease = Lease.leading(purpose, as_slots([4, 2, 7]), owner)
+    lease = Lease(purpose, as_slots([4, 2, 7]), as_slots([0, 1, 2]), owner)
     for wrong, words in (([0, 3], "place 3 failed: its places are 0 to 2"), ([-1], "negative")):
         with pytest.raises(InputError, match=words):
             getattr(lease, ending)(failed=wrong)

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 from tests.fakes.desk import LOAD, STORE, Desk, by_group, routes, story
+from tests.fakes.pools import evict, forget
 
 from kvferry import reach
 from kvferry.answers import MatchState, Settled
@@ -50,7 +51,7 @@ def settle_down(desk: Desk) -> None:
 
 def forget_host(desk: Desk) -> None:
     """The host needs its room for something else; what is below stays there."""
-    assert desk.pool.evict(desk.pool.num_slots)
+    assert evict(desk.pool, desk.pool.num_slots)
     assert desk.pool.counts.cached == 0
 
 
@@ -391,7 +392,7 @@ def test_a_level_further_down_serves_what_a_nearer_one_lost() -> None:
     desk.keep("a", told, 16)
     settle_down(desk)
     forget_host(desk)
-    near.pool.forget(desk.scheduler._matcher.slot_keys(0, told, range(1, 3)))
+    forget(near.pool, desk.scheduler._matcher.slot_keys(0, told, range(1, 3)))
     assert desk.match("b", told).state is MatchState.WAIT
     assert routes(desk.plan()) == [(DISK, HOST), (FAR, HOST)]
     desk.land()
@@ -543,7 +544,7 @@ def test_a_medium_that_refuses_reads_costs_a_wait_not_a_hang(
 
     server = serve(MemoryTier(64, 32, name=DISK, fault=fault))
     server.keep("a", story(1, 4), 16, fill=1)
-    server.scheduler.pool.evict(8)
+    evict(server.scheduler.pool, 8)
     assert server.wait_for("b", story(1, 4)) == 0
 
 
@@ -562,7 +563,7 @@ def test_lost_bytes_are_found_out_and_never_served(serve: Callable[..., Server])
     tier = MemoryTier(64, 32, name=DISK)
     server = serve(tier)
     server.keep("a", story(1, 4), 16, fill=1)
-    server.scheduler.pool.evict(8)
+    evict(server.scheduler.pool, 8)
     tier.lose(np.arange(64))
     assert server.wait_for("b", story(1, 4)) == 0
     server.keep("c", story(1, 4), 16, fill=1)  # computed again, stored again
@@ -573,7 +574,7 @@ def test_a_slow_medium_hits_the_deadline(serve: Callable[..., Server]) -> None:
     tier = MemoryTier(64, 32, name=DISK)
     server = serve(tier, promote_deadline=0.3)
     server.keep("a", story(1, 4), 16, fill=1)
-    server.scheduler.pool.evict(8)
+    evict(server.scheduler.pool, 8)
     tier.delay = 2.0
     start = time.monotonic()
     assert server.wait_for("b", story(1, 4)) == 0

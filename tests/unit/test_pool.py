@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.fakes.crafted_keys import key, keys
+from tests.fakes.pools import evict, forget
 
-from kvferry.books import SlotState
 from kvferry.errors import InputError, IntegrityError, KeyFormatError, LeaseError
 from kvferry.keys import Keys
 from kvferry.lease import Lease, Purpose
+from kvferry.policy import Arriving
 from kvferry.pool import Pool
+from kvferry.slot_states import SlotState
 
 
 def stored(pool: Pool, numbers: list[int], *, chained: bool = True, after: int | None = None):
@@ -84,7 +85,7 @@ def test_nothing_fits_where_everything_is_claimed() -> None:
 def test_the_end_of_a_conversation_goes_before_its_beginning() -> None:
     pool = Pool(4)
     stored(pool, [1, 2, 3, 4])
-    assert pool.evict(2) == 2
+    assert evict(pool, 2) == 2
     assert cached(pool, 1, 2, 3, 4) == [1, 2]
 
 
@@ -94,7 +95,7 @@ def test_also_one_that_was_stored_piece_by_piece(step: int) -> None:
     for start in range(0, 12, step):
         stored(pool, list(range(start, start + step)), after=start - 1 if start else None)
     for left in range(11, -1, -1):
-        assert pool.evict(1) == 1
+        assert evict(pool, 1) == 1
         assert cached(pool, *range(12)) == list(range(left))
 
 
@@ -105,17 +106,17 @@ def test_an_old_conversation_goes_whole_before_a_new_one() -> None:
     for number in range(20, 26):
         stored(pool, [number], after=number - 1 if number > 20 else None)
     for left in range(5, -1, -1):
-        assert pool.evict(1) == 1
+        assert evict(pool, 1) == 1
         assert cached(pool, *range(6)) == list(range(left))
         assert len(cached(pool, *range(20, 26))) == 6
-    assert pool.evict(6) == 6
+    assert evict(pool, 6) == 6
 
 
 def test_a_shared_beginning_stays_for_the_one_that_still_uses_it() -> None:
     pool = Pool(6)
     stored(pool, [1, 2, 3])
     stored(pool, [1, 2, 4])
-    assert pool.evict(1) == 1
+    assert evict(pool, 1) == 1
     assert cached(pool, 1, 2, 3, 4) == [1, 2, 4]
 
 
@@ -126,16 +127,16 @@ def test_a_long_conversation_does_not_make_one_eviction_long() -> None:
         assert lease is not None
         lease.commit()
     looks = 0
-    taken = pool._order.take_oldest
+    taken = pool._policy.take
 
-    def counted(count: int) -> np.ndarray:
+    def counted(count: int, arriving: Arriving) -> np.ndarray:
         nonlocal looks
         looks += 1
-        return taken(count)
+        return taken(count, arriving)
 
-    pool._order.take_oldest = counted  # type: ignore[method-assign]
+    pool._policy.take = counted  # type: ignore[method-assign]
     for count in (1, 1, 5, 1):
-        assert pool.evict(count) == count
+        assert evict(pool, count) == count
     assert looks < 40
     assert pool.match(keys(range(4096))) == 4096 - 8
 
@@ -159,10 +160,10 @@ def test_a_slot_being_read_stays() -> None:
     stored(pool, [1, 2, 3], chained=False)
     pin = pool.pin(keys([2]))
     assert pin is not None
-    assert pool.evict(3) == 2
+    assert evict(pool, 3) == 2
     assert cached(pool, 1, 2, 3) == [2]
     pin.release()
-    assert pool.evict(3) == 1
+    assert evict(pool, 3) == 1
 
 
 def test_copying_a_block_elsewhere_is_no_use_of_it() -> None:
@@ -172,7 +173,7 @@ def test_copying_a_block_elsewhere_is_no_use_of_it() -> None:
         pin = pool.pin(keys([1]), purpose)
         assert pin is not None
         pin.release()
-        pool.evict(1)
+        evict(pool, 1)
         assert cached(pool, 1, 2, 3) == [n for n in (1, 2, 3) if n != first_to_go]
 
 
@@ -181,11 +182,11 @@ def test_a_copied_block_met_by_eviction_is_first_again() -> None:
     stored(pool, [3, 2, 1], chained=False)
     pin = pool.pin(keys([1]), Purpose.COPY)
     assert pin is not None
-    assert pool.evict(1) == 1
+    assert evict(pool, 1) == 1
     assert cached(pool, 1, 2, 3) == [1, 3]
     pin.release()
     pool.check_integrity()
-    assert pool.evict(1) == 1
+    assert evict(pool, 1) == 1
     assert cached(pool, 1, 2, 3) == [3]
 
 
@@ -227,21 +228,23 @@ def test_eviction_follows_use_exactly() -> None:
                 oracle.move_to_end(n)
         assert set(cached(pool, *range(40))) == set(oracle)
     for n in list(oracle):
-        assert pool.evict(1) == 1
+        assert evict(pool, 1) == 1
         del oracle[n]
         assert set(cached(pool, *range(40))) == set(oracle)
 
 
-@pytest.mark.parametrize("forget", [Pool.reset, lambda pool: pool.forget(keys([1, 2]))])
-def test_what_is_forgotten_while_claimed_comes_back_with_its_claim(
-    forget: Callable[[Pool], None],
-) -> None:
+@pytest.mark.parametrize("how", ["reset", "disown"])
+def test_what_is_forgotten_while_claimed_comes_back_with_its_claim(how: str) -> None:
     pool = Pool(2)
     stored(pool, [1])
     reading, writing = pool.pin(keys([1])), pool.reserve(keys([2]))
     assert reading is not None
     assert writing is not None
-    forget(pool)
+    if how == "reset":
+        pool.reset()
+    else:
+        reading.disown()
+        writing.disown()
     pool.check_integrity()
     assert not pool.known(keys([1, 2])).any()
     assert pool.counts.leased == 2
@@ -272,10 +275,10 @@ def test_a_spoiled_block_is_gone_for_everyone_at_once() -> None:
 def test_a_parent_that_comes_back_is_a_parent_again() -> None:
     pool = Pool(4)
     stored(pool, [1, 2])
-    pool.forget(keys([1]))
+    forget(pool, keys([1]))
     stored(pool, [1, 2])
     pool.touch(keys([2]))
-    assert pool.evict(1) == 1
+    assert evict(pool, 1) == 1
     assert cached(pool, 1, 2) == [1]
 
 
@@ -326,9 +329,8 @@ def test_empty_questions_have_empty_answers() -> None:
     assert pool.reserve(Keys.empty()) is None
     assert pool.reserve(Keys.empty(), parent=key(1)) is None
     pool.touch(Keys.empty())
-    pool.forget(Keys.empty())
-    assert pool.evict(0) == 0
-    assert pool.evict(-3) == 0
+    assert evict(pool, 0) == 0
+    assert evict(pool, -3) == 0
     pool.check_integrity()
 
 
@@ -352,7 +354,7 @@ def test_listeners_hear_of_blocks_that_are_not_trusted_any_more() -> None:
     assert written is not None
     read.spoil()
     late.disown()
-    pool.forget(keys([3]))
+    forget(pool, keys([3]))
     written.disown()  # nobody was ever told of it
     assert gone == [key(1), key(2), key(3)]
     late.spoil()
@@ -372,9 +374,13 @@ def breaks(pool: Pool, how: str) -> None:
         # Not bit 0, which is no part of a tag: the key would be found where it was.
         pool._index._keys[int(pool._index.find(keys([1]))[0])] ^= np.uint64(2)
     elif how == "a lost parent":
-        pool._family._children[:] = 0
-    elif how == "out of order":
-        pool._order.clear()
+        pool._chains._children[:] = 0
+    elif how == "lost by the policy":
+        pool._policy.clear()
+    elif how == "idle slots miscounted":
+        pool._num_idle -= 1
+    elif how == "doomed slots miscounted":
+        pool._num_doomed += 1
     elif how == "a lost lease":
         lease = pool.reserve(keys([9]))
         pool._leases.clear()
@@ -389,7 +395,9 @@ def breaks(pool: Pool, how: str) -> None:
         "a slot free twice",
         "a wrong key",
         "a lost parent",
-        "out of order",
+        "lost by the policy",
+        "idle slots miscounted",
+        "doomed slots miscounted",
         "a lost lease",
     ],
 )

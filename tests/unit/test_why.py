@@ -6,6 +6,7 @@ import json
 
 import pytest
 from tests.fakes.desk import Desk, story
+from tests.fakes.pools import evict
 
 from kvferry import reach
 from kvferry.answers import MatchState
@@ -71,7 +72,7 @@ def still_below() -> Desk:
     desk = Desk(levels=[PlacedLevel(TierName("disk"), Pool(16), WriteMode.THROUGH)], slots=8)
     desk.keep("a", story(1, 8), 32)
     desk.run()
-    desk.pool.evict(8)
+    evict(desk.pool, 8)
     desk.match("q", story(1, 8))  # brings up two of eight
     desk.run()
     desk.match("q", story(1, 8))

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvferry.books import PoolCounts
 from kvferry.metrics import catalog as names
 from kvferry.metrics.catalog import Metric
 from kvferry.scheduler.why import Reason
+from kvferry.slot_states import PoolCounts
 from kvferry.stats import Distribution, SchedulerStats
 from kvferry.types import HOST
 

@@ -1,16 +1,19 @@
 """What goes first, what is worth keeping, what is worth loading. The pool decides what may go."""
 
 from kvferry.policy.admission import SeenOften
-from kvferry.policy.base import EvictionOrder
 from kvferry.policy.demand import Watermark
-from kvferry.policy.lru import LruOrder
+from kvferry.policy.eviction import Arriving, EvictionPolicy, EvictionPolicyMaker, Residents
+from kvferry.policy.lru import Lru
 from kvferry.policy.worth import Decision, LoadOrCompute, Verdict
 
 __all__ = [
+    "Arriving",
     "Decision",
-    "EvictionOrder",
+    "EvictionPolicy",
+    "EvictionPolicyMaker",
     "LoadOrCompute",
-    "LruOrder",
+    "Lru",
+    "Residents",
     "SeenOften",
     "Verdict",
     "Watermark",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvferry.books import SlotState
 from kvferry.identity import scope
 from kvferry.keys import Keys, masked_key
 from kvferry.policy import Decision, SeenOften
@@ -10,6 +9,7 @@ from kvferry.pool import Pool
 from kvferry.scheduler.ghosts import Ghosts
 from kvferry.scheduler.matching import Look, Matcher, Missing
 from kvferry.scheduler.why import Explanation, Reason
+from kvferry.slot_states import SlotState
 from kvferry.types import RequestId
 
 

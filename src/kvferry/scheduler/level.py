@@ -18,12 +18,12 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.books import PoolCounts
 from kvferry.keys import Keys
 from kvferry.pool import Pool
 from kvferry.scheduler.outbox import End
 from kvferry.scheduler.recovered import Recovered, agreed
 from kvferry.scheduler.remembered import Remembered
+from kvferry.slot_states import PoolCounts
 from kvferry.types import NO_SLOTS, Key, Rank, SlotArray, TierName
 
 Flags = npt.NDArray[np.bool_]
@@ -133,7 +133,11 @@ class PlacedLevel(Level):
         Before anything is stored.
         """
         keys, places = agreed(recovered, self.pool.num_slots)
-        self.pool.restore(keys, places)
+        self.pool.give_out_next(places)
+        lease = self.pool.reserve(keys, chained=False)  # a chain is known when it is stored again
+        if lease is not None:
+            assert np.array_equal(lease.slots, places)
+            lease.commit()
         return len(keys)
 
     def there(self, keys: Keys, now: float) -> Flags:

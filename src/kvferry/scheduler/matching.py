@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry import reach
-from kvferry.books import SlotState
 from kvferry.identity import scope
 from kvferry.keys import KeyChain, Keys, masked_key
 from kvferry.lease import Lease
 from kvferry.pool import Pool
 from kvferry.scheduler.levels import LowerLevels
 from kvferry.scheduler.request import GroupKeys
+from kvferry.slot_states import SlotState
 from kvferry.types import Key
 
 Present = list[npt.NDArray[np.bool_]]

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvferry.duplicates import Duplicates
 from kvferry.errors import InputError
 from kvferry.index import Index
 from kvferry.keys import Keys
-from kvferry.repeats import Repeats
 from kvferry.types import SlotArray
 
 Recovered = tuple[Keys, SlotArray]
@@ -40,5 +40,5 @@ def _check(rank: int, keys: Keys, places: SlotArray, num_places: int) -> None:
             f"rank {rank} recovered places {int(places.min())} to {int(places.max())}; there are "
             f"places 0 to {num_places - 1}"
         )
-    if len(np.unique(places)) != len(places) or Repeats().any_in(keys):
+    if len(np.unique(places)) != len(places) or Duplicates().any_in(keys):
         raise InputError(f"rank {rank} recovered a block or a place twice")

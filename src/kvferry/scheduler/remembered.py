@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import InputError
-from kvferry.index import NO_SLOT, Index
+from kvferry.index import Index
 from kvferry.keys import Keys
-from kvferry.types import SlotArray
+from kvferry.types import NO_SLOT, SlotArray
 
 Flags = npt.NDArray[np.bool_]
 

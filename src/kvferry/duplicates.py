@@ -7,14 +7,14 @@ import numpy.typing as npt
 
 from kvferry.keys import Keys
 
-_FEW = 256  # words that are sorted before anything else could be done
+_FEW = 512  # words that are sorted before anything else could be done
 _CELLS = 1 << 16
 _LOW_BITS = np.uint64(_CELLS - 1)
 
 _Words = npt.NDArray[np.uint64]
 
 
-class Repeats:
+class Duplicates:
     """Finds batches in which a key is twice. Owns a scratch: one cell for each value of 16 bits.
 
     ::
@@ -32,20 +32,24 @@ class Repeats:
 
     def any_in(self, keys: Keys) -> bool:
         # First words alone nearly always tell; keys that share one are compared whole.
-        return self._any_twice(keys.array[:, 0].copy()) and len(set(keys)) != len(keys)
+        words = keys.array[:, 0].copy()
+        if _FEW <= len(words) <= _CELLS:  # a cell cannot hold the numbers of more
+            twice = self._any_twice(words)
+        else:
+            twice = _any_twice_sorted(words)
+        return twice and len(set(keys)) != len(keys)
 
     def _any_twice(self, words: _Words) -> bool:
-        if not _FEW <= len(words) <= _CELLS:  # a cell cannot hold the numbers of more
-            return _any_twice_sorted(words)
         cells = (words & _LOW_BITS).view(np.int64)
         numbers = np.arange(len(words), dtype=np.uint16)
         self._cells[cells] = numbers
         there = self._cells.take(cells)
-        met = np.flatnonzero(there != numbers)
+        met = (there != numbers).nonzero()[0]
         mine, other = words.take(met), words.take(there.take(met))
         return bool((mine == other).any()) or _any_twice_sorted(mine)
 
 
 def _any_twice_sorted(words: _Words) -> bool:
-    words = np.sort(words)
-    return bool((words[1:] == words[:-1]).any())
+    """Sorts them in place."""
+    words.sort()
+    return bool(np.count_nonzero(words[1:] == words[:-1]))

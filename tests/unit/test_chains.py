@@ -1,4 +1,4 @@
-"""Families against a dict of parents: any forest, any part of it, in any order.
+"""Chains against a dict of parents: any forest, any part of it, in any order.
 
 One-line breaks that were tried; each made a test of this module fail.
 
@@ -18,9 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.family import Family
-from kvferry.index import NO_SLOT
-from kvferry.types import as_slots
+from kvferry.chains import Chains
+from kvferry.types import NO_SLOT, as_slots
 
 NUM_SLOTS = 12
 
@@ -29,10 +28,10 @@ class Forest:
     """A family and a dict that are told the same."""
 
     def __init__(self, parents: dict[int, int]) -> None:
-        self.family = Family(NUM_SLOTS)
+        self.chains = Chains(NUM_SLOTS)
         self.parents = parents
         for child, parent in parents.items():
-            self.family.link(as_slots([child]), as_slots([parent]))
+            self.chains.link(as_slots([child]), as_slots([parent]))
 
     def descendants(self, slot: int) -> set[int]:
         children = {child for child, parent in self.parents.items() if parent == slot}
@@ -40,9 +39,9 @@ class Forest:
 
     def check(self) -> None:
         living = np.ones(NUM_SLOTS, dtype=bool)
-        self.family.check(living)
+        self.chains.check(living)
         for slot in range(NUM_SLOTS):
-            assert self.family.parent_of(slot) == self.parents.get(slot, NO_SLOT)
+            assert self.chains.parent_of(slot) == self.parents.get(slot, NO_SLOT)
 
 
 @st.composite
@@ -76,7 +75,7 @@ parts = st.one_of(
 def test_what_can_go_leaves_no_descendant_behind(parents: dict[int, int], part: list[int]) -> None:
     forest = Forest(parents)
     expected = [forest.descendants(slot) <= set(part) for slot in part]
-    assert forest.family.can_go(as_slots(part)).tolist() == expected
+    assert forest.chains.can_go(as_slots(part)).tolist() == expected
     forest.check()
 
 
@@ -86,7 +85,7 @@ def test_who_leaves_is_nobodys_parent_and_nobodys_child(
     parents: dict[int, int], part: list[int]
 ) -> None:
     forest = Forest(dict(parents))
-    forest.family.unlink(as_slots(part))
+    forest.chains.unlink(as_slots(part))
     forest.parents = {
         child: parent
         for child, parent in parents.items()
@@ -98,10 +97,10 @@ def test_who_leaves_is_nobodys_parent_and_nobodys_child(
 def test_a_chain_that_leaves_whole_costs_no_look_at_every_slot() -> None:
     forest = Forest({slot: slot - 1 for slot in range(1, NUM_SLOTS)})
     with mock.patch.object(np, "isin", side_effect=AssertionError("a look at every slot")):
-        forest.family.unlink(np.arange(NUM_SLOTS)[:3:-1])
+        forest.chains.unlink(np.arange(NUM_SLOTS)[:3:-1])
         forest.parents = {slot: slot - 1 for slot in range(1, 4)}
         forest.check()
-        forest.family.unlink(as_slots([0, 2, 1, 3]))
+        forest.chains.unlink(as_slots([0, 2, 1, 3]))
         forest.parents = {}
         forest.check()
 
@@ -109,7 +108,7 @@ def test_a_chain_that_leaves_whole_costs_no_look_at_every_slot() -> None:
 @given(forests())
 def test_children_come_before_their_parents(parents: dict[int, int]) -> None:
     forest = Forest(parents)
-    order = forest.family.children_first(np.arange(NUM_SLOTS)).tolist()
+    order = forest.chains.children_first(np.arange(NUM_SLOTS)).tolist()
     assert sorted(order) == list(range(NUM_SLOTS))
     for child, parent in parents.items():
         assert order.index(child) < order.index(parent)
@@ -120,15 +119,15 @@ def test_children_come_before_their_parents(parents: dict[int, int]) -> None:
     [[], [3], [1, 2, 3], [9, 5, 2], [3, 3], [1, 2, 2, 3], [4, 2, 2, 1], [1, 5, 3], [7, 1, 7, 7, 0]],
 )
 def test_last_mentions(slots: list[int]) -> None:
-    family = Family(NUM_SLOTS)
+    chains = Chains(NUM_SLOTS)
     expected = [slot not in slots[at + 1 :] for at, slot in enumerate(slots)]
     for _ in range(2):  # its scratch is left as it was
-        assert family.last_mentions(as_slots(slots)).tolist() == expected
+        assert chains.last_mentions(as_slots(slots)).tolist() == expected
 
 
 def test_a_child_keeps_the_parent_it_has() -> None:
-    family = Family(NUM_SLOTS)
-    family.link(np.array([1, NO_SLOT, 3]), np.array([0, 1, NO_SLOT]))
-    family.link(as_slots([1, 2, 3]), as_slots([5, 1, 2]))
-    assert [family.parent_of(slot) for slot in range(4)] == [NO_SLOT, 0, 1, 2]
-    family.check(np.ones(NUM_SLOTS, dtype=bool))
+    chains = Chains(NUM_SLOTS)
+    chains.link(np.array([1, NO_SLOT, 3]), np.array([0, 1, NO_SLOT]))
+    chains.link(as_slots([1, 2, 3]), as_slots([5, 1, 2]))
+    assert [chains.parent_of(slot) for slot in range(4)] == [NO_SLOT, 0, 1, 2]
+    chains.check(np.ones(NUM_SLOTS, dtype=bool))

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fakes.crafted_keys import keys
 
-from kvferry import repeats
+from kvferry import duplicates
+from kvferry.duplicates import Duplicates
 from kvferry.keys import KEY_WORDS, Keys
-from kvferry.repeats import Repeats
 
-FEW = repeats._FEW
-CELLS = repeats._CELLS
+FEW = duplicates._FEW
+CELLS = duplicates._CELLS
 
 
 def with_first_words(words: list[int]) -> Keys:
@@ -38,7 +38,7 @@ def spread(count: int) -> list[int]:
 
 @pytest.mark.parametrize("count", [0, 1, 2, FEW - 1, FEW, 3000, 8192])
 def test_keys_that_are_all_different(count: int) -> None:
-    finder = Repeats()
+    finder = Duplicates()
     assert not finder.any_in(keys(range(count)))
     assert not finder.any_in(keys(range(count, 2 * count)))
 
@@ -49,7 +49,7 @@ def test_one_key_that_is_there_twice(count: int, seed: int) -> None:
     first, second = np.random.default_rng(seed).permutation(count)[:2].tolist()
     numbers = list(range(count))
     numbers[first] = numbers[second]
-    assert Repeats().any_in(keys(numbers))
+    assert Duplicates().any_in(keys(numbers))
 
 
 def test_a_repeat_whose_cell_has_others_too() -> None:
@@ -57,7 +57,7 @@ def test_a_repeat_whose_cell_has_others_too() -> None:
     base = spread(FEW)
     others = [base[7] | 1 << (40 + bit) for bit in range(3)]  # of the same cell
     twice = base[7] | 1 << 50
-    finder = Repeats()
+    finder = Duplicates()
     assert not finder.any_in(with_first_words([*base, *others, twice]))
     for order in range(5):
         crowd = [*others[:order], twice, *others[order:]]
@@ -70,14 +70,14 @@ def test_keys_that_share_their_first_word_are_not_one() -> None:
     array = with_first_words(spread(FEW)).array.copy()
     array[3, 0] = array[9, 0]
     array[3, 2] = 1
-    finder = Repeats()
+    finder = Duplicates()
     assert not finder.any_in(Keys(array))
     array[9, 2] = 1
     assert finder.any_in(Keys(array))
 
 
 def test_what_an_earlier_batch_left_says_nothing() -> None:
-    finder = Repeats()
+    finder = Duplicates()
     for _ in range(3):
         assert not finder.any_in(with_first_words(spread(2000)))
         assert not finder.any_in(with_first_words(spread(2000)[::-1]))
@@ -86,7 +86,7 @@ def test_what_an_earlier_batch_left_says_nothing() -> None:
 @pytest.mark.parametrize("count", [CELLS - 1, CELLS, CELLS + 1, CELLS + 5000])
 def test_more_keys_than_there_are_cells(count: int) -> None:
     words = spread(count)
-    finder = Repeats()
+    finder = Duplicates()
     assert not finder.any_in(with_first_words(words))
     words[-1] = words[count // 2]
     assert finder.any_in(with_first_words(words))
@@ -94,8 +94,8 @@ def test_more_keys_than_there_are_cells(count: int) -> None:
 
 def test_few_of_many_keys_are_sorted() -> None:
     """Sorting is what this is to be cheaper than."""
-    with mock.patch.object(repeats, "_any_twice_sorted", return_value=False) as sort:
-        assert not Repeats().any_in(keys(range(8192)))
+    with mock.patch.object(duplicates, "_any_twice_sorted", return_value=False) as sort:
+        assert not Duplicates().any_in(keys(range(8192)))
     assert 0 < len(sort.call_args.args[0]) < 8192 / 8
 
 
@@ -105,4 +105,4 @@ def test_against_a_set(crowd: list[tuple[int, int]], random) -> None:
     """A few cells with many keys in each, among others that keep to themselves."""
     words = [cell | high << 40 for cell, high in crowd] + spread(FEW + 4)[4:]
     random.shuffle(words)
-    assert Repeats().any_in(with_first_words(words)) == (len(set(words)) != len(words))
+    assert Duplicates().any_in(with_first_words(words)) == (len(set(words)) != len(words))

@@ -10,14 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import IntegrityError
-from kvferry.index import NO_SLOT
-from kvferry.types import SlotArray
+from kvferry.types import NO_SLOT, SlotArray
 
 
-class Family:
+class Chains:
     """Parents and how many children each has. Owns only these; knows no keys, states or claims."""
 
     def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
         self._parent = np.full(num_slots, NO_SLOT, dtype=np.int64)
         self._children = np.zeros(num_slots, dtype=np.int32)
         self._place = np.full(num_slots, NO_SLOT, dtype=np.int64)  # scratch, NO_SLOT between calls
@@ -25,6 +25,24 @@ class Family:
     def parent_of(self, slot: int) -> int:
         """The slot before this one, or ``NO_SLOT``."""
         return int(self._parent[slot])
+
+    def num_children(self, slots: SlotArray) -> npt.NDArray[np.int32]:
+        """How many slots follow right after each of these."""
+        return self._children.take(slots)
+
+    def has_children(self, slot: int) -> bool:
+        return self._children.item(slot) > 0
+
+    def begin(self, slots: SlotArray, above: int) -> None:
+        """Slots that no chain knows yet follow each other, the first of them ``above`` if any."""
+        if not len(slots):
+            return
+        before, after = slots[:-1], slots[1:]
+        self._parent[after] = before
+        self._children[before] = 1
+        if above != NO_SLOT:
+            self._parent[slots[0]] = above
+            self._children[above] += 1
 
     def link(self, slots: SlotArray, before: SlotArray) -> None:
         """Give each slot the one before it as parent, also where a lost parent is back.
@@ -38,17 +56,26 @@ class Family:
         self._parent[slots] = before
         self._children[before] += 1  # distinct: each has one next block here
 
-    def unlink(self, slots: SlotArray) -> None:
-        """These slots leave. Children that stay, because bytes were lost, have no parent then."""
+    def leave(self, slots: SlotArray) -> None:
+        """These slots leave, and all their descendants with them (see :meth:`can_go`)."""
         parents = self._parent.take(slots)
-        # Most chains leave from their end on. A parent right behind its child is met there once.
-        beside = parents[:-1] == slots[1:]
-        self._children[slots[1:][beside]] -= 1
-        apart = np.concatenate((parents[:-1][~beside], parents[-1:]))
-        self._lose_child(apart[apart != NO_SLOT])
+        # Most chains leave from their end on. A parent right behind its child leaves, too.
+        apart = (parents[:-1] != slots[1:]).nonzero()[0]
+        if len(apart):
+            left = np.concatenate((parents.take(apart), parents[-1:]))
+            self._lose_child(left[left != NO_SLOT])
+        elif parents[-1] != NO_SLOT:
+            self._children[parents[-1]] -= 1
+        self._parent[slots] = NO_SLOT
+        self._children[slots] = 0
+
+    def unlink(self, slots: SlotArray) -> None:
+        """The bytes of these slots are lost. Children that stay have no parent then."""
+        parents = self._parent.take(slots)
+        self._lose_child(parents[parents != NO_SLOT])
         self._parent[slots] = NO_SLOT
         bereft = slots[self._children.take(slots) > 0]
-        if len(bereft):  # only when bytes were lost: a look at every slot is fair then
+        if len(bereft):  # a look at every slot is fair where bytes were lost
             self._parent[np.isin(self._parent, bereft)] = NO_SLOT
             self._children[bereft] = 0
 
@@ -62,8 +89,8 @@ class Family:
         # A chain that lies here from its end on: as many have their parent behind them as all of
         # these have children, so no child is anywhere else.
         beside = np.count_nonzero(self._parent.take(slots[:-1]) == slots[1:])
-        if int(children.sum()) == beside:
-            return np.ones(len(slots), dtype=bool)
+        if np.add.reduce(children) == beside:
+            return slots != NO_SLOT  # all of them
         above = self._parents_among(slots)
         going = np.bincount(above[above != NO_SLOT], minlength=len(slots))
         stays = going != children
@@ -106,10 +133,13 @@ class Family:
             above[linked] = above.take(above[linked])
         return slots[np.argsort(-depth, kind="stable")]
 
+    def all_distinct(self, slots: SlotArray) -> bool:
+        """Whether no slot is named twice."""
+        rises = int(np.count_nonzero(slots[1:] > slots[:-1]))  # most chains lie in one run
+        return rises >= len(slots) - 1 or bool(self.last_mentions(slots).all())
+
     def last_mentions(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
         """True where no later place in ``slots`` names the same slot."""
-        if (slots[1:] > slots[:-1]).all() or (slots[1:] < slots[:-1]).all():
-            return np.ones(len(slots), dtype=bool)  # most chains lie in one run
         at = np.arange(len(slots))
         self._place[slots] = at
         last = self._place.take(slots) == at

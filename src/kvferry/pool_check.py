@@ -1,49 +1,24 @@
-"""What a pool has written down about its slots, and the proof that all of it agrees."""
+"""The proof that everything a pool has written down about its slots agrees."""
 
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.chains import Chains
 from kvferry.errors import IntegrityError
-from kvferry.family import Family
 from kvferry.index import Index
 from kvferry.lease import Lease, Purpose
-from kvferry.policy import EvictionOrder
+from kvferry.policy import EvictionPolicy
+from kvferry.slot_states import PoolCounts, SlotState
 from kvferry.types import SlotArray
 
 
-class SlotState(IntEnum):
-    """What a slot is; see the drawing at the top of ``pool.py``."""
-
-    FREE = 0
-    WRITING = 1
-    CACHED = 2
-    DOOMED = 3
-    UNREADY = 4
-
-
 @dataclass(frozen=True)
-class PoolCounts:
-    """How the slots of a pool are used; ``free + cached + leased + unready == total``, always.
-
-    ``unready`` slots exist, but their memory cannot be used yet.
-    """
-
-    free: int
-    cached: int
-    leased: int
-    total: int
-    evicted: int
-    unready: int = 0
-
-
-@dataclass(frozen=True)
-class Books:
+class PoolCheck:
     """Everything a pool keeps, as it is at this moment. Not a copy: read it and let it go."""
 
     state: npt.NDArray[np.int8]
@@ -51,10 +26,11 @@ class Books:
     free: SlotArray
     num_ready: int
     index: Index
-    family: Family
-    order: EvictionOrder
+    chains: Chains
+    policy: EvictionPolicy
     leases: AbstractSet[Lease]
     counts: PoolCounts
+    num_doomed: int
 
     def check(self) -> None:
         """Prove them from scratch; raises IntegrityError with what is wrong.
@@ -66,9 +42,9 @@ class Books:
         owned = (self.state == SlotState.WRITING) | (self.state == SlotState.CACHED)
         self._check_index(np.flatnonzero(owned))
         self._check_claims()
-        self.family.check(owned)
+        self.chains.check(owned)
         evictable = np.flatnonzero((self.state == SlotState.CACHED) & (self.readers == 0))
-        _require(bool(self.order.holds(evictable).all()), "a cached slot is not in the order")
+        _require(bool(self.policy.holds(evictable).all()), "the policy lost a cached slot")
 
     def _check_free(self) -> None:
         state, free = self.state, self.free
@@ -109,7 +85,11 @@ class Books:
             "a slot is neither free nor cached though nobody claims it",
         )
         counts = self.counts
+        cached = (self.state == SlotState.CACHED) & ~claimed
+        _require(counts.cached == int(cached.sum()), "cached slots are miscounted")
         _require(counts.leased == int(claimed.sum()), "leased slots and leases disagree")
+        doomed = int((self.state == SlotState.DOOMED).sum())
+        _require(self.num_doomed == doomed, "doomed slots are miscounted")
         _require(
             counts.free + counts.cached + counts.leased + counts.unready == counts.total,
             "free + cached + leased + unready != total",

@@ -23,8 +23,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.keys import KeyArray
-from kvferry.types import Key, SlotArray
+from kvferry.keys import KEY_WORDS, KeyArray
+from kvferry.types import SlotArray
 
 _ROWS_PER_SLOT = 5 / 8  # 1 key in 5000 then finds no lane, also after long use
 _LANES = 8
@@ -34,12 +34,17 @@ _CROWDED = 2  # a byte that is neither a tag nor an empty lane
 _NO_LANE = 8  # where one is picked
 _MANY_ROWS = 1 << 17  # a table that no near cache holds, where two keys of a batch seldom meet
 
+_LAST_FEW = 8  # keys from which on those without a lane are given one by one
+
 _HALF = np.uint64(32)
 _IN_EVERY_LANE = np.uint64(0x0101010101010101)
 _BITS_TO_TOP = np.uint64(0x0102040810204080)
 _TOP_BYTE_AND_THREE = np.uint64(53)
 
 Positions = npt.NDArray[np.int64]
+
+_NO_WORDS = np.empty((0, KEY_WORDS), dtype="<u8")
+_NOWHERE: Positions = np.empty(0, dtype=np.int64)
 
 
 def _picks(num_choices: int) -> Positions:
@@ -53,7 +58,7 @@ def _picks(num_choices: int) -> Positions:
     return np.array([lanes[number % len(lanes)] for lanes in choices for number in range(8)])
 
 
-class Table:
+class TagTable:
     """Tags and slots by row and lane. Owns these two; what a fitting tag is worth it leaves open.
 
     A *place* is a lane of the whole table: ``row * 8 + lane``.
@@ -67,6 +72,8 @@ class Table:
         self._bytes = self._tags.view(np.uint8)
         self._slots = slots.view(np.int32)
         self._no_cell = self._num_rows * _LANES  # written where a row is full, never read
+        self._num_crowded = 0
+        self._hashed = (_NO_WORDS, _NOWHERE, np.empty(0, dtype=np.uint8))
         # Spread, because small tables see many keys of a batch in one row; low lanes, because of a
         # large one's slots caches hold a part only.
         self._picks = _picks(1 if self._num_rows > _MANY_ROWS else _LANES)
@@ -76,24 +83,26 @@ class Table:
 
         And the positions of those keys whose row is crowded: they may also be somewhere else.
         """
-        rows = self._rows(words)
+        _, rows, wanted = self._hash(words)
         # Every row is in range. Of all modes "wrap" looks least at an index, so that more fetches
         # from memory are under way at once: in a large table a third of their time.
-        tags = self._tags.take(rows, mode="wrap")
-        wanted = _tags(words).astype(np.uint64) * _IN_EVERY_LANE
-        fits = np.flatnonzero(tags.view(np.uint8) == wanted.view(np.uint8))
+        tags = self._tags.take(rows, mode="wrap").view(np.uint8)
+        every_lane = wanted.astype(np.uint64) * _IN_EVERY_LANE
+        fits = (tags == every_lane.view(np.uint8)).nonzero()[0]
         at = fits >> _LANE_BITS
-        slots = self._slots.take(self._cells(rows.take(at), fits & 7), mode="wrap")
-        crowded = np.flatnonzero(tags.view(np.uint8)[_CROWDING_LANE::8] == _CROWDED)
-        return at, slots.astype(np.int64), crowded
+        cells = (fits & 7) * self._num_rows + rows.take(at)
+        slots = self._slots.take(cells, mode="wrap").astype(np.int64)
+        if not self._num_crowded:
+            return at, slots, _NOWHERE
+        return at, slots, (tags[_CROWDING_LANE::8] == _CROWDED).nonzero()[0]
 
-    def candidates_of(self, key: Key) -> list[int]:
+    def candidates_of(self, key: bytes) -> list[int]:
         """The slots in which one key may be."""
-        row = self.row_of(key)
+        row = int.from_bytes(key[:4], "little") * self._num_rows >> 32
         first = row << _LANE_BITS
         tags = self._bytes[first : first + _LANES].tobytes()
         tag = key[8] | 1
-        slots = []
+        slots: list[int] = []
         lane = tags.find(tag)
         while lane >= 0:
             slots.append(self._slots.item(lane * self._num_rows + row))
@@ -105,33 +114,59 @@ class Table:
 
         What stands for those in the places has no meaning.
         """
-        places = np.empty(len(words), dtype=np.int64)
-        tags, rows, mine = _tags(words), self._rows(words), slots.astype(np.int32)
+        _, rows, tags = self._hash(words)
+        mine = slots.astype(np.int32)
         picks = (words[:, 1] >> np.uint64(8) & np.uint64(7)).view(np.int64)
+        lanes, won = self._compete(rows, picks, mine)
+        places = rows << _LANE_BITS | lanes
+        if np.count_nonzero(won) == len(won):
+            self._bytes[places] = tags
+            return places, _NOWHERE
         pending: Positions = np.arange(len(words))
         homeless: list[Positions] = []
-        while len(pending):
-            lanes = self._picks.take(_empty_lanes(self._tags.take(rows, mode="wrap")) ^ picks)
+        while True:
+            got = won.nonzero()[0]
+            winners = pending.take(got)
+            places[winners] = here = rows.take(winners) << _LANE_BITS | lanes.take(got)
+            self._bytes[here] = tags.take(winners)
             full = lanes == _NO_LANE
-            cells = self._cells(rows, lanes)
-            cells[full] = self._no_cell
-            # Of those that want the same cell, the one whose slot is found in it afterwards has it.
-            self._slots[cells] = mine
-            won = (self._slots.take(cells, mode="wrap") == mine) & ~full
-            here = rows << _LANE_BITS | lanes
-            places[pending] = here  # of those that did not get it: until the next round
-            got = np.flatnonzero(won)
-            self._bytes[here.take(got)] = tags.take(got)
             homeless.append(pending[full])
-            lost = np.flatnonzero(~(won | full))
-            pending, rows, picks = pending.take(lost), rows.take(lost), picks.take(lost)
-            tags, mine = tags.take(lost), mine.take(lost)
-        return places, np.concatenate([np.empty(0, dtype=np.int64), *homeless])
+            pending = pending[~(won | full)]
+            if len(pending) <= _LAST_FEW:
+                break
+            lanes, won = self._compete(rows.take(pending), picks.take(pending), mine.take(pending))
+        for at in pending.tolist():
+            place = self._claim_one(rows.item(at), tags.item(at), mine.item(at))
+            if place is None:
+                homeless.append(np.array([at]))
+            else:
+                places[at] = place
+        return places, np.concatenate(homeless)
+
+    def _compete(
+        self, rows: Positions, picks: Positions, mine: npt.NDArray[np.int32]
+    ) -> tuple[Positions, npt.NDArray[np.bool_]]:
+        """A lane for each key, and whether it has it; no lane in rows that are full."""
+        lanes = self._picks.take(_empty_lanes(self._tags.take(rows, mode="wrap")) ^ picks)
+        cells = lanes * self._num_rows + rows
+        np.minimum(cells, self._no_cell, out=cells)
+        # Of those that want the same cell, the one whose slot is found in it afterwards has it.
+        self._slots[cells] = mine
+        return lanes, (self._slots.take(cells, mode="wrap") == mine) & (lanes != _NO_LANE)
+
+    def _claim_one(self, row: int, tag: int, slot: int) -> int | None:
+        first = row << _LANE_BITS
+        lane = self._bytes[first : first + _LANES].tobytes().find(0)
+        if lane < 0:
+            return None
+        self._slots[lane * self._num_rows + row] = slot
+        self._bytes[first + lane] = tag
+        return first + lane
 
     def free(self, places: Positions) -> None:
         self._bytes[places] = 0
 
-    def row_of(self, key: Key) -> int:
+    def row_of(self, key: bytes) -> int:
         return int.from_bytes(key[:4], "little") * self._num_rows >> 32
 
     def crowd(self, row: int) -> int | None:
@@ -143,28 +178,27 @@ class Table:
         at = (row << _LANE_BITS) + _CROWDING_LANE
         if self._bytes[at] == _CROWDED:
             return None
+        self._num_crowded += 1
         self._bytes[at] = _CROWDED
         return self._slots.item(_CROWDING_LANE * self._num_rows + row)
 
     def uncrowd(self, row: int) -> None:
         """Say that no key of this row is somewhere else any more."""
+        self._num_crowded -= 1
         self._bytes[(row << _LANE_BITS) + _CROWDING_LANE] = 0
 
     def clear(self) -> None:
         self._tags.fill(0)
+        self._num_crowded = 0
 
-    def _cells(self, rows: Positions, lanes: Positions) -> Positions:
-        """Where the slots of these lanes are."""
-        return lanes * self._num_rows + rows
-
-    def _rows(self, words: KeyArray) -> Positions:
-        # As 64 bits first: numpy 1 would multiply in 32.
-        halves = words.view("<u4")[:, 0].astype(np.uint64)
-        return (halves * np.uint64(self._num_rows) >> _HALF).view(np.int64)
-
-
-def _tags(words: KeyArray) -> npt.NDArray[np.uint8]:
-    return words.view(np.uint8)[:, 8] | np.uint8(1)
+    def _hash(self, words: KeyArray) -> tuple[KeyArray, Positions, npt.NDArray[np.uint8]]:
+        """The row and the tag of each key. Who looked a batch up mostly stores it next."""
+        if words is not self._hashed[0]:
+            # As 64 bits first: numpy 1 would multiply in 32.
+            halves = words.view("<u4")[:, 0].astype(np.uint64)
+            rows = (halves * np.uint64(self._num_rows) >> _HALF).view(np.int64)
+            self._hashed = (words, rows, words.view(np.uint8)[:, 8] | np.uint8(1))
+        return self._hashed
 
 
 def _empty_lanes(tags: npt.NDArray[np.uint64]) -> Positions:

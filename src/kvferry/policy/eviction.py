@@ -1,0 +1,105 @@
+"""What an eviction policy is told and may ask; what it must answer.
+
+A policy learns of three different things: blocks that came (``insert``), blocks that served a
+request (``use``), and blocks that must stay only because others follow them (``keep``). It says who
+goes first (``take``). Whether a block may go at all is for the pool to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.keys import Keys
+from kvferry.types import SlotArray
+
+
+class Arriving(NamedTuple):
+    """Blocks that want slots: what room is needed for. To be looked at, not to be kept.
+
+    ``keys`` are those of one call, in the order of their chain; ``slots`` says where each of them
+    is, ``NO_SLOT`` for those that want one. ``parent`` is the slot of the block before the first of
+    them, ``NO_SLOT`` where there is none here. Blocks that are not ``chained`` stand alone.
+    """
+
+    keys: Keys
+    slots: SlotArray
+    parent: int
+    chained: bool
+
+
+@dataclass(frozen=True)
+class Residents:
+    """What a policy may see of the blocks in a pool: questions, answered when they are asked.
+
+    A *position* is how many blocks of its chain come before a block, and a *conversation* is a
+    number: a block that follows the last of a chain goes on with its conversation, one that follows
+    a block which is followed already begins another, as does one that follows nothing. So what
+    several conversations share belongs to the first of them. Both are known only to a policy that
+    ``wants_chains``; blocks that are not chained are at position 0 of a conversation of their own.
+    """
+
+    num_slots: int
+    now: Callable[[], float]
+    """Seconds, from some moment on."""
+    keys_of: Callable[[SlotArray], Keys]
+    positions_of: Callable[[SlotArray], npt.NDArray[np.int64]]
+    conversations_of: Callable[[SlotArray], npt.NDArray[np.int64]]
+    num_followers_of: Callable[[SlotArray], npt.NDArray[np.int32]]
+    """How many blocks come right after each. One that is followed cannot go without them."""
+    is_idle: Callable[[SlotArray], npt.NDArray[np.bool_]]
+    """Whether each is cached, read by nobody, and no part of what arrives: else it cannot go."""
+
+
+class EvictionPolicy(Protocol):
+    """In which order cached blocks should go. Owns what it remembers; leaves claims to the pool.
+
+    A policy holds a slot from ``insert`` until the slot is taken or discarded, and again from when
+    it is kept, used or put back. Slots in a call are distinct. Every call takes a whole batch.
+    """
+
+    wants_chains: bool
+    """Whether positions and conversations are to be kept for it: costs a little at every store."""
+
+    def insert(self, slots: SlotArray) -> None:
+        """These blocks can be matched from now on; in the order of their chain."""
+
+    def use(self, slots: SlotArray) -> None:
+        """A request was served with these blocks, or stores what follows them; in chain order."""
+
+    def keep(self, slots: SlotArray) -> None:
+        """These, taken before, must stay as long as those that follow them; followers first.
+
+        No sign of use: they were met before blocks that depend on them.
+        """
+
+    def put_back(self, slots: SlotArray) -> None:
+        """These stay for now: they would go first again, in this order."""
+
+    def take(self, count: int, arriving: Arriving) -> SlotArray:
+        """Let go of up to ``count`` slots and return them, the first to go first.
+
+        The pool evicts those that may go, then keeps or puts back the others; one that is claimed
+        comes back when its claim ends. It asks again while it lacks room, until the answer is
+        empty: the rest of what arrives is not stored then. So a policy refuses newcomers.
+        """
+
+    def peek(self, count: int) -> SlotArray:
+        """Up to ``count`` slots that would go first, in that order; changes nothing."""
+
+    def holds(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
+        """For each slot, whether it is held."""
+
+    def discard(self, slots: SlotArray) -> None:
+        """These slots left the cache; those that are not held are ignored."""
+
+    def clear(self) -> None:
+        """Let go of every slot."""
+
+
+EvictionPolicyMaker = Callable[[Residents], EvictionPolicy]
+"""What makes a policy for a pool: mostly its class."""

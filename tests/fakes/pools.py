@@ -1,0 +1,33 @@
+"""Emptying a pool by what it offers its users: room is made by asking for it."""
+
+from __future__ import annotations
+
+from itertools import count
+
+from tests.fakes.crafted_keys import keys
+
+from kvferry.keys import Keys
+from kvferry.lease import Purpose
+from kvferry.pool import Pool
+
+_new = count(1 << 40)
+
+
+def evict(pool: Pool, num_slots: int) -> int:
+    """Have up to so many blocks evicted by a store that is then called off; returns how many."""
+    if num_slots <= 0:
+        return 0
+    evicted, reserved = pool.counts.evicted, pool.num_reserved
+    lease = pool.reserve(keys(next(_new) for _ in range(pool.num_free + num_slots)), chained=False)
+    if lease is not None:
+        lease.abort()
+    pool.num_reserved = reserved  # nobody wanted these
+    return pool.counts.evicted - evicted
+
+
+def forget(pool: Pool, gone: Keys) -> None:
+    """These blocks, where they are cached, turn out to be unreadable."""
+    for each in gone:
+        lease = pool.pin(Keys.from_bytes([each]), Purpose.COPY)
+        if lease is not None:
+            lease.spoil()
