@@ -37,7 +37,6 @@ from kvferry.types import KEY_BYTES, NO_SLOT, Key, SlotArray
 from kvferry.victims import victims
 
 _NEWS = 256  # commits remembered for those who ask what is new; a step has fewer
-
 # As plain numbers: numpy takes an IntEnum the long way.
 _FREE, _WRITING, _CACHED, _DOOMED, _UNREADY = (int(state) for state in SlotState)
 
@@ -214,7 +213,7 @@ class Pool:
         self._policy.use(found[self._chains.last_mentions(found)])
 
     def give_out_next(self, slots: SlotArray) -> None:
-        """The next slots to be reserved are these, in this order; all of them must be free."""
+        """The next slots to be reserved are these free ones, in this order."""
         others = np.setdiff1d(self._free[: self._num_free], slots)
         if len(others) + len(slots) != self._num_free:
             raise InputError(f"{len(slots)} slots cannot be given out next: some are not free")
