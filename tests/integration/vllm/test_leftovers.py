@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.ests.integration.vllm.sides import BLOCK_TOKENS, Sides, request_of
+from tests.integration.vllm.sides import BLOCK_TOKENS, Sides, request_of
 
 from kvferry.vllm.blocks import VllmBlocks
 
