@@ -290,7 +290,7 @@ class Server:
         self.side.close()
 
 
-class OnCpu(np.ndarray):  # type: ignore[type-arg]
+class OnCpu(np.ndarray):
     """An array that says where it is, as a tensor does."""
 
     @property

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from kvferry.scheduler import Request, Scheduler, State
-from kvferry.types import DEVICE, TransferId
+from kvferry.types import DEVICE, Transfer, TransferId
 
 _OVER = {State.LEFT, State.ENDED}
 _LIVE = set(State) - _OVER
@@ -112,7 +112,9 @@ def _loads(scheduler: Scheduler) -> list[tuple[int, Request]]:
     flying = [
         (flight.transfer.id, flight.served[0])
         for flight in scheduler._flights._flying.values()
-        if flight.transfer.dst == DEVICE and not flight.overdue
+        if isinstance(flight.transfer, Transfer)
+        and flight.transfer.dst == DEVICE
+        and not flight.overdue
     ]
     return [*queued, *flying]
 
@@ -134,11 +136,15 @@ def _check_waits(scheduler: Scheduler) -> None:
 def _check_transit(scheduler: Scheduler) -> None:
     """The running counts are what counting from the start gives."""
     outbox, transit = scheduler._outbox, scheduler._transit
-    flying = [f for f in scheduler._flights._flying.values() if not f.overdue]
+    flying = [
+        (f.transfer, f.leases[0])
+        for f in scheduler._flights._flying.values()
+        if isinstance(f.transfer, Transfer) and not f.overdue
+    ]
     loads = [(o.transfer, o.lease) for o in outbox._loads]
-    loads += [(f.transfer, f.leases[0]) for f in flying if f.transfer.dst == DEVICE]
+    loads += [(transfer, lease) for transfer, lease in flying if transfer.dst == DEVICE]
     stores = sum(len(o.device_blocks) for o in outbox._stores)
-    stores += sum(len(f.transfer) for f in flying if f.transfer.src == DEVICE)
+    stores += sum(len(transfer) for transfer, _ in flying if transfer.src == DEVICE)
     assert transit.blocks_to_device == sum(len(transfer) for transfer, _ in loads)
     assert transit.blocks_from_device == stores
     reading = Counter(int(slot) for _, lease in loads for slot in lease.slots)
@@ -155,7 +161,7 @@ def _check_leases(scheduler: Scheduler) -> None:
     leases += [lease for order in outbox._moves for lease in order.leases]
     leases += [lease for f in scheduler._flights._flying.values() for lease in f.leases]
     pools = [scheduler.pool, *(level.pool for level in scheduler._parts.lower.levels)]
-    assert len(leases) == sum(pool.num_leases for pool in pools)
+    assert len(leases) == sum(pool.num_leases for pool in pools if pool is not None)
 
 
 def check_nothing_left(scheduler: Scheduler) -> None:
@@ -168,7 +174,8 @@ def check_nothing_left(scheduler: Scheduler) -> None:
     assert not parts.waits._waiting
     assert not parts.released
     assert not parts.rests
-    assert not parts.lower._promoting
+    assert not parts.lower._moves
+    assert not parts.lower._asking
     assert not scheduler.num_queued
     assert not scheduler.num_in_flight
     assert not scheduler._transit.blocks_to_device

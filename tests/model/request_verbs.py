@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.fakes.crafted_keys import keys
+from tests.fakes.pools import evict
 from tests.model import request_laws
 
 from kvferry.answers import DeviceBlocks
@@ -20,7 +21,7 @@ from kvferry.errors import InputError
 from kvferry.pool import Pool
 from kvferry.reach import FullAttention
 from kvferry.scheduler import BlockTable, Ordered, PlacedLevel, Request, Scheduler, State, WriteMode
-from kvferry.types import Outcome, Rank, Receipt, TierName, TransferId
+from kvferry.types import Outcome, Rank, Receipt, TierName, Transfer, TransferId
 
 VERBS = ("match", "load", "run", "store", "preempt", "end", "leave")
 Action = tuple[Any, ...]
@@ -121,7 +122,7 @@ class World:
             self._plan()
             self._answer_all()
         if self.levels:
-            self.scheduler.pool.evict(len(numbers))
+            evict(self.scheduler.pool, len(numbers))
 
     # -- what can happen ------------------------------------------------------------------------
 
@@ -130,7 +131,7 @@ class World:
             if request.state is not State.ENDED:
                 for verb in VERBS:
                     yield (verb, number)
-        if self.scheduler.num_queued or self.scheduler.num_owing:
+        if self.scheduler.num_queued or self.scheduler.owing:
             yield ("plan",)
         for rank, unanswered in enumerate(self.unanswered):
             if unanswered:
@@ -268,6 +269,7 @@ class World:
                     *(f.reason, f.deadline - now),
                 )
                 for t, f in sorted(scheduler._flights._flying.items())
+                if isinstance(f.transfer, Transfer)
             ),
             tuple((o.lease.slots.tobytes(), o.device_blocks.tobytes()) for o in outbox._stores),
             tuple((o.lease.slots.tobytes(), int(o.request.id)) for o in outbox._loads),
@@ -275,7 +277,7 @@ class World:
             tuple(pool._index.key_of(slot) for slot in pool._index.slots().tolist()),
             tuple(pool._index.slots().tolist()),
             (pool._state.tobytes(), pool._readers.tobytes()),
-            tuple(pool._order.peek_oldest(pool.num_slots).tolist()),
+            tuple(pool._policy.peek(pool.num_slots).tolist()),
             tuple((g, blocks.tobytes()) for g, blocks in scheduler._parts.released),
             tuple(sorted((+self.holds).items())),
             tuple(r.request.id for r in (*rests._held, *rests._waiting.values())) if rests else (),

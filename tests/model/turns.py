@@ -246,10 +246,16 @@ class Turns:
             self.device.bytes[:, turn.table[at]] = self.value(turn.chain[at])
             turn.num_computed += 1
             self.device.publish(turn.table[at], turn.chain[at])
-        if turn.num_computed * TOKENS >= turn.request.progress.due:
+        if turn.num_computed * TOKENS >= self._due(turn):
             tokens = turn.num_computed * TOKENS
             self.device.hold(turn.request.store([turn.table], tokens))
             self.counts["stored running"] += 1
+
+    def _due(self, turn: Turn) -> int:
+        """With so many tokens computed it is worth storing some."""
+        rests = self.scheduler.rests
+        assert rests is not None
+        return turn.request.progress.since + rests.step
 
     def finish(self, turn: Turn) -> None:
         self.device.hold(turn.request.leave(turn.num_computed * TOKENS))

@@ -237,7 +237,7 @@ def test_the_manifest_sets_settings_that_exist():
 
 
 def test_what_names_requests_stays_inside_the_pod():
-    """``/explain`` is on kvferry's own endpoint: on loopback, and no port of the pod or the service."""
+    """``/explain`` is on our own endpoint: on loopback, and no port of the pod or the service."""
     env = {item["name"]: item.get("value") for item in container()["env"]}
     ours = {name: value for name, value in env.items() if name.startswith("KVFERRY_")}
     config = Config.from_env(ours)
