@@ -360,7 +360,14 @@ def main() -> int:
     return 0
 
 
-BEFORE: dict[str, tuple[int, int]] = {}
+BEFORE: dict[str, tuple[int, int]] = {
+    "library: store": (184, 110),
+    "library: match": (171, 93),
+    "library: load": (289, 160),
+    "vLLM: store": (414, 258),
+    "vLLM: match": (215, 126),
+    "vLLM: load": (399, 229),
+}
 
 if __name__ == "__main__":
     sys.exit(main())

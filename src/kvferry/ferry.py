@@ -153,7 +153,7 @@ class Ferry(Closing):
         self._owner.require()
         if not isinstance(keys, Keys):
             raise InputError(f"keys must come from ferry.keys, got {type(keys).__name__}")
-        on_device = integer(on_device, "on_device")
+        on_device = on_device if type(on_device) is int else integer(on_device, "on_device")
         if not 0 <= on_device <= len(keys):
             raise InputError(f"{on_device} blocks on the device do not fit {len(keys)} keys")
         request = self._scheduler.open(f"hit-{next(_names)}", keys)
@@ -217,23 +217,24 @@ class Ferry(Closing):
         self._owner.require()
         if not isinstance(keys, Keys):
             raise InputError(f"keys must come from ferry.keys, got {type(keys).__name__}")
-        first = integer(first, "first")
-        before = min(max(0, first), len(keys))
+        first = first if type(first) is int else integer(first, "first")
+        num_keys = len(keys)
+        before = min(max(0, first), num_keys)
         tables = self._tables(device_blocks, before=before)
-        if first != before or (len(tables) == 1 and len(tables[0]) != len(keys)):
+        if first != before or (len(tables) == 1 and len(tables[0]) != num_keys):
             raise InputError(
                 f"{len(tables[0]) - before} device blocks from block {first} on do not fit "
-                f"{len(keys)} keys; there must be one key per block, from the first block on"
+                f"{num_keys} keys; there must be one key per block, from the first block on"
             )
         self._rank.note_step()
         ticket = self._tickets.give()
         request = self._scheduler.open(f"store-{next(_names)}", keys)
         try:
-            ordered = request.store(tables, len(keys) * self.namespace.block_tokens)
+            ordered = request.store(tables, num_keys * self.namespace.block_tokens)
         finally:
             request.end()
         note = ""
-        if len(tables) == 1 and (not ordered or len(ordered[0].blocks) < len(keys) - first):
+        if len(tables) == 1 and (not ordered or len(ordered[0].blocks) < num_keys - first):
             note = why_left_out(
                 self._scheduler,
                 self._config,

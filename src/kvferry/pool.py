@@ -365,7 +365,8 @@ class Pool:
             self.num_reserved += count
             self._state[slots] = _WRITING
             # Not a copy of the whole request: so many bytes are mapped and faulted in anew.
-            self._index.insert(keys if count == len(keys) else keys.take(positions), slots)
+            new = keys if count == len(keys.array) else keys.take(positions)
+            self._index.insert(new, slots)
         return slots
 
     def _converse(

@@ -280,7 +280,7 @@ class World:
             tuple(pool._policy.peek(pool.num_slots).tolist()),
             tuple((g, blocks.tobytes()) for g, blocks in scheduler._parts.released),
             tuple(sorted((+self.holds).items())),
-            tuple(r.request.id for r in (*rests._held, *rests._waiting.values())) if rests else (),
+            tuple(r.request.id for r in (*rests.held, *rests._waiting.values())) if rests else (),
             scheduler.epoch,
         )
 

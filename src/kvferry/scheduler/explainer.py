@@ -10,7 +10,6 @@ from kvferry.scheduler.ghosts import Ghosts
 from kvferry.scheduler.hit import Hit
 from kvferry.scheduler.matching import Matcher, Missing
 from kvferry.scheduler.why import Explanation, Reason
-from kvferry.slot_states import SlotState
 from kvferry.types import RequestId
 
 
@@ -73,7 +72,7 @@ class Explainer:
 
     def _why_missing(self, missing: Missing) -> Reason:
         group, key = missing.group, missing.key
-        if self._pool.state_of(key) is not SlotState.FREE:
+        if missing.is_coming:
             return Reason.IN_FLIGHT
         if self._ghosts.has(key):
             return Reason.EVICTED

@@ -10,9 +10,10 @@ lost.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -116,10 +117,13 @@ class Flights:
         self.counts = FlightCounts()
         self._num_ranks = num_ranks
         self._ranks = frozenset(map(Rank, range(num_ranks)))
-        self._next_deadline = _NEVER
+        self.next_deadline = _NEVER
+        """Before that nobody is late: :meth:`expire` finds nothing."""
         self._flying: dict[TransferId, Flight] = {}
         self._lost: dict[Rank, str] = {}
-        self._next_id = 0
+        self._num_sent = 0
+        self.new_id = cast(Callable[[], TransferId], itertools.count().__next__)
+        """The id of the next transfer."""
 
     def __len__(self) -> int:
         return len(self._flying)
@@ -140,10 +144,6 @@ class Flights:
         """Transfers and questions in flight whose time is not up."""
         return sum(not flight.overdue for flight in self._flying.values())
 
-    def new_id(self) -> TransferId:
-        self._next_id += 1
-        return TransferId(self._next_id - 1)
-
     def launch(
         self,
         transfer: Transfer | Question,
@@ -159,7 +159,8 @@ class Flights:
         self._flying[transfer.id] = Flight(
             transfer, leases, deadline, waiting, reason, served=served
         )
-        self._next_deadline = min(self._next_deadline, deadline)
+        self._num_sent = max(self._num_sent, transfer.id + 1)
+        self.next_deadline = min(self.next_deadline, deadline)
         self.counts.launched += isinstance(transfer, Transfer)
 
     def settle(self, receipts: Iterable[Receipt]) -> list[Flight]:
@@ -173,7 +174,7 @@ class Flights:
             if (
                 receipt.failed
                 or receipt.rank not in self._ranks
-                or not (0 <= receipt.transfer_id < self._next_id)
+                or not (0 <= receipt.transfer_id < self._num_sent)
             ):
                 self._check(receipt)
         landed = []
@@ -196,11 +197,9 @@ class Flights:
 
         But a question, which claims nothing, is over: an answer to it comes too late.
         """
-        if now < self._next_deadline:
-            return []
         late = [f for f in self._flying.values() if f.deadline <= now and not f.overdue]
         coming = [f.deadline for f in self._flying.values() if f.deadline > now]
-        self._next_deadline = min(coming, default=_NEVER)
+        self.next_deadline = min(coming, default=_NEVER)
         for flight in late:
             flight.overdue = True
             flight.reason = flight.reason or (
@@ -216,7 +215,7 @@ class Flights:
         """A level is away: nobody waits any longer for what it was to bring, take or say."""
         for flight in self._flying.values():
             if flight.concerns(level) and not flight.overdue:
-                flight.deadline = self._next_deadline = _LONG_AGO
+                flight.deadline = self.next_deadline = _LONG_AGO
                 flight.reason = flight.reason or reason
 
     def lose_rank(self, rank: Rank, reason: str) -> list[Flight]:
@@ -243,9 +242,9 @@ class Flights:
         return flights
 
     def _check(self, receipt: Receipt) -> None:
-        if not 0 <= receipt.transfer_id < self._next_id:
+        if not 0 <= receipt.transfer_id < self._num_sent:
             raise ReceiptError(
-                f"receipt for transfer {receipt.transfer_id}, but only {self._next_id} were ever "
+                f"receipt for transfer {receipt.transfer_id}, but only {self._num_sent} were ever "
                 "sent; drop it and settle the others"
             )
         flight = self._flying.get(receipt.transfer_id)

@@ -20,7 +20,8 @@ class Hit:
     """What one look found, claimed: the leases, by group, of the slots a load would read.
 
     ``joined`` are slots that another request was loading when we looked: its answer is to wait.
-    A hit that ``is_declined`` claims nothing; computing is faster, or there is nothing to load.
+    A hit that ``is_declined`` claims nothing; computing is faster, or there is nothing to load. One
+    that ``must_wait`` is not to be loaded now: another loads the same, or the bounds are reached.
     """
 
     __slots__ = (
@@ -31,6 +32,7 @@ class Hit:
         "joined",
         "leases",
         "look",
+        "must_wait",
         "num_loads",
     )
 
@@ -43,6 +45,7 @@ class Hit:
         self.joined: SlotArray | None = None
         self.decision: Decision | None = None
         self.is_declined = False
+        self.must_wait = False
 
     def release(self) -> None:
         leases, self.leases = self.leases, ()
@@ -101,6 +104,7 @@ class Hits:
         if self._joins_loads and self._transit.blocks_to_device:
             hit.joined = self._joined(look)
             if hit.joined is not None:
+                hit.must_wait = True
                 hit.release()
                 return hit
         hit.decision = self.worth.decide(
@@ -109,6 +113,8 @@ class Hits:
         if not hit.decision.load:
             hit.is_declined = True
             hit.release()
+        elif self._transit.blocks_to_device:
+            hit.must_wait = not self._may_load(hit)
         return hit
 
     def still_holds(self, hit: Hit) -> bool:
@@ -124,13 +130,15 @@ class Hits:
                 return False
             hit.generation = self._pool.generation
         hit.deadline = self._clock() + self._patience
+        hit.must_wait = bool(self._transit.blocks_to_device) and not self._may_load(hit)
         return True
 
-    def may_load(self, hit: Hit) -> bool:
-        """Whether a load fits the bounds. One load alone always does, or it would wait for ever."""
+    def _may_load(self, hit: Hit) -> bool:
+        """Whether a load beside others fits the bounds.
+
+        One load alone always does, or it would wait for ever.
+        """
         loading = self._transit.blocks_to_device
-        if not loading:
-            return True
         if self._max_blocks is not None:
             loading += sum(len(lease) for lease in hit.leases if lease is not None)
             if loading > self._max_blocks:

@@ -92,7 +92,8 @@ class Journal:
     def ended(self, request_id: RequestId, flight: Flight) -> None:
         """A transfer ended that moved blocks of this request, or it waits no longer for it."""
         if isinstance(flight.transfer, Transfer):  # a question copies nothing
-            self._touch(request_id).copies.append(Copy.of(flight, flight.transfer))
+            copy = Copy.of(flight, flight.transfer)
+            self._touch(request_id).copies.append(copy)
 
     def entry(self, request_id: RequestId) -> Entry | None:
         return self._entries.get(request_id)

@@ -32,11 +32,15 @@ Present = list[npt.NDArray[np.bool_]]
 
 
 class Missing(NamedTuple):
-    """A block that no hit can do without, and that is not here: its first token, its key."""
+    """A block that no hit can do without, and that is not here: its first token, its key.
+
+    One that ``is_coming`` was on its way in when it was looked for.
+    """
 
     group: int
     token: int
     key: Key
+    is_coming: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +136,7 @@ class Matcher:
     # -- looking --------------------------------------------------------------------------------
 
     def next_missing(
-        self, chain: KeyChain, computed_tokens: int, max_tokens: int
+        self, chain: KeyChain, num_keys: int, computed_tokens: int, max_tokens: int
     ) -> Missing | None:
         """The block every hit needs and the host lacks.
 
@@ -145,10 +149,12 @@ class Matcher:
         for g, group in enumerate(self.groups):
             block = computed_tokens // group.block_tokens
             at = (block + 1) * self._ratios[g] - 1
-            if at < len(chain):
+            if at < num_keys:
                 key = masked_key(chain[at], scope(self.epoch, g))
-                if self._host.state_of(key) is not SlotState.CACHED:
-                    return Missing(g, block * group.block_tokens, key)
+                state = self._host.state_of(key)
+                if state is not SlotState.CACHED:
+                    is_coming = state is not SlotState.FREE
+                    return Missing(g, block * group.block_tokens, key, is_coming)
         return None
 
     def names(self, missing: Missing, chain: KeyChain) -> bool:
@@ -191,7 +197,7 @@ class Matcher:
             is_read = host_tokens > computed_tokens and count > 0
             places.append(range(first, first + count) if is_read else range(0))
             pinned.append(found[g][:count] if is_read else None)
-            if count < len(asked[g]):
+            if count < len(asked[g].array):
                 asked[g] = asked[g][: max(0, count)]
         return Look(
             keys,
@@ -212,8 +218,7 @@ class Matcher:
         for g, group in enumerate(self.groups):
             block = computed_tokens // group.block_tokens + len(found[g])
             if block * group.block_tokens < longer:
-                key = self.slot_keys(g, keys, range(block, block + 1))[0]
-                return Missing(g, block * group.block_tokens, key)
+                return self._missing(g, keys, block)
         return None
 
     def _survey(
@@ -285,14 +290,17 @@ class Matcher:
         longer = self._next_length(look)
         if longer > look.max_tokens or look.host is None:
             return None
-        for g, group in enumerate(self.groups):
+        for g in range(len(self.groups)):
             blocks = self.needed(g, longer, look.computed_tokens)
             present = look.host[g][blocks.start : blocks.stop]
             if not present.all():
-                block = blocks.start + int(present.argmin())
-                key = self.slot_keys(g, look.keys, range(block, block + 1))[0]
-                return Missing(g, block * group.block_tokens, key)
+                return self._missing(g, look.keys, blocks.start + int(present.argmin()))
         return None
+
+    def _missing(self, g: int, keys: Keys, block: int) -> Missing:
+        key = self.slot_keys(g, keys, range(block, block + 1))[0]
+        is_coming = self._host.state_of(key) is not SlotState.FREE
+        return Missing(g, block * self.groups[g].block_tokens, key, is_coming)
 
     # -- whether it is worth another look -------------------------------------------------------
 

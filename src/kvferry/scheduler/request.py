@@ -136,7 +136,7 @@ class Request:
             and parts.matcher.names(missed[3], chain)
         ):
             return self._nothing(computed_tokens)
-        missing = parts.matcher.next_missing(chain, computed_tokens, max_tokens)
+        missing = parts.matcher.next_missing(chain, num_keys, computed_tokens, max_tokens)
         if missing is None:
             return self._look(chain.keys(), computed_tokens, max_tokens)
         self._missed = (generation, computed_tokens, max_tokens, missing)
@@ -163,7 +163,7 @@ class Request:
         look = hit.look
         if hit.is_declined:
             return self._nothing(look.computed_tokens)
-        if hit.joined is not None or not self._parts.hits.may_load(hit):
+        if hit.must_wait:
             self.state = State.WAITING
             return Match(MatchState.WAIT, look.computed_tokens, look.computed_tokens)
         self.state = State.MATCHED

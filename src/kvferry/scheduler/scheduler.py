@@ -197,7 +197,7 @@ class Scheduler:
         releases them.
         """
         rests = self._parts.rests
-        if rests is None or not rests or not (is_idle or rests.is_due):
+        if rests is None or not (is_idle or rests.is_due):
             return []
         return store_left(self._parts, rests, is_idle=is_idle)
 

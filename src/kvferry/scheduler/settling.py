@@ -56,8 +56,9 @@ class Settling:
                 self._end_move(flight)
         if num_bytes:
             parts.hits.worth.note_load(num_bytes, seconds)
-        for flight in self._flights.expire(now):
-            self._give_up(flight, loaded, failed)
+        if now >= self._flights.next_deadline:
+            for flight in self._flights.expire(now):
+                self._give_up(flight, loaded, failed)
         expired = self._expire_hits(now) if parts.pinned else ()
         released = tuple(parts.released)
         parts.released.clear()
@@ -79,7 +80,7 @@ class Settling:
         parts = self._parts
         parts.released.append(DeviceBlocks(transfer.group, transfer.src_slots))
         if not flight.overdue:
-            self._transit.store(transfer.group, -len(transfer))
+            self._transit.store(transfer.group, -len(transfer.src_slots))
         for request in flight.served:
             parts.journal.ended(request.id, flight)
         if parts.lower.levels and not flight.reason:
@@ -99,7 +100,7 @@ class Settling:
             self._stop_counting(flight, transfer)
             self._tell(flight, loaded, failed)
         elif transfer.src == DEVICE:
-            self._transit.store(transfer.group, -len(transfer))
+            self._transit.store(transfer.group, -len(transfer.src_slots))
         else:
             self._parts.lower.overdue(flight)
             for request in self._parts.waits.take(transfer.id):
@@ -108,7 +109,7 @@ class Settling:
             lease.disown()
 
     def _stop_counting(self, flight: Flight, transfer: Transfer) -> None:
-        self._transit.load(transfer.group, -len(transfer))
+        self._transit.load(transfer.group, -len(transfer.dst_slots))
         for lease in flight.leases:
             self._parts.hits.ended(lease)
 

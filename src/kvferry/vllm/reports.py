@@ -47,7 +47,7 @@ class Reports:
         self._num_sharing = num_ranks if shape.is_shared else 1
         self._slot_bytes: dict[str, int] = {HOST: shape.slot_bytes}
         self._pinned = pinned
-        self._events = (
+        self.events = (
             EventLog(scheduler.pool, scheduler.groups, hash_tokens) if has_listeners else None
         )
         self._told: dict[str, float] = {}
@@ -76,17 +76,12 @@ class Reports:
 
     def ordered(self, ordered: Iterable[Ordered]) -> None:
         """Have routers told of these blocks once they can be matched."""
-        if self._events is not None:
+        if self.events is not None:
             for part in ordered:
-                self._events.ordered(part)
-
-    def landed(self) -> None:
-        """Copies have ended."""
-        if self._events is not None:
-            self._events.settled()
+                self.events.ordered(part)
 
     def take_events(self) -> Iterable[Any]:
-        return self._events.take() if self._events is not None else ()
+        return self.events.take() if self.events is not None else ()
 
     @property
     def is_due(self) -> bool:

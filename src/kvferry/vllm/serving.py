@@ -103,6 +103,7 @@ class Serving:
         self._tracked: dict[str, Tracked] = {}
         self._promises: list[Promise] = []
         self._times_prefills = False  # and so must look at the next step
+        self._unlooked: list[Tracked] = []  # they run since a calm step
         self._has_settled = False
         self._settle_at = 0.0
         self._quiet_orders = StepOrders(computes=True, is_quiet=True)
@@ -129,8 +130,8 @@ class Serving:
             return None, False
         if match.state is MatchState.MISS:
             return MISS
-        tracked.claimed_tokens = match.to_load
-        return match.to_load, True
+        claimed = tracked.claimed_tokens = match.num_tokens - computed_tokens
+        return claimed, True
 
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM has given the request its blocks: order the load it was promised.
@@ -138,10 +139,10 @@ class Serving:
         What vLLM counts on and we cannot bring is told to it by way of the ranks, or the request
         would wait for ever.
         """
-        self._pace.disturb()
         tracked = self._track(request)
         ferried, claimed = tracked.ferried, tracked.claimed_tokens
         if ferried.state is State.ANSWERED and not num_external_tokens:
+            self._pace.disturb()
             return
         self._pace.look_next()  # or one that comes back with a token to compute counts as not run
         tracked.claimed_tokens = 0
@@ -210,13 +211,15 @@ class Serving:
         rests, scheduler = self._rests, self.scheduler
         if self._promises or self._times_prefills or self._is_lazy or scheduler.num_queued:
             return False
-        if rests.holds_some or (rests and not rests.can_wait):
+        if rests.held or (rests and not rests.can_wait):
             return False
         num_scheduled, num_others = step.num_scheduled_tokens, step.total_num_scheduled_tokens
         for data in step.scheduled_new_reqs:
             num_tokens = num_scheduled.get(data.req_id, 0)
             tracked = self._tracked.get(data.req_id)
-            if tracked is None or not tracked.ferried.is_owing or num_tokens >= LONG_TOKENS:
+            if tracked is None or num_tokens >= LONG_TOKENS:
+                return False
+            if tracked.ferried.state is not State.ANSWERED:
                 return False
             num_others -= num_tokens
         return bool(num_others == len(num_scheduled) - len(step.scheduled_new_reqs))
@@ -225,10 +228,11 @@ class Serving:
         """A calm step: note of its new requests what cannot be noted later."""
         self._pace.skip_calm()
         for data in step.scheduled_new_reqs:
-            self._tracked[data.req_id].ferried.run()
-        for ferried in self.scheduler.owing:
-            if ferried.state is State.RUNNING:
-                self._time(self._tracked[ferried.id])
+            tracked = self._tracked[data.req_id]
+            tracked.ferried.run()
+            self._unlooked.append(tracked)
+        for tracked in self._unlooked:
+            self._time(tracked)
 
     def _plan(self, step: Any) -> Plan:
         scheduler = self.scheduler
@@ -237,14 +241,18 @@ class Serving:
         self._has_settled = False
         self.reports.desk.answer()
         scheduler.count_answered()
+        self._unlooked.clear()
         for request_id in step.preempted_req_ids or ():
             tracked = self._tracked.get(request_id)
             if tracked is not None and tracked.request.num_preemptions != tracked.preemptions:
                 tracked.note_preemption()
         num_quiet = self._store_running(step.num_scheduled_tokens)
-        self._hold(scheduler.store_left(is_idle=not step.num_scheduled_tokens))
-        self.blocks.drop(scheduler.take_released())
-        self._pace.looked(0 if self._rests.holds_some else num_quiet)
+        if self._rests:
+            self._hold(scheduler.store_left(is_idle=not step.num_scheduled_tokens))
+        released = scheduler.take_released()
+        if released:
+            self.blocks.drop(released)
+        self._pace.looked(0 if self._rests.held else num_quiet)
         if self._is_lazy:
             self._offer(step)
         return scheduler.plan()
@@ -283,7 +291,8 @@ class Serving:
     def _hold(self, ordered: Sequence[Ordered]) -> None:
         if ordered:
             self.blocks.hold(ordered)
-            self.reports.ordered(ordered)
+            if self.reports.events is not None:
+                self.reports.ordered(ordered)
 
     def _time(self, tracked: Tracked) -> None:
         """Once for each request that runs, how long its prefill took."""
@@ -319,8 +328,8 @@ class Serving:
         self._settle_at = time.monotonic() + _SETTLE_SECONDS
         settled = self.scheduler.settle(receipts)
         self.blocks.drop(settled.released)
-        if settled.landed:
-            self.reports.landed()
+        if settled.landed and self.reports.events is not None:
+            self.reports.events.settled()
         for failure in settled.failed:
             log.warning(
                 "request %s computes %d tokens it hoped to load, once no rank can write its "

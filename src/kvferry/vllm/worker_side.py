@@ -215,7 +215,7 @@ class WorkerSide:
             self._execute(later)
 
     def _execute(self, plan: Plan) -> None:
-        if self._worker is None or self.guard.broken:
+        if self._worker is None or self.guard.reason:
             self._refuse(plan.transfers, self.guard.reason or self.shape.refusal)
             return
         self._num_awaited += len(plan.transfers)
