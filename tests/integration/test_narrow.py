@@ -8,6 +8,7 @@ import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.integration.test_page import browse, needs_chromium
@@ -58,14 +59,15 @@ def folder(tmp_path):
     server.server_close()
 
 
-def on_a_phone(folder: tuple[Path, str], page: str, tmp_path: Path) -> dict[str, object]:
+def on_a_phone(folder: tuple[Path, str], page: str, tmp_path: Path) -> dict[str, Any]:
     site, url = folder
     (site / "frame.html").write_text(FRAME.replace("SRC", page))
     dom = browse(f"{url}frame.html", tmp_path)
     found = re.search(r'<p id="said">(.*?)</p>', dom, re.DOTALL)
     assert found
     said = found[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")
-    return json.loads(said)  # type: ignore[no-any-return]
+    answer: dict[str, Any] = json.loads(said)
+    return answer
 
 
 @needs_chromium

@@ -33,6 +33,7 @@ _BACKLOG = 128
 _PATIENCE_SECONDS = 5.0
 _LEAVING_SECONDS = 1.0
 _NO_DESCRIPTOR_SECONDS = 0.5
+_QUIET_SECONDS = 60.0
 _GRACE_SECONDS = 0.25
 """So long a client may take before its place is given to another: requests come in one piece."""
 
@@ -77,6 +78,7 @@ class HttpServer:
         self._asking_lock = threading.Lock()
         self._answered: deque[tuple[list[Connection], bytes]] = deque()
         self._accept_at = 0.0  # later than now while descriptors are short
+        self._say_again_at = 0.0
         self._worked = 0.0
         self._closing = False
         self._threads = [self._thread(self._serve, "")] + [
@@ -142,8 +144,9 @@ class HttpServer:
         try:
             while not self._closing:
                 self._rest()
-                self._listen_again()
-                for key, _ in self._selector.select(self._seconds_left()):
+                now = time.monotonic()  # one for both, or what ends between them waits for long
+                self._listen_again(now)
+                for key, _ in self._selector.select(self._seconds_left(now)):
                     if key.fileobj is self._listener:
                         self._accept()
                     elif key.fileobj is self._wakes:
@@ -166,9 +169,9 @@ class HttpServer:
             time.sleep(seconds)
             self._worked = time.thread_time()
 
-    def _listen_again(self) -> None:
+    def _listen_again(self, now: float) -> None:
         """Listen while there is room and descriptors; else newcomers wait in the backlog."""
-        is_open = time.monotonic() >= self._accept_at and self._has_room()
+        is_open = now >= self._accept_at and self._has_room()
         if is_open != (self._listener in self._selector.get_map()):
             if is_open:
                 self._selector.register(self._listener, selectors.EVENT_READ)
@@ -188,8 +191,7 @@ class HttpServer:
         slowest = min(reading, key=lambda each: each.deadline, default=None)
         return slowest if slowest is not None and slowest.deadline <= latest else None
 
-    def _seconds_left(self) -> float:
-        now = time.monotonic()
+    def _seconds_left(self, now: float) -> float:
         ends = [c.deadline for c in self._connections if c.state is not State.ANSWERING]
         if self._accept_at > now:
             ends.append(self._accept_at)
@@ -205,7 +207,7 @@ class HttpServer:
             return  # it has gone again
         except OSError as error:  # EMFILE: accept would fail as long as there is no descriptor
             self._accept_at = time.monotonic() + _NO_DESCRIPTOR_SECONDS
-            log.warning("port %d lets nobody in for a moment: %s", self.port, error)
+            self._say_shortage(error)
             return
         if len(self._connections) >= MOST_CONNECTIONS:
             slowest = self._slowest()
@@ -216,6 +218,12 @@ class HttpServer:
         connection = Connection(sock, time.monotonic() + self._patience)
         self._connections.add(connection)
         self._selector.register(sock, selectors.EVENT_READ, connection)
+
+    def _say_shortage(self, error: OSError) -> None:
+        now = time.monotonic()
+        if now >= self._say_again_at:
+            self._say_again_at = now + _QUIET_SECONDS
+            log.warning("port %d lets nobody in for now: %s", self.port, error)
 
     def _advance(self, connection: Connection) -> None:
         """Its socket is ready for what it waits for."""

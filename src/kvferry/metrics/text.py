@@ -1,7 +1,7 @@
 """One snapshot as the text that Prometheus scrapes.
 
 What prometheus_client would write, letter by letter, in a small part of its time: it is an engine's
-process that is scraped, and while the text is made the engine waits.
+process that is scraped, and while the text is made the interpreter is not the engine's.
 """
 
 from __future__ import annotations
