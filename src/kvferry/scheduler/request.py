@@ -220,6 +220,11 @@ class Request:
             parts.counts.promoted_tokens += look.all_tokens - look.host_tokens
         return self._is_promoted
 
+    @property
+    def waits_below(self) -> bool:
+        """Whether it waits for a level's answer, or for blocks that come up from one."""
+        return bool(self._waits)
+
     # -- counting, at once or later ---------------------------------------------------------------
 
     def tell(self) -> None:
