@@ -29,7 +29,7 @@ from kvferry.ownership import OneThread
 from kvferry.pool import Pool
 from kvferry.rank import RankMemory
 from kvferry.reach import Group
-from kvferry.scheduler import NO_BLOCK, Ordered, Request, Scheduler, State, WriteMode, level_of
+from kvferry.scheduler import NO_BLOCK, Ordered, Scheduler, State, WriteMode, level_of
 from kvferry.scheduler.journal import Copy
 from kvferry.scheduler.why import Explanation
 from kvferry.stats import SchedulerStats
@@ -449,4 +449,3 @@ def _why_path(rank: weakref.ref[RankMemory], copy: Copy) -> str:
 
     found = rank()
     return why_path(copy, getattr(found.engine, "choices", None) if found is not None else None)
-
