@@ -258,13 +258,14 @@ def test_a_hung_level_neither_holds_a_request_nor_the_end(make, monkeypatch):
     for number in range(8):
         chat(sides, number)
     hung = threading.Event()
-    tiers_of(sides)[0].fault = lambda way, key: hung.wait(30) and None
+    tiers_of(sides)[0].fault = lambda way, key: hung.wait(8) and None
     for rank in sides.ranks:
         for level in rank._memory.levels.values():
             level._close_seconds = 0.1
     assert loaded(sides, 0) == (0, [])
     # Out of service, the ranks are asked to finish what touches the device: not what hangs below.
     sides.ranks[0]._drain()
+    assert tiers_of(sides)[0]._tasks
     for rank in sides.ranks:
         rank.close()
     assert sides.ranks[0]._memory.levels["memory"].is_stuck
@@ -286,7 +287,8 @@ def test_a_reset_reaches_the_levels(make):
 def test_questions_reach_the_ranks_while_others_only_decode(make):
     """A quiet step would keep them waiting."""
     sides = make(2, levels=KINDS[1])
-    wanted = [chat(sides, number) for number in range(8)]
+    for number in range(8):
+        chat(sides, number)
     scheduler_of(sides)._parts.lower.levels[0].reset()  # what it was told: it has to ask again
     runner = request_of("runner", hashes(20))
     assert ask(sides, runner) == (0, False)
@@ -298,15 +300,16 @@ def test_questions_reach_the_ranks_while_others_only_decode(make):
         step(sides, {"runner": 1})
     assert sides.orders({"runner": 1}).is_quiet
     reader = request_of("reader", hashes(0))
-    found: Any = None
-    for _ in range(400):
-        found, _ = sides.side.match(reader, 0)
-        if found is not None:
-            break
-        step(sides, {"runner": 1})
-        time.sleep(0.002)
-    assert found == CHAT_BLOCKS * BLOCK_TOKENS
-    assert wanted
+    assert sides.side.match(reader, 0) == (None, False)
+    orders = sides.orders({"runner": 1})
+    assert len(orders.plan.questions[0]) == CHAT_BLOCKS
+    sides.run(orders)
+    while (found := sides.side.match(reader, 0)) == (None, False):
+        sides.answer(0, 1)
+        orders = sides.orders({"runner": 1})
+        assert not orders.is_quiet
+        sides.run(orders)
+    assert found == (CHAT_BLOCKS * BLOCK_TOKENS, True)
     assert scheduler_of(sides).stats().asked["memory-by-key"][1] >= CHAT_BLOCKS
 
 
