@@ -23,6 +23,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from kvferry.copy_paths import AUTO_PATH, BY_NAME
 from kvferry.errors import ConfigError, UnknownSettingError
+from kvferry.level_kinds import LevelSpec, read_levels, show_levels
 from kvferry.quantities import (
     GiB,
     MiB,
@@ -110,6 +111,7 @@ def _is_ipv6(text: str) -> bool:
 
 
 ADDRESS = Kind("address", _read_address)
+LEVELS = Kind("KIND:OPTIONS, ...|none", read_levels, show_levels)
 
 
 def one_of(*choices: str) -> Kind[str]:
@@ -176,6 +178,17 @@ class Config:
         "auto",
         one_of("auto", "required", "never"),
         "Pin host memory: if the driver lets us, or refuse to start without, or do not.",
+    )
+    levels: tuple[LevelSpec, ...] = setting(
+        (),
+        LEVELS,
+        "What lies below host memory, nearest first: memory:SIZE or memory-by-key:SIZE (ordinary "
+        "memory, for each rank), or package.module:factory of your own.",
+    )
+    level_write: str = setting(
+        "spill",
+        one_of("spill", "through"),
+        "Copy blocks to the levels when host memory is about to drop them, or as soon as stored.",
     )
     block_tokens: int = setting(16, COUNT, "Tokens in one block.")
     copy_path: str = setting(
