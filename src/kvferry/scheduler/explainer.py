@@ -7,6 +7,7 @@ from kvferry.keys import Keys, masked_key
 from kvferry.policy import Decision, SeenOften
 from kvferry.pool import Pool
 from kvferry.scheduler.ghosts import Ghosts
+from kvferry.scheduler.levels import LowerLevels
 from kvferry.scheduler.matching import Look, Matcher, Missing
 from kvferry.scheduler.why import Explanation, Reason
 from kvferry.slot_states import SlotState
@@ -16,8 +17,11 @@ from kvferry.types import RequestId
 class Explainer:
     """Explains looks. Owns the memory of what was here once; changes nothing else."""
 
-    def __init__(self, matcher: Matcher, pool: Pool, admission: SeenOften) -> None:
+    def __init__(
+        self, matcher: Matcher, pool: Pool, admission: SeenOften, lower: LowerLevels
+    ) -> None:
         self._matcher = matcher
+        self._lower = lower if lower else None
         self._pool = pool
         self._admission = admission
         self._ghosts = Ghosts(pool.num_slots)
@@ -26,7 +30,13 @@ class Explainer:
     def close(self) -> None:
         self._pool.listeners.remove(self._ghosts.add)
 
-    def explain(self, request_id: RequestId, look: Look, decision: Decision | None) -> Explanation:
+    def explain(
+        self,
+        request_id: RequestId,
+        look: Look,
+        decision: Decision | None,
+        asked_blocks: int = 0,
+    ) -> Explanation:
         missing = look.missing
         if decision is not None and not decision.load:
             reason, group, token = Reason.LOAD_SLOWER, None, look.computed_tokens
@@ -46,6 +56,8 @@ class Explainer:
             first_missing=token,
             group=group,
             decision=decision,
+            asked_blocks=asked_blocks,
+            levels_away=self._lower.away if self._lower is not None else (),
         )
 
     def explain_miss(
@@ -73,6 +85,8 @@ class Explainer:
         group, key = missing.group, missing.key
         if self._pool.state_of(key) is not SlotState.FREE:
             return Reason.IN_FLIGHT
+        if self._lower is not None and self._lower.has_out_of_reach(key):
+            return Reason.LEVEL_AWAY
         if self._ghosts.has(key):
             return Reason.EVICTED
         if self._admission.counts and not self._admission.admits(Keys.from_bytes((key,)))[0]:

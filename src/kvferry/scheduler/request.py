@@ -69,6 +69,7 @@ class Request:
         "_is_explained",
         "_is_promoted",
         "_missed",
+        "_num_asked",
         "_owed",
         "_parts",
         "_past",
@@ -100,6 +101,7 @@ class Request:
         self._promised: Match | None = None  # what its load brings
         self._waits: set[TransferId] = set()  # what comes up from a lower level
         self._has_asked = False  # once per look: what was not known by then is not there
+        self._num_asked = 0  # blocks that levels were asked for
         self._is_promoted = False  # once per look: what did not come up by then is computed
         self._missed: tuple[int, int, int, Missing] | None = None  # when, what was asked and lacked
         self._owed: tuple[Missing, int, int, int] | None = None  # a miss nobody has counted yet
@@ -167,7 +169,7 @@ class Request:
             return Match(MatchState.WAIT, computed_tokens, computed_tokens)
         hit = self._hit = parts.hits.pin(look)
         parts.pinned[self] = None
-        self._explain(parts.explainer.explain(self.id, look, hit.decision))
+        self._explain(parts.explainer.explain(self.id, look, hit.decision, self._num_asked))
         return self._answer(hit)
 
     def _answer(self, hit: Hit) -> Match:
@@ -203,6 +205,7 @@ class Request:
         parts.waits.add(self, questions)
         self._waits |= questions
         self._has_asked = bool(questions)
+        self._num_asked = len(keys) if questions else 0
         return self._has_asked
 
     def _promote(self, look: Look) -> bool:

@@ -120,7 +120,7 @@ class Scheduler:
             lower=lower,
             waits=Waits(),
             journal=Journal(),
-            explainer=Explainer(matcher, pool, stores.admission),
+            explainer=Explainer(matcher, pool, stores.admission, lower),
             counts=MatchCounts(),
             least_tokens=least_tokens,
             spare_tokens=spare_tokens,
