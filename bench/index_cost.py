@@ -1,5 +1,7 @@
 """Host cost of bookkeeping, per 8192 keys: match, reserve + commit, pin + release.
 
+And, for the pool alone, of requests with few keys, where calls cost more than keys.
+
 Four ways, in one run on one machine:
 
 - ``kvferry``: the pool, one call per request.
@@ -47,6 +49,7 @@ from kvferry.keys import KEY_WORDS, KeyArray, Keys
 from kvferry.pool import Pool
 
 KEYS = 8192
+FEW_KEYS = (1, 32, 256)
 SIZES = (10_000, 100_000, 1_000_000)
 CONDITIONS = ("hot", "cold", "other", "worn", "strewn")
 OPERATIONS = ("match", "reserve+commit", "pin+release")
@@ -232,6 +235,24 @@ def measure_strewn(clock: Clock, num_slots: int, rounds: int) -> None:
     clock.time(("kvferry", "pin+release", num_slots, "strewn"), way.load, asked, way.walk)
 
 
+def measure_few(rounds: int) -> dict[tuple[str, int], float]:
+    """Microseconds for requests of few keys in a full pool, by operation and number of keys."""
+    best: dict[tuple[str, int], float] = {}
+    for length in FEW_KEYS:
+        way = Ours(20 * KEYS)
+        for keys in new_keys(20 * KEYS // length + 2, 6, length):
+            way.store(keys)
+        for keys in new_keys(rounds, 7, length):
+            way.store(keys)
+            for operation, work in zip(OPERATIONS, (way.match, way.store, way.load), strict=True):
+                asked = Keys(keys.array ^ np.uint64(1)) if work == way.store else keys
+                start = time.perf_counter()
+                work(asked)
+                taken = 1e6 * (time.perf_counter() - start)
+                best[operation, length] = min(taken, best.get((operation, length), taken))
+    return best
+
+
 def measure_floors(clock: Clock, num_slots: int, rounds: int) -> None:
     resident = [list(keys) for keys in new_keys(max(1, num_slots // KEYS), 1)]
     index = {key: slot for slot, key in enumerate(key for keys in resident for key in keys)}
@@ -307,13 +328,22 @@ def main() -> int:
             measure_strewn(clock, size, 15)
             measure_floors(clock, size, 15)
     good = show(clock, sizes)
+    few = measure_few(200 if arguments.quick else 2000)
+    print(f"\n{'us, few keys':<15}" + "".join(f"{length:>10}" for length in FEW_KEYS))
+    for operation in OPERATIONS:
+        row = "".join(f"{few[operation, length]:>10.1f}" for length in FEW_KEYS)
+        print(f"{operation:<15}{row}")
     if arguments.json is not None:
         rows = [
             {"way": way, "operation": operation, "slots": size, "condition": condition, "ms": ms}
             for (way, operation, size, condition), ms in sorted(clock.best.items())
         ]
         versions = {"python": platform.python_version(), "numpy": np.__version__}
-        figures = {"keys": KEYS, **versions, "kept": good, "rows": rows}
+        small = [
+            {"operation": operation, "keys": length, "us": us}
+            for (operation, length), us in sorted(few.items())
+        ]
+        figures = {"keys": KEYS, **versions, "kept": good, "rows": rows, "few_keys": small}
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
     return 0
 

@@ -90,7 +90,7 @@ class Chains:
         # these have children, so no child is anywhere else.
         beside = np.count_nonzero(self._parent.take(slots[:-1]) == slots[1:])
         if np.add.reduce(children) == beside:
-            return np.ones(len(slots), dtype=bool)
+            return slots != NO_SLOT  # all of them
         above = self._parents_among(slots)
         going = np.bincount(above[above != NO_SLOT], minlength=len(slots))
         stays = going != children

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from kvferry.keys import Keys
 
-_FEW = 256  # words that are sorted before anything else could be done
+_FEW = 512  # words that are sorted before anything else could be done
 _CELLS = 1 << 16
 _LOW_BITS = np.uint64(_CELLS - 1)
 
@@ -32,11 +32,14 @@ class Duplicates:
 
     def any_in(self, keys: Keys) -> bool:
         # First words alone nearly always tell; keys that share one are compared whole.
-        return self._any_twice(keys.array[:, 0].copy()) and len(set(keys)) != len(keys)
+        words = keys.array[:, 0].copy()
+        if _FEW <= len(words) <= _CELLS:  # a cell cannot hold the numbers of more
+            twice = self._any_twice(words)
+        else:
+            twice = _any_twice_sorted(words)
+        return twice and len(set(keys)) != len(keys)
 
     def _any_twice(self, words: _Words) -> bool:
-        if not _FEW <= len(words) <= _CELLS:  # a cell cannot hold the numbers of more
-            return _any_twice_sorted(words)
         cells = (words & _LOW_BITS).view(np.int64)
         numbers = np.arange(len(words), dtype=np.uint16)
         self._cells[cells] = numbers

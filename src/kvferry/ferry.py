@@ -16,7 +16,7 @@ from kvferry.answers import MatchState
 from kvferry.closing import Closing, close_if_dropped
 from kvferry.config import Config
 from kvferry.device.layout import GroupLayout
-from kvferry.errors import ClosedError, DeadlineError, InputError
+from kvferry.errors import DeadlineError, InputError
 from kvferry.hits import Hit, PendingHits, require_hit
 from kvferry.identity import Extra, Namespace, chain
 from kvferry.integers import Integers, integer, integers
@@ -96,7 +96,7 @@ class Ferry(Closing):
         self._desk = Desk()
         self._endpoint: Endpoint | None = None
         self._owner = OneThread("this ferry")
-        self._closed = False
+        self._is_growing = True
         self._parts = ExitStack()  # closed in turn, each though one before it raises
         for part in (rank, self._scheduler, self._worker):
             self._parts.callback(part.close)
@@ -138,10 +138,10 @@ class Ferry(Closing):
         their keys, ``block_tokens`` tokens each. With levels below host memory a hit may be pending
         (:attr:`Hit.is_pending`): see :meth:`again`.
         """
-        self._require_usable()
+        self._owner.require()
         if not isinstance(keys, Keys):
             raise InputError(f"keys must come from ferry.keys, got {type(keys).__name__}")
-        on_device = integer(on_device, "on_device")
+        on_device = on_device if type(on_device) is int else integer(on_device, "on_device")
         if not 0 <= on_device <= len(keys):
             raise InputError(f"{on_device} blocks on the device do not fit {len(keys)} keys")
         request = self._scheduler.open(f"hit-{next(_names)}", keys)
@@ -161,7 +161,7 @@ class Ferry(Closing):
         ``Config.ask_deadline`` and ``Config.promote_deadline`` at the latest a hit is pending no
         longer: with all of its blocks, with some, or with none.
         """
-        self._require_usable()
+        self._owner.require()
         require_hit(hit)
         if not hit.is_pending:
             return hit
@@ -199,7 +199,7 @@ class Ferry(Closing):
         stream after this call comes after the load. A pending hit has no blocks yet: nothing is
         loaded, and it is let go.
         """
-        self._require_usable()
+        self._owner.require()
         require_hit(hit)
         tables = self._tables(device_blocks, before=hit.on_device)
         if len(tables) == 1 and len(tables[0]) != hit.on_device + len(hit):
@@ -207,7 +207,10 @@ class Ferry(Closing):
                 f"a hit of {len(hit)} blocks needs as many device blocks, "
                 f"got {len(tables[0]) - hit.on_device}"
             )
-        self._require_distinct(hit, tables)
+        for table, needed in zip(tables, hit.request.needed_blocks, strict=True):
+            blocks = np.sort(table[needed.start : needed.stop])
+            if np.count_nonzero(blocks[1:] == blocks[:-1]):
+                raise InputError("two blocks of a hit cannot be loaded into one device block")
         self._rank.note_step()
         ticket = self._tickets.give()
         ordered = hit.request.load(tables) if hit.request in self._scheduler else ()
@@ -225,7 +228,7 @@ class Ferry(Closing):
 
     def release(self, hit: Hit) -> None:
         """Let a hit go that will not be loaded."""
-        self._require_usable()
+        self._owner.require()
         require_hit(hit)
         if hit.request in self._scheduler and hit.request.state is not State.LOADING:
             self._pending.drop(hit.request)
@@ -240,26 +243,27 @@ class Ferry(Closing):
         With several groups these are whole block tables, one for each group; ``NO_BLOCK`` where the
         engine keeps no block (any more).
         """
-        self._require_usable()
+        self._owner.require()
         if not isinstance(keys, Keys):
             raise InputError(f"keys must come from ferry.keys, got {type(keys).__name__}")
-        first = integer(first, "first")
-        before = min(max(0, first), len(keys))
+        first = first if type(first) is int else integer(first, "first")
+        num_keys = len(keys)
+        before = min(max(0, first), num_keys)
         tables = self._tables(device_blocks, before=before)
-        if first != before or (len(tables) == 1 and len(tables[0]) != len(keys)):
+        if first != before or (len(tables) == 1 and len(tables[0]) != num_keys):
             raise InputError(
                 f"{len(tables[0]) - before} device blocks from block {first} on do not fit "
-                f"{len(keys)} keys; there must be one key per block, from the first block on"
+                f"{num_keys} keys; there must be one key per block, from the first block on"
             )
         self._rank.note_step()
         ticket = self._tickets.give()
         request = self._scheduler.open(f"store-{next(_names)}", keys)
         try:
-            ordered = request.store(tables, len(keys) * self.namespace.block_tokens)
+            ordered = request.store(tables, num_keys * self.namespace.block_tokens)
         finally:
             request.end()
         note = ""
-        if len(tables) == 1 and (not ordered or len(ordered[0].blocks) < len(keys) - first):
+        if len(tables) == 1 and (not ordered or len(ordered[0].blocks) < num_keys - first):
             note = why_left_out(
                 self._scheduler,
                 self._config,
@@ -273,12 +277,12 @@ class Ferry(Closing):
 
     def _send(self, ticket: Ticket, ordered: Sequence[Ordered], note: str = "") -> None:
         """Send off what was just ordered for a ticket."""
-        self._tickets.send(ticket, {part.transfer: len(part.blocks) for part in ordered}, note)
+        self._tickets.send(ticket, ordered, note)
         self._send_plan()
 
     def _send_plan(self) -> None:
         plan = self._scheduler.plan()
-        if plan:
+        if plan.transfers or plan:
             self._worker.execute(plan)
 
     # -- what ended -----------------------------------------------------------------------------
@@ -304,8 +308,11 @@ class Ferry(Closing):
 
     def _advance(self) -> None:
         """Learn what ended, and answer who asks from other threads."""
-        self._require_usable()
-        self._scheduler.note_ready(FIRST_RANK, self._rank.ready_slots)
+        self._owner.require()
+        if self._is_growing:
+            num_ready = self._rank.ready_slots
+            self._scheduler.note_ready(FIRST_RANK, num_ready)
+            self._is_growing = num_ready < self._rank.host.num_slots
         self._desk.answer()
         if self._has_levels:
             for change in self._worker.health():
@@ -339,12 +346,12 @@ class Ferry(Closing):
         Once told, and once it has seen a load, ``match`` offers a hit only where loading it is
         expected to be faster than computing it (``Config.load_policy``).
         """
-        self._require_usable()
+        self._owner.require()
         self._scheduler.note_prefill(num_tokens, seconds)
 
     def reset(self) -> None:
         """Forget every block kept, at once; hits not loaded yet are gone too."""
-        self._require_usable()
+        self._owner.require()
         self._scheduler.reset()
         for request in self._scheduler.requests:
             if request.state is not State.LOADING:
@@ -373,7 +380,7 @@ class Ferry(Closing):
         Port 0 takes any that is free. What others ask is answered in :meth:`poll`. Called again, it
         says where it already serves.
         """
-        self._require_usable()
+        self._owner.require()
         if self._endpoint is None:
             # Imported here: few need a server, and its modules would triple our own import.
             from kvferry.metrics.endpoint import Endpoint
@@ -399,10 +406,10 @@ class Ferry(Closing):
 
         In a forked child it does nothing: all of it is the parent's.
         """
-        if self._closed or self._owner.is_forked:
+        if self._owner.is_closed or self._owner.is_forked:
             return
         self._owner.require()
-        self._closed = True
+        self._owner.close()
         self._dropped.detach()
         self._parts.close()
 
@@ -426,17 +433,6 @@ class Ferry(Closing):
                 f"device block {wrong} does not exist: the tensors have blocks 0 to {most - 1}"
             )
         return numbers
-
-    def _require_distinct(self, hit: Hit, tables: Sequence[SlotArray]) -> None:
-        for table, needed in zip(tables, hit.needed, strict=False):
-            blocks = table[needed.start : needed.stop]
-            if len(np.unique(blocks)) != len(blocks):
-                raise InputError("two blocks of a hit cannot be loaded into one device block")
-
-    def _require_usable(self) -> None:
-        if self._closed:
-            raise ClosedError("this ferry is closed")
-        self._owner.require()
 
 
 def _pinned_bytes(rank: weakref.ref[RankMemory]) -> int | None:

@@ -76,6 +76,13 @@ class Keys:
             raise KeyFormatError(f"a mask must be {KEY_BYTES} bytes, got {len(mask)}")
         return Keys._of(self.array ^ np.frombuffer(mask, dtype="<u8"))
 
+    def part(self, which: slice, mask: KeyArray) -> Keys:
+        """Some of the keys, each XORed with a mask of ``KEY_WORDS`` words."""
+        keys = Keys.__new__(Keys)
+        keys.array = self.array[which] ^ mask
+        keys.array.setflags(write=False)
+        return keys
+
     def keys(self) -> Keys:
         """Itself: a chain that does not grow."""
         return self

@@ -35,11 +35,8 @@ class Ending(Enum):
     SPOIL = "spoil"
 
 
-_ENDINGS = {
-    Purpose.WRITE: (Ending.COMMIT, Ending.ABORT),
-    Purpose.READ: (Ending.RELEASE, Ending.SPOIL),
-    Purpose.COPY: (Ending.RELEASE, Ending.SPOIL),
-}
+_ENDS_OF_WRITING = (Ending.COMMIT, Ending.ABORT)
+_ENDS_OF_READING = (Ending.RELEASE, Ending.SPOIL)
 
 
 class Owner(Protocol):
@@ -113,18 +110,18 @@ class Lease:
     def _finish(self, ending: Ending, failed: Places = _ALL_WELL) -> None:
         if self.ended is not None:
             raise LeaseError(f"{self!r} cannot {ending.value}: it ended by {self.ended.value}")
-        if ending not in _ENDINGS[self.purpose]:
-            allowed = " or ".join(e.value for e in _ENDINGS[self.purpose])
+        endings = _ENDS_OF_WRITING if self.purpose is Purpose.WRITE else _ENDS_OF_READING
+        if ending not in endings:
+            allowed = " or ".join(e.value for e in endings)
             raise LeaseError(f"{self!r} cannot {ending.value}: it ends by {allowed}")
-        if len(failed):
-            failed = as_slots(failed)
-            if int(failed.max()) >= len(self.slots):
-                raise InputError(
-                    f"{self!r} cannot {ending.value} with place {int(failed.max())} failed: "
-                    f"its places are 0 to {len(self) - 1}"
-                )
+        places = as_slots(failed) if len(failed) else _ALL_WELL
+        if len(places) and int(places.max()) >= len(self.slots):
+            raise InputError(
+                f"{self!r} cannot {ending.value} with place {int(places.max())} failed: "
+                f"its places are 0 to {len(self) - 1}"
+            )
         self.ended = ending
-        self._owner.end(self, ending, np.asarray(failed))
+        self._owner.end(self, ending, places)
 
     def __repr__(self) -> str:
         return f"Lease({self.purpose.value}, {len(self)} slots)"

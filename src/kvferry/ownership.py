@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+from threading import get_ident
 
-from kvferry.errors import StateError
+from kvferry.errors import ClosedError, StateError
 
 _process = [object()]
 """Another object in every process: a forked child finds that it is not the one it was."""
@@ -44,6 +45,8 @@ class OneThread:
     def __init__(self, what: str) -> None:
         self._what = what
         self._process = Process(what)
+        self._made_in = _process[0]
+        self._is_closed = False
         self._lock = threading.Lock()
         self._ident: int | None = None
         self._thread: threading.Thread | None = None
@@ -52,10 +55,24 @@ class OneThread:
     def is_forked(self) -> bool:
         return self._process.is_another
 
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    def close(self) -> None:
+        """Nobody may use it any more."""
+        self._is_closed = True
+        self._thread = self._ident = None
+
     def require(self) -> None:
-        """StateError, with both names, for any thread but its own."""
-        if threading.get_ident() != self._ident or self._process.is_another:
+        """StateError, with both names, for any thread but its own; ClosedError once it is closed.
+
+        One comparison while all is well: it is asked at every call.
+        """
+        if get_ident() != self._ident or self._made_in is not _process[0]:
             self._process.require()
+            if self._is_closed:
+                raise ClosedError(f"{self._what} is closed")
             self._take()
 
     def hand_over(self) -> None:
@@ -72,4 +89,4 @@ class OneThread:
                     f"{self._what} belongs to thread {owner.name!r}, but {caller.name!r} used it; "
                     "call it from one thread, or let its own call hand_over() first"
                 )
-            self._thread, self._ident = caller, threading.get_ident()
+            self._thread, self._ident = caller, get_ident()

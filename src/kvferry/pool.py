@@ -37,7 +37,6 @@ from kvferry.types import KEY_BYTES, NO_SLOT, Key, SlotArray
 from kvferry.victims import victims
 
 _NEWS = 256  # commits remembered for those who ask what is new; a step has fewer
-
 # As plain numbers: numpy takes an IntEnum the long way.
 _FREE, _WRITING, _CACHED, _DOOMED, _UNREADY = (int(state) for state in SlotState)
 
@@ -226,26 +225,12 @@ class Pool:
         found = found[self._state.take(found) == _CACHED]
         self._policy.use(found[self._chains.last_mentions(found)])
 
-    def restore(self, keys: Keys, slots: SlotArray) -> None:
-        """These free slots hold these unknown blocks, from an earlier life; the oldest first.
-
-        They can be matched from now on, each for itself: who follows whom is learnt when a chain
-        is stored again.
-        """
-        if not (self._state.take(slots) == _FREE).all() or self.known(keys).any():
-            raise InputError(f"{len(slots)} blocks cannot be restored over others; do it first")
-        free = self._free[: self._num_free]
-        free = free[~np.isin(free, slots)]
-        self._free[: len(free)] = free
-        self._num_free = len(free)
-        self._index.insert(keys, slots)
-        self._state[slots] = _CACHED
-        self._num_idle += len(slots)
-        if self._policy.wants_chains:
-            self._conversations.alone(slots)
-        self._policy.insert(slots)
-        self.generation += 1
-        self._news.append(self._index.first_words_of(slots))
+    def give_out_next(self, slots: SlotArray) -> None:
+        """The next slots to be reserved are these free ones, in this order."""
+        others = np.setdiff1d(self._free[: self._num_free], slots)
+        if len(others) + len(slots) != self._num_free:
+            raise InputError(f"{len(slots)} slots cannot be given out next: some are not free")
+        self._free[: self._num_free] = np.concatenate((others[::-1], slots[::-1]))
 
     # -- letting go -----------------------------------------------------------------------------
 
@@ -292,7 +277,7 @@ class Pool:
         if self._num_doomed:
             doomed = self._state.take(slots) == _DOOMED
             self._num_doomed -= int(np.count_nonzero(doomed))
-            self._push_free(slots[doomed])
+            self._push_free(np.sort(slots[doomed]))
             slots = slots[~doomed]
         # What was claimed by nobody else and is not doomed is cached from here on.
         self._num_idle += len(slots)
@@ -356,15 +341,17 @@ class Pool:
             self._readers[own] -= 1
         if not len(going):
             return
-        ordered = np.sort(going, kind="stable")
+        ordered = going.copy()
+        ordered.sort(kind="stable")  # quick where there are runs
         if np.count_nonzero(ordered[1:] == ordered[:-1]):
             raise IntegrityError(f"{type(self._policy).__name__} let go of a slot twice")
         self._num_evicted += len(going)
         self._num_idle -= len(going)
-        self._tell_gone(going)
+        if self.listeners:
+            self._tell_gone(going)
         self._index.remove(going)  # the policy has let go of them already
         self._chains.leave(going)
-        self._push_free(going)
+        self._push_free(ordered)
 
     def _is_idle(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
         return (self._readers.take(slots) == 0) & (self._state.take(slots) == _CACHED)
@@ -378,7 +365,8 @@ class Pool:
             self.num_reserved += count
             self._state[slots] = _WRITING
             # Not a copy of the whole request: so many bytes are mapped and faulted in anew.
-            self._index.insert(keys if count == len(keys) else keys.take(positions), slots)
+            new = keys if count == len(keys.array) else keys.take(positions)
+            self._index.insert(new, slots)
         return slots
 
     def _converse(
@@ -411,12 +399,12 @@ class Pool:
             for listener in self.listeners:
                 listener(keys)
 
-    def _push_free(self, slots: SlotArray) -> None:
-        self._state[slots] = _FREE
+    def _push_free(self, ascending: SlotArray) -> None:
+        self._state[ascending] = _FREE
         # The lowest is given out first: what is stored together then lies in as few runs as the
-        # slots allow, which the index looks up faster. A stable sort is quick where there are runs.
-        end = self._num_free + len(slots)
-        self._free[self._num_free : end] = np.sort(slots, kind="stable")[::-1]
+        # slots allow, which the index looks up faster.
+        end = self._num_free + len(ascending)
+        self._free[self._num_free : end] = ascending[::-1]
         self._num_free = end
 
     def _slot_of(self, key: Key) -> int:

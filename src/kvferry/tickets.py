@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NewType
+from typing import NewType, Protocol
 
 from kvferry.errors import InputError
 from kvferry.integers import integer, written
-from kvferry.types import TransferId
+from kvferry.types import SlotArray, TransferId
 
 Ticket = NewType("Ticket", int)
 
@@ -29,6 +30,16 @@ class Done:
     num_blocks: int
     reason: str = ""
     ok: bool = True
+
+
+class Moving(Protocol):
+    """Blocks that a transfer takes or brings."""
+
+    @property
+    def transfer(self) -> TransferId: ...
+
+    @property
+    def blocks(self) -> SlotArray: ...
 
 
 @dataclass(slots=True)
@@ -57,17 +68,17 @@ class Tickets:
     def give(self) -> Ticket:
         return Ticket(next(self._numbers))
 
-    def send(self, ticket: Ticket, transfers: dict[TransferId, int], note: str = "") -> None:
-        """The ticket ends with the last of these transfers, of so many blocks each.
+    def send(self, ticket: Ticket, ordered: Sequence[Moving], note: str = "") -> None:
+        """The ticket ends with the last of the transfers that were ordered.
 
         ``note`` becomes its reason if all of them bring their bytes.
         """
-        if not transfers:
+        if not ordered:
             self.end(Done(ticket, 0, note))
             return
-        self._underway[ticket] = _Underway(len(transfers), 0, note)
-        for transfer_id, num_blocks in transfers.items():
-            self._moving[transfer_id] = (ticket, num_blocks)
+        self._underway[ticket] = _Underway(len(ordered), 0, note)
+        for part in ordered:
+            self._moving[part.transfer] = (ticket, len(part.blocks))
 
     def land(self, transfer_id: TransferId, reason: str) -> None:
         """A transfer has ended; with a ``reason`` if it failed. Those of others are not ours."""

@@ -26,21 +26,22 @@ def victims(
     """
     looked = np.empty(0, dtype=np.int64)
     can_go = np.empty(0, dtype=bool)
-    num_taken = 0
+    num_going = num_taken = 0
     # A look that finds too few, because their children stay, is followed by one twice as wide:
     # a conversation of any length that was stored block by block is seen whole after a few.
-    while np.count_nonzero(can_go) < wanted and num_taken <= chains.num_slots:
+    while num_going < wanted and num_taken <= chains.num_slots:
         taken = policy.take(max(wanted, len(looked)), arriving)
         if not len(taken):
             break
         num_taken += len(taken)
         # Slots being read leave the policy's hands here; their release puts them back.
-        looked = np.concatenate((looked, taken[is_idle(taken)]))
+        idle = taken[is_idle(taken)]
+        looked = np.concatenate((looked, idle)) if len(looked) else idle
         can_go = chains.can_go(looked)
-    going = looked[can_go]
-    if len(going) == len(looked) == wanted:
-        return going
-    going = chains.children_first(going)
+        num_going = int(np.count_nonzero(can_go))
+    if num_going == len(looked) == wanted:
+        return looked
+    going = chains.children_first(looked[can_go])
     going, spare = going[:wanted], going[wanted:]
     gone = np.flatnonzero(np.isin(looked, going) if len(spare) else can_go)
     end = int(gone[-1]) + 1 if len(gone) else len(looked)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 
 from kvferry.errors import ClosedError
@@ -14,6 +14,7 @@ from kvferry.types import (
     Health,
     Outcome,
     Plan,
+    Question,
     Rank,
     Receipt,
     TierName,
@@ -72,13 +73,16 @@ class Worker:
             if level is None:
                 self._refuse(question.id, f"there is no level {question.level} here")
             else:
-                self._try(question.id, level.ask, question)
+                self._ask(level, question)
         for transfer in plan.transfers:
             mover = self._routes.get((transfer.src, transfer.dst))
             if mover is None:
                 self._refuse(transfer.id, f"no way from {transfer.src} to {transfer.dst}")
-            else:
-                self._try(transfer.id, mover.submit, transfer)
+                continue
+            try:
+                mover.submit(transfer)
+            except Exception as error:  # a plan must not stop half-way: others wait for the rest
+                self._refuse(transfer.id, f"{type(error).__name__}: {error}")
 
     def poll(self) -> list[Receipt]:
         """Receipts since the last call; never blocks."""
@@ -131,11 +135,11 @@ class Worker:
             reason = f"it could not forget: {type(error).__name__}: {error}"
             self._shut_out.append(Health(self.rank, name, reason))
 
-    def _try(self, order_id: TransferId, submit: Callable[..., object], order: object) -> None:
+    def _ask(self, level: LevelMover, question: Question) -> None:
         try:
-            submit(order)
-        except Exception as error:  # a plan must not stop half-way: others wait for the rest
-            self._refuse(order_id, f"{type(error).__name__}: {error}")
+            level.ask(question)
+        except Exception as error:
+            self._refuse(question.id, f"{type(error).__name__}: {error}")
 
     def _refuse(self, order_id: TransferId, reason: str) -> None:
         self._refused.append(Receipt(order_id, self.rank, Outcome.FAILED, reason))

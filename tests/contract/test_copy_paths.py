@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from tests.fakes.driver import FakeDriver
+from tests.fakes.host_launcher import HostLauncher
 from tests.fakes.kv import make_kv
-from tests.fakes.launcher import HostLauncher
 from tests.fakes.rig import PATHS, Rig
 
 from kvferry import copy_paths

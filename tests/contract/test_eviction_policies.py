@@ -212,20 +212,21 @@ def test_what_a_policy_may_see_of_a_block() -> None:
     lone = pool.reserve(keys([20, 21]), chained=False)
     assert lone is not None
     lone.commit()
-    numbers = [0, 1, 2, 3, 5, 6, 7, 8, 9, 20, 21]
+    stored(pool, [30])
+    numbers = [0, 1, 2, 3, 5, 6, 7, 8, 9, 20, 21, 30]
     slots = pool._index.find(keys(numbers))
     assert residents.keys_of(slots) == keys(numbers)
-    assert residents.positions_of(slots).tolist() == [0, 1, 2, 3, 2, 3, 4, 5, 1, 0, 0]
-    first, *_, third, alone, other = residents.conversations_of(slots).tolist()
+    assert residents.positions_of(slots).tolist() == [0, 1, 2, 3, 2, 3, 4, 5, 1, 0, 0, 0]
+    first, *_, third, alone, other, last = residents.conversations_of(slots).tolist()
     second = residents.conversations_of(slots[4:5]).item()
     assert residents.conversations_of(slots).tolist() == [
-        *[first] * 4, *[second] * 4, third, alone, other
+        *[first] * 4, *[second] * 4, third, alone, other, last
     ]  # fmt: skip
-    assert len({first, second, third, alone, other}) == 5
-    assert residents.num_followers_of(slots).tolist() == [2, 2, 1, 0, 1, 1, 1, 0, 0, 0, 0]
+    assert len({first, second, third, alone, other, last}) == 6
+    assert residents.num_followers_of(slots).tolist() == [2, 2, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0]
     pin = pool.pin(keys([0, 1]))
     assert pin is not None
-    assert residents.is_idle(slots).tolist() == [False] * 2 + [True] * 9
+    assert residents.is_idle(slots).tolist() == [False] * 2 + [True] * 10
     assert residents.now() == 12.5
 
 

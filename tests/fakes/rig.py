@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 from tests.fakes.driver import FakeDriver
+from tests.fakes.host_launcher import HostLauncher
 from tests.fakes.kv import Kv, make_kv
-from tests.fakes.launcher import HostLauncher
 
 from kvferry.device.driver.base import Driver, Priority
 from kvferry.device.engine.gpu import GpuEngine
@@ -54,7 +54,7 @@ INTERPRETED: dict[str, PathMaker] = {}
 """The same with the kernel itself, where Triton's interpreter is: for what its bytes depend on."""
 
 if util.find_spec("triton") is not None and util.find_spec("torch") is not None:
-    from tests.fakes.interpreter import InterpretedLauncher
+    from tests.fakes.launcher import InterpretedLauncher
 
     _kernel, _staged = _with_kernels(InterpretedLauncher)
     INTERPRETED = {"kernel, interpreted": _kernel, "staged, interpreted": _staged}

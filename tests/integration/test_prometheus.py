@@ -20,7 +20,7 @@ from urllib.request import urlopen
 import pytest
 import yaml
 from tests.fakes.endpoint import FakeEndpoint, stats
-from tests.unit.test_deploy import DEPLOY, board, filled
+from tests.unit.test_deploy import DEPLOY, board, filled, rules
 
 from kvferry.metrics.catalog import FIGURES
 from kvferry.metrics.http import HttpServer
@@ -42,7 +42,12 @@ def promtool(*arguments: str) -> str:
 
 @needs_promtool
 def test_prometheus_takes_the_rules():
-    assert "10 rules found" in promtool("check", "rules", "--lint-fatal", str(RULES))
+    assert "13 rules found" in promtool("check", "rules", "--lint-fatal", str(RULES))
+
+
+@needs_promtool
+def test_prometheus_takes_the_configuration():
+    promtool("check", "config", str(DEPLOY / "prometheus" / "prometheus.yml"))
 
 
 # What a server does each minute, and which alert it sets off (none for a healthy one).
@@ -60,6 +65,8 @@ STORIES: dict[str, tuple[dict[str, str], str | None]] = {
         },
         None,
     ),
+    "idle": ({'idle{reason="unsupported"}': "1x600"}, "KvferryIdle"),
+    "served again": ({'idle{reason="unsupported"}': "1x60 0x540"}, None),
     "fails": ({"failed_transfers_total": "0+1x600"}, "KvferryTransfersFail"),
     "overdue": ({"overdue_transfers_total": "0+1x600"}, "KvferryTransfersOverdue"),
     "too small": (
@@ -85,31 +92,42 @@ STORIES: dict[str, tuple[dict[str, str], str | None]] = {
 }
 
 
-def expectations(story: str, prefix: str, source: str) -> dict[str, Any]:
-    series, alert = STORIES[story]
-    inputs = []
-    for name, values in series.items():
+def series_of(story: str, prefix: str, instance: str) -> list[dict[str, str]]:
+    told = {'info{version="1"}': "1x600", **STORIES[story][0]}
+    series = []
+    for name, values in told.items():
         bare, _, labels = name.rstrip("}").partition("{")
-        inside = ",".join(filter(None, ['instance="a:1"', labels]))
-        inputs.append({"series": f"{prefix}{bare}{{{inside}}}", "values": values})
-    (groups,) = yaml.safe_load(RULES.read_text()).values()
-    tests = []
-    for rule in next(g["rules"] for g in groups if g["rules"][0]["labels"]["source"] == source):
-        fires = {
-            "exp_labels": {**rule["labels"], "instance": "a:1"},
-            "exp_annotations": {
-                name: words.replace("{{ $labels.instance }}", "a:1")
-                for name, words in rule["annotations"].items()
-            },
+        inside = ",".join(filter(None, [f'instance="{instance}"', labels]))
+        series.append({"series": f"{prefix}{bare}{{{inside}}}", "values": values})
+    return series
+
+
+def expected(rule: dict[str, Any], instance: str) -> dict[str, Any]:
+    """The alert as Prometheus would send it."""
+    labels = {"instance": instance}
+    if "$labels.reason" in rule["annotations"]["summary"]:
+        labels["reason"] = "unsupported"
+    words = dict(rule["annotations"])
+    for name, value in labels.items():
+        words = {
+            key: text.replace(f"{{{{ $labels.{name} }}}}", value) for key, text in words.items()
         }
-        tests.append(
-            {
-                "alertname": rule["alert"],
-                "eval_time": "9h",
-                "exp_alerts": [fires] if rule["alert"] == alert else [],
-            }
-        )
-    return {"interval": "1m", "input_series": inputs, "alert_rule_test": tests}
+    return {"exp_labels": {**rule["labels"], **labels}, "exp_annotations": words}
+
+
+def run_story(folder: Path, story: str, scraped: dict[str, str], speaks: str) -> None:
+    """Let ``scraped`` (instances by prefix) tell ``story``; only ``speaks``'s rules may fire."""
+    tests = []
+    instance = scraped["vllm:kvferry_" if speaks == "vllm" else "kvferry_"]
+    names = [rule["alert"] for rule in rules()[speaks]]
+    for name, rule in zip(names, rules()[speaks], strict=True):
+        fires = [expected(rule, instance)] if name == STORIES[story][1] else []
+        tests.append({"alertname": name, "eval_time": "9h", "exp_alerts": fires})
+    series = [one for prefix, at in scraped.items() for one in series_of(story, prefix, at)]
+    told = {"interval": "1m", "input_series": series, "alert_rule_test": tests}
+    file = folder / "test.yml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(RULES)], "tests": [told]}))
+    promtool("test", "rules", str(file))
 
 
 @needs_promtool
@@ -118,10 +136,24 @@ def expectations(story: str, prefix: str, source: str) -> dict[str, Any]:
 def test_each_alert_fires_for_what_it_is_about_and_for_nothing_else(
     story: str, prefix: str, source: str, tmp_path: Path
 ) -> None:
-    file = tmp_path / "test.yml"
-    told = {"rule_files": [str(RULES)], "tests": [expectations(story, prefix, source)]}
-    file.write_text(yaml.safe_dump(told))
-    promtool("test", "rules", str(file))
+    run_story(tmp_path, story, {prefix: "a:1"}, source)
+
+
+@needs_promtool
+@pytest.mark.parametrize("story", STORIES)
+def test_no_alert_fires_twice_where_both_endpoints_are_scraped(story: str, tmp_path: Path) -> None:
+    """All alerts of a name are listed, of both endpoints: one is one too many."""
+    run_story(
+        tmp_path, story, {"kvferry_": "10.0.0.7:9475", "vllm:kvferry_": "10.0.0.7:8000"}, "vllm"
+    )
+
+
+@needs_promtool
+def test_another_hosts_vllm_silences_nobody(tmp_path: Path) -> None:
+    run_story(tmp_path, "fails", {"kvferry_": "a:9475"}, "kvferry")
+    others = {"kvferry_": "a:9475", "vllm:kvferry_": "b:8000"}
+    with pytest.raises(AssertionError, match="b:8000"):  # both fire: they are two servers
+        run_story(tmp_path, "fails", others, "kvferry")
 
 
 # -- a running one -------------------------------------------------------------------------------
@@ -233,8 +265,8 @@ def test_every_panel_has_something_to_show(tmp_path):
                 if not server.ask("query", query=query)["result"]:
                     empty.append((words, query, []))
             assert not empty
-            (kvferry, vllm) = server.ask("rules")["groups"]
-            states = {rule["health"] for group in (kvferry, vllm) for rule in group["rules"]}
+            groups = server.ask("rules")["groups"]
+            states = {rule["health"] for group in groups for rule in group["rules"]}
             assert states <= {"ok", "unknown"}
     finally:
         for endpoint in (ours, others, vllms):

@@ -242,8 +242,9 @@ class World:
             generation, *question = record._missed
             missed = (generation == self.sim.pool.generation, *question)
         return (
-            *(record.state, tuple(record.stored), record.is_outdated, pinned, waiting),
-            *(missed, record._past, record._owed is None),
+            *(record.state, tuple(record.progress._stored), record.progress.is_outdated),
+            *(pinned, waiting),
+            *(missed, record.progress.past, record._owed is None),
         )
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,14 @@ import pytest
 import yaml
 
 from kvferry.config import Config, describe
-from kvferry.metrics.catalog import FIGURES, Kind, Metric, catalog
+from kvferry.metrics.catalog import FIGURES, Kind, Label, Metric, catalog
 from kvferry.quantities import parse_size
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
-SERIES = {name: metric for metric in catalog() for name in metric.series}
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+IDLE = Metric("kvferry_idle", Kind.GAUGE, "1 while nothing is served.", (Label("reason", ""),))
+ALONE = Metric("kvferry:alone", Kind.GAUGE, "A recording rule of ours.", (Label("host", ""),))
+SERIES = {name: metric for metric in (IDLE, ALONE, *catalog()) for name in metric.series}
 TARGET = {"instance", "job"}
 VLLMS = {"model_name", "engine"}
 RATES = ("rate", "increase", "irate")
@@ -29,9 +34,14 @@ def board() -> dict[str, Any]:
     return loaded
 
 
-def rules() -> list[list[dict[str, Any]]]:
+def rules() -> dict[str, list[dict[str, Any]]]:
+    """The alerts by whose endpoint they are for."""
     text = (DEPLOY / "prometheus" / "kvferry-alerts.yml").read_text()
-    return [group["rules"] for group in yaml.safe_load(text)["groups"]]
+    alerts = [r for group in yaml.safe_load(text)["groups"] for r in group["rules"] if "alert" in r]
+    return {
+        source: [rule for rule in alerts if rule["labels"]["source"] == source]
+        for source in ("vllm", "kvferry")
+    }
 
 
 def filled(query: str, names: str) -> str:
@@ -46,9 +56,9 @@ def queries() -> Iterator[tuple[str, str]]:
             for names in ("kvferry_", "vllm:kvferry_"):
                 where = f"panel {panel['title']!r} {number} {names}"
                 yield where, filled(target["expr"], names)
-    for group, some in zip(("kvferry", "vllm"), rules(), strict=True):
+    for source, some in rules().items():
         for rule in some:
-            yield f"alert {rule['alert']} {group}", rule["expr"]
+            yield f"alert {rule['alert']} {source}", rule["expr"]
     for words, query in FIGURES.items():
         yield f"figure {words!r}", query.replace("\\|", "|")  # escaped for a table
 
@@ -163,13 +173,19 @@ def test_the_dashboard_is_laid_out_and_labelled():
     assert max(x for x, _ in cells) < 24
 
 
+NOT_TWICE = r"\((.*)\)\s+and on \(instance\) kvferry:alone\s*"
+
+
 def test_alerts_are_the_same_for_both_endpoints():
-    ours, vllms = rules()
+    """And kvferry's own keep silent where vLLM's speak for the same server."""
+    vllms, ours = rules()["vllm"], rules()["kvferry"]
     for rule in ours + vllms:
         assert rule["labels"]["severity"] in ("info", "warning", "critical")
         assert rule["annotations"]["summary"]
     for our, vllm in zip(ours, vllms, strict=True):
-        assert our["expr"] == vllm["expr"].replace("vllm:", "")
+        alone = re.fullmatch(NOT_TWICE, our["expr"], re.DOTALL)
+        assert alone is not None, our["expr"]
+        assert alone[1].split() == vllm["expr"].replace("vllm:", "").split()
         assert our["annotations"] == vllm["annotations"]
     # Two rules of one name and labels: Prometheus could not tell whose alert is meant.
     named = [(rule["alert"], *sorted(rule["labels"].items())) for rule in ours + vllms]
@@ -193,24 +209,105 @@ def test_the_manifest_is_what_kubernetes_takes(version):
 
 
 def test_that_check_refuses_a_field_that_does_not_exist():
-    deployment, _ = manifest()
+    (deployment,) = [d for d in manifest() if d["kind"] == "Deployment"]
     deployment["spec"]["template"]["spec"]["enableServiceLink"] = False
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(deployment, kubernetes_validate.latest_version(), strict=True)
 
 
+def container() -> dict[str, Any]:
+    (only,) = pod()["containers"]
+    return dict(only)
+
+
 def test_the_manifest_sets_settings_that_exist():
-    (container,) = pod()["containers"]
-    env = {item["name"]: item["value"] for item in container["env"]}
+    env = {item["name"]: item.get("value") for item in container()["env"]}
     ours = {name: value for name, value in env.items() if name.startswith("KVFERRY_")}
     assert set(ours) <= {setting.env for setting in describe()}
     config = Config.from_env(ours)
-    assert config.metrics_port in [port["containerPort"] for port in container["ports"]]
-    limit = parse_size(container["resources"]["limits"]["memory"] + "B")
-    shm = parse_size(pod()["volumes"][0]["emptyDir"]["sizeLimit"] + "B")
+    limit = parse_size(container()["resources"]["limits"]["memory"] + "B")
+    volumes = {volume["name"]: volume for volume in pod()["volumes"]}
+    shm = volumes["shm"]["emptyDir"]
     assert isinstance(config.host, int)
-    assert config.host + shm < limit
-    assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
-    assert pod()["volumes"][0]["emptyDir"]["medium"] == "Memory"
-    (transfer,) = [a for a in container["args"] if a.startswith("--kv-transfer-config=")]
+    assert config.host + parse_size(shm["sizeLimit"] + "B") < limit
+    assert shm["medium"] == "Memory"
+    assert container()["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+    (transfer,) = [a for a in container()["args"] if a.startswith("--kv-transfer-config=")]
     assert json.loads(transfer.split("=", 1)[1])["kv_connector"] == "kvferry"
+
+
+def test_what_names_requests_stays_inside_the_pod():
+    """``/explain`` is on our own endpoint: on loopback, and no port of the pod or the service."""
+    env = {item["name"]: item.get("value") for item in container()["env"]}
+    ours = {name: value for name, value in env.items() if name.startswith("KVFERRY_")}
+    config = Config.from_env(ours)
+    assert config.metrics_port is not None
+    assert config.metrics_host == "127.0.0.1"
+    (service,) = [d for d in manifest() if d["kind"] == "Service"]
+    for port in (*container()["ports"], *service["spec"]["ports"]):
+        assert config.metrics_port not in port.values(), port
+
+
+def test_what_is_made_once_is_kept():
+    """The model's files and kvferry's profile are on the claim that the manifest makes."""
+    (claim,) = [d for d in manifest() if d["kind"] == "PersistentVolumeClaim"]
+    (kept,) = [v for v in pod()["volumes"] if "persistentVolumeClaim" in v]
+    assert kept["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    places = {m["mountPath"] for m in container()["volumeMounts"] if m["name"] == kept["name"]}
+    assert places == {"/root/.cache/huggingface", "/root/.cache/kvferry"}
+
+
+def test_the_pod_is_watched_by_vllms_own_health():
+    port = container()["ports"][0]["name"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container()[probe]["httpGet"] == {"path": "/health", "port": port}
+
+
+def test_the_pod_monitor_finds_the_pods_and_their_port():
+    monitor = yaml.safe_load((DEPLOY / "kubernetes" / "podmonitor.yaml").read_text())
+    (deployment,) = [d for d in manifest() if d["kind"] == "Deployment"]
+    assert (monitor["apiVersion"], monitor["kind"]) == ("monitoring.coreos.com/v1", "PodMonitor")
+    wanted = monitor["spec"]["selector"]["matchLabels"].items()
+    assert wanted <= deployment["spec"]["template"]["metadata"]["labels"].items()
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["port"] in [port["name"] for port in container()["ports"]]
+
+
+def test_the_scrape_configuration_reads_one_endpoint_and_the_rules():
+    config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+    (job,) = config["scrape_configs"]
+    assert job["static_configs"] == [{"targets": ["localhost:8000"]}]
+    for file in config["rule_files"]:
+        assert (DEPLOY / "prometheus" / file).exists()
+
+
+# -- the container ---------------------------------------------------------------------------------
+
+
+def docker_run(text: str) -> list[str]:
+    """The words of a ``docker run`` that goes on over lines that end in a backslash."""
+    found = re.search(r"^[# ]*(docker run .*?[^\\])$", text, re.DOTALL | re.MULTILINE)
+    assert found is not None
+    return shlex.split(re.sub(r"\\\n[# ]*", "", found[1]))
+
+
+def test_the_line_that_runs_the_container_is_whole_and_the_same_everywhere():
+    words = docker_run((DEPLOY / "docker" / "Dockerfile").read_text())
+    assert words == docker_run((ROOT / "docs" / "operations.md").read_text())
+    config = Config.from_env(
+        {"KVFERRY_HOST": words[words.index("-e", words.index("-e") + 1) + 1].split("=")[1]}
+    )
+    assert isinstance(config.host, int)
+    assert config.host < parse_size(words[words.index("--memory") + 1].upper() + "iB")
+    assert json.loads(words[-1])["kv_connector"] == "kvferry"
+    mounts = [word.split(":")[1] for before, word in pairwise(words) if before == "-v"]
+    assert mounts == ["/root/.cache/huggingface", "/root/.cache/kvferry"]
+
+
+def test_the_build_sees_what_the_dockerfile_copies_and_nothing_else():
+    ignored = (ROOT / ".dockerignore").read_text().split("\n")
+    copied = re.findall(r"^COPY (.+) \S+$", (DEPLOY / "docker" / "Dockerfile").read_text(), re.M)
+    assert "*" in ignored
+    seen = {line[1:] for line in ignored if line.startswith("!")}
+    assert seen == {name for names in copied for name in names.split()}
+    assert all((ROOT / name).exists() for name in seen)

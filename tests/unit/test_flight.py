@@ -60,7 +60,7 @@ class Sky:
         transfer_id = self.flights.new_id()
         slots = as_slots(range(length))
         transfer = Transfer(transfer_id, src, dst, slots, slots)
-        leases = tuple(Lease(purpose, slots, np.arange(length), self.owner) for purpose in purposes)
+        leases = tuple(Lease(purpose, slots, slots, self.owner) for purpose in purposes)
         self.flights.launch(transfer, leases, 10.0)
         return int(transfer_id)
 

@@ -106,7 +106,7 @@ def count_looks(desk: Desk) -> list[int]:
         looks.append(1)
         return look(*args, **kwargs)
 
-    desk.scheduler._parts.matcher.look = counting  # type: ignore[method-assign]
+    desk.scheduler._parts.matcher.look = counting
     return looks
 
 

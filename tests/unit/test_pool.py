@@ -472,3 +472,16 @@ def test_what_follows_a_failed_read_was_not_used(purpose: Purpose) -> None:
     pin.release(failed=[0])
     stored(pool, [10, 11], chained=False)
     assert cached(pool, 0, 1, 9) == [9]
+
+
+def test_counting_looks_at_no_slot() -> None:
+    """Whoever scrapes metrics asks on the engine's thread."""
+    pool = Pool(8)
+    stored(pool, [1, 2, 3])
+    writing, reading = pool.reserve(keys([4])), pool.pin(keys([1, 2]))
+    counts = pool.counts
+    assert (counts.free, counts.cached, counts.leased) == (4, 1, 3)
+    del pool._state, pool._readers, pool._free
+    assert pool.counts == counts
+    assert writing is not None
+    assert reading is not None

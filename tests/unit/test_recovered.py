@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from tests.fakes.crafted_keys import keys
 from tests.fakes.desk import Desk, story
@@ -58,20 +57,18 @@ def test_restored_blocks_are_matched_and_evicted_like_others() -> None:
 
 
 def test_nothing_is_restored_over_what_is_there() -> None:
-    pool = Pool(4)
-    lease = pool.reserve(keys([1]))
+    level = PlacedLevel(DISK, Pool(4))
+    lease = level.pool.reserve(keys([1]))
     assert lease is not None
     lease.commit()
-    taken = int(lease.slots[0])
-    for again in ((keys([1]), as_slots([3])), (keys([2]), as_slots([taken]))):
-        with pytest.raises(InputError, match="cannot be restored"):
-            pool.restore(*again)
-    pool.check_integrity()
-    pool.restore(keys([2]), as_slots([3]))
-    assert pool.cached(keys([1, 2])).all()
-    pool.check_integrity()
-    got = pool.reserve(keys(range(10, 12)))
+    with pytest.raises(InputError, match="some are not free"):
+        level.restore([(keys([2]), lease.slots)])
+    level.check_integrity()
+    level.restore([(keys([2]), as_slots([3]))])
+    level.check_integrity()
+    assert level.pool.cached(keys([1, 2])).all()
+    got = level.pool.reserve(keys(range(10, 12)))
     assert got is not None
-    assert 3 not in got.slots
-    assert not np.isin(got.slots, [taken]).any()
+    assert sorted([*got.slots, *lease.slots, 3]) == [0, 1, 2, 3]
     got.abort()
+    assert level.restore([found()]) == 0

@@ -59,7 +59,7 @@ def snapshot(scheduler: ByName) -> tuple[object, ...]:
         pool._readers.tobytes(),
         scheduler.num_queued,
         scheduler.num_in_flight,
-        [(request, request._hit, request.stored[:]) for request in scheduler.requests],
+        [(request, request._hit, request.progress._stored[:]) for request in scheduler.requests],
     )
 
 
@@ -200,7 +200,7 @@ def test_no_groups() -> None:
         ),
         (lambda s: s.load("hit", [[0, 1, 2]]), "1 block tables for 2 groups"),
         (lambda s: s.load("hit", [[0, 1, 2], [0, 1]]), "group 1's block table has 2 .* needs 3"),
-        (lambda s: s.load("hit", [[0, NO_BLOCK, 2], [0, 1, 2]]), "must not be negative, got -1"),
+        (lambda s: s.load("hit", [[0, NO_BLOCK, 2], [0, 1, 2]]), "holds -1; a block is 0 or more"),
         (lambda s: s.match("b", keys(range(4)), computed_tokens=-1), "not be negative, got -1"),
         (lambda s: s.match("b", keys(range(4)), max_tokens=-4), "not be negative, got 0 and -4"),
         (lambda s: s.lose_rank(Rank(3), "typo"), "rank 3 .* 0 to 1"),
@@ -319,7 +319,9 @@ def test_what_the_short_look_lacks_a_match_does_not_find_either() -> None:
             lease.commit()
         for computed_tokens, max_tokens in product(range(0, 17, 4), range(1, 17)):
             about = {"computed_tokens": computed_tokens, "max_tokens": max_tokens}
-            missing = scheduler._parts.matcher.next_missing(chain, computed_tokens, max_tokens)
+            missing = scheduler._parts.matcher.next_missing(
+                chain, len(chain), computed_tokens, max_tokens
+            )
             found = scheduler.match("reader", chain, **about)
             scheduler.finish("reader")
             if missing is not None:
@@ -348,7 +350,7 @@ def test_a_miss_is_answered_at_once_and_counted_when_somebody_has_time(
     assert scheduler.match("reader", keys(range(3)), computed_tokens=4).state is MatchState.MISS
     assert scheduler.called("reader").state is State.ANSWERED
     assert len(scheduler.owing) == 1
-    assert scheduler._parts.counts.queries == 0
+    assert scheduler._parts.accounts.counts.queries == 0
     touch(scheduler)
     assert len(scheduler.owing) == 0
     assert (scheduler.stats().queries, scheduler.stats().asked_tokens) == (1, 8)

@@ -258,6 +258,7 @@ def test_closing_on_a_hung_medium_ends_and_keeps_the_memory(rig: Rig) -> None:
     assert reached.wait(10)
     rig.mover.close()
     assert rig.mover.is_stuck
+    assert SharedLevelMover(rig.mover, rank=Rank(0), num_ranks=2).is_stuck
     assert any(np.shares_memory(memory, each) for each in tier_mover._kept)
     gate.set()
     rig.disk.drain(10)

@@ -59,12 +59,13 @@ def _memlock(env: Environment, config: Config, asked: int | None) -> Finding:
     if asked is not None and limit >= asked:
         return ok("locked memory", f"at most {_shown(limit)}, which is enough")
     size = "nobody knows how much" if asked is None else _shown(asked)
-    grade = fail if config.host_pin == "required" else warn
-    return grade(
+    # Not a failure even where pinning is required: CUDA does not count what it pins.
+    return warn(
         "locked memory",
-        f"at most {_shown(limit)} may be locked, {size} are asked for",
-        "ulimit -l unlimited; docker run --ulimit memlock=-1; systemd LimitMEMLOCK=infinity; "
-        "in Kubernetes set it on the container runtime",
+        f"at most {_shown(limit)} may be locked, {size} are asked for; CUDA does not count "
+        "what it pins, other drivers may",
+        "if pinning fails: ulimit -l unlimited; docker run --ulimit memlock=-1; systemd "
+        "LimitMEMLOCK=infinity; in Kubernetes add the capability IPC_LOCK",
     )
 
 

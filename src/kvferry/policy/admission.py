@@ -22,16 +22,13 @@ class SeenOften:
     def __init__(self, threshold: int, *, num_keys: int) -> None:
         """``num_keys``: about how many different keys to tell apart (the pool's size, say)."""
         self.threshold = min(threshold, _MOST)
+        self.counts = threshold > 1
+        """Whether it matters how often a key was seen."""
         width = 1 << max(10, (4 * num_keys - 1).bit_length()) if threshold > 1 else 1
         self._counters = np.zeros((_ROWS, width), dtype=np.uint8)
         self._mask = np.uint64(width - 1)
         self._seen = 0
         self._halve_after = 8 * width
-
-    @property
-    def counts(self) -> bool:
-        """Whether it matters how often a key was seen."""
-        return self.threshold > 1
 
     def see(self, keys: Keys) -> None:
         """A request asked for these blocks."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from kvferry.identity import scope
 from kvferry.keys import Keys, masked_key
-from kvferry.policy import Decision, SeenOften
+from kvferry.policy import SeenOften
 from kvferry.pool import Pool
 from kvferry.scheduler.ghosts import Ghosts
+from kvferry.scheduler.hit import Hit
 from kvferry.scheduler.levels import LowerLevels
-from kvferry.scheduler.matching import Look, Matcher, Missing
+from kvferry.scheduler.matching import Matcher, Missing
 from kvferry.scheduler.why import Explanation, Reason
-from kvferry.slot_states import SlotState
 from kvferry.types import RequestId
 
 
@@ -20,8 +20,9 @@ class Explainer:
     def __init__(
         self, matcher: Matcher, pool: Pool, admission: SeenOften, lower: LowerLevels
     ) -> None:
+        self.has_levels = bool(lower)
         self._matcher = matcher
-        self._lower = lower if lower else None
+        self._lower = lower
         self._pool = pool
         self._admission = admission
         self._ghosts = Ghosts(pool.num_slots)
@@ -30,15 +31,11 @@ class Explainer:
     def close(self) -> None:
         self._pool.listeners.remove(self._ghosts.add)
 
-    def explain(
-        self,
-        request_id: RequestId,
-        look: Look,
-        decision: Decision | None,
-        asked_blocks: int = 0,
-    ) -> Explanation:
+    def explain(self, request_id: RequestId, hit: Hit, asked_blocks: int = 0) -> Explanation:
+        """``asked_blocks`` of it levels were asked for."""
+        look, decision = hit.look, hit.decision
         missing = look.missing
-        if decision is not None and not decision.load:
+        if decision is not None and hit.is_declined:
             reason, group, token = Reason.LOAD_SLOWER, None, look.computed_tokens
         elif missing is None:
             reason, group, token = Reason.NOTHING_MISSED, None, None
@@ -57,7 +54,7 @@ class Explainer:
             group=group,
             decision=decision,
             asked_blocks=asked_blocks,
-            levels_away=self._lower.away if self._lower is not None else (),
+            levels_away=self._lower.away if self.has_levels else (),
         )
 
     def explain_miss(
@@ -83,9 +80,9 @@ class Explainer:
 
     def _why_missing(self, missing: Missing) -> Reason:
         group, key = missing.group, missing.key
-        if self._pool.state_of(key) is not SlotState.FREE:
+        if missing.is_coming:
             return Reason.IN_FLIGHT
-        if self._lower is not None and self._lower.has_out_of_reach(key):
+        if self.has_levels and self._lower.has_out_of_reach(key):
             return Reason.LEVEL_AWAY
         if self._ghosts.has(key):
             return Reason.EVICTED

@@ -10,9 +10,10 @@ lost.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,7 @@ from kvferry.types import (
 )
 
 _LONG_AGO = float("-inf")
+_NEVER = float("inf")
 
 
 @dataclass(eq=False)
@@ -114,9 +116,14 @@ class Flights:
     def __init__(self, num_ranks: int) -> None:
         self.counts = FlightCounts()
         self._num_ranks = num_ranks
+        self._ranks = frozenset(map(Rank, range(num_ranks)))
+        self.next_deadline = _NEVER
+        """Before that nobody is late: :meth:`expire` finds nothing."""
         self._flying: dict[TransferId, Flight] = {}
         self._lost: dict[Rank, str] = {}
-        self._next_id = 0
+        self._num_sent = 0
+        self.new_id = cast(Callable[[], TransferId], itertools.count().__next__)
+        """The id of the next transfer."""
 
     def __len__(self) -> int:
         return len(self._flying)
@@ -137,10 +144,6 @@ class Flights:
         """Transfers and questions in flight whose time is not up."""
         return sum(not flight.overdue for flight in self._flying.values())
 
-    def new_id(self) -> TransferId:
-        self._next_id += 1
-        return TransferId(self._next_id - 1)
-
     def launch(
         self,
         transfer: Transfer | Question,
@@ -149,11 +152,15 @@ class Flights:
         served: tuple[Any, ...] = (),
     ) -> None:
         """A transfer or question is handed to the workers; its leases end when it lands."""
-        waiting = {Rank(rank) for rank in range(self._num_ranks)} - self._lost.keys()
-        reason = next(iter(self._lost.values()), "")
+        waiting, reason = set(self._ranks), ""
+        if self._lost:
+            waiting -= self._lost.keys()
+            reason = next(iter(self._lost.values()))
         self._flying[transfer.id] = Flight(
             transfer, leases, deadline, waiting, reason, served=served
         )
+        self._num_sent = max(self._num_sent, transfer.id + 1)
+        self.next_deadline = min(self.next_deadline, deadline)
         self.counts.launched += isinstance(transfer, Transfer)
 
     def settle(self, receipts: Iterable[Receipt]) -> list[Flight]:
@@ -164,10 +171,17 @@ class Flights:
         """
         receipts = list(receipts)
         for receipt in receipts:
-            self._check(receipt)
-        # With every rank lost nobody answers any more: such a flight lands as soon as we look.
-        orphans = [f for f in self._flying.values() if not f.waiting]
-        landed = [self._land(flight) for flight in orphans]
+            if (
+                receipt.failed
+                or receipt.rank not in self._ranks
+                or not (0 <= receipt.transfer_id < self._num_sent)
+            ):
+                self._check(receipt)
+        landed = []
+        if self._lost:
+            # With every rank lost nobody answers any more: such a flight lands as soon as we look.
+            orphans = [flight for flight in self._flying.values() if not flight.waiting]
+            landed = [self._land(flight) for flight in orphans]
         for receipt in receipts:
             flight = self._flying.get(receipt.transfer_id)
             if flight is None or receipt.rank not in flight.waiting:
@@ -184,6 +198,8 @@ class Flights:
         But a question, which claims nothing, is over: an answer to it comes too late.
         """
         late = [f for f in self._flying.values() if f.deadline <= now and not f.overdue]
+        coming = [f.deadline for f in self._flying.values() if f.deadline > now]
+        self.next_deadline = min(coming, default=_NEVER)
         for flight in late:
             flight.overdue = True
             flight.reason = flight.reason or (
@@ -199,7 +215,7 @@ class Flights:
         """A level is away: nobody waits any longer for what it was to bring, take or say."""
         for flight in self._flying.values():
             if flight.concerns(level) and not flight.overdue:
-                flight.deadline = _LONG_AGO
+                flight.deadline = self.next_deadline = _LONG_AGO
                 flight.reason = flight.reason or reason
 
     def lose_rank(self, rank: Rank, reason: str) -> list[Flight]:
@@ -226,9 +242,9 @@ class Flights:
         return flights
 
     def _check(self, receipt: Receipt) -> None:
-        if not 0 <= receipt.transfer_id < self._next_id:
+        if not 0 <= receipt.transfer_id < self._num_sent:
             raise ReceiptError(
-                f"receipt for transfer {receipt.transfer_id}, but only {self._next_id} were ever "
+                f"receipt for transfer {receipt.transfer_id}, but only {self._num_sent} were ever "
                 "sent; drop it and settle the others"
             )
         flight = self._flying.get(receipt.transfer_id)
@@ -255,13 +271,10 @@ class Flights:
                 flight.note = flight.note or reason
             else:
                 flight.reason = flight.reason or reason
-        order = flight.transfer
-        if isinstance(order, Transfer):
-            self._count(order, receipt)
-
-    def _count(self, transfer: Transfer, receipt: Receipt) -> None:
+        transfer, counts = flight.transfer, self.counts
+        if isinstance(transfer, Question):
+            return
         route = (transfer.src, transfer.dst)
-        counts = self.counts
         counts.bytes_moved[route] = counts.bytes_moved.get(route, 0) + receipt.num_bytes
         counts.seconds_moved[route] = counts.seconds_moved.get(route, 0.0) + receipt.seconds
         if receipt.outcome is not Outcome.FAILED:
@@ -269,21 +282,25 @@ class Flights:
 
     def _land(self, flight: Flight) -> Flight:
         del self._flying[flight.transfer.id]
-        if len(flight.failed) == len(flight.transfer):
+        if flight.failed and len(flight.failed) == len(flight.transfer):
             flight.reason = flight.reason or flight.note
         if isinstance(flight.transfer, Transfer):
             self.counts.landed += 1
-            self.counts.failed += not flight.ok
-            self.counts.lost_blocks += len(flight.failed) if flight.ok else 0
+            self.counts.failed += bool(flight.reason)
+            self.counts.lost_blocks += len(flight.failed) if not flight.reason else 0
+        if flight.failed or flight.reason:
+            self._end_in_doubt(flight)
+            return flight
         for lease in flight.leases:
-            self._end(flight, lease, sorted(flight.failed))
+            lease.commit() if lease.purpose is Purpose.WRITE else lease.release()
         return flight
 
-    def _end(self, flight: Flight, lease: Lease, failed: list[int]) -> None:
-        doubtful = lease in flight.in_doubt
-        if lease.purpose is Purpose.WRITE:
-            lease.commit(failed) if flight.ok else lease.abort()
-        elif not doubtful:
-            lease.release()
-        else:
-            lease.release(failed) if flight.ok else lease.spoil()
+    def _end_in_doubt(self, flight: Flight) -> None:
+        failed, doubtful = sorted(flight.failed), flight.in_doubt
+        for lease in flight.leases:
+            if lease.purpose is Purpose.WRITE:
+                lease.commit(failed) if flight.ok else lease.abort()
+            elif lease not in doubtful:
+                lease.release()
+            else:
+                lease.release(failed) if flight.ok else lease.spoil()

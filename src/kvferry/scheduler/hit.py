@@ -20,7 +20,8 @@ class Hit:
     """What one look found, claimed: the leases, by group, of the slots a load would read.
 
     ``joined`` are slots that another request was loading when we looked: its answer is to wait.
-    A hit that ``is_declined`` claims nothing; computing is faster, or there is nothing to load.
+    A hit that ``is_declined`` claims nothing; computing is faster, or there is nothing to load. One
+    that ``must_wait`` is not to be loaded now: another loads the same, or the bounds are reached.
     """
 
     __slots__ = (
@@ -31,6 +32,7 @@ class Hit:
         "joined",
         "leases",
         "look",
+        "must_wait",
         "num_loads",
     )
 
@@ -43,6 +45,7 @@ class Hit:
         self.joined: SlotArray | None = None
         self.decision: Decision | None = None
         self.is_declined = False
+        self.must_wait = False
 
     def release(self) -> None:
         leases, self.leases = self.leases, ()
@@ -92,21 +95,26 @@ class Hits:
         if look.host_tokens <= look.computed_tokens:
             hit.is_declined = True
             return hit
-        claim = self._pool.claim
-        hit.leases = tuple([claim(slots) if slots is not None else None for slots in look.slots])
-        hit.joined = self._joined(look)
-        if hit.joined is not None:
-            hit.release()
-            return hit
+        leases: list[Lease | None] = []
         num_bytes = 0
         for slots, size in zip(look.slots, self._block_bytes, strict=True):
+            leases.append(self._pool.claim(slots) if slots is not None else None)
             num_bytes += len(slots) * size if slots is not None else 0
+        hit.leases = tuple(leases)
+        if self._joins_loads and self._transit.blocks_to_device:
+            hit.joined = self._joined(look)
+            if hit.joined is not None:
+                hit.must_wait = True
+                hit.release()
+                return hit
         hit.decision = self.worth.decide(
             look.host_tokens - look.computed_tokens, num_bytes, self._transit.bytes_to_device
         )
         if not hit.decision.load:
             hit.is_declined = True
             hit.release()
+        elif self._transit.blocks_to_device:
+            hit.must_wait = not self._may_load(hit)
         return hit
 
     def still_holds(self, hit: Hit) -> bool:
@@ -114,7 +122,7 @@ class Hits:
         if hit.joined is not None:
             return bool(self._being_loaded.take(hit.joined).any())
         if hit.num_loads != self._num_loads:  # who else was promised these blocks may have begun
-            if self._joined(hit.look) is not None:
+            if self._joins_loads and self._joined(hit.look) is not None:
                 return False
             hit.num_loads = self._num_loads
         if hit.generation != self._pool.generation and self._matcher.can_grow(hit.look):
@@ -122,24 +130,25 @@ class Hits:
                 return False
             hit.generation = self._pool.generation
         hit.deadline = self._clock() + self._patience
+        hit.must_wait = bool(self._transit.blocks_to_device) and not self._may_load(hit)
         return True
 
-    def may_load(self, hit: Hit) -> bool:
-        """Whether a load fits the bounds. One load alone always does, or it would wait for ever."""
+    def _may_load(self, hit: Hit) -> bool:
+        """Whether a load beside others fits the bounds.
+
+        One load alone always does, or it would wait for ever.
+        """
         loading = self._transit.blocks_to_device
-        if not loading:
-            return True
         if self._max_blocks is not None:
             loading += sum(len(lease) for lease in hit.leases if lease is not None)
             if loading > self._max_blocks:
                 return False
         return self._transit.bytes_to_device <= self._max_bytes
 
-    def began(self, leases: Sequence[Lease]) -> None:
+    def began(self, lease: Lease) -> None:
         """A load of these slots was ordered: others that want them join it."""
         self._num_loads += 1
-        for lease in leases:
-            self._being_loaded[lease.slots] += 1
+        self._being_loaded[lease.slots] += 1
 
     def ended(self, lease: Lease) -> None:
         """A load of these slots landed, was taken back, or is so late that nobody should wait."""
@@ -147,8 +156,6 @@ class Hits:
 
     def _joined(self, look: Look) -> SlotArray | None:
         """The slots of a hit that another request is loading right now, if any are."""
-        if not self._joins_loads or not self._transit.blocks_to_device:
-            return None
         pinned = [slots for slots in look.slots if slots is not None]
         if not pinned:  # nothing was found, or at a chunk's start nothing is read
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvferry.scheduler.flight import Flight
 from kvferry.scheduler.why import Explanation
@@ -37,19 +38,27 @@ class Copy:
 
     @classmethod
     def of(cls, flight: Flight, transfer: Transfer) -> Copy:
-        receipts = flight.receipts
+        num_bytes, seconds, num_runs, beside_model = 0, 0.0, 1, False
+        paths = set()
+        for receipt in flight.receipts:  # one for each rank
+            num_bytes += receipt.num_bytes
+            seconds = max(seconds, receipt.seconds)
+            num_runs = max(num_runs, receipt.num_runs)
+            beside_model |= receipt.beside_model
+            paths.add(receipt.path)
+        paths.discard("")
         return cls(
             transfer_id=transfer.id,
             src=transfer.src,
             dst=transfer.dst,
             group=transfer.group,
-            num_blocks=len(transfer),
-            num_bytes=sum(receipt.num_bytes for receipt in receipts),
-            seconds=max((receipt.seconds for receipt in receipts), default=0.0),
-            paths=tuple(sorted({receipt.path for receipt in receipts if receipt.path})),
+            num_blocks=max(len(transfer.src_slots), len(transfer.dst_slots)),
+            num_bytes=num_bytes,
+            seconds=seconds,
+            paths=tuple(sorted(paths)),
             reason=flight.reason or flight.note,
-            beside_model=any(receipt.beside_model for receipt in receipts),
-            num_runs=max((receipt.num_runs for receipt in receipts), default=1),
+            beside_model=beside_model,
+            num_runs=num_runs,
         )
 
 
@@ -58,7 +67,7 @@ class Entry:
     """What is remembered of one request."""
 
     explanation: Explanation | None = None
-    copies: deque[Copy] = field(default_factory=lambda: deque(maxlen=MOST_COPIES))
+    copies: deque[Copy] = field(default_factory=partial(deque, maxlen=MOST_COPIES))
 
 
 class Journal:
@@ -74,12 +83,17 @@ class Journal:
         """
         if is_new:
             self._entries.pop(explanation.request_id, None)
-        self._touch(explanation.request_id).explanation = explanation
+            self._entries[explanation.request_id] = Entry(explanation)
+            if len(self._entries) > MOST_REQUESTS:
+                self._entries.popitem(last=False)
+        else:
+            self._touch(explanation.request_id).explanation = explanation
 
     def ended(self, request_id: RequestId, flight: Flight) -> None:
         """A transfer ended that moved blocks of this request, or it waits no longer for it."""
         if isinstance(flight.transfer, Transfer):  # a question copies nothing
-            self._touch(request_id).copies.append(Copy.of(flight, flight.transfer))
+            copy = Copy.of(flight, flight.transfer)
+            self._touch(request_id).copies.append(copy)
 
     def entry(self, request_id: RequestId) -> Entry | None:
         return self._entries.get(request_id)

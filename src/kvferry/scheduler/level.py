@@ -133,7 +133,11 @@ class PlacedLevel(Level):
         Before anything is stored.
         """
         keys, places = agreed(recovered, self.pool.num_slots)
-        self.pool.restore(keys, places)
+        self.pool.give_out_next(places)
+        lease = self.pool.reserve(keys, chained=False)  # a chain is known when it is stored again
+        if lease is not None:
+            assert np.array_equal(lease.slots, places)
+            lease.commit()
         return len(keys)
 
     def there(self, keys: Keys, now: float) -> Flags:

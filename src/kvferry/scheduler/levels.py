@@ -64,7 +64,7 @@ class LowerLevels:
         host: Pool,
         levels: Sequence[Level],
         outbox: Outbox,
-        clock: Callable[[], float] = lambda: 0.0,
+        clock: Callable[[], float],
     ) -> None:
         self.levels = tuple(levels)
         self._host = host

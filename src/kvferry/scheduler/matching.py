@@ -21,7 +21,7 @@ from kvferry import reach
 from kvferry.errors import InputError
 from kvferry.identity import scope
 from kvferry.index import num_leading
-from kvferry.keys import KeyChain, Keys, masked_key
+from kvferry.keys import KeyArray, KeyChain, Keys, masked_key
 from kvferry.pool import Pool
 from kvferry.scheduler.levels import LowerLevels
 from kvferry.slot_states import SlotState
@@ -32,20 +32,25 @@ Present = list[npt.NDArray[np.bool_]]
 
 
 class Missing(NamedTuple):
-    """A block that no hit can do without, and that is not here: its first token, its key."""
+    """A block that no hit can do without, and that is not here: its first token, its key.
+
+    One that ``is_coming`` was on its way in when it was looked for.
+    """
 
     group: int
     token: int
     key: Key
+    is_coming: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Look:
     """One look at a request: how far the host alone reaches, and how far with the levels below.
 
-    ``slots`` are those that the host's hit reads, by group. ``missing`` stopped that hit; None
-    where nothing did but the cap. ``host`` and ``everywhere`` say block by block what is there;
-    None where nobody had to know.
+    ``slots`` are those that the host's hit reads, by group; ``blocks`` are their places in the
+    request, ``asked`` their keys in the pool. ``missing`` stopped that hit; None where nothing did
+    but the cap. ``host`` and ``everywhere`` say block by block what is there; None where nobody had
+    to know.
     """
 
     keys: Keys
@@ -54,6 +59,8 @@ class Look:
     host_tokens: int
     all_tokens: int
     slots: tuple[SlotArray | None, ...]
+    blocks: tuple[range, ...]
+    asked: tuple[Keys, ...]
     missing: Missing | None
     host: Present | None = None
     everywhere: Present | None = None
@@ -87,14 +94,24 @@ class Matcher:
         self._alignment = math.lcm(hash_tokens, *(group.block_tokens for group in self.groups))
         self._step = math.lcm(self._alignment, *(group.stop_tokens for group in self.groups))
         self._can_serve: Present = [np.empty(0, dtype=bool) for _ in self.groups]
+        self._masks: list[KeyArray] = []
+        self.begin_epoch(0)
+        self.look = self._follow if self.is_full and not lower.levels else self._survey
+        """See what is there, without claiming any of it: hits end ``spare_tokens`` early."""
+
+    def begin_epoch(self, epoch: int) -> None:
+        """From now on the same blocks have other keys in the pool."""
+        self.epoch = epoch
+        scopes = [scope(epoch, g) for g in range(len(self.groups))]
+        self._masks = [np.frombuffer(mask, dtype="<u8") for mask in scopes]
 
     # -- keys -----------------------------------------------------------------------------------
 
     def slot_keys(self, group: int, keys: Keys, blocks: range) -> Keys:
         """The pool keys of these blocks of a request."""
         ratio = self._ratios[group]
-        cut = keys[(blocks.start + 1) * ratio - 1 : blocks.stop * ratio : ratio]
-        return cut.masked(scope(self.epoch, group))
+        cut = slice((blocks.start + 1) * ratio - 1, blocks.stop * ratio, ratio)
+        return keys.part(cut, self._masks[group])
 
     def all_keys(self, group: int, keys: Keys) -> Keys:
         """The pool keys of every whole block of a request."""
@@ -114,12 +131,12 @@ class Matcher:
         """Whether this block is in the host, on its way there, or below it."""
         if self._host.state_of(key) is not SlotState.FREE:
             return True
-        return bool(self._lower) and bool(self._lower.cached(Keys.from_bytes((key,)))[0])
+        return bool(self._lower.levels) and bool(self._lower.cached(Keys.from_bytes((key,)))[0])
 
     # -- looking --------------------------------------------------------------------------------
 
     def next_missing(
-        self, chain: KeyChain, computed_tokens: int, max_tokens: int
+        self, chain: KeyChain, num_keys: int, computed_tokens: int, max_tokens: int
     ) -> Missing | None:
         """The block every hit needs and the host lacks.
 
@@ -127,15 +144,17 @@ class Matcher:
         device. None if there is no such block, or if a longer look is needed to know.
         """
         longer = computed_tokens + self._step
-        if not self.is_full or self._lower or longer - longer % self._step > max_tokens:
+        if not self.is_full or self._lower.levels or longer - longer % self._step > max_tokens:
             return None
         for g, group in enumerate(self.groups):
             block = computed_tokens // group.block_tokens
             at = (block + 1) * self._ratios[g] - 1
-            if at < len(chain):
+            if at < num_keys:
                 key = masked_key(chain[at], scope(self.epoch, g))
-                if self._host.state_of(key) is not SlotState.CACHED:
-                    return Missing(g, block * group.block_tokens, key)
+                state = self._host.state_of(key)
+                if state is not SlotState.CACHED:
+                    is_coming = state is not SlotState.FREE
+                    return Missing(g, block * group.block_tokens, key, is_coming)
         return None
 
     def names(self, missing: Missing, chain: KeyChain) -> bool:
@@ -147,23 +166,19 @@ class Matcher:
             return False
         return masked_key(chain[at], scope(self.epoch, group)) == missing.key
 
-    def look(
+    def _follow(
         self, keys: Keys, computed_tokens: int, max_tokens: int, spare_tokens: int = 0
     ) -> Look:
-        """See what is there, without claiming any of it: hits end ``spare_tokens`` early."""
-        if self.is_full and not self._lower:
-            return self._follow(keys, computed_tokens, max_tokens, spare_tokens)
-        return self._survey(keys, computed_tokens, max_tokens, spare_tokens)
-
-    def _follow(self, keys: Keys, computed_tokens: int, max_tokens: int, spare_tokens: int) -> Look:
         """Where every hit reads every block: as far as each group's chain goes."""
         most = max_tokens - max_tokens % self._step
         longest = most
         found: list[SlotArray] = []
+        asked: list[Keys] = []
         for g, group in enumerate(self.groups):
             size = group.block_tokens
             blocks = range(computed_tokens // size, -(-most // size))
-            slots = self._host.leading(self.slot_keys(g, keys, blocks)) if blocks else _NO_SLOTS
+            asked.append(self.slot_keys(g, keys, blocks))
+            slots = self._host.leading(asked[g]) if blocks else _NO_SLOTS
             found.append(slots)
             longest = min(longest, (blocks.start + len(slots)) * size)
         longest = max(longest - longest % self._step, computed_tokens)
@@ -175,11 +190,25 @@ class Matcher:
         if longest < most:
             missing = self._first_absent(keys, found, computed_tokens, longest + self._step)
         pinned: list[SlotArray | None] = []
-        for group, slots in zip(self.groups, found, strict=True):
-            count = -(-host_tokens // group.block_tokens) - computed_tokens // group.block_tokens
-            pinned.append(slots[:count] if host_tokens > computed_tokens and count else None)
+        places: list[range] = []
+        for g, group in enumerate(self.groups):
+            first = computed_tokens // group.block_tokens
+            count = -(-host_tokens // group.block_tokens) - first
+            is_read = host_tokens > computed_tokens and count > 0
+            places.append(range(first, first + count) if is_read else range(0))
+            pinned.append(found[g][:count] if is_read else None)
+            if count < len(asked[g].array):
+                asked[g] = asked[g][: max(0, count)]
         return Look(
-            keys, computed_tokens, max_tokens, host_tokens, host_tokens, tuple(pinned), missing
+            keys,
+            computed_tokens,
+            max_tokens,
+            host_tokens,
+            host_tokens,
+            tuple(pinned),
+            tuple(places),
+            tuple(asked),
+            missing,
         )
 
     def _first_absent(
@@ -189,11 +218,12 @@ class Matcher:
         for g, group in enumerate(self.groups):
             block = computed_tokens // group.block_tokens + len(found[g])
             if block * group.block_tokens < longer:
-                key = self.slot_keys(g, keys, range(block, block + 1))[0]
-                return Missing(g, block * group.block_tokens, key)
+                return self._missing(g, keys, block)
         return None
 
-    def _survey(self, keys: Keys, computed_tokens: int, max_tokens: int, spare_tokens: int) -> Look:
+    def _survey(
+        self, keys: Keys, computed_tokens: int, max_tokens: int, spare_tokens: int = 0
+    ) -> Look:
         """Every block of every group, and what lies below the host."""
         asked: list[Keys] = []
         found: list[SlotArray] = []
@@ -207,7 +237,7 @@ class Matcher:
             host.append(np.concatenate((np.ones(first, dtype=bool), found[g] != NO_SLOT)))
         host_tokens = self._longest(host, computed_tokens, max_tokens, spare_tokens)
         everywhere, all_tokens = host, host_tokens
-        if self._lower and host_tokens + self._alignment <= max_tokens:
+        if self._lower.levels and host_tokens + self._alignment <= max_tokens:
             everywhere = [
                 np.concatenate(
                     (here[: -len(below)], here[-len(below) :] | self._lower.cached(below))
@@ -218,10 +248,14 @@ class Matcher:
             ]
             all_tokens = self._longest(everywhere, computed_tokens, max_tokens, spare_tokens)
         slots: list[SlotArray | None] = []
+        places: list[range] = []
         for g, group in enumerate(self.groups):
             blocks = self.needed(g, host_tokens, computed_tokens)
             first = computed_tokens // group.block_tokens
-            slots.append(found[g][blocks.start - first : blocks.stop - first] if blocks else None)
+            part = slice(max(0, blocks.start - first), max(0, blocks.stop - first))
+            slots.append(found[g][part] if blocks else None)
+            places.append(blocks)
+            asked[g] = asked[g][part]
         look = Look(
             keys,
             computed_tokens,
@@ -229,6 +263,8 @@ class Matcher:
             host_tokens,
             all_tokens,
             tuple(slots),
+            tuple(places),
+            tuple(asked),
             None,
             host,
             everywhere,
@@ -254,14 +290,17 @@ class Matcher:
         longer = self._next_length(look)
         if longer > look.max_tokens or look.host is None:
             return None
-        for g, group in enumerate(self.groups):
+        for g in range(len(self.groups)):
             blocks = self.needed(g, longer, look.computed_tokens)
             present = look.host[g][blocks.start : blocks.stop]
             if not present.all():
-                block = blocks.start + int(present.argmin())
-                key = self.slot_keys(g, look.keys, range(block, block + 1))[0]
-                return Missing(g, block * group.block_tokens, key)
+                return self._missing(g, look.keys, blocks.start + int(present.argmin()))
         return None
+
+    def _missing(self, g: int, keys: Keys, block: int) -> Missing:
+        key = self.slot_keys(g, keys, range(block, block + 1))[0]
+        is_coming = self._host.state_of(key) is not SlotState.FREE
+        return Missing(g, block * self.groups[g].block_tokens, key, is_coming)
 
     # -- whether it is worth another look -------------------------------------------------------
 

@@ -62,13 +62,18 @@ class EngineBlocks(Protocol):
         """The same of one that has ended: whatever the engine still has of its blocks."""
 
 
-def checked_blocks(group: int, table: BlockTable, blocks: range) -> npt.NDArray[np.int64]:
-    """These places of a block table as numbers; refuses what is no block number."""
-    found = integers(table[blocks.start : blocks.stop], "device blocks")
-    if found.size and int(found.min()) < NO_BLOCK:
+def checked_blocks(
+    group: int, table: BlockTable, blocks: range, *, least: int = NO_BLOCK
+) -> npt.NDArray[np.int64]:
+    """These places of a block table, as numbers of our own; refuses what is no block number.
+
+    A copy: the engine may write its table while the blocks are still being read or filled.
+    """
+    found = integers(table[blocks.start : blocks.stop], "device blocks").copy()
+    if found.size and int(found.min()) < least:
+        or_none = f", or NO_BLOCK ({NO_BLOCK})" if least == NO_BLOCK else ""
         raise InputError(
-            f"group {group}'s block table holds {int(found.min())}; a block is 0 or more, "
-            f"or NO_BLOCK ({NO_BLOCK})"
+            f"group {group}'s block table holds {int(found.min())}; a block is 0 or more{or_none}"
         )
     return found
 

@@ -88,12 +88,12 @@ class Outbox:
         orders = len(self._loads) + len(self._stores) + len(self._moves)
         return orders + len(self._questions) + len(self._forget)
 
-    def load(self, request: Any, group: int, lease: Lease, blocks: SlotArray) -> Transfer:
+    def load(self, request: Any, group: int, lease: Lease, blocks: SlotArray) -> TransferId:
         """Order one group's blocks of a hit to the device."""
         transfer = Transfer(self._flights.new_id(), HOST, DEVICE, lease.slots, blocks, group)
         self._loads.append(LoadOrder(transfer, lease, request))
         self._transit.load(group, len(blocks))
-        return transfer
+        return transfer.id
 
     def store(
         self, group: int, lease: Lease, device_blocks: SlotArray, request: Any = None
@@ -161,7 +161,7 @@ class Outbox:
         The stores of one group travel together: one copy of many blocks beats many of a few.
         """
         self._step += 1
-        if not len(self):
+        if not (self._loads or self._stores or self._moves or self._questions or self._forget):
             return Plan(self._step)
         transfers = []
         for load in self._loads:
@@ -173,13 +173,13 @@ class Outbox:
             self._flights.launch(move.transfer, move.leases, now + move.transfer.within)
             transfers.append(move.transfer)
         for group, transfer_id in sorted(self._store_ids.items()):
-            orders = [order for order in self._stores if order.group == group]
-            transfers.append(self._launch_store(transfer_id, group, orders, now))
-        questions = tuple([self._launch_question(level, now) for level in self._questions])
-        forget, self._forget = self._forget, ()
-        self._loads, self._moves, self._stores = [], [], []
-        self._store_ids, self._questions = {}, {}
-        return Plan(self._step, tuple(transfers), questions, forget)
+            transfers.append(self._launch_store(transfer_id, group, now))
+        self._loads, self._moves, self._stores, self._store_ids = [], [], [], {}
+        if not self._questions and not self._forget:
+            return Plan(self._step, tuple(transfers))
+        questions = [self._launch_question(level, now) for level in self._questions]
+        forget, self._forget, self._questions = self._forget, (), {}
+        return Plan(self._step, tuple(transfers), tuple(questions), forget)
 
     def _launch_question(self, level: TierName, now: float) -> Question:
         question_id, asked = self._questions[level]
@@ -189,17 +189,25 @@ class Outbox:
         self._flights.launch(question, (), now + within)
         return question
 
-    def _launch_store(
-        self, transfer_id: TransferId, group: int, orders: list[StoreOrder], now: float
-    ) -> Transfer:
-        blocks, slots = orders[0].device_blocks, orders[0].lease.slots
-        if len(orders) > 1:
-            blocks = np.concatenate([order.device_blocks for order in orders])
-            slots = np.concatenate([order.lease.slots for order in orders])
-        transfer = Transfer(transfer_id, DEVICE, HOST, blocks, slots, group)
-        leases = tuple([order.lease for order in orders])
-        served = tuple([order.request for order in orders if order.request is not None])
-        self._flights.launch(transfer, leases, now + self._config.store_deadline, served)
+    def _launch_store(self, transfer_id: TransferId, group: int, now: float) -> Transfer:
+        leases, blocks, slots, served = [], [], [], []
+        for order in self._stores:
+            if order.group == group:
+                leases.append(order.lease)
+                blocks.append(order.device_blocks)
+                slots.append(order.lease.slots)
+                if order.request is not None:
+                    served.append(order.request)
+        transfer = Transfer(
+            transfer_id,
+            DEVICE,
+            HOST,
+            blocks[0] if len(blocks) == 1 else np.concatenate(blocks),
+            slots[0] if len(slots) == 1 else np.concatenate(slots),
+            group,
+        )
+        deadline = now + self._config.store_deadline
+        self._flights.launch(transfer, tuple(leases), deadline, tuple(served))
         return transfer
 
     def discard(self) -> None:

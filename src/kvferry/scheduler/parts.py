@@ -7,7 +7,7 @@ from typing import Any
 
 from kvferry.answers import DeviceBlocks
 from kvferry.pool import Pool
-from kvferry.scheduler.explainer import Explainer
+from kvferry.scheduler.accounts import Accounts
 from kvferry.scheduler.hit import Hits
 from kvferry.scheduler.journal import Journal
 from kvferry.scheduler.levels import LowerLevels
@@ -16,16 +16,16 @@ from kvferry.scheduler.outbox import Outbox
 from kvferry.scheduler.rests import Rests
 from kvferry.scheduler.storing import Stores
 from kvferry.scheduler.waits import Waits
-from kvferry.stats import MatchCounts
 
 
 @dataclass(eq=False)
 class Parts:
     """Everything a request needs to look, load and store. Owned by the scheduler.
 
-    ``owing`` are requests that were answered and are not counted yet, ``pinned`` those with a hit
-    nobody has loaded yet. ``released`` are device blocks that nobody copies any more and that the
-    engine was not told of. The last ``spare_tokens`` of a request are neither loaded nor stored.
+    ``sizes`` are the tokens of a block, by group, ``least_tokens`` the least of them. The last
+    ``spare_tokens`` of a request are neither loaded nor stored. ``owing`` are requests that were
+    answered and are not counted yet, ``pinned`` those with a hit nobody has loaded yet.
+    ``released`` are device blocks that nobody copies any more, until the engine is told.
     """
 
     pool: Pool
@@ -36,8 +36,8 @@ class Parts:
     lower: LowerLevels
     waits: Waits
     journal: Journal
-    explainer: Explainer
-    counts: MatchCounts
+    accounts: Accounts
+    sizes: tuple[int, ...]
     least_tokens: int
     spare_tokens: int = 0
     rests: Rests | None = None

@@ -38,19 +38,20 @@ class Remembered:
 
     def there(self, keys: Keys, now: float) -> Flags:
         """For each key, whether the answer was yes, and is still believed."""
-        return self._flags(keys, self._there & (self._until > now))
+        found = self._index.find(keys)
+        return self._believed(found, now) & self._there.take(found, mode="wrap")
 
     def unknown(self, keys: Keys, now: float) -> Flags:
         """For each key, whether there is no answer that is still believed."""
-        return ~self._flags(keys, self._until > now)
+        return ~self._believed(self._index.find(keys), now)
+
+    def _believed(self, found: SlotArray, now: float) -> Flags:
+        return (found != NO_SLOT) & (self._until.take(found, mode="wrap") > now)
 
     def sent(self, keys: Keys) -> Flags:
         """For each key, whether we sent its block there, and have not heard that it is gone."""
-        return self._flags(keys, self._sent)
-
-    def _flags(self, keys: Keys, of_slots: Flags) -> Flags:
         found = self._index.find(keys)
-        return (found != NO_SLOT) & of_slots.take(found, mode="wrap")
+        return (found != NO_SLOT) & self._sent.take(found, mode="wrap")
 
     def answer(self, keys: Keys, there: Flags, until: float) -> None:
         """Believe until then what was said of these keys. What is not there was not sent either."""

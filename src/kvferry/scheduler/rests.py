@@ -91,12 +91,13 @@ class Rests:
         self._most_held = num_device_blocks // _SHARE
         self._clock = clock
         self._waiting: dict[Key, Rest] = {}  # both the oldest first
-        self._held: list[Rest] = []
+        self.held: list[Rest] = []
+        """Those whose device blocks are held, which the engine may need any time."""
         self.is_wanted = False
         """Whether the engine needs the blocks: then none is held any longer."""
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._held)
+        return len(self._waiting) + len(self.held)
 
     @property
     def can_wait(self) -> bool:
@@ -105,13 +106,8 @@ class Rests:
 
     @property
     def step(self) -> int:
-        """How many tokens a running request stores at once."""
+        """How many tokens a running request stores at once, counted from ``Progress.since``."""
         return self._hasty_step if self.engine.evicts else self.store_step
-
-    @property
-    def holds_some(self) -> bool:
-        """Whether device blocks are held that the engine may need any time."""
-        return bool(self._held)
 
     def wait(self, request: Any, num_tokens: int, key: Key) -> Rest | None:
         """Let a short rest wait; returns what waited with the same end: one is enough."""
@@ -128,12 +124,12 @@ class Rests:
         held: tuple[DeviceBlocks, ...],
     ) -> None:
         """Remember one whose blocks are held."""
-        self._held.append(Rest(request, num_tokens, key, self._clock(), tables, held))
+        self.held.append(Rest(request, num_tokens, key, self._clock(), tables, held))
 
     def put_back(self, rests: Sequence[Rest]) -> None:
         """They could not be stored whole yet: again in the next step, and before all others."""
         self._waiting = {rest.key: rest for rest in rests if not rest.held} | self._waiting
-        self._held = [rest for rest in rests if rest.held] + self._held
+        self.held = [rest for rest in rests if rest.held] + self.held
 
     def take_continued(self, chain: Sequence[Key] | Any, num_keys: int) -> Rest | None:
         """What waits for a request that goes on after so many blocks of its chain."""
@@ -148,8 +144,8 @@ class Rests:
                 return True
             if not self.can_wait:
                 return True
-        if self._held:
-            is_soon = self._clock() >= self._held[0].since + SOON_SECONDS
+        if self.held:
+            is_soon = self._clock() >= self.held[0].since + SOON_SECONDS
             return self.is_wanted or self._is_short or is_soon
         return False
 
@@ -160,7 +156,7 @@ class Rests:
         takes_waiting = is_idle or not self.can_wait
         surplus = len(self._waiting) - _MOST
         room = max(_PER_STEP, surplus)
-        due = [r for r in self._held if takes_held or now >= r.since + SOON_SECONDS]
+        due = [r for r in self.held if takes_held or now >= r.since + SOON_SECONDS]
         for rest in self._waiting.values():
             surplus -= 1
             is_ripe = now >= rest.since + WAIT_SECONDS or surplus >= 0
@@ -173,20 +169,20 @@ class Rests:
 
     def drop(self, request: Any) -> list[Rest]:
         """What one request left, which is not to be stored any more."""
-        rests = [rest for rest in (*self._held, *self._waiting.values()) if rest.request is request]
+        rests = [rest for rest in (*self.held, *self._waiting.values()) if rest.request is request]
         for rest in rests:
             self._remove(rest)
         return rests
 
     def take_all(self) -> list[Rest]:
         """Everything, due or not: what is left of before is not to be stored any more."""
-        rests = [*self._held, *self._waiting.values()]
-        self._held, self._waiting = [], {}
+        rests = [*self.held, *self._waiting.values()]
+        self.held, self._waiting = [], {}
         return rests
 
     def _remove(self, rest: Rest) -> None:
         if rest.held:
-            self._held.remove(rest)
+            self.held.remove(rest)
         else:
             del self._waiting[rest.key]
 

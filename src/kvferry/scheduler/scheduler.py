@@ -20,10 +20,12 @@ from kvferry.config import Config
 from kvferry.errors import ClosedError, InputError
 from kvferry.keys import KeyChain, Keys
 from kvferry.pool import Pool
+from kvferry.scheduler.accounts import Accounts
 from kvferry.scheduler.explainer import Explainer
 from kvferry.scheduler.flight import Flights
 from kvferry.scheduler.hit import Hits
 from kvferry.scheduler.journal import Entry, Journal
+from kvferry.scheduler.leaving import store_left
 from kvferry.scheduler.level import Level
 from kvferry.scheduler.levels import LowerLevels
 from kvferry.scheduler.matching import Matcher
@@ -39,8 +41,10 @@ from kvferry.scheduler.storing import Stores
 from kvferry.scheduler.transit import Transit
 from kvferry.scheduler.waits import Waits
 from kvferry.scheduler.why import Explanation
-from kvferry.stats import MatchCounts, SchedulerStats
+from kvferry.stats import SchedulerStats
 from kvferry.types import Health, Plan, Rank, Receipt, RequestId
+
+_CLOSED = "the scheduler is closed"
 
 
 class Scheduler:
@@ -83,6 +87,8 @@ class Scheduler:
         block_bytes = tuple(block_bytes) or (0,) * len(groups)
         self.pool = pool
         self.groups = tuple(groups)
+        self.epoch = 0
+        """How often everything was forgotten."""
         self._clock = clock
         self._closed = False
         self._ready = [pool.num_ready] * num_ranks
@@ -110,7 +116,7 @@ class Scheduler:
             joins_loads=joins_loads,
             clock=clock,
         )
-        least_tokens = min(group.block_tokens for group in groups)
+        least_tokens, journal = min(group.block_tokens for group in groups), Journal()
         self._parts = Parts(
             pool=pool,
             matcher=matcher,
@@ -119,9 +125,14 @@ class Scheduler:
             outbox=self._outbox,
             lower=lower,
             waits=Waits(),
-            journal=Journal(),
-            explainer=Explainer(matcher, pool, stores.admission, lower),
-            counts=MatchCounts(),
+            journal=journal,
+            accounts=Accounts(
+                matcher,
+                Explainer(matcher, pool, stores.admission, lower),
+                journal,
+                stores.admission,
+            ),
+            sizes=tuple(group.block_tokens for group in groups),
             least_tokens=least_tokens,
             spare_tokens=spare_tokens,
         )
@@ -145,7 +156,8 @@ class Scheduler:
         ``chain`` names its blocks and may grow. Names are for people: two requests that live at
         the same time may have the same, and are told apart all the same.
         """
-        self._require_open()
+        if self._closed:
+            raise ClosedError(_CLOSED)
         request = Request(request_id, chain, self._parts)
         self._parts.live[request] = None
         return request
@@ -166,7 +178,8 @@ class Scheduler:
 
     def count_answered(self) -> None:
         """Count and explain them now; :meth:`plan` does it at the latest."""
-        self._parts.tell_owing()
+        for request in tuple(self._parts.owing):
+            request.tell()
 
     # -- stores that no running request orders --------------------------------------------------
 
@@ -187,19 +200,9 @@ class Scheduler:
         releases them.
         """
         rests = self._parts.rests
-        ordered: list[Ordered] = []
-        if rests is None or not (rests.is_due or (is_idle and rests)):
-            return ordered
-        due = rests.take_due(is_idle=is_idle)
-        for number, rest in enumerate(due):
-            request: Request = rest.request
-            ordered += request.store_rest(rest)
-            lacks = request.stored_tokens + self._parts.least_tokens <= rest.num_tokens
-            if lacks and self.stores_wait:
-                rests.put_back(due[number:])
-                break
-            request.end_rest(rest)
-        return ordered
+        if rests is None or not (is_idle or rests.is_due):
+            return []
+        return store_left(self._parts, rests, is_idle=is_idle)
 
     @property
     def offer_depth(self) -> int:
@@ -212,7 +215,8 @@ class Scheduler:
         ``keys[i]`` is the chain key at the end of ``blocks[i]``. Returns what is being stored: hold
         its device blocks until ``settle`` releases them.
         """
-        self._require_open()
+        if self._closed:
+            raise ClosedError(_CLOSED)
         if self._parts.stores.admission.counts:  # what was asked before this counts before it
             self._parts.tell_owing()
         return self._parts.stores.offered(group, keys, blocks)
@@ -250,21 +254,24 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """Everything ordered since the last plan, loads first; hand it to every rank's worker."""
-        self._require_open()
+        if self._closed:
+            raise ClosedError(_CLOSED)
         if self._parts.owing:
             self._parts.tell_owing()
-        if self._parts.lower:
+        if self._parts.lower.levels:
             self._parts.lower.spill()
         return self._outbox.launch(self._clock())
 
     def settle(self, receipts: Iterable[Receipt] = ()) -> Settled:
         """Take the ranks' receipts and look at the deadlines; says what changed for the engine."""
-        self._require_open()
+        if self._closed:
+            raise ClosedError(_CLOSED)
         return self._settling.report(self._flights.settle(receipts), self._clock())
 
     def lose_rank(self, rank: Rank, reason: str) -> Settled:
         """A rank is gone for good and touches no memory: what waits for it fails now."""
-        self._require_open()
+        if self._closed:
+            raise ClosedError(_CLOSED)
         return self._settling.report(self._flights.lose_rank(rank, reason), self._clock())
 
     def reset(self) -> None:
@@ -275,18 +282,21 @@ class Scheduler:
         those blocks may stem from weights that are no more. The engine must forget its own prefix
         cache too: what it still finds there, or offers, is taken for new.
         """
-        self._require_open()
+        if self._closed:
+            raise ClosedError(_CLOSED)
         parts = self._parts
         # Before they count as outdated: what a miss owes is counted by what was true until now.
         parts.tell_owing()
         if parts.rests is not None:
             for rest in parts.rests.take_all():
-                rest.request.end_rest(rest)
+                parts.released.extend(rest.held)
+                rest.request.end_left()
         for request in parts.live:
             request.forget()
         self.pool.reset()
         parts.lower.reset()
-        parts.matcher.epoch += 1
+        self.epoch += 1
+        parts.matcher.begin_epoch(self.epoch)
 
     def close(self) -> None:
         """End every request, flight and lease. Close the workers first. Safe to call twice."""
@@ -295,15 +305,10 @@ class Scheduler:
                 request.end()
             self._outbox.discard()
             self._flights.abandon("closed")
-            self._parts.explainer.close()
+            self._parts.accounts.close()
             self._closed = True
 
     # -- looking ----------------------------------------------------------------------------------
-
-    @property
-    def epoch(self) -> int:
-        """How often everything was forgotten."""
-        return self._parts.matcher.epoch
 
     @property
     def num_in_flight(self) -> int:
@@ -353,7 +358,7 @@ class Scheduler:
             self._transit,
             parts.stores,
             parts.hits,
-            parts.counts,
+            parts.accounts.counts,
             resets=self.epoch,
         )
 
@@ -361,10 +366,6 @@ class Scheduler:
         """Prove the bookkeeping, the pools' included; raises IntegrityError."""
         self.pool.check_integrity()
         self._parts.lower.check_integrity()
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise ClosedError("the scheduler is closed")
 
 
 def _require_sizes(

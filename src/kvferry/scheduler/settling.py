@@ -38,9 +38,11 @@ class Settling:
         parts = self._parts
         loaded: list[Request] = []
         failed: list[FailedLoad] = []
+        landings: list[Landing] = []
         num_bytes, seconds = 0, 0.0
         for flight in landed:
             transfer = flight.transfer
+            landings.append(Landing(transfer.id, flight.reason))
             if isinstance(transfer, Question):
                 self._end_move(flight)
             elif transfer.dst == DEVICE:
@@ -52,14 +54,15 @@ class Settling:
                 self._end_store(flight, transfer)
             else:
                 self._end_move(flight)
-        parts.hits.worth.note_load(num_bytes, seconds)
-        for flight in self._flights.expire(now):
-            self._give_up(flight, loaded, failed)
-        expired = self._expire_hits(now)
+        if num_bytes:
+            parts.hits.worth.note_load(num_bytes, seconds)
+        if now >= self._flights.next_deadline:
+            for flight in self._flights.expire(now):
+                self._give_up(flight, loaded, failed)
+        expired = self._expire_hits(now) if parts.pinned else ()
         released = tuple(parts.released)
         parts.released.clear()
-        landings = tuple([Landing(flight.transfer.id, flight.reason) for flight in landed])
-        return Settled(tuple(loaded), tuple(failed), released, landings, expired)
+        return Settled(tuple(loaded), tuple(failed), released, tuple(landings), expired)
 
     def _end_load(
         self,
@@ -77,10 +80,10 @@ class Settling:
         parts = self._parts
         parts.released.append(DeviceBlocks(transfer.group, transfer.src_slots))
         if not flight.overdue:
-            self._transit.store(transfer.group, -len(transfer))
+            self._transit.store(transfer.group, -len(transfer.src_slots))
         for request in flight.served:
             parts.journal.ended(request.id, flight)
-        if flight.ok and parts.lower:
+        if parts.lower.levels and not flight.reason:
             self._write_through(flight, transfer.group)
 
     def _end_move(self, flight: Flight) -> None:
@@ -97,7 +100,7 @@ class Settling:
             self._stop_counting(flight, transfer)
             self._tell(flight, loaded, failed)
         elif transfer.src == DEVICE:
-            self._transit.store(transfer.group, -len(transfer))
+            self._transit.store(transfer.group, -len(transfer.src_slots))
         else:
             self._parts.lower.overdue(flight)
             for request in self._parts.waits.take(transfer.id):
@@ -106,7 +109,7 @@ class Settling:
             lease.disown()
 
     def _stop_counting(self, flight: Flight, transfer: Transfer) -> None:
-        self._transit.load(transfer.group, -len(transfer))
+        self._transit.load(transfer.group, -len(transfer.dst_slots))
         for lease in flight.leases:
             self._parts.hits.ended(lease)
 
@@ -132,11 +135,6 @@ class Settling:
 
     def _expire_hits(self, now: float) -> tuple[Request, ...]:
         """Let go of hits that nobody took in time; whose they were."""
-        pinned = self._parts.pinned
-        if not pinned:
-            return ()
-        expired = tuple([request for request in pinned if request.hit_deadline <= now])
-        for request in expired:
-            request.expire()
-        self._parts.counts.expired_hits += len(expired)
-        return expired
+        expired = [request for request in tuple(self._parts.pinned) if request.expire(now)]
+        self._parts.accounts.counts.expired_hits += len(expired)
+        return tuple(expired)

@@ -106,11 +106,11 @@ class Stores:
 
     def _fitting(self, g: int, slot_keys: Keys) -> int:
         """How many of these, from the first on, the bounds allow; what is kept takes no room."""
-        room = self._room(g)
-        if len(slot_keys) <= room:
-            return len(slot_keys)
+        room, count = self._room(g), len(slot_keys.array)
+        if count <= room:
+            return count
         new = np.flatnonzero(~self._pool.known(slot_keys))
-        return len(slot_keys) if len(new) <= room else int(new[room])
+        return count if len(new) <= room else int(new[room])
 
     def _order(
         self,
@@ -198,5 +198,7 @@ class Stores:
         if self._max_blocks is not None:
             room = self._max_blocks - self._transit.blocks_from_device
         if self._block_bytes[g]:
-            room = min(room, (self._max_bytes - self._transit.num_bytes) // self._block_bytes[g])
+            transit = self._transit
+            flying = transit.bytes_to_device + transit.bytes_from_device
+            room = min(room, (self._max_bytes - flying) // self._block_bytes[g])
         return max(0, room)

@@ -68,6 +68,11 @@ class SharedMover:
         self._num_ranks = num_ranks
         self._nothing_to_do: list[Receipt] = []
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether, once closed, an operation was left behind that may touch host memory."""
+        return bool(getattr(self._mover, "is_stuck", False))
+
     def submit(self, transfer: Transfer) -> object:
         if (transfer.src, transfer.dst) == (HOST, DEVICE):
             return self._mover.submit(transfer)

@@ -77,18 +77,15 @@ class VllmBlocks:
         where no block is left, the next one comes from a request that ends.
         """
         if self._evicts is None:
-            self._evicts = self._gives_cached_blocks()
+            self._evicts = False
+            block = self._pool.free_block_queue.fake_free_list_head.next_free_block
+            for _ in range(min(_NEXT, self._pool.num_gpu_blocks // 8)):
+                is_end = block is None or block.next_free_block is None  # the queue's own mark
+                if is_end or block.block_hash is not None:
+                    self._evicts = True
+                    break
+                block = block.next_free_block
         return self._evicts
-
-    def _gives_cached_blocks(self) -> bool:
-        block = self.queue_head
-        for _ in range(min(_NEXT, self._pool.num_gpu_blocks // 8)):
-            if block is None or block.next_free_block is None:  # the queue's own end mark
-                return True
-            if block.block_hash is not None:
-                return True
-            block = block.next_free_block
-        return False
 
     # -- tables ---------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ class RequestKeys:
 
     def keys(self) -> Keys:
         hashes = self.request.block_hashes
-        known = len(self._keys)
+        known = len(self._keys.array)
         # Chained, so one equal hash means that all before it are equal: a request whose tokens
         # were replaced (streamed input) starts over.
         if known > len(hashes) or (known and hashes[known - 1] != self._last):

@@ -48,12 +48,13 @@ class Reports:
         tiers = (HOST, *(level.name for level in shape.levels))
         self._slot_bytes: dict[str, int] = dict.fromkeys(tiers, shape.slot_bytes)
         self._pinned = pinned
-        self._events = (
+        self.events = (
             EventLog(scheduler.pool, scheduler.groups, hash_tokens) if has_listeners else None
         )
         self._told: dict[str, float] = {}
         self._told_at = 0.0
-        self._desk = Desk()
+        self.desk = Desk()
+        """What the endpoint was asked: answered once a step."""
         self._endpoint: Any = None
         if config.metrics_port is not None:
             self._serve(config.metrics_host, config.metrics_port + engine_here)
@@ -64,7 +65,7 @@ class Reports:
 
         source = Source(
             self._scheduler,
-            self._desk,
+            self.desk,
             slot_bytes=self._slot_bytes,
             pinned_bytes=self._pinned_bytes,
             why_path=lambda copy: why_path(copy, self._choices, num_sharing=self._num_sharing),
@@ -74,23 +75,14 @@ class Reports:
         except Exception as error:
             log.warning("kvferry serves no metrics of its own: %s", error)
 
-    def answer(self) -> None:
-        """Once a step: what the endpoint was asked."""
-        self._desk.answer()
-
     def ordered(self, ordered: Iterable[Ordered]) -> None:
         """Have routers told of these blocks once they can be matched."""
-        if self._events is not None:
+        if self.events is not None:
             for part in ordered:
-                self._events.ordered(part)
-
-    def landed(self) -> None:
-        """Copies have ended."""
-        if self._events is not None:
-            self._events.settled()
+                self.events.ordered(part)
 
     def take_events(self) -> Iterable[Any]:
-        return self._events.take() if self._events is not None else ()
+        return self.events.take() if self.events is not None else ()
 
     @property
     def is_due(self) -> bool:

@@ -75,6 +75,7 @@ class Serving:
         self._is_lazy = setup.config.store_mode == "lazy"
         # The last block a draft model wrote may be of tokens that were then refused.
         step = reach.hit_alignment(groups, hash_block_tokens=blocks.hash_tokens)
+        self._spare_tokens = step if setup.uses_drafts else 0
         self.scheduler = Scheduler(
             Pool(min(shape.num_slots for shape in shapes.values()), num_ready=0),
             groups,
@@ -83,7 +84,7 @@ class Serving:
             hash_block_tokens=blocks.hash_tokens,
             num_device_blocks=blocks.num_blocks,
             block_bytes=shapes[0].block_bytes,
-            spare_tokens=step if setup.uses_drafts else 0,
+            spare_tokens=self._spare_tokens,
             levels=levels_of(shapes.values(), setup.config),
             engine=blocks,
         )
@@ -104,6 +105,7 @@ class Serving:
         self._tracked: dict[str, Tracked] = {}
         self._promises: list[Promise] = []
         self._times_prefills = False  # and so must look at the next step
+        self._unlooked: list[Tracked] = []  # they run since a calm step
         self._has_settled = False
         self._settle_at = 0.0
         self._quiet_orders = StepOrders(computes=True, is_quiet=True)
@@ -132,8 +134,8 @@ class Serving:
             return None, False
         if match.state is MatchState.MISS:
             return MISS
-        tracked.claimed_tokens = match.to_load
-        return match.to_load, True
+        claimed = tracked.claimed_tokens = match.num_tokens - computed_tokens
+        return claimed, True
 
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM has given the request its blocks: order the load it was promised.
@@ -141,10 +143,10 @@ class Serving:
         What vLLM counts on and we cannot bring is told to it by way of the ranks, or the request
         would wait for ever.
         """
-        self._pace.disturb()
         tracked = self._track(request)
         ferried, claimed = tracked.ferried, tracked.claimed_tokens
         if ferried.state is State.ANSWERED and not num_external_tokens:
+            self._pace.disturb()
             return
         self._pace.look_next()  # or one that comes back with a token to compute counts as not run
         tracked.claimed_tokens = 0
@@ -191,8 +193,13 @@ class Serving:
             self._let_run(step)
             return self._quiet_orders
         plan = self._plan(step)
-        loads = {p.request_id: p.transfers for p in self._promises if p.transfers and p.is_kept}
-        undone = {p.request_id: p.blocks for p in self._promises if not p.transfers}
+        loads: dict[str, tuple[TransferId, ...]] = {}
+        undone: dict[str, tuple[int, ...]] = {}
+        for promise in self._promises:
+            if not promise.transfers:
+                undone[promise.request_id] = promise.blocks
+            elif promise.is_kept:
+                loads[promise.request_id] = promise.transfers
         self._promises.clear()
         epoch = self.scheduler.epoch
         if self._quiet_orders.epoch != epoch:
@@ -208,13 +215,15 @@ class Serving:
         rests, scheduler = self._rests, self.scheduler
         if self._promises or self._times_prefills or self._is_lazy or scheduler.num_queued:
             return False
-        if rests.holds_some or (rests and not rests.can_wait):
+        if rests.held or (rests and not rests.can_wait):
             return False
         num_scheduled, num_others = step.num_scheduled_tokens, step.total_num_scheduled_tokens
         for data in step.scheduled_new_reqs:
             num_tokens = num_scheduled.get(data.req_id, 0)
             tracked = self._tracked.get(data.req_id)
-            if tracked is None or not tracked.ferried.is_owing or num_tokens >= LONG_TOKENS:
+            if tracked is None or num_tokens >= LONG_TOKENS:
+                return False
+            if tracked.ferried.state is not State.ANSWERED:
                 return False
             num_others -= num_tokens
         return bool(num_others == len(num_scheduled) - len(step.scheduled_new_reqs))
@@ -223,26 +232,31 @@ class Serving:
         """A calm step: note of its new requests what cannot be noted later."""
         self._pace.skip_calm()
         for data in step.scheduled_new_reqs:
-            self._tracked[data.req_id].ferried.run()
-        for ferried in self.scheduler.owing:
-            if ferried.state is State.RUNNING:
-                self._time(self._tracked[ferried.id])
+            tracked = self._tracked[data.req_id]
+            tracked.ferried.run()
+            self._unlooked.append(tracked)
+        for tracked in self._unlooked:
+            self._time(tracked)
 
     def _plan(self, step: Any) -> Plan:
         scheduler = self.scheduler
         if not self._has_settled and time.monotonic() >= self._settle_at:
             self.settle(())
         self._has_settled = False
-        self.reports.answer()
+        self.reports.desk.answer()
         scheduler.count_answered()
+        self._unlooked.clear()
         for request_id in step.preempted_req_ids or ():
             tracked = self._tracked.get(request_id)
             if tracked is not None and tracked.request.num_preemptions != tracked.preemptions:
                 tracked.note_preemption()
         num_quiet = self._store_running(step.num_scheduled_tokens)
-        self._hold(scheduler.store_left(is_idle=not step.num_scheduled_tokens))
-        self.blocks.drop(scheduler.take_released())
-        self._pace.looked(0 if self._rests.holds_some else num_quiet)
+        if self._rests:
+            self._hold(scheduler.store_left(is_idle=not step.num_scheduled_tokens))
+        released = scheduler.take_released()
+        if released:
+            self.blocks.drop(released)
+        self._pace.looked(0 if self._rests.held else num_quiet)
         if self._is_lazy:
             self._offer(step)
         return scheduler.plan()
@@ -250,6 +264,7 @@ class Serving:
     def _store_running(self, num_scheduled: Mapping[str, int]) -> int:
         """Order what this step computes; returns how many tokens each may have before the next."""
         least = LONG_TOKENS if num_scheduled and not self._is_lazy else 0
+        step = self._rests.step + self._spare_tokens
         self._times_prefills = False
         for request_id, num_new in num_scheduled.items():
             tracked = self._tracked.get(request_id)
@@ -259,19 +274,20 @@ class Serving:
             if ferried.state is not State.RUNNING:
                 ferried.run()
             computed_tokens = tracked.request.num_computed_tokens + num_new
-            if computed_tokens >= ferried.store_due:
+            if computed_tokens >= ferried.progress.since + step:
                 self._store(ferried, computed_tokens)
             if not tracked.is_timed:
                 self._time(tracked)
             if tracked.is_timed:
-                least = min(least, ferried.store_due - computed_tokens - 1)
+                least = min(least, ferried.progress.since + step - computed_tokens - 1)
             else:
                 self._times_prefills, least = True, 0
         return least
 
     def _store(self, ferried: Request, computed_tokens: int) -> None:
         """Order what a running request has not stored yet."""
-        from_token = ferried.unstored_from(computed_tokens)
+        progress, chain = ferried.progress, ferried.chain
+        from_token = progress.unstored_from(chain, progress.storable(chain, computed_tokens))
         if from_token is not None:
             tables = self.blocks.tables(ferried, computed_tokens, from_token)
             self._hold(ferried.store(tables, computed_tokens))
@@ -279,7 +295,8 @@ class Serving:
     def _hold(self, ordered: Sequence[Ordered]) -> None:
         if ordered:
             self.blocks.hold(ordered)
-            self.reports.ordered(ordered)
+            if self.reports.events is not None:
+                self.reports.ordered(ordered)
 
     def _time(self, tracked: Tracked) -> None:
         """Once for each request that runs, how long its prefill took."""
@@ -326,8 +343,8 @@ class Serving:
         self._settle_at = time.monotonic() + _SETTLE_SECONDS
         settled = self.scheduler.settle(receipts)
         self.blocks.drop(settled.released)
-        if settled.landed:
-            self.reports.landed()
+        if settled.landed and self.reports.events is not None:
+            self.reports.events.settled()
         for failure in settled.failed:
             log.warning(
                 "request %s computes %d tokens it hoped to load, once no rank can write its "

@@ -51,7 +51,8 @@ class Freshness:
         self._weights = weights
         self._epoch: int | None = None
         self._known: tuple[int, ...] | None = None
-        self._is_marked = False
+        self.is_marked = False
+        """Whether :meth:`look` has something to take."""
         self._pending: PendingSums | None = None
         self._stale: int | None = None
         self._untold: tuple[int, ...] = ()
@@ -71,17 +72,12 @@ class Freshness:
         self._compare()
         if self._weights is not None:
             self._weights.mark()
-            self._is_marked = True
-
-    @property
-    def is_marked(self) -> bool:
-        """Whether :meth:`look` has something to take."""
-        return self._is_marked
+            self.is_marked = True
 
     def look(self) -> None:
         """Take the sums that were marked: off the way of the step's own work."""
-        if self._is_marked and self._weights is not None:
-            self._is_marked = False
+        if self.is_marked and self._weights is not None:
+            self.is_marked = False
             try:
                 self._pending = self._weights.begin()
             except Exception:

@@ -91,6 +91,7 @@ class WorkerSide:
         self._worker: Worker | None = None
         self._told_shape = False
         self._told_ready = 0
+        self._is_grown = True  # there is nothing left to tell of the host memory
         self._later: Plan = NO_PLAN
         self._computes = False
         self._loads: dict[TransferId, _Load] = {}  # one for each transfer it waits for
@@ -125,6 +126,7 @@ class WorkerSide:
         self._kv_caches = dict(kv_caches)  # the engine copies by address
         device = _device_of(kv_caches)
         self._freshness = Freshness(weights_of_caller(device))
+        self._is_grown = False
         memory = self._memory = open_rank(device, layouts, self._config, self._place)
         mover = mover_of(memory, self._place)
         self._worker = Worker(
@@ -186,13 +188,15 @@ class WorkerSide:
 
     def _begin(self, orders: StepOrders) -> None:
         self._computes = orders.computes
-        self._flush()
+        if self._later.transfers:
+            self._flush()
         self._freshness.enter(orders.epoch)
         plan = orders.plan
         if plan.transfers or plan.questions or plan.forget or orders.loads or orders.undone:
             self._carry_out(orders)
         if not orders.computes:
-            self._flush()
+            if self._later.transfers:
+                self._flush()
         elif self._memory is not None and not self._is_grown:
             self._memory.note_step()
         if orders.drain:
@@ -219,19 +223,16 @@ class WorkerSide:
             self._refuse(others, _STALE)
             self._execute(Plan(plan.step, (), plan.questions, plan.forget))
         else:
-            self._execute(Plan(plan.step, tuple(others), plan.questions, plan.forget))
+            if others or plan.questions or plan.forget:
+                self._execute(Plan(plan.step, tuple(others), plan.questions, plan.forget))
             if orders.loads:
                 self._freshness.mark()
         self._later = Plan(plan.step, tuple(stores))
 
-    @property
-    def _is_grown(self) -> bool:
-        """Whether there is nothing left to tell of the host memory."""
-        return self._memory is None or self._told_ready == self.shape.num_slots
-
     def after_forward(self) -> None:
         """The step's forward is queued: its blocks may be stored."""
-        self._flush()
+        if self._later.transfers:
+            self._flush()
 
     def _flush(self) -> None:
         if self._later.transfers:
@@ -239,12 +240,10 @@ class WorkerSide:
             self._execute(later)
 
     def _execute(self, plan: Plan) -> None:
-        if not plan:
-            return
         orders: tuple[Transfer | Question, ...] = plan.transfers
         if plan.questions:
             orders += plan.questions
-        if self._worker is None or self.guard.broken:
+        if self._worker is None or self.guard.reason:
             self._refuse(orders, self.guard.reason or self.shape.refusal)
             if plan.forget and self._worker is not None:  # what outlives us must hear of it still
                 self._worker.execute(Plan(plan.step, forget=plan.forget))
@@ -362,6 +361,7 @@ class WorkerSide:
         if num_ready == self._told_ready:
             return (), ()
         self._told_ready = num_ready
+        self._is_grown = num_ready == self.shape.num_slots
         pinned_bytes = self._memory.host.stats().pinned_bytes
         return ((self.rank, num_ready),), ((self.rank, pinned_bytes),)
 

@@ -129,7 +129,9 @@ function draw(view) {
   const troubles = Object.entries(view.troubles).filter(([, count]) => count);
   say("troubles", troubles.length ? number(troubles.reduce((sum, [, count]) => sum + count, 0)) : "none");
   byId("troubles").className = view.troubles.failed || view.troubles.overdue ? "bad" : "";
-  say("troubles-note", troubles.length ? troubles.map(([name, count]) => `${name} ${number(count)}`).join(", ") : "troubles");
+  const named = troubles.length === 1
+    ? troubles[0][0] : troubles.map(([name, count]) => `${name} ${number(count)}`).join(", ");
+  say("troubles-note", named || "troubles");
   byId("tiers").replaceChildren(...view.tiers.map(tier));
   byId("routes").hidden = !view.routes.length;
   byId("no-routes").hidden = Boolean(view.routes.length);

@@ -1,0 +1,71 @@
+"""What look-ups are counted and explained as: once for each request, however often it asks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvferry.keys import Keys
+from kvferry.policy import SeenOften
+from kvferry.scheduler.explainer import Explainer
+from kvferry.scheduler.hit import Hit
+from kvferry.scheduler.journal import Journal
+from kvferry.scheduler.matching import Matcher, Missing
+from kvferry.scheduler.why import Explanation
+from kvferry.stats import MatchCounts
+
+if TYPE_CHECKING:
+    from kvferry.scheduler.request import Request
+
+
+class Accounts:
+    """Owns what was counted of look-ups; the journal remembers what was said of each."""
+
+    def __init__(
+        self, matcher: Matcher, explainer: Explainer, journal: Journal, admission: SeenOften
+    ) -> None:
+        self.counts = MatchCounts()
+        self._matcher = matcher
+        self._explainer = explainer
+        self._journal = journal
+        self._admission = admission
+
+    def close(self) -> None:
+        self._explainer.close()
+
+    def asked(self, request: Request, keys: Keys | None, num_tokens: int) -> None:
+        """A request asked for so many tokens more than it has, the first time that it asks.
+
+        ``keys`` may be left out where it does not matter how often a block is asked for.
+        """
+        request.is_counted = True
+        self.counts.queries += 1
+        self.counts.asked_tokens += max(0, num_tokens)
+        if keys is not None and self._admission.counts:
+            for g in range(len(self._matcher.groups)):
+                self._admission.see(self._matcher.all_keys(g, keys))
+
+    def found(self, request: Request, hit: Hit) -> None:
+        """A request was looked up, and this is all of it that is here."""
+        decision = hit.decision
+        if decision is not None:
+            self.counts.verdicts[decision.verdict.value] += 1
+        asked_blocks = request.asked_blocks if self._explainer.has_levels else 0
+        self._explained(request, self._explainer.explain(request.id, hit, asked_blocks))
+
+    def missed(
+        self, request: Request, missing: Missing, *, computed_tokens: int, max_tokens: int
+    ) -> None:
+        """A request found nothing, for want of this block; the reason is that of now."""
+        self._explained(
+            request,
+            self._explainer.explain_miss(
+                request.id, missing, computed_tokens=computed_tokens, max_tokens=max_tokens
+            ),
+        )
+
+    def _explained(self, request: Request, explanation: Explanation) -> None:
+        is_new = not request.is_explained
+        if is_new:
+            request.is_explained = True
+            self.counts.missed[explanation.reason.value] += 1
+        self._journal.explained(explanation, is_new=is_new)

@@ -1,0 +1,67 @@
+"""What one request has asked of the levels below the host, and waits for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvferry import reach
+from kvferry.scheduler.matching import Look
+from kvferry.types import TransferId
+
+if TYPE_CHECKING:
+    from kvferry.scheduler.parts import Parts
+    from kvferry.scheduler.request import Request
+
+
+class Below:
+    """Questions and promotions of one request. Owns which of them it still waits for.
+
+    Once per look: what was not known to be below by then is not there, and what did not come up by
+    then is computed.
+    """
+
+    __slots__ = ("_has_asked", "_has_promoted", "num_asked", "waits")
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+        """Blocks that levels were asked for, at the last look that asked."""
+        self.waits: set[TransferId] = set()
+        self._has_asked = False
+        self._has_promoted = False
+
+    def fetch(self, request: Request, look: Look, parts: Parts) -> bool:
+        """Ask for what is not known, or bring up what is; True if the request should wait."""
+        return self._ask(request, look, parts) or self._promote(request, look, parts)
+
+    def _ask(self, request: Request, look: Look, parts: Parts) -> bool:
+        if self._has_asked or not parts.lower.can_be_asked:
+            return False
+        keys = parts.matcher.to_ask(look)
+        self.waits |= parts.lower.ask(keys) if len(keys) else set()
+        parts.waits.add(request, self.waits)
+        self._has_asked = bool(self.waits)
+        self.num_asked = len(keys) if self._has_asked else 0
+        return self._has_asked
+
+    def _promote(self, request: Request, look: Look, parts: Parts) -> bool:
+        if look.all_tokens <= look.host_tokens or self._has_promoted:
+            return False
+        look = parts.matcher.within(look, parts.lower.room)
+        for g, keys, parent in parts.matcher.to_promote(look):
+            chained = isinstance(parts.matcher.groups[g], reach.FullAttention)
+            self.waits |= parts.lower.promote(keys, parent=parent, chained=chained)
+        parts.waits.add(request, self.waits)
+        self._has_promoted = bool(self.waits)
+        if self._has_promoted:
+            parts.accounts.counts.promoted_tokens += look.all_tokens - look.host_tokens
+        return self._has_promoted
+
+    def drop(self, request: Request, parts: Parts) -> None:
+        """It waits for nothing any more, and may ask anew."""
+        parts.waits.remove(request, self.waits)
+        self.waits = set()
+        self.renew()
+
+    def renew(self) -> None:
+        """The next look may ask and bring up again."""
+        self._has_asked = self._has_promoted = False

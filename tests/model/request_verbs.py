@@ -1,0 +1,346 @@
+"""Every order of a request's verbs: the engine may call them as it likes, and at any time.
+
+The world has no bytes; what is checked is who waits for what, and that nothing is lost or left.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.fakes.crafted_keys import keys
+from tests.fakes.pools import evict
+from tests.model import request_laws
+
+from kvferry.answers import DeviceBlocks
+from kvferry.config import Config
+from kvferry.errors import InputError
+from kvferry.pool import Pool
+from kvferry.reach import FullAttention
+from kvferry.scheduler import BlockTable, Ordered, PlacedLevel, Request, Scheduler, State, WriteMode
+from kvferry.types import Outcome, Rank, Receipt, TierName, Transfer, TransferId
+
+VERBS = ("match", "load", "run", "store", "preempt", "end", "leave")
+Action = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Life:
+    """How one request is: its chain, and how many of its tokens the engine has when it comes."""
+
+    chain: tuple[int, ...]
+    computed: int = 0
+    tokens: int = 8
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A tiny scheduler, what it holds at first, and what may happen to it."""
+
+    lives: tuple[Life, ...]
+    kept: tuple[int, ...] = ()
+    num_slots: int = 4
+    num_ranks: int = 1
+    below: bool = False
+    has_rests: bool = False
+    evicts: bool = False
+    joins_loads: bool = True
+    events: tuple[str, ...] = ("fail", "late", "reset")
+    begins: tuple[Action, ...] = ()
+    depth: int = 5
+
+
+class Blocks:
+    """An engine whose blocks stay where they are; its requests find them by their number."""
+
+    num_free = 1000
+    num_held = 0
+
+    def __init__(self, evicts: bool) -> None:
+        self.evicts = evicts
+
+    def tables(self, request: Request, num_tokens: int, from_token: int) -> Sequence[BlockTable]:
+        return table_of(request)
+
+    remains = tables
+
+
+def table_of(request: Request) -> list[list[int]]:
+    first = 10 * int(request.id)
+    return [list(range(first, first + len(request.chain)))]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class World:
+    """One scheduler and its requests; holds of device blocks are counted as an engine would."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.clock = Clock()
+        self.levels: tuple[PlacedLevel, ...] = ()
+        if scenario.below:
+            self.levels = (PlacedLevel(TierName("disk"), Pool(4), WriteMode.THROUGH),)
+        self.scheduler = Scheduler(
+            Pool(scenario.num_slots),
+            (FullAttention(4),),
+            config=Config(load_policy="always", match_deadline=60.0),
+            num_ranks=scenario.num_ranks,
+            num_device_blocks=1000,
+            levels=self.levels,
+            joins_loads=scenario.joins_loads,
+            engine=Blocks(scenario.evicts) if scenario.has_rests else None,
+            clock=self.clock,
+        )
+        self.holds: Counter[int] = Counter()
+        self.unanswered: list[list[TransferId]] = [[] for _ in range(scenario.num_ranks)]
+        self.left = Counter(scenario.events)
+        if scenario.kept:
+            self._keep(scenario.kept)
+        self.requests = [
+            self.scheduler.open(str(number), keys(life.chain))
+            for number, life in enumerate(scenario.lives)
+        ]
+        self.before = [request.state for request in self.requests]
+        for action in scenario.begins:
+            self.do(action)
+
+    def _keep(self, numbers: Sequence[int]) -> None:
+        writer = self.scheduler.open("9", keys(numbers))
+        self._hold(writer.store(table_of(writer), 4 * len(numbers)))
+        writer.end()
+        for _ in range(2):  # what is stored goes down when it has landed
+            self._plan()
+            self._answer_all()
+        if self.levels:
+            evict(self.scheduler.pool, len(numbers))
+
+    # -- what can happen ------------------------------------------------------------------------
+
+    def actions(self) -> Iterator[Action]:
+        for number, request in enumerate(self.requests):
+            if request.state is not State.ENDED:
+                for verb in VERBS:
+                    yield (verb, number)
+        if self.scheduler.num_queued or self.scheduler.owing:
+            yield ("plan",)
+        for rank, unanswered in enumerate(self.unanswered):
+            if unanswered:
+                yield ("answer", rank, True)
+                if self.left["fail"]:
+                    yield ("answer", rank, False)
+        if self.left["late"]:
+            yield ("late",)
+        if self.left["reset"]:
+            yield ("reset",)
+        if self.scheduler.rests:
+            yield ("store left",)
+
+    def do(self, action: Action) -> None:
+        verb, *rest = action
+        spoken_to = None
+        if verb in VERBS:
+            spoken_to = rest[0]
+            getattr(self, f"_{verb}")(self.requests[spoken_to], self.scenario.lives[spoken_to])
+            law = verb
+        elif verb == "answer":
+            rank, ok = rest
+            self.left["fail"] -= not ok
+            self._settle([_receipt(self.unanswered[rank].pop(0), rank, ok)])
+            law = "settle"
+        elif verb == "late":
+            self.left["late"] -= 1
+            self.clock.now += 100.0
+            self._settle([])
+            law = "settle"
+        elif verb == "store left":
+            self._hold(self.scheduler.store_left(is_idle=True))
+            law = verb
+        else:
+            self.left["reset"] -= verb == "reset"
+            self._plan() if verb == "plan" else self.scheduler.reset()
+            law = verb
+        self._check(law, spoken_to)
+
+    def _check(self, law: str, spoken_to: int | None) -> None:
+        for number, (request, before) in enumerate(zip(self.requests, self.before, strict=True)):
+            is_other = spoken_to is not None and number != spoken_to
+            request_laws.check_step("others" if is_other else law, before, request.state)
+        self.before = [request.state for request in self.requests]
+        request_laws.check(self.scheduler, self.requests)
+
+    def drain(self) -> None:
+        """Everything ends; then nothing is left."""
+        for request in self.requests:
+            request.end()
+        for _ in range(3):
+            self._plan()
+            self._answer_all()
+        request_laws.check_nothing_left(self.scheduler)
+        assert not +self.holds, "a device block is held for ever"
+
+    # -- the verbs ------------------------------------------------------------------------------
+
+    def _match(self, request: Request, life: Life) -> None:
+        over = request.state in (State.LEFT, State.ENDED)
+        try:
+            request.match(computed_tokens=life.computed, max_tokens=4 * len(life.chain) - 1)
+        except InputError:
+            assert over
+
+    def _load(self, request: Request, life: Life) -> None:
+        self._hold(request.load(table_of(request)))
+
+    def _run(self, request: Request, life: Life) -> None:
+        over = request.state in (State.LEFT, State.ENDED)
+        try:
+            request.run()
+        except InputError:
+            assert over
+
+    def _store(self, request: Request, life: Life) -> None:
+        over = request.state in (State.LEFT, State.ENDED)
+        try:
+            self._hold(request.store(table_of(request), life.tokens))
+        except InputError:
+            assert over
+
+    def _preempt(self, request: Request, life: Life) -> None:
+        request.preempt()
+
+    def _end(self, request: Request, life: Life) -> None:
+        request.end()
+
+    def _leave(self, request: Request, life: Life) -> None:
+        self._hold(request.leave(life.tokens))
+
+    # -- the engine and the ranks ---------------------------------------------------------------
+
+    def _hold(self, ordered: Iterable[DeviceBlocks | Ordered]) -> None:
+        for part in ordered:
+            self.holds.update(int(block) for block in part.blocks)
+
+    def _plan(self) -> None:
+        for transfer in self.scheduler.plan().transfers:
+            for unanswered in self.unanswered:
+                unanswered.append(transfer.id)
+
+    def _answer_all(self) -> None:
+        receipts = [_receipt(t, rank, True) for rank, ts in enumerate(self.unanswered) for t in ts]
+        self.unanswered = [[] for _ in self.unanswered]
+        self._settle(receipts)
+
+    def _settle(self, receipts: Sequence[Receipt]) -> None:
+        settled = self.scheduler.settle(receipts)
+        for part in settled.released:
+            for block in part.blocks:
+                assert self.holds[int(block)] > 0, "a device block was let go that nobody held"
+                self.holds[int(block)] -= 1
+        for request in settled.loaded:
+            assert request.state in (State.LOADED, State.RUNNING)
+
+    # -- telling states apart -------------------------------------------------------------------
+
+    def fingerprint(self) -> object:
+        scheduler, now = self.scheduler, self.clock.now
+        pool, outbox = scheduler.pool, scheduler._outbox
+        ids = sorted({*scheduler._flights._flying, *(t for ts in self.unanswered for t in ts)})
+        ids += [order.transfer.id for order in outbox._loads]
+        ids += [order.transfer.id for order in outbox._moves]
+        names = {transfer_id: number for number, transfer_id in enumerate(dict.fromkeys(ids))}
+        rests = scheduler._parts.rests
+        return (
+            tuple(self._of(request, names) for request in self.requests),
+            tuple(sorted(self.left.items())),
+            tuple(tuple(names[t] for t in ts) for ts in self.unanswered),
+            tuple(
+                (
+                    *(names[t], f.transfer.src, f.transfer.src_slots.tobytes(), f.overdue),
+                    *(f.transfer.dst_slots.tobytes(), tuple(sorted(f.waiting))),
+                    *(f.reason, f.deadline - now),
+                )
+                for t, f in sorted(scheduler._flights._flying.items())
+                if isinstance(f.transfer, Transfer)
+            ),
+            tuple((o.lease.slots.tobytes(), o.device_blocks.tobytes()) for o in outbox._stores),
+            tuple((o.lease.slots.tobytes(), int(o.request.id)) for o in outbox._loads),
+            tuple(o.transfer.dst_slots.tobytes() for o in outbox._moves),
+            tuple(pool._index.key_of(slot) for slot in pool._index.slots().tolist()),
+            tuple(pool._index.slots().tolist()),
+            (pool._state.tobytes(), pool._readers.tobytes()),
+            tuple(pool._policy.peek(pool.num_slots).tolist()),
+            tuple((g, blocks.tobytes()) for g, blocks in scheduler._parts.released),
+            tuple(sorted((+self.holds).items())),
+            tuple(r.request.id for r in (*rests.held, *rests._waiting.values())) if rests else (),
+            scheduler.epoch,
+        )
+
+    def _of(self, request: Request, names: dict[TransferId, int]) -> object:
+        hit = request._hit
+        found = None
+        if hit is not None:
+            leases = tuple(None if le is None else le.slots.tobytes() for le in hit.leases)
+            joined = None if hit.joined is None else hit.joined.tobytes()
+            fresh = hit.generation == self.scheduler.pool.generation
+            loads = hit.num_loads == self.scheduler._parts.hits._num_loads
+            found = (leases, joined, fresh, loads, hit.look.host_tokens, hit.is_declined)
+        missed = None
+        if request._missed is not None:
+            missed = request._missed[0] == self.scheduler.pool.generation
+        below = request._below._has_promoted if request._below is not None else False
+        progress = request.progress
+        return (
+            *(request.state, tuple(progress._stored), progress.is_outdated, found, missed),
+            *(request._owed is None, request.is_counted, request.is_explained),
+            *(below, progress.past, request._computed),
+            tuple(sorted(names[t] for t in request.loading)),
+            tuple(sorted(names[t] for t in request_laws.waits_of(request))),
+        )
+
+
+def _receipt(transfer_id: TransferId, rank: int, ok: bool) -> Receipt:
+    outcome = Outcome.OK if ok else Outcome.FAILED
+    return Receipt(transfer_id, Rank(rank), outcome, "" if ok else "no")
+
+
+@dataclass
+class Report:
+    states: int = 0
+    steps: int = 0
+    seen: Counter[State] = field(default_factory=Counter)
+    verbs: Counter[str] = field(default_factory=Counter)
+
+
+def explore(scenario: Scenario) -> Report:
+    """Every sequence of steps up to the scenario's depth; every state ends with nothing left."""
+    report = Report()
+    world = World(scenario)
+    known = {hash(world.fingerprint())}
+    frontier = [pickle.dumps(world, pickle.HIGHEST_PROTOCOL)]
+    for _ in range(scenario.depth):
+        following = []
+        for snapshot in frontier:
+            for action in list(pickle.loads(snapshot).actions()):
+                world = pickle.loads(snapshot)
+                world.do(action)
+                report.steps += 1
+                report.verbs[action[0]] += 1
+                mark = hash(world.fingerprint())
+                if mark in known:
+                    continue
+                known.add(mark)
+                report.states += 1
+                report.seen.update(request.state for request in world.requests)
+                following.append(pickle.dumps(world, pickle.HIGHEST_PROTOCOL))
+                world.drain()
+        frontier = following
+    return report

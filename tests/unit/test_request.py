@@ -1,0 +1,171 @@
+"""One request's verbs: what it remembers, and that nothing is remembered for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from tests.fakes.desk import Desk, story
+from tests.model import request_laws
+
+from kvferry.answers import MatchState
+from kvferry.errors import InputError
+from kvferry.keys import Keys
+from kvferry.reach import SlidingWindow
+from kvferry.scheduler import Request, State
+
+# -- the keys are the question ---------------------------------------------------------------------
+
+
+def test_a_hit_asked_again_for_other_keys_is_looked_up_anew() -> None:
+    """Seen red with a hit that answers for any keys: it loaded the old tokens' blocks."""
+    desk = Desk()
+    desk.keep("a", story(1, 2), 8)
+    desk.keep("b", story(2, 2), 8)
+    request = desk.scheduler.open("r", story(1, 2))
+    assert request.match().num_tokens == 8
+    request.chain = story(2, 2)
+    assert request.match().num_tokens == 8
+    (ordered,) = request.load([[8, 9]])
+    wanted = desk.scheduler._parts.matcher.all_keys(0, story(2, 2))
+    (load,) = desk.plan()
+    assert load.src_slots.tolist() == desk.pool.find_cached(wanted).tolist()
+    assert ordered.keys == wanted
+
+
+def test_a_hit_asked_again_for_keys_that_are_not_here_is_let_go() -> None:
+    desk = Desk()
+    desk.keep("a", story(1, 2), 8)
+    request = desk.scheduler.open("r", story(1, 2))
+    assert request.match().state is MatchState.HIT
+    request.chain = story(1, 1) + story(3, 1)
+    assert request.match().num_tokens == 4
+    request.chain = story(3, 2)
+    assert request.match().state is MatchState.MISS
+    assert desk.pool.num_leases == 0
+
+
+def test_a_miss_asked_again_for_other_keys_is_looked_up_anew() -> None:
+    """Seen red with a miss remembered by its lengths alone."""
+    desk = Desk()
+    desk.keep("a", story(1, 2), 8)
+    request = desk.scheduler.open("r", story(2, 2))
+    assert request.match().state is MatchState.MISS
+    request.chain = story(1, 2)
+    assert request.match().num_tokens == 8
+
+
+# -- who joins a load waits no longer than that load -----------------------------------------------
+
+
+def test_one_that_joined_a_load_goes_on_when_that_loads_time_is_up() -> None:
+    """Seen red with what an overdue load reads still said to be loading."""
+    desk = Desk(load_deadline=30.0, match_deadline=3600.0)
+    told = story(1, 2)
+    desk.keep("a", told, 8)
+    first, second = desk.scheduler.open("1", told), desk.scheduler.open("2", told)
+    first.match()
+    first.load([[0, 1]])
+    desk.plan()
+    assert second.match().state is MatchState.WAIT
+    assert second.state is State.WAITING
+    desk.now = 31.0
+    settled = desk.scheduler.settle()
+    assert [failed.request_id for failed in settled.failed] == ["1"]
+    assert second.match().state is MatchState.MISS  # what a hung rank reads is not offered again
+    request_laws.check(desk.scheduler, [first, second])
+    desk.land()
+    for request in (first, second):
+        request.end()
+    request_laws.check_nothing_left(desk.scheduler)
+
+
+# -- a state is what it is -------------------------------------------------------------------------
+
+
+def test_an_answer_that_expires_does_not_stop_a_running_request() -> None:
+    """Seen red: a request that runs was unknown again, and left nothing when it ended."""
+    desk = Desk(SlidingWindow(4, window=6), match_deadline=10.0)
+    request = desk.scheduler.open("r", story(1, 3))
+    assert request.match(max_tokens=8).state is MatchState.MISS
+    request.run()
+    desk.now = 11.0
+    desk.scheduler.settle()
+    assert request.state is State.RUNNING
+
+
+def test_a_request_run_before_it_heard_of_its_load_goes_on_running() -> None:
+    desk = Desk()
+    desk.keep("a", story(1, 2), 8)
+    request = desk.scheduler.open("r", story(1, 3))
+    request.match()
+    request.load([[0, 1]])
+    desk.plan()
+    request.run()
+    assert desk.land().loaded == ("r",)
+    assert request.state is State.RUNNING
+
+
+OVER: list[tuple[str, Callable[[Request], object]]] = [
+    ("match", lambda request: request.match()),
+    ("run", lambda request: request.run()),
+    ("store", lambda request: request.store([[0, 1]], 8)),
+]
+
+
+@pytest.mark.parametrize(("verb", "call"), OVER, ids=[verb for verb, _ in OVER])
+def test_a_request_that_has_ended_is_refused(verb: str, call: Callable[[Request], object]) -> None:
+    desk = Desk()
+    desk.keep("a", story(1, 2), 8)
+    request = desk.scheduler.open("r", story(1, 2))
+    request.match()
+    request.end()
+    with pytest.raises(InputError, match=r"'r' has ended .* open a new one"):
+        call(request)
+    request.end()
+    request.preempt()
+    assert request.leave(8) == ()
+    assert request.load([[0, 1]]) == ()
+    assert request.state is State.ENDED
+    request_laws.check_nothing_left(desk.scheduler)
+
+
+# -- nothing is remembered for ever ----------------------------------------------------------------
+
+
+def test_requests_that_come_and_go_leave_nothing() -> None:
+    """Hits left alone, misses never told, calls refused, across resets: no record remains."""
+    desk = Desk(slots=8, match_deadline=5.0)
+    told = story(1, 2)
+    for number in range(200):
+        if number % 20 == 0:
+            desk.keep(f"writer {number}", told, 8)
+        request = desk.scheduler.open(f"r{number}", told if number % 2 else story(number, 2))
+        request.match()
+        with pytest.raises(InputError):
+            request.load([[0], [1]])
+        with pytest.raises(InputError):
+            request.match(computed_tokens=-1)
+        if not number % 2:
+            with pytest.raises(InputError):
+                request.store([[0]], 8)
+            with pytest.raises(InputError):
+                request.store([[0, -7]], 8)
+        if number % 7 == 0:
+            desk.scheduler.reset()
+        if number % 5 == 0:
+            desk.now += 6.0
+            desk.scheduler.settle()
+        request_laws.check(desk.scheduler, [request])
+        request.end()
+    desk.run()
+    request_laws.check_nothing_left(desk.scheduler)
+
+
+def test_an_empty_chain_is_a_miss() -> None:
+    desk = Desk()
+    request = desk.scheduler.open("r", Keys.empty())
+    assert request.match().state is MatchState.MISS
+    assert request.store([[]], 8) == ()
+    request.end()
+    request_laws.check_nothing_left(desk.scheduler)
