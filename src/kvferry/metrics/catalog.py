@@ -56,6 +56,7 @@ class Metric:
 
 
 _TIER = Label("tier", _TIERS)
+_LEVEL = Label("level", "the tiers configured below the host")
 _ROUTE = (Label("src", _TIERS), Label("dst", _TIERS), Label("path", _PATHS))
 
 
@@ -96,6 +97,13 @@ EXPIRED_HITS = _counter("expired_hits", "Hits let go because nobody loaded them 
 STALE_RECEIPTS = _counter("stale_receipts", "Answers that came twice or too late.")
 SHED_STORES = _counter("shed_stores", "Times that stores waited because too many were under way.")
 EVICTED = _counter("evicted_blocks", "Blocks dropped to make room.", _TIER)
+ASKED_BLOCKS = _counter(
+    "asked_blocks", "Blocks that a level was asked for, where it finds them by keys.", _LEVEL
+)
+FOUND_BLOCKS = _counter("found_blocks", "Those of them that were there.", _LEVEL)
+LOST_BLOCKS = _counter(
+    "lost_blocks", "Blocks that failed alone in copies below the host that brought others."
+)
 RESETS = _counter("resets", "Times that everything was forgotten.")
 
 SLOTS = _gauge(
@@ -103,6 +111,11 @@ SLOTS = _gauge(
 )
 SLOT_BYTES = _gauge("slot_bytes", "Bytes of one slot on one rank.", _TIER)
 LEASES = _gauge("leases", "Claims on slots while bytes move.", _TIER)
+LEVEL_AWAY = _gauge(
+    "level_away",
+    "1 while a level cannot be used on some rank, else 0; /explain has the reason.",
+    _LEVEL,
+)
 PINNED_BYTES = _gauge(
     "pinned_bytes", "Host memory registered with a GPU driver, summed over ranks."
 )

@@ -55,6 +55,11 @@ def samples(snapshot: Snapshot) -> Iterator[Sample]:
         yield from _tier(tier, counts)
     for tier, num_leases in stats.leases.items():
         yield Sample(names.LEASES, (tier,), num_leases)
+    for level, ailment in stats.ailments.items():
+        yield Sample(names.LEVEL_AWAY, (level,), int(bool(ailment)))
+    for level, (num_asked, num_found) in stats.asked.items():
+        yield Sample(names.ASKED_BLOCKS, (level,), num_asked)
+        yield Sample(names.FOUND_BLOCKS, (level,), num_found)
     for tier, num_bytes in snapshot.slot_bytes.items():
         yield Sample(names.SLOT_BYTES, (tier,), num_bytes)
 
@@ -73,6 +78,7 @@ def _plain(snapshot: Snapshot) -> dict[Metric, float]:
         names.EXPIRED_HITS: stats.expired_hits,
         names.STALE_RECEIPTS: stats.stale_receipts,
         names.SHED_STORES: stats.shed_stores,
+        names.LOST_BLOCKS: stats.lost_blocks,
         names.RESETS: stats.resets,
         names.PINNED_BYTES: snapshot.pinned_bytes,
         names.HELD_BLOCKS: snapshot.held_blocks,
