@@ -47,7 +47,7 @@ class InterpretedLauncher:
 
 
 def _typed(value: int, kind: str) -> Any:
-    """The interpreter would make 32 bits of an address that fits them; the compiler goes by kind."""
+    """The interpreter makes 32 bits of an address that fits them; the compiler goes by kind."""
     if kind == "i32":
         return value
     return tl.tensor(TensorHandle(np.array([value], np.int64), tl.int64), tl.int64)

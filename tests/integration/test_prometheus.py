@@ -109,7 +109,9 @@ def expected(rule: dict[str, Any], instance: str) -> dict[str, Any]:
         labels["reason"] = "unsupported"
     words = dict(rule["annotations"])
     for name, value in labels.items():
-        words = {key: text.replace(f"{{{{ $labels.{name} }}}}", value) for key, text in words.items()}
+        words = {
+            key: text.replace(f"{{{{ $labels.{name} }}}}", value) for key, text in words.items()
+        }
     return {"exp_labels": {**rule["labels"], **labels}, "exp_annotations": words}
 
 
@@ -141,7 +143,9 @@ def test_each_alert_fires_for_what_it_is_about_and_for_nothing_else(
 @pytest.mark.parametrize("story", STORIES)
 def test_no_alert_fires_twice_where_both_endpoints_are_scraped(story: str, tmp_path: Path) -> None:
     """All alerts of a name are listed, of both endpoints: one is one too many."""
-    run_story(tmp_path, story, {"kvferry_": "10.0.0.7:9475", "vllm:kvferry_": "10.0.0.7:8000"}, "vllm")
+    run_story(
+        tmp_path, story, {"kvferry_": "10.0.0.7:9475", "vllm:kvferry_": "10.0.0.7:8000"}, "vllm"
+    )
 
 
 @needs_promtool
