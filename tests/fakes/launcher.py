@@ -16,8 +16,8 @@ import triton.language as tl
 from tests.fakes.driver import FakeDriver
 from triton.runtime.interpreter import TensorHandle
 
-from kvferry.device.kernels import triton_copy
-from kvferry.device.kernels.base import ARGUMENTS, CopyArguments, Launch, Variant
+from kvferry.device import kernels
+from kvferry.device.launch import ARGUMENTS, CopyArguments, Launch, Variant
 
 
 class InterpretedLauncher:
@@ -25,6 +25,7 @@ class InterpretedLauncher:
 
     def __init__(self, driver: FakeDriver) -> None:
         self._driver = driver
+        self.launches: list[tuple[Variant, int, int]] = []
 
     def prepare(self, variant: Variant) -> Launch:
         constants = variant.constants()
@@ -34,9 +35,10 @@ class InterpretedLauncher:
             values = [_typed(getattr(arguments, name), kind) for name, kind in ARGUMENTS.items()]
 
             def run() -> None:
-                triton_copy.copy_rows[(programs,)](*values, **constants)
+                kernels.copy_rows[(programs,)](*values, **constants)
 
             self._driver.enqueue_host_function(stream, run)
+            self.launches.append((variant, programs, stream))
 
         return launch
 
@@ -45,7 +47,7 @@ class InterpretedLauncher:
 
 
 def _typed(value: int, kind: str) -> Any:
-    """An address that fits 32 bits would be taken for such a number; the compiler goes by kind."""
+    """The interpreter makes 32 bits of an address that fits them; the compiler goes by kind."""
     if kind == "i32":
         return value
     return tl.tensor(TensorHandle(np.array([value], np.int64), tl.int64), tl.int64)
