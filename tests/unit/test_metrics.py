@@ -21,7 +21,7 @@ from kvferry.device.planning.path_choices import PathChoices
 from kvferry.device.planning.planner import MeasuredPlanner
 from kvferry.identity import Namespace, chain
 from kvferry.metrics import catalog as names
-from kvferry.metrics.catalog import Kind, catalog, page
+from kvferry.metrics.catalog import MetricKind, catalog, page
 from kvferry.metrics.collector import FerryCollector
 from kvferry.metrics.desk import Desk
 from kvferry.metrics.reasons import why_path
@@ -79,7 +79,7 @@ def test_names_follow_prometheus_habits():
     assert len(seen) == len(set(seen))
     for metric in catalog():
         assert metric.name.startswith("kvferry_")
-        assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)
+        assert metric.name.endswith("_total") == (metric.kind is MetricKind.COUNTER)
         assert metric.help.endswith(".")
 
 

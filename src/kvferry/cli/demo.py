@@ -14,7 +14,15 @@ from rich.table import Table
 from kvferry.cli.json_output import is_stdout, json_option, put
 from kvferry.cli.report import NAMES, ROWS, gain, render, show_seconds, verdict
 from kvferry.errors import ConfigError, InputError
-from kvferry.playground.compare import Answers, Comparison, Figures, Setting, Way, compare, run
+from kvferry.playground.compare import (
+    Answers,
+    Comparison,
+    Figures,
+    Scenario,
+    ServingWay,
+    compare,
+    run,
+)
 from kvferry.playground.model import Decoder, ModelShape
 from kvferry.playground.request import Request
 from kvferry.playground.threads import limit_matrix_threads
@@ -140,7 +148,7 @@ def demo(
             vocab=shape.vocab,
             seed=seed,
         )
-        setting = Setting(
+        setting = Scenario(
             chat=chat,
             shape=shape,
             device_blocks=device_blocks or _default_device_blocks(chat),
@@ -180,7 +188,7 @@ def _require_folder(*files: Path | None) -> None:
             raise click.UsageError(f"cannot write {file}: there is no folder {file.parent}")
 
 
-def _run_all(setting: Setting, console: Console) -> Comparison:
+def _run_all(setting: Scenario, console: Console) -> Comparison:
     limit_matrix_threads(1)
     chat = setting.chat
     console.print(
@@ -189,14 +197,14 @@ def _run_all(setting: Setting, console: Console) -> Comparison:
         highlight=False,
     )
     decoder = Decoder(setting.shape)
-    results: dict[Way, tuple[Figures, Answers]] = {}
+    results: dict[ServingWay, tuple[Figures, Answers]] = {}
     with _progress(console, chat.num_conversations * chat.num_turns) as follow:
-        for way in Way:
+        for way in ServingWay:
             results[way] = run(setting, way, decoder, follow(way))
     return compare(setting, results)
 
 
-Follow = Callable[[Way], Callable[[Request], None]]
+Follow = Callable[[ServingWay], Callable[[Request], None]]
 """Begins to show one way's progress; the answer is told of every finished turn."""
 
 
@@ -215,7 +223,7 @@ def _progress(console: Console, num_turns: int) -> Iterator[Follow]:
         console=console,
     ) as progress:
 
-        def follow(way: Way) -> Callable[[Request], None]:
+        def follow(way: ServingWay) -> Callable[[Request], None]:
             task = progress.add_task(NAMES[way], total=num_turns, last="")
 
             def finished(request: Request) -> None:
@@ -229,7 +237,7 @@ def _progress(console: Console, num_turns: int) -> Iterator[Follow]:
 class _PlainProgress:
     """A line for every quarter of a run, for logs and pipes."""
 
-    def __init__(self, console: Console, way: Way, num_turns: int) -> None:
+    def __init__(self, console: Console, way: ServingWay, num_turns: int) -> None:
         self._console = console
         self._way = way
         self._num_turns = num_turns
@@ -256,7 +264,7 @@ def _show(result: Comparison, console: Console) -> None:
     table.add_column("")
     for way, figures in result.figures.items():
         widest = max(len(show(figures)) for _, show in ROWS)  # words may be broken, numbers not
-        style = "cyan" if way is Way.KVFERRY else None
+        style = "cyan" if way is ServingWay.KVFERRY else None
         table.add_column(NAMES[way], justify="right", style=style, min_width=widest)
     for name, show in ROWS:
         table.add_row(name, *(show(figures) for figures in result.figures.values()))

@@ -14,7 +14,7 @@ from kvferry.keys import Keys
 from kvferry.playground.offload import Offloader
 from kvferry.playground.request import Request, State
 from kvferry.playground.runner import Runner
-from kvferry.playground.tables import Memory
+from kvferry.playground.tables import DeviceMemory
 from kvferry.scheduler import Ordered
 from kvferry.types import RequestId
 
@@ -67,7 +67,7 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.runner = runner
-        self.memory = Memory(runner.groups, runner.num_blocks)
+        self.memory = DeviceMemory(runner.groups, runner.num_blocks)
         self.counts = Counts()
         self.limits = limits or Limits()
         self.offloader = offloader

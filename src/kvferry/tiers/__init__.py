@@ -1,7 +1,7 @@
 """Where bytes rest below the device: the contract, host memory, and the reference tiers."""
 
 from kvferry.tiers.base import Batch, BatchId, Result, Rows, Tier, Way
-from kvferry.tiers.growth import Growth, GrowthStats, Pin, Progress, Registrar
+from kvferry.tiers.growth import Growth, GrowthState, GrowthStats, Pin, Registrar
 from kvferry.tiers.host import HostTier
 from kvferry.tiers.host_memory import HostMemory
 from kvferry.tiers.limits import Machine, size_for
@@ -14,6 +14,7 @@ __all__ = [
     "Batch",
     "BatchId",
     "Growth",
+    "GrowthState",
     "GrowthStats",
     "HostMemory",
     "HostTier",
@@ -23,7 +24,6 @@ __all__ = [
     "MemoryTier",
     "Mover",
     "Pin",
-    "Progress",
     "Registrar",
     "Result",
     "Rows",
