@@ -24,7 +24,7 @@ from kvferry.playground.compare import (
     run,
 )
 from kvferry.playground.model import Decoder, ModelShape
-from kvferry.playground.request import Request
+from kvferry.playground.request import ServedRequest
 from kvferry.playground.threads import limit_matrix_threads
 from kvferry.playground.workload import Chat
 from kvferry.quantities import parse_size
@@ -204,7 +204,7 @@ def _run_all(setting: Scenario, console: Console) -> Comparison:
     return compare(setting, results)
 
 
-Follow = Callable[[ServingWay], Callable[[Request], None]]
+Follow = Callable[[ServingWay], Callable[[ServedRequest], None]]
 """Begins to show one way's progress; the answer is told of every finished turn."""
 
 
@@ -223,10 +223,10 @@ def _progress(console: Console, num_turns: int) -> Iterator[Follow]:
         console=console,
     ) as progress:
 
-        def follow(way: ServingWay) -> Callable[[Request], None]:
+        def follow(way: ServingWay) -> Callable[[ServedRequest], None]:
             task = progress.add_task(NAMES[way], total=num_turns, last="")
 
-            def finished(request: Request) -> None:
+            def finished(request: ServedRequest) -> None:
                 progress.update(task, advance=1, last=f"first token {_wait(request)}")
 
             return finished
@@ -243,7 +243,7 @@ class _PlainProgress:
         self._num_turns = num_turns
         self._num_done = 0
 
-    def __call__(self, request: Request) -> None:
+    def __call__(self, request: ServedRequest) -> None:
         quarter = 4 * self._num_done // self._num_turns
         self._num_done += 1
         if 4 * self._num_done // self._num_turns > quarter:
@@ -254,7 +254,7 @@ class _PlainProgress:
             )
 
 
-def _wait(request: Request) -> str:
+def _wait(request: ServedRequest) -> str:
     assert request.first_token_at is not None
     return show_seconds(request.first_token_at - request.arrival)
 

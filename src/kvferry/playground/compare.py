@@ -13,7 +13,7 @@ from kvferry.errors import InputError
 from kvferry.playground.engine import Engine, Limits
 from kvferry.playground.model import Decoder, ModelShape
 from kvferry.playground.offload import Offloader
-from kvferry.playground.request import Request
+from kvferry.playground.request import ServedRequest
 from kvferry.playground.runner import Runner
 from kvferry.playground.workload import Chat, Served, serve
 from kvferry.types import DEVICE, HOST
@@ -208,7 +208,7 @@ def run(
     setting: Scenario,
     way: ServingWay,
     decoder: Decoder,
-    on_finish: Callable[[Request], None] | None = None,
+    on_finish: Callable[[ServedRequest], None] | None = None,
 ) -> tuple[Figures, Answers]:
     """Serve the workload one way."""
     num_blocks = setting.working_set if way is ServingWay.ROOMY else setting.device_blocks
@@ -260,7 +260,7 @@ def _figures(
     )
 
 
-def _turn(request: Request) -> Turn:
+def _turn(request: ServedRequest) -> Turn:
     assert request.first_token_at is not None
     _, conversation, _, turn = request.id.split("-")
     return Turn(
