@@ -23,7 +23,7 @@ from kvferry.integers import Integers, integer, integers
 from kvferry.keys import Keys
 from kvferry.left_out import why_left_out
 from kvferry.metrics import DEFAULT_PORT
-from kvferry.metrics.desk import Desk
+from kvferry.metrics.inbox import Inbox
 from kvferry.metrics.source import Source
 from kvferry.ownership import OneThread
 from kvferry.pool import Pool
@@ -106,7 +106,7 @@ class Ferry(Closing):
             joins_loads=False,
         )
         self._tickets = Tickets()
-        self._desk = Desk()
+        self._inbox = Inbox()
         self._endpoint: Endpoint | None = None
         self._owner = OneThread("this ferry")
         self._is_growing = True
@@ -281,7 +281,7 @@ class Ferry(Closing):
             num_ready = self._rank.ready_slots
             self._scheduler.note_ready(FIRST_RANK, num_ready)
             self._is_growing = num_ready < self._rank.host.num_slots
-        self._desk.answer()
+        self._inbox.answer()
         settled = self._scheduler.settle(self._worker.poll())
         for request in settled.loaded + settled.expired:
             request.end()
@@ -344,7 +344,7 @@ class Ferry(Closing):
             rank = weakref.ref(self._rank)
             source = Source(
                 self._scheduler,
-                self._desk,
+                self._inbox,
                 slot_bytes={HOST: max(layout.block_bytes for layout in self._layouts)},
                 pinned_bytes=partial(_pinned_bytes, rank),
                 why_path=partial(_why_path, rank),

@@ -23,7 +23,7 @@ from kvferry.identity import Namespace, chain
 from kvferry.metrics import catalog as names
 from kvferry.metrics.catalog import MetricKind, catalog, page
 from kvferry.metrics.collector import FerryCollector
-from kvferry.metrics.desk import Desk
+from kvferry.metrics.inbox import Inbox
 from kvferry.metrics.reasons import why_path
 from kvferry.metrics.samples import Snapshot, samples
 from kvferry.metrics.source import Source, is_part
@@ -234,7 +234,7 @@ def test_of_several_requests_of_one_name_the_latest_is_explained():
     keys = chain(NAMESPACE, np.arange(16))
     for request_id in ("cmpl-a-0-1", "cmpl-a-1-2", "cmpl-b-0-3"):
         scheduler.match(request_id, keys)
-    source = Source(scheduler, Desk())
+    source = Source(scheduler, Inbox())
     told = source.explain("cmpl-a")
     assert told is not None
     assert told["request_id"] == "cmpl-a-1-2"
