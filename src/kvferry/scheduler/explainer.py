@@ -7,7 +7,7 @@ from kvferry.keys import Keys, masked_key
 from kvferry.policy import SeenOften
 from kvferry.pool import Pool
 from kvferry.scheduler.ghosts import Ghosts
-from kvferry.scheduler.hit import Hit
+from kvferry.scheduler.hit import PinnedHit
 from kvferry.scheduler.matching import Matcher, Missing
 from kvferry.scheduler.why import Explanation, Reason
 from kvferry.types import RequestId
@@ -26,7 +26,7 @@ class Explainer:
     def close(self) -> None:
         self._pool.listeners.remove(self._ghosts.add)
 
-    def explain(self, request_id: RequestId, hit: Hit) -> Explanation:
+    def explain(self, request_id: RequestId, hit: PinnedHit) -> Explanation:
         look, decision = hit.look, hit.decision
         missing = look.missing
         if decision is not None and hit.is_declined:
