@@ -7,7 +7,8 @@ engine with its own scheduler and workers uses :class:`Scheduler` and :class:`Wo
 from kvferry.api import attach
 from kvferry.config import Config
 from kvferry.errors import KvferryError
-from kvferry.ferry import Ferry, Hit
+from kvferry.ferry import Ferry
+from kvferry.hits import Hit
 from kvferry.identity import Namespace, chain
 from kvferry.keys import Keys
 from kvferry.scheduler import Scheduler

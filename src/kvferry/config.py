@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
-import json
 import os
 import re
-import stat
-import sys
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 from kvferry.copy_paths import AUTO_PATH, BY_NAME
 from kvferry.errors import ConfigError, UnknownSettingError
+from kvferry.level_kinds import LevelSpec, read_levels, show_levels
 from kvferry.quantities import (
     GiB,
     MiB,
@@ -34,11 +30,7 @@ from kvferry.quantities import (
     quoted,
     shown,
 )
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from kvferry.settings_file import read_table
 
 ENV_PREFIX = "KVFERRY_"
 CONFIG_FILE_ENV = "KVFERRY_CONFIG"
@@ -54,9 +46,7 @@ _SERVICE_LINK = re.compile(
 )
 _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 
-_MOST_FILE_BYTES = 1 * MiB
 _LONGEST_NAME = 64
-_LONGEST_PATH = 300
 
 T = TypeVar("T")
 
@@ -110,6 +100,7 @@ def _is_ipv6(text: str) -> bool:
 
 
 ADDRESS = Kind("address", _read_address)
+LEVELS = Kind("KIND:OPTIONS, ...|none", read_levels, show_levels)
 
 
 def one_of(*choices: str) -> Kind[str]:
@@ -176,6 +167,17 @@ class Config:
         "auto",
         one_of("auto", "required", "never"),
         "Pin host memory: if the driver lets us, or refuse to start without, or do not.",
+    )
+    levels: tuple[LevelSpec, ...] = setting(
+        (),
+        LEVELS,
+        "What lies below host memory, nearest first: memory:SIZE or memory-by-key:SIZE (ordinary "
+        "memory, for each rank), or package.module:factory of your own.",
+    )
+    level_write: str = setting(
+        "spill",
+        one_of("spill", "through"),
+        "Copy blocks to the levels when host memory is about to drop them, or as soon as stored.",
     )
     block_tokens: int = setting(16, COUNT, "Tokens in one block.")
     copy_path: str = setting(
@@ -359,61 +361,8 @@ def _read_env(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    path = Path(path)
-    where, suffix = _plain(path), path.suffix.lower()
-    parsers: dict[str, Callable[[str], object]] = {".toml": tomllib.loads, ".json": _parse_json}
-    if suffix not in parsers:
-        raise ConfigError(f"{where}: a configuration file ends in .toml or .json")
-    text = _file_text(path, where)
-    try:
-        data = parsers[suffix](text)
-    except ValueError as error:  # both parsers' errors
-        raise ConfigError(f"{where}: not valid {suffix[1:].upper()}: {error}") from error
-    except RecursionError:
-        raise ConfigError(f"{where}: not valid {suffix[1:].upper()}: nested too deep") from None
-    if isinstance(data, dict) and "kvferry" in data:
-        data = data["kvferry"]
-    if not isinstance(data, dict):
-        raise ConfigError(f"{where}: expected a table of settings, got {shown(data)}")
-    return _read(data, where)
-
-
-def _file_text(path: Path, where: str) -> str:
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # to open a pipe would wait for its writer
-            raise ConfigError(f"{where}: cannot be read: it is no file")
-        with path.open("rb") as file:
-            content = file.read(_MOST_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{where}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:  # a NUL in its name
-        raise ConfigError(f"{where}: cannot be read: {error}") from error
-    if len(content) > _MOST_FILE_BYTES:
-        raise ConfigError(f"{where}: it has more than {format_size(_MOST_FILE_BYTES)}")
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        kind = path.suffix.lower()[1:].upper()
-        raise ConfigError(f"{where}: not valid {kind}: {error}") from error
-
-
-def _plain(path: Path) -> str:
-    """A file's name in a message, as it is, unless it is made of something else."""
-    name = str(path)
-    return name if name.isprintable() and len(name) <= _LONGEST_PATH else quoted(name)
-
-
-def _parse_json(text: str) -> object:
-    """As TOML does it: a name that is there twice is an error, not the last one's."""
-    return json.loads(text, object_pairs_hook=_once_each)
-
-
-def _once_each(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    names = Counter(name for name, _ in pairs)
-    for name, count in names.items():
-        if count > 1:
-            raise ValueError(f"{quoted(name)} is there twice")
-    return dict(pairs)
+    where, table = read_table(path)
+    return _read(table, where)
 
 
 def _nearest(name: str, known: tuple[str, ...] | list[str]) -> str:

@@ -7,7 +7,6 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,7 @@ from kvferry.closing import Closing, close_if_dropped
 from kvferry.config import Config
 from kvferry.device.layout import GroupLayout
 from kvferry.errors import DeadlineError, InputError
+from kvferry.hits import Hit, PendingHits, require_hit
 from kvferry.identity import Extra, Namespace, chain
 from kvferry.integers import Integers, integer, integers
 from kvferry.keys import Keys
@@ -29,7 +29,7 @@ from kvferry.ownership import OneThread
 from kvferry.pool import Pool
 from kvferry.rank import RankMemory
 from kvferry.reach import Group
-from kvferry.scheduler import NO_BLOCK, Ordered, Request, Scheduler, State
+from kvferry.scheduler import NO_BLOCK, Ordered, Scheduler, State, WriteMode, level_of
 from kvferry.scheduler.journal import Copy
 from kvferry.scheduler.why import Explanation
 from kvferry.stats import SchedulerStats
@@ -48,27 +48,6 @@ _POLL_SECONDS = 0.0005
 
 _names = itertools.count()
 """For all ferries of the process, so that what is explained of one names no hit of another."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Hit:
-    """Blocks that can be loaded: ``len(hit)`` of them, after the ``on_device`` first ones.
-
-    They stay where they are until the hit is loaded, released, or left alone for
-    ``Config.match_deadline`` seconds. ``needed`` says for each group which places of the request's
-    block table a load fills.
-    """
-
-    request: Request
-    num_blocks: int
-    on_device: int
-
-    def __len__(self) -> int:
-        return self.num_blocks
-
-    @property
-    def needed(self) -> tuple[range, ...]:
-        return self.request.needed_blocks
 
 
 class Ferry(Closing):
@@ -96,15 +75,23 @@ class Ferry(Closing):
         self._config = config
         self._keep_alive = keep_alive
         self._rank = rank
-        self._worker = Worker({(DEVICE, HOST): rank.engine, (HOST, DEVICE): rank.engine})
+        self._worker = Worker(
+            {(DEVICE, HOST): rank.engine, (HOST, DEVICE): rank.engine}, levels=rank.levels
+        )
         self._scheduler = Scheduler(
             Pool(rank.host.num_slots, num_ready=rank.ready_slots),
             groups,
             config=config,
             hash_block_tokens=namespace.block_tokens,
             block_bytes=[layout.block_bytes for layout in layouts],
+            levels=[
+                level_of(name, level.num_places, WriteMode(config.level_write))
+                for name, level in rank.levels.items()
+            ],
             joins_loads=False,
         )
+        self._has_levels = bool(rank.levels)
+        self._pending = PendingHits(config.match_deadline)
         self._tickets = Tickets()
         self._inbox = Inbox()
         self._endpoint: Endpoint | None = None
@@ -148,7 +135,8 @@ class Ferry(Closing):
 
         None while more than ``Config.max_bytes_in_flight`` are on their way already, or where
         computing them is expected to be faster (see :meth:`note_prefill`). Blocks are counted by
-        their keys, ``block_tokens`` tokens each.
+        their keys, ``block_tokens`` tokens each. With levels below host memory a hit may be pending
+        (:attr:`Hit.is_pending`): see :meth:`again`.
         """
         self._owner.require()
         if not isinstance(keys, Keys):
@@ -160,19 +148,59 @@ class Ferry(Closing):
         tokens = self.namespace.block_tokens
         match = request.match(computed_tokens=on_device * tokens)
         if match.state is not MatchState.HIT:
+            if request.waits_below:
+                self._pending.keep(request)
+                return Hit(request, 0, on_device, is_pending=True)
             request.end()
         return Hit(request, (match.num_tokens - match.computed_tokens) // tokens, on_device)
+
+    def again(self, hit: Hit) -> Hit:
+        """What has become of a pending hit; one that is not pending is the answer itself.
+
+        What a level was asked for, and what it brings up, comes with :meth:`poll`. By
+        ``Config.ask_deadline`` and ``Config.promote_deadline`` at the latest a hit is pending no
+        longer: with all of its blocks, with some, or with none.
+        """
+        self._owner.require()
+        require_hit(hit)
+        if not hit.is_pending:
+            return hit
+        request, on_device = hit.request, hit.on_device
+        if request not in self._scheduler:
+            return Hit(request, 0, on_device)
+        tokens = self.namespace.block_tokens
+        match = request.match(computed_tokens=on_device * tokens)
+        if request.waits_below:
+            self._pending.keep(request)
+            return hit
+        self._pending.drop(request)
+        if match.state is not MatchState.HIT:
+            request.end()
+        return Hit(request, (match.num_tokens - match.computed_tokens) // tokens, on_device)
+
+    def await_hit(self, hit: Hit, timeout: float | None = None) -> Hit:
+        """Poll until a hit is not pending any more; after ``timeout`` it may still be.
+
+        What else ends meanwhile stays for :meth:`poll`.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        while (hit := self.again(hit)).is_pending:
+            self._advance()
+            if end is not None and time.monotonic() >= end:
+                return self.again(hit)
+            time.sleep(_POLL_SECONDS)
+        return hit
 
     def load(self, hit: Hit, device_blocks: Tables) -> Ticket:
         """Bring a hit's blocks to ``device_blocks``, one for each.
 
         With several groups these are block tables, one for each group: the request's whole table,
         in which the places that ``hit.needed`` names are filled. Compute queued on the ``compute``
-        stream after this call comes after the load.
+        stream after this call comes after the load. A pending hit has no blocks yet: nothing is
+        loaded, and it is let go.
         """
         self._owner.require()
-        if not isinstance(hit, Hit):
-            raise InputError(f"a hit must come from ferry.match, got {type(hit).__name__}")
+        require_hit(hit)
         tables = self._tables(device_blocks, before=hit.on_device)
         if len(tables) == 1 and len(tables[0]) != hit.on_device + len(hit):
             raise InputError(
@@ -194,15 +222,16 @@ class Ferry(Closing):
             reason = "the hit is gone: it was released, loaded, or too old"
             self._tickets.end(Done(ticket, 0, reason, ok=False))
         else:
+            self.release(hit)
             self._tickets.end(Done(ticket, 0))
         return ticket
 
     def release(self, hit: Hit) -> None:
         """Let a hit go that will not be loaded."""
         self._owner.require()
-        if not isinstance(hit, Hit):
-            raise InputError(f"a hit must come from ferry.match, got {type(hit).__name__}")
+        require_hit(hit)
         if hit.request in self._scheduler and hit.request.state is not State.LOADING:
+            self._pending.drop(hit.request)
             hit.request.end()
 
     def store(self, keys: Keys, device_blocks: Tables, *, first: int = 0) -> Ticket:
@@ -249,6 +278,9 @@ class Ferry(Closing):
     def _send(self, ticket: Ticket, ordered: Sequence[Ordered], note: str = "") -> None:
         """Send off what was just ordered for a ticket."""
         self._tickets.send(ticket, ordered, note)
+        self._send_plan()
+
+    def _send_plan(self) -> None:
         plan = self._scheduler.plan()
         if plan.transfers or plan:
             self._worker.execute(plan)
@@ -282,6 +314,9 @@ class Ferry(Closing):
             self._scheduler.note_ready(FIRST_RANK, num_ready)
             self._is_growing = num_ready < self._rank.host.num_slots
         self._inbox.answer()
+        if self._has_levels:
+            for change in self._worker.health():
+                self._scheduler.note_health(change)
         settled = self._scheduler.settle(self._worker.poll())
         for request in settled.loaded + settled.expired:
             request.end()
@@ -290,6 +325,14 @@ class Ferry(Closing):
         # A load that is overdue has failed, but its copy may still write: only landing ends it.
         for landing in settled.landed:
             self._tickets.land(landing.transfer_id, landing.reason)
+        if self._has_levels:
+            self._serve_levels(has_news=bool(settled.landed))
+
+    def _serve_levels(self, *, has_news: bool) -> None:
+        """Send on what goes up and down. What landed may have to go down, or be asked for next."""
+        self._pending.expire()
+        if has_news or self._scheduler.num_queued:
+            self._send_plan()
 
     # -- the rest -------------------------------------------------------------------------------
 
@@ -312,7 +355,10 @@ class Ferry(Closing):
         self._scheduler.reset()
         for request in self._scheduler.requests:
             if request.state is not State.LOADING:
+                self._pending.drop(request)
                 request.end()
+        if self._has_levels:
+            self._send_plan()  # a level may outlive us: it must hear of this
 
     def stats(self) -> SchedulerStats:
         """A snapshot of everything counted so far."""
@@ -345,7 +391,9 @@ class Ferry(Closing):
             source = Source(
                 self._scheduler,
                 self._inbox,
-                slot_bytes={HOST: max(layout.block_bytes for layout in self._layouts)},
+                slot_bytes=dict.fromkeys(
+                    (HOST, *self._rank.levels), max(each.block_bytes for each in self._layouts)
+                ),
                 pinned_bytes=partial(_pinned_bytes, rank),
                 why_path=partial(_why_path, rank),
             )

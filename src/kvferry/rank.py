@@ -2,8 +2,9 @@
 
 ::
 
-    driver ──> copy paths, measured ──> host memory (first slots ready, growing) ──> copy engine
-    close:     the engine, then the registrations, then the mapping, then the driver
+    driver ──> copy paths, measured ──> host memory (first slots ready, growing) ──> levels below it
+               ──> copy engine
+    close:     the levels, the engine, then the registrations, then the mapping, then the driver
 
 An engine in one process (:func:`kvferry.attach`) and a server's workers open a rank the same way.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 from kvferry.config import Config
@@ -24,8 +25,8 @@ from kvferry.device.engine.base import CopyEngine
 from kvferry.device.engine.cpu import CpuEngine
 from kvferry.device.engine.stream import Stream
 from kvferry.device.layout import GroupLayout
-from kvferry.tiers import HostMemory, Pin, SharedMemory, SlotLayout
-from kvferry.types import FIRST_RANK, Rank
+from kvferry.tiers import HostMemory, Pin, SharedMemory, SlotLayout, TierMover, open_levels
+from kvferry.types import FIRST_RANK, Rank, TierName
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class Activity:
 
 
 class RankMemory:
-    """A rank's host memory and copy engine. Owns both, and the driver if it opened one."""
+    """A rank's host memory, its copy engine, and the levels below. Owns them, and its driver."""
 
     def __init__(
         self,
@@ -69,9 +70,11 @@ class RankMemory:
         engine: CopyEngine,
         activity: Activity,
         undo: ExitStack | None = None,
+        levels: Mapping[TierName, TierMover] | None = None,
     ) -> None:
         self.host = host
         self.engine = engine
+        self.levels = dict(levels or {})
         self._activity = activity
         self._undo = undo if undo is not None else ExitStack()
 
@@ -89,9 +92,15 @@ class RankMemory:
         self._activity.note_started()
 
     def close(self) -> None:
-        """Finish the copies, then give everything back. Safe to call twice."""
-        self.engine.close()
-        if getattr(self.engine, "is_stuck", False):
+        """Finish the copies, then give everything back. Safe to call twice.
+
+        A level that hangs is left behind after a bounded time, with the host memory it may touch.
+        """
+        with ExitStack() as closing:  # all of them, also when one cannot
+            closing.callback(self.engine.close)
+            for level in self.levels.values():
+                closing.callback(level.close)
+        if any(getattr(part, "is_stuck", False) for part in (self.engine, *self.levels.values())):
             log.error("a copy never ended; its host memory stays as it is")
             self._undo.pop_all()
             return
@@ -105,22 +114,26 @@ def open_on_cpu(
     *,
     rank: Rank = FIRST_RANK,
     compute: Stream | None = None,
+    num_ranks: int = 1,
     num_ranks_here: int | None = None,
     shared: SharedMemory | None = None,
 ) -> RankMemory:
     """For KV tensors in ordinary memory."""
     activity = Activity()
-    host = HostMemory(
-        config.host,
-        _slot_bytes(layouts),
-        pin=Pin(config.host_pin),
-        busy=activity.is_busy,
-        num_ranks=num_ranks_here,
-        shared=shared,
-    )
-    return RankMemory(
-        host, CpuEngine(layouts, host.tier.rows, compute=compute, rank=rank), activity
-    )
+    with ExitStack() as undo:
+        host = HostMemory(
+            config.host,
+            _slot_bytes(layouts),
+            pin=Pin(config.host_pin),
+            busy=activity.is_busy,
+            num_ranks=num_ranks_here,
+            shared=shared,
+        )
+        undo.callback(host.close)
+        levels = _open_levels(config, host, rank, num_ranks, undo)
+        engine = CpuEngine(layouts, host.tier.rows, compute=compute, rank=rank)
+        undo.pop_all()
+        return RankMemory(host, engine, activity, levels=levels)
 
 
 def open_on_gpu(
@@ -130,6 +143,7 @@ def open_on_gpu(
     rank: Rank = FIRST_RANK,
     device: int = 0,
     compute_stream: Callable[[], int] | None = None,
+    num_ranks: int = 1,
     num_ranks_here: int | None = None,
     shared: SharedMemory | None = None,
     driver: Driver | None = None,
@@ -171,6 +185,7 @@ def open_on_gpu(
             # A kernel that touches memory the driver does not know kills the process's GPU work.
             unpinned = next(path.name for path in COPY_PATHS if not path.needs_pinned)
             planner = open_planner(driver, path_set.paths, copy_path=unpinned)
+        levels = _open_levels(config, host, rank, num_ranks, undo)
         rows = host.tier.rows
         engine = GpuEngine(
             driver,
@@ -184,7 +199,22 @@ def open_on_gpu(
             rank=rank,
             host_chunk=host.chunk_bytes,
         )
-        return RankMemory(host, engine, activity, undo.pop_all())
+        return RankMemory(host, engine, activity, undo.pop_all(), levels)
+
+
+def _open_levels(
+    config: Config, host: HostMemory, rank: Rank, num_ranks: int, undo: ExitStack
+) -> dict[TierName, TierMover]:
+    levels = open_levels(
+        config.levels,
+        host.tier,
+        rank=rank,
+        num_ranks=num_ranks,
+        ready_slots=lambda: host.ready_slots,
+    )
+    for level in levels.values():
+        undo.callback(level.close)
+    return levels
 
 
 def slot_layout(layouts: Sequence[GroupLayout]) -> SlotLayout:

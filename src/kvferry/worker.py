@@ -108,6 +108,14 @@ class Worker:
             receipts += mover.drain(None if end is None else max(0.0, end - time.monotonic()))
         return receipts
 
+    def drain_device(self) -> list[Receipt]:
+        """Wait until no copy touches the device; for the levels nobody waits, one may hang."""
+        receipts = self.poll()
+        for mover in self._movers:
+            if not any(mover is level for level in self._levels.values()):
+                receipts += mover.drain()
+        return receipts
+
     def close(self) -> None:
         """Finish what was submitted and close the movers. Safe to call twice."""
         if not self._closed:

@@ -140,6 +140,28 @@ def test_an_engine_that_wakes_up_in_the_middle_of_a_look_does_not_fail_it():
     assert len(looks) == 3
 
 
+def test_who_shares_a_look_that_failed_looks_again_too():
+    """The one whose patience ended looked, and the engine woke up; the other only waited."""
+    inbox, looks, found = Inbox(), [], []
+
+    def look() -> str:
+        looks.append(1)
+        if len(looks) == 1:
+            time.sleep(0.05)
+            raise RuntimeError("dictionary changed size during iteration")
+        return "facts"
+
+    def ask(patience: float) -> None:
+        found.append(inbox.ask(look, patience=patience))
+
+    patient = threading.Thread(target=ask, args=(0.3,))
+    patient.start()
+    time.sleep(0.02)
+    ask(0.01)
+    patient.join()
+    assert found == ["facts", "facts"]
+
+
 def test_a_look_that_always_fails_is_an_error():
     def look() -> None:
         raise RuntimeError("deque mutated during iteration")

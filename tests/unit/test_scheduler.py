@@ -319,7 +319,9 @@ def test_what_the_short_look_lacks_a_match_does_not_find_either() -> None:
             lease.commit()
         for computed_tokens, max_tokens in product(range(0, 17, 4), range(1, 17)):
             about = {"computed_tokens": computed_tokens, "max_tokens": max_tokens}
-            missing = scheduler._parts.matcher.next_missing(chain, computed_tokens, max_tokens)
+            missing = scheduler._parts.matcher.next_missing(
+                chain, len(chain), computed_tokens, max_tokens
+            )
             found = scheduler.match("reader", chain, **about)
             scheduler.finish("reader")
             if missing is not None:

@@ -33,18 +33,19 @@ class _Question:
         self._gate.acquire()
         self.answer: Any = None
         self.error: Exception | None = None
+        self.is_engines = False
 
-    def settle(self) -> bool:
+    def settle(self, *, on_engine: bool = False) -> None:
         """Work the answer out, unless another thread already does."""
         if not self._claim.acquire(blocking=False):
-            return False
+            return
+        self.is_engines = on_engine
         try:
             self.answer = self._work()
         except Exception as error:  # it belongs to whoever asked
             self.error = error
         finally:
             self._gate.release()
-        return True
 
     def wait(self, seconds: float = -1) -> bool:
         """Whether it is settled, by then."""
@@ -83,14 +84,13 @@ class Inbox:
         """The result of ``work(*args)``, run on the engine's thread if it comes by in time."""
         for left in reversed(range(_LOOKS)):
             question = self._put((work, args))
-            looked = False
             if not question.wait(patience):
                 self._take(question)  # first: who asks from now on must not get an older answer
-                looked = question.settle()
+                question.settle()
                 question.wait()
             if question.error is None:
                 break
-            if not (looked and left and isinstance(question.error, RuntimeError)):
+            if question.is_engines or not left or not isinstance(question.error, RuntimeError):
                 raise question.error
             # What was looked at changed meanwhile: the engine is awake, and may answer by itself.
         answer: T = question.answer
@@ -107,7 +107,7 @@ class Inbox:
         finally:
             self._lock.release()
         for question in waiting:
-            question.settle()
+            question.settle(on_engine=True)
         self._next_at = self._clock() + self._pause
 
     def _put(self, key: tuple[Callable[..., Any], tuple[Hashable, ...]]) -> _Question:

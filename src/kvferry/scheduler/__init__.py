@@ -1,6 +1,6 @@
 """The scheduler half: what moves, when, and what became of it. Never touches a byte."""
 
-from kvferry.scheduler.level import KeyedLevel, Level, PlacedLevel, WriteMode
+from kvferry.scheduler.level import KeyedLevel, Level, PlacedLevel, WriteMode, level_of
 from kvferry.scheduler.orders import NO_BLOCK, BlockTable, EngineBlocks, Ordered
 from kvferry.scheduler.request import Request, State
 from kvferry.scheduler.scheduler import Scheduler
@@ -23,4 +23,5 @@ __all__ = [
     "Settled",
     "State",
     "WriteMode",
+    "level_of",
 ]

@@ -177,6 +177,11 @@ class Request:
         return Match(MatchState.MISS, computed_tokens, computed_tokens)
 
     @property
+    def waits_below(self) -> bool:
+        """Whether it waits for a level's answer, or for blocks that come up from one."""
+        return self._below is not None and bool(self._below.waits)
+
+    @property
     def is_owing(self) -> bool:
         """Whether it was answered at once and nobody has counted that yet."""
         return self._owed is not None

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from kvferry.errors import InputError
 from kvferry.keys import Keys
-from kvferry.types import SlotArray, TierName
+from kvferry.types import FIRST_RANK, Rank, SlotArray, TierName
 
 Rows = npt.NDArray[np.uint8]
 """Blocks as rows of bytes, one row per slot."""
@@ -36,6 +36,21 @@ BatchId = NewType("BatchId", int)
 
 CLOSE_SECONDS = 10.0
 """How long closing waits for what is under way before it leaves it behind."""
+
+
+@dataclass(frozen=True)
+class TierSetup:
+    """What a tier's factory is told: its name here, its blocks, whose rank it serves.
+
+    Each of ``num_ranks`` ranks opens a tier of its own. ``options`` is the rest of the setting's
+    text, for the factory to read.
+    """
+
+    name: TierName
+    block_bytes: int
+    rank: Rank = FIRST_RANK
+    num_ranks: int = 1
+    options: str = ""
 
 
 class Way(Enum):

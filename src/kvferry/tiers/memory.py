@@ -9,9 +9,10 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from kvferry.errors import KvferryError
+from kvferry.errors import ConfigError, KvferryError
 from kvferry.keys import Keys
-from kvferry.tiers.base import Batch, Result, Way
+from kvferry.quantities import format_size, parse_size
+from kvferry.tiers.base import Batch, Result, TierSetup, Way
 from kvferry.tiers.threaded import Task, ThreadedTier
 from kvferry.types import Key, SlotArray, TierName
 
@@ -143,7 +144,30 @@ class MemoryTier(_Blocks[int]):
 
 
 class KeyedMemoryTier(_Blocks[Key]):
-    """The reference for tiers that find blocks by their keys."""
+    """The reference for tiers that find blocks by their keys.
+
+    With ``most_blocks``, what came first goes first.
+    """
+
+    def __init__(
+        self,
+        block_bytes: int,
+        *,
+        most_blocks: int | None = None,
+        name: TierName = MEMORY,
+        delay: float = 0.0,
+        fault: Fault | None = None,
+        num_threads: int = 2,
+    ) -> None:
+        super().__init__(block_bytes, name=name, delay=delay, fault=fault, num_threads=num_threads)
+        self._most_blocks = most_blocks
+
+    def _keep(self, task: Task, name: Key, block: bytes) -> str:
+        with self._changed:
+            reason = super()._keep(task, name, block)
+            if self._most_blocks is not None and len(self._blocks) > self._most_blocks:
+                del self._blocks[next(iter(self._blocks))]
+            return reason
 
     def lose(self, keys: Keys) -> None:
         """These keys are not here any more."""
@@ -151,3 +175,22 @@ class KeyedMemoryTier(_Blocks[Key]):
 
     def _names(self, batch: Batch) -> Iterable[Key]:
         return batch.keys
+
+
+def open_placed(setup: TierSetup) -> MemoryTier:
+    """The level ``memory:SIZE``."""
+    return MemoryTier(_num_blocks(setup), setup.block_bytes, name=setup.name)
+
+
+def open_keyed(setup: TierSetup) -> KeyedMemoryTier:
+    """The level ``memory-by-key:SIZE``."""
+    return KeyedMemoryTier(setup.block_bytes, most_blocks=_num_blocks(setup), name=setup.name)
+
+
+def _num_blocks(setup: TierSetup) -> int:
+    size = parse_size(setup.options, name=f"level {setup.name}")
+    if size < setup.block_bytes:
+        raise ConfigError(
+            f"{format_size(size)} hold no block of {setup.block_bytes} bytes; give it more"
+        )
+    return size // setup.block_bytes

@@ -67,6 +67,11 @@ class TierMover:
         self._ailment = ""
         self._is_closed = False
 
+    @property
+    def num_places(self) -> int | None:
+        """The tier's places, for ``scheduler.level_of``; None where it finds blocks by keys."""
+        return self._tier.num_places
+
     def submit(self, transfer: Transfer) -> None:
         """Hand one transfer to the tier and return at once."""
         self._require_open()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvferry.device.planning.path_choices import PathChoices
-from kvferry.types import Plan, Rank, Receipt, TransferId
+from kvferry.types import Health, Plan, Rank, Receipt, TierName, TransferId
 
 NO_PLAN = Plan(step=0)
 
@@ -37,10 +37,19 @@ class StepOrders:
 
 
 @dataclass(frozen=True)
+class LevelShape:
+    """A level below one rank's host memory; None where it finds blocks by their keys."""
+
+    name: TierName
+    num_places: int | None
+
+
+@dataclass(frozen=True)
 class RankShape:
     """One rank at start: how many host slots it has, or why it has none.
 
-    ``choices`` are what it picks copy paths by, where it has several.
+    ``choices`` are what it picks copy paths by, where it has several. ``levels`` lie below its host
+    memory, nearest first.
     """
 
     rank: Rank
@@ -51,6 +60,7 @@ class RankShape:
     layout: str = ""
     is_shared: bool = False
     choices: PathChoices | None = None
+    levels: tuple[LevelShape, ...] = ()
     refusal: str = ""
 
 
@@ -62,7 +72,8 @@ class StepReceipts:
     how many bytes of them are registered with the GPU's driver. ``shapes`` come once: not every
     vLLM lets the ranks tell the scheduler's side by handshake. ``drained`` names the ranks that
     were asked to drain and have: a rank with nothing to say is not in the sum at all. ``stale`` are
-    epochs whose blocks no longer fit the model's weights.
+    epochs whose blocks no longer fit the model's weights. ``health`` tells of levels that went away
+    or came back.
     """
 
     receipts: tuple[Receipt, ...] = ()
@@ -71,6 +82,7 @@ class StepReceipts:
     drained: tuple[Rank, ...] = ()
     pinned: tuple[tuple[Rank, int], ...] = ()
     stale: tuple[int, ...] = ()
+    health: tuple[Health, ...] = ()
 
     def aggregate(self, other: StepReceipts) -> StepReceipts:
         return StepReceipts(
@@ -80,4 +92,5 @@ class StepReceipts:
             self.drained + other.drained,
             self.pinned + other.pinned,
             self.stale + other.stale,
+            self.health + other.health,
         )

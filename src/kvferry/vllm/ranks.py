@@ -34,7 +34,12 @@ def open_rank(
     shared = share_host(config, slot_layout(layouts)) if place.replicates else None
     if device.type == "cpu":
         return open_on_cpu(
-            layouts, config, rank=place.rank, num_ranks_here=place.num_ranks_here, shared=shared
+            layouts,
+            config,
+            rank=place.rank,
+            num_ranks=place.num_ranks,
+            num_ranks_here=place.num_ranks_here,
+            shared=shared,
         )
     if device.type == "cuda":
         return open_on_gpu(
@@ -42,6 +47,7 @@ def open_rank(
             config,
             rank=place.rank,
             device=device.index or 0,
+            num_ranks=place.num_ranks,
             num_ranks_here=place.num_ranks_here,
             shared=shared,
             is_starting=True,

@@ -45,7 +45,8 @@ class Reports:
         self._scheduler = scheduler
         self._choices = shape.choices
         self._num_sharing = num_ranks if shape.is_shared else 1
-        self._slot_bytes: dict[str, int] = {HOST: shape.slot_bytes}
+        tiers = (HOST, *(level.name for level in shape.levels))
+        self._slot_bytes: dict[str, int] = dict.fromkeys(tiers, shape.slot_bytes)
         self._pinned = pinned
         self.events = (
             EventLog(scheduler.pool, scheduler.groups, hash_tokens) if has_listeners else None

@@ -12,10 +12,13 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from kvferry.config import Config
+from kvferry.level_kinds import show_levels
 from kvferry.quantities import rounded_size
 from kvferry.types import Rank
 from kvferry.vllm.blocks import VllmBlocks
 from kvferry.vllm.guard import Guard
+from kvferry.vllm.levels import disagreement
 from kvferry.vllm.messages import RankShape, StepOrders, StepReceipts
 from kvferry.vllm.serving import MISS, Serving
 from kvferry.vllm.setup import Setup
@@ -59,6 +62,7 @@ class SchedulerSide:
         refusals = [f"rank {shape.rank}: {shape.refusal}" for shape in new if shape.refusal]
         self.refusal = self.refusal or "; ".join(refusals)
         if new and len(self._shapes) == self.setup.num_ranks:
+            self.refusal = self.refusal or disagreement(self._shapes.values())
             self._begin()
             log.info(self.banner())
 
@@ -88,6 +92,7 @@ class SchedulerSide:
             f"{shared} {self.setup.num_ranks} rank(s), {len(scheduler.groups)} group(s) [{kinds}], "
             f"a block is {shape.layout}, stores {config.store_mode}, "
             f"copy path {config.copy_path}, loads {config.load_policy}"
+            f"{_below(config)}"
         )
 
     @property
@@ -160,6 +165,8 @@ class SchedulerSide:
                 if report.ready:
                     serving.note_ready(report.ready)
                     serving.pinned |= dict(report.pinned)
+                if report.health:
+                    serving.note_health(report.health)
                 serving.hear(report.receipts, report.stale)
             except Exception as error:
                 self._trip("take", error)
@@ -220,3 +227,10 @@ class SchedulerSide:
         for serving in (self.serving, self._broken):
             if serving is not None:
                 serving.close()
+
+
+def _below(config: Config) -> str:
+    """The levels, for the log."""
+    if not config.levels:
+        return ""
+    return f"; below it, {config.level_write}: {show_levels(config.levels)}"

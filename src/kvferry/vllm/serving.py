@@ -20,10 +20,11 @@ from kvferry import reach
 from kvferry.answers import MatchState
 from kvferry.pool import Pool
 from kvferry.scheduler import Ordered, Request, Scheduler, State
-from kvferry.types import Plan, Rank, Receipt, TransferId
+from kvferry.types import Health, Plan, Rank, Receipt, TransferId
 from kvferry.vllm.blocks import VllmBlocks, table_of
 from kvferry.vllm.chain import RequestKeys
 from kvferry.vllm.free_queue import next_to_go, num_allocated
+from kvferry.vllm.levels import levels_of
 from kvferry.vllm.messages import RankShape, StepOrders
 from kvferry.vllm.pace import LONG_TOKENS, Pace
 from kvferry.vllm.reports import Reports
@@ -84,6 +85,7 @@ class Serving:
             num_device_blocks=blocks.num_blocks,
             block_bytes=shapes[0].block_bytes,
             spare_tokens=self._spare_tokens,
+            levels=levels_of(shapes.values(), setup.config),
             engine=blocks,
         )
         self.reports = Reports(
@@ -127,6 +129,8 @@ class Serving:
             most = request.num_tokens
         match = tracked.ferried.match(computed_tokens=computed_tokens, max_tokens=most)
         if match.state is MatchState.WAIT:
+            # What it waits for may have to be sent, and is heard of in a step that is looked at.
+            self._pace.look_next()
             return None, False
         if match.state is MatchState.MISS:
             return MISS
@@ -323,6 +327,17 @@ class Serving:
         """Host memory grows while requests already run."""
         for rank, num_slots in ready:
             self.scheduler.note_ready(rank, num_slots)
+
+    def note_health(self, changes: Iterable[Health]) -> None:
+        """Levels went away on a rank, or came back; who waits for one that is away goes on."""
+        for change in changes:
+            if change.reason:
+                log.warning(
+                    "level %s is away on rank %d: %s", change.level, change.rank, change.reason
+                )
+            else:
+                log.warning("level %s is back on rank %d", change.level, change.rank)
+            self.scheduler.note_health(change)
 
     def settle(self, receipts: Sequence[Receipt]) -> None:
         self._settle_at = time.monotonic() + _SETTLE_SECONDS

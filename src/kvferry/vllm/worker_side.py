@@ -21,9 +21,21 @@ from kvferry.config import Config
 from kvferry.device.layout import GroupLayout
 from kvferry.quantities import format_size
 from kvferry.rank import RankMemory
-from kvferry.types import DEVICE, HOST, Outcome, Plan, Rank, Receipt, Transfer, TransferId
+from kvferry.types import (
+    DEVICE,
+    HOST,
+    Health,
+    Outcome,
+    Plan,
+    Question,
+    Rank,
+    Receipt,
+    Transfer,
+    TransferId,
+)
 from kvferry.vllm.geometry import layouts_of
 from kvferry.vllm.guard import Guard
+from kvferry.vllm.levels import level_movers, shapes_of
 from kvferry.vllm.messages import NO_PLAN, RankShape, StepOrders, StepReceipts
 from kvferry.vllm.ranks import Place, mover_of, open_rank
 from kvferry.vllm.weights import Freshness, weights_of_caller
@@ -84,7 +96,9 @@ class WorkerSide:
         self._computes = False
         self._loads: dict[TransferId, _Load] = {}  # one for each transfer it waits for
         self._num_awaited = 0  # receipts
+        self._below: set[TransferId] = set()  # what levels were asked for and have not answered
         self._receipts: list[Receipt] = []
+        self._health: list[Health] = []
         self._arrived: set[str] = set()
         self._failed: set[str] = set()
         self._invalid: set[int] = set()
@@ -115,7 +129,11 @@ class WorkerSide:
         self._is_grown = False
         memory = self._memory = open_rank(device, layouts, self._config, self._place)
         mover = mover_of(memory, self._place)
-        self._worker = Worker({(DEVICE, HOST): mover, (HOST, DEVICE): mover}, rank=self.rank)
+        self._worker = Worker(
+            {(DEVICE, HOST): mover, (HOST, DEVICE): mover},
+            levels=level_movers(memory, self._place),
+            rank=self.rank,
+        )
         self.shape = RankShape(
             rank=self.rank,
             num_slots=memory.host.num_slots,
@@ -125,6 +143,7 @@ class WorkerSide:
             layout=_words(layouts),
             is_shared=self._place.replicates,
             choices=getattr(memory.engine, "choices", None),
+            levels=shapes_of(memory),
         )
 
     def introduce(self) -> RankShape:
@@ -165,14 +184,15 @@ class WorkerSide:
         for request_id, undone in orders.undone.items():
             self._fail(request_id, undone)
         self._loads.clear()
-        self._refuse(orders.plan.transfers, self.guard.reason)
+        self._refuse((*orders.plan.transfers, *orders.plan.questions), self.guard.reason)
 
     def _begin(self, orders: StepOrders) -> None:
         self._computes = orders.computes
         if self._later.transfers:
             self._flush()
         self._freshness.enter(orders.epoch)
-        if orders.plan.transfers or orders.loads or orders.undone:
+        plan = orders.plan
+        if plan.transfers or plan.questions or plan.forget or orders.loads or orders.undone:
             self._carry_out(orders)
         if not orders.computes:
             if self._later.transfers:
@@ -193,16 +213,21 @@ class WorkerSide:
             if transfer.id in self._loads:
                 self._loads[transfer.id].blocks.update(transfer.dst_slots.tolist())
             (stores if transfer.src == DEVICE else others).append(transfer)
+        plan = orders.plan
+        if self.shape.levels:
+            self._below.update([order.id for order in others if order.dst == HOST])
+            self._below.update([question.id for question in plan.questions])
         for request_id, blocks in orders.undone.items():
             self._fail(request_id, blocks)
         if orders.loads and self._freshness.is_stale(orders.epoch):
             self._refuse(others, _STALE)
+            self._execute(Plan(plan.step, (), plan.questions, plan.forget))
         else:
-            if others:
-                self._execute(Plan(orders.plan.step, tuple(others)))
+            if others or plan.questions or plan.forget:
+                self._execute(Plan(plan.step, tuple(others), plan.questions, plan.forget))
             if orders.loads:
                 self._freshness.mark()
-        self._later = Plan(orders.plan.step, tuple(stores))
+        self._later = Plan(plan.step, tuple(stores))
 
     def after_forward(self) -> None:
         """The step's forward is queued: its blocks may be stored."""
@@ -215,30 +240,37 @@ class WorkerSide:
             self._execute(later)
 
     def _execute(self, plan: Plan) -> None:
+        orders: tuple[Transfer | Question, ...] = plan.transfers
+        if plan.questions:
+            orders += plan.questions
         if self._worker is None or self.guard.reason:
-            self._refuse(plan.transfers, self.guard.reason or self.shape.refusal)
+            self._refuse(orders, self.guard.reason or self.shape.refusal)
+            if plan.forget and self._worker is not None:  # what outlives us must hear of it still
+                self._worker.execute(Plan(plan.step, forget=plan.forget))
             return
-        self._num_awaited += len(plan.transfers)
+        self._num_awaited += len(orders)
         try:
             self._worker.execute(plan)
         except Exception as error:
             self.guard.trip("execute", error)
-            self._refuse(plan.transfers, self.guard.reason)
+            self._refuse(orders, self.guard.reason)
 
-    def _refuse(self, transfers: Sequence[Transfer], reason: str) -> None:
-        """Every transfer ends in a receipt, or someone would wait for it for ever."""
-        for transfer in transfers:
-            self._take(Receipt(transfer.id, self.rank, Outcome.FAILED, reason))
+    def _refuse(self, orders: Sequence[Transfer | Question], reason: str) -> None:
+        """Every order ends in a receipt, or someone would wait for it for ever."""
+        for order in orders:
+            self._take(Receipt(order.id, self.rank, Outcome.FAILED, reason))
 
     # -- what happened --------------------------------------------------------------------------
 
     def poll(self) -> None:
         """Take what has ended by now; where nothing else is to do, what ends in a moment."""
-        if not (self._num_awaited or self._freshness.is_marked):
+        if not (self._num_awaited or self._freshness.is_marked or self.shape.levels):
             return
         self._poll()
         end = time.monotonic() + _IDLE_SECONDS
-        while self._loads and not (self._computes or self._arrived) and time.monotonic() < end:
+        while self._loads or (self._below and not self._receipts):
+            if self._computes or self._arrived or time.monotonic() >= end:
+                return
             time.sleep(_NAP_SECONDS)
             self._poll()
 
@@ -247,15 +279,18 @@ class WorkerSide:
             try:
                 self._freshness.look()
                 self._take_all(self._worker.poll())
+                if self.shape.levels:
+                    self._health += self._worker.health()
             except Exception as error:
                 self.guard.trip("poll", error)
                 self._give_up(StepOrders())
 
     def _drain(self) -> None:
+        """Finish the copies from and to the device."""
         self._flush()
         if self._worker is not None:
             try:
-                self._take_all(self._worker.drain())
+                self._take_all(self._worker.drain_device())
             except Exception as error:
                 self.guard.trip("drain", error)
 
@@ -267,6 +302,8 @@ class WorkerSide:
     def _take(self, receipt: Receipt) -> None:
         load = self._loads.pop(receipt.transfer_id, None)
         if load is None:
+            if self._below:
+                self._below.discard(receipt.transfer_id)
             self._receipts.append(receipt)
             return
         if self._freshness.is_stale(load.epoch):
@@ -303,15 +340,17 @@ class WorkerSide:
     def take_receipts(self) -> StepReceipts | None:
         """What the scheduler's side does not know yet; None if that is nothing."""
         stale = self._freshness.take_stale()
-        if self._is_grown and self._told_shape and not (self._receipts or self._drained or stale):
+        has_news = self._receipts or self._drained or stale or self._health
+        if self._is_grown and self._told_shape and not has_news:
             return None
         receipts, self._receipts = tuple(self._receipts), []
+        health, self._health = tuple(self._health), []
         drained, self._drained = (self.rank,) if self._drained else (), False
         shapes = () if self._told_shape else (self.shape,)
         self._told_shape = True
         ready, pinned = self._take_ready()
-        if receipts or ready or shapes or drained or stale:
-            return StepReceipts(receipts, ready, shapes, drained, pinned, stale)
+        if receipts or ready or shapes or drained or stale or health:
+            return StepReceipts(receipts, ready, shapes, drained, pinned, stale, health)
         return None
 
     def _take_ready(self) -> tuple[Told, Told]:

@@ -93,7 +93,7 @@ def test_a_miss_is_told_in_a_step_that_only_decodes(sides):
     orders = sides.orders({"a": PROMPT}, new=["a"])
     assert orders.is_quiet
     assert not is_told(sides, "a")
-    assert sides.side.serving.scheduler.stats().queries == 0
+    assert sides.side.serving.scheduler._parts.accounts.counts.queries == 0
     request.num_computed_tokens, request.num_output_tokens = PROMPT, 1
     assert not sides.orders({"a": 1}).is_quiet
     assert is_told(sides, "a")

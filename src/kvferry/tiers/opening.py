@@ -1,0 +1,98 @@
+"""Opens the levels that the settings name, and makes sure that they keep the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from importlib import import_module
+from typing import Any, cast
+
+from kvferry.errors import ConfigError, KvferryError
+from kvferry.level_kinds import LevelSpec
+from kvferry.tiers.base import Tier, TierSetup
+from kvferry.tiers.host import HostTier
+from kvferry.tiers.tier_mover import TierMover
+from kvferry.types import FIRST_RANK, Rank, TierName
+
+_VERBS = ("attach_memory", "submit", "cancel", "poll", "drain", "forget", "close")
+
+
+def open_levels(
+    specs: Sequence[LevelSpec],
+    host: HostTier,
+    *,
+    rank: Rank = FIRST_RANK,
+    num_ranks: int = 1,
+    ready_slots: Callable[[], int] | None = None,
+) -> dict[TierName, TierMover]:
+    """One rank's levels below its host memory, nearest first; all of them or none.
+
+    They are the caller's to close, before the host memory is. ConfigError, with the level and the
+    reason, where one cannot be opened.
+    """
+    levels: dict[TierName, TierMover] = {}
+    with ExitStack() as undo:
+        for spec in specs:
+            setup = TierSetup(spec.name, host.slot_bytes, rank, num_ranks, spec.options)
+            tier = open_tier(spec, setup)
+            undo.callback(tier.close)
+            levels[spec.name] = TierMover(host, tier, rank=rank, ready_slots=ready_slots)
+        undo.pop_all()
+    return levels
+
+
+def open_tier(spec: LevelSpec, setup: TierSetup) -> Tier:
+    """The tier of one level."""
+    factory = _factory(spec)
+    try:
+        tier = factory(setup)
+    except KvferryError as error:
+        raise ConfigError(f"levels: {spec} cannot be opened: {error}") from error
+    except Exception as error:  # whatever somebody's factory raises
+        raise ConfigError(
+            f"levels: {spec} cannot be opened: {type(error).__name__}: {error}"
+        ) from error
+    wrong = _what_is_wrong(tier, setup)
+    if wrong:
+        close = getattr(tier, "close", None)
+        if callable(close):
+            close()
+        raise ConfigError(
+            f"levels: {spec.factory} gave {type(tier).__name__}, which is no tier for "
+            f"{spec.name}: {wrong} (see kvferry.tiers.Tier)"
+        )
+    return cast(Tier, tier)
+
+
+def _factory(spec: LevelSpec) -> Callable[[TierSetup], Any]:
+    module, _, name = spec.factory.partition(":")
+    try:
+        found = getattr(import_module(module), name, None)
+    except ImportError as error:
+        raise ConfigError(
+            f"levels: {spec}: {module} cannot be imported ({error}); install it where the engine's "
+            "workers run, or correct the setting"
+        ) from error
+    except Exception as error:  # whatever its code does on import
+        raise ConfigError(
+            f"levels: {spec}: importing {module} failed: {type(error).__name__}: {error}"
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"levels: {spec}: {module} has no factory {name} that can be called")
+    return cast("Callable[[TierSetup], Any]", found)
+
+
+def _what_is_wrong(tier: Any, setup: TierSetup) -> str:
+    """Where it breaks the contract as far as can be seen from outside; empty if nowhere."""
+    lacking = [verb for verb in _VERBS if not callable(getattr(tier, verb, None))]
+    if lacking:
+        return f"it lacks {', '.join(lacking)}"
+    for name, wanted in (("name", setup.name), ("block_bytes", setup.block_bytes)):
+        if getattr(tier, name, None) != wanted:
+            return f"its {name} is {getattr(tier, name, None)!r}, it was asked for {wanted!r}"
+    places = getattr(tier, "num_places", 0)
+    if places is not None and (not isinstance(places, int) or places < 1):
+        return f"its num_places is {places!r}; give how many it has, or None if it knows keys"
+    if not isinstance(getattr(tier, "ailment", None), str):
+        return "its ailment is no text"
+    return ""
