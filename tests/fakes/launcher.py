@@ -16,8 +16,8 @@ import triton.language as tl
 from tests.fakes.driver import FakeDriver
 from triton.runtime.interpreter import TensorHandle
 
-from kvferry.device import kernels
-from kvferry.device.launch import ARGUMENTS, CopyArguments, Launch, Variant
+from kvferry.device.kernels import triton_copy
+from kvferry.device.kernels.base import ARGUMENTS, CopyArguments, Launch, Variant
 
 
 class InterpretedLauncher:
@@ -25,7 +25,6 @@ class InterpretedLauncher:
 
     def __init__(self, driver: FakeDriver) -> None:
         self._driver = driver
-        self.launches: list[tuple[Variant, int, int]] = []
 
     def prepare(self, variant: Variant) -> Launch:
         constants = variant.constants()
@@ -35,10 +34,9 @@ class InterpretedLauncher:
             values = [_typed(getattr(arguments, name), kind) for name, kind in ARGUMENTS.items()]
 
             def run() -> None:
-                kernels.copy_rows[(programs,)](*values, **constants)
+                triton_copy.copy_rows[(programs,)](*values, **constants)
 
             self._driver.enqueue_host_function(stream, run)
-            self.launches.append((variant, programs, stream))
 
         return launch
 

@@ -16,13 +16,15 @@ import pytest
 import yaml
 
 from kvferry.config import Config, describe
-from kvferry.metrics.catalog import FIGURES, Kind, Label, Metric, catalog
+from kvferry.metrics.catalog import FIGURES, Label, Metric, MetricKind, catalog
 from kvferry.quantities import parse_size
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-IDLE = Metric("kvferry_idle", Kind.GAUGE, "1 while nothing is served.", (Label("reason", ""),))
-ALONE = Metric("kvferry:alone", Kind.GAUGE, "A recording rule of ours.", (Label("host", ""),))
+IDLE = Metric(
+    "kvferry_idle", MetricKind.GAUGE, "1 while nothing is served.", (Label("reason", ""),)
+)
+ALONE = Metric("kvferry:alone", MetricKind.GAUGE, "A recording rule of ours.", (Label("host", ""),))
 SERIES = {name: metric for metric in (IDLE, ALONE, *catalog()) for name in metric.series}
 TARGET = {"instance", "job"}
 VLLMS = {"model_name", "engine"}
@@ -116,7 +118,7 @@ def check_call(part: Any) -> None:
         return
     if part.func.name in RATES:
         (selector,) = selectors(part)
-        assert metric_of(selector).kind is not Kind.GAUGE, f"a rate of {selector.name}"
+        assert metric_of(selector).kind is not MetricKind.GAUGE, f"a rate of {selector.name}"
     if part.func.name == "histogram_quantile":
         (grouped,) = [p for p in parts(part) if isinstance(p, promql_parser.AggregateExpr)]
         assert grouped.modifier is not None

@@ -15,7 +15,7 @@ from kvferry.cli.screen import Screen
 from kvferry.metrics.samples import Snapshot
 from kvferry.metrics.text import exposition
 from kvferry.watch.scrape import parse
-from kvferry.watch.told import Copied, Row, Told, Why
+from kvferry.watch.told import Copied, RecentRequest, Told, Why
 from kvferry.watch.view import View, Watch
 
 
@@ -136,7 +136,9 @@ def test_an_explanation_keeps_its_numbers_whole(width):
     console = Console(width=width, highlight=False, color_system=None)
     with console.capture() as capture:
         cli_explain._tell(told, console)
-        cli_explain._list([Row("conversation-004-turn-01", "never_stored", 123_456, 7)], console)
+        cli_explain._list(
+            [RecentRequest("conversation-004-turn-01", "never_stored", 123_456, 7)], console
+        )
     shown = capture.get().splitlines()
     assert max(map(cell_len, shown)) <= width
     words = re.sub(r"\s+", " ", " ".join(shown))

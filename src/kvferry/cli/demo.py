@@ -15,9 +15,17 @@ from kvferry.cli.json_output import is_stdout, json_option, put
 from kvferry.cli.report import NAMES, ROWS, gain, render, show_seconds, verdict
 from kvferry.errors import ConfigError, InputError
 from kvferry.level_kinds import LevelSpec, read_levels, show_levels
-from kvferry.playground.compare import Answers, Comparison, Figures, Setting, Way, compare, run
+from kvferry.playground.compare import (
+    Answers,
+    Comparison,
+    Figures,
+    Scenario,
+    ServingWay,
+    compare,
+    run,
+)
 from kvferry.playground.model import Decoder, ModelShape
-from kvferry.playground.request import Request
+from kvferry.playground.request import ServedRequest
 from kvferry.playground.threads import limit_matrix_threads
 from kvferry.playground.workload import Chat
 from kvferry.quantities import parse_size
@@ -161,7 +169,7 @@ def demo(
             vocab=shape.vocab,
             seed=seed,
         )
-        setting = Setting(
+        setting = Scenario(
             chat=chat,
             shape=shape,
             device_blocks=device_blocks or _default_device_blocks(chat),
@@ -204,7 +212,7 @@ def _require_folder(*files: Path | None) -> None:
             raise click.UsageError(f"cannot write {file}: there is no folder {file.parent}")
 
 
-def _run_all(setting: Setting, console: Console) -> Comparison:
+def _run_all(setting: Scenario, console: Console) -> Comparison:
     limit_matrix_threads(1)
     chat = setting.chat
     console.print(
@@ -213,14 +221,14 @@ def _run_all(setting: Setting, console: Console) -> Comparison:
         highlight=False,
     )
     decoder = Decoder(setting.shape)
-    results: dict[Way, tuple[Figures, Answers]] = {}
+    results: dict[ServingWay, tuple[Figures, Answers]] = {}
     with _progress(console, chat.num_conversations * chat.num_turns) as follow:
-        for way in Way:
+        for way in ServingWay:
             results[way] = run(setting, way, decoder, follow(way))
     return compare(setting, results)
 
 
-Follow = Callable[[Way], Callable[[Request], None]]
+Follow = Callable[[ServingWay], Callable[[ServedRequest], None]]
 """Begins to show one way's progress; the answer is told of every finished turn."""
 
 
@@ -239,10 +247,10 @@ def _progress(console: Console, num_turns: int) -> Iterator[Follow]:
         console=console,
     ) as progress:
 
-        def follow(way: Way) -> Callable[[Request], None]:
+        def follow(way: ServingWay) -> Callable[[ServedRequest], None]:
             task = progress.add_task(NAMES[way], total=num_turns, last="")
 
-            def finished(request: Request) -> None:
+            def finished(request: ServedRequest) -> None:
                 progress.update(task, advance=1, last=f"first token {_wait(request)}")
 
             return finished
@@ -253,13 +261,13 @@ def _progress(console: Console, num_turns: int) -> Iterator[Follow]:
 class _PlainProgress:
     """A line for every quarter of a run, for logs and pipes."""
 
-    def __init__(self, console: Console, way: Way, num_turns: int) -> None:
+    def __init__(self, console: Console, way: ServingWay, num_turns: int) -> None:
         self._console = console
         self._way = way
         self._num_turns = num_turns
         self._num_done = 0
 
-    def __call__(self, request: Request) -> None:
+    def __call__(self, request: ServedRequest) -> None:
         quarter = 4 * self._num_done // self._num_turns
         self._num_done += 1
         if 4 * self._num_done // self._num_turns > quarter:
@@ -270,7 +278,7 @@ class _PlainProgress:
             )
 
 
-def _wait(request: Request) -> str:
+def _wait(request: ServedRequest) -> str:
     assert request.first_token_at is not None
     return show_seconds(request.first_token_at - request.arrival)
 
@@ -280,7 +288,7 @@ def _show(result: Comparison, console: Console) -> None:
     table.add_column("")
     for way, figures in result.figures.items():
         widest = max(len(show(figures)) for _, show in ROWS)  # words may be broken, numbers not
-        style = "cyan" if way is Way.KVFERRY else None
+        style = "cyan" if way is ServingWay.KVFERRY else None
         table.add_column(NAMES[way], justify="right", style=style, min_width=widest)
     for name, show in ROWS:
         table.add_row(name, *(show(figures) for figures in result.figures.values()))
@@ -289,7 +297,7 @@ def _show(result: Comparison, console: Console) -> None:
     console.print(f"[{style}]{mark}[/] {verdict(result)}", highlight=False)
     console.print(gain(result), highlight=False)
     if result.setting.levels:
-        ferried = result.figures[Way.KVFERRY]
+        ferried = result.figures[ServingWay.KVFERRY]
         console.print(
             f"Below host memory ({show_levels(result.setting.levels)}): "
             f"{show_bytes(ferried.spilled_bytes)} went down, "

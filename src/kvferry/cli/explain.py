@@ -10,12 +10,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.cli.room import Room, unbroken
+from kvferry.cli.room import TerminalRoom, unbroken
 from kvferry.errors import KvferryError
 from kvferry.scheduler.why import Reason
 from kvferry.watch import scrape
 from kvferry.watch.fetch import DEFAULT_URL
-from kvferry.watch.told import Copied, Row, Told, Why, read_rows, read_told
+from kvferry.watch.told import Copied, RecentRequest, Told, Why, read_rows, read_told
 from kvferry.watch.words import clean, counted, said, show_bytes, show_seconds
 
 _MOST_NAME = 500
@@ -72,7 +72,7 @@ def explain(request_id: str | None, url: str, as_json: bool) -> None:
         raise click.ClickException(str(scrape.not_explained(url, error))) from error
 
 
-def _list(rows: list[Row], console: Console) -> None:
+def _list(rows: list[RecentRequest], console: Console) -> None:
     if not rows:
         console.print("No request has come by yet.")
         return
@@ -153,7 +153,7 @@ def _copy(copy: Copied) -> tuple[str, ...]:
 
 def _print(table: Table, lines: list[tuple[str, str]], console: Console) -> None:
     """The table, or the same in lines where it is too wide: a number is never cut."""
-    if Room(console, console.options).beside(table) >= 0:
+    if TerminalRoom(console, console.options).beside(table) >= 0:
         console.print(table)
         return
     for name, words in lines:

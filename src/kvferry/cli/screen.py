@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.cli.room import Room
+from kvferry.cli.room import TerminalRoom
 from kvferry.watch.view import RouteView, TierView, View
 from kvferry.watch.words import clean, counted, said, show_bytes, show_share, sparkline
 
@@ -41,7 +41,7 @@ class Screen:
         self, console: Console, options: ConsoleOptions
     ) -> Iterable[RenderableType]:
         """Without colours the shades still differ."""
-        room = Room(console, options)
+        room = TerminalRoom(console, options)
         yield _head(self.view)
         if self.error:
             yield Text(clean(self.error), style="bold red")
@@ -72,7 +72,7 @@ def _head(view: View) -> Text:
 # -- tiers ----------------------------------------------------------------------------------------
 
 
-def _tiers(view: View, room: Room) -> RenderableType:
+def _tiers(view: View, room: TerminalRoom) -> RenderableType:
     left = room.beside(_tier_table(view, 0))
     if left < _LEAST_DRAWN:
         return Group(*(_tier(tier, room) for tier in view.tiers))
@@ -104,7 +104,7 @@ def _away(view: View) -> Iterable[Text]:
             yield Text(f"Level {_name(tier.name)} cannot be used{why}", style="bold red")
 
 
-def _tier(tier: TierView, room: Room) -> RenderableType:
+def _tier(tier: TierView, room: TerminalRoom) -> RenderableType:
     """One tier on lines of its own."""
     share = _share(tier)
     bar = _bar(tier, max(1, min(_BAR_WIDTH, room.width - len(share) - 4)))
@@ -141,7 +141,7 @@ def _size(tier: TierView) -> str:
 # -- traffic --------------------------------------------------------------------------------------
 
 
-def _routes(view: View, room: Room) -> RenderableType:
+def _routes(view: View, room: TerminalRoom) -> RenderableType:
     if not view.routes:
         return Text("Nothing has moved yet.", style="dim")
     left = room.beside(_route_table(view, 0))
@@ -159,7 +159,7 @@ def _route_table(view: View, line_width: int) -> Table:
     return table
 
 
-def _route(route: RouteView, room: Room) -> RenderableType:
+def _route(route: RouteView, room: TerminalRoom) -> RenderableType:
     """One route on lines of its own."""
     line = Text(f"{_now(route)} now ")
     line.append(sparkline(route.history, max(1, room.width - len(line) - 2)), style="cyan")
@@ -191,7 +191,7 @@ def _paths(route: RouteView) -> str:
 # -- counts ---------------------------------------------------------------------------------------
 
 
-def _counts(view: View, room: Room) -> RenderableType:
+def _counts(view: View, room: TerminalRoom) -> RenderableType:
     troubles = {word: n for word, n in view.troubles.items() if n}
     rankings = {
         "Why requests got no more": view.misses,
@@ -244,7 +244,7 @@ def _foot(view: View) -> Text:
 # -- all of them ----------------------------------------------------------------------------------
 
 
-def _scaled(width: int, room: Room) -> int:
+def _scaled(width: int, room: TerminalRoom) -> int:
     return 2 * width if room.width >= _WIDE else width
 
 

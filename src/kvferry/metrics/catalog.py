@@ -22,7 +22,7 @@ _PATHS = (
 )
 
 
-class Kind(Enum):
+class MetricKind(Enum):
     """How a metric behaves over time."""
 
     COUNTER = "counter"  # only grows; its name ends in _total
@@ -43,14 +43,14 @@ class Metric:
     """One name on the endpoint."""
 
     name: str
-    kind: Kind
+    kind: MetricKind
     help: str
     labels: tuple[Label, ...] = ()
 
     @property
     def series(self) -> tuple[str, ...]:
         """The names under which its values appear."""
-        if self.kind is Kind.HISTOGRAM:
+        if self.kind is MetricKind.HISTOGRAM:
             return tuple(f"{self.name}_{part}" for part in ("bucket", "count", "sum"))
         return (self.name,)
 
@@ -61,15 +61,15 @@ _ROUTE = (Label("src", _TIERS), Label("dst", _TIERS), Label("path", _PATHS))
 
 
 def _counter(name: str, help: str, *labels: Label) -> Metric:
-    return Metric(f"{PREFIX}{name}_total", Kind.COUNTER, help, labels)
+    return Metric(f"{PREFIX}{name}_total", MetricKind.COUNTER, help, labels)
 
 
 def _gauge(name: str, help: str, *labels: Label) -> Metric:
-    return Metric(PREFIX + name, Kind.GAUGE, help, labels)
+    return Metric(PREFIX + name, MetricKind.GAUGE, help, labels)
 
 
 def _histogram(name: str, help: str, *labels: Label) -> Metric:
-    return Metric(PREFIX + name, Kind.HISTOGRAM, help, labels)
+    return Metric(PREFIX + name, MetricKind.HISTOGRAM, help, labels)
 
 
 INFO = _gauge("info", "Always 1; the version that serves this.", Label("version", "one"))

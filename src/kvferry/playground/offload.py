@@ -11,7 +11,7 @@ from kvferry.device.engine.cpu import CpuEngine
 from kvferry.device.layout import describe
 from kvferry.errors import InputError
 from kvferry.keys import KeyChain, Keys
-from kvferry.metrics.desk import Desk
+from kvferry.metrics.inbox import Inbox
 from kvferry.metrics.source import Source
 from kvferry.playground.runner import Runner
 from kvferry.pool import Pool
@@ -68,7 +68,7 @@ class Offloader(Closing):
             block_bytes=[layout.block_bytes for layout in layouts],
             levels=[level_of(name, each.num_places, writes[name]) for name, each in below.items()],
         )
-        self.desk = Desk()
+        self.inbox = Inbox()
         # Threads start here, so it comes last: nothing after it can fail and leave them behind.
         copies: CopyEngine = CpuEngine(layouts, self.host.rows, compute=runner.compute)
         movers: dict[Route, Mover] = {(DEVICE, HOST): copies, (HOST, DEVICE): copies}
@@ -109,7 +109,7 @@ class Offloader(Closing):
 
     def settle(self) -> Settled:
         """Learn what ended since the last call, and answer who asks from other threads."""
-        self.desk.answer()
+        self.inbox.answer()
         for change in self.worker.health():
             self.scheduler.note_health(change)
         return self.scheduler.settle(self.worker.poll())
@@ -120,7 +120,7 @@ class Offloader(Closing):
     def source(self) -> Source:
         """What a metrics endpoint can ask."""
         slot_bytes: dict[str, int] = dict.fromkeys((HOST, *self._levels), self.host.slot_bytes)
-        return Source(self.scheduler, self.desk, slot_bytes=slot_bytes)
+        return Source(self.scheduler, self.inbox, slot_bytes=slot_bytes)
 
     def close(self) -> None:
         """Finish what moves, then end both halves. Safe to call twice."""

@@ -7,7 +7,7 @@ from kvferry.keys import Keys, masked_key
 from kvferry.policy import SeenOften
 from kvferry.pool import Pool
 from kvferry.scheduler.ghosts import Ghosts
-from kvferry.scheduler.hit import Hit
+from kvferry.scheduler.hit import PinnedHit
 from kvferry.scheduler.levels import LowerLevels
 from kvferry.scheduler.matching import Matcher, Missing
 from kvferry.scheduler.why import Explanation, Reason
@@ -31,7 +31,7 @@ class Explainer:
     def close(self) -> None:
         self._pool.listeners.remove(self._ghosts.add)
 
-    def explain(self, request_id: RequestId, hit: Hit, asked_blocks: int = 0) -> Explanation:
+    def explain(self, request_id: RequestId, hit: PinnedHit, asked_blocks: int = 0) -> Explanation:
         """``asked_blocks`` of it levels were asked for."""
         look, decision = hit.look, hit.decision
         missing = look.missing

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from kvferry.metrics import catalog as names
-from kvferry.metrics.catalog import Kind, Metric, catalog
+from kvferry.metrics.catalog import Metric, MetricKind, catalog
 from kvferry.metrics.samples import Snapshot, samples
 from kvferry.stats import SIZE_BOUNDS, TIME_BOUNDS, Distribution
 from kvferry.types import DEVICE, HOST
@@ -71,7 +71,7 @@ def log_line(figures: Figures) -> dict[str, int | float]:
 def adds_up(key: str) -> bool:
     """Whether a figure counts on, rather than saying how something is."""
     metric = EXPORTED.get(key.split(SEPARATOR, 1)[0])
-    return metric is not None and metric.kind is not Kind.GAUGE
+    return metric is not None and metric.kind is not MetricKind.GAUGE
 
 
 def values_of(bounds: Sequence[float], parts: Mapping[str, float]) -> list[tuple[float, int]]:

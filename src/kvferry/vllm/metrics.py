@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from kvferry.metrics.catalog import Kind, Metric
+from kvferry.metrics.catalog import Metric, MetricKind
 from kvferry.vllm import figures
 from kvferry.vllm.figures import BOUNDS, EXPORTED, SEPARATOR
 
@@ -69,7 +69,7 @@ class FerryMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 spread.setdefault((name, *labels), {})[part] = value
                 continue
             child = self._metrics[name].labels(*vllms, *labels)
-            if EXPORTED[name].kind is Kind.COUNTER:
+            if EXPORTED[name].kind is MetricKind.COUNTER:
                 child.inc(max(0.0, value))
             else:
                 child.set(value)
@@ -80,12 +80,12 @@ class FerryMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                     child.observe(value)
 
 
-_CLASSES = {Kind.COUNTER: Counter, Kind.GAUGE: Gauge, Kind.HISTOGRAM: Histogram}
+_CLASSES = {MetricKind.COUNTER: Counter, MetricKind.GAUGE: Gauge, MetricKind.HISTOGRAM: Histogram}
 
 
 def _options(metric: Metric) -> dict[str, Any]:
-    if metric.kind is Kind.HISTOGRAM:
+    if metric.kind is MetricKind.HISTOGRAM:
         return {"buckets": BOUNDS[metric.name]}
-    if metric.kind is Kind.GAUGE:
+    if metric.kind is MetricKind.GAUGE:
         return {"multiprocess_mode": "mostrecent"}  # else one from each of vLLM's API servers
     return {}

@@ -243,7 +243,7 @@ class Serving:
         if not self._has_settled and time.monotonic() >= self._settle_at:
             self.settle(())
         self._has_settled = False
-        self.reports.desk.answer()
+        self.reports.inbox.answer()
         scheduler.count_answered()
         self._unlooked.clear()
         for request_id in step.preempted_req_ids or ():
