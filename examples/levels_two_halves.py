@@ -1,7 +1,7 @@
 """The two halves with a level below host memory: one scheduler, two ranks, and a store of your own.
 
 The store finds blocks by their keys, so the scheduler has to ask it: a match answers WAIT until
-every rank has said what it has and has brought it up. Plans, receipts and news of the level's health
+every rank has said what it has and has brought it up. Plans, receipts and the level's health
 are all that travels.
 """
 
