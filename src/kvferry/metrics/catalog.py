@@ -13,6 +13,8 @@ PREFIX = "kvferry_"
 
 MISSES = tuple(reason.value for reason in Reason if reason is not Reason.NOTHING_MISSED)
 VERDICTS = tuple(verdict.value for verdict in Verdict)
+IDLE_REASONS = ("refused", "failed")
+"""It does not serve this model or these settings; or something of ours went wrong."""
 STATES = ("free", "cached", "leased", "unready")
 
 _TIERS = "device, host and the tiers configured below it"
@@ -73,6 +75,12 @@ def _histogram(name: str, help: str, *labels: Label) -> Metric:
 
 
 INFO = _gauge("info", "Always 1; the version that serves this.", Label("version", "one"))
+
+IDLE = _gauge(
+    "idle",
+    "1 while kvferry serves nothing, by why; where vLLM is the engine. Its log has the words.",
+    Label("reason", ", ".join(IDLE_REASONS)),
+)
 
 QUERIES = _counter("queries", "Requests looked up.")
 ASKED_TOKENS = _counter("asked_tokens", "Tokens that looked-up requests lacked on the device.")

@@ -82,6 +82,7 @@ class View:
     at: float
     seconds: float
     version: str
+    idle: str
     queries: int
     queries_per_second: float
     hit_rate: float | None
@@ -155,6 +156,7 @@ class Watch:
             at=now.at,
             seconds=now.at - before.at,
             version=now.version,
+            idle=_idle(now),
             queries=_count(now, names.QUERIES),
             queries_per_second=_per_second(_grown(names.QUERIES, before, now), before, now),
             hit_rate=_share(now.one(names.HIT_TOKENS), now.one(names.ASKED_TOKENS)),
@@ -198,6 +200,12 @@ class Watch:
 
     def _pairs(self) -> list[tuple[Reading, Reading]]:
         return list(pairwise(self._readings))
+
+
+def _idle(now: Reading) -> str:
+    """Why nothing is served; empty where something is."""
+    values = now.by_label(names.IDLE).items()
+    return next((labels[0] for labels, value in values if labels and value > 0), "")
 
 
 def _restarted(before: Reading, now: Reading) -> bool:

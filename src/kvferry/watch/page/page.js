@@ -115,7 +115,8 @@ function request(row) {
 }
 
 function draw(view) {
-  say("version", view.version);
+  say("version", view.idle ? `${view.version}, idle (${view.idle}): nothing is served` : view.version);
+  byId("version").className = view.idle ? "bad" : "";
   say("source", `${view.url}, ${new Date(1000 * view.at).toLocaleTimeString()}`);
   say("hit-rate", share(view.hit_rate));
   const now = view.hit_rate_now === null ? "" : `, ${share(view.hit_rate_now)} now`;
