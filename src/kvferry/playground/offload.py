@@ -111,7 +111,7 @@ class Offloader(Closing):
 
     def source(self) -> Source:
         """What a metrics endpoint can ask."""
-        return Source(self.scheduler, self.desk, slot_bytes={HOST: self.host.slot_bytes})
+        return Source(self.scheduler.onlooker, self.desk, slot_bytes={HOST: self.host.slot_bytes})
 
     def close(self) -> None:
         """Finish what moves, then end both halves. Safe to call twice."""

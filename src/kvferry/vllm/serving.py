@@ -243,8 +243,8 @@ class Serving:
         if not self._has_settled and time.monotonic() >= self._settle_at:
             self.settle(())
         self._has_settled = False
-        self.reports.desk.answer()
         scheduler.count_answered()
+        self.reports.desk.answer()
         self._unlooked.clear()
         for request_id in step.preempted_req_ids or ():
             tracked = self._tracked.get(request_id)
