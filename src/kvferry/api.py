@@ -102,7 +102,7 @@ def _checked_config(config: Config | None, settings: Mapping[str, Any]) -> Confi
 def _checked_groups(groups: Sequence[Group] | None, block_tokens: int) -> tuple[Group, ...]:
     if groups is None:
         return (FullAttention(block_tokens),)
-    if not isinstance(groups, Sequence) or isinstance(groups, str):
+    if not isinstance(groups, Sequence):
         raise InputError(f"groups must be a list of groups, got {type(groups).__name__}")
     if not groups:
         raise InputError("groups must name at least one group of layers; leave it out for one kind")

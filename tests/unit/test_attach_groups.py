@@ -68,8 +68,8 @@ def test_every_block_that_is_loaded_has_the_bytes_of_its_tokens(shape: str) -> N
             hit = ferry.match(keys, on_device=rng.randrange(len(keys) + 1))
             needed = hit.needed
             given = _given(tables, hit.on_device, hit.on_device + len(hit))
-            for group in kv:
-                group[0].fill(255)
+            for layers in kv:
+                layers[0].fill(255)
             assert ferry.wait(ferry.load(hit, given), 60).ok
             for g, group in enumerate(groups):
                 for place in needed[g]:

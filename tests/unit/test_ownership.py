@@ -18,7 +18,7 @@ def test_a_thread_with_the_number_of_one_that_ended_is_an_owner_like_any_other()
     num_alike = 0
     for _ in range(100):
         owner = OneThread("the thing")
-        numbers = []
+        numbers: list[int] = []
         is_used, may_end = threading.Event(), threading.Event()
 
         def use(owner: OneThread = owner, numbers: list[int] = numbers) -> None:
