@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from tests.fakes.sides import BLOCK_TOKENS, Sides, hashes_of, request_of
@@ -23,17 +22,6 @@ PROBES = itertools.count()
 @pytest.fixture
 def make(make_sides: Callable[..., Sides]) -> Callable[..., Sides]:
     return partial(make_sides, ["layer0"])
-
-
-def compute(sides: Sides, name: str, hashes: list[bytes], num_blocks: int = 5) -> Any:
-    request = request_of(name, hashes)
-    sides.side.match(request, 0)
-    sides.side.allocated(request, sides.allocate(name, num_blocks), 0)
-    sides.step({name: len(hashes) * BLOCK_TOKENS + 1})
-    request.num_computed_tokens = len(hashes) * BLOCK_TOKENS + 1
-    request.num_output_tokens = 1
-    sides.cache(request)
-    return request
 
 
 def take_all_free(sides: Sides, but: int = 0) -> None:
@@ -51,7 +39,7 @@ def evict(monkeypatch: pytest.MonkeyPatch, sides: Sides) -> None:
 
 def test_a_device_without_a_free_block_loses_nothing(make):
     sides = make()
-    request = compute(sides, "a", hashes_of(1))
+    request = sides.compute("a", hashes_of(1))
     take_all_free(sides)  # vLLM gives blocks away in a step, and asks us for orders at its end
     sides.step({"other": 1})
     sides.end(request)
@@ -66,7 +54,7 @@ def test_a_device_without_a_free_block_loses_nothing(make):
 def test_two_that_end_in_one_step_where_vllm_evicts_are_both_held(make):
     """The first one's last, nameless block comes to the head of the queue, and hides the rest."""
     sides = make()
-    old, first, second = (compute(sides, f"r{tag}", hashes_of(tag)) for tag in (9, 1, 2))
+    old, first, second = (sides.compute(f"r{tag}", hashes_of(tag)) for tag in (9, 1, 2))
     sides.end(old)
     sides.rest()
     take_all_free(sides, but=4)  # the old one's
@@ -84,7 +72,7 @@ def test_two_that_end_in_one_step_where_vllm_evicts_are_both_held(make):
 @pytest.mark.parametrize("held", [True, False])
 def test_a_bound_below_one_block_lets_nobody_wait_for_ever(make, monkeypatch, held):
     sides = make(max_bytes_in_flight="512B")
-    request = compute(sides, "a", hashes_of(1))
+    request = sides.compute("a", hashes_of(1))
     if held:
         evict(monkeypatch, sides)
     sides.end(request)
@@ -97,7 +85,7 @@ def test_a_bound_below_one_block_lets_nobody_wait_for_ever(make, monkeypatch, he
 
 def test_blocks_that_vllm_wants_do_not_wait_through_the_quiet(make, monkeypatch):
     sides = make()
-    ended, other = compute(sides, "a", hashes_of(1)), compute(sides, "o", hashes_of(2))
+    ended, other = sides.compute("a", hashes_of(1)), sides.compute("o", hashes_of(2))
     sides.orders({"o": 1})
     other.num_computed_tokens += 1
     evict(monkeypatch, sides)
@@ -133,7 +121,7 @@ def test_what_another_connector_was_to_bring_is_not_ours_to_store(make, monkeypa
 
 def test_what_is_wholly_on_its_way_is_left_no_longer(make, monkeypatch):
     sides = make(max_storing_blocks=4)
-    request = compute(sides, "a", hashes_of(1, 5), 6)
+    request = sides.compute("a", hashes_of(1, 5), 6)
     request.num_computed_tokens = 4 * BLOCK_TOKENS + 6
     evict(monkeypatch, sides)
     sides.end(request)
@@ -144,7 +132,7 @@ def test_what_is_wholly_on_its_way_is_left_no_longer(make, monkeypatch):
 
 def test_what_fits_no_bound_yet_is_stored_later(make):
     sides = make(max_storing_blocks=3)
-    request = compute(sides, "a", hashes_of(1, 5), 6)
+    request = sides.compute("a", hashes_of(1, 5), 6)
     sides.end(request)
     for _ in range(4):
         sides.step()
@@ -154,7 +142,7 @@ def test_what_fits_no_bound_yet_is_stored_later(make):
 
 def test_what_is_left_from_before_a_reset_is_gone_with_it(make):
     sides = make()
-    sides.end(compute(sides, "a", hashes_of(1)))
+    sides.end(sides.compute("a", hashes_of(1)))
     assert sides.side.serving.scheduler.rests
     sides.side.reset()
     assert not sides.side.serving.scheduler.rests

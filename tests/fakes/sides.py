@@ -160,6 +160,16 @@ class Sides:
         self.run(self.orders(scheduled, **more))
         return self.answer(*range(len(self.ranks)))
 
+    def compute(self, name: str, hashes: Sequence[bytes], num_blocks: int = 5) -> Any:
+        """A request that finds nothing here computes its prompt, and is in the prefix cache."""
+        request = request_of(name, hashes)
+        self.side.match(request, 0)
+        self.side.allocated(request, self.allocate(name, num_blocks), 0)
+        self.step({name: request.num_tokens})
+        request.num_computed_tokens, request.num_output_tokens = request.num_tokens, 1
+        self.cache(request)
+        return request
+
     def rest(self) -> None:
         """Step for as long as the connector says that there is something to step for."""
         while self.side.has_work:
