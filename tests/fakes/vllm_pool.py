@@ -116,7 +116,8 @@ class BlockPool:
 
     def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
         """One user less of each. Nameless ones go first, for they are of no use to anyone."""
-        nameless, named = [], []
+        nameless: list[Block] = []
+        named: list[Block] = []
         for block in ordered_blocks:
             block.ref_cnt -= 1
             if block.ref_cnt == 0 and not block.is_null:
