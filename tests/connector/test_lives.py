@@ -97,17 +97,26 @@ def test_one_that_is_preempted_loads_again(sides):
     assert_nothing_is_left(sides)
 
 
-def test_one_that_is_preempted_before_we_hear_of_it_is_known_by_its_count(sides):
-    """vLLM may preempt and resume in one step."""
-    converse(sides, 1)
-    request = request_of("r", hashes_of(1))
-    promise(sides, request)
-    sides.step()
+def test_one_that_is_preempted_and_resumed_before_we_hear_of_it_is_known_by_its_count(sides):
+    """vLLM may do both in one step. What it has from now on is not from before the reset."""
+    request = sides.compute("r", hashes_of(1))
+    sides.side.reset()
+    sides.pool.evict_blocks(set(range(1, NUM_BLOCKS)))
     sides.free(request)
-    request.num_preemptions = 1
-    promise(sides, request)
-    assert sides.step().finished_recving == {"r"}
+    sides.end(sides.compute("other", hashes_of(1)[:1], 2))
+    sides.rest()
+    request.num_preemptions, request.num_computed_tokens = 1, BLOCK_TOKENS
+    assert sides.side.match(request, BLOCK_TOKENS) == (0, False)
+    sides.side.allocated(request, sides.allocate("r", 5), 0)
+    sides.step({"r": 3 * BLOCK_TOKENS + 1})
+    request.num_computed_tokens = request.num_tokens
+    sides.cache(request)
     sides.end(request)
+    sides.rest()
+    reader = request_of("reader", hashes_of(1))
+    promise(sides, reader)
+    assert sides.step().finished_recving == {"reader"}
+    sides.end(reader)
     assert_nothing_is_left(sides)
 
 
