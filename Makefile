@@ -18,10 +18,12 @@ TRITON_VERSION := 3.7.1
 TORCH_INDEX    ?= https://download.pytorch.org/whl/cpu
 
 # The connector is tested inside a real vLLM on the CPU, each version in an environment of its own
-# (3.5 GB, some minutes on first use). auto, required, off: as above.
+# (3.5 GB, some minutes on first use). auto, required, off: as above. Its two sides alone are tested
+# in every environment: with vLLM's own block pool where there is one.
 VLLM        ?= auto
 VLLM_NEWEST := 0.32.0
 VLLM_OLDEST := 0.27.1
+VLLM_TESTS  := tests/integration/vllm tests/connector
 
 CLI_READY := $(VENV)/.ready-cli
 DEV_READY := $(VENV)/.ready-dev
@@ -55,13 +57,13 @@ test-vllm: ## run the tests inside a real vLLM alone (part of make test)
 	    echo "vLLM $(VLLM_NEWEST) could not be installed: tests inside vLLM are skipped" >&2; \
 	    [ "$(VLLM)" != required ]; exit; \
 	fi; \
-	status=0; .venv-vllm/bin/python -m pytest tests/integration/vllm --durations=10 $(ARGS) \
+	status=0; .venv-vllm/bin/python -m pytest $(VLLM_TESTS) --durations=10 $(ARGS) \
 	    || status=$$?; \
 	[ $$status -eq 0 ] || [ $$status -eq 5 -a -n "$(ARGS)" ]
 
 test-vllm-matrix: $(VLLM_READY) $(VLLM_OLDEST_READY) ## the same with the oldest vLLM that runs on a CPU, and the newest
-	@.venv-vllm-oldest/bin/python -m pytest tests/integration/vllm $(ARGS)
-	@.venv-vllm/bin/python -m pytest tests/integration/vllm $(ARGS)
+	@.venv-vllm-oldest/bin/python -m pytest $(VLLM_TESTS) $(ARGS)
+	@.venv-vllm/bin/python -m pytest $(VLLM_TESTS) $(ARGS)
 
 check: $(DEV_READY) ## formatting, lint, types, import contracts, documentation
 	@$(BIN)/ruff format --check .

@@ -122,6 +122,28 @@ def test_a_level_that_is_away_is_seen_first_and_says_why(width):
     assert "\x1b" not in words
 
 
+@pytest.mark.parametrize("width", [30, 60, 200])
+@pytest.mark.parametrize(
+    ("idle", "words"),
+    [
+        ("refused", "idle: this model or these settings are not served; vLLM's log has the reason"),
+        ("failed", "idle: something went wrong in kvferry and vLLM goes on without;"),
+        ("a newer \x1b[2J one", "idle: a newer"),
+    ],
+)
+def test_one_that_serves_nothing_says_so_before_any_number(width, idle, words):
+    shown = lines(look(idle=idle), width)
+    assert max(map(cell_len, shown)) <= width
+    said = re.sub(r"\s+", " ", " ".join(shown))
+    assert words in said
+    assert said.index(words) < said.index("hit rate")
+    assert "\x1b" not in said
+
+
+def test_one_that_serves_does_not_speak_of_idleness():
+    assert "idle" not in " ".join(lines(look(idle=""), 200))
+
+
 # -- explain --------------------------------------------------------------------------------------
 
 

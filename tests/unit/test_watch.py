@@ -8,9 +8,12 @@ import pytest
 from tests.fakes.endpoint import FakeEndpoint, stats
 
 from kvferry.errors import InputError, UnreachableError
+from kvferry.metrics.catalog import INFO
 from kvferry.metrics.http import HttpServer
 from kvferry.metrics.samples import Snapshot
+from kvferry.metrics.source import installed_version
 from kvferry.metrics.text import exposition
+from kvferry.vllm.figures import SEPARATOR, idle_figures
 from kvferry.watch.fetch import base_url
 from kvferry.watch.scrape import explain, parse, read
 from kvferry.watch.view import HISTORY, Watch
@@ -73,6 +76,41 @@ def test_levels_are_tiers_with_what_they_were_asked_for_and_why_they_are_away(en
     assert tiers["disk"].is_away
     assert not tiers["store"].is_away
     assert tiers["store"].asked == 16
+
+
+@pytest.mark.parametrize("why", ["refused", "failed"])
+def test_an_idle_kvferry_says_why(endpoint, why):
+    endpoint.show_as_vllm(Snapshot(stats(queries=1), "1.2.3", idle=why))
+    assert Watch(endpoint.url).look().idle == why
+
+
+@pytest.mark.parametrize("idle", ["", None], ids=["serving", "an engine that is never idle"])
+def test_a_kvferry_that_serves_is_not_idle(endpoint, idle):
+    endpoint.show(Snapshot(stats(queries=1), "1.2.3", idle=idle))
+    assert Watch(endpoint.url).look().idle == ""
+
+
+def test_all_that_an_idle_connector_tells_is_enough_for_a_view(endpoint):
+    """It never had a scheduler, so there is nothing else on vLLM's endpoint."""
+    lines = []
+    for key, value in idle_figures("refused").items():
+        name, label = key.split(SEPARATOR)
+        kind = "version" if name == INFO.name else "reason"
+        lines.append(f'vllm:{name}{{engine="0",model_name="m",{kind}="{label}"}} {value}')
+    endpoint.text, endpoint.requests = "\n".join(lines) + "\n", None
+    view = Watch(endpoint.url).look()
+    assert view.idle == "refused"
+    assert view.version == installed_version()
+    assert (view.queries, view.tiers, view.recent) == (0, [], [])
+
+
+def test_one_that_goes_idle_is_seen_at_the_next_look(endpoint):
+    endpoint.show_as_vllm(Snapshot(stats(queries=9), "1.2.3", idle=""))
+    watch = Watch(endpoint.url)
+    assert watch.look().idle == ""
+    endpoint.show_as_vllm(Snapshot(stats(queries=9), "1.2.3", idle="failed"))
+    view = watch.look()
+    assert (view.idle, view.queries) == ("failed", 18)
 
 
 def test_history_is_bounded():

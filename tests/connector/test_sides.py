@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
-from tests.integration.vllm.sides import BLOCK_TOKENS, Sides, request_of
+from tests.fakes.sides import BLOCK_TOKENS, Sides, assert_same, request_of
 
 from kvferry.types import DEVICE, Outcome, Receipt
 from kvferry.vllm import worker_side
@@ -18,16 +18,11 @@ STAGES = (["layer0", "layer1", "layer2"], ["layer3"])
 
 
 @pytest.fixture
-def make(no_leaked_threads: None) -> Iterator[Callable[..., Sides]]:
-    made: list[Sides] = []
-
+def make(make_sides: Callable[..., Sides]) -> Callable[..., Sides]:
     def begin(*stages: Any, **options: Any) -> Sides:
-        made.append(Sides(*(stages or STAGES), **options))
-        return made[-1]
+        return make_sides(*(stages or STAGES), **options)
 
-    yield begin
-    for sides in made:
-        sides.close()
+    return begin
 
 
 def store(sides: Sides, name: str = "writer") -> None:
@@ -35,9 +30,7 @@ def store(sides: Sides, name: str = "writer") -> None:
     request = request_of(name, HASHES)
     assert sides.side.match(request, 0) == (0, False)
     sides.side.allocated(request, sides.allocate(name, 5), 0)
-    for tensors in sides.kv:
-        for tensor in tensors.values():
-            tensor.copy_(torch.randn(tensor.shape))
+    sides.write(slice(None))
     sides.run(sides.orders({name: 4 * BLOCK_TOKENS + 1}))
     request.num_computed_tokens = 4 * BLOCK_TOKENS + 1
     sides.cache(request)
@@ -56,22 +49,18 @@ def load(sides: Sides, name: str = "reader") -> tuple[list[int], Any]:
 def test_a_block_is_stored_when_every_stage_has_it(make):
     sides = make()
     store(sides)
-    wanted = [{n: t[sides.tables["writer"][:4]].clone() for n, t in kv.items()} for kv in sides.kv]
+    wanted = sides.bytes_at(sides.tables["writer"][:4])
     sides.answer(0)
     assert sides.side.match(request_of("early", HASHES), 0) == (0, False)
     assert sides.side.serving.blocks.num_held == 4
     sides.answer(1)
     assert sides.side.serving.blocks.num_held == 0
     places, orders = load(sides)
-    for tensors in sides.kv:
-        for tensor in tensors.values():
-            tensor[places] = torch.nan
+    sides.write(places, np.nan)
     sides.run(orders)
     assert not sides.answer(1).finished_recving
     assert sides.answer(0).finished_recving == {"reader"}
-    for tensors, right in zip(sides.kv, wanted, strict=True):
-        for name, tensor in tensors.items():
-            assert torch.equal(tensor[places], right[name])
+    assert_same(sides.bytes_at(places), wanted)
     assert sides.side.guard.reason == ""
 
 
@@ -125,12 +114,11 @@ def test_what_ended_is_held_until_there_is_a_moment_for_it(make, monkeypatch):
     request = request_of("writer", HASHES)
     sides.side.match(request, 0)
     sides.side.allocated(request, sides.allocate("writer", 5), 0)
-    (tensor,) = sides.kv[0].values()
-    tensor.copy_(torch.randn(tensor.shape))
+    sides.write(slice(None))
     sides.run(sides.orders({"writer": 4 * BLOCK_TOKENS + 1}))
     request.num_computed_tokens = 4 * BLOCK_TOKENS + 1
     places = sides.tables["writer"][:4]
-    wanted = tensor[places].clone()
+    wanted = sides.bytes_at(places)
     monkeypatch.setattr(
         type(sides.side.serving.blocks), "evicts", True
     )  # then nothing may wait unheld
@@ -141,7 +129,7 @@ def test_what_ended_is_held_until_there_is_a_moment_for_it(make, monkeypatch):
     first = sides.orders({"other": 1})
     others = sides.pool.get_new_blocks(sides.pool.get_num_free_blocks())
     assert not {block.block_id for block in others} & set(places)
-    tensor[[block.block_id for block in others]] = torch.nan
+    sides.write([block.block_id for block in others], np.nan)
     second = sides.orders()
     assert not first.plan.transfers
     assert second.plan.transfers[0].src_slots.tolist() == places
@@ -152,7 +140,7 @@ def test_what_ended_is_held_until_there_is_a_moment_for_it(make, monkeypatch):
     back, orders = load(sides)
     sides.run(orders)
     sides.answer(0)
-    assert torch.equal(tensor[back], wanted)
+    assert_same(sides.bytes_at(back), wanted)
     assert not sides.side.has_work
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.integration.vllm.sides import BLOCK_TOKENS, Sides, request_of
+from tests.fakes.sides import BLOCK_TOKENS, Sides, hashes_of, request_of
 
 from kvferry.scheduler import rests
 
@@ -21,34 +21,10 @@ def stores_as_in_service(monkeypatch):
 
 
 @pytest.fixture
-def sides(no_leaked_threads: None) -> Iterator[Sides]:
-    made = Sides(["layer0"])
-    step(made)  # the first look of all
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def make(no_leaked_threads: None) -> Iterator[Callable[..., Sides]]:
-    made: list[Sides] = []
-
-    def begin(**options: Any) -> Sides:
-        made.append(Sides(["layer0"], **options))
-        step(made[-1])
-        return made[-1]
-
-    yield begin
-    for one in made:
-        one.close()
-
-
-def hashes_of(tag: int, count: int = 4) -> list[bytes]:
-    return [bytes([tag, number]) * 16 for number in range(count)]
-
-
-def step(sides: Sides, scheduled: dict[str, int] | None = None, **more: Any) -> None:
-    sides.run(sides.orders(scheduled, **more))
-    sides.answer(0)
+def sides(make_sides: Callable[..., Sides]) -> Sides:
+    made = make_sides(["layer0"])
+    made.step()  # the first look of all
+    return made
 
 
 def come(sides: Sides, name: str, tag: int) -> Any:
@@ -62,20 +38,9 @@ def come(sides: Sides, name: str, tag: int) -> Any:
 def compute(sides: Sides, request: Any, **others: int) -> None:
     """Its first step, a calm one, and what vLLM does after it."""
     name = request.request_id
-    step(sides, {name: PROMPT, **others}, new=[name])
+    sides.step({name: PROMPT, **others}, new=[name])
     request.num_computed_tokens, request.num_output_tokens = PROMPT, 1
     sides.cache(request)
-
-
-def end(sides: Sides, request: Any) -> None:
-    sides.side.finished(request)
-    numbers = reversed(sides.tables.pop(request.request_id))
-    sides.pool.free_blocks([sides.pool.blocks[number] for number in numbers])
-
-
-def rest(sides: Sides) -> None:
-    while sides.side.has_work:
-        step(sides)
 
 
 def is_stored(sides: Sides, tag: int) -> bool:
@@ -109,16 +74,16 @@ def test_one_that_ends_before_it_is_told_is_stored(sides):
     request = come(sides, "a", 1)
     compute(sides, request)
     assert not is_told(sides, "a")
-    end(sides, request)
-    rest(sides)
+    sides.end(request)
+    sides.rest()
     assert is_stored(sides, 1)
 
 
 def test_one_that_never_ran_is_not_stored(sides):
     request = come(sides, "a", 1)
-    end(sides, request)
-    rest(sides)
-    step(sides)
+    sides.end(request)
+    sides.rest()
+    sides.step()
     assert not is_stored(sides, 1)
     assert not is_told(sides, "a"), "known for ever"
 
@@ -131,8 +96,8 @@ def test_what_was_computed_before_a_reset_is_not_stored_after_it(sides):
     orders = sides.orders({"a": 1})
     assert not orders.is_quiet
     assert orders.epoch == 1
-    end(sides, request)
-    rest(sides)
+    sides.end(request)
+    sides.rest()
     assert not is_stored(sides, 1)
 
 
@@ -189,26 +154,26 @@ def test_what_another_left_is_gone_on_with(sides):
     """Seen red with ``_tell`` that does not go on: the first turn is then stored by itself."""
     first = come(sides, "first", 1)
     compute(sides, first)
-    end(sides, first)
+    sides.end(first)
     assert len(sides.side.serving.scheduler.rests) == 1
     second = request_of("second", hashes_of(1) + hashes_of(2))
     assert sides.side.match(second, 4 * BLOCK_TOKENS) == (0, False)
     sides.side.allocated(second, sides.allocate("second", 9), 0)
-    step(sides, {"second": 4 * BLOCK_TOKENS + 1}, new=["second"])
+    sides.step({"second": 4 * BLOCK_TOKENS + 1}, new=["second"])
     second.num_computed_tokens, second.num_output_tokens = 8 * BLOCK_TOKENS + 1, 1
     assert len(sides.side.serving.scheduler.rests) == 1, "not told yet"
-    step(sides, {"second": 1})
+    sides.step({"second": 1})
     assert len(sides.side.serving.scheduler.rests) == 0
 
 
 def test_a_name_that_left_something_may_come_again(sides):
     first = come(sides, "again", 1)
     compute(sides, first)
-    end(sides, first)
+    sides.end(first)
     second = come(sides, "again", 2)
     compute(sides, second)
-    end(sides, second)
-    rest(sides)
+    sides.end(second)
+    sides.rest()
     assert is_stored(sides, 1)
     assert is_stored(sides, 2)
 
@@ -217,8 +182,8 @@ def test_loads_that_are_ordered_are_not_kept_from_the_ranks(sides):
     """Seen red with steps called calm whatever is to be sent."""
     first = come(sides, "first", 1)
     compute(sides, first)
-    end(sides, first)
-    rest(sides)
+    sides.end(first)
+    sides.rest()
     loads = request_of("loads", hashes_of(1))
     tokens, is_async = sides.side.match(loads, 0)
     assert (tokens, is_async) == (4 * BLOCK_TOKENS, True)
@@ -239,14 +204,15 @@ def test_blocks_that_are_held_are_not_held_longer(sides, monkeypatch):
     request = come(sides, "a", 1)
     compute(sides, request)
     monkeypatch.setattr(type(sides.side.serving.blocks), "evicts", True)
-    end(sides, request)
+    sides.end(request)
     assert sides.side.serving.blocks.num_held == 4
     come(sides, "b", 2)
     assert not sides.orders({"b": PROMPT}, new=["b"]).is_quiet
 
 
-def test_lazy_stores_look_at_every_step(make):
-    sides = make(store_mode="lazy")
+def test_lazy_stores_look_at_every_step(make_sides):
+    sides = make_sides(["layer0"], store_mode="lazy")
+    sides.step()
     come(sides, "a", 1)
     assert not sides.orders({"a": PROMPT}, new=["a"]).is_quiet
     assert not sides.side.guard.broken
@@ -265,15 +231,15 @@ def test_what_waits_is_stored_before_vllm_gives_its_blocks_away(sides):
     """Seen red with calm steps wherever nothing is held."""
     first = come(sides, "first", 1)
     compute(sides, first)
-    end(sides, first)
+    sides.end(first)
     running: list[str] = []
     for _ in crowd(sides, range(3), running):
         pass
-    step(sides, dict.fromkeys(running, 1))
+    sides.step(dict.fromkeys(running, 1))
     assert len(sides.side.serving.scheduler.rests) == 1
     for _ in crowd(sides, range(3, 6), running):
         pass
-    step(sides, dict.fromkeys(running, 1))
+    sides.step(dict.fromkeys(running, 1))
     assert is_stored(sides, 1)
 
 
@@ -284,21 +250,21 @@ def test_one_that_comes_back_and_ends_at_once_is_stored(sides):
     """
     old = come(sides, "old", 1)
     compute(sides, old)
-    step(sides, {"old": 1})
+    sides.step({"old": 1})
     ids = sides.tables["old"]
     sides.pool.free_blocks([sides.pool.blocks[number] for number in reversed(ids)])
     old.num_preemptions, old.num_computed_tokens = 1, 0
-    step(sides, {}, preempted=["old"])
+    sides.step({}, preempted=["old"])
     assert sides.side.match(old, 4 * BLOCK_TOKENS) == (0, False)
     sides.pool.touch([sides.pool.blocks[number] for number in ids])
     sides.side.allocated(old, SimpleNamespace(get_block_ids=lambda: (ids,)), 0)
     old.num_computed_tokens = 4 * BLOCK_TOKENS
     come(sides, "new", 2)
-    step(sides, {"old": 1, "new": PROMPT}, new=["new"])
+    sides.step({"old": 1, "new": PROMPT}, new=["new"])
     old.num_computed_tokens += 1
-    end(sides, old)
-    rest(sides)
-    step(sides, {"new": 1})
+    sides.end(old)
+    sides.rest()
+    sides.step({"new": 1})
     assert is_stored(sides, 1)
 
 
@@ -316,7 +282,7 @@ def test_a_prefill_is_timed_to_the_step_after_its_first_token(sides, monkeypatch
     running: list[str] = []
     for _ in crowd(sides, range(4), running):
         now[0] += 0.01
-    step(sides, dict.fromkeys(running, 1))
+    sides.step(dict.fromkeys(running, 1))
     assert samples == pytest.approx([0.01] * 4)
 
 
@@ -326,6 +292,6 @@ def test_what_was_asked_is_what_counts(sides):
     compute(sides, request)
     request.block_hashes += hashes_of(2, 1)
     request.num_tokens = request.num_computed_tokens = 5 * BLOCK_TOKENS + 1
-    step(sides, {"a": 1})
+    sides.step({"a": 1})
     assert sides.side.serving.scheduler.explain("a").asked_tokens == 4 * BLOCK_TOKENS
     assert sides.side.serving.scheduler.stats().asked_tokens == 4 * BLOCK_TOKENS

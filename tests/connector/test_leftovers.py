@@ -1,4 +1,4 @@
-"""What ended requests leave, with vLLM's own block pool: never lost for nothing, never for ever.
+"""What ended requests leave to be stored late: never lost for nothing, never for ever.
 
 Each was seen red before the connector did what it says.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from tests.integration.vllm.sides import BLOCK_TOKENS, Sides, request_of
+from tests.fakes.sides import BLOCK_TOKENS, Sides, hashes_of, request_of
 
 from kvferry.vllm.blocks import VllmBlocks
 
@@ -20,43 +20,8 @@ PROBES = itertools.count()
 
 
 @pytest.fixture
-def make(no_leaked_threads: None) -> Iterator[Callable[..., Sides]]:
-    made: list[Sides] = []
-
-    def begin(**options: Any) -> Sides:
-        made.append(Sides(["layer0"], **options))
-        return made[-1]
-
-    yield begin
-    for sides in made:
-        sides.close()
-
-
-def hashes_of(tag: int, count: int = 4) -> list[bytes]:
-    return [bytes([tag, number]) * 16 for number in range(count)]
-
-
-def compute(sides: Sides, name: str, hashes: list[bytes], num_blocks: int = 5) -> Any:
-    request = request_of(name, hashes)
-    sides.side.match(request, 0)
-    sides.side.allocated(request, sides.allocate(name, num_blocks), 0)
-    step(sides, {name: len(hashes) * BLOCK_TOKENS + 1})
-    request.num_computed_tokens = len(hashes) * BLOCK_TOKENS + 1
-    request.num_output_tokens = 1
-    sides.cache(request)
-    return request
-
-
-def step(sides: Sides, scheduled: dict[str, int] | None = None) -> None:
-    sides.run(sides.orders(scheduled))
-    sides.answer(0)
-
-
-def end(sides: Sides, request: Any) -> None:
-    """As vLLM does: the connector is told, then the blocks are freed, the last first."""
-    sides.side.finished(request)
-    numbers = reversed(sides.tables.pop(request.request_id))
-    sides.pool.free_blocks([sides.pool.blocks[number] for number in numbers])
+def make(make_sides: Callable[..., Sides]) -> Callable[..., Sides]:
+    return partial(make_sides, ["layer0"])
 
 
 def take_all_free(sides: Sides, but: int = 0) -> None:
@@ -74,32 +39,31 @@ def evict(monkeypatch: pytest.MonkeyPatch, sides: Sides) -> None:
 
 def test_a_device_without_a_free_block_loses_nothing(make):
     sides = make()
-    request = compute(sides, "a", hashes_of(1))
+    request = sides.compute("a", hashes_of(1))
     take_all_free(sides)  # vLLM gives blocks away in a step, and asks us for orders at its end
-    step(sides, {"other": 1})
-    end(sides, request)
+    sides.step({"other": 1})
+    sides.end(request)
     take_all_free(sides)
-    step(sides, {"other": 1})
+    sides.step({"other": 1})
     for _ in range(3):
         time.sleep(0.03)
-        step(sides)
+        sides.step()
     assert is_stored(sides, hashes_of(1))
 
 
 def test_two_that_end_in_one_step_where_vllm_evicts_are_both_held(make):
     """The first one's last, nameless block comes to the head of the queue, and hides the rest."""
     sides = make()
-    old, first, second = (compute(sides, f"r{tag}", hashes_of(tag)) for tag in (9, 1, 2))
-    end(sides, old)
-    while sides.side.has_work:
-        step(sides)
+    old, first, second = (sides.compute(f"r{tag}", hashes_of(tag)) for tag in (9, 1, 2))
+    sides.end(old)
+    sides.rest()
     take_all_free(sides, but=4)  # the old one's
-    step(sides, {"other": 1})
-    end(sides, first)
-    end(sides, second)
+    sides.step({"other": 1})
+    sides.end(first)
+    sides.end(second)
     take_all_free(sides)
     for _ in range(3):
-        step(sides)
+        sides.step()
         time.sleep(0.03)
     assert is_stored(sides, hashes_of(1))
     assert is_stored(sides, hashes_of(2))
@@ -108,12 +72,12 @@ def test_two_that_end_in_one_step_where_vllm_evicts_are_both_held(make):
 @pytest.mark.parametrize("held", [True, False])
 def test_a_bound_below_one_block_lets_nobody_wait_for_ever(make, monkeypatch, held):
     sides = make(max_bytes_in_flight="512B")
-    request = compute(sides, "a", hashes_of(1))
+    request = sides.compute("a", hashes_of(1))
     if held:
         evict(monkeypatch, sides)
-    end(sides, request)
+    sides.end(request)
     for _ in range(20):
-        step(sides)
+        sides.step()
     assert not sides.side.has_work
     assert not sides.side.frees_soon()
     assert sides.side.serving.blocks.num_held == 0
@@ -121,18 +85,18 @@ def test_a_bound_below_one_block_lets_nobody_wait_for_ever(make, monkeypatch, he
 
 def test_blocks_that_vllm_wants_do_not_wait_through_the_quiet(make, monkeypatch):
     sides = make()
-    ended, other = compute(sides, "a", hashes_of(1)), compute(sides, "o", hashes_of(2))
+    ended, other = sides.compute("a", hashes_of(1)), sides.compute("o", hashes_of(2))
     sides.orders({"o": 1})
     other.num_computed_tokens += 1
     evict(monkeypatch, sides)
     sides.side.serving._tracked["o"].ferried.progress.since = 512
-    end(sides, ended)
+    sides.end(ended)
     sides.orders({"o": 1})
     time.sleep(0.05)
     num_steps = 0
     while sides.side.serving.blocks.num_held:
         assert sides.side.frees_soon()
-        step(sides, {"o": 1})
+        sides.step({"o": 1})
         num_steps += 1
         assert num_steps <= 2
 
@@ -148,19 +112,19 @@ def test_what_another_connector_was_to_bring_is_not_ours_to_store(make, monkeypa
     request.num_computed_tokens = 4 * BLOCK_TOKENS
     if evicts:
         evict(monkeypatch, sides)
-    step(sides, {"other": 1})
-    end(sides, request)
+    sides.step({"other": 1})
+    sides.end(request)
     for _ in range(4):
-        step(sides)
+        sides.step()
     assert not is_stored(sides, hashes_of(1))
 
 
 def test_what_is_wholly_on_its_way_is_left_no_longer(make, monkeypatch):
     sides = make(max_storing_blocks=4)
-    request = compute(sides, "a", hashes_of(1, 5), 6)
+    request = sides.compute("a", hashes_of(1, 5), 6)
     request.num_computed_tokens = 4 * BLOCK_TOKENS + 6
     evict(monkeypatch, sides)
-    end(sides, request)
+    sides.end(request)
     sides.orders()
     assert len(sides.side.serving.scheduler.rests) == 0
     assert sides.side.serving.blocks.num_held == 4
@@ -168,20 +132,20 @@ def test_what_is_wholly_on_its_way_is_left_no_longer(make, monkeypatch):
 
 def test_what_fits_no_bound_yet_is_stored_later(make):
     sides = make(max_storing_blocks=3)
-    request = compute(sides, "a", hashes_of(1, 5), 6)
-    end(sides, request)
+    request = sides.compute("a", hashes_of(1, 5), 6)
+    sides.end(request)
     for _ in range(4):
-        step(sides)
+        sides.step()
     assert not sides.side.has_work
     assert is_stored(sides, hashes_of(1, 5))
 
 
 def test_what_is_left_from_before_a_reset_is_gone_with_it(make):
     sides = make()
-    end(sides, compute(sides, "a", hashes_of(1)))
+    sides.end(sides.compute("a", hashes_of(1)))
     assert sides.side.serving.scheduler.rests
     sides.side.reset()
     assert not sides.side.serving.scheduler.rests
     assert sides.side.serving.blocks.num_held == 0
-    step(sides)
+    sides.step()
     assert not is_stored(sides, hashes_of(1))

@@ -1,7 +1,7 @@
 """Both sides of the connector without an engine: the test is vLLM's scheduler and all its ranks.
 
-vLLM's own block pool and its own sum over the ranks' answers are used; requests and configurations
-are stand-ins with the attributes that are read.
+Where vLLM is installed its own block pool and its own sum over the ranks' answers are used;
+requests and configurations are stand-ins with the attributes that are read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import torch
+import numpy as np
+import numpy.typing as npt
+from tests.fakes.vllm_parts import VllmParts, parts_here
 
 from kvferry.config import Config
 from kvferry.types import Rank
@@ -24,6 +26,7 @@ from kvferry.vllm.worker_side import WorkerSide
 BLOCK_TOKENS = 16
 NUM_BLOCKS = 32
 SPEC = type("FullAttentionSpec", (SimpleNamespace,), {})(block_size=BLOCK_TOKENS)
+_random = np.random.default_rng(7)
 SETTINGS = {"load_policy": "always", "load_deadline": "5min", "store_deadline": "5min"}
 
 
@@ -37,27 +40,40 @@ def request_of(name: str, block_hashes: Sequence[bytes], computed: int = 0) -> A
         num_prompt_tokens=tokens,
         num_computed_tokens=computed,
         num_output_tokens=0,
+        all_token_ids=list(range(tokens)),
     )
 
 
+def hashes_of(tag: int, count: int = 4) -> list[bytes]:
+    return [bytes([tag, number]) * 16 for number in range(count)]
+
+
 class Sides:
-    """One scheduler's side and as many ranks as there are lists of layers. Owns their tensors."""
+    """One scheduler's side and as many ranks as there are lists of layers. Owns their tensors.
 
-    def __init__(self, *stages: Sequence[str], host: Sequence[str] = (), **settings: Any) -> None:
-        from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-        from vllm.v1.core.block_pool import BlockPool
+    ``kv`` has them as arrays, rank by rank. ``has_listeners`` says that routers want events.
+    """
 
+    def __init__(
+        self,
+        *stages: Sequence[str],
+        host: Sequence[str] = (),
+        has_listeners: bool = False,
+        parts: VllmParts | None = None,
+        **settings: Any,
+    ) -> None:
+        self._parts = parts or parts_here()
         layers = [name for stage in stages for name in stage]
         caches = SimpleNamespace(
             num_blocks=NUM_BLOCKS,
             kv_cache_groups=[SimpleNamespace(kv_cache_spec=SPEC, layer_names=layers)],
         )
-        self.config = _vllm_config(len(stages))
+        self.config = _vllm_config(len(stages), has_listeners)
         support = support_of(self.config, caches, recomputes_requests=False)
         sizes = host or ["1MiB"] * len(stages)
         configs = [Config.from_dict({**SETTINGS, **settings, "host": size}) for size in sizes]
-        self.kv = [
-            {name: torch.zeros(NUM_BLOCKS, 2, BLOCK_TOKENS, 8) for name in stage}
+        self.kv: list[dict[str, npt.NDArray[np.float32]]] = [
+            {name: np.zeros((NUM_BLOCKS, 2, BLOCK_TOKENS, 8), np.float32) for name in stage}
             for stage in stages
         ]
         self.ranks = [
@@ -69,16 +85,16 @@ class Sides:
             )
             for number in range(len(stages))
         ]
-        self.pool = BlockPool(NUM_BLOCKS, enable_caching=True, hash_block_size=BLOCK_TOKENS)
+        self.pool = self._parts.pool(NUM_BLOCKS, enable_caching=True, hash_block_size=BLOCK_TOKENS)
         self.tables: dict[str, list[int]] = {}
         self.side = SchedulerSide(Setup.of(self.config, caches, configs[0], support))
         self.side.bind_manager(
             SimpleNamespace(block_pool=self.pool, get_block_ids=lambda name: (self.tables[name],))
         )
-        for rank, tensors in zip(self.ranks, self.kv, strict=True):
-            rank.register(tensors)
+        for rank, arrays in zip(self.ranks, self.kv, strict=True):
+            rank.register({name: self._parts.tensor(array) for name, array in arrays.items()})
         self.side.meet_ranks([rank.shape for rank in self.ranks])
-        self._sum = KVOutputAggregator(expected_finished_count=len(stages))
+        self._total = self._parts.total(len(stages))
 
     def allocate(self, name: str, num_blocks: int) -> Any:
         """Device blocks for a request, as vLLM hands them over."""
@@ -119,18 +135,16 @@ class Sides:
 
     def answer(self, *numbers: int) -> Any:
         """What these ranks have to say now, summed up and heard; the others are silent."""
-        from vllm.v1.outputs import KVConnectorOutput
-
         outputs = []
         for number, rank in enumerate(self.ranks):
-            told = KVConnectorOutput()
+            told = self._parts.output()
             if number in numbers:
                 rank.poll()
                 told.finished_recving = rank.take_arrived()
                 told.invalid_block_ids = rank.take_invalid()
                 told.kv_connector_worker_meta = rank.take_receipts()
             outputs.append(SimpleNamespace(kv_connector_output=told))
-        summed = self._sum.aggregate(outputs).kv_connector_output
+        summed = self._total.aggregate(outputs).kv_connector_output
         self.side.take(summed)
         return summed
 
@@ -141,13 +155,60 @@ class Sides:
             rank.after_forward()
             rank._drain()
 
+    def step(self, scheduled: dict[str, int] | None = None, **more: Any) -> Any:
+        """A whole step: ordered, carried out, and heard of from every rank."""
+        self.run(self.orders(scheduled, **more))
+        return self.answer(*range(len(self.ranks)))
+
+    def compute(self, name: str, hashes: Sequence[bytes], num_blocks: int = 5) -> Any:
+        """A request that finds nothing here computes its prompt, and is in the prefix cache."""
+        request = request_of(name, hashes)
+        self.side.match(request, 0)
+        self.side.allocated(request, self.allocate(name, num_blocks), 0)
+        self.step({name: request.num_tokens})
+        request.num_computed_tokens, request.num_output_tokens = request.num_tokens, 1
+        self.cache(request)
+        return request
+
+    def rest(self) -> None:
+        """Step for as long as the connector says that there is something to step for."""
+        while self.side.has_work:
+            self.step()
+
+    def end(self, request: Any) -> None:
+        """As vLLM does: the connector is told, then the blocks are freed, the last first."""
+        self.side.finished(request)
+        self.free(request)
+
+    def free(self, request: Any) -> None:
+        numbers = reversed(self.tables.pop(request.request_id))
+        self.pool.free_blocks([self.pool.blocks[number] for number in numbers])
+
+    def bytes_at(self, blocks: Sequence[int]) -> list[dict[str, npt.NDArray[np.float32]]]:
+        """What these blocks hold, rank by rank."""
+        return [{name: kv[list(blocks)] for name, kv in arrays.items()} for arrays in self.kv]
+
+    def write(self, blocks: Sequence[int] | slice, value: float | None = None) -> None:
+        """Fresh bytes into these blocks of every layer, or this value."""
+        for arrays in self.kv:
+            for kv in arrays.values():
+                shape = kv[blocks].shape
+                kv[blocks] = _random.standard_normal(shape) if value is None else value
+
     def close(self) -> None:
         for rank in self.ranks:
             rank.close()
         self.side.close()
 
 
-def _vllm_config(num_stages: int) -> Any:
+def assert_same(found: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]]) -> None:
+    """The bytes of blocks, rank by rank; of fewer blocks, if fewer came."""
+    for here, there in zip(found, wanted, strict=True):
+        for name, kv in here.items():
+            assert np.array_equal(kv, there[name][: len(kv)]), name
+
+
+def _vllm_config(num_stages: int, has_listeners: bool) -> Any:
     return SimpleNamespace(
         parallel_config=SimpleNamespace(
             world_size=num_stages,
@@ -166,4 +227,5 @@ def _vllm_config(num_stages: int) -> Any:
         ),
         lora_config=None,
         speculative_config=None,
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=has_listeners),
     )

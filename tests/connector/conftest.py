@@ -1,0 +1,37 @@
+"""The connector's two sides, whether vLLM is installed or not: run in both environments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.fakes.sides import Sides
+from tests.fakes.vllm_parts import HAS_VLLM
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HAS_VLLM and Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(300))
+
+
+@pytest.fixture(autouse=True)
+def stores_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests here are short: without this none would store while it runs."""
+    monkeypatch.setattr("kvferry.scheduler.rests.STORE_TOKENS", 256)
+
+
+@pytest.fixture
+def make_sides(no_leaked_threads: None) -> Iterator[Callable[..., Sides]]:
+    """Makes sides, and ends them."""
+    made: list[Sides] = []
+
+    def begin(*stages: Any, **options: Any) -> Sides:
+        made.append(Sides(*stages, **options))
+        return made[-1]
+
+    yield begin
+    for sides in made:
+        sides.close()

@@ -1,0 +1,79 @@
+"""What is counted travels in intervals: added up, they are what our scheduler counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from tests.fakes.sides import BLOCK_TOKENS, Sides, hashes_of, request_of
+
+from kvferry.metrics import catalog as names
+from kvferry.vllm.figures import SEPARATOR, Figures, add, adds_up, between, idle_figures, log_line
+
+BLOCK_BYTES = 2 * BLOCK_TOKENS * 8 * 4
+PROMPT = 4 * BLOCK_TOKENS
+
+
+@pytest.fixture
+def sides(make_sides: Callable[..., Sides], monkeypatch: pytest.MonkeyPatch) -> Sides:
+    monkeypatch.setattr("kvferry.vllm.reports._STATS_SECONDS", 0.0)
+    return make_sides(["layer0"])
+
+
+def load(sides: Sides, name: str, tag: int) -> None:
+    request = request_of(name, hashes_of(tag))
+    assert sides.side.match(request, 0) == (PROMPT, True)
+    sides.side.allocated(request, sides.allocate(name, 5), PROMPT)
+    sides.step()
+    sides.end(request)
+    sides.rest()
+
+
+def test_intervals_add_up_to_what_was_counted(sides):
+    total: Figures = {}
+    for tag in range(1, 4):
+        sides.end(sides.compute(f"w{tag}", hashes_of(tag)))
+        sides.rest()
+        load(sides, f"r{tag}", tag)
+        interval = sides.side.take_stats()
+        assert interval is not None
+        assert interval[names.QUERIES.name] == 2, "of this interval alone"
+        add(total, interval)
+        assert sides.side.take_stats() is None, "nothing has happened since"
+    line = log_line(total)
+    assert line["kvferry_queries"] == 6
+    assert line["kvferry_hit_tokens"] == 3 * PROMPT
+    assert line["kvferry_stored_bytes"] == line["kvferry_loaded_bytes"] == 12 * BLOCK_BYTES
+    assert line["kvferry_transfers_in_flight"] == line["kvferry_failed_transfers"] == 0
+    assert total[names.HELD_BLOCKS.name] == 0
+    assert total[SEPARATOR.join((names.SLOT_BYTES.name, "host"))] == BLOCK_BYTES
+
+
+def test_nothing_is_told_before_it_is_time(make_sides):
+    sides = make_sides(["layer0"])
+    running = sides.compute("runs", hashes_of(1))
+    sides.side.serving._pace.disturb()
+    assert sides.side.take_stats() is not None
+    sides.side.serving._pace.disturb()
+    sides.side.match(request_of("new", hashes_of(2)), 0)
+    assert sides.side.take_stats() is None, "told a moment ago, and there are more steps to come"
+    sides.side.finished(request_of("new", hashes_of(2)))
+    sides.end(running)
+    sides.rest()
+    assert sides.side.take_stats() is not None, "for long there may be no other step"
+
+
+def test_a_gauge_is_the_latest_and_a_counter_what_came_since():
+    counter, gauge = names.QUERIES.name, names.HELD_BLOCKS.name
+    before, now = {counter: 5.0, gauge: 5.0}, {counter: 8.0, gauge: 3.0}
+    assert between(before, now) == {counter: 3.0, gauge: 3.0}
+    add(before, {counter: 1.0, gauge: 1.0})
+    assert before == {counter: 6.0, gauge: 1.0}
+    assert not adds_up("of somebody else")
+
+
+def test_idle_is_a_gauge_for_every_reason():
+    told = idle_figures("failed")
+    idle = {key: value for key, value in told.items() if key.startswith(names.IDLE.name)}
+    assert idle == {"kvferry_idle|refused": 0.0, "kvferry_idle|failed": 1.0}
+    assert not any(map(adds_up, told))
