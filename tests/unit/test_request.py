@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from tests.fakes.desk import Desk, story
+from tests.fakes.desk import FULL, Desk, story
 from tests.model import request_laws
+from tests.model.request_verbs import Blocks
 
 from kvferry.answers import MatchState
 from kvferry.errors import InputError
 from kvferry.keys import Keys
+from kvferry.pool import Pool
 from kvferry.reach import SlidingWindow
-from kvferry.scheduler import Request, State
+from kvferry.scheduler import Request, Scheduler, State
 
 # -- the keys are the question ---------------------------------------------------------------------
 
@@ -169,3 +171,45 @@ def test_an_empty_chain_is_a_miss() -> None:
     assert request.store([[]], 8) == ()
     request.end()
     request_laws.check_nothing_left(desk.scheduler)
+
+
+# -- a chain is the engine's, and may become another or be short -----------------------------------
+
+
+def test_a_hit_of_a_chain_that_has_become_another_is_not_loaded() -> None:
+    """Seen red: the old tokens' blocks were loaded, and the request took them for its own."""
+    desk = Desk()
+    desk.keep("a", story(1, 3), 12)
+    request = desk.scheduler.open("r", story(1, 2))
+    assert request.match().num_tokens == 8
+    request.chain = story(1, 3)  # it has grown: what was found is its beginning
+    assert len(request.load([[8, 9]])) == 1
+    for changed in (story(2, 2), story(1, 1), story(1, 1) + story(2, 1)):
+        request.preempt()
+        desk.run()
+        request.chain = story(1, 2)
+        assert request.match().num_tokens == 8
+        request.chain = changed
+        assert request.load([[8, 9]]) == ()
+        assert request.state is State.UNKNOWN
+        assert desk.pool.num_leases == 0
+        request_laws.check(desk.scheduler, [request])
+    request.end()
+    request_laws.check_nothing_left(desk.scheduler)
+
+
+def test_one_with_more_tokens_than_keys_goes_on_with_nothing() -> None:
+    """Seen red: it looked for a key that its chain does not have, and raised an IndexError."""
+    scheduler = Scheduler(
+        Pool(16), (FULL,), num_device_blocks=1000, engine=Blocks(evicts=False), clock=lambda: 0.0
+    )
+    left = scheduler.open("1", story(1, 2))
+    left.match()
+    left.run()
+    left.leave(8)
+    assert left.state is State.LEFT
+    request = scheduler.open("2", story(2, 1))
+    assert request.match(computed_tokens=40).state is MatchState.MISS
+    request.run()
+    assert request.state is State.RUNNING
+    assert left.state is State.LEFT
