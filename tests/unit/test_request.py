@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from tests.fakes.desk import FULL, Desk, story
 from tests.model import request_laws
@@ -213,3 +214,48 @@ def test_one_with_more_tokens_than_keys_goes_on_with_nothing() -> None:
     request.run()
     assert request.state is State.RUNNING
     assert left.state is State.LEFT
+
+
+# -- what was ordered is ours ----------------------------------------------------------------------
+
+
+def test_a_table_that_the_engine_writes_again_changes_no_order() -> None:
+    """An engine keeps its table and goes on writing it while the blocks are being copied.
+
+    Seen red with the table's own memory in the orders: other blocks were copied, and released.
+    """
+    desk = Desk()
+    table = np.array([3, 4], dtype=np.int64)
+    writer = desk.scheduler.open("w", story(1, 2))
+    (stored,) = writer.store([table], 8)
+    table[:] = 9
+    (store,) = desk.plan()
+    assert store.src_slots.tolist() == stored.blocks.tolist() == [3, 4]
+    assert [part.blocks.tolist() for part in desk.land().released] == [[3, 4]]
+    reader = desk.scheduler.open("r", story(1, 2))
+    reader.match()
+    table[:] = [5, 6]
+    (loaded,) = reader.load([table])
+    table[:] = 9
+    (load,) = desk.plan()
+    assert load.dst_slots.tolist() == loaded.blocks.tolist() == [5, 6]
+    assert [part.blocks.tolist() for part in desk.land().released] == [[5, 6]]
+
+
+def test_the_first_failure_fails_a_request_and_the_other_group_lands_on_its_own() -> None:
+    """Seen red with the other group's load still waited for: the request waited for ever."""
+    desk = Desk(FULL, FULL)
+    desk.keep("a", story(1, 2), 8)
+    request = desk.scheduler.open("r", story(1, 2))
+    request.match()
+    request.load([[0, 1], [2, 3]])
+    first, second = desk.plan()
+    settled = desk.land(first, failed="no")
+    assert [failed.request_id for failed in settled.failed] == ["r"]
+    assert request.state is State.UNKNOWN
+    assert not request.loading
+    assert request.match().state is not MatchState.WAIT
+    request_laws.check(desk.scheduler, [request])
+    settled = desk.land(second)
+    assert settled.loaded == settled.failed == ()
+    assert [(g, blocks.tolist()) for g, blocks in settled.released] == [(1, [2, 3])]
