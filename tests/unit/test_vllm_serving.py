@@ -83,8 +83,7 @@ def keep(vllm: FakeVllm, name: str, hashes: list[bytes]) -> None:
     vllm.allocate(request)
     vllm.answer(vllm.orders({name: request.num_tokens}, new=[name]))
     request.num_computed_tokens = request.num_tokens
-    for name_of, number in zip(hashes, vllm.tables[name][0], strict=False):
-        vllm.pool.named[name_of, 0] = vllm.pool.blocks[number]
+    vllm.cache(request)
     vllm.free(request)
     vllm.answer(vllm.orders())
     assert vllm.num_held == 0
@@ -169,7 +168,7 @@ def test_what_is_held_on_the_device_is_not_forgotten_in_quiet_steps() -> None:
     request.num_computed_tokens = request.num_tokens
     decoding(vllm, "b")
     for block in vllm.pool.blocks:  # from now on vLLM evicts: nothing may wait for a next turn
-        block.block_hash = b"known"
+        vllm.pool.name(block, b"%d" % block.block_id, 0)
     vllm.orders({"b": 1})
     vllm.serving.blocks.begin_step()
     vllm.free(request)
