@@ -199,8 +199,8 @@ def test_a_hit_of_a_chain_that_has_become_another_is_not_loaded() -> None:
     request_laws.check_nothing_left(desk.scheduler)
 
 
-def test_one_with_more_tokens_than_keys_goes_on_with_nothing() -> None:
-    """Seen red: it looked for a key that its chain does not have, and raised an IndexError."""
+def with_a_rest() -> tuple[Scheduler, Request]:
+    """A scheduler, and a request that has left two blocks to be stored late."""
     scheduler = Scheduler(
         Pool(16), (FULL,), num_device_blocks=1000, engine=Blocks(evicts=False), clock=lambda: 0.0
     )
@@ -209,6 +209,41 @@ def test_one_with_more_tokens_than_keys_goes_on_with_nothing() -> None:
     left.run()
     left.leave(8)
     assert left.state is State.LEFT
+    return scheduler, left
+
+
+def test_one_that_ran_before_its_miss_was_counted_goes_on_with_a_rest() -> None:
+    """Seen red with a miss that is counted, and no more: the rest was stored on its own."""
+    scheduler, left = with_a_rest()
+    request = scheduler.open("2", story(1, 3))
+    assert request.match(computed_tokens=8).state is MatchState.MISS
+    request.run()
+    assert request.is_owing
+    assert left.state is State.LEFT  # for that there is time later
+    scheduler.count_answered()
+    assert left.state is State.ENDED
+    (ordered,) = request.store([[10, 11, 12]], 12)
+    assert ordered.blocks.tolist() == [10, 11, 12]
+
+
+def test_after_a_reset_one_that_starts_from_nothing_is_stored() -> None:
+    """Seen red with what a reset said of its old blocks still counting for the new ones."""
+    desk = Desk()
+    request = desk.scheduler.open("r", story(1, 2))
+    request.match()
+    request.run()
+    desk.scheduler.reset()
+    assert request.store([[0, 1]], 8) == ()
+    request.match(computed_tokens=4)
+    assert request.store([[0, 1]], 8) == ()  # it still has a block of before
+    request.match()
+    (ordered,) = request.store([[2, 3]], 8)
+    assert ordered.blocks.tolist() == [2, 3]
+
+
+def test_one_with_more_tokens_than_keys_goes_on_with_nothing() -> None:
+    """Seen red: it looked for a key that its chain does not have, and raised an IndexError."""
+    scheduler, left = with_a_rest()
     request = scheduler.open("2", story(2, 1))
     assert request.match(computed_tokens=40).state is MatchState.MISS
     request.run()
@@ -257,5 +292,6 @@ def test_the_first_failure_fails_a_request_and_the_other_group_lands_on_its_own(
     assert request.match().state is not MatchState.WAIT
     request_laws.check(desk.scheduler, [request])
     settled = desk.land(second)
-    assert settled.loaded == settled.failed == ()
+    assert not settled.loaded
+    assert not settled.failed
     assert [(g, blocks.tolist()) for g, blocks in settled.released] == [(1, [2, 3])]
