@@ -20,7 +20,7 @@ from kvferry.cli.bench_copy_plot import plot
 from kvferry.cli.bench_copy_tables import report
 from kvferry.cli.progress import show
 from kvferry.device.bench.effort import FULL, QUICK, Effort
-from kvferry.device.bench.result import Result
+from kvferry.device.bench.result import BenchResult
 from kvferry.device.driver.cuda import CudaDriver
 from kvferry.errors import DriverError
 
@@ -59,7 +59,7 @@ def main() -> int:
     return 0
 
 
-def run(driver: CudaDriver, effort: Effort, command: str) -> Result:
+def run(driver: CudaDriver, effort: Effort, command: str) -> BenchResult:
     # Imported here: they need torch and Triton, and their absence has been told by now.
     from designs.published import PublishedPath
     from kvferry.device.bench.run import CopyBenchmark

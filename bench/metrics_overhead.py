@@ -30,8 +30,8 @@ from urllib.request import urlopen
 import numpy as np
 
 import kvferry
-from kvferry.metrics.desk import Desk
 from kvferry.metrics.endpoint import Endpoint
+from kvferry.metrics.inbox import Inbox
 from kvferry.metrics.source import Source
 from kvferry.playground.engine import Engine, Limits
 from kvferry.playground.model import Decoder, ModelShape
@@ -73,7 +73,7 @@ COUNTING: tuple[Hook, ...] = (
     (Journal, "explained"),
     (Explainer, "explain"),
     (Ghosts, "add"),
-    (Desk, "answer"),
+    (Inbox, "answer"),
 )
 """All that runs only so that somebody may look."""
 
@@ -180,7 +180,7 @@ def counting_share(decoder: Decoder, chat: Chat) -> tuple[float, int]:
     return meter.seconds / seconds, meter.num_calls
 
 
-class Unattended(Desk):
+class Unattended(Inbox):
     """Answers at once: here no engine comes by that could."""
 
     def ask(self, work: Callable[..., Any], *args: Any, **_: Any) -> Any:

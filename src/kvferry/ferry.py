@@ -23,7 +23,7 @@ from kvferry.integers import Integers, integer, integers
 from kvferry.keys import Keys
 from kvferry.left_out import why_left_out
 from kvferry.metrics import DEFAULT_PORT
-from kvferry.metrics.desk import Desk
+from kvferry.metrics.inbox import Inbox
 from kvferry.metrics.source import Source
 from kvferry.ownership import OneThread
 from kvferry.pool import Pool
@@ -93,7 +93,7 @@ class Ferry(Closing):
         self._has_levels = bool(rank.levels)
         self._pending = PendingHits(config.match_deadline)
         self._tickets = Tickets()
-        self._desk = Desk()
+        self._inbox = Inbox()
         self._endpoint: Endpoint | None = None
         self._owner = OneThread("this ferry")
         self._is_growing = True
@@ -313,7 +313,7 @@ class Ferry(Closing):
             num_ready = self._rank.ready_slots
             self._scheduler.note_ready(FIRST_RANK, num_ready)
             self._is_growing = num_ready < self._rank.host.num_slots
-        self._desk.answer()
+        self._inbox.answer()
         if self._has_levels:
             for change in self._worker.health():
                 self._scheduler.note_health(change)
@@ -390,7 +390,7 @@ class Ferry(Closing):
             rank = weakref.ref(self._rank)
             source = Source(
                 self._scheduler.onlooker,
-                self._desk,
+                self._inbox,
                 slot_bytes=dict.fromkeys(
                     (HOST, *self._rank.levels), max(each.block_bytes for each in self._layouts)
                 ),

@@ -13,7 +13,7 @@ from kvferry.ferry import Ferry
 from kvferry.keys import Keys
 from kvferry.pool import Pool
 from kvferry.reach import FullAttention
-from kvferry.tiers import Progress
+from kvferry.tiers import GrowthState
 from kvferry.types import Rank
 
 BLOCKS, BLOCK_TOKENS = 64, 16
@@ -41,7 +41,7 @@ def test_copies_during_growth_are_bit_exact() -> None:
         assert ferry._rank.host.growth.wait(60)
         ferry.poll()
         assert ferry.stats().pool.unready == 0
-        assert ferry.host_stats().progress is Progress.DONE
+        assert ferry.host_stats().progress is GrowthState.DONE
         assert ferry.host_stats().ready_slots == ferry.stats().pool.total
 
 

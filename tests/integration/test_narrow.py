@@ -15,7 +15,7 @@ from tests.integration.test_page import browse, needs_chromium
 from tests.unit.test_screen import look
 
 from kvferry.cli.report import render
-from kvferry.playground.compare import Setting, Way, compare, run
+from kvferry.playground.compare import Scenario, ServingWay, compare, run
 from kvferry.playground.model import Decoder, ModelShape
 from kvferry.playground.workload import Chat
 
@@ -100,9 +100,11 @@ def test_the_live_page(folder, tmp_path):
 def test_the_report(folder, tmp_path):
     shape = ModelShape(vocab=64, width=32, num_layers=1, num_heads=1, num_kv_heads=1, hidden=32)
     chat = Chat(num_conversations=3, num_turns=2, opening_tokens=64, vocab=shape.vocab)
-    setting = Setting(chat=chat, shape=shape, device_blocks=20, host_bytes=8 << 20)
+    setting = Scenario(chat=chat, shape=shape, device_blocks=20, host_bytes=8 << 20)
     decoder = Decoder(shape)
-    result = compare(setting, {way: run(setting, way, decoder, lambda _: None) for way in Way})
+    result = compare(
+        setting, {way: run(setting, way, decoder, lambda _: None) for way in ServingWay}
+    )
     page = render(result)
     head = re.findall(r'<th scope="col">(.*?)</th>', page)
     assert head[0] == "Small + kvferry"

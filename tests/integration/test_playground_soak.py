@@ -24,7 +24,7 @@ from kvferry.playground import offload
 from kvferry.playground.engine import Engine, Limits
 from kvferry.playground.model import Decoder, ModelShape
 from kvferry.playground.offload import Offloader
-from kvferry.playground.request import Request
+from kvferry.playground.request import ServedRequest
 from kvferry.playground.runner import Runner
 from kvferry.scheduler.level import WriteMode
 from kvferry.tiers import MemoryTier, Way
@@ -99,7 +99,7 @@ def forgetful_tier(chance: random.Random, slot_bytes: int, failure_rate: float) 
     return tier
 
 
-def conversations(chance: random.Random, answers: dict[str, list[int]]) -> Iterator[Request]:
+def conversations(chance: random.Random, answers: dict[str, list[int]]) -> Iterator[ServedRequest]:
     """Requests without end: new ones, and old ones that go on where they stopped."""
     systems = [[chance.randrange(VOCAB) for _ in range(24)] for _ in range(2)]
     histories: list[list[int]] = []
@@ -117,17 +117,17 @@ def conversations(chance: random.Random, answers: dict[str, list[int]]) -> Itera
             histories.remove(history)
             continue
         number += 1
-        request = Request(f"r{number:05d}", tuple(prompt), chance.randint(1, 16))
+        request = ServedRequest(f"r{number:05d}", tuple(prompt), chance.randint(1, 16))
         asked[request.id] = prompt
         yield request
 
 
-def truth(model: ModelShape, requests: list[Request]) -> dict[str, list[int]]:
+def truth(model: ModelShape, requests: list[ServedRequest]) -> dict[str, list[int]]:
     """What these requests generate where there is room for everything, without kvferry."""
     runner = Runner(Decoder(model), num_blocks=20 * LONGEST, block_tokens=BLOCK_TOKENS)
     with runner:
         engine = Engine(runner, limits=Limits(max_running=16))
-        copies = [Request(r.id, r.prompt, r.max_new_tokens) for r in requests]
+        copies = [ServedRequest(r.id, r.prompt, r.max_new_tokens) for r in requests]
         for copy in copies:
             engine.submit(copy)
         engine.run()
@@ -143,7 +143,7 @@ def test_tokens_are_equal_whatever_happens(life: Life, monkeypatch: pytest.Monke
         offload, "CpuEngine", unreliable(random.Random(f"copies {life}"), life.failure_rate)
     )
     answers: dict[str, list[int]] = {}
-    served: list[Request] = []
+    served: list[ServedRequest] = []
     config = Config(store_mode=life.store_mode, load_policy="always", match_deadline=0.05)
     with Runner(Decoder(model), num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS) as runner:
         layouts = [describe(tensors, block_axis=0) for tensors in runner.group_tensors()]
@@ -174,11 +174,14 @@ def test_tokens_are_equal_whatever_happens(life: Life, monkeypatch: pytest.Monke
 
 
 def serve(
-    engine: Engine, chance: random.Random, answers: dict[str, list[int]], served: list[Request]
+    engine: Engine,
+    chance: random.Random,
+    answers: dict[str, list[int]],
+    served: list[ServedRequest],
 ) -> int:
     """Serve so many requests; some hang up, some are preempted. Returns how many hung up."""
     coming = conversations(chance, answers)
-    under_way: list[Request] = []
+    under_way: list[ServedRequest] = []
     num_aborted = num_asked = 0
     give_up = time.monotonic() + 30.0 + SECONDS_PER_REQUEST * NUM_REQUESTS
     while num_asked < NUM_REQUESTS or engine.has_work:

@@ -56,7 +56,7 @@ from kvferry.errors import TransferError
 from kvferry.playground.engine import Engine, Limits
 from kvferry.playground.model import Decoder, ModelShape
 from kvferry.playground.offload import Offloader
-from kvferry.playground.request import Request
+from kvferry.playground.request import ServedRequest
 from kvferry.playground.runner import Runner
 from kvferry.scheduler.level import WriteMode
 from kvferry.tiers import HostTier, MemoryTier, TierMover, Way
@@ -640,7 +640,7 @@ def test_an_engine_whose_copies_all_fail_still_answers() -> None:
                 copies = offloader.worker._movers[0]
                 copies._move = _refuse  # type: ignore[attr-defined]
             engine = Engine(runner, limits=Limits(max_running=2), offloader=offloader)
-            requests = [Request(f"r{n}", tuple(range(n % 2, 30)), 8) for n in range(4)]
+            requests = [ServedRequest(f"r{n}", tuple(range(n % 2, 30)), 8) for n in range(4)]
             for request in requests:
                 engine.submit(request)
             engine.run()

@@ -16,7 +16,7 @@ from kvferry.cli.bench_copy_plot import plot
 from kvferry.cli.bench_copy_tables import report
 from kvferry.cli.calibrate import calibrate
 from kvferry.cli.progress import show
-from kvferry.device.bench.result import OneCopy, PlannerCell, Result, Row, SlowdownRow
+from kvferry.device.bench.result import BenchResult, OneCopy, PlannerCell, SlowdownRow, TimedCopy
 from kvferry.device.driver.cuda import CudaDriver
 
 MiB = 1 << 20
@@ -58,7 +58,7 @@ def made_up() -> dict[str, Any]:
     provenance = dict.fromkeys(
         ["gpu", "link", "driver", "torch", "triton", "python", "kvferry", "date", "command"], "x"
     )
-    result = Result(
+    result = BenchResult(
         {**provenance, "calibration_seconds": "1.0"},
         designs={"theirs": "another design"},
         ceiling={"load": 50.0, "store": 50.0},
@@ -66,9 +66,13 @@ def made_up() -> dict[str, Any]:
     for direction in ("load", "store"):
         for path in ("loop", "dma", "kernel", "staged", "theirs", "auto"):
             chosen = "kernel" if path == "auto" else ""
-            row = Row(direction, 16384, 64, 256, path, 40.0, 0.8, 6e-3, 5.0, chosen, "run", 50.0)
+            row = TimedCopy(
+                direction, 16384, 64, 256, path, 40.0, 0.8, 6e-3, 5.0, chosen, "run", 50.0
+            )
             result.rows.append(row)
-            small = Row(direction, 16384, 64, 1, path, 20.0, 0.4, 5e-5, 5.0, chosen, "run", 50.0)
+            small = TimedCopy(
+                direction, 16384, 64, 1, path, 20.0, 0.4, 5e-5, 5.0, chosen, "run", 50.0
+            )
             result.small.append(small)
         result.submit.append(
             {"direction": direction, "num_blocks": 1, "path": "auto", "submit_us": 9.0}

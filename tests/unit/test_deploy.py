@@ -16,13 +16,15 @@ import pytest
 import yaml
 
 from kvferry.config import Config, describe
-from kvferry.metrics.catalog import FIGURES, Kind, Label, Metric, catalog
+from kvferry.metrics.catalog import FIGURES, Label, Metric, MetricKind, catalog
 from kvferry.quantities import parse_size
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-IDLE = Metric("kvferry_idle", Kind.GAUGE, "1 while nothing is served.", (Label("reason", ""),))
-ALONE = Metric("kvferry:alone", Kind.GAUGE, "A recording rule of ours.", (Label("host", ""),))
+IDLE = Metric(
+    "kvferry_idle", MetricKind.GAUGE, "1 while nothing is served.", (Label("reason", ""),)
+)
+ALONE = Metric("kvferry:alone", MetricKind.GAUGE, "A recording rule of ours.", (Label("host", ""),))
 SERIES = {name: metric for metric in (IDLE, ALONE, *catalog()) for name in metric.series}
 TARGET = {"instance", "job"}
 VLLMS = {"model_name", "engine"}
@@ -116,7 +118,7 @@ def check_call(part: Any) -> None:
         return
     if part.func.name in RATES:
         (selector,) = selectors(part)
-        assert metric_of(selector).kind is not Kind.GAUGE, f"a rate of {selector.name}"
+        assert metric_of(selector).kind is not MetricKind.GAUGE, f"a rate of {selector.name}"
     if part.func.name == "histogram_quantile":
         (grouped,) = [p for p in parts(part) if isinstance(p, promql_parser.AggregateExpr)]
         assert grouped.modifier is not None
@@ -237,7 +239,7 @@ def test_the_manifest_sets_settings_that_exist():
 
 
 def test_what_names_requests_stays_inside_the_pod():
-    """``/explain`` is on our own endpoint: on loopback, and no port of the pod or the service."""
+    """``/explain`` is on kvferry's own endpoint: on loopback, no port of pod or service."""
     env = {item["name"]: item.get("value") for item in container()["env"]}
     ours = {name: value for name, value in env.items() if name.startswith("KVFERRY_")}
     config = Config.from_env(ours)
@@ -294,9 +296,8 @@ def docker_run(text: str) -> list[str]:
 def test_the_line_that_runs_the_container_is_whole_and_the_same_everywhere():
     words = docker_run((DEPLOY / "docker" / "Dockerfile").read_text())
     assert words == docker_run((ROOT / "docs" / "operations.md").read_text())
-    config = Config.from_env(
-        {"KVFERRY_HOST": words[words.index("-e", words.index("-e") + 1) + 1].split("=")[1]}
-    )
+    (given,) = [word for word in words if word.startswith("KVFERRY_HOST=")]
+    config = Config.from_env(dict([given.split("=")]))
     assert isinstance(config.host, int)
     assert config.host < parse_size(words[words.index("--memory") + 1].upper() + "iB")
     assert json.loads(words[-1])["kv_connector"] == "kvferry"

@@ -21,9 +21,9 @@ from kvferry.device.planning.path_choices import PathChoices
 from kvferry.device.planning.planner import MeasuredPlanner
 from kvferry.identity import Namespace, chain
 from kvferry.metrics import catalog as names
-from kvferry.metrics.catalog import Kind, catalog, page
+from kvferry.metrics.catalog import MetricKind, catalog, page
 from kvferry.metrics.collector import FerryCollector
-from kvferry.metrics.desk import Desk
+from kvferry.metrics.inbox import Inbox
 from kvferry.metrics.reasons import why_path
 from kvferry.metrics.samples import Snapshot, samples
 from kvferry.metrics.source import Source, is_part
@@ -65,7 +65,7 @@ def settle(scheduler: ByName, *, path: str, seconds: float) -> None:
 
 @pytest.fixture
 def snapshot() -> Snapshot:
-    stats = busy_scheduler().stats()
+    stats = replace(busy_scheduler().stats(), asked={"store": (4, 3)})
     return Snapshot(stats, "1.2.3", {"host": 100}, pinned_bytes=800, held_blocks=2)
 
 
@@ -79,7 +79,7 @@ def test_names_follow_prometheus_habits():
     assert len(seen) == len(set(seen))
     for metric in catalog():
         assert metric.name.startswith("kvferry_")
-        assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)
+        assert metric.name.endswith("_total") == (metric.kind is MetricKind.COUNTER)
         assert metric.help.endswith(".")
 
 
@@ -234,7 +234,7 @@ def test_of_several_requests_of_one_name_the_latest_is_explained():
     keys = chain(NAMESPACE, np.arange(16))
     for request_id in ("cmpl-a-0-1", "cmpl-a-1-2", "cmpl-b-0-3"):
         scheduler.match(request_id, keys)
-    source = Source(scheduler, Desk())
+    source = Source(scheduler, Inbox())
     told = source.explain("cmpl-a")
     assert told is not None
     assert told["request_id"] == "cmpl-a-1-2"

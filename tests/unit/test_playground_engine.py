@@ -10,7 +10,7 @@ import pytest
 from kvferry.errors import InputError
 from kvferry.playground.engine import Engine, Limits
 from kvferry.playground.model import Decoder, ModelShape
-from kvferry.playground.request import Request, State
+from kvferry.playground.request import ServedRequest, ServedState
 from kvferry.playground.runner import Runner
 from kvferry.playground.workload import Chat, serve
 
@@ -58,10 +58,10 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(np.random.default_rng(seed).integers(0, 97, length).tolist())
 
 
-def alone(runners: list[Runner], request: Request) -> list[int]:
+def alone(runners: list[Runner], request: ServedRequest) -> list[int]:
     """What the request generates with a device of its own."""
     own = engine(runners, 40)
-    copy = Request(request.id, request.prompt, request.max_new_tokens)
+    copy = ServedRequest(request.id, request.prompt, request.max_new_tokens)
     own.submit(copy)
     own.run()
     return copy.generated
@@ -94,9 +94,9 @@ def test_tokens_ignore_the_block_size(runners: list[Runner], block_tokens: int) 
 
 def test_a_step_keeps_to_its_budget_and_mixes_prefill_with_decode(runners: list[Runner]) -> None:
     loop = engine(runners, 40, step_tokens=20)
-    loop.submit(Request("a", prompt(8), 30))
+    loop.submit(ServedRequest("a", prompt(8), 30))
     loop.step()
-    loop.submit(Request("b", prompt(100, seed=1), 2))
+    loop.submit(ServedRequest("b", prompt(100, seed=1), 2))
     before = loop.counts.num_prefill_tokens
     loop.step()
     assert loop.counts.num_prefill_tokens - before == 19
@@ -106,8 +106,8 @@ def test_a_step_keeps_to_its_budget_and_mixes_prefill_with_decode(runners: list[
 
 def test_a_shared_prefix_is_computed_once(runners: list[Runner]) -> None:
     loop = engine(runners, 40)
-    first = Request("a", (*prompt(64), 1, 2), 2)
-    second = Request("b", (*prompt(64), 3, 4), 2)
+    first = ServedRequest("a", (*prompt(64), 1, 2), 2)
+    second = ServedRequest("b", (*prompt(64), 3, 4), 2)
     loop.submit(first)
     loop.run()
     loop.submit(second)
@@ -119,7 +119,7 @@ def test_a_shared_prefix_is_computed_once(runners: list[Runner]) -> None:
 
 def test_a_prompt_fully_cached_still_computes_its_last_token(runners: list[Runner]) -> None:
     loop = engine(runners, 40)
-    first, second = Request("a", prompt(64), 2), Request("b", prompt(64), 2)
+    first, second = ServedRequest("a", prompt(64), 2), ServedRequest("b", prompt(64), 2)
     loop.submit(first)
     loop.run()
     loop.submit(second)
@@ -131,7 +131,8 @@ def test_a_prompt_fully_cached_still_computes_its_last_token(runners: list[Runne
 def test_preemption_takes_the_latest_and_tokens_stay(runners: list[Runner]) -> None:
     loop = engine(runners, 9)
     requests = [
-        Request(f"r{n}", prompt(40, seed=n), 40, arrival=loop.clock() + n * 1e-6) for n in range(3)
+        ServedRequest(f"r{n}", prompt(40, seed=n), 40, arrival=loop.clock() + n * 1e-6)
+        for n in range(3)
     ]
     for request in requests:
         loop.submit(request)
@@ -142,7 +143,7 @@ def test_preemption_takes_the_latest_and_tokens_stay(runners: list[Runner]) -> N
     assert requests[0].num_preemptions == 0
     assert requests[2].num_preemptions > 0
     for request in requests:
-        assert request.state is State.FINISHED
+        assert request.state is ServedState.FINISHED
         assert request.generated == alone(runners, request)
     loop.memory.check_integrity(num_held=0)
 
@@ -151,10 +152,10 @@ def test_a_request_waits_for_its_arrival(runners: list[Runner]) -> None:
     now = [0.0]
     runners.append(Runner(Decoder(SHAPE), num_blocks=8))
     loop = Engine(runners[-1], clock=lambda: now[0])
-    request = Request("late", prompt(5), 1, arrival=0.001)
+    request = ServedRequest("late", prompt(5), 1, arrival=0.001)
     loop.submit(request)
     assert loop.step() == []
-    assert request.state is State.WAITING
+    assert request.state is ServedState.WAITING
     now[0] = 0.001
     assert loop.step() == [request]
     assert request.first_token_at == 0.001
@@ -165,13 +166,13 @@ def test_aborts_leave_nothing_behind(runners: list[Runner]) -> None:
     rng = np.random.default_rng(11)
     survivors = []
     for number in range(24):
-        request = Request(f"r{number:02d}", prompt(int(rng.integers(5, 70)), seed=number), 12)
+        request = ServedRequest(f"r{number:02d}", prompt(int(rng.integers(5, 70)), seed=number), 12)
         loop.submit(request)
         for _ in range(int(rng.integers(0, 4))):
             loop.step()
-        if rng.random() < 0.5 and request.state is not State.FINISHED:
+        if rng.random() < 0.5 and request.state is not ServedState.FINISHED:
             loop.abort(request.id)
-            assert request.state is State.ABORTED
+            assert request.state is ServedState.ABORTED
         else:
             survivors.append(request)
         loop.memory.check_integrity()
@@ -185,14 +186,14 @@ def test_aborts_leave_nothing_behind(runners: list[Runner]) -> None:
 def test_refuses_what_cannot_be_served(runners: list[Runner]) -> None:
     loop = engine(runners, 4)
     with pytest.raises(InputError, match="may grow to 70 tokens; 4 device blocks of 16"):
-        loop.submit(Request("big", prompt(60), 10))
-    loop.submit(Request("a", prompt(5), 3))
+        loop.submit(ServedRequest("big", prompt(60), 10))
+    loop.submit(ServedRequest("a", prompt(5), 3))
     with pytest.raises(InputError, match="already being served"):
-        loop.submit(Request("a", prompt(5), 3))
+        loop.submit(ServedRequest("a", prompt(5), 3))
     with pytest.raises(InputError, match="empty prompt"):
-        Request("none", (), 1)
+        ServedRequest("none", (), 1)
     with pytest.raises(InputError, match="at least 1 token, got 0"):
-        Request("zero", (1,), 0)
+        ServedRequest("zero", (1,), 0)
     with pytest.raises(InputError, match="not being served"):
         loop.abort("unknown")
     with pytest.raises(InputError, match="step_tokens must be at least 1, got 0"):
@@ -203,7 +204,7 @@ def test_refuses_what_cannot_be_served(runners: list[Runner]) -> None:
 
 def test_a_fault_in_the_model_reaches_the_caller(runners: list[Runner]) -> None:
     loop = engine(runners, 4)
-    loop.submit(Request("bad", (96, 97), 1))
+    loop.submit(ServedRequest("bad", (96, 97), 1))
     with pytest.raises(IndexError):
         loop.step()
 

@@ -15,7 +15,7 @@ from kvferry.playground import offload
 from kvferry.playground.engine import Engine, Limits
 from kvferry.playground.model import Decoder, ModelShape
 from kvferry.playground.offload import Offloader
-from kvferry.playground.request import Request, State
+from kvferry.playground.request import ServedRequest, ServedState
 from kvferry.playground.runner import Runner
 from kvferry.types import DEVICE, Transfer
 
@@ -89,19 +89,19 @@ def bad_day(seed: int, chance: random.Random) -> type[CpuEngine]:
 
 def serve_and_disturb(
     loop: Engine, offloader: Offloader, chance: random.Random, num_requests: int
-) -> list[Request]:
+) -> list[ServedRequest]:
     texts = [[chance.randrange(97) for _ in range(96)] for _ in range(3)]
     survivors = []
     for number in range(num_requests):
         shared = chance.choice(texts)[: chance.choice((32, 64, 96, chance.randint(1, 96)))]
         own = [chance.randrange(97) for _ in range(chance.randint(1, 20))]
-        request = Request(f"r{number:02d}", (*shared, *own), chance.randint(1, 20))
+        request = ServedRequest(f"r{number:02d}", (*shared, *own), chance.randint(1, 20))
         loop.submit(request)
         for _ in range(chance.randint(0, 6)):
             loop.step()
             loop.memory.check_integrity()
             offloader.scheduler.check_integrity()
-        if chance.random() < 0.25 and request.state is not State.FINISHED:
+        if chance.random() < 0.25 and request.state is not ServedState.FINISHED:
             loop.abort(request.id)
         else:
             survivors.append(request)
@@ -114,11 +114,11 @@ def serve_and_disturb(
     return survivors
 
 
-def undisturbed(shape: ModelShape, requests: list[Request]) -> list[list[int]]:
+def undisturbed(shape: ModelShape, requests: list[ServedRequest]) -> list[list[int]]:
     """What the same requests generate on a device with room for all of them."""
     with Runner(Decoder(shape), num_blocks=1000) as runner:
         loop = Engine(runner, limits=Limits(max_running=len(requests) + 1))
-        copies = [Request(r.id, r.prompt, r.max_new_tokens) for r in requests]
+        copies = [ServedRequest(r.id, r.prompt, r.max_new_tokens) for r in requests]
         for copy in copies:
             loop.submit(copy)
         loop.run()

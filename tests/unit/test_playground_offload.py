@@ -17,7 +17,7 @@ from kvferry.playground import offload
 from kvferry.playground.engine import Engine, Limits
 from kvferry.playground.model import Decoder, ModelShape
 from kvferry.playground.offload import Offloader
-from kvferry.playground.request import Request, State
+from kvferry.playground.request import ServedRequest, ServedState
 from kvferry.playground.runner import Runner
 from kvferry.playground.workload import Chat, serve
 from kvferry.types import DEVICE, HOST, Transfer
@@ -158,14 +158,14 @@ def test_random_aborts_leave_nothing_behind(build: Build, seed: int) -> None:
     loop = build(14, shape=SHAPES["hybrid"], step_tokens=16, max_running=4)
     rng = np.random.default_rng(seed)
     shared = prompt(64)
-    survivors: list[Request] = []
+    survivors: list[ServedRequest] = []
     for number in range(30):
         own = prompt(int(rng.integers(1, 40)), seed=number % 7)
-        request = Request(f"r{number:02d}", shared[: int(rng.integers(1, 65))] + own, 12)
+        request = ServedRequest(f"r{number:02d}", shared[: int(rng.integers(1, 65))] + own, 12)
         loop.submit(request)
         for _ in range(int(rng.integers(0, 6))):
             loop.step()
-        if rng.random() < 0.4 and request.state is not State.FINISHED:
+        if rng.random() < 0.4 and request.state is not ServedState.FINISHED:
             loop.abort(request.id)
         else:
             survivors.append(request)
@@ -173,7 +173,7 @@ def test_random_aborts_leave_nothing_behind(build: Build, seed: int) -> None:
     loop.run()
     with Runner(Decoder(SHAPES["hybrid"]), num_blocks=40) as runner:
         alone = Engine(runner)
-        copies = [Request(r.id, r.prompt, r.max_new_tokens) for r in survivors]
+        copies = [ServedRequest(r.id, r.prompt, r.max_new_tokens) for r in survivors]
         for copy in copies:
             alone.submit(copy)
         alone.run()
@@ -237,17 +237,20 @@ def test_wrong_bytes_would_be_seen(build: Build, monkeypatch: pytest.MonkeyPatch
 def test_others_run_while_a_request_loads(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "CpuEngine", Slow)
     loop = build(12, config=Config(max_storing_blocks=12))
-    first = Request("first", prompt(80), 2)
+    first = ServedRequest("first", prompt(80), 2)
     loop.submit(first)
     loop.run()
     for number in range(3):  # push it off the device
-        loop.submit(Request(f"other-{number}", prompt(80, seed=number + 1), 2))
+        loop.submit(ServedRequest(f"other-{number}", prompt(80, seed=number + 1), 2))
         loop.run()
-    again, beside = Request("again", prompt(80), 4), Request("beside", prompt(10, seed=9), 4)
+    again, beside = (
+        ServedRequest("again", prompt(80), 4),
+        ServedRequest("beside", prompt(10, seed=9), 4),
+    )
     loop.submit(again)
     loop.submit(beside)
     loop.step()
-    assert again.state is State.LOADING
+    assert again.state is ServedState.LOADING
     assert len(beside.generated) == 1
     loop.run()
     assert again.num_loaded == 64
@@ -258,9 +261,9 @@ def test_a_loading_request_can_be_aborted(build: Build, monkeypatch: pytest.Monk
     monkeypatch.setattr(offload, "CpuEngine", Slow)
     loop = build(12, config=Config(max_storing_blocks=12))
     for number in range(4):
-        loop.submit(Request(f"r{number}", prompt(80, seed=number), 2))
+        loop.submit(ServedRequest(f"r{number}", prompt(80, seed=number), 2))
         loop.run()
-    loop.submit(Request("again", prompt(80), 4))
+    loop.submit(ServedRequest("again", prompt(80), 4))
     loop.step()
     assert loop.memory.pools[0].num_free < 12
     loop.abort("again")
@@ -276,7 +279,7 @@ def test_closing_with_copies_under_way_is_clean(monkeypatch: pytest.MonkeyPatch)
     ):
         loop = Engine(runner, offloader=offloader)
         for number in (0, 1, 2, 3, 0):
-            loop.submit(Request(f"r{number}", prompt(80, seed=number), 2))
+            loop.submit(ServedRequest(f"r{number}", prompt(80, seed=number), 2))
             loop.step()
         pool = offloader.scheduler.pool
         offloader.close()

@@ -16,7 +16,7 @@ from tests.fakes.registrar import FakeRegistrar
 from kvferry.config import AUTO
 from kvferry.errors import ConfigError
 from kvferry.quantities import GiB, MiB
-from kvferry.tiers import HostMemory, Machine, Pin, Progress
+from kvferry.tiers import GrowthState, HostMemory, Machine, Pin
 from kvferry.tiers import growth as growth_module
 from kvferry.tiers import mapping as mapping_module
 from kvferry.tiers.chunks import Chunks
@@ -65,7 +65,7 @@ def test_all_of_it_becomes_ready_pinned_and_is_given_back() -> None:
     assert growth.ready_slots >= 4
     assert growth.wait(5)
     stats = growth.stats()
-    assert stats.progress is Progress.DONE
+    assert stats.progress is GrowthState.DONE
     assert growth.ready_slots == stats.ready_slots == stats.num_slots == 103
     assert stats.ready_bytes == stats.pinned_bytes == stats.asked_bytes == 103 * PAGE
     assert growth.is_pinned
@@ -92,7 +92,7 @@ def test_the_first_chunk_serves_while_the_others_wait() -> None:
     registrar = Gated()
     growth = Growth(host, registrar=registrar)
     assert growth.ready_slots == 4
-    assert growth.stats().progress is Progress.GROWING
+    assert growth.stats().progress is GrowthState.GROWING
     host.rows[:4] = 7
     registrar.gate.set()
     assert growth.wait(5)
@@ -220,7 +220,7 @@ def test_a_refused_chunk_leaves_the_pool_smaller(
     growth = Growth(host, registrar=registrar)
     assert growth.wait(5)
     stats = growth.stats()
-    assert stats.progress is Progress.STOPPED
+    assert stats.progress is GrowthState.STOPPED
     assert 4 <= growth.ready_slots < 40
     assert "refused" in stats.reason
     assert "refused" in caplog.text
@@ -249,7 +249,7 @@ def test_a_process_that_may_have_few_threads_grows_with_those(
     assert growth.wait(5)
     stats = growth.stats()
     assert stats.ready_slots == (40 if allowed else 4)
-    assert stats.progress is (Progress.DONE if allowed else Progress.STOPPED)
+    assert stats.progress is (GrowthState.DONE if allowed else GrowthState.STOPPED)
     assert ("can't start" in stats.reason) is not bool(allowed)
     growth.close()
     assert not registrar.held
@@ -261,7 +261,7 @@ def test_a_busy_signal_that_breaks_stops_the_growth_and_nothing_else() -> None:
 
     growth = Growth(tier(40), busy=broken)
     assert growth.wait(5)
-    assert growth.stats().progress is Progress.STOPPED
+    assert growth.stats().progress is GrowthState.STOPPED
     assert "ValueError: no stream" in growth.stats().reason
     growth.close()
 
@@ -280,7 +280,7 @@ def test_a_driver_that_pins_nothing_means_unpinned_and_correct(
         assert host.ready_slots == host.num_slots == 16 * MiB // PAGE
         host.tier.rows[:] = 3
         assert (host.tier.rows == 3).all()
-        assert host.stats().progress is Progress.DONE
+        assert host.stats().progress is GrowthState.DONE
         assert "cannot be pinned" in host.stats().reason
     assert registrar.num_calls == 1
     assert "Copies are correct but slow" in caplog.text
@@ -319,7 +319,7 @@ def test_memory_that_runs_out_stops_the_growth_before_the_kernel_does() -> None:
     growth = Growth(tier(4000), registrar=Eating(), machine=meminfo.machine())
     assert growth.wait(5)
     stats = growth.stats()
-    assert stats.progress is Progress.STOPPED
+    assert stats.progress is GrowthState.STOPPED
     assert 4 <= growth.ready_slots < 4000
     assert "the machine's memory has only 1.0 GiB left of 64.0 GiB" in stats.reason
     growth.close()
@@ -377,7 +377,7 @@ def test_close_during_growth_is_quick_and_gives_everything_back() -> None:
     growth.close()
     assert time.monotonic() - began < 0.5
     assert registrar.held == {}
-    assert growth.stats().progress is Progress.STOPPED
+    assert growth.stats().progress is GrowthState.STOPPED
 
 
 def test_a_driver_that_never_answers_is_left_with_its_memory(

@@ -14,7 +14,7 @@ from kvferry import __version__
 
 
 @dataclass(frozen=True)
-class Entry:
+class CommandEntry:
     """Where a command lives and what it does in half a line."""
 
     module: str
@@ -25,7 +25,7 @@ class Entry:
 class LazyGroup(click.Group):
     """A group that knows its commands by name and imports one when it is asked for it."""
 
-    def __init__(self, name: str, entries: Mapping[str, Entry], help: str) -> None:
+    def __init__(self, name: str, entries: Mapping[str, CommandEntry], help: str) -> None:
         settings = {"help_option_names": ["-h", "--help"]}  # of the commands below it, too
         super().__init__(name=name, help=help, context_settings=settings)
         self._entries = entries
@@ -71,17 +71,21 @@ class LazyGroup(click.Group):
 kvferry = LazyGroup(
     "kvferry",
     {
-        "demo": Entry(
+        "demo": CommandEntry(
             "kvferry.cli.demo", "demo", "See KV blocks leave a small device and come back."
         ),
-        "calibrate": Entry(
+        "calibrate": CommandEntry(
             "kvferry.cli.calibrate", "calibrate", "Time the copy paths on this machine."
         ),
-        "doctor": Entry("kvferry.cli.doctor", "doctor", "See whether this machine is fit."),
-        "top": Entry("kvferry.cli.top", "top", "See what a running kvferry does, now."),
-        "explain": Entry("kvferry.cli.explain", "explain", "Say why a request hit or missed."),
-        "config": Entry("kvferry.cli.settings", "config", "Show every setting and its source."),
-        "completion": Entry(
+        "doctor": CommandEntry("kvferry.cli.doctor", "doctor", "See whether this machine is fit."),
+        "top": CommandEntry("kvferry.cli.top", "top", "See what a running kvferry does, now."),
+        "explain": CommandEntry(
+            "kvferry.cli.explain", "explain", "Say why a request hit or missed."
+        ),
+        "config": CommandEntry(
+            "kvferry.cli.settings", "config", "Show every setting and its source."
+        ),
+        "completion": CommandEntry(
             "kvferry.cli.completion", "completion", "Make your shell complete commands."
         ),
     },
@@ -103,7 +107,7 @@ kvferry.add_command(
     LazyGroup(
         "bench",
         {
-            "copy": Entry(
+            "copy": CommandEntry(
                 "kvferry.cli.bench_copy", "bench_copy", "Copy blocks each way, by every path."
             ),
         },

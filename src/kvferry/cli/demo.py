@@ -14,12 +14,22 @@ from rich.table import Table
 from kvferry.cli.json_output import is_stdout, json_option, put
 from kvferry.cli.report import NAMES, ROWS, gain, render, show_seconds, verdict
 from kvferry.errors import ConfigError, InputError
-from kvferry.playground.compare import Answers, Comparison, Figures, Setting, Way, compare, run
+from kvferry.level_kinds import LevelSpec, read_levels, show_levels
+from kvferry.playground.compare import (
+    Answers,
+    Comparison,
+    Figures,
+    Scenario,
+    ServingWay,
+    compare,
+    run,
+)
 from kvferry.playground.model import Decoder, ModelShape
-from kvferry.playground.request import Request
+from kvferry.playground.request import ServedRequest
 from kvferry.playground.threads import limit_matrix_threads
 from kvferry.playground.workload import Chat
 from kvferry.quantities import parse_size
+from kvferry.watch.words import show_bytes
 
 INTERRUPTED = 130
 TOKENS_DIFFER = 1
@@ -28,6 +38,15 @@ TOKENS_DIFFER = 1
 def _read_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
     try:
         return parse_size(value, name="a size")
+    except ConfigError as error:
+        raise click.BadParameter(str(error), ctx, param) from error
+
+
+def _read_levels(
+    ctx: click.Context, param: click.Parameter, value: str | None
+) -> tuple[LevelSpec, ...]:
+    try:
+        return read_levels("levels", value)
     except ConfigError as error:
         raise click.BadParameter(str(error), ctx, param) from error
 
@@ -80,6 +99,15 @@ FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
     help="Host memory in which kvferry keeps blocks. Too little, and it must forget as well.",
 )
 @click.option(
+    "--levels",
+    metavar="LEVELS",
+    callback=_read_levels,
+    default=None,
+    help="What lies below host memory, such as memory:64MiB: it takes what host memory must "
+    "forget. Give a small --host to see it at work.",
+    show_default="none",
+)
+@click.option(
     "--window",
     type=COUNT,
     metavar="N",
@@ -113,6 +141,7 @@ def demo(
     answer_tokens: int,
     device_blocks: int | None,
     host: int,
+    levels: tuple[LevelSpec, ...],
     window: int | None,
     seed: int,
     html: Path,
@@ -140,11 +169,12 @@ def demo(
             vocab=shape.vocab,
             seed=seed,
         )
-        setting = Setting(
+        setting = Scenario(
             chat=chat,
             shape=shape,
             device_blocks=device_blocks or _default_device_blocks(chat),
             host_bytes=host,
+            levels=levels,
         )
         if host < setting.block_bytes:
             raise InputError(
@@ -155,6 +185,8 @@ def demo(
     _require_folder(html, None if is_stdout(json_file) else json_file)
     try:
         result = _run_all(setting, console)
+    except ConfigError as error:  # a level that cannot be opened
+        raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:
         console.print("Interrupted. Nothing was written.")
         ctx.exit(INTERRUPTED)
@@ -180,7 +212,7 @@ def _require_folder(*files: Path | None) -> None:
             raise click.UsageError(f"cannot write {file}: there is no folder {file.parent}")
 
 
-def _run_all(setting: Setting, console: Console) -> Comparison:
+def _run_all(setting: Scenario, console: Console) -> Comparison:
     limit_matrix_threads(1)
     chat = setting.chat
     console.print(
@@ -189,14 +221,14 @@ def _run_all(setting: Setting, console: Console) -> Comparison:
         highlight=False,
     )
     decoder = Decoder(setting.shape)
-    results: dict[Way, tuple[Figures, Answers]] = {}
+    results: dict[ServingWay, tuple[Figures, Answers]] = {}
     with _progress(console, chat.num_conversations * chat.num_turns) as follow:
-        for way in Way:
+        for way in ServingWay:
             results[way] = run(setting, way, decoder, follow(way))
     return compare(setting, results)
 
 
-Follow = Callable[[Way], Callable[[Request], None]]
+Follow = Callable[[ServingWay], Callable[[ServedRequest], None]]
 """Begins to show one way's progress; the answer is told of every finished turn."""
 
 
@@ -215,10 +247,10 @@ def _progress(console: Console, num_turns: int) -> Iterator[Follow]:
         console=console,
     ) as progress:
 
-        def follow(way: Way) -> Callable[[Request], None]:
+        def follow(way: ServingWay) -> Callable[[ServedRequest], None]:
             task = progress.add_task(NAMES[way], total=num_turns, last="")
 
-            def finished(request: Request) -> None:
+            def finished(request: ServedRequest) -> None:
                 progress.update(task, advance=1, last=f"first token {_wait(request)}")
 
             return finished
@@ -229,13 +261,13 @@ def _progress(console: Console, num_turns: int) -> Iterator[Follow]:
 class _PlainProgress:
     """A line for every quarter of a run, for logs and pipes."""
 
-    def __init__(self, console: Console, way: Way, num_turns: int) -> None:
+    def __init__(self, console: Console, way: ServingWay, num_turns: int) -> None:
         self._console = console
         self._way = way
         self._num_turns = num_turns
         self._num_done = 0
 
-    def __call__(self, request: Request) -> None:
+    def __call__(self, request: ServedRequest) -> None:
         quarter = 4 * self._num_done // self._num_turns
         self._num_done += 1
         if 4 * self._num_done // self._num_turns > quarter:
@@ -246,7 +278,7 @@ class _PlainProgress:
             )
 
 
-def _wait(request: Request) -> str:
+def _wait(request: ServedRequest) -> str:
     assert request.first_token_at is not None
     return show_seconds(request.first_token_at - request.arrival)
 
@@ -256,7 +288,7 @@ def _show(result: Comparison, console: Console) -> None:
     table.add_column("")
     for way, figures in result.figures.items():
         widest = max(len(show(figures)) for _, show in ROWS)  # words may be broken, numbers not
-        style = "cyan" if way is Way.KVFERRY else None
+        style = "cyan" if way is ServingWay.KVFERRY else None
         table.add_column(NAMES[way], justify="right", style=style, min_width=widest)
     for name, show in ROWS:
         table.add_row(name, *(show(figures) for figures in result.figures.values()))
@@ -264,3 +296,11 @@ def _show(result: Comparison, console: Console) -> None:
     style, mark = ("green", "OK") if result.tokens_equal else ("bold red", "FAILED")
     console.print(f"[{style}]{mark}[/] {verdict(result)}", highlight=False)
     console.print(gain(result), highlight=False)
+    if result.setting.levels:
+        ferried = result.figures[ServingWay.KVFERRY]
+        console.print(
+            f"Below host memory ({show_levels(result.setting.levels)}): "
+            f"{show_bytes(ferried.spilled_bytes)} went down, "
+            f"{show_bytes(ferried.promoted_bytes)} came back.",
+            highlight=False,
+        )

@@ -10,12 +10,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.cli.room import Room, unbroken
+from kvferry.cli.room import TerminalRoom, unbroken
 from kvferry.errors import KvferryError
 from kvferry.scheduler.why import Reason
 from kvferry.watch import scrape
 from kvferry.watch.fetch import DEFAULT_URL
-from kvferry.watch.told import Copied, Row, Told, Why, read_rows, read_told
+from kvferry.watch.told import Copied, RecentRequest, Told, Why, read_rows, read_told
 from kvferry.watch.words import clean, counted, said, show_bytes, show_seconds
 
 _MOST_NAME = 500
@@ -29,6 +29,7 @@ REASONS: dict[str, str] = {
     Reason.IN_FLIGHT.value: "Its bytes were still on their way in.",
     Reason.OTHER_NAMESPACE.value: "It was stored before a reset or a change of weights.",
     Reason.STILL_BELOW.value: "It lay below the host and was not brought up in time.",
+    Reason.LEVEL_AWAY.value: "It lay on a level that could not be used at that time.",
     Reason.LOAD_SLOWER.value: "It was there, but computing it was judged faster than loading it.",
 }
 
@@ -71,7 +72,7 @@ def explain(request_id: str | None, url: str, as_json: bool) -> None:
         raise click.ClickException(str(scrape.not_explained(url, error))) from error
 
 
-def _list(rows: list[Row], console: Console) -> None:
+def _list(rows: list[RecentRequest], console: Console) -> None:
     if not rows:
         console.print("No request has come by yet.")
         return
@@ -121,6 +122,10 @@ def _tell_why(why: Why, console: Console) -> None:
     at = f"First missing: token {missing}. " if missing is not None else ""
     words = f"{REASONS[why.reason]} " if why.reason in REASONS else ""
     console.print(Text(f"{at}{words}({said(why.reason)})"))
+    if why.asked_blocks:
+        console.print(f"Levels were asked for {counted(why.asked_blocks, 'block')}.")
+    for level in why.levels_away:
+        console.print(Text(f"Away: {said(level, _MOST_NAME)}", style="red"))
     if why.verdict:
         verdict = VERDICTS.get(why.verdict, said(why.verdict))
         console.print(Text(f"Decision: {verdict}{_times(why)}."))
@@ -148,7 +153,7 @@ def _copy(copy: Copied) -> tuple[str, ...]:
 
 def _print(table: Table, lines: list[tuple[str, str]], console: Console) -> None:
     """The table, or the same in lines where it is too wide: a number is never cut."""
-    if Room(console, console.options).beside(table) >= 0:
+    if TerminalRoom(console, console.options).beside(table) >= 0:
         console.print(table)
         return
     for name, words in lines:

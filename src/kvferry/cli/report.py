@@ -7,14 +7,18 @@ from html import escape
 
 from kvferry import __version__
 from kvferry.cli.plots import Part, Series, bar_plot, legend, line_plot
-from kvferry.playground.compare import Comparison, Figures, Way
+from kvferry.playground.compare import Comparison, Figures, ServingWay
 
 NAMES = {
-    Way.ROOMY: "Big device",
-    Way.SMALL: "Small device",
-    Way.KVFERRY: "Small + kvferry",
+    ServingWay.ROOMY: "Big device",
+    ServingWay.SMALL: "Small device",
+    ServingWay.KVFERRY: "Small + kvferry",
 }
-_COLOURS = {Way.ROOMY: "--roomy", Way.SMALL: "--small", Way.KVFERRY: "--kvferry"}
+_COLOURS = {
+    ServingWay.ROOMY: "--roomy",
+    ServingWay.SMALL: "--small",
+    ServingWay.KVFERRY: "--kvferry",
+}
 
 Row = tuple[str, Callable[[Figures], str]]
 
@@ -49,7 +53,7 @@ def show_bytes(count: float) -> str:
 
 def verdict(result: Comparison) -> str:
     """Whether the three runs agree, in one sentence."""
-    figures = result.figures[Way.ROOMY]
+    figures = result.figures[ServingWay.ROOMY]
     if result.tokens_equal:
         return (
             f"All {len(figures.turns)} answers ({figures.generated_tokens:,} tokens) "
@@ -95,7 +99,7 @@ def render(result: Comparison) -> str:
 
 
 def _cards(result: Comparison) -> str:
-    small, kvferry = result.figures[Way.SMALL], result.figures[Way.KVFERRY]
+    small, kvferry = result.figures[ServingWay.SMALL], result.figures[ServingWay.KVFERRY]
     cards = (
         (
             f"{result.prefill_ratio:.1f}×",
@@ -145,7 +149,7 @@ def _by_turn(result: Comparison) -> str:
                 NAMES[way],
                 _COLOURS[way],
                 [(n + 1, s * 1000) for n, s in enumerate(figures.first_token_median_by_turn())],
-                wide=way is Way.ROOMY,
+                wide=way is ServingWay.ROOMY,
             )
             for way, figures in result.figures.items()
         ],
@@ -165,7 +169,7 @@ def _spread(result: Comparison) -> str:
                 NAMES[way],
                 _COLOURS[way],
                 [(0.0, 0.0), (waits[0], 0.0), *points],
-                wide=way is Way.ROOMY,
+                wide=way is ServingWay.ROOMY,
             )
         )
     return line_plot(
@@ -185,7 +189,7 @@ def _work(result: Comparison) -> str:
         for number, turn in enumerate(figures.turns):
             total += turn.prefilled_tokens
             points.append((number + 1.0, float(total)))
-        series.append(Series(NAMES[way], _COLOURS[way], points, wide=way is Way.ROOMY))
+        series.append(Series(NAMES[way], _COLOURS[way], points, wide=way is ServingWay.ROOMY))
     return line_plot(
         series,
         x_label="turns answered",
@@ -222,7 +226,11 @@ def _round(tick: float) -> str:
 
 
 def _table(result: Comparison) -> str:
-    columns = (Way.KVFERRY, Way.SMALL, Way.ROOMY)  # first what a narrow screen should show
+    columns = (
+        ServingWay.KVFERRY,
+        ServingWay.SMALL,
+        ServingWay.ROOMY,
+    )  # first what a narrow screen should show
     head = "".join(f'<th scope="col">{escape(NAMES[way])}</th>' for way in columns)
     rows = "".join(
         f'<tr><th scope="row">{escape(name)}</th>'

@@ -12,7 +12,7 @@ _PIPE_WIDTH = 1000
 
 
 @dataclass(frozen=True)
-class Room:
+class TerminalRoom:
     """The columns that something may take."""
 
     console: Console

@@ -13,9 +13,17 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.cli.room import Room
+from kvferry.cli.room import TerminalRoom
 from kvferry.watch.view import RouteView, TierView, View
-from kvferry.watch.words import clean, counted, said, show_bytes, show_share, sparkline
+from kvferry.watch.words import (
+    clean,
+    counted,
+    said,
+    show_bytes,
+    show_share,
+    sparkline,
+    why_idle,
+)
 
 _BAR_WIDTH = 30
 _LINE_WIDTH = 24
@@ -26,6 +34,7 @@ _LEAST_DRAWN = 6
 """A bar or a sparkline of fewer columns says nothing."""
 
 _MOST_NAME = 40
+_MOST_WHY = 300
 _STATES = (("cached", "█", "blue"), ("leased", "▓", "yellow"), ("unready", "░", "magenta"))
 
 
@@ -40,11 +49,12 @@ class Screen:
         self, console: Console, options: ConsoleOptions
     ) -> Iterable[RenderableType]:
         """Without colours the shades still differ."""
-        room = Room(console, options)
+        room = TerminalRoom(console, options)
         yield _head(self.view)
         if self.error:
             yield Text(clean(self.error), style="bold red")
         yield _tiers(self.view, room)
+        yield from _away(self.view)
         yield _routes(self.view, room)
         yield _counts(self.view, room)
         yield _foot(self.view)
@@ -54,6 +64,8 @@ def _head(view: View) -> Text:
     text = Text.assemble(
         ("kvferry ", "bold"), (_name(view.version), "dim"), "  ", (clean(view.url), "dim"), "\n"
     )
+    if view.idle:
+        text.append(f"idle: {clean(why_idle(view.idle))}\n", style="bold red")
     now = f" (now {show_share(view.hit_rate_now)})" if view.hit_rate_now is not None else ""
     text.append(f"hit rate {show_share(view.hit_rate)}{now}", style="bold")
     text.append(
@@ -70,7 +82,7 @@ def _head(view: View) -> Text:
 # -- tiers ----------------------------------------------------------------------------------------
 
 
-def _tiers(view: View, room: Room) -> RenderableType:
+def _tiers(view: View, room: TerminalRoom) -> RenderableType:
     left = room.beside(_tier_table(view, 0))
     if left < _LEAST_DRAWN:
         return Group(*(_tier(tier, room) for tier in view.tiers))
@@ -81,22 +93,42 @@ def _tier_table(view: View, bar_width: int) -> Table:
     table = _table("Tier", "", "", "Slots", "Bytes", "Evicted")
     for tier in view.tiers:
         slots = f"{tier.used:,} of {tier.total:,}"
-        name, bar = Text(_name(tier.name)), _bar(tier, bar_width)
-        table.add_row(name, bar, _share(tier), slots, _size(tier), f"{tier.evicted:,}")
+        if tier.asked is not None:
+            slots = f"{tier.found or 0:,} of {tier.asked:,} found"
+        bar = _bar(tier, bar_width)
+        table.add_row(_title(tier), bar, _share(tier), slots, _size(tier), f"{tier.evicted:,}")
     return table
 
 
-def _tier(tier: TierView, room: Room) -> RenderableType:
+def _title(tier: TierView, style: str = "") -> Text:
+    """Its name; one that cannot be used says so where it is seen first."""
+    if not tier.is_away:
+        return Text(_name(tier.name), style=style)
+    return Text(f"{_name(tier.name)} (away)", style="bold red")
+
+
+def _away(view: View) -> Iterable[Text]:
+    for tier in view.tiers:
+        if tier.is_away:
+            why = f": {said(tier.why_away, _MOST_WHY)}" if tier.why_away else ""
+            yield Text(f"Level {_name(tier.name)} cannot be used{why}", style="bold red")
+
+
+def _tier(tier: TierView, room: TerminalRoom) -> RenderableType:
     """One tier on lines of its own."""
     share = _share(tier)
     bar = _bar(tier, max(1, min(_BAR_WIDTH, room.width - len(share) - 4)))
     size = f", {_size(tier)}" if tier.slot_bytes is not None else ""
     words = f"{tier.used:,} of {tier.total:,} slots{size}, {tier.evicted:,} evicted"
-    return Group(Text(_name(tier.name), style="bold dim"), _below(bar + Text(f"  {share}"), words))
+    if tier.asked is not None:
+        words = f"asked for {counted(tier.asked, 'block')}, {tier.found or 0:,} found"
+    return Group(_title(tier, "bold dim"), _below(bar + Text(f"  {share}"), words))
 
 
 def _bar(tier: TierView, width: int) -> Text:
     text = Text()
+    if tier.asked:
+        text.append("█" * round(width * (tier.found or 0) / tier.asked), style="blue")
     for state, mark, style in _STATES:
         count = getattr(tier, state)
         part = round(width * count / tier.total) if tier.total else 0
@@ -107,6 +139,8 @@ def _bar(tier: TierView, width: int) -> Text:
 
 
 def _share(tier: TierView) -> str:
+    if tier.asked is not None:
+        return show_share((tier.found or 0) / tier.asked if tier.asked else None)
     return show_share(tier.used / tier.total if tier.total else None)
 
 
@@ -117,7 +151,7 @@ def _size(tier: TierView) -> str:
 # -- traffic --------------------------------------------------------------------------------------
 
 
-def _routes(view: View, room: Room) -> RenderableType:
+def _routes(view: View, room: TerminalRoom) -> RenderableType:
     if not view.routes:
         return Text("Nothing has moved yet.", style="dim")
     left = room.beside(_route_table(view, 0))
@@ -135,7 +169,7 @@ def _route_table(view: View, line_width: int) -> Table:
     return table
 
 
-def _route(route: RouteView, room: Room) -> RenderableType:
+def _route(route: RouteView, room: TerminalRoom) -> RenderableType:
     """One route on lines of its own."""
     line = Text(f"{_now(route)} now ")
     line.append(sparkline(route.history, max(1, room.width - len(line) - 2)), style="cyan")
@@ -167,7 +201,7 @@ def _paths(route: RouteView) -> str:
 # -- counts ---------------------------------------------------------------------------------------
 
 
-def _counts(view: View, room: Room) -> RenderableType:
+def _counts(view: View, room: TerminalRoom) -> RenderableType:
     troubles = {word: n for word, n in view.troubles.items() if n}
     rankings = {
         "Why requests got no more": view.misses,
@@ -220,7 +254,7 @@ def _foot(view: View) -> Text:
 # -- all of them ----------------------------------------------------------------------------------
 
 
-def _scaled(width: int, room: Room) -> int:
+def _scaled(width: int, room: TerminalRoom) -> int:
     return 2 * width if room.width >= _WIDE else width
 
 

@@ -12,7 +12,7 @@ from prometheus_client.core import (
     HistogramMetricFamily,
 )
 
-from kvferry.metrics.catalog import Kind, Metric, catalog
+from kvferry.metrics.catalog import Metric, MetricKind, catalog
 from kvferry.metrics.samples import Snapshot, samples
 from kvferry.metrics.text import shown
 from kvferry.stats import Distribution
@@ -39,9 +39,9 @@ class FerryCollector:
 
 def _family(metric: Metric) -> Family:
     labels = [label.name for label in metric.labels]
-    if metric.kind is Kind.COUNTER:
+    if metric.kind is MetricKind.COUNTER:
         return CounterMetricFamily(metric.name.removesuffix("_total"), metric.help, labels=labels)
-    if metric.kind is Kind.GAUGE:
+    if metric.kind is MetricKind.GAUGE:
         return GaugeMetricFamily(metric.name, metric.help, labels=labels)
     return HistogramMetricFamily(metric.name, metric.help, labels=labels)
 

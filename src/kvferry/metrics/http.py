@@ -19,8 +19,8 @@ from contextlib import suppress
 from http import HTTPStatus
 
 from kvferry.errors import ConfigError
-from kvferry.metrics.http_connection import Connection, State
-from kvferry.metrics.http_messages import LOOPBACK, Reply, Request, is_loopback, read_request
+from kvferry.metrics.http_connection import Connection, ConnectionState
+from kvferry.metrics.http_messages import LOOPBACK, HttpRequest, Reply, is_loopback, read_request
 
 __all__ = ["LOOPBACK", "MOST_CONNECTIONS", "Answer", "HttpServer", "Reply"]
 
@@ -73,8 +73,8 @@ class HttpServer:
         self._selector = selectors.DefaultSelector()
         self._wakes, self._wake = socket.socketpair()
         self._connections: set[Connection] = set()
-        self._asked: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
-        self._asking: dict[Request, list[Connection]] = {}  # that no thread has begun to answer
+        self._asked: queue.SimpleQueue[HttpRequest | None] = queue.SimpleQueue()
+        self._asking: dict[HttpRequest, list[Connection]] = {}  # that no thread has begun to answer
         self._asking_lock = threading.Lock()
         self._answered: deque[tuple[list[Connection], bytes]] = deque()
         self._accept_at = 0.0  # later than now while descriptors are short
@@ -126,7 +126,7 @@ class HttpServer:
             self._answered.append((connections, reply.encoded(with_body=request.wants_body)))
             self._rouse()
 
-    def _reply(self, request: Request) -> Reply:
+    def _reply(self, request: HttpRequest) -> Reply:
         try:
             reply = self._answer(request.path)
         except Exception as error:  # whoever asked must get an answer
@@ -183,16 +183,16 @@ class HttpServer:
 
     def _slowest(self) -> Connection | None:
         """Whose place a newcomer may take: who was told all, or has had time to ask."""
-        leaving = [each for each in self._connections if each.state is State.LEAVING]
+        leaving = [each for each in self._connections if each.state is ConnectionState.LEAVING]
         if leaving:
             return min(leaving, key=lambda each: each.deadline)
         latest = time.monotonic() + self._patience - _GRACE_SECONDS
-        reading = [each for each in self._connections if each.state is State.READING]
+        reading = [each for each in self._connections if each.state is ConnectionState.READING]
         slowest = min(reading, key=lambda each: each.deadline, default=None)
         return slowest if slowest is not None and slowest.deadline <= latest else None
 
     def _seconds_left(self, now: float) -> float:
-        ends = [c.deadline for c in self._connections if c.state is not State.ANSWERING]
+        ends = [c.deadline for c in self._connections if c.state is not ConnectionState.ANSWERING]
         if self._accept_at > now:
             ends.append(self._accept_at)
         if len(self._connections) >= MOST_CONNECTIONS:
@@ -228,18 +228,18 @@ class HttpServer:
     def _advance(self, connection: Connection) -> None:
         """Its socket is ready for what it waits for."""
         try:
-            if connection.state is State.READING:
+            if connection.state is ConnectionState.READING:
                 self._read(connection)
-            elif connection.state is State.WRITING:
+            elif connection.state is ConnectionState.WRITING:
                 self._write(connection)
-            elif connection.state is State.LEAVING and connection.has_left():
+            elif connection.state is ConnectionState.LEAVING and connection.has_left():
                 self._drop(connection)
         except OSError:
             self._drop(connection)
 
     def _read(self, connection: Connection) -> None:
         asked = read_request(connection.receive(), local_only=self._local_only)
-        if isinstance(asked, Request):
+        if isinstance(asked, HttpRequest):
             connection.answering()
             self._selector.unregister(connection.socket)
             with self._asking_lock:
@@ -276,7 +276,7 @@ class HttpServer:
     def _drop_overdue(self) -> None:
         now = time.monotonic()
         for connection in list(self._connections):
-            if connection.state is not State.ANSWERING and connection.deadline <= now:
+            if connection.state is not ConnectionState.ANSWERING and connection.deadline <= now:
                 self._drop(connection)
 
     def _drop(self, connection: Connection) -> None:

@@ -11,7 +11,7 @@ from kvferry.metrics.http_messages import MOST_HEAD_BYTES
 _CHUNK = 64 << 10
 
 
-class State(Enum):
+class ConnectionState(Enum):
     """What a connection waits for."""
 
     READING = "reading"  # the rest of its request
@@ -30,7 +30,7 @@ class Connection:
     def __init__(self, sock: socket.socket, deadline: float) -> None:
         sock.setblocking(False)
         self.socket = sock
-        self.state = State.READING
+        self.state = ConnectionState.READING
         self.deadline = deadline
         self._received = b""
         self._unsent = memoryview(b"")
@@ -46,11 +46,15 @@ class Connection:
 
     def answering(self) -> None:
         """The request is whole."""
-        self.state, self._received = State.ANSWERING, b""
+        self.state, self._received = ConnectionState.ANSWERING, b""
 
     def reply(self, data: bytes, deadline: float) -> None:
         """Begin to write this."""
-        self.state, self.deadline, self._unsent = State.WRITING, deadline, memoryview(data)
+        self.state, self.deadline, self._unsent = (
+            ConnectionState.WRITING,
+            deadline,
+            memoryview(data),
+        )
 
     def send(self) -> bool:
         """Write what there is room for; whether that was the last of it."""
@@ -61,7 +65,7 @@ class Connection:
 
     def leave(self, deadline: float) -> None:
         """All is written. Closed at once, unread bytes of the client would take our reply along."""
-        self.state, self.deadline = State.LEAVING, deadline
+        self.state, self.deadline = ConnectionState.LEAVING, deadline
         self.socket.shutdown(socket.SHUT_WR)
 
     def has_left(self) -> bool:

@@ -32,7 +32,7 @@ _HEADERS = {
 
 
 @dataclass(frozen=True)
-class Request:
+class HttpRequest:
     """The parts of a path (``/explain/a%2Fb`` is ``("explain", "a/b")``), and GET or HEAD."""
 
     path: tuple[str, ...]
@@ -67,7 +67,7 @@ class Reply:
         return "\r\n".join([*head, "", ""]).encode() + (self.body if with_body else b"")
 
 
-def read_request(received: bytes, *, local_only: bool) -> Request | Reply | None:
+def read_request(received: bytes, *, local_only: bool) -> HttpRequest | Reply | None:
     """What a client asks for, or why it gets nothing; None while it has not said all.
 
     ``local_only`` refuses whoever calls us by another name than a loopback one: a page from
@@ -92,7 +92,7 @@ def read_request(received: bytes, *, local_only: bool) -> Request | Reply | None
     if local_only and not (host and is_loopback(host[1] or host[2])):
         return Reply.refusal(HTTPStatus.FORBIDDEN, "ask for this by a loopback name")
     parts = tuple(unquote(part) for part in target.path.split("/") if part)
-    return Request(parts, wants_body=line[1] == "GET")
+    return HttpRequest(parts, wants_body=line[1] == "GET")
 
 
 def is_loopback(host: str) -> bool:

@@ -9,7 +9,7 @@ from functools import cache
 from importlib import metadata
 from typing import Any, Protocol
 
-from kvferry.metrics.desk import Desk
+from kvferry.metrics.inbox import Inbox
 from kvferry.metrics.reasons import why_path
 from kvferry.metrics.samples import Snapshot
 from kvferry.scheduler.journal import Copy, Entry
@@ -23,7 +23,7 @@ WhyPath = Callable[[Copy], str]
 """Why a copy took its path, in words; empty where that is not known here."""
 
 
-class Explainer(Protocol):
+class AskedScheduler(Protocol):
     """What of a scheduler can be asked."""
 
     def stats(self) -> SchedulerStats: ...
@@ -34,25 +34,25 @@ class Explainer(Protocol):
 
 
 class Source:
-    """Asks a scheduler through its desk. Owns neither; safe to call from any thread."""
+    """Asks a scheduler through its inbox. Owns neither; safe to call from any thread."""
 
     def __init__(
         self,
-        scheduler: Explainer,
-        desk: Desk,
+        scheduler: AskedScheduler,
+        inbox: Inbox,
         *,
         slot_bytes: Mapping[str, int] | None = None,
         pinned_bytes: Callable[[], int | None] = lambda: None,
         why_path: WhyPath = lambda copy: why_path(copy, None),
     ) -> None:
         self._scheduler = scheduler
-        self._desk = desk
+        self._inbox = inbox
         self._slot_bytes = dict(slot_bytes or {})
         self._pinned_bytes = pinned_bytes
         self._why_path = why_path
 
     def snapshot(self) -> Snapshot:
-        stats = self._desk.ask(self._scheduler.stats)
+        stats = self._inbox.ask(self._scheduler.stats)
         return Snapshot(stats, installed_version(), self._slot_bytes, self._pinned_bytes())
 
     def explain(self, request_id: RequestId) -> dict[str, Any] | None:
@@ -63,11 +63,11 @@ class Source:
         rest.
         """
         ids = [request_id]
-        entry = self._desk.ask(self._entry, request_id)
+        entry = self._inbox.ask(self._entry, request_id)
         if entry is None:
-            every = self._desk.ask(self._scheduler.recent)
+            every = self._inbox.ask(self._scheduler.recent)
             ids = [found for found in reversed(every) if is_part(request_id, found)]
-            entry = self._desk.ask(self._entry, ids[0]) if ids else None
+            entry = self._inbox.ask(self._entry, ids[0]) if ids else None
         if entry is None:
             return None
         return {**plain(ids[0], entry, self._why_path), "others": ids[1:]}
@@ -81,8 +81,13 @@ class Source:
                 "asked_tokens": why.asked_tokens if why is not None else None,
                 "host_tokens": why.host_tokens if why is not None else None,
             }
-            for request_id, why in self._desk.ask(self._latest, most)
+            for request_id, why in self._inbox.ask(self._latest, most)
         ]
+
+    def away(self) -> dict[str, str]:
+        """The levels that cannot be used now, and why."""
+        ailments = self._inbox.ask(self._scheduler.stats).ailments
+        return {level: ailment for level, ailment in ailments.items() if ailment}
 
     # Run on the engine's thread, so they pick up facts and leave all else to whoever asked.
 

@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from kvferry.config import Config
 from kvferry.errors import InputError
+from kvferry.level_kinds import LevelSpec, show_levels
 from kvferry.playground.engine import Engine, Limits
 from kvferry.playground.model import Decoder, ModelShape
 from kvferry.playground.offload import Offloader
-from kvferry.playground.request import Request
+from kvferry.playground.request import ServedRequest
 from kvferry.playground.runner import Runner
 from kvferry.playground.workload import Chat, Served, serve
 from kvferry.types import DEVICE, HOST
@@ -22,7 +24,7 @@ Answers = dict[str, list[int]]
 """Every turn's generated tokens by request id."""
 
 
-class Way(Enum):
+class ServingWay(Enum):
     """One way to serve the workload."""
 
     ROOMY = "roomy"  # a device that holds the whole working set
@@ -31,7 +33,7 @@ class Way(Enum):
 
 
 @dataclass(frozen=True)
-class Setting:
+class Scenario:
     """What all three ways share, and how small the small device is."""
 
     chat: Chat
@@ -39,6 +41,7 @@ class Setting:
     device_blocks: int
     host_bytes: int
     block_tokens: int = 16
+    levels: tuple[LevelSpec, ...] = ()
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -87,7 +90,7 @@ class Turn:
 class Figures:
     """What one way cost. Tokens are counted each time they are computed or loaded."""
 
-    way: Way
+    way: ServingWay
     device_blocks: int
     seconds: float
     turns: Sequence[Turn]
@@ -100,6 +103,8 @@ class Figures:
     loaded_bytes: int
     num_preemptions: int
     failed_load_tokens: int
+    spilled_bytes: int = 0
+    promoted_bytes: int = 0
 
     def first_token_seconds(self, percentile: float) -> float:
         return float(np.percentile([turn.first_token_seconds for turn in self.turns], percentile))
@@ -145,6 +150,8 @@ class Figures:
             "bytes_moved": {
                 f"{DEVICE}->{HOST}": self.stored_bytes,
                 f"{HOST}->{DEVICE}": self.loaded_bytes,
+                f"{HOST}->levels": self.spilled_bytes,
+                f"levels->{HOST}": self.promoted_bytes,
             },
             "preemptions": self.num_preemptions,
             "failed_load_tokens": self.failed_load_tokens,
@@ -155,8 +162,8 @@ class Figures:
 class Comparison:
     """The three ways' figures, and whether their tokens agree."""
 
-    setting: Setting
-    figures: dict[Way, Figures]
+    setting: Scenario
+    figures: dict[ServingWay, Figures]
     num_different_turns: int
 
     @property
@@ -166,14 +173,14 @@ class Comparison:
     @property
     def prefill_ratio(self) -> float:
         """How many times fewer prefill tokens the small device computes with kvferry."""
-        with_kvferry = self.figures[Way.KVFERRY].prefill_tokens
-        return self.figures[Way.SMALL].prefill_tokens / with_kvferry
+        with_kvferry = self.figures[ServingWay.KVFERRY].prefill_tokens
+        return self.figures[ServingWay.SMALL].prefill_tokens / with_kvferry
 
     @property
     def first_token_ratio(self) -> float:
         """How many times sooner the median first token comes with kvferry."""
-        with_kvferry = self.figures[Way.KVFERRY].first_token_seconds(50)
-        return self.figures[Way.SMALL].first_token_seconds(50) / with_kvferry
+        with_kvferry = self.figures[ServingWay.KVFERRY].first_token_seconds(50)
+        return self.figures[ServingWay.SMALL].first_token_seconds(50) / with_kvferry
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data."""
@@ -199,25 +206,27 @@ class Comparison:
                 "working_set_blocks": setting.working_set,
                 "device_blocks": setting.device_blocks,
                 "host_bytes": setting.host_bytes,
+                "levels": show_levels(setting.levels),
             },
             "ways": {way.value: figures.to_dict() for way, figures in self.figures.items()},
         }
 
 
 def run(
-    setting: Setting,
-    way: Way,
+    setting: Scenario,
+    way: ServingWay,
     decoder: Decoder,
-    on_finish: Callable[[Request], None] | None = None,
+    on_finish: Callable[[ServedRequest], None] | None = None,
 ) -> tuple[Figures, Answers]:
     """Serve the workload one way."""
-    num_blocks = setting.working_set if way is Way.ROOMY else setting.device_blocks
+    num_blocks = setting.working_set if way is ServingWay.ROOMY else setting.device_blocks
     with Runner(decoder, num_blocks=num_blocks, block_tokens=setting.block_tokens) as runner:
-        if way is not Way.KVFERRY:
+        if way is not ServingWay.KVFERRY:
             engine = Engine(runner, limits=setting.limits)
             served = serve(engine, setting.chat, on_finish)
             return _figures(way, engine, served, {}), served.answers()
-        with Offloader(runner, host_bytes=setting.host_bytes) as offloader:
+        config = Config(levels=setting.levels)
+        with Offloader(runner, host_bytes=setting.host_bytes, config=config) as offloader:
             engine = Engine(runner, limits=setting.limits, offloader=offloader)
             served = serve(engine, setting.chat, on_finish)
             engine.drain()
@@ -227,7 +236,7 @@ def run(
             return _figures(way, engine, served, moved), served.answers()
 
 
-def compare(setting: Setting, results: dict[Way, tuple[Figures, Answers]]) -> Comparison:
+def compare(setting: Scenario, results: dict[ServingWay, tuple[Figures, Answers]]) -> Comparison:
     """Put the ways side by side; the first one's answers are the truth."""
     everything = [answers for _, answers in results.values()]
     turns = set().union(*everything)
@@ -240,7 +249,7 @@ def compare(setting: Setting, results: dict[Way, tuple[Figures, Answers]]) -> Co
 
 
 def _figures(
-    way: Way, engine: Engine, served: Served, moved: dict[tuple[str, str], int]
+    way: ServingWay, engine: Engine, served: Served, moved: dict[tuple[str, str], int]
 ) -> Figures:
     counts = engine.counts
     return Figures(
@@ -257,10 +266,12 @@ def _figures(
         loaded_bytes=moved.get((HOST, DEVICE), 0),
         num_preemptions=counts.num_preemptions,
         failed_load_tokens=counts.num_failed_load_tokens,
+        spilled_bytes=sum(n for (src, dst), n in moved.items() if src == HOST and dst != DEVICE),
+        promoted_bytes=sum(n for (src, dst), n in moved.items() if src != DEVICE and dst == HOST),
     )
 
 
-def _turn(request: Request) -> Turn:
+def _turn(request: ServedRequest) -> Turn:
     assert request.first_token_at is not None
     _, conversation, _, turn = request.id.split("-")
     return Turn(

@@ -12,15 +12,15 @@ from kvferry.errors import InputError
 from kvferry.identity import chain
 from kvferry.keys import Keys
 from kvferry.playground.offload import Offloader
-from kvferry.playground.request import Request, State
+from kvferry.playground.request import ServedRequest, ServedState
 from kvferry.playground.runner import Runner
-from kvferry.playground.tables import Memory
+from kvferry.playground.tables import DeviceMemory
 from kvferry.scheduler import Ordered
 from kvferry.types import RequestId
 
 IDLE_SECONDS = 0.0005
 
-Work = list[tuple[Request, int]]
+Work = list[tuple[ServedRequest, int]]
 """One step's requests and how many tokens of each to compute."""
 
 
@@ -67,22 +67,22 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.runner = runner
-        self.memory = Memory(runner.groups, runner.num_blocks)
+        self.memory = DeviceMemory(runner.groups, runner.num_blocks)
         self.counts = Counts()
         self.limits = limits or Limits()
         self.offloader = offloader
         self.clock = clock
         self._namespace = runner.namespace
         self._block_tokens = runner.block_tokens
-        self._requests: dict[RequestId, Request] = {}
-        self._waiting: list[Request] = []
-        self._running: list[Request] = []
+        self._requests: dict[RequestId, ServedRequest] = {}
+        self._waiting: list[ServedRequest] = []
+        self._running: list[ServedRequest] = []
 
     @property
     def has_work(self) -> bool:
         return bool(self._requests)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: ServedRequest) -> None:
         """Take a request; it is looked at once its arrival time has come."""
         if request.id in self._requests:
             raise InputError(f"request {request.id} is already being served")
@@ -106,16 +106,16 @@ class Engine:
         request = self._requests.pop(request_id, None)
         if request is None:
             raise InputError(f"request {request_id} is not being served")
-        if request.state is State.WAITING:
+        if request.state is ServedState.WAITING:
             self._waiting.remove(request)
-        elif request.state is State.RUNNING:
+        elif request.state is ServedState.RUNNING:
             self._running.remove(request)
-        request.state = State.ABORTED
+        request.state = ServedState.ABORTED
         if request.ferried is not None:
             request.ferried.end()
         self._drop(request)
 
-    def step(self) -> list[Request]:
+    def step(self) -> list[ServedRequest]:
         """Do one step's work; returns the requests that finished in it."""
         if self.offloader:
             self._settle(self.offloader)
@@ -161,7 +161,7 @@ class Engine:
         num_preemptions = self.counts.num_preemptions
         for request in tuple(self._running):
             count = min(request.num_uncomputed, budget)
-            if request.state is State.RUNNING and count and self._make_room(request, count):
+            if request.state is ServedState.RUNNING and count and self._make_room(request, count):
                 work.append((request, count))
                 budget -= count
         if num_preemptions != self.counts.num_preemptions:
@@ -170,19 +170,19 @@ class Engine:
             if not budget or not self._admit(request):
                 break
             count = min(request.num_uncomputed, budget)
-            if request.state is State.RUNNING and self._make_room(request, count):
+            if request.state is ServedState.RUNNING and self._make_room(request, count):
                 work.append((request, count))
                 budget -= count
         return work
 
-    def _arrived(self) -> list[Request]:
+    def _arrived(self) -> list[ServedRequest]:
         """The waiting requests that may be looked at now, first come first."""
         num_admitted = len(self._requests) - len(self._waiting)
         now = self.clock()
         first = self._waiting[: max(0, self.limits.max_running - num_admitted)]
         return [request for request in first if request.arrival <= now]
 
-    def _admit(self, request: Request) -> bool:
+    def _admit(self, request: ServedRequest) -> bool:
         """Give a waiting request what is cached of it, or leave it waiting if it does not fit."""
         self._extend_keys(request)
         # The last token is always computed: its logits are the next token.
@@ -213,30 +213,30 @@ class Engine:
             self._resume(request)
         return True
 
-    def _fits(self, request: Request) -> bool:
+    def _fits(self, request: ServedRequest) -> bool:
         """Whether there is room for it beside what those let in before it are yet to take."""
-        admitted = (r for r in self._requests.values() if r.state is not State.WAITING)
+        admitted = (r for r in self._requests.values() if r.state is not ServedState.WAITING)
         return self.memory.can_hold(
             ((r.tables, len(r.tokens)) for r in (*admitted, request)), self.limits.step_tokens
         )
 
-    def _load(self, request: Request, num_tokens: int) -> None:
+    def _load(self, request: ServedRequest, num_tokens: int) -> None:
         assert request.ferried is not None
         self.memory.grow_for_load(request.tables, num_tokens, request.num_computed)
         held = request.ferried.load(request.tables)
         if held:
             self._hold(held)
             request.num_loading = num_tokens - request.num_computed
-            request.state = State.LOADING
+            request.state = ServedState.LOADING
         else:  # the hit was lost since it was matched
             self.memory.cut(request.tables, request.num_computed)
             self._resume(request)
 
-    def _resume(self, request: Request) -> None:
-        request.state = State.RUNNING
+    def _resume(self, request: ServedRequest) -> None:
+        request.state = ServedState.RUNNING
         insort(self._running, request, key=_turn)
 
-    def _make_room(self, request: Request, count: int) -> bool:
+    def _make_room(self, request: ServedRequest, count: int) -> bool:
         """Get blocks for ``count`` more tokens, preempting later requests if need be."""
         num_tokens = request.num_computed + count
         while not self.memory.can_grow(request.tables, num_tokens):
@@ -247,19 +247,19 @@ class Engine:
         self.memory.grow(request.tables, num_tokens)
         return True
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: ServedRequest) -> None:
         self._running.remove(request)
         if request.ferried is not None:
             request.ferried.preempt()
         self._drop(request)
-        request.state = State.WAITING
+        request.state = ServedState.WAITING
         request.num_preemptions += 1
         self.counts.num_preemptions += 1
         insort(self._waiting, request, key=_turn)
 
     # -- run
 
-    def _advance(self, request: Request, count: int) -> None:
+    def _advance(self, request: ServedRequest, count: int) -> None:
         """Compute of ``count`` tokens is queued: full blocks can be found, stored, let go."""
         if request.is_decoding:
             self.counts.num_decode_tokens += 1
@@ -273,7 +273,7 @@ class Engine:
         # Only after the stores have their hold: what a window has passed may be handed out again.
         self.memory.trim(request.tables, request.num_computed)
 
-    def _store(self, request: Request) -> None:
+    def _store(self, request: ServedRequest) -> None:
         if request.ferried is not None:
             self._hold(request.ferried.store(request.tables, request.num_computed))
 
@@ -287,7 +287,7 @@ class Engine:
 
     # -- postprocess
 
-    def _postprocess(self, work: Work, tokens: list[int]) -> list[Request]:
+    def _postprocess(self, work: Work, tokens: list[int]) -> list[ServedRequest]:
         self.counts.num_steps += bool(work)
         now = self.clock()
         finished = []
@@ -302,10 +302,10 @@ class Engine:
                 finished.append(request)
         return finished
 
-    def _finish(self, request: Request, now: float) -> None:
+    def _finish(self, request: ServedRequest, now: float) -> None:
         self._running.remove(request)
         del self._requests[request.id]
-        request.state = State.FINISHED
+        request.state = ServedState.FINISHED
         request.finished_at = now
         if request.ferried is not None:
             self._store(request)  # what found no room in flight when it was computed
@@ -342,13 +342,13 @@ class Engine:
         for part in ordered:
             self.memory.pools[part.group].hold(part.blocks.tolist())
 
-    def _publish(self, request: Request) -> None:
+    def _publish(self, request: ServedRequest) -> None:
         num_full = request.num_computed // self._block_tokens
         blocks = range(request.num_published, num_full)
         self.memory.publish(request.tables, request.keys, blocks)
         request.num_published = num_full
 
-    def _extend_keys(self, request: Request) -> None:
+    def _extend_keys(self, request: ServedRequest) -> None:
         known = len(request.keys)
         full = len(request.tokens) // self._block_tokens
         if full > known:
@@ -358,11 +358,11 @@ class Engine:
             if request.ferried is not None:
                 request.ferried.chain = request.keys
 
-    def _drop(self, request: Request) -> None:
+    def _drop(self, request: ServedRequest) -> None:
         self.memory.cut(request.tables, 0)
         request.num_computed = 0
         request.num_published = 0
 
 
-def _turn(request: Request) -> tuple[float, str]:
+def _turn(request: ServedRequest) -> tuple[float, str]:
     return (request.arrival, request.id)

@@ -12,11 +12,11 @@ from kvferry.errors import InputError
 from kvferry.keys import Keys
 from kvferry.playground.model import Span
 from kvferry.playground.tables import Tables
-from kvferry.scheduler import Request as Ferried
+from kvferry.scheduler import Request
 from kvferry.types import RequestId
 
 
-class State(Enum):
+class ServedState(Enum):
     """Where a request is in its life."""
 
     WAITING = "waiting"  # has no blocks
@@ -27,7 +27,7 @@ class State(Enum):
 
 
 @dataclass(eq=False)
-class Request:
+class ServedRequest:
     """A prompt, what was generated so far, and the tables of the blocks with its KV.
 
     ::
@@ -43,11 +43,11 @@ class Request:
     arrival: float = 0.0
     """When it may first be looked at, on the engine's clock."""
 
-    state: State = State.WAITING
+    state: ServedState = ServedState.WAITING
     tokens: list[int] = field(default_factory=list)
     tables: Tables = field(default_factory=list)
     keys: Keys = field(default_factory=Keys.empty)
-    ferried: Ferried | None = None
+    ferried: Request | None = None
     """The same request as kvferry knows it."""
 
     num_computed: int = 0

@@ -15,7 +15,7 @@ Tables = list[list[int]]
 """A request's device blocks by group and position; NO_BLOCK where a window has passed."""
 
 
-class Memory:
+class DeviceMemory:
     """The device blocks of all groups, and what a request needs of each.
 
     Owns one pool per group; leaves the tables to the requests and the bytes to the runner.

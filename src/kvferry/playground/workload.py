@@ -10,7 +10,7 @@ import numpy as np
 
 from kvferry.errors import InputError
 from kvferry.playground.engine import Engine
-from kvferry.playground.request import Request
+from kvferry.playground.request import ServedRequest
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Chat:
 class Served:
     """What became of a workload: one request per turn, in the order they finished."""
 
-    requests: list[Request] = field(repr=False)
+    requests: list[ServedRequest] = field(repr=False)
     seconds: float
 
     def answers(self) -> dict[str, list[int]]:
@@ -99,18 +99,20 @@ class Served:
         return {request.id: request.generated for request in self.requests}
 
 
-def serve(engine: Engine, chat: Chat, on_finish: Callable[[Request], None] | None = None) -> Served:
+def serve(
+    engine: Engine, chat: Chat, on_finish: Callable[[ServedRequest], None] | None = None
+) -> Served:
     """Run all turns through the engine; a turn is asked once its user has the previous answer."""
     histories = [chat.opening(number) for number in range(chat.num_conversations)]
     turns = deque((number, turn) for turn, order in enumerate(chat.rounds()) for number in order)
     under_way: dict[str, int] = {}
-    done: list[Request] = []
+    done: list[ServedRequest] = []
     start = engine.clock()
     while turns or under_way:
         while turns and len(under_way) < chat.num_users and turns[0][0] not in under_way.values():
             number, turn = turns.popleft()
             histories[number] += chat.question(number, turn)
-            request = Request(
+            request = ServedRequest(
                 id=f"conversation-{number:03d}-turn-{turn:02d}",
                 prompt=tuple(histories[number]),
                 max_new_tokens=chat.answer_length(number, turn),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvferry.keys import Keys
 from kvferry.policy import SeenOften
 from kvferry.scheduler.explainer import Explainer
-from kvferry.scheduler.hit import Hit
+from kvferry.scheduler.hit import PinnedHit
 from kvferry.scheduler.journal import Journal
 from kvferry.scheduler.matching import Matcher, Missing
 from kvferry.scheduler.why import Explanation
@@ -44,12 +44,13 @@ class Accounts:
             for g in range(len(self._matcher.groups)):
                 self._admission.see(self._matcher.all_keys(g, keys))
 
-    def found(self, request: Request, hit: Hit) -> None:
+    def found(self, request: Request, hit: PinnedHit) -> None:
         """A request was looked up, and this is all of it that is here."""
         decision = hit.decision
         if decision is not None:
             self.counts.verdicts[decision.verdict.value] += 1
-        self._explained(request, self._explainer.explain(request.id, hit))
+        asked_blocks = request.asked_blocks if self._explainer.has_levels else 0
+        self._explained(request, self._explainer.explain(request.id, hit, asked_blocks))
 
     def missed(
         self, request: Request, missing: Missing, *, computed_tokens: int, max_tokens: int

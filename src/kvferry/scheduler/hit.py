@@ -16,7 +16,7 @@ from kvferry.scheduler.transit import Transit
 from kvferry.types import SlotArray
 
 
-class Hit:
+class PinnedHit:
     """What one look found, claimed: the leases, by group, of the slots a load would read.
 
     ``joined`` are slots that another request was loading when we looked: its answer is to wait.
@@ -97,9 +97,11 @@ class Hits:
         self._being_loaded = np.zeros(pool.num_slots, dtype=np.int32)
         self._num_loads = 0
 
-    def pin(self, look: Look) -> Hit:
+    def pin(self, look: Look) -> PinnedHit:
         """Claim what the host holds of a look, unless another loads it or computing is faster."""
-        hit = Hit(look, self._pool.generation, self._num_loads, self._clock() + self._patience)
+        hit = PinnedHit(
+            look, self._pool.generation, self._num_loads, self._clock() + self._patience
+        )
         if look.host_tokens <= look.computed_tokens:
             hit.is_declined = True
             return hit
@@ -125,7 +127,7 @@ class Hits:
             hit.must_wait = not self._may_load(hit)
         return hit
 
-    def still_holds(self, hit: Hit) -> bool:
+    def still_holds(self, hit: PinnedHit) -> bool:
         """Whether a hit is still the answer to its question, without looking at all keys again."""
         if hit.joined is not None:
             return bool(self._being_loaded.take(hit.joined).any())
@@ -141,7 +143,7 @@ class Hits:
         hit.must_wait = bool(self._transit.blocks_to_device) and not self._may_load(hit)
         return True
 
-    def _may_load(self, hit: Hit) -> bool:
+    def _may_load(self, hit: PinnedHit) -> bool:
         """Whether a load beside others fits the bounds.
 
         One load alone always does, or it would wait for ever.

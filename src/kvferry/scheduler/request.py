@@ -28,7 +28,7 @@ from kvferry.errors import InputError
 from kvferry.keys import KeyChain, Keys
 from kvferry.scheduler.below import Below
 from kvferry.scheduler.flight import Flight
-from kvferry.scheduler.hit import Hit
+from kvferry.scheduler.hit import PinnedHit
 from kvferry.scheduler.leaving import Held, leave
 from kvferry.scheduler.matching import Missing
 from kvferry.scheduler.orders import BlockTable, Ordered, checked_blocks
@@ -90,7 +90,7 @@ class Request:
         self.is_explained = False
         self._parts = parts
         self._below = Below() if parts.lower.levels else None
-        self._hit: Hit | None = None
+        self._hit: PinnedHit | None = None
         self._promised: Match | None = None  # what its load brings
         self._missed: tuple[int, int, int, Missing] | None = None  # when, what was asked and lacked
         self._owed: tuple[Missing, int, int, int] | None = None  # a miss nobody has counted yet
@@ -159,7 +159,7 @@ class Request:
         parts.accounts.found(self, hit)
         return self._answer(hit)
 
-    def _answer(self, hit: Hit) -> Match:
+    def _answer(self, hit: PinnedHit) -> Match:
         look = hit.look
         if hit.is_declined:
             return self._nothing(look.computed_tokens)
@@ -175,6 +175,11 @@ class Request:
             self.state = State.UNKNOWN
         self.progress.past = self.progress.since = computed_tokens
         return Match(MatchState.MISS, computed_tokens, computed_tokens)
+
+    @property
+    def asked_blocks(self) -> int:
+        """Blocks of it that levels were asked for."""
+        return self._below.num_asked if self._below is not None else 0
 
     @property
     def waits_below(self) -> bool:

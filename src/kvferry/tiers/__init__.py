@@ -1,7 +1,7 @@
 """Where bytes rest below the device: the contract, host memory, and the reference tiers."""
 
 from kvferry.tiers.base import Batch, BatchId, Result, Rows, Tier, TierSetup, Way
-from kvferry.tiers.growth import Growth, GrowthStats, Pin, Progress, Registrar
+from kvferry.tiers.growth import Growth, GrowthState, GrowthStats, Pin, Registrar
 from kvferry.tiers.host import HostTier
 from kvferry.tiers.host_memory import HostMemory
 from kvferry.tiers.limits import Machine, size_for
@@ -15,6 +15,7 @@ __all__ = [
     "Batch",
     "BatchId",
     "Growth",
+    "GrowthState",
     "GrowthStats",
     "HostMemory",
     "HostTier",
@@ -24,7 +25,6 @@ __all__ = [
     "MemoryTier",
     "Mover",
     "Pin",
-    "Progress",
     "Registrar",
     "Result",
     "Rows",

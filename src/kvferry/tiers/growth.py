@@ -67,7 +67,7 @@ class Pin(Enum):
     NEVER = "never"  # do not try
 
 
-class Progress(Enum):
+class GrowthState(Enum):
     """How far a growth is."""
 
     GROWING = "growing"
@@ -79,7 +79,7 @@ class Progress(Enum):
 class GrowthStats:
     """A snapshot of one rank's host memory. ``reason`` says why it stopped or is not pinned."""
 
-    progress: Progress
+    progress: GrowthState
     asked_bytes: int
     ready_bytes: int
     pinned_bytes: int
@@ -147,7 +147,7 @@ class Growth:
         self._done = bytearray(len(self._chunks))
         self._num_prefix = 0  # chunks from the first on that are ready
         self._registered: dict[int, int] = {}  # address: bytes
-        self._progress = Progress.GROWING
+        self._progress = GrowthState.GROWING
         self._reason = ""
         self._seconds = 0.0
         self._rest_seconds = 0.0
@@ -329,7 +329,7 @@ class Growth:
             self._unregister([address for address in self._registered if address >= end])
         self._seconds = time.monotonic() - self._began
         whole = self._num_prefix == len(self._chunks)
-        self._progress = Progress.DONE if whole else Progress.STOPPED
+        self._progress = GrowthState.DONE if whole else GrowthState.STOPPED
         if not self._closing:
             log.log(logging.INFO if whole else logging.WARNING, "host memory: %s", self.stats())
         self._finished.set()

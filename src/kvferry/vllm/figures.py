@@ -11,8 +11,9 @@ import math
 from collections.abc import Mapping, Sequence
 
 from kvferry.metrics import catalog as names
-from kvferry.metrics.catalog import Kind, Metric, catalog
-from kvferry.metrics.samples import Snapshot, samples
+from kvferry.metrics.catalog import Metric, MetricKind, catalog
+from kvferry.metrics.samples import Snapshot, idle, samples
+from kvferry.metrics.source import installed_version
 from kvferry.stats import SIZE_BOUNDS, TIME_BOUNDS, Distribution
 from kvferry.types import DEVICE, HOST
 
@@ -36,6 +37,15 @@ def figures(snapshot: Snapshot) -> Figures:
         else:
             flat[key] = float(value)
     return flat
+
+
+def idle_figures(why: str) -> Figures:
+    """All that is to be said of a kvferry that serves nothing."""
+    told: Figures = {SEPARATOR.join((names.INFO.name, installed_version())): 1.0}
+    for metric, labels, value in idle(why):
+        assert not isinstance(value, Distribution)
+        told[SEPARATOR.join((metric.name, *labels))] = value
+    return told
 
 
 def between(before: Figures, now: Figures) -> Figures:
@@ -71,7 +81,7 @@ def log_line(figures: Figures) -> dict[str, int | float]:
 def adds_up(key: str) -> bool:
     """Whether a figure counts on, rather than saying how something is."""
     metric = EXPORTED.get(key.split(SEPARATOR, 1)[0])
-    return metric is not None and metric.kind is not Kind.GAUGE
+    return metric is not None and metric.kind is not MetricKind.GAUGE
 
 
 def values_of(bounds: Sequence[float], parts: Mapping[str, float]) -> list[tuple[float, int]]:

@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from kvferry.metrics.catalog import Kind, Metric
+from kvferry.metrics.catalog import IDLE, Metric, MetricKind
 from kvferry.vllm import figures
 from kvferry.vllm.figures import BOUNDS, EXPORTED, SEPARATOR
 
@@ -33,7 +33,11 @@ class FerryStats(KVConnectorStats):  # type: ignore[misc]
         return figures.log_line(self.data)
 
     def is_empty(self) -> bool:
-        return not any(value for key, value in self.data.items() if figures.adds_up(key))
+        return not any(
+            value
+            for key, value in self.data.items()
+            if figures.adds_up(key) or key.startswith(IDLE.name)
+        )
 
 
 class FerryMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
@@ -69,7 +73,7 @@ class FerryMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 spread.setdefault((name, *labels), {})[part] = value
                 continue
             child = self._metrics[name].labels(*vllms, *labels)
-            if EXPORTED[name].kind is Kind.COUNTER:
+            if EXPORTED[name].kind is MetricKind.COUNTER:
                 child.inc(max(0.0, value))
             else:
                 child.set(value)
@@ -80,12 +84,12 @@ class FerryMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                     child.observe(value)
 
 
-_CLASSES = {Kind.COUNTER: Counter, Kind.GAUGE: Gauge, Kind.HISTOGRAM: Histogram}
+_CLASSES = {MetricKind.COUNTER: Counter, MetricKind.GAUGE: Gauge, MetricKind.HISTOGRAM: Histogram}
 
 
 def _options(metric: Metric) -> dict[str, Any]:
-    if metric.kind is Kind.HISTOGRAM:
+    if metric.kind is MetricKind.HISTOGRAM:
         return {"buckets": BOUNDS[metric.name]}
-    if metric.kind is Kind.GAUGE:
+    if metric.kind is MetricKind.GAUGE:
         return {"multiprocess_mode": "mostrecent"}  # else one from each of vLLM's API servers
     return {}

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvferry.config import Config
-from kvferry.metrics.desk import Desk
+from kvferry.metrics.inbox import Inbox
 from kvferry.metrics.reasons import why_path
 from kvferry.metrics.samples import Snapshot
 from kvferry.metrics.source import Source, installed_version
@@ -53,7 +53,7 @@ class Reports:
         )
         self._told: dict[str, float] = {}
         self._told_at = 0.0
-        self.desk = Desk()
+        self.inbox = Inbox()
         """What the endpoint was asked: answered once a step."""
         self._endpoint: Any = None
         if config.metrics_port is not None:
@@ -65,7 +65,7 @@ class Reports:
 
         source = Source(
             self._scheduler.onlooker,
-            self.desk,
+            self.inbox,
             slot_bytes=self._slot_bytes,
             pinned_bytes=self._pinned_bytes,
             why_path=lambda copy: why_path(copy, self._choices, num_sharing=self._num_sharing),
@@ -98,6 +98,7 @@ class Reports:
                 self._slot_bytes,
                 self._pinned_bytes(),
                 num_held,
+                idle="",
             )
         )
         before, self._told, self._told_at = self._told, counted, time.monotonic()

@@ -244,7 +244,7 @@ class Serving:
             self.settle(())
         self._has_settled = False
         scheduler.count_answered()
-        self.reports.desk.answer()
+        self.reports.inbox.answer()
         self._unlooked.clear()
         for request_id in step.preempted_req_ids or ():
             tracked = self._tracked.get(request_id)

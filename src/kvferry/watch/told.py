@@ -19,7 +19,7 @@ _LARGEST = 1 << 63
 
 
 @dataclass(frozen=True)
-class Row:
+class RecentRequest:
     """One of the latest requests; None is what its engine does not know of it."""
 
     request_id: str
@@ -41,6 +41,8 @@ class Why:
     verdict: str
     load_seconds: float | None
     compute_seconds: float | None
+    asked_blocks: int = 0
+    levels_away: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,22 +82,28 @@ def read_json(body: bytes) -> dict[str, Any]:
     return answer
 
 
-def read_rows(answer: Mapping[str, Any]) -> list[Row]:
+def read_rows(answer: Mapping[str, Any]) -> list[RecentRequest]:
     """The latest requests, the latest first."""
     return [
-        Row(
+        RecentRequest(
             row.text("request_id"),
             row.maybe_text("reason"),
             row.maybe_count("asked_tokens"),
             row.maybe_count("host_tokens"),
         )
-        for row in _Fields(answer, "").rows("requests")
+        for row in _ToldFields(answer, "").rows("requests")
     ]
+
+
+def read_away(answer: Mapping[str, Any]) -> dict[str, str]:
+    """The levels that cannot be used now, and why."""
+    away = _ToldFields(answer, "").fields("levels_away")
+    return away.all_texts() if away is not None else {}
 
 
 def read_told(answer: Mapping[str, Any]) -> Told:
     """One request."""
-    told = _Fields(answer, "")
+    told = _ToldFields(answer, "")
     why = told.fields("explanation")
     return Told(
         request_id=told.text("request_id"),
@@ -105,8 +113,8 @@ def read_told(answer: Mapping[str, Any]) -> Told:
     )
 
 
-def _why(why: _Fields) -> Why:
-    decision = why.fields("decision") or _Fields({}, "")
+def _why(why: _ToldFields) -> Why:
+    decision = why.fields("decision") or _ToldFields({}, "")
     return Why(
         asked_tokens=why.count("asked_tokens"),
         device_tokens=why.count("device_tokens"),
@@ -117,10 +125,12 @@ def _why(why: _Fields) -> Why:
         verdict=decision.maybe_text("verdict") or "",
         load_seconds=decision.maybe_number("load_seconds"),
         compute_seconds=decision.maybe_number("compute_seconds"),
+        asked_blocks=why.maybe_count("asked_blocks") or 0,
+        levels_away=why.texts("levels_away"),
     )
 
 
-def _copied(copy: _Fields) -> Copied:
+def _copied(copy: _ToldFields) -> Copied:
     return Copied(
         src=copy.text("src"),
         dst=copy.text("dst"),
@@ -133,7 +143,7 @@ def _copied(copy: _Fields) -> Copied:
     )
 
 
-class _Fields:
+class _ToldFields:
     """One JSON object, its members read by the type they must have; ValueError names the place."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
@@ -177,19 +187,24 @@ class _Fields:
             raise self._wrong(name, "a list of texts")
         return tuple(value[:_MOST_TEXT] for value in values)
 
-    def fields(self, name: str) -> _Fields | None:
+    def all_texts(self) -> dict[str, str]:
+        """Every member, where all are texts."""
+        names = [name[:_MOST_TEXT] for name in list(self._values)[:MOST_ROWS]]
+        return {name: self.text(name) for name in names if name in self._values}
+
+    def fields(self, name: str) -> _ToldFields | None:
         value = self._values.get(name)
         if value is None:
             return None
         if not isinstance(value, dict):
             raise self._wrong(name, "an object")
-        return _Fields(value, f"{self._where}{name}.")
+        return _ToldFields(value, f"{self._where}{name}.")
 
-    def rows(self, name: str) -> list[_Fields]:
+    def rows(self, name: str) -> list[_ToldFields]:
         values = self._list(name)
         if not all(isinstance(value, dict) for value in values):
             raise self._wrong(name, "a list of objects")
-        return [_Fields(value, f"{self._where}{name}[{n}].") for n, value in enumerate(values)]
+        return [_ToldFields(value, f"{self._where}{name}[{n}].") for n, value in enumerate(values)]
 
     def _list(self, name: str) -> list[Any]:
         value = self._values.get(name)

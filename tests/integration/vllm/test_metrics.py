@@ -18,7 +18,7 @@ from tests.integration.vllm.engine import make_prompts
 
 from kvferry.device.planning.builtin_profile import builtin_profile
 from kvferry.device.planning.path_choices import PathChoices
-from kvferry.metrics.catalog import Kind
+from kvferry.metrics.catalog import MetricKind
 from kvferry.metrics.collector import FerryCollector
 from kvferry.metrics.http import HttpServer
 from kvferry.metrics.samples import Snapshot
@@ -110,7 +110,7 @@ def test_both_endpoints_say_the_same(start, llama):
     engine.generate(make_prompts(71, 200))
     stats = engine.stats
     exported, traffics = Exported(2), (TrafficCounts(), TrafficCounts())
-    assert {metric.kind for metric in EXPORTED.values()} == set(Kind)
+    assert {metric.kind for metric in EXPORTED.values()} == set(MetricKind)
     for step in range(1, 5):
         for number, traffic in enumerate(traffics):
             for i in range(step * 7):

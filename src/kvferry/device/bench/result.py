@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Row:
+class TimedCopy:
     """One timed copy. ``path`` is ``auto`` for the planner's choice, then named in ``chosen``.
 
     ``gbps`` is the rate with ``in_flight`` transfers queued one after another, ``alone_gbps`` that
@@ -70,7 +70,7 @@ class PlannerCell:
 
 
 @dataclass
-class Result:
+class BenchResult:
     """All sections of one run."""
 
     provenance: dict[str, str]
@@ -78,8 +78,8 @@ class Result:
     """What the paths are that are not ours, in words."""
     ceiling: dict[str, float] = field(default_factory=dict)
     one_copy: list[OneCopy] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
-    small: list[Row] = field(default_factory=list)
+    rows: list[TimedCopy] = field(default_factory=list)
+    small: list[TimedCopy] = field(default_factory=list)
     submit: list[dict[str, Any]] = field(default_factory=list)
     both_ways: dict[str, dict[str, float]] = field(default_factory=dict)
     slowdown: list[SlowdownRow] = field(default_factory=list)

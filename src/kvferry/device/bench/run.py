@@ -10,7 +10,7 @@ from statistics import median
 
 from kvferry.copy_paths import AUTO_PATH, COPY_PATHS
 from kvferry.device.bench.effort import Effort
-from kvferry.device.bench.result import OneCopy, PlannerCell, Result, Row, SlowdownRow
+from kvferry.device.bench.result import BenchResult, OneCopy, PlannerCell, SlowdownRow, TimedCopy
 from kvferry.device.driver.base import Priority
 from kvferry.device.driver.cuda import CudaDriver
 from kvferry.device.engine.gpu import GpuEngine
@@ -63,7 +63,7 @@ class CopyBenchmark:
         self.ours = open_paths(driver, ring_bytes=64 * MiB)
         self.paths: dict[str, Path] = {**self.ours.paths, **(designs or {})}
 
-    def run(self, command: str) -> Result:
+    def run(self, command: str) -> BenchResult:
         """All sections; takes a minute or two."""
         self.progress("calibrating")
         began = time.perf_counter()
@@ -71,7 +71,7 @@ class CopyBenchmark:
         took = time.perf_counter() - began
         save_profile(profile, profile_file(self.driver.identity(), self.ours.paths))
         self.planner = MeasuredPlanner(profile, self.ours.paths)
-        result = Result(
+        result = BenchResult(
             {
                 **provenance(self.driver),
                 "command": command,
@@ -96,7 +96,7 @@ class CopyBenchmark:
 
     # -- sections ----------------------------------------------------------------------------
 
-    def _large(self, ceilings: dict[Direction, list[float]]) -> Iterator[Row]:
+    def _large(self, ceilings: dict[Direction, list[float]]) -> Iterator[TimedCopy]:
         for direction in Direction:
             for segment_bytes in self.effort.segment_bytes:
                 block_bytes = segment_bytes * SEGMENTS
@@ -134,7 +134,7 @@ class CopyBenchmark:
                 alone = self.rig.ceiling(direction, num_bytes)
                 yield OneCopy(direction.value, num_bytes, gbps, alone, ceiling, in_flight)
 
-    def _small(self) -> Iterator[Row]:
+    def _small(self) -> Iterator[TimedCopy]:
         for direction in Direction:
             for segment_bytes in (4 * KiB, 16 * KiB, 64 * KiB):
                 for num_blocks in (1, 4, 16):
@@ -218,7 +218,7 @@ class CopyBenchmark:
 
     def _time_all(
         self, job: CopyJob, repeats: int, *, only: tuple[str, ...] = (), host_slots: str = "run"
-    ) -> Iterator[Row]:
+    ) -> Iterator[TimedCopy]:
         for name, path in self.paths.items():
             if not only or name in only:
                 yield self._row(job, name, path, repeats, host_slots=host_slots)
@@ -236,7 +236,7 @@ class CopyBenchmark:
         *,
         host_slots: str,
         chosen: str = "",
-    ) -> Row:
+    ) -> TimedCopy:
         if len(job.device_blocks) * job.layout.num_segments > 4096 and name in PAY_PER_SEGMENT:
             repeats = 2  # up to a fifth of a second each, and no doubt about the outcome
         is_large = job.num_bytes >= LARGE
@@ -256,7 +256,7 @@ class CopyBenchmark:
             ceiling = self.rig.num_bytes / timed["ceiling"].seconds / GB
         gbps = job.num_bytes / timing.seconds / GB
         submit = self._time_submit(job, AUTO_PATH, 9) if name == AUTO_PATH else alone.submit_seconds
-        return Row(
+        return TimedCopy(
             direction=job.direction.value,
             segment_bytes=int(job.layout.sizes[0]),
             segments_per_block=job.layout.num_segments,

@@ -76,10 +76,10 @@ class Profile:
     @classmethod
     def from_json(cls, data: Any) -> Profile:
         """The reverse of ``to_json``; ValueError for anything a planner could not plan by."""
-        known = _Fields("profile", data)
+        known = _ProfileFields("profile", data)
         if known.get("format") != FORMAT:
             raise ValueError(f"profile format {known.get('format')!r}, ours is {FORMAT}")
-        provenance = _Fields("provenance", known.get("provenance"))
+        provenance = _ProfileFields("provenance", known.get("provenance"))
         paths = frozenset(_word("paths", name) for name in known.all("paths"))
         return cls(
             cells=_checked((_cell(each) for each in known.all("cells")), paths),
@@ -94,7 +94,7 @@ def _plain(cell: Cell | BusyCell) -> dict[str, Any]:
 
 
 def _cell(data: Any) -> Cell:
-    cell = _Fields("cells", data)
+    cell = _ProfileFields("cells", data)
     return Cell(
         Direction(cell.get("direction")),
         cell.word("path"),
@@ -106,7 +106,7 @@ def _cell(data: Any) -> Cell:
 
 
 def _busy_cell(data: Any) -> BusyCell:
-    cell = _Fields("busy", data)
+    cell = _ProfileFields("busy", data)
     return BusyCell(
         Direction(cell.get("direction")),
         cell.word("path"),
@@ -135,7 +135,7 @@ def _checked(cells: Iterable[Cell], paths: Collection[str]) -> tuple[Cell, ...]:
     return tuple(kept.values())
 
 
-class _Fields:
+class _ProfileFields:
     """Fields of a JSON object, each of the type and within the bounds that its reader names."""
 
     def __init__(self, what: str, data: Any) -> None:

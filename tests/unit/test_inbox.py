@@ -1,4 +1,4 @@
-"""The desk: whoever asks, the engine's thread does little, does it once, and waits for nobody."""
+"""The inbox: whoever asks, the engine's thread does little, does it once, and waits for nobody."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from kvferry.metrics.desk import Desk
+from kvferry.metrics.inbox import Inbox
 from kvferry.metrics.source import Source
 from kvferry.scheduler.journal import Copy, Entry
 
@@ -17,14 +17,14 @@ from kvferry.scheduler.journal import Copy, Entry
 class Askers:
     """Threads that ask and wait. Owns them; their answers come in no particular order."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox = inbox
         self._threads: list[threading.Thread] = []
         self.answers: list[object] = []
 
     def ask(self, work: Callable[..., object], *args: object) -> None:
         def run() -> None:
-            self.answers.append(self._desk.ask(work, *args, patience=30))
+            self.answers.append(self._inbox.ask(work, *args, patience=30))
 
         thread = threading.Thread(target=run)
         self._threads.append(thread)
@@ -36,16 +36,16 @@ class Askers:
             thread.join()
 
 
-def answer_all(desk: Desk, askers: Askers) -> None:
+def answer_all(inbox: Inbox, askers: Askers) -> None:
     while any(thread.is_alive() for thread in askers._threads):
-        desk.answer()
+        inbox.answer()
     askers.join()
 
 
 def test_only_what_waited_at_entry_is_answered():
     """Clients that ask again as soon as they are answered must not keep the engine."""
-    desk = Desk(pause=0)
-    askers = Askers(desk)
+    inbox = Inbox(pause=0)
+    askers = Askers(inbox)
     calls = []
 
     def greedy() -> None:
@@ -54,14 +54,14 @@ def test_only_what_waited_at_entry_is_answered():
             askers.ask(greedy)
 
     askers.ask(greedy)
-    desk.answer()
+    inbox.answer()
     assert len(calls) == 1
-    answer_all(desk, askers)
+    answer_all(inbox, askers)
 
 
 def test_the_same_question_is_worked_out_once_for_all_who_wait():
-    desk = Desk(pause=0)
-    askers = Askers(desk)
+    inbox = Inbox(pause=0)
+    askers = Askers(inbox)
     calls = []
 
     def snapshot() -> object:
@@ -70,62 +70,62 @@ def test_the_same_question_is_worked_out_once_for_all_who_wait():
 
     for _ in range(8):
         askers.ask(snapshot)
-    desk.answer()
+    inbox.answer()
     askers.join()
     assert len(calls) == 1
     assert len(set(askers.answers)) == 1
     askers.ask(snapshot)  # who asks later gets a later answer
-    desk.answer()
+    inbox.answer()
     askers.join()
     assert len(calls) == 2
 
 
 def test_one_step_answers_a_few_questions_only():
-    desk = Desk(pause=0, most=3)
-    askers = Askers(desk)
+    inbox = Inbox(pause=0, most=3)
+    askers = Askers(inbox)
     calls: list[object] = []
     for number in range(10):
         askers.ask(calls.append, number)
-    desk.answer()
+    inbox.answer()
     assert calls == [0, 1, 2]  # those who waited longest
-    desk.answer()
+    inbox.answer()
     assert calls == [0, 1, 2, 3, 4, 5]
-    answer_all(desk, askers)
+    answer_all(inbox, askers)
     assert calls == list(range(10))
 
 
 def test_between_two_answers_the_engine_is_left_alone():
     now = [0.0]
-    desk = Desk(pause=0.05, clock=lambda: now[0])
-    askers = Askers(desk)
+    inbox = Inbox(pause=0.05, clock=lambda: now[0])
+    askers = Askers(inbox)
     calls: list[object] = []
     askers.ask(calls.append, "a")
-    desk.answer()
+    inbox.answer()
     askers.ask(calls.append, "b")
     for now[0] in (0.01, 0.04):
-        desk.answer()
+        inbox.answer()
         assert calls == ["a"]
     now[0] = 0.06
-    desk.answer()
+    inbox.answer()
     assert calls == ["a", "b"]
     askers.join()
 
 
 def test_the_engine_does_not_wait_for_those_who_ask():
-    desk = Desk(pause=0)
-    askers = Askers(desk)
+    inbox = Inbox(pause=0)
+    askers = Askers(inbox)
     askers.ask(abs, 1)
-    with desk._lock:  # somebody is just putting a question down
-        desk.answer()
+    with inbox._lock:  # somebody is just putting a question down
+        inbox.answer()
         assert askers.answers == []
-    desk.answer()
+    inbox.answer()
     askers.join()
     assert askers.answers == [1]
 
 
 def test_an_engine_that_wakes_up_in_the_middle_of_a_look_does_not_fail_it():
     """Who looks for itself may find a dictionary changed: then it looks again."""
-    desk, counts, looks = Desk(), {"a": 1}, []
+    inbox, counts, looks = Inbox(), {"a": 1}, []
 
     def look() -> dict[str, int]:
         looks.append(1)
@@ -136,13 +136,13 @@ def test_an_engine_that_wakes_up_in_the_middle_of_a_look_does_not_fail_it():
                 counts[f"new {len(looks)}"] = 1  # the engine's thread, as it wakes up
         return found
 
-    assert desk.ask(look, patience=0.001)["a"] == 1
+    assert inbox.ask(look, patience=0.001)["a"] == 1
     assert len(looks) == 3
 
 
 def test_who_shares_a_look_that_failed_looks_again_too():
     """The one whose patience ended looked, and the engine woke up; the other only waited."""
-    desk, looks, found = Desk(), [], []
+    inbox, looks, found = Inbox(), [], []
 
     def look() -> str:
         looks.append(1)
@@ -152,7 +152,7 @@ def test_who_shares_a_look_that_failed_looks_again_too():
         return "facts"
 
     def ask(patience: float) -> None:
-        found.append(desk.ask(look, patience=patience))
+        found.append(inbox.ask(look, patience=patience))
 
     patient = threading.Thread(target=ask, args=(0.3,))
     patient.start()
@@ -167,48 +167,48 @@ def test_a_look_that_always_fails_is_an_error():
         raise RuntimeError("deque mutated during iteration")
 
     with pytest.raises(RuntimeError, match="mutated"):
-        Desk().ask(look, patience=0.001)
+        Inbox().ask(look, patience=0.001)
 
 
 def test_a_question_is_answered_on_the_engines_thread():
-    desk, where, done = Desk(), [], threading.Event()
+    inbox, where, done = Inbox(), [], threading.Event()
 
     def ask():
-        where.append(desk.ask(threading.get_ident, patience=30))
+        where.append(inbox.ask(threading.get_ident, patience=30))
         done.set()
 
     asker = threading.Thread(target=ask)
     asker.start()
     while not done.wait(0.001):
-        desk.answer()
+        inbox.answer()
     asker.join()
     assert where == [threading.get_ident()]
 
 
 def test_an_idle_engine_is_not_waited_for():
-    desk = Desk()
+    inbox = Inbox()
     for number in range(5):
-        assert desk.ask(partial(abs, -number), patience=0.001) == number
-    assert not desk._open  # nothing piles up
-    desk.answer()
+        assert inbox.ask(partial(abs, -number), patience=0.001) == number
+    assert not inbox._open  # nothing piles up
+    inbox.answer()
 
 
 def test_an_error_belongs_to_whoever_asked():
-    desk = Desk()
+    inbox = Inbox()
     with pytest.raises(ZeroDivisionError):
-        desk.ask(lambda: 1 // 0, patience=0.001)
+        inbox.ask(lambda: 1 // 0, patience=0.001)
 
     def bad():
         raise ValueError("no")
 
     def ask():
         with pytest.raises(ValueError, match="no"):
-            desk.ask(bad, patience=30)
+            inbox.ask(bad, patience=30)
 
     asker = threading.Thread(target=ask)
     asker.start()
     while asker.is_alive():
-        desk.answer()  # must not raise here
+        inbox.answer()  # must not raise here
     asker.join()
 
 
@@ -238,18 +238,18 @@ class FakeScheduler:
 
 def test_the_engines_thread_only_hands_out_facts():
     """What costs time (names, words, text) is the asking thread's own."""
-    desk, scheduler, words = Desk(pause=0), FakeScheduler(), []
+    inbox, scheduler, words = Inbox(pause=0), FakeScheduler(), []
 
     def why_path(copy: Copy) -> str:
         words.append(threading.get_ident())
         return "because"
 
-    source = Source(scheduler, desk, why_path=why_path)  # type: ignore[arg-type]
+    source = Source(scheduler, inbox, why_path=why_path)  # type: ignore[arg-type]
     told: list[object] = []
     asker = threading.Thread(target=lambda: told.append(source.explain("cmpl-a")))
     asker.start()
     while asker.is_alive():
-        desk.answer()
+        inbox.answer()
     asker.join()
     assert told[0]["copies"][0]["why"] == "because"  # type: ignore[index]
     assert set(scheduler.threads) == {threading.get_ident()}
@@ -257,8 +257,8 @@ def test_the_engines_thread_only_hands_out_facts():
 
 
 def test_an_explanation_no_longer_changes_when_it_has_been_handed_out():
-    desk, scheduler = Desk(), FakeScheduler()
-    desk.ask = partial(desk.ask, patience=0.001)  # type: ignore[method-assign]
+    inbox, scheduler = Inbox(), FakeScheduler()
+    inbox.ask = partial(inbox.ask, patience=0.001)  # type: ignore[method-assign]
     seen = []
 
     def why_path(copy: Copy) -> str:
@@ -266,6 +266,6 @@ def test_an_explanation_no_longer_changes_when_it_has_been_handed_out():
         seen.append(copy)
         return ""
 
-    source = Source(scheduler, desk, why_path=why_path)  # type: ignore[arg-type]
+    source = Source(scheduler, inbox, why_path=why_path)  # type: ignore[arg-type]
     assert source.explain("cmpl-a-0-1") is not None
     assert len(seen) == 1
