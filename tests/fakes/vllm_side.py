@@ -64,6 +64,19 @@ class FakeBlockPool:
             assert block.ref_cnt > 0, "a block was given back that nobody held"
             block.ref_cnt -= 1
 
+    def name(self, block: FakeBlock, name: bytes, group: int) -> None:
+        if (name, group) not in self.named and block.block_hash is None:
+            block.block_hash = name + group.to_bytes(4, "big")
+            self.named[name, group] = block
+
+    def forget(self, blocks: Iterable[FakeBlock]) -> None:
+        """They are given to somebody else: what they held is gone."""
+        for block in blocks:
+            if block.block_hash is not None:
+                name, group = block.block_hash[:-4], int.from_bytes(block.block_hash[-4:], "big")
+                del self.named[name, group]
+                block.block_hash = None
+
     def get_cached_block(self, name: bytes, groups: Sequence[int]) -> list[FakeBlock] | None:
         found = [self.named.get((name, group)) for group in groups]
         return [block for block in found if block] if all(found) else None
@@ -133,6 +146,7 @@ class FakeVllm:
         for group in self.groups:
             count = -(-request.num_tokens // group.block_tokens)
             taken, free = free[:count], free[count:]
+            self.pool.forget(taken)
             self.pool.touch(taken)
             tables.append([block.block_id for block in taken])
         self.tables[request.request_id] = tuple(tables)
@@ -142,8 +156,24 @@ class FakeVllm:
     def free(self, request: Any) -> None:
         """The request has ended: tell, then take its blocks back."""
         self.side.finished(request)
+        self.take_back(request)
+
+    def take_back(self, request: Any) -> None:
+        """Its blocks are no longer its own."""
         for ids in self.tables.pop(request.request_id, ()):
             self.pool.free_blocks([self.pool.blocks[number] for number in ids])
+
+    def cache(self, request: Any) -> None:
+        """Name the blocks that a request has computed, as vLLM does in every step."""
+        for group, (kind, ids) in enumerate(
+            zip(self.groups, self.tables[request.request_id], strict=True)
+        ):
+            per_block = kind.block_tokens // BLOCK_TOKENS
+            for place in range(request.num_computed_tokens // kind.block_tokens):
+                end = (place + 1) * per_block
+                if end <= len(request.block_hashes):
+                    name = request.block_hashes[end - 1]
+                    self.pool.name(self.pool.blocks[ids[place]], name, group)
 
     # -- steps ----------------------------------------------------------------------------------
 

@@ -175,6 +175,24 @@ def test_a_deadline_ends_the_waiting_and_not_the_claim() -> None:
     assert sky.owner.endings == [Ending.ABORT]
 
 
+def test_the_next_deadline_is_that_of_whoever_is_late_next() -> None:
+    """Before it nobody is looked at, so one that is passed over is never late.
+
+    Seen red with the others' deadlines forgotten once one has passed.
+    """
+    sky = Sky(1)
+    assert sky.flights.next_deadline > 1e9
+    first, third, second = (sky.launch(deadline=at) for at in (5.0, 9.0, 7.0))
+    late = []
+    for now in range(20):
+        if now >= sky.flights.next_deadline:
+            late += [(now, flight.transfer.id) for flight in sky.flights.expire(float(now))]
+    assert late == [(5, first), (7, second), (9, third)]
+    assert sky.flights.next_deadline > 1e9
+    sky.launch(deadline=3.0)  # already in the past
+    assert sky.flights.next_deadline == 3.0
+
+
 def test_a_lost_rank_is_not_waited_for() -> None:
     sky = Sky(2)
     half, whole = sky.launch(), sky.launch()

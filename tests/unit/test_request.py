@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
-from tests.fakes.desk import Desk, story
+from tests.fakes.desk import FULL, Desk, story
 from tests.model import request_laws
+from tests.model.request_verbs import Blocks
 
 from kvferry.answers import MatchState
 from kvferry.errors import InputError
 from kvferry.keys import Keys
+from kvferry.pool import Pool
 from kvferry.reach import SlidingWindow
-from kvferry.scheduler import Request, State
+from kvferry.scheduler import Request, Scheduler, State
 
 # -- the keys are the question ---------------------------------------------------------------------
 
@@ -169,3 +172,126 @@ def test_an_empty_chain_is_a_miss() -> None:
     assert request.store([[]], 8) == ()
     request.end()
     request_laws.check_nothing_left(desk.scheduler)
+
+
+# -- a chain is the engine's, and may become another or be short -----------------------------------
+
+
+def test_a_hit_of_a_chain_that_has_become_another_is_not_loaded() -> None:
+    """Seen red: the old tokens' blocks were loaded, and the request took them for its own."""
+    desk = Desk()
+    desk.keep("a", story(1, 3), 12)
+    request = desk.scheduler.open("r", story(1, 2))
+    assert request.match().num_tokens == 8
+    request.chain = story(1, 3)  # it has grown: what was found is its beginning
+    assert len(request.load([[8, 9]])) == 1
+    for changed in (story(2, 2), story(1, 1), story(1, 1) + story(2, 1)):
+        request.preempt()
+        desk.run()
+        request.chain = story(1, 2)
+        assert request.match().num_tokens == 8
+        request.chain = changed
+        assert request.load([[8, 9]]) == ()
+        assert request.state is State.UNKNOWN
+        assert desk.pool.num_leases == 0
+        request_laws.check(desk.scheduler, [request])
+    request.end()
+    request_laws.check_nothing_left(desk.scheduler)
+
+
+def with_a_rest() -> tuple[Scheduler, Request]:
+    """A scheduler, and a request that has left two blocks to be stored late."""
+    scheduler = Scheduler(
+        Pool(16), (FULL,), num_device_blocks=1000, engine=Blocks(evicts=False), clock=lambda: 0.0
+    )
+    left = scheduler.open("1", story(1, 2))
+    left.match()
+    left.run()
+    left.leave(8)
+    assert left.state is State.LEFT
+    return scheduler, left
+
+
+def test_one_that_ran_before_its_miss_was_counted_goes_on_with_a_rest() -> None:
+    """Seen red with a miss that is counted, and no more: the rest was stored on its own."""
+    scheduler, left = with_a_rest()
+    request = scheduler.open("2", story(1, 3))
+    assert request.match(computed_tokens=8).state is MatchState.MISS
+    request.run()
+    assert request.is_owing
+    assert left in scheduler  # for that there is time later
+    scheduler.count_answered()
+    assert left not in scheduler
+    (ordered,) = request.store([[10, 11, 12]], 12)
+    assert ordered.blocks.tolist() == [10, 11, 12]
+
+
+def test_after_a_reset_one_that_starts_from_nothing_is_stored() -> None:
+    """Seen red with what a reset said of its old blocks still counting for the new ones."""
+    desk = Desk()
+    request = desk.scheduler.open("r", story(1, 2))
+    request.match()
+    request.run()
+    desk.scheduler.reset()
+    assert request.store([[0, 1]], 8) == ()
+    request.match(computed_tokens=4)
+    assert request.store([[0, 1]], 8) == ()  # it still has a block of before
+    request.match()
+    (ordered,) = request.store([[2, 3]], 8)
+    assert ordered.blocks.tolist() == [2, 3]
+
+
+def test_one_with_more_tokens_than_keys_goes_on_with_nothing() -> None:
+    """Seen red: it looked for a key that its chain does not have, and raised an IndexError."""
+    scheduler, left = with_a_rest()
+    request = scheduler.open("2", story(2, 1))
+    assert request.match(computed_tokens=40).state is MatchState.MISS
+    request.run()
+    assert request.state is State.RUNNING
+    assert left.state is State.LEFT
+
+
+# -- what was ordered is ours ----------------------------------------------------------------------
+
+
+def test_a_table_that_the_engine_writes_again_changes_no_order() -> None:
+    """An engine keeps its table and goes on writing it while the blocks are being copied.
+
+    Seen red with the table's own memory in the orders: other blocks were copied, and released.
+    """
+    desk = Desk()
+    table = np.array([3, 4], dtype=np.int64)
+    writer = desk.scheduler.open("w", story(1, 2))
+    (stored,) = writer.store([table], 8)
+    table[:] = 9
+    (store,) = desk.plan()
+    assert store.src_slots.tolist() == stored.blocks.tolist() == [3, 4]
+    assert [part.blocks.tolist() for part in desk.land().released] == [[3, 4]]
+    reader = desk.scheduler.open("r", story(1, 2))
+    reader.match()
+    table[:] = [5, 6]
+    (loaded,) = reader.load([table])
+    table[:] = 9
+    (load,) = desk.plan()
+    assert load.dst_slots.tolist() == loaded.blocks.tolist() == [5, 6]
+    assert [part.blocks.tolist() for part in desk.land().released] == [[5, 6]]
+
+
+def test_the_first_failure_fails_a_request_and_the_other_group_lands_on_its_own() -> None:
+    """Seen red with the other group's load still waited for: the request waited for ever."""
+    desk = Desk(FULL, FULL)
+    desk.keep("a", story(1, 2), 8)
+    request = desk.scheduler.open("r", story(1, 2))
+    request.match()
+    request.load([[0, 1], [2, 3]])
+    first, second = desk.plan()
+    settled = desk.land(first, failed="no")
+    assert [failed.request_id for failed in settled.failed] == ["r"]
+    assert request.state is State.UNKNOWN
+    assert not request.loading
+    assert request.match().state is not MatchState.WAIT
+    request_laws.check(desk.scheduler, [request])
+    settled = desk.land(second)
+    assert not settled.loaded
+    assert not settled.failed
+    assert [(g, blocks.tolist()) for g, blocks in settled.released] == [(1, [2, 3])]

@@ -1,13 +1,15 @@
-"""kvferry in vLLM's scheduler, without vLLM."""
+"""kvferry in vLLM's scheduler, without vLLM: what is told, held and given back, and when."""
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
 from tests.fakes.vllm_side import BLOCK_TOKENS, FakeVllm
 
 from kvferry.reach import FullAttention, SlidingWindow
+from kvferry.scheduler import rests
 from kvferry.vllm.events import EventLog
 
 HASHES = [bytes([number]) * 32 for number in range(1, 9)]
@@ -69,3 +71,112 @@ def test_whoever_asks_from_another_thread_changes_nothing() -> None:
         vllm.side.close()
     assert not ferried.is_owing
     assert serving.scheduler.onlooker.stats().queries == 1
+
+
+# -- promises --------------------------------------------------------------------------------------
+
+
+def keep(vllm: FakeVllm, name: str, hashes: list[bytes]) -> None:
+    """A whole life; its blocks can be loaded from now on."""
+    request = vllm.request(name, hashes)
+    assert vllm.side.match(request, 0) == (0, False)
+    vllm.allocate(request)
+    vllm.answer(vllm.orders({name: request.num_tokens}, new=[name]))
+    request.num_computed_tokens = request.num_tokens
+    vllm.cache(request)
+    vllm.free(request)
+    vllm.answer(vllm.orders())
+    assert vllm.num_held == 0
+
+
+def begin_load(vllm: FakeVllm, name: str, hashes: list[bytes]) -> Any:
+    request = vllm.request(name, hashes)
+    assert vllm.side.match(request, 0) == (len(hashes) * BLOCK_TOKENS, True)
+    vllm.allocate(request, len(hashes) * BLOCK_TOKENS)
+    return request
+
+
+def test_a_load_taken_back_is_not_told_to_the_ranks() -> None:
+    vllm = FakeVllm()
+    keep(vllm, "a", HASHES[:3])
+    request = begin_load(vllm, "b", HASHES[:3])
+    vllm.free(request)
+    orders = vllm.orders()
+    assert not orders.loads
+    assert not orders.undone
+    assert not orders.plan.transfers
+    assert vllm.num_held == 0
+    assert not vllm.side.has_work
+
+
+def test_what_vllm_was_promised_is_told_when_we_fail_and_nothing_is_held_for_ever() -> None:
+    vllm = FakeVllm(num_ranks=2)
+    keep(vllm, "a", HASHES[:2])
+    keep(vllm, "a", HASHES[2:5])
+    begin_load(vllm, "b", HASHES[:2])
+    sent = vllm.orders()
+    assert list(sent.loads) == ["b"]
+    begin_load(vllm, "c", HASHES[2:5])
+    vllm.serving.scheduler.plan = lambda: 1 // 0
+    orders = vllm.orders()
+    assert vllm.serving is None
+    assert orders.undone == {"c": tuple(vllm.tables["c"][0][:3])}  # b's rank tells of it itself
+    assert orders.drain
+    held = vllm.num_held
+    assert held == 5
+    vllm.answer(sent, orders, ranks=[0])
+    assert vllm.num_held == held  # the other rank may still write
+    vllm.answer(sent, orders, ranks=[1])
+    assert vllm.num_held == 0
+    assert not vllm.orders().drain
+
+
+# -- steps that are not looked at ------------------------------------------------------------------
+
+
+def decoding(vllm: FakeVllm, name: str) -> Any:
+    """A request that only decodes: the next step is a quiet one."""
+    request = vllm.request(name, HASHES[:1])
+    vllm.side.match(request, 0)
+    vllm.allocate(request)
+    vllm.answer(vllm.orders({name: 1}, new=[name]))
+    request.num_computed_tokens, request.num_output_tokens = 2, 1
+    for _ in range(4):
+        vllm.orders({name: 1})
+    assert vllm.orders({name: 1}).is_quiet
+    return request
+
+
+def test_a_reset_is_told_with_the_next_step_and_quiet_ones_stay_with_it() -> None:
+    vllm = FakeVllm()
+    decoding(vllm, "a")
+    vllm.side.reset()
+    orders = vllm.orders({"a": 1})
+    assert not orders.is_quiet
+    assert orders.epoch == 1
+    quiet = [vllm.orders({"a": 1}) for _ in range(3)]
+    assert quiet[-1].is_quiet
+    assert {each.epoch for each in quiet} == {1}
+
+
+def test_what_is_held_on_the_device_is_not_forgotten_in_quiet_steps() -> None:
+    vllm = FakeVllm(num_blocks=200)
+    request = vllm.request("a", HASHES)
+    vllm.side.match(request, 0)
+    vllm.allocate(request)
+    vllm.answer(vllm.orders({"a": request.num_tokens}, new=["a"]))
+    request.num_computed_tokens = request.num_tokens
+    decoding(vllm, "b")
+    for block in vllm.pool.blocks:  # from now on vLLM evicts: nothing may wait for a next turn
+        vllm.pool.name(block, b"%d" % block.block_id, 0)
+    vllm.orders({"b": 1})
+    vllm.serving.blocks.begin_step()
+    vllm.free(request)
+    assert vllm.num_held == len(HASHES)
+    orders = vllm.orders({"b": 1})
+    if not orders.plan.transfers:  # it may wait this long, for others to be on their way
+        time.sleep(2 * rests.SOON_SECONDS)
+        orders = vllm.orders({"b": 1})
+    assert [len(transfer) for transfer in orders.plan.transfers] == [len(HASHES)]
+    vllm.answer(orders)
+    assert vllm.num_held == 0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvferry.config import Config
-from kvferry.keys import Keys
+from kvferry.keys import KeyChain, Keys
 from kvferry.lease import Lease
 from kvferry.policy import Decision, LoadOrCompute
 from kvferry.pool import Pool
@@ -59,6 +59,14 @@ class PinnedHit:
         if look.computed_tokens != computed_tokens or look.max_tokens != max_tokens:
             return False
         return keys is look.keys or keys == look.keys
+
+    def is_of(self, chain: KeyChain, hash_tokens: int) -> bool:
+        """Whether its blocks are this chain's: the last key of them covers all before it."""
+        keys = self.look.keys
+        if chain is keys:
+            return True
+        last = self.look.host_tokens // hash_tokens - 1
+        return last < len(chain) and chain[last] == keys[last]
 
 
 class Hits:

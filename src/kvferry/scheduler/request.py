@@ -222,13 +222,17 @@ class Request:
 
         ``tables[g]`` is the whole block table of group g, long enough for the hit. Returns what was
         ordered: hold its device blocks until ``settle`` releases them. Empty if the hit was lost
-        meanwhile (a reset, its deadline): the tokens must be computed then. Where a window or a
-        chunk leaves a hit unread, the table says ``NO_BLOCK`` until it is computed.
+        meanwhile (a reset, its deadline, another chain): the tokens must be computed then. Where a
+        window or a chunk leaves a hit unread, the table says ``NO_BLOCK`` until it is computed.
         """
         parts, hit = self._parts, self._hit
         if len(tables) != len(parts.sizes):
             raise self._wrong_tables(tables)
         if hit is None or not hit.leases:
+            return ()
+        if not hit.is_of(self.chain, parts.matcher.hash_tokens):
+            self._let_go()
+            self.state = State.RUNNING if self.state is State.RUNNING else State.UNKNOWN
             return ()
         look, pieces = hit.look, []
         for g, lease in enumerate(hit.leases):

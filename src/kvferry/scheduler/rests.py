@@ -133,7 +133,9 @@ class Rests:
 
     def take_continued(self, chain: Sequence[Key] | Any, num_keys: int) -> Rest | None:
         """What waits for a request that goes on after so many blocks of its chain."""
-        return self._waiting.pop(chain[num_keys - 1], None) if self._waiting else None
+        if not self._waiting or num_keys > len(chain):  # an engine may have more than has keys
+            return None
+        return self._waiting.pop(chain[num_keys - 1], None)
 
     @property
     def is_due(self) -> bool:
