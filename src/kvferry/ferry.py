@@ -389,7 +389,7 @@ class Ferry(Closing):
             # dropped, nor the memory, which should be gone when we are.
             rank = weakref.ref(self._rank)
             source = Source(
-                self._scheduler,
+                self._scheduler.onlooker,
                 self._inbox,
                 slot_bytes=dict.fromkeys(
                     (HOST, *self._rank.levels), max(each.block_bytes for each in self._layouts)
