@@ -43,7 +43,7 @@ class Missing(NamedTuple):
     is_coming: bool = False
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Look:
     """One look at a request: how far the host alone reaches, and how far with the levels below.
 
@@ -150,7 +150,9 @@ class Matcher:
             block = computed_tokens // group.block_tokens
             at = (block + 1) * self._ratios[g] - 1
             if at < num_keys:
-                key = masked_key(chain[at], scope(self.epoch, g))
+                key = chain[at]
+                if g or self.epoch:  # else the mask is all zeros
+                    key = masked_key(key, scope(self.epoch, g))
                 state = self._host.state_of(key)
                 if state is not SlotState.CACHED:
                     is_coming = state is not SlotState.FREE
