@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,20 +15,19 @@ from kvferry.closing import Closing, close_if_dropped
 from kvferry.config import Config
 from kvferry.device.layout import GroupLayout
 from kvferry.errors import DeadlineError, InputError
-from kvferry.hits import Hit, PendingHits, require_hit
+from kvferry.ferry_metrics import open_endpoint
+from kvferry.hits import Hit, PendingHits, not_a_hit
 from kvferry.identity import Extra, Namespace, chain
 from kvferry.integers import Integers, integer, integers
 from kvferry.keys import Keys
 from kvferry.left_out import why_left_out
 from kvferry.metrics import DEFAULT_PORT
 from kvferry.metrics.inbox import Inbox
-from kvferry.metrics.source import Source
 from kvferry.ownership import OneThread
 from kvferry.pool import Pool
 from kvferry.rank import RankMemory
 from kvferry.reach import Group
 from kvferry.scheduler import NO_BLOCK, Ordered, Scheduler, State, WriteMode, level_of
-from kvferry.scheduler.journal import Copy
 from kvferry.scheduler.why import Explanation
 from kvferry.stats import SchedulerStats
 from kvferry.tickets import Done, Ticket, Tickets
@@ -55,8 +52,8 @@ class Ferry(Closing):
 
     It belongs to the first thread that uses it, until that thread ends or calls :meth:`hand_over`;
     another one, or a forked child, is refused (:meth:`keys` and :meth:`host_stats` are for all).
-    Nothing here waits, except :meth:`wait` and :meth:`close`. One that is dropped without ``close``
-    is closed in the background, with a ResourceWarning.
+    Nothing here waits, except :meth:`wait`, :meth:`await_hit` and :meth:`close`. One that is
+    dropped without ``close`` is closed in the background, with a ResourceWarning.
     """
 
     def __init__(
@@ -162,21 +159,9 @@ class Ferry(Closing):
         longer: with all of its blocks, with some, or with none.
         """
         self._owner.require()
-        require_hit(hit)
-        if not hit.is_pending:
-            return hit
-        request, on_device = hit.request, hit.on_device
-        if request not in self._scheduler:
-            return Hit(request, 0, on_device)
-        tokens = self.namespace.block_tokens
-        match = request.match(computed_tokens=on_device * tokens)
-        if request.waits_below:
-            self._pending.keep(request)
-            return hit
-        self._pending.drop(request)
-        if match.state is not MatchState.HIT:
-            request.end()
-        return Hit(request, (match.num_tokens - match.computed_tokens) // tokens, on_device)
+        if not isinstance(hit, Hit):
+            raise not_a_hit(hit)
+        return self._pending.again(hit, self._scheduler, self.namespace.block_tokens)
 
     def await_hit(self, hit: Hit, timeout: float | None = None) -> Hit:
         """Poll until a hit is not pending any more; after ``timeout`` it may still be.
@@ -200,7 +185,8 @@ class Ferry(Closing):
         loaded, and it is let go.
         """
         self._owner.require()
-        require_hit(hit)
+        if not isinstance(hit, Hit):
+            raise not_a_hit(hit)
         tables = self._tables(device_blocks, before=hit.on_device)
         if len(tables) == 1 and len(tables[0]) != hit.on_device + len(hit):
             raise InputError(
@@ -229,7 +215,8 @@ class Ferry(Closing):
     def release(self, hit: Hit) -> None:
         """Let a hit go that will not be loaded."""
         self._owner.require()
-        require_hit(hit)
+        if not isinstance(hit, Hit):
+            raise not_a_hit(hit)
         if hit.request in self._scheduler and hit.request.state is not State.LOADING:
             self._pending.drop(hit.request)
             hit.request.end()
@@ -278,11 +265,14 @@ class Ferry(Closing):
     def _send(self, ticket: Ticket, ordered: Sequence[Ordered], note: str = "") -> None:
         """Send off what was just ordered for a ticket."""
         self._tickets.send(ticket, ordered, note)
-        self._send_plan()
-
-    def _send_plan(self) -> None:
         plan = self._scheduler.plan()
         if plan.transfers or plan:
+            self._worker.execute(plan)
+
+    def _send_plan(self) -> None:
+        """Send off what was ordered for nobody's ticket."""
+        plan = self._scheduler.plan()
+        if plan:
             self._worker.execute(plan)
 
     # -- what ended -----------------------------------------------------------------------------
@@ -382,22 +372,8 @@ class Ferry(Closing):
         """
         self._owner.require()
         if self._endpoint is None:
-            # Imported here: few need a server, and its modules would triple our own import.
-            from kvferry.metrics.endpoint import Endpoint
-
-            # The server's threads hold the source: it must hold neither us, or we are never
-            # dropped, nor the memory, which should be gone when we are.
-            rank = weakref.ref(self._rank)
-            source = Source(
-                self._scheduler.onlooker,
-                self._inbox,
-                slot_bytes=dict.fromkeys(
-                    (HOST, *self._rank.levels), max(each.block_bytes for each in self._layouts)
-                ),
-                pinned_bytes=partial(_pinned_bytes, rank),
-                why_path=partial(_why_path, rank),
-            )
-            self._endpoint = Endpoint(source, host=host, port=port)
+            onlooker = self._scheduler.onlooker  # not us, or we are never dropped
+            self._endpoint = open_endpoint(onlooker, self._inbox, self._rank, host=host, port=port)
             self._parts.callback(self._endpoint.close)
         return self._endpoint.url
 
@@ -433,15 +409,3 @@ class Ferry(Closing):
                 f"device block {wrong} does not exist: the tensors have blocks 0 to {most - 1}"
             )
         return numbers
-
-
-def _pinned_bytes(rank: weakref.ref[RankMemory]) -> int | None:
-    found = rank()
-    return found.host.stats().pinned_bytes if found is not None else None
-
-
-def _why_path(rank: weakref.ref[RankMemory], copy: Copy) -> str:
-    from kvferry.metrics.reasons import why_path  # here: few ask, and it brings the planner
-
-    found = rank()
-    return why_path(copy, getattr(found.engine, "choices", None) if found is not None else None)

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvferry.answers import MatchState
 from kvferry.errors import InputError
-from kvferry.scheduler import Request
+from kvferry.scheduler import Request, Scheduler
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -33,9 +34,8 @@ class Hit:
         return self.request.needed_blocks
 
 
-def require_hit(hit: object) -> None:
-    if not isinstance(hit, Hit):
-        raise InputError(f"a hit must come from ferry.match, got {type(hit).__name__}")
+def not_a_hit(given: object) -> InputError:
+    return InputError(f"a hit must come from ferry.match, got {type(given).__name__}")
 
 
 class PendingHits:
@@ -57,6 +57,22 @@ class PendingHits:
         """Somebody asked for it just now."""
         self._until.pop(request, None)
         self._until[request] = self._clock() + self._patience
+
+    def again(self, hit: Hit, scheduler: Scheduler, block_tokens: int) -> Hit:
+        """What has become of a hit; one that is not pending is the answer itself."""
+        request, on_device = hit.request, hit.on_device
+        if not hit.is_pending:
+            return hit
+        if request not in scheduler:
+            return Hit(request, 0, on_device)
+        match = request.match(computed_tokens=on_device * block_tokens)
+        if request.waits_below:
+            self.keep(request)
+            return hit
+        self.drop(request)
+        if match.state is not MatchState.HIT:
+            request.end()
+        return Hit(request, (match.num_tokens - match.computed_tokens) // block_tokens, on_device)
 
     def drop(self, request: Request) -> None:
         """It is pending no longer."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.fakes.crafted_keys import keys
 from tests.fakes.driver import FakeDriver
 from tests.fakes.kv import make_kv
 
@@ -13,9 +16,9 @@ from kvferry.config import Config
 from kvferry.device.planning import opening
 from kvferry.device.planning.builtin_profile import builtin_profile
 from kvferry.device.planning.profile import Profile
-from kvferry.errors import ConfigError, InputError
+from kvferry.errors import ClosedError, ConfigError, InputError
 from kvferry.rank import Activity, RankMemory, open_on_cpu, open_on_gpu
-from kvferry.types import DEVICE, HOST, Outcome, Transfer, TransferId, as_slots
+from kvferry.types import DEVICE, HOST, Outcome, TierName, Transfer, TransferId, as_slots
 
 KV = make_kv("split")
 
@@ -121,6 +124,68 @@ def test_on_a_cpu_the_same_calls_serve() -> None:
     rank.note_step()
     rank.close()
     rank.close()
+
+
+def below(number: int, src: TierName, dst: TierName, from_slot: int, to_slot: int) -> Transfer:
+    slots = as_slots([from_slot]), as_slots([to_slot])
+    return Transfer(TransferId(number), src, dst, *slots, keys=keys([1]).array, within=60.0)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_levels_are_opened_with_a_rank_and_closed_before_its_memory(on_gpu: bool) -> None:
+    driver = fake_driver()
+    config = settings(levels="memory:1MiB, memory-by-key:1MiB")
+    if on_gpu:
+        rank = open_on_gpu([KV.layout], config, driver=driver, compute_stream=lambda: 0)
+    else:
+        rank = open_on_cpu([KV.layout], config)
+    assert list(rank.levels) == ["memory", "memory-by-key"]
+    assert rank.host.growth.wait(5)
+    rank.host.tier.rows[3] = 7
+    name = TierName("memory")
+    mover = rank.levels[name]
+    for order in (below(1, HOST, name, 3, 0), below(2, name, HOST, 0, 5)):
+        mover.submit(order)
+        assert [receipt.outcome for receipt in mover.drain(5)] == [Outcome.OK]
+    assert (rank.host.tier.rows[5] == 7).all()
+    rank.close()
+    rank.close()
+    with pytest.raises(ClosedError):
+        mover.submit(below(3, HOST, name, 3, 0))
+    assert driver.leaks() == {}
+
+
+def test_a_level_that_cannot_be_opened_takes_the_rank_back() -> None:
+    driver = fake_driver()
+    for levels in ("memory:1B", "memory:1MiB, no_such_package.x:y"):
+        with pytest.raises(ConfigError, match="levels: "):
+            open_on_gpu(
+                [KV.layout], settings(levels=levels), driver=driver, compute_stream=lambda: 0
+            )
+        with pytest.raises(ConfigError, match="levels: "):
+            open_on_cpu([KV.layout], settings(levels=levels))
+    assert driver.leaks() == {}
+
+
+def test_a_level_that_hangs_does_not_hang_the_close_and_keeps_the_memory(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.tiers.tier_mover._kept", [])
+    rank = open_on_cpu([KV.layout], settings(levels="memory:1MiB"))
+    name, hung = TierName("memory"), threading.Event()
+    mover = rank.levels[name]
+    mover._close_seconds = 0.05
+    mover._tier.fault = lambda way, key: hung.wait(20)  # type: ignore[attr-defined]
+    mover.submit(below(1, HOST, name, 3, 0))
+    while not next(iter(mover._tier._tasks.values())).is_begun:  # type: ignore[attr-defined]
+        time.sleep(0.001)
+    rank.close()
+    assert "a copy never ended" in caplog.text
+    rank.host.tier.rows[3] = 9  # still mapped
+    hung.set()
+    for thread in mover._tier._threads:  # type: ignore[attr-defined]
+        thread.join(10)  # it touches the memory, which this test gives back
+    rank.host.close()
 
 
 def test_an_engine_that_is_stuck_keeps_its_memory(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -87,6 +88,23 @@ def test_it_draws_escapes_and_stays_at_home(server, tmp_path):
     asked = requests_of(server.url.rstrip("/"), log.read_text())
     assert f"{server.url}view.json" in asked
     assert {urlsplit(url).netloc for url in asked} == {urlsplit(server.url).netloc}
+
+
+@needs_chromium
+def test_levels_are_drawn_and_one_that_is_away_says_why(endpoint, server, tmp_path):
+    counted = replace(
+        stats(queries=10, moved=10),
+        ailments={"disk": "rank 1: full", "store": ""},
+        asked={"store": (4000, 999)},
+    )
+    endpoint.show(Snapshot(counted, "1.2.3", {"host": 1_000_000}))
+    endpoint.levels_away = {"disk": f"rank 1: full {EVIL}"}
+    dom = browse(server.url, tmp_path)
+    text = re.sub(r"<[^>]+>", " ", dom)
+    assert "away: rank 1: full &lt;img" in text
+    assert "6,000 of 10,000 slots" in text
+    assert "asked for 4,000 blocks, 999 found" in text
+    assert "<img" not in dom
 
 
 @needs_chromium

@@ -20,7 +20,17 @@ from kvferry.keys import Keys
 from kvferry.pool import Pool
 from kvferry.scheduler.level import PlacedLevel, WriteMode, level_of
 from kvferry.tiers import HostTier, KeyedMemoryTier, MemoryTier, TierMover, Way
-from kvferry.types import DEVICE, FIRST_RANK, HOST, Key, Outcome, Receipt, TierName, Transfer
+from kvferry.types import (
+    DEVICE,
+    FIRST_RANK,
+    HOST,
+    Health,
+    Key,
+    Outcome,
+    Receipt,
+    TierName,
+    Transfer,
+)
 from kvferry.worker import Worker
 
 DISK, FAR = TierName("disk"), TierName("far")
@@ -96,6 +106,33 @@ def test_spill_copies_the_coldest_ahead_of_need_and_no_more() -> None:
     keys = desk.scheduler._parts.matcher.slot_keys(0, story(1, 16), range(16))
     assert below.cached(keys)[-2:].all()  # the end of a conversation goes first
     assert not below.cached(keys)[0]
+
+
+def test_a_step_in_which_nothing_changed_looks_for_nothing_to_spill(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    desk = Desk(levels=[level(write=WriteMode.SPILL)], slots=16)
+    desk.keep("a", story(1, 16), 64)
+    settle_down(desk)
+    looks: list[int] = []
+    coldest = desk.pool.coldest
+
+    def look(count: int) -> Keys:
+        looks.append(count)
+        return coldest(count)
+
+    monkeypatch.setattr(desk.pool, "coldest", look)
+    for _ in range(10):
+        assert desk.plan() == []
+    assert looks == []
+    desk.now += 1.0  # what was touched or let go meanwhile
+    desk.plan()
+    assert len(looks) == 1
+    # A level that lost what it had, and comes back, is written to at once.
+    below_pool(desk).reset()
+    desk.scheduler.note_health(Health(FIRST_RANK, DISK, "gone"))
+    desk.scheduler.note_health(Health(FIRST_RANK, DISK))
+    assert routes(desk.plan()) == [DOWN]
 
 
 def test_spilling_is_no_sign_of_use() -> None:

@@ -110,6 +110,20 @@ def test_lazy_stores_keep_what_the_device_is_about_to_drop(build: Build, name: s
     assert stored_bytes(lazy) < stored_bytes(eager)
 
 
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("levels", ["memory:8MiB", "memory-by-key:8MiB"])
+def test_what_a_small_host_drops_comes_back_from_a_level(
+    build: Build, name: str, levels: str
+) -> None:
+    config = Config.from_dict({"levels": levels, "load_policy": "always"})
+    loop = build(20, shape=SHAPES[name], host_bytes=MEBIBYTE // 8, config=config)
+    assert serve(loop, CHAT).answers() == truth(CHAT, SHAPES[name])
+    assert loop.offloader is not None
+    moved = loop.offloader.stats().bytes_moved
+    assert moved[levels.partition(":")[0], HOST] > 0
+    assert loop.counts.num_loaded_tokens > 0
+
+
 @pytest.mark.parametrize("bound", ["max_storing_blocks", "max_loading_blocks"])
 def test_tight_bounds_on_transfers_only_cost_time(build: Build, bound: str) -> None:
     loop = build(20, config=Config.from_dict({bound: 1}))

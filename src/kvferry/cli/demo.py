@@ -29,6 +29,7 @@ from kvferry.playground.request import ServedRequest
 from kvferry.playground.threads import limit_matrix_threads
 from kvferry.playground.workload import Chat
 from kvferry.quantities import parse_size
+from kvferry.tiers import TierSetup, open_tier
 from kvferry.watch.words import show_bytes
 
 INTERRUPTED = 130
@@ -180,13 +181,15 @@ def demo(
             raise InputError(
                 f"--host {host} bytes holds not even one block of {setting.block_bytes} bytes"
             )
-    except InputError as error:
+        for level in levels:  # before a minute's work, not after it
+            open_tier(
+                level, TierSetup(level.name, setting.block_bytes, options=level.options)
+            ).close()
+    except (InputError, ConfigError) as error:
         raise click.UsageError(str(error), ctx) from error
     _require_folder(html, None if is_stdout(json_file) else json_file)
     try:
         result = _run_all(setting, console)
-    except ConfigError as error:  # a level that cannot be opened
-        raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:
         console.print("Interrupted. Nothing was written.")
         ctx.exit(INTERRUPTED)

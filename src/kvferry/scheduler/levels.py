@@ -38,6 +38,9 @@ _PIECE_SLOTS = 32
 _CLEAN_SHARE = 8
 """With spilling, the coldest slot in so many of the host has a copy below before it is needed."""
 
+_CLEAN_SECONDS = 0.1
+"""Where nothing came, went or ended, what was touched or let go since is looked at this often."""
+
 _PROMOTING_SHARE = 4
 """Promotions under way may claim one slot in so many of the host: they must not flush it."""
 
@@ -77,6 +80,9 @@ class LowerLevels:
             least=host.num_slots // _CLEAN_SHARE, most=max(1, host.num_slots // 2)
         )
         self._num_reserved = host.num_reserved
+        self._num_changes = 0  # moves that ended, and levels that went or came back
+        self._clean = (-1, -1, -1)  # how things stood when nothing was left to spill
+        self._clean_until = 0.0
 
     def __bool__(self) -> bool:
         return bool(self.levels)
@@ -231,12 +237,20 @@ class LowerLevels:
         self._watermark.demand(self._host.num_reserved - self._num_reserved)
         self._num_reserved = self._host.num_reserved
         wanted = self._watermark.depth - self._host.num_free
+        # To look through the coldest takes as long as a step's other work, and mostly in vain.
+        now = self._clock()
+        standing = (self._num_reserved, self._host.generation, self._num_changes)
+        if wanted <= 0 or (standing == self._clean and now < self._clean_until):
+            return
+        num_moves = len(self._moves)
         for level in self._open():
-            if level.write is WriteMode.SPILL and wanted > 0:
+            if level.write is WriteMode.SPILL:
                 coldest = self._host.coldest(wanted)[::-1]
                 missing = coldest.take(~level.known(coldest, self._clock()))
                 # No chain: ends come before beginnings here, as they should go later on.
                 self._send_down(level, missing, parent=None, chained=False)
+        if len(self._moves) == num_moves:
+            self._clean, self._clean_until = standing, now + _CLEAN_SECONDS
 
     def _send_down(self, level: Level, keys: Keys, *, parent: Key | None, chained: bool) -> None:
         """Copy those of the host's blocks to a level that it lacks and has room for."""
@@ -252,6 +266,7 @@ class LowerLevels:
 
     def note_health(self, health: Health) -> None:
         """A level went away on one rank, or came back. Nobody waits for one that is away."""
+        self._num_changes += 1
         for level in self.levels:
             if level.name == health.level:
                 level.heard(health.rank, health.reason)
@@ -267,6 +282,7 @@ class LowerLevels:
 
     def landed(self, flight: Flight) -> None:
         """A transfer or a question below the host ended."""
+        self._num_changes += 1
         now = self._clock()
         if isinstance(flight.transfer, Question):
             level, _ = self._asking.pop(flight.transfer.id)

@@ -215,7 +215,7 @@ class WorkerSide:
             (stores if transfer.src == DEVICE else others).append(transfer)
         plan = orders.plan
         if self.shape.levels:
-            self._below.update([order.id for order in others if order.dst == HOST])
+            self._below.update([order.id for order in others if order.dst != DEVICE])
             self._below.update([question.id for question in plan.questions])
         for request_id, blocks in orders.undone.items():
             self._fail(request_id, blocks)

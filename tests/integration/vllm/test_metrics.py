@@ -142,7 +142,9 @@ def test_one_interval_after_another_adds_up_to_all_of_them(start, llama, monkeyp
     for interval in filter(None, told):
         add(total, interval)
     assert len(told) > 3
-    expected = figures(Snapshot(engine.stats, installed_version(), reports._slot_bytes, 0, 0))
+    expected = figures(
+        Snapshot(engine.stats, installed_version(), reports._slot_bytes, 0, 0, idle="")
+    )
     assert total == pytest.approx(expected)
 
 

@@ -1,0 +1,99 @@
+"""What the ranks of a vLLM say of their levels, put together; and ranks over one host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+from tests.fakes.crafted_keys import keys
+from tests.fakes.kv import make_kv
+
+from kvferry.config import Config
+from kvferry.rank import RankMemory, open_on_cpu
+from kvferry.scheduler import KeyedLevel, PlacedLevel, WriteMode
+from kvferry.types import HOST, Outcome, Question, Rank, TierName, Transfer, TransferId, as_slots
+from kvferry.vllm.levels import disagreement, level_movers, levels_of, shapes_of
+from kvferry.vllm.messages import LevelShape, RankShape
+from kvferry.vllm.ranks import Place
+
+NEAR, FAR = TierName("near"), TierName("far")
+KV = make_kv("split")
+
+
+def rank(number: int, *levels: tuple[TierName, int | None]) -> RankShape:
+    return RankShape(Rank(number), levels=tuple(LevelShape(*level) for level in levels))
+
+
+def test_levels_are_those_of_all_ranks_with_the_fewest_places() -> None:
+    shapes = [rank(0, (NEAR, 9), (FAR, None)), rank(1, (NEAR, 7), (FAR, None))]
+    assert disagreement(shapes) == ""
+    near, far = levels_of(shapes, Config(level_write="through"))
+    assert isinstance(near, PlacedLevel)
+    assert near.pool.num_slots == 7
+    assert isinstance(far, KeyedLevel)
+    assert (near.name, far.name) == (NEAR, FAR)
+    assert near.write is far.write is WriteMode.THROUGH
+
+
+def test_no_levels_are_no_levels() -> None:
+    shapes = [rank(0), rank(1)]
+    assert disagreement(shapes) == ""
+    assert levels_of(shapes, Config()) == []
+
+
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        ([(FAR, 9), (NEAR, 9)], "rank 2 far (places), near (places)"),
+        ([(NEAR, 9)], "rank 2 near (places)"),
+        ([(NEAR, 9), (FAR, None)], "rank 2 near (places), far (by key)"),
+        ([], "rank 2 no level"),
+    ],
+)
+def test_ranks_that_differ_are_named(others: list[tuple[TierName, int | None]], words: str) -> None:
+    same = [(NEAR, 9), (FAR, 9)]
+    said = disagreement([rank(2, *others), rank(0, *same), rank(1, *same)])
+    assert said.startswith("rank 0 has near (places), far (places) below host memory, ")
+    assert words in said
+    assert said.endswith("give all ranks the same levels")
+
+
+@pytest.fixture
+def two() -> Iterator[list[RankMemory]]:
+    """Ranks that would share one host memory; here each has a copy of the same bytes."""
+    config = Config.from_dict(
+        {"host": "1MiB", "levels": "near=memory:1MiB, far=memory-by-key:1MiB"}
+    )
+    with ExitStack() as closing:
+        ranks = [open_on_cpu([KV.layout], config, rank=Rank(number)) for number in range(2)]
+        for each in ranks:
+            closing.callback(each.close)
+            assert each.host.growth.wait(5)
+        yield ranks
+
+
+def test_ranks_over_one_host_memory_split_a_level_by_key(two: list[RankMemory]) -> None:
+    assert [level.num_places is None for level in shapes_of(two[0])] == [False, True]
+    some = keys(range(8))
+    movers = [
+        level_movers(each, Place(Rank(number), 2, 2, replicates=True))
+        for number, each in enumerate(two)
+    ]
+    slots = as_slots(range(8))
+    none = slots[:0]
+    down = Transfer(TransferId(1), HOST, FAR, slots, none, keys=some.array, within=60.0)
+    for mover in movers:
+        mover[FAR].submit(down)
+    moved = [mover[FAR].drain(5)[0] for mover in movers]
+    assert {receipt.outcome for receipt in moved} == {Outcome.OK}
+    assert sum(receipt.num_bytes for receipt in moved) == 8 * KV.layout.block_bytes
+    assert all(receipt.num_bytes for receipt in moved)
+    # Each is asked for its own, and has it.
+    for mover in movers:
+        mover[FAR].ask(Question(TransferId(2), FAR, some.array, 60.0))
+        assert mover[FAR].drain(5)[0].outcome is Outcome.OK
+
+
+def test_a_rank_alone_moves_everything_itself(two: list[RankMemory]) -> None:
+    assert level_movers(two[0], Place(Rank(0))) is two[0].levels
