@@ -48,7 +48,7 @@ class State(Enum):
     LOADED = "loaded"  # its hit is on the device, nothing is computed on it yet
     RUNNING = "running"  # the engine computes it, in the blocks it has now
     LEFT = "left"  # it has ended; some of it is to be stored late
-    ENDED = "ended"
+    ENDED = "ended"  # and leaves nothing
 
 
 _OVER = (State.LEFT, State.ENDED)
@@ -320,6 +320,15 @@ class Request:
             self.run()
         progress, chain = self.progress, self.chain
         return progress.store(self, chain, tables, progress.storable(chain, num_tokens))
+
+    def is_worth_storing(self, num_tokens: int) -> bool:
+        """Whether enough of so many computed tokens is new for a store to be worth its cost.
+
+        What is not stored while it runs is stored by :meth:`leave`.
+        """
+        parts, rests = self._parts, self._parts.rests
+        step = parts.least_tokens if rests is None else rests.step
+        return num_tokens >= self.progress.since + step + parts.spare_tokens
 
     @property
     def stored_tokens(self) -> int:
