@@ -7,27 +7,36 @@ measured is the time of a request for one token: computed, from vLLM's own cache
 cache was dropped. On a CPU "device" and host memory are the same memory: the figures say what the
 two cost around the copy, nothing about a GPU or its link.
 
+LMCache runs as its server, started here, and LMCacheMPConnector: inside vLLM's process (its
+LMCacheConnectorV1) LMCache 0.5.6 has no way to copy on a CPU, and computes everything.
+
 Exits with 77 where vLLM or lmcache is not installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
 import random
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 SKIPPED = 77
 GiB = 1 << 30
-CONNECTORS = ("none", "LMCacheConnectorV1", "kvferry")
+LMCACHE = "LMCacheMPConnector"
+CONNECTORS = ("none", LMCACHE, "kvferry")
+PORT = "BENCH_LMCACHE_PORT"
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -37,9 +46,8 @@ SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",
-    "LMCACHE_LOCAL_CPU": "True",
-    "LMCACHE_MAX_LOCAL_CPU_SIZE": "1",
     "LMCACHE_LOG_LEVEL": "ERROR",
+    "LMCACHE_DISABLE_BANNER": "1",
 }
 
 
@@ -67,9 +75,43 @@ def transfer_config(connector: str) -> dict[str, Any] | None:
     if connector == "none":
         return None
     config: dict[str, Any] = {"kv_connector": connector, "kv_role": "kv_both"}
-    if connector == "kvferry":
-        config["kv_connector_extra_config"] = {"host": GiB, "load_policy": "always"}
+    config["kv_connector_extra_config"] = (
+        {"host": GiB, "load_policy": "always"}
+        if connector == "kvferry"
+        else {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": int(os.environ[PORT])}
+    )
     return config
+
+
+@contextmanager
+def lmcache_server() -> Iterator[int]:
+    """LMCache's server with a GiB, for the length of a run; its port."""
+    port, http = free_port(), free_port()
+    order = [str(Path(sys.executable).with_name("lmcache")), "server", "--host", "127.0.0.1"]
+    order += ["--port", str(port), "--http-host", "127.0.0.1", "--http-port", str(http)]
+    order += ["--l1-size-gb", "1", "--eviction-policy", "LRU", "--supported-transfer-mode", "auto"]
+    process = subprocess.Popen(order, env={**os.environ, **SETTINGS}, stdout=subprocess.DEVNULL)
+    try:
+        wait_for(http)
+        yield port
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for(port: int) -> None:
+    give_up = time.monotonic() + 120
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        assert time.monotonic() < give_up, "the server of LMCache does not answer"
+        time.sleep(0.2)
 
 
 class Asked:
@@ -77,7 +119,11 @@ class Asked:
 
     def __init__(self, model: str, connector: str) -> None:
         from vllm import LLM, SamplingParams
+        from vllm.triton_utils import dispatcher
 
+        # vLLM 0.32 asks everything that was imported for its dict; what LMCache imports (llvmlite)
+        # has things that answer with something else, and vLLM would not start.
+        dispatcher.vars = lambda one: d if hasattr(d := vars(one), "get") else {}
         began = time.perf_counter()
         self.llm = LLM(
             model=model,
@@ -97,18 +143,19 @@ class Asked:
         seconds = time.perf_counter() - began
         return seconds, list(output.outputs[0].token_ids), output.num_cached_tokens or 0
 
-    def settle(self, rng: random.Random) -> None:
+    def settle(self) -> None:
         """Time and steps for what is stored after a request has ended."""
-        for _ in range(4):
-            self.ask([rng.randrange(4000) for _ in range(20)])
-            time.sleep(0.7)
+        for _ in range(30):
+            self.llm.llm_engine.step()
+            time.sleep(0.1)
 
-    def forget(self, rng: random.Random) -> None:
+    def forget(self) -> None:
         """Drop vLLM's own cache, not the connector's."""
-        give_up = time.monotonic() + 20
+        give_up = time.monotonic() + 60
         while not self.llm.reset_prefix_cache():
             assert time.monotonic() < give_up, "blocks stay in use"
-            self.ask([rng.randrange(4000) for _ in range(20)])
+            self.llm.llm_engine.step()
+            time.sleep(0.02)
 
 
 def measure(model: str, connector: str, tokens: int, prompts: int, rounds: int) -> dict[str, Any]:
@@ -118,11 +165,11 @@ def measure(model: str, connector: str, tokens: int, prompts: int, rounds: int) 
     texts = [[rng.randrange(4000) for _ in range(tokens)] for _ in range(prompts)]
     computed = [asked.ask(text) for text in texts]
     own = [asked.ask(text) for text in texts]
-    asked.settle(other)
+    asked.settle()
     back = []
     for _ in range(rounds):
         for text in texts:
-            asked.forget(other)
+            asked.forget()
             back.append(asked.ask(text))
     return {
         "connector": connector,
@@ -155,7 +202,9 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))
-        cases = [in_a_process(name, folder) for name in CONNECTORS]
+        with lmcache_server() as port:
+            os.environ[PORT] = str(port)
+            cases = [in_a_process(name, folder) for name in CONNECTORS]
     print(table(cases))
     if given.json:
         given.json.write_text(json.dumps(cases, indent=1))

@@ -452,12 +452,13 @@ def rests() -> None:
     while first.num_new:
         engine.step()
     print("ended, and not stored yet:", first.ferried)
-    assert first.ferried.state.value == "left"
+    assert first.ferried.state is State.LEFT
+    assert not engine.scheduler.stats().bytes_moved
     second = engine.submit("second turn", first.tokens)
     while second.num_new:
         engine.step()
     print("its next turn took over:", first.ferried)
-    assert first.ferried.state.value == "ended"
+    assert first.ferried not in engine.scheduler
     engine.serve()
     print("stored once nothing else ran:", engine.scheduler.stats().pool.cached, "blocks")
     assert beside.num_new == 0

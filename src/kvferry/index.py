@@ -50,7 +50,6 @@ class Index:
     def __init__(self, num_slots: int) -> None:
         self._table = TagTable(num_slots)
         self._keys = np.full((num_slots, KEY_WORDS), 0, dtype="<u8")
-        self._words = self._keys.reshape(-1)
         self._place = np.full(num_slots, _ABSENT, dtype=np.int64)
         self._overflow: dict[int, dict[bytes, int]] = {}  # by row of the table
         self._size = 0
@@ -69,7 +68,7 @@ class Index:
     def first_words_of(self, slots: SlotArray) -> npt.NDArray[np.uint64]:
         """The first words of those keys."""
         # Not a column's take: numpy would copy the whole column first.
-        return self._words.take(slots * KEY_WORDS)
+        return self._keys.reshape(-1).take(slots * KEY_WORDS)
 
     # -- looking up -----------------------------------------------------------------------------
 

@@ -68,8 +68,8 @@ class TagTable:
         self._num_rows = int(num_slots * _ROWS_PER_SLOT) + 1
         # Filled here: a page that is first touched later costs a step of the scheduler.
         words = np.full(self._num_rows * 5 + 1, 0, dtype="<u8")
-        self._tags, slots = np.split(words, [self._num_rows])
-        self._bytes = self._tags.view(np.uint8)
+        tags, slots = np.split(words, [self._num_rows])
+        self._bytes = tags.view(np.uint8)  # by lane; what wants whole rows views them as words
         self._slots = slots.view(np.int32)
         self._no_cell = self._num_rows * _LANES  # written where a row is full, never read
         self._num_crowded = 0
@@ -86,7 +86,7 @@ class TagTable:
         _, rows, wanted = self._hash(words)
         # Every row is in range. Of all modes "wrap" looks least at an index, so that more fetches
         # from memory are under way at once: in a large table a third of their time.
-        tags = self._tags.take(rows, mode="wrap").view(np.uint8)
+        tags = self._bytes.view("<u8").take(rows, mode="wrap").view(np.uint8)
         every_lane = wanted.astype(np.uint64) * _IN_EVERY_LANE
         fits = (tags == every_lane.view(np.uint8)).nonzero()[0]
         at = fits >> _LANE_BITS
@@ -147,7 +147,8 @@ class TagTable:
         self, rows: Positions, picks: Positions, mine: npt.NDArray[np.int32]
     ) -> tuple[Positions, npt.NDArray[np.bool_]]:
         """A lane for each key, and whether it has it; no lane in rows that are full."""
-        lanes = self._picks.take(_empty_lanes(self._tags.take(rows, mode="wrap")) ^ picks)
+        empty = _empty_lanes(self._bytes.view("<u8").take(rows, mode="wrap"))
+        lanes = self._picks.take(empty ^ picks)
         cells = lanes * self._num_rows + rows
         np.minimum(cells, self._no_cell, out=cells)
         # Of those that want the same cell, the one whose slot is found in it afterwards has it.
@@ -188,7 +189,7 @@ class TagTable:
         self._bytes[(row << _LANE_BITS) + _CROWDING_LANE] = 0
 
     def clear(self) -> None:
-        self._tags.fill(0)
+        self._bytes.fill(0)
         self._num_crowded = 0
 
     def _hash(self, words: KeyArray) -> tuple[KeyArray, Positions, npt.NDArray[np.uint8]]:

@@ -50,6 +50,7 @@ class FakeEndpoint:
     def __init__(self, snapshot: Snapshot | None = None) -> None:
         self.show(snapshot or Snapshot(stats(queries=10, moved=10), "1.2.3", {"host": 1_000_000}))
         self.requests: list[dict[str, object]] | None = []
+        self.levels_away: dict[str, str] = {}
         self.paths: list[tuple[str, ...]] = []
         self._server = HttpServer(self._answer)
         self.url = self._server.url
@@ -78,7 +79,7 @@ class FakeEndpoint:
         if path == ("metrics",):
             return Reply(self.text.encode(), CONTENT_TYPE)
         if path == ("explain",) and self.requests is not None:
-            return Reply.json({"requests": self.requests})
+            return Reply.json({"requests": self.requests, "levels_away": self.levels_away})
         if path and path[0] == "explain" and self.requests is not None:
             return Reply.json({"error": "nothing is remembered"}, HTTPStatus.NOT_FOUND)
         return None

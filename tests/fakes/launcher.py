@@ -45,7 +45,7 @@ class InterpretedLauncher:
 
 
 def _typed(value: int, kind: str) -> Any:
-    """An address that fits 32 bits would be taken for such a number; the compiler goes by kind."""
+    """The interpreter makes 32 bits of an address that fits them; the compiler goes by kind."""
     if kind == "i32":
         return value
     return tl.tensor(TensorHandle(np.array([value], np.int64), tl.int64), tl.int64)

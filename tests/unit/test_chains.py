@@ -3,9 +3,10 @@
 One-line breaks that were tried; each made a test of this module fail.
 
 - ``can_go``: all may go as soon as one child lies before its parent; children counted one too few
-- ``last_mentions``: never twice; ``>=`` instead of ``>``
-- ``unlink``: parents behind their child not told, so that all slots are looked at for children they
-  leave behind; those elsewhere not told; the last one forgotten
+- ``last_mentions``: never twice; ``all_distinct``: always
+- ``unlink``: parents elsewhere not told; children that stay keep their parent
+- ``leave``: a parent that stays not told, where its child is the last, or is not
+- ``begin``: what it follows not told; ``follow``: nothing follows
 - ``link``: a slot that has a parent gets another
 """
 
@@ -94,6 +95,36 @@ def test_who_leaves_is_nobodys_parent_and_nobodys_child(
     forest.check()
 
 
+@given(forests(), parts)
+@settings(max_examples=300)
+def test_who_leaves_with_all_descendants_leaves_a_sound_rest(
+    parents: dict[int, int], part: list[int]
+) -> None:
+    forest = Forest(dict(parents))
+    slots = as_slots(part)
+    going = slots[forest.chains.can_go(slots)]
+    if len(going):
+        forest.chains.leave(going)
+    forest.parents = {child: up for child, up in parents.items() if child not in going.tolist()}
+    forest.check()
+
+
+@given(forests(), parts, parts)
+def test_who_follows_the_lost(parents: dict[int, int], part: list[int], lost: list[int]) -> None:
+    forest = Forest(parents)
+    after = set().union(*map(forest.descendants, lost))
+    expected = [slot in after for slot in part]
+    assert forest.chains.follow(as_slots(part), as_slots(lost)).tolist() == expected
+
+
+@pytest.mark.parametrize("above", [NO_SLOT, 7])
+def test_new_slots_begin_or_go_on_with_a_chain(above: int) -> None:
+    forest = Forest({})
+    forest.chains.begin(as_slots([3, 1, 2]), above)
+    forest.parents = {1: 3, 2: 1} | ({3: above} if above != NO_SLOT else {})
+    forest.check()
+
+
 def test_a_chain_that_leaves_whole_costs_no_look_at_every_slot() -> None:
     forest = Forest({slot: slot - 1 for slot in range(1, NUM_SLOTS)})
     with mock.patch.object(np, "isin", side_effect=AssertionError("a look at every slot")):
@@ -123,6 +154,7 @@ def test_last_mentions(slots: list[int]) -> None:
     expected = [slot not in slots[at + 1 :] for at, slot in enumerate(slots)]
     for _ in range(2):  # its scratch is left as it was
         assert chains.last_mentions(as_slots(slots)).tolist() == expected
+        assert chains.all_distinct(as_slots(slots)) == all(expected)
 
 
 def test_a_child_keeps_the_parent_it_has() -> None:

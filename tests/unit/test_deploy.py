@@ -239,7 +239,7 @@ def test_the_manifest_sets_settings_that_exist():
 
 
 def test_what_names_requests_stays_inside_the_pod():
-    """``/explain`` is on our own endpoint: on loopback, and no port of the pod or the service."""
+    """``/explain`` is on kvferry's own endpoint: on loopback, no port of pod or service."""
     env = {item["name"]: item.get("value") for item in container()["env"]}
     ours = {name: value for name, value in env.items() if name.startswith("KVFERRY_")}
     config = Config.from_env(ours)
@@ -296,9 +296,8 @@ def docker_run(text: str) -> list[str]:
 def test_the_line_that_runs_the_container_is_whole_and_the_same_everywhere():
     words = docker_run((DEPLOY / "docker" / "Dockerfile").read_text())
     assert words == docker_run((ROOT / "docs" / "operations.md").read_text())
-    config = Config.from_env(
-        {"KVFERRY_HOST": words[words.index("-e", words.index("-e") + 1) + 1].split("=")[1]}
-    )
+    (given,) = [word for word in words if word.startswith("KVFERRY_HOST=")]
+    config = Config.from_env(dict([given.split("=")]))
     assert isinstance(config.host, int)
     assert config.host < parse_size(words[words.index("--memory") + 1].upper() + "iB")
     assert json.loads(words[-1])["kv_connector"] == "kvferry"

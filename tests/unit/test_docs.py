@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -9,9 +11,15 @@ import pytest
 
 from kvferry.config import describe
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "kvferry"
 MAP_BEGINS = "## Every module in a sentence"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def settings_page() -> str:
@@ -53,6 +61,30 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_package_indexs_page_links_to_nothing_that_is_not_there() -> None:
+    """It has no files beside it: of a link into the source tree only the words may remain."""
+    page = (ROOT / "README.md").read_text()
+    (rule,) = PROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]
+    shown = re.sub(rule["pattern"], rule["replacement"], page)
+    assert "](docs/" in page
+    assert [link for link in re.findall(r"\]\(([^)]*)\)", shown) if "://" not in link] == []
+    assert "docs/vllm.md has every option" in shown
+
+
+def test_the_source_archive_has_all_that_git_has() -> None:
+    """So that it can be built, tested and read from; but for what only a checkout needs."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode or not (ROOT / ".git").exists():
+        pytest.skip("no checkout")
+    kept = {line.split("/")[0] for line in listed.stdout.splitlines()}
+    included = PROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    by_itself = {"pyproject.toml", "LICENSE", ".gitignore"}
+    assert kept - {name.lstrip("/") for name in included} - by_itself == {
+        ".ci",
+        ".pre-commit-config.yaml",
+    }
 
 
 def module_map() -> str:

@@ -107,7 +107,26 @@ def test_a_fit_machine_is_ok_in_every_line():
     ]
 
 
+def test_levels_are_opened_and_closed_again():
+    env = settings(levels="memory:1MiB, far=memory-by-key:1MiB")
+    assert line(env, "level memory").words == "memory:1MiB: can be opened, has places for blocks"
+    assert "finds blocks by their keys" in line(env, "level far").words
+
+
+def test_a_level_that_cannot_be_used_yet_is_a_warning(monkeypatch):
+    monkeypatch.setattr("kvferry.tiers.MemoryTier.ailment", "its cable was pulled")
+    found = line(settings(levels="memory:1MiB"), "level memory")
+    assert found.grade is Grade.WARN
+    assert "its cable was pulled" in found.words
+
+
 SICK = {
+    "no such level": (
+        settings(levels="no_such_package.store:open_it"),
+        "level store",
+        Grade.FAIL,
+        "correct the setting levels",
+    ),
     "python too old": (replace(FIT, python=(3, 9)), "python", Grade.FAIL, "3.10 to 3.14"),
     "python too new": (replace(FIT, python=(3, 15)), "python", Grade.FAIL, "3.10 to 3.14"),
     "settings refused": (

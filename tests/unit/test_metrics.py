@@ -65,7 +65,7 @@ def settle(scheduler: ByName, *, path: str, seconds: float) -> None:
 
 @pytest.fixture
 def snapshot() -> Snapshot:
-    stats = busy_scheduler().stats()
+    stats = replace(busy_scheduler().stats(), asked={"store": (4, 3)})
     return Snapshot(stats, "1.2.3", {"host": 100}, pinned_bytes=800, held_blocks=2)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.fakes.endpoint import FakeEndpoint, stats
 
@@ -53,6 +55,24 @@ def test_rates_are_between_two_looks():
     assert (disk.total, disk.slot_bytes) == (10000, None)
     assert view.troubles["failed"] == 1
     assert (view.in_flight, view.queued, view.leases) == (3, 4, 7)
+
+
+def test_levels_are_tiers_with_what_they_were_asked_for_and_why_they_are_away(endpoint):
+    counted = replace(
+        stats(queries=1), ailments={"disk": "rank 1: full", "store": ""}, asked={"store": (8, 3)}
+    )
+    endpoint.show(Snapshot(counted, "1.2.3", {"host": 1_000_000, "disk": 1_000_000}))
+    endpoint.levels_away = {"disk": "rank 1: full"}
+    host, disk, store = Watch(endpoint.url).look().tiers
+    assert (host.name, host.is_away, host.asked) == ("host", False, None)
+    assert (disk.is_away, disk.why_away, disk.total) == (True, "rank 1: full", 10_000)
+    assert (store.name, store.asked, store.found, store.total) == ("store", 8, 3, 0)
+    assert not store.is_away
+    endpoint.show_as_vllm(Snapshot(counted, "1.2.3"))  # which has no word for the reason
+    tiers = {tier.name: tier for tier in Watch(endpoint.url).look().tiers}
+    assert tiers["disk"].is_away
+    assert not tiers["store"].is_away
+    assert tiers["store"].asked == 16
 
 
 def test_history_is_bounded():

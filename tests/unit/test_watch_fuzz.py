@@ -49,7 +49,7 @@ JSON = st.recursive(
                         "dst",
                         "why",
                     ),
-                    *("num_blocks", "num_bytes", "seconds", "paths"),
+                    *("num_blocks", "num_bytes", "seconds", "paths", "levels_away", "asked_blocks"),
                 ]
             ),
             inner,

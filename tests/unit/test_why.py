@@ -14,7 +14,7 @@ from kvferry.policy import Verdict
 from kvferry.pool import Pool
 from kvferry.scheduler.level import PlacedLevel, WriteMode
 from kvferry.scheduler.why import Explanation, Reason
-from kvferry.types import TierName
+from kvferry.types import Health, Rank, TierName
 
 
 def why(desk: Desk, request: str) -> Explanation:
@@ -87,6 +87,16 @@ def load_slower() -> Desk:
     return desk
 
 
+def level_away() -> Desk:
+    desk = Desk(levels=[PlacedLevel(TierName("disk"), Pool(16), WriteMode.THROUGH)], slots=8)
+    desk.keep("a", story(1, 8), 32)
+    desk.run()
+    evict(desk.pool, 8)
+    desk.scheduler.note_health(Health(Rank(0), TierName("disk"), "no such file"))
+    desk.match("q", story(1, 8))
+    return desk
+
+
 MAKERS = {
     Reason.NOTHING_MISSED: nothing_missed,
     Reason.EVICTED: evicted,
@@ -95,6 +105,7 @@ MAKERS = {
     Reason.IN_FLIGHT: in_flight,
     Reason.OTHER_NAMESPACE: other_namespace,
     Reason.STILL_BELOW: still_below,
+    Reason.LEVEL_AWAY: level_away,
     Reason.LOAD_SLOWER: load_slower,
 }
 
@@ -127,6 +138,13 @@ def test_what_lies_below_is_told_apart() -> None:
     assert explanation.host_tokens == 8
     assert explanation.lower_tokens == 24
     assert explanation.first_missing == 8
+
+
+def test_a_level_that_is_away_is_named_with_its_reason() -> None:
+    explanation = why(level_away(), "q")
+    assert explanation.levels_away == ("disk: rank 0: no such file",)
+    assert explanation.lower_tokens == 0
+    assert why(still_below(), "q").levels_away == ()
 
 
 def test_the_decision_comes_with_its_times() -> None:

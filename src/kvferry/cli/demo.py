@@ -14,6 +14,7 @@ from rich.table import Table
 from kvferry.cli.json_output import is_stdout, json_option, put
 from kvferry.cli.report import NAMES, ROWS, gain, render, show_seconds, verdict
 from kvferry.errors import ConfigError, InputError
+from kvferry.level_kinds import LevelSpec, read_levels, show_levels
 from kvferry.playground.compare import (
     Answers,
     Comparison,
@@ -28,6 +29,7 @@ from kvferry.playground.request import ServedRequest
 from kvferry.playground.threads import limit_matrix_threads
 from kvferry.playground.workload import Chat
 from kvferry.quantities import parse_size
+from kvferry.watch.words import show_bytes
 
 INTERRUPTED = 130
 TOKENS_DIFFER = 1
@@ -36,6 +38,15 @@ TOKENS_DIFFER = 1
 def _read_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
     try:
         return parse_size(value, name="a size")
+    except ConfigError as error:
+        raise click.BadParameter(str(error), ctx, param) from error
+
+
+def _read_levels(
+    ctx: click.Context, param: click.Parameter, value: str | None
+) -> tuple[LevelSpec, ...]:
+    try:
+        return read_levels("levels", value)
     except ConfigError as error:
         raise click.BadParameter(str(error), ctx, param) from error
 
@@ -88,6 +99,15 @@ FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
     help="Host memory in which kvferry keeps blocks. Too little, and it must forget as well.",
 )
 @click.option(
+    "--levels",
+    metavar="LEVELS",
+    callback=_read_levels,
+    default=None,
+    help="What lies below host memory, such as memory:64MiB: it takes what host memory must "
+    "forget. Give a small --host to see it at work.",
+    show_default="none",
+)
+@click.option(
     "--window",
     type=COUNT,
     metavar="N",
@@ -121,6 +141,7 @@ def demo(
     answer_tokens: int,
     device_blocks: int | None,
     host: int,
+    levels: tuple[LevelSpec, ...],
     window: int | None,
     seed: int,
     html: Path,
@@ -153,6 +174,7 @@ def demo(
             shape=shape,
             device_blocks=device_blocks or _default_device_blocks(chat),
             host_bytes=host,
+            levels=levels,
         )
         if host < setting.block_bytes:
             raise InputError(
@@ -163,6 +185,8 @@ def demo(
     _require_folder(html, None if is_stdout(json_file) else json_file)
     try:
         result = _run_all(setting, console)
+    except ConfigError as error:  # a level that cannot be opened
+        raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:
         console.print("Interrupted. Nothing was written.")
         ctx.exit(INTERRUPTED)
@@ -272,3 +296,11 @@ def _show(result: Comparison, console: Console) -> None:
     style, mark = ("green", "OK") if result.tokens_equal else ("bold red", "FAILED")
     console.print(f"[{style}]{mark}[/] {verdict(result)}", highlight=False)
     console.print(gain(result), highlight=False)
+    if result.setting.levels:
+        ferried = result.figures[ServingWay.KVFERRY]
+        console.print(
+            f"Below host memory ({show_levels(result.setting.levels)}): "
+            f"{show_bytes(ferried.spilled_bytes)} went down, "
+            f"{show_bytes(ferried.promoted_bytes)} came back.",
+            highlight=False,
+        )

@@ -26,6 +26,7 @@ _LEAST_DRAWN = 6
 """A bar or a sparkline of fewer columns says nothing."""
 
 _MOST_NAME = 40
+_MOST_WHY = 300
 _STATES = (("cached", "█", "blue"), ("leased", "▓", "yellow"), ("unready", "░", "magenta"))
 
 
@@ -45,15 +46,25 @@ class Screen:
         if self.error:
             yield Text(clean(self.error), style="bold red")
         yield _tiers(self.view, room)
+        yield from _away(self.view)
         yield _routes(self.view, room)
         yield _counts(self.view, room)
         yield _foot(self.view)
+
+
+_IDLE = {
+    "refused": "this model or these settings are not served; vLLM's log has the reason",
+    "failed": "something went wrong in kvferry and vLLM goes on without; its log has the error",
+}
 
 
 def _head(view: View) -> Text:
     text = Text.assemble(
         ("kvferry ", "bold"), (_name(view.version), "dim"), "  ", (clean(view.url), "dim"), "\n"
     )
+    if view.idle:
+        why = _IDLE.get(view.idle, clean(view.idle))
+        text.append(f"idle: {why}\n", style="bold red")
     now = f" (now {show_share(view.hit_rate_now)})" if view.hit_rate_now is not None else ""
     text.append(f"hit rate {show_share(view.hit_rate)}{now}", style="bold")
     text.append(
@@ -81,9 +92,25 @@ def _tier_table(view: View, bar_width: int) -> Table:
     table = _table("Tier", "", "", "Slots", "Bytes", "Evicted")
     for tier in view.tiers:
         slots = f"{tier.used:,} of {tier.total:,}"
-        name, bar = Text(_name(tier.name)), _bar(tier, bar_width)
-        table.add_row(name, bar, _share(tier), slots, _size(tier), f"{tier.evicted:,}")
+        if tier.asked is not None:
+            slots = f"{tier.found or 0:,} of {tier.asked:,} found"
+        bar = _bar(tier, bar_width)
+        table.add_row(_title(tier), bar, _share(tier), slots, _size(tier), f"{tier.evicted:,}")
     return table
+
+
+def _title(tier: TierView, style: str = "") -> Text:
+    """Its name; one that cannot be used says so where it is seen first."""
+    if not tier.is_away:
+        return Text(_name(tier.name), style=style)
+    return Text(f"{_name(tier.name)} (away)", style="bold red")
+
+
+def _away(view: View) -> Iterable[Text]:
+    for tier in view.tiers:
+        if tier.is_away:
+            why = f": {said(tier.why_away, _MOST_WHY)}" if tier.why_away else ""
+            yield Text(f"Level {_name(tier.name)} cannot be used{why}", style="bold red")
 
 
 def _tier(tier: TierView, room: TerminalRoom) -> RenderableType:
@@ -92,11 +119,15 @@ def _tier(tier: TierView, room: TerminalRoom) -> RenderableType:
     bar = _bar(tier, max(1, min(_BAR_WIDTH, room.width - len(share) - 4)))
     size = f", {_size(tier)}" if tier.slot_bytes is not None else ""
     words = f"{tier.used:,} of {tier.total:,} slots{size}, {tier.evicted:,} evicted"
-    return Group(Text(_name(tier.name), style="bold dim"), _below(bar + Text(f"  {share}"), words))
+    if tier.asked is not None:
+        words = f"asked for {counted(tier.asked, 'block')}, {tier.found or 0:,} found"
+    return Group(_title(tier, "bold dim"), _below(bar + Text(f"  {share}"), words))
 
 
 def _bar(tier: TierView, width: int) -> Text:
     text = Text()
+    if tier.asked:
+        text.append("█" * round(width * (tier.found or 0) / tier.asked), style="blue")
     for state, mark, style in _STATES:
         count = getattr(tier, state)
         part = round(width * count / tier.total) if tier.total else 0
@@ -107,6 +138,8 @@ def _bar(tier: TierView, width: int) -> Text:
 
 
 def _share(tier: TierView) -> str:
+    if tier.asked is not None:
+        return show_share((tier.found or 0) / tier.asked if tier.asked else None)
     return show_share(tier.used / tier.total if tier.total else None)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from kvferry.doctor.environment import Environment
 from kvferry.doctor.finding import Finding, warn
 from kvferry.doctor.gpu_checks import check_gpu
+from kvferry.doctor.level_checks import check_levels
 from kvferry.doctor.memory_checks import check_memory
 from kvferry.doctor.software_checks import check_python, check_settings, check_vllm
 
@@ -18,6 +19,7 @@ def examine(env: Environment) -> list[Finding]:
     checks: tuple[tuple[str, Callable[[], Iterable[Finding]]], ...] = (
         ("gpu", lambda: check_gpu(env)),
         ("host memory", lambda: check_memory(env, config)),
+        ("levels", lambda: check_levels(config)),
         ("vllm", lambda: check_vllm(env)),
     )
     for name, check in checks:

@@ -13,6 +13,8 @@ PREFIX = "kvferry_"
 
 MISSES = tuple(reason.value for reason in Reason if reason is not Reason.NOTHING_MISSED)
 VERDICTS = tuple(verdict.value for verdict in Verdict)
+IDLE_REASONS = ("refused", "failed")
+"""It does not serve this model or these settings; or something of ours went wrong."""
 STATES = ("free", "cached", "leased", "unready")
 
 _TIERS = "device, host and the tiers configured below it"
@@ -56,6 +58,7 @@ class Metric:
 
 
 _TIER = Label("tier", _TIERS)
+_LEVEL = Label("level", "the tiers configured below the host")
 _ROUTE = (Label("src", _TIERS), Label("dst", _TIERS), Label("path", _PATHS))
 
 
@@ -72,6 +75,12 @@ def _histogram(name: str, help: str, *labels: Label) -> Metric:
 
 
 INFO = _gauge("info", "Always 1; the version that serves this.", Label("version", "one"))
+
+IDLE = _gauge(
+    "idle",
+    "1 while kvferry serves nothing, by why; where vLLM is the engine. Its log has the words.",
+    Label("reason", ", ".join(IDLE_REASONS)),
+)
 
 QUERIES = _counter("queries", "Requests looked up.")
 ASKED_TOKENS = _counter("asked_tokens", "Tokens that looked-up requests lacked on the device.")
@@ -96,6 +105,13 @@ EXPIRED_HITS = _counter("expired_hits", "Hits let go because nobody loaded them 
 STALE_RECEIPTS = _counter("stale_receipts", "Answers that came twice or too late.")
 SHED_STORES = _counter("shed_stores", "Times that stores waited because too many were under way.")
 EVICTED = _counter("evicted_blocks", "Blocks dropped to make room.", _TIER)
+ASKED_BLOCKS = _counter(
+    "asked_blocks", "Blocks that a level was asked for, where it finds them by keys.", _LEVEL
+)
+FOUND_BLOCKS = _counter("found_blocks", "Those of them that were there.", _LEVEL)
+LOST_BLOCKS = _counter(
+    "lost_blocks", "Blocks that failed alone in copies below the host that brought others."
+)
 RESETS = _counter("resets", "Times that everything was forgotten.")
 
 SLOTS = _gauge(
@@ -103,6 +119,11 @@ SLOTS = _gauge(
 )
 SLOT_BYTES = _gauge("slot_bytes", "Bytes of one slot on one rank.", _TIER)
 LEASES = _gauge("leases", "Claims on slots while bytes move.", _TIER)
+LEVEL_AWAY = _gauge(
+    "level_away",
+    "1 while a level cannot be used on some rank, else 0; /explain has the reason.",
+    _LEVEL,
+)
 PINNED_BYTES = _gauge(
     "pinned_bytes", "Host memory registered with a GPU driver, summed over ranks."
 )

@@ -40,7 +40,8 @@ class Endpoint(Closing):
             case ("metrics",):
                 return Reply(exposition(self._source.snapshot()), CONTENT_TYPE)
             case ("explain",):
-                return Reply.json({"requests": self._source.recent()})
+                source = self._source
+                return Reply.json({"requests": source.recent(), "levels_away": source.away()})
             case ("explain", request_id):
                 found = self._source.explain(request_id)
                 if found is None:

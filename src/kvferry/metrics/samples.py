@@ -19,6 +19,7 @@ class Snapshot:
     """All that one process can say of itself: what the scheduler counted, and its memory.
 
     None is what this process does not know: in a server the workers pin memory, not the scheduler.
+    ``idle`` is one of the catalog's reasons, empty while it serves.
     """
 
     stats: SchedulerStats
@@ -26,6 +27,7 @@ class Snapshot:
     slot_bytes: Mapping[str, int] = field(default_factory=dict)
     pinned_bytes: int | None = None
     held_blocks: int | None = None
+    idle: str | None = None
 
 
 class Sample(NamedTuple):
@@ -42,6 +44,8 @@ def samples(snapshot: Snapshot) -> Iterator[Sample]:
     yield Sample(names.INFO, (snapshot.version,), 1)
     for metric, value in _plain(snapshot).items():
         yield Sample(metric, (), value)
+    if snapshot.idle is not None:
+        yield from idle(snapshot.idle)
     for reason in names.MISSES:
         yield Sample(names.MISSED, (reason,), stats.missed.get(reason, 0))
     for verdict in names.VERDICTS:
@@ -55,8 +59,19 @@ def samples(snapshot: Snapshot) -> Iterator[Sample]:
         yield from _tier(tier, counts)
     for tier, num_leases in stats.leases.items():
         yield Sample(names.LEASES, (tier,), num_leases)
+    for level, ailment in stats.ailments.items():
+        yield Sample(names.LEVEL_AWAY, (level,), int(bool(ailment)))
+    for level, (num_asked, num_found) in stats.asked.items():
+        yield Sample(names.ASKED_BLOCKS, (level,), num_asked)
+        yield Sample(names.FOUND_BLOCKS, (level,), num_found)
     for tier, num_bytes in snapshot.slot_bytes.items():
         yield Sample(names.SLOT_BYTES, (tier,), num_bytes)
+
+
+def idle(why: str) -> Iterator[Sample]:
+    """Whether nothing is served, and why."""
+    for reason in names.IDLE_REASONS:
+        yield Sample(names.IDLE, (reason,), float(reason == why))
 
 
 def _plain(snapshot: Snapshot) -> dict[Metric, float]:
@@ -73,6 +88,7 @@ def _plain(snapshot: Snapshot) -> dict[Metric, float]:
         names.EXPIRED_HITS: stats.expired_hits,
         names.STALE_RECEIPTS: stats.stale_receipts,
         names.SHED_STORES: stats.shed_stores,
+        names.LOST_BLOCKS: stats.lost_blocks,
         names.RESETS: stats.resets,
         names.PINNED_BYTES: snapshot.pinned_bytes,
         names.HELD_BLOCKS: snapshot.held_blocks,

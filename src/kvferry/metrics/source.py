@@ -84,6 +84,11 @@ class Source:
             for request_id, why in self._inbox.ask(self._latest, most)
         ]
 
+    def away(self) -> dict[str, str]:
+        """The levels that cannot be used now, and why."""
+        ailments = self._inbox.ask(self._scheduler.stats).ailments
+        return {level: ailment for level, ailment in ailments.items() if ailment}
+
     # Run on the engine's thread, so they pick up facts and leave all else to whoever asked.
 
     def _entry(self, request_id: RequestId) -> Entry | None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from kvferry.config import Config
 from kvferry.errors import InputError
+from kvferry.level_kinds import LevelSpec, show_levels
 from kvferry.playground.engine import Engine, Limits
 from kvferry.playground.model import Decoder, ModelShape
 from kvferry.playground.offload import Offloader
@@ -39,6 +41,7 @@ class Scenario:
     device_blocks: int
     host_bytes: int
     block_tokens: int = 16
+    levels: tuple[LevelSpec, ...] = ()
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -100,6 +103,8 @@ class Figures:
     loaded_bytes: int
     num_preemptions: int
     failed_load_tokens: int
+    spilled_bytes: int = 0
+    promoted_bytes: int = 0
 
     def first_token_seconds(self, percentile: float) -> float:
         return float(np.percentile([turn.first_token_seconds for turn in self.turns], percentile))
@@ -145,6 +150,8 @@ class Figures:
             "bytes_moved": {
                 f"{DEVICE}->{HOST}": self.stored_bytes,
                 f"{HOST}->{DEVICE}": self.loaded_bytes,
+                f"{HOST}->levels": self.spilled_bytes,
+                f"levels->{HOST}": self.promoted_bytes,
             },
             "preemptions": self.num_preemptions,
             "failed_load_tokens": self.failed_load_tokens,
@@ -199,6 +206,7 @@ class Comparison:
                 "working_set_blocks": setting.working_set,
                 "device_blocks": setting.device_blocks,
                 "host_bytes": setting.host_bytes,
+                "levels": show_levels(setting.levels),
             },
             "ways": {way.value: figures.to_dict() for way, figures in self.figures.items()},
         }
@@ -217,7 +225,8 @@ def run(
             engine = Engine(runner, limits=setting.limits)
             served = serve(engine, setting.chat, on_finish)
             return _figures(way, engine, served, {}), served.answers()
-        with Offloader(runner, host_bytes=setting.host_bytes) as offloader:
+        config = Config(levels=setting.levels)
+        with Offloader(runner, host_bytes=setting.host_bytes, config=config) as offloader:
             engine = Engine(runner, limits=setting.limits, offloader=offloader)
             served = serve(engine, setting.chat, on_finish)
             engine.drain()
@@ -257,6 +266,8 @@ def _figures(
         loaded_bytes=moved.get((HOST, DEVICE), 0),
         num_preemptions=counts.num_preemptions,
         failed_load_tokens=counts.num_failed_load_tokens,
+        spilled_bytes=sum(n for (src, dst), n in moved.items() if src == HOST and dst != DEVICE),
+        promoted_bytes=sum(n for (src, dst), n in moved.items() if src != DEVICE and dst == HOST),
     )
 
 

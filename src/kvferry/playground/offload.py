@@ -15,10 +15,9 @@ from kvferry.metrics.inbox import Inbox
 from kvferry.metrics.source import Source
 from kvferry.playground.runner import Runner
 from kvferry.pool import Pool
-from kvferry.scheduler import Ordered, Request, Scheduler, Settled, WriteMode
-from kvferry.scheduler.level import level_of
+from kvferry.scheduler import Ordered, Request, Scheduler, Settled, WriteMode, level_of
 from kvferry.stats import SchedulerStats
-from kvferry.tiers import HostTier, Mover, Tier, TierMover
+from kvferry.tiers import HostTier, Mover, Tier, TierMover, open_levels
 from kvferry.types import DEVICE, HOST, RequestId
 from kvferry.worker import Route, Worker
 
@@ -38,7 +37,11 @@ class Offloader(Closing):
         config: Config | None = None,
         lower: Mapping[Tier, WriteMode] | None = None,
     ) -> None:
-        """``lower`` are tiers below the host, nearest first; they are ours to close."""
+        """Below the host lie the levels that ``config`` names, or else the tiers in ``lower``.
+
+        Nearest first; they are ours to close.
+        """
+        config = config if config is not None else Config()
         lower = lower or {}
         layouts = [describe(tensors, block_axis=0) for tensors in runner.group_tensors()]
         slot_bytes = max(layout.block_bytes for layout in layouts)
@@ -52,20 +55,25 @@ class Offloader(Closing):
                     f"a block has {slot_bytes} bytes, one of tier {tier.name} {tier.block_bytes}"
                 )
         self.host = HostTier(host_bytes // slot_bytes, slot_bytes)
+        below = {tier.name: TierMover(self.host, tier) for tier in lower}
+        writes = {tier.name: write for tier, write in lower.items()}
+        if config.levels:
+            below = open_levels(config.levels, self.host)
+            writes = dict.fromkeys(below, WriteMode(config.level_write))
         self.scheduler = Scheduler(
             Pool(self.host.num_slots),
             runner.groups,
             config=config,
             num_device_blocks=runner.num_blocks,
             block_bytes=[layout.block_bytes for layout in layouts],
-            levels=[level_of(tier.name, tier.num_places, how) for tier, how in lower.items()],
+            levels=[level_of(name, each.num_places, writes[name]) for name, each in below.items()],
         )
         self.inbox = Inbox()
         # Threads start here, so it comes last: nothing after it can fail and leave them behind.
         copies: CopyEngine = CpuEngine(layouts, self.host.rows, compute=runner.compute)
         movers: dict[Route, Mover] = {(DEVICE, HOST): copies, (HOST, DEVICE): copies}
-        below = {tier.name: TierMover(self.host, tier) for tier in lower}
         self.worker = Worker(movers, levels=below)
+        self._levels = tuple(below)
 
     @property
     def has_pending(self) -> bool:
@@ -111,7 +119,8 @@ class Offloader(Closing):
 
     def source(self) -> Source:
         """What a metrics endpoint can ask."""
-        return Source(self.scheduler, self.inbox, slot_bytes={HOST: self.host.slot_bytes})
+        slot_bytes: dict[str, int] = dict.fromkeys((HOST, *self._levels), self.host.slot_bytes)
+        return Source(self.scheduler, self.inbox, slot_bytes=slot_bytes)
 
     def close(self) -> None:
         """Finish what moves, then end both halves. Safe to call twice."""

@@ -49,7 +49,8 @@ class Accounts:
         decision = hit.decision
         if decision is not None:
             self.counts.verdicts[decision.verdict.value] += 1
-        self._explained(request, self._explainer.explain(request.id, hit))
+        asked_blocks = request.asked_blocks if self._explainer.has_levels else 0
+        self._explained(request, self._explainer.explain(request.id, hit, asked_blocks))
 
     def missed(
         self, request: Request, missing: Missing, *, computed_tokens: int, max_tokens: int

@@ -20,9 +20,11 @@ class Below:
     then is computed.
     """
 
-    __slots__ = ("_has_asked", "_has_promoted", "waits")
+    __slots__ = ("_has_asked", "_has_promoted", "num_asked", "waits")
 
     def __init__(self) -> None:
+        self.num_asked = 0
+        """Blocks that levels were asked for, at the last look that asked."""
         self.waits: set[TransferId] = set()
         self._has_asked = False
         self._has_promoted = False
@@ -38,6 +40,7 @@ class Below:
         self.waits |= parts.lower.ask(keys) if len(keys) else set()
         parts.waits.add(request, self.waits)
         self._has_asked = bool(self.waits)
+        self.num_asked = len(keys) if self._has_asked else 0
         return self._has_asked
 
     def _promote(self, request: Request, look: Look, parts: Parts) -> bool:

@@ -8,6 +8,7 @@ from kvferry.policy import SeenOften
 from kvferry.pool import Pool
 from kvferry.scheduler.ghosts import Ghosts
 from kvferry.scheduler.hit import PinnedHit
+from kvferry.scheduler.levels import LowerLevels
 from kvferry.scheduler.matching import Matcher, Missing
 from kvferry.scheduler.why import Explanation, Reason
 from kvferry.types import RequestId
@@ -16,8 +17,12 @@ from kvferry.types import RequestId
 class Explainer:
     """Explains looks. Owns the memory of what was here once; changes nothing else."""
 
-    def __init__(self, matcher: Matcher, pool: Pool, admission: SeenOften) -> None:
+    def __init__(
+        self, matcher: Matcher, pool: Pool, admission: SeenOften, lower: LowerLevels
+    ) -> None:
+        self.has_levels = bool(lower)
         self._matcher = matcher
+        self._lower = lower
         self._pool = pool
         self._admission = admission
         self._ghosts = Ghosts(pool.num_slots)
@@ -26,7 +31,8 @@ class Explainer:
     def close(self) -> None:
         self._pool.listeners.remove(self._ghosts.add)
 
-    def explain(self, request_id: RequestId, hit: PinnedHit) -> Explanation:
+    def explain(self, request_id: RequestId, hit: PinnedHit, asked_blocks: int = 0) -> Explanation:
+        """``asked_blocks`` of it levels were asked for."""
         look, decision = hit.look, hit.decision
         missing = look.missing
         if decision is not None and hit.is_declined:
@@ -47,6 +53,8 @@ class Explainer:
             first_missing=token,
             group=group,
             decision=decision,
+            asked_blocks=asked_blocks,
+            levels_away=self._lower.away if self.has_levels else (),
         )
 
     def explain_miss(
@@ -74,6 +82,8 @@ class Explainer:
         group, key = missing.group, missing.key
         if missing.is_coming:
             return Reason.IN_FLIGHT
+        if self.has_levels and self._lower.has_out_of_reach(key):
+            return Reason.LEVEL_AWAY
         if self._ghosts.has(key):
             return Reason.EVICTED
         if self._admission.counts and not self._admission.admits(Keys.from_bytes((key,)))[0]:

@@ -104,6 +104,16 @@ class LowerLevels:
         return unknown
 
     @property
+    def away(self) -> tuple[str, ...]:
+        """The levels that cannot be used now, and why."""
+        return tuple(f"{level.name}: {level.ailment}" for level in self.levels if level.ailment)
+
+    def has_out_of_reach(self, key: Key) -> bool:
+        """Whether a level that cannot be used now has this block, as far as is known."""
+        keys, now = Keys.from_bytes((key,)), self._clock()
+        return any(level.ailment and level.there(keys, now)[0] for level in self.levels)
+
+    @property
     def can_be_asked(self) -> bool:
         """Whether there is a level that finds blocks by their keys."""
         return any(isinstance(level, KeyedLevel) and not level.ailment for level in self.levels)

@@ -177,6 +177,11 @@ class Request:
         return Match(MatchState.MISS, computed_tokens, computed_tokens)
 
     @property
+    def asked_blocks(self) -> int:
+        """Blocks of it that levels were asked for."""
+        return self._below.num_asked if self._below is not None else 0
+
+    @property
     def waits_below(self) -> bool:
         """Whether it waits for a level's answer, or for blocks that come up from one."""
         return self._below is not None and bool(self._below.waits)

@@ -127,7 +127,10 @@ class Scheduler:
             waits=Waits(),
             journal=journal,
             accounts=Accounts(
-                matcher, Explainer(matcher, pool, stores.admission), journal, stores.admission
+                matcher,
+                Explainer(matcher, pool, stores.admission, lower),
+                journal,
+                stores.admission,
             ),
             sizes=tuple(group.block_tokens for group in groups),
             least_tokens=least_tokens,

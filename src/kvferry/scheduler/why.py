@@ -19,6 +19,7 @@ class Reason(Enum):
     IN_FLIGHT = "in_flight"  # its bytes are still on their way in
     OTHER_NAMESPACE = "other_namespace"  # stored before a reset or a change of weights
     STILL_BELOW = "still_below"  # on a lower level, and not brought up in time
+    LEVEL_AWAY = "level_away"  # on a lower level that cannot be used now
     LOAD_SLOWER = "load_slower"  # it is here, but computing it was judged faster
 
 
@@ -28,7 +29,8 @@ class Explanation:
 
     ``device_tokens`` the engine had, ``host_tokens`` more could be loaded, of ``asked_tokens`` in
     all; ``lower_tokens`` of those asked for lay only below the host. ``first_missing`` is the first
-    token not to be had, in ``group``.
+    token not to be had, in ``group``. Levels that know keys themselves were asked for
+    ``asked_blocks`` of it; ``levels_away`` names those that could not be used, and why.
     """
 
     request_id: RequestId
@@ -40,6 +42,8 @@ class Explanation:
     first_missing: int | None = None
     group: int | None = None
     decision: Decision | None = None
+    asked_blocks: int = 0
+    levels_away: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, object]:
         """Plain data, ready for JSON."""

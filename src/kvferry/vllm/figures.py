@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from kvferry.metrics import catalog as names
 from kvferry.metrics.catalog import Metric, MetricKind, catalog
-from kvferry.metrics.samples import Snapshot, samples
+from kvferry.metrics.samples import Snapshot, idle, samples
+from kvferry.metrics.source import installed_version
 from kvferry.stats import SIZE_BOUNDS, TIME_BOUNDS, Distribution
 from kvferry.types import DEVICE, HOST
 
@@ -36,6 +37,15 @@ def figures(snapshot: Snapshot) -> Figures:
         else:
             flat[key] = float(value)
     return flat
+
+
+def idle_figures(why: str) -> Figures:
+    """All that is to be said of a kvferry that serves nothing."""
+    told: Figures = {SEPARATOR.join((names.INFO.name, installed_version())): 1.0}
+    for metric, labels, value in idle(why):
+        assert not isinstance(value, Distribution)
+        told[SEPARATOR.join((metric.name, *labels))] = value
+    return told
 
 
 def between(before: Figures, now: Figures) -> Figures:

@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from kvferry.metrics.catalog import Metric, MetricKind
+from kvferry.metrics.catalog import IDLE, Metric, MetricKind
 from kvferry.vllm import figures
 from kvferry.vllm.figures import BOUNDS, EXPORTED, SEPARATOR
 
@@ -33,7 +33,11 @@ class FerryStats(KVConnectorStats):  # type: ignore[misc]
         return figures.log_line(self.data)
 
     def is_empty(self) -> bool:
-        return not any(value for key, value in self.data.items() if figures.adds_up(key))
+        return not any(
+            value
+            for key, value in self.data.items()
+            if figures.adds_up(key) or key.startswith(IDLE.name)
+        )
 
 
 class FerryMetrics(KVConnectorPromMetrics):  # type: ignore[misc]

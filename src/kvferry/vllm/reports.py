@@ -98,6 +98,7 @@ class Reports:
                 self._slot_bytes,
                 self._pinned_bytes(),
                 num_held,
+                idle="",
             )
         )
         before, self._told, self._told_at = self._told, counted, time.monotonic()

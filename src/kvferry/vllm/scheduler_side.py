@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvferry.level_kinds import show_levels
 from kvferry.quantities import rounded_size
 from kvferry.types import Rank
 from kvferry.vllm.blocks import VllmBlocks
+from kvferry.vllm.figures import idle_figures
 from kvferry.vllm.guard import Guard
 from kvferry.vllm.levels import disagreement
 from kvferry.vllm.messages import RankShape, StepOrders, StepReceipts
@@ -24,6 +26,8 @@ from kvferry.vllm.serving import MISS, Serving
 from kvferry.vllm.setup import Setup
 
 log = logging.getLogger("vllm.kvferry")
+
+_STATS_SECONDS = 1.0
 
 
 class SchedulerSide:
@@ -44,6 +48,7 @@ class SchedulerSide:
         self._broken: Serving | None = None
         self._undone: dict[str, tuple[int, ...]] = {}
         self._drained: set[Rank] = set()
+        self._told_at = 0.0
 
     # -- until it can serve -----------------------------------------------------------------------
 
@@ -213,12 +218,20 @@ class SchedulerSide:
 
     def take_stats(self) -> dict[str, float] | None:
         if self.serving is None:
-            return None
+            return self._idle_figures()
         try:
             return self.serving.take_stats()
         except Exception as error:
             self._trip("take_stats", error)
             return None
+
+    def _idle_figures(self) -> dict[str, float] | None:
+        """That nothing is served, for good: told once a second."""
+        is_for_good = self.guard.broken or self.refusal
+        if not is_for_good or time.monotonic() < self._told_at + _STATS_SECONDS:
+            return None
+        self._told_at = time.monotonic()
+        return idle_figures("failed" if self.guard.broken else "refused")
 
     def take_events(self) -> Iterable[Any]:
         return self.serving.reports.take_events() if self.serving is not None else ()

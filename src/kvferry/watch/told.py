@@ -41,6 +41,8 @@ class Why:
     verdict: str
     load_seconds: float | None
     compute_seconds: float | None
+    asked_blocks: int = 0
+    levels_away: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,12 @@ def read_rows(answer: Mapping[str, Any]) -> list[RecentRequest]:
     ]
 
 
+def read_away(answer: Mapping[str, Any]) -> dict[str, str]:
+    """The levels that cannot be used now, and why."""
+    away = _ToldFields(answer, "").fields("levels_away")
+    return away.all_texts() if away is not None else {}
+
+
 def read_told(answer: Mapping[str, Any]) -> Told:
     """One request."""
     told = _ToldFields(answer, "")
@@ -117,6 +125,8 @@ def _why(why: _ToldFields) -> Why:
         verdict=decision.maybe_text("verdict") or "",
         load_seconds=decision.maybe_number("load_seconds"),
         compute_seconds=decision.maybe_number("compute_seconds"),
+        asked_blocks=why.maybe_count("asked_blocks") or 0,
+        levels_away=why.texts("levels_away"),
     )
 
 
@@ -176,6 +186,11 @@ class _ToldFields:
         if not all(isinstance(value, str) for value in values):
             raise self._wrong(name, "a list of texts")
         return tuple(value[:_MOST_TEXT] for value in values)
+
+    def all_texts(self) -> dict[str, str]:
+        """Every member, where all are texts."""
+        names = [name[:_MOST_TEXT] for name in list(self._values)[:MOST_ROWS]]
+        return {name: self.text(name) for name in names if name in self._values}
 
     def fields(self, name: str) -> _ToldFields | None:
         value = self._values.get(name)

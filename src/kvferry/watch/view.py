@@ -12,7 +12,7 @@ from kvferry.errors import UnreachableError
 from kvferry.metrics import catalog as names
 from kvferry.metrics.catalog import Metric
 from kvferry.watch.scrape import Reading, UnexplainedError, explain, read
-from kvferry.watch.told import read_rows
+from kvferry.watch.told import read_away, read_rows
 
 HISTORY = 60
 """Looks remembered for sparklines."""
@@ -28,12 +28,17 @@ TROUBLES = {
     "expired hits": names.EXPIRED_HITS,
     "stale receipts": names.STALE_RECEIPTS,
     "shed stores": names.SHED_STORES,
+    "lost blocks": names.LOST_BLOCKS,
 }
 
 
 @dataclass(frozen=True)
 class TierView:
-    """One tier: its slots by state, and bytes where the size of a slot is known."""
+    """One tier: its slots by state, and bytes where the size of a slot is known.
+
+    A level that finds blocks by their keys has no slots; it was ``asked`` for blocks and ``found``
+    some. One that ``is_away`` cannot be used now.
+    """
 
     name: str
     free: int
@@ -42,6 +47,10 @@ class TierView:
     unready: int
     evicted: int
     slot_bytes: int | None
+    asked: int | None = None
+    found: int | None = None
+    is_away: bool = False
+    why_away: str = ""
 
     @property
     def total(self) -> int:
@@ -73,6 +82,7 @@ class View:
     at: float
     seconds: float
     version: str
+    idle: str
     queries: int
     queries_per_second: float
     hit_rate: float | None
@@ -119,21 +129,25 @@ class Watch:
         if self._readings and _restarted(self._readings[-1], reading):
             self._readings.clear()
         self._readings.append(reading)
-        return self._view(reading, self._recent())
+        return self._view(reading, *self._explained())
 
-    def _recent(self) -> list[dict[str, Any]]:
-        """The latest requests; vLLM's own endpoint knows none, and is not asked twice."""
+    def _explained(self) -> tuple[list[dict[str, Any]], dict[str, str]]:
+        """The latest requests, and why levels are away.
+
+        vLLM's own endpoint knows neither, and is not asked twice.
+        """
         if self._explain is None:
-            return []
+            return [], {}
         try:
-            return [asdict(row) for row in read_rows(self._explain(self.url))[:_MOST_RECENT]]
+            told = self._explain(self.url)
+            return [asdict(row) for row in read_rows(told)[:_MOST_RECENT]], read_away(told)
         except UnexplainedError:
             self._explain = None
         except (UnreachableError, ValueError):
             pass  # the figures are good without
-        return []
+        return [], {}
 
-    def _view(self, now: Reading, recent: list[dict[str, Any]]) -> View:
+    def _view(self, now: Reading, recent: list[dict[str, Any]], away: dict[str, str]) -> View:
         before = self._readings[-2] if len(self._readings) > 1 else now
         asked = _grown(names.ASKED_TOKENS, before, now)
         hit = _grown(names.HIT_TOKENS, before, now)
@@ -142,6 +156,7 @@ class Watch:
             at=now.at,
             seconds=now.at - before.at,
             version=now.version,
+            idle=_idle(now),
             queries=_count(now, names.QUERIES),
             queries_per_second=_per_second(_grown(names.QUERIES, before, now), before, now),
             hit_rate=_share(now.one(names.HIT_TOKENS), now.one(names.ASKED_TOKENS)),
@@ -153,7 +168,7 @@ class Watch:
             full_hits=_count(now, names.FULL_HITS),
             misses=_counts(now, names.MISSED),
             decisions=_counts(now, names.DECISIONS),
-            tiers=_tiers(now),
+            tiers=_tiers(now, away),
             routes=[self._route(src, dst, before, now) for src, dst in _routes(now)],
             in_flight=_count(now, names.IN_FLIGHT),
             queued=_count(now, names.QUEUED),
@@ -185,6 +200,12 @@ class Watch:
 
     def _pairs(self) -> list[tuple[Reading, Reading]]:
         return list(pairwise(self._readings))
+
+
+def _idle(now: Reading) -> str:
+    """Why nothing is served; empty where something is."""
+    values = now.by_label(names.IDLE).items()
+    return next((labels[0] for labels, value in values if labels and value > 0), "")
 
 
 def _restarted(before: Reading, now: Reading) -> bool:
@@ -235,16 +256,23 @@ def _routes(reading: Reading) -> list[tuple[str, str]]:
     return sorted(routes)[:MOST_ROUTES]
 
 
-def _tiers(reading: Reading) -> list[TierView]:
+def _tiers(reading: Reading, why_away: dict[str, str]) -> list[TierView]:
     slots = reading.by_label(names.SLOTS)
     evicted, sizes = reading.by_label(names.EVICTED), reading.by_label(names.SLOT_BYTES)
-    tiers = list(dict.fromkeys(tier for tier, _ in slots))[:MOST_TIERS]
+    asked, found = reading.by_label(names.ASKED_BLOCKS), reading.by_label(names.FOUND_BLOCKS)
+    away = reading.by_label(names.LEVEL_AWAY)
+    every = dict.fromkeys([tier for tier, _ in slots] + [level for (level,) in away])
+    tiers = list(every)[:MOST_TIERS]
     return [
         TierView(
             name=tier,
             **{state: int(slots.get((tier, state), 0)) for state in names.STATES},
             evicted=int(evicted.get((tier,), 0)),
             slot_bytes=_maybe(sizes.get((tier,))),
+            asked=_maybe(asked.get((tier,))),
+            found=_maybe(found.get((tier,))),
+            is_away=bool(away.get((tier,), 0)),
+            why_away=why_away.get(tier, ""),
         )
         for tier in tiers
     ]

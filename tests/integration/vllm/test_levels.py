@@ -15,7 +15,9 @@ from tests.integration.vllm.engine import make_prompts
 from tests.integration.vllm.sides import BLOCK_TOKENS, NUM_BLOCKS, Sides, request_of
 
 from kvferry.scheduler import KeyedLevel, PlacedLevel
-from kvferry.tiers import KeyedMemoryTier, MemoryTier
+from kvferry.tiers import TierMover, Way
+from kvferry.tiers.memory import Fault
+from kvferry.types import Health, Key, Rank, TierName
 from kvferry.vllm.messages import LevelShape, StepReceipts
 
 LAYER_BYTES = 2 * BLOCK_TOKENS * 8 * 4
@@ -23,7 +25,6 @@ HOST_BLOCKS = 16
 CHAT_BLOCKS = 4
 STAGES = [["a0", "a1", "a2"], ["b0"], ["c0", "c1"]]
 KINDS = ["memory:1MiB", "memory-by-key:1MiB"]
-Tier = MemoryTier | KeyedMemoryTier
 
 
 def hashes(number: int) -> list[bytes]:
@@ -46,13 +47,27 @@ def make(no_leaked_threads: None) -> Iterator[Callable[..., Sides]]:
         sides.close()
 
 
+def hang(until: threading.Event, seconds: float = 30) -> Fault:
+    """A medium that does not answer."""
+
+    def wait(way: Way, key: Key) -> None:
+        until.wait(seconds)
+
+    return wait
+
+
 def scheduler_of(sides: Sides) -> Any:
     assert sides.side.serving is not None, sides.side.idle_reason
     return sides.side.serving.scheduler
 
 
-def tiers_of(sides: Sides) -> list[Tier]:
-    return [level._tier for rank in sides.ranks for level in rank._memory.levels.values()]
+def levels_of(sides: Sides) -> list[TierMover]:
+    memories = [rank._memory for rank in sides.ranks if rank._memory is not None]
+    return [level for memory in memories for level in memory.levels.values()]
+
+
+def tiers_of(sides: Sides) -> list[Any]:
+    return [level._tier for level in levels_of(sides)]
 
 
 def step(sides: Sides, scheduled: dict[str, int] | None = None) -> Any:
@@ -174,8 +189,8 @@ def test_a_level_by_key_is_made_of_ranks_that_know_keys(make):
     ("theirs", "words"),
     [
         ((), "rank 1 no level"),
-        ((LevelShape("memory", None),), "rank 1 memory (by key)"),
-        ((LevelShape("disk", 5),), "rank 1 disk (places)"),
+        ((LevelShape(TierName("memory"), None),), "rank 1 memory (by key)"),
+        ((LevelShape(TierName("disk"), 5),), "rank 1 disk (places)"),
     ],
 )
 def test_ranks_whose_levels_differ_are_refused_by_name(make, theirs, words):
@@ -218,7 +233,7 @@ def test_a_level_that_goes_away_under_a_request_lets_it_go_on(make, levels):
         chat(sides, number)
     hung = threading.Event()
     for tier in tiers_of(sides):
-        tier.fault = lambda way, key: hung.wait(30) and None
+        tier.fault = hang(hung)
     request = request_of("reader", hashes(0))
     assert sides.side.match(request, 0) == (None, False)
     step(sides)
@@ -258,17 +273,16 @@ def test_a_hung_level_neither_holds_a_request_nor_the_end(make, monkeypatch):
     for number in range(8):
         chat(sides, number)
     hung = threading.Event()
-    tiers_of(sides)[0].fault = lambda way, key: hung.wait(8) and None
-    for rank in sides.ranks:
-        for level in rank._memory.levels.values():
-            level._close_seconds = 0.1
+    tiers_of(sides)[0].fault = hang(hung, 8)
+    for level in levels_of(sides):
+        level._close_seconds = 0.1
     assert loaded(sides, 0) == (0, [])
     # Out of service, the ranks are asked to finish what touches the device: not what hangs below.
     sides.ranks[0]._drain()
     assert tiers_of(sides)[0]._tasks
     for rank in sides.ranks:
         rank.close()
-    assert sides.ranks[0]._memory.levels["memory"].is_stuck
+    assert levels_of(sides)[0].is_stuck
     hung.set()
 
 
@@ -314,8 +328,9 @@ def test_questions_reach_the_ranks_while_others_only_decode(make):
 
 
 def test_answers_of_many_ranks_add_up():
-    one = StepReceipts(health=("a",))
-    assert one.aggregate(StepReceipts(health=("b",))).health == ("a", "b")
+    one, other = (Health(Rank(rank), TierName("memory"), "gone") for rank in range(2))
+    summed = StepReceipts(health=(one,)).aggregate(StepReceipts(health=(other,)))
+    assert summed.health == (one, other)
 
 
 # -- a real vLLM ----------------------------------------------------------------------------------

@@ -302,6 +302,7 @@ def test_a_copy_that_never_ends_is_not_waited_for_again_and_again(make):
     assert sides.side.frees_soon()
     for flight in sides.side.serving.scheduler._flights._flying.values():
         flight.deadline = 0.0
+    sides.side.serving.scheduler._flights.next_deadline = 0.0
     sides.side.serving.settle(())
     sides.side.finished(compute(sides, "other", [bytes([n]) * 32 for n in range(20, 24)]))
     for _ in range(2):

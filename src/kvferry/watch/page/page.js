@@ -60,11 +60,16 @@ function tier(view) {
   const label = make("p");
   const size = view.slot_bytes === null
     ? "" : ` (${bytes(used * view.slot_bytes)} of ${bytes(total * view.slot_bytes)})`;
+  const told = view.asked === null
+    ? `${number(used)} of ${number(total)} slots${size}, ${number(view.evicted)} evicted`
+    : `asked for ${counted(view.asked, "block")}, ${number(view.found || 0)} found`;
+  const away = view.why_away ? `away: ${view.why_away}` : "away";
   label.append(
     make("strong", view.name),
-    make("span", `${number(used)} of ${number(total)} slots${size}, ${number(view.evicted)} evicted`),
+    make("span", view.is_away ? `${away}; ${told}` : told, view.is_away ? "bad" : ""),
   );
   const bar = make("div", null, "bar");
+  if (view.asked) bar.append(part("cached", view.found || 0, view.asked));
   for (const state of ["cached", "leased", "free", "unready"]) {
     bar.append(part(state, view[state], total));
   }
@@ -110,7 +115,8 @@ function request(row) {
 }
 
 function draw(view) {
-  say("version", view.version);
+  say("version", view.idle ? `${view.version}, idle (${view.idle}): nothing is served` : view.version);
+  byId("version").className = view.idle ? "bad" : "";
   say("source", `${view.url}, ${new Date(1000 * view.at).toLocaleTimeString()}`);
   say("hit-rate", share(view.hit_rate));
   const now = view.hit_rate_now === null ? "" : `, ${share(view.hit_rate_now)} now`;

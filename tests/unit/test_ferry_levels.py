@@ -1,0 +1,353 @@
+"""A ferry with levels below its host memory: hits may be pending, and come back whole or not."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.fakes import levels as fakes
+
+import kvferry
+from kvferry.errors import ConfigError, InputError
+from kvferry.scheduler import Reason
+from kvferry.tickets import Done
+from kvferry.tiers import Way
+from kvferry.types import Key
+
+BLOCKS, TOKENS, LAYERS = 80, 4, 3
+SLOT = LAYERS * 2 * TOKENS * 8
+HOST_BLOCKS, CHAT_BLOCKS, CHATS = 24, 6, 10
+OURS = ["memory:1MiB", "memory-by-key:1MiB"]
+MINE = "tests.fakes.levels:open_mine:999"
+Open = Callable[..., kvferry.Ferry]
+
+
+@pytest.fixture
+def attach() -> Iterator[Open]:
+    ferries: list[kvferry.Ferry] = []
+    fakes.opened.clear()
+
+    def begin(levels: Any = MINE, **more: Any) -> kvferry.Ferry:
+        rng = np.random.default_rng(7)
+        kv = [rng.integers(0, 255, (BLOCKS, 2, TOKENS, 8), np.uint8) for _ in range(LAYERS)]
+        settings = {"host": HOST_BLOCKS * SLOT, "load_policy": "always", **more}
+        ferry = kvferry.attach(kv, model="m", block_tokens=TOKENS, levels=levels, **settings)
+        ferries.append(ferry)
+        ferry.kv = kv  # type: ignore[attr-defined]
+        return ferry
+
+    yield begin
+    for ferry in ferries:
+        ferry.close()
+    fakes.opened.clear()
+
+
+def tier() -> Any:
+    return fakes.opened[-1][1]
+
+
+def chat(ferry: kvferry.Ferry, number: int) -> kvferry.Keys:
+    return ferry.keys(range(1000 * number, 1000 * number + CHAT_BLOCKS * TOKENS))
+
+
+def content(ferry: Any, blocks: list[int]) -> bytes:
+    return b"".join(tensor[blocks].tobytes() for tensor in ferry.kv)
+
+
+def settle(ferry: kvferry.Ferry) -> None:
+    """Poll until nothing moves."""
+    give_up = time.monotonic() + 20
+    while ferry._scheduler.num_queued or ferry._scheduler.num_in_flight:
+        ferry.poll()
+        assert time.monotonic() < give_up
+        time.sleep(0.0005)
+
+
+def fill(ferry: kvferry.Ferry) -> list[bytes]:
+    """Store more conversations than the host holds; returns their bytes."""
+    wanted = []
+    for number in range(CHATS):
+        blocks = list(range(number * CHAT_BLOCKS, (number + 1) * CHAT_BLOCKS))
+        done = ferry.wait(ferry.store(chat(ferry, number), blocks))
+        assert done.ok
+        assert done.num_blocks == CHAT_BLOCKS
+        wanted.append(content(ferry, blocks))
+        settle(ferry)
+    return wanted
+
+
+def bring(ferry: kvferry.Ferry, number: int) -> tuple[int, bytes]:
+    hit = ferry.await_hit(ferry.match(chat(ferry, number)), 20)
+    assert not hit.is_pending
+    places = list(range(70, 70 + len(hit)))
+    done = ferry.wait(ferry.load(hit, places))
+    assert done.ok, done.reason
+    assert done.num_blocks == len(hit)
+    return len(hit), content(ferry, places)
+
+
+def assert_nothing_left(ferry: kvferry.Ferry) -> None:
+    settle(ferry)
+    assert ferry._scheduler.requests == ()
+    assert not len(ferry._pending)
+    assert set(ferry.stats().leases.values()) == {0}
+    ferry._scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("write", ["spill", "through"])
+@pytest.mark.parametrize("levels", [*OURS, "memory:8KiB, memory-by-key:1MiB"])
+def test_what_the_host_dropped_comes_back(attach, levels, write):
+    ferry = attach(levels, level_write=write)
+    wanted = fill(ferry)
+    for number in range(CHATS):
+        assert bring(ferry, number) == (CHAT_BLOCKS, wanted[number])
+    assert ferry.stats().promoted_tokens > 0
+    assert_nothing_left(ferry)
+
+
+def test_a_hit_is_pending_until_its_blocks_are_up(attach):
+    ferry = attach()
+    wanted = fill(ferry)
+    gate = threading.Event()
+    tier().fault = lambda way, key: gate.wait(20)
+    hit = ferry.match(chat(ferry, 0))
+    assert hit.is_pending
+    assert len(hit) == 0
+    assert ferry.poll() == []  # it is nobody's ticket
+    again = ferry.again(hit)
+    assert again.is_pending
+    gate.set()
+    while (again := ferry.again(again)).is_pending:
+        ferry.poll()
+    assert len(again) == CHAT_BLOCKS
+    assert ferry.again(again) is again
+    places = list(range(70, 76))
+    ticket = ferry.load(again, places)
+    assert ferry.wait(ticket) == Done(ticket, CHAT_BLOCKS)
+    assert content(ferry, places) == wanted[0]
+    assert_nothing_left(ferry)
+
+
+def test_tickets_end_once_however_much_moves_below(attach):
+    ferry = attach(level_write="through")
+    tickets = []
+    ended: list[Done] = []
+    for number in range(CHATS):
+        blocks = range(number * CHAT_BLOCKS, (number + 1) * CHAT_BLOCKS)
+        tickets.append(ferry.store(chat(ferry, number), blocks))
+        ended += ferry.poll()
+        time.sleep(0.002)
+    give_up = time.monotonic() + 20
+    while len(ended) < CHATS or ferry._scheduler.num_awaited:
+        ended += ferry.poll()
+        assert time.monotonic() < give_up
+    assert [done.ticket for done in ended] == tickets
+    assert ferry.stats().bytes_moved["host", "levels"] > 0
+
+
+def test_without_levels_no_hit_is_ever_pending(attach):
+    ferry = attach(None)
+    fill(ferry)
+    hit = ferry.match(chat(ferry, 0))
+    assert not hit.is_pending
+    assert not len(hit)
+    assert ferry.again(hit) is ferry.await_hit(hit) is hit
+
+
+# -- hits that nobody takes -----------------------------------------------------------------------
+
+
+def pending(ferry: kvferry.Ferry) -> tuple[kvferry.Hit, threading.Event]:
+    fill(ferry)
+    gate = threading.Event()
+    tier().fault = lambda way, key: gate.wait(20)
+    hit = ferry.match(chat(ferry, 0))
+    assert hit.is_pending
+    return hit, gate
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_a_pending_hit_that_is_released_leaves_nothing(attach, sent):
+    ferry = attach()
+    hit, gate = pending(ferry)
+    if sent:
+        ferry.poll()
+    ferry.release(hit)
+    assert ferry._scheduler.requests == ()
+    gate.set()
+    assert not ferry.again(hit).is_pending
+    assert len(ferry.again(hit)) == 0
+    assert_nothing_left(ferry)
+
+
+def test_a_pending_hit_that_is_loaded_is_a_miss(attach):
+    ferry = attach()
+    hit, gate = pending(ferry)
+    ticket = ferry.load(hit, [])
+    assert ferry.wait(ticket) == Done(ticket, 0)
+    gate.set()
+    assert_nothing_left(ferry)
+
+
+def test_a_pending_hit_that_is_dropped_is_let_go_in_time(attach):
+    ferry = attach(match_deadline="50ms")
+    hit, gate = pending(ferry)
+    del hit
+    gc.collect()
+    gate.set()
+    settle(ferry)
+    time.sleep(0.06)
+    ferry.poll()
+    assert_nothing_left(ferry)
+
+
+def test_one_that_is_asked_for_again_and_again_is_kept(attach):
+    ferry = attach(match_deadline="100ms")
+    hit, gate = pending(ferry)
+    end = time.monotonic() + 0.4
+    while time.monotonic() < end:
+        ferry.poll()
+        assert ferry.again(hit).is_pending
+        time.sleep(0.005)
+    gate.set()
+    assert len(ferry.await_hit(hit, 20)) == CHAT_BLOCKS
+
+
+def test_a_reset_ends_pending_hits_and_reaches_the_level(attach):
+    ferry = attach()
+    hit, gate = pending(ferry)
+    ferry.poll()
+    ferry.reset()
+    gate.set()
+    assert not tier()._blocks  # told at once: it may outlive us
+    assert not ferry.again(hit).is_pending
+    assert_nothing_left(ferry)
+    assert bring(ferry, 0) == (0, b"")
+
+
+def test_closing_with_a_pending_hit_ends_everything(attach):
+    ferry = attach()
+    _, gate = pending(ferry)
+    ferry.poll()
+    threading.Timer(0.1, gate.set).start()
+    ferry.close()
+    assert not ferry._rank.levels["levels"].is_stuck
+
+
+# -- levels on a bad day --------------------------------------------------------------------------
+
+
+def test_a_level_that_hangs_is_a_miss_by_its_deadline(attach, monkeypatch):
+    monkeypatch.setattr("kvferry.tiers.tier_mover._kept", [])
+    ferry = attach(promote_deadline="50ms")
+    _, gate = pending(ferry)
+    ferry._rank.levels["levels"]._close_seconds = 0.05
+    assert bring(ferry, 0) == (0, b"")
+    rows = ferry._rank.host.tier.bytes
+    ferry.close()  # returns, and leaves the memory that the medium may still write to
+    assert ferry._rank.levels["levels"].is_stuck
+    rows[0] = 1
+    gate.set()
+
+
+@pytest.mark.parametrize(
+    ("factory", "reason"),
+    [("open_mine:999", Reason.LEVEL_AWAY), ("open_keyed", Reason.EVICTED)],  # nobody can ask it
+)
+def test_a_level_that_is_away_is_a_miss_that_says_so_and_comes_back(attach, factory, reason):
+    ferry = attach(f"tests.fakes.levels:{factory}")
+    wanted = fill(ferry)
+    tier().go_away("its cable was pulled")
+    ferry.poll()
+    hit = ferry.match(chat(ferry, 0))
+    assert not hit.is_pending
+    assert not len(hit)
+    why = ferry.explain(hit)
+    assert why is not None
+    assert why.reason is reason
+    assert why.levels_away == ("levels: rank 0: its cable was pulled",)
+    assert ferry.stats().ailments == {"levels": "rank 0: its cable was pulled"}
+    tier().come_back()
+    ferry.poll()
+    assert bring(ferry, 0) == (CHAT_BLOCKS, wanted[0])
+
+
+def test_a_level_that_goes_away_under_a_hit_lets_it_go_on(attach):
+    ferry = attach()
+    hit, gate = pending(ferry)
+    ferry.poll()
+    tier().go_away("unplugged")
+    hit = ferry.await_hit(hit, 20)
+    assert (hit.is_pending, len(hit)) == (False, 0)
+    gate.set()
+    assert_nothing_left(ferry)
+
+
+def test_a_block_that_cannot_be_read_makes_the_hit_shorter(attach):
+    ferry = attach()
+    wanted = fill(ferry)
+    read: list[Key] = []
+
+    def lose_the_fourth(way: Way, key: Key) -> None:
+        read.append(key)
+        if way is Way.READ and len(read) == 4:
+            raise OSError("bad sector")
+
+    tier().fault = lose_the_fourth
+    num_blocks, found = bring(ferry, 0)
+    assert num_blocks == 3
+    layer = len(wanted[0]) // LAYERS
+    firsts = [wanted[0][at : at + layer // 2] for at in range(0, len(wanted[0]), layer)]
+    assert found == b"".join(firsts)
+    assert ferry.stats().lost_blocks == 1
+
+
+def test_what_a_level_by_key_was_asked_for_is_told(attach):
+    ferry = attach("tests.fakes.levels:open_keyed")
+    hit = ferry.match(chat(ferry, 0))
+    assert hit.is_pending
+    hit = ferry.await_hit(hit, 20)
+    assert (hit.is_pending, len(hit)) == (False, 0)
+    why = ferry.explain(hit)
+    assert why is not None
+    assert why.asked_blocks == CHAT_BLOCKS
+    assert why.reason is Reason.NEVER_STORED
+    assert ferry.stats().asked == {"levels": (CHAT_BLOCKS, 0)}
+
+
+def test_a_level_that_never_answers_counts_as_having_nothing(attach):
+    ferry = attach("tests.fakes.levels:open_keyed", ask_deadline="50ms")
+    gate = threading.Event()
+    tier().fault = lambda way, key: gate.wait(20)
+    hit = ferry.match(chat(ferry, 0))
+    assert hit.is_pending
+    assert len(ferry.await_hit(hit, 20)) == 0
+    gate.set()
+
+
+def test_waiting_ends_with_the_time_given(attach):
+    ferry = attach()
+    hit, gate = pending(ferry)
+    assert ferry.await_hit(hit, 0.02).is_pending
+    gate.set()
+    assert len(ferry.await_hit(hit, 20)) == CHAT_BLOCKS
+
+
+def test_a_level_that_cannot_be_opened_leaves_nothing_behind(attach):
+    before = threading.active_count()
+    with pytest.raises(ConfigError, match="the cupboard is locked"):
+        attach("tests.fakes.levels:open_never")
+    with pytest.raises(ConfigError, match=f"hold no block of {SLOT} bytes"):
+        attach("memory:100B")
+    assert threading.active_count() == before
+
+
+def test_only_a_ferrys_hits_can_be_asked_for_again(attach):
+    ferry = attach()
+    with pytest.raises(InputError, match=r"ferry\.match"):
+        ferry.again(3)
