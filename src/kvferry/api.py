@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import fields
 from typing import Any
 
@@ -63,7 +64,7 @@ def attach(
     if compute is not None and not isinstance(compute, Stream):
         raise InputError(f"compute must be a kvferry Stream, got {type(compute).__name__}")
     logging.getLogger("kvferry").setLevel(config.log_level.upper())
-    kinds = tuple(groups) if groups is not None else (FullAttention(config.block_tokens),)
+    kinds = _checked_groups(groups, config.block_tokens)
     attached = _attached(kv, kinds, block_axis, is_grouped=groups is not None)
     namespace = Namespace(
         model=model,
@@ -77,7 +78,11 @@ def attach(
     )
     rank = _open_rank(attached, config, compute)
     layouts = tuple(each.layout for each in attached)
-    return Ferry(layouts, kinds, namespace, config, rank, keep_alive=attached)
+    with ExitStack() as undo:
+        undo.callback(rank.close)
+        ferry = Ferry(layouts, kinds, namespace, config, rank, keep_alive=attached)
+        undo.pop_all()
+    return ferry
 
 
 def _checked_config(config: Config | None, settings: Mapping[str, Any]) -> Config:
@@ -92,6 +97,30 @@ def _checked_config(config: Config | None, settings: Mapping[str, Any]) -> Confi
             "attach you store what you want kept, so use eager"
         )
     return config
+
+
+def _checked_groups(groups: Sequence[Group] | None, block_tokens: int) -> tuple[Group, ...]:
+    if groups is None:
+        return (FullAttention(block_tokens),)
+    if not isinstance(groups, Sequence):
+        raise InputError(f"groups must be a list of groups, got {type(groups).__name__}")
+    if not groups:
+        raise InputError("groups must name at least one group of layers; leave it out for one kind")
+    for group in groups:
+        if not isinstance(group, Group):
+            raise InputError(f"groups must be FullAttention and such, got a {type(group).__name__}")
+        if group.block_tokens % block_tokens:
+            raise ConfigError(
+                f"block_tokens: keys of {block_tokens} tokens do not end where the blocks of "
+                f"{group} do; give a number that divides the blocks of every group"
+            )
+    if len(groups) == 1 and groups[0].block_tokens != block_tokens:
+        raise ConfigError(
+            f"block_tokens: the only group, {groups[0]}, has other blocks than the {block_tokens} "
+            "tokens that a key covers, so they could not be counted by their keys; give "
+            f"block_tokens={groups[0].block_tokens}"
+        )
+    return tuple(groups)
 
 
 def _attached(

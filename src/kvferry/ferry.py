@@ -380,7 +380,7 @@ class Ferry(Closing):
             # Imported here: few need a server, and its modules would triple our own import.
             from kvferry.metrics.endpoint import Endpoint
 
-            source = rank_source(self._scheduler, self._inbox, self._rank)
+            source = rank_source(self._scheduler.onlooker, self._inbox, self._rank)
             self._endpoint = Endpoint(source, host=host, port=port)
             self._parts.callback(self._endpoint.close)
         return self._endpoint.url

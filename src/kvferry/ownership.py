@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from threading import get_ident
+from threading import current_thread
 
 from kvferry.errors import ClosedError, StateError
 
@@ -48,7 +48,6 @@ class OneThread:
         self._made_in = _process[0]
         self._is_closed = False
         self._lock = threading.Lock()
-        self._ident: int | None = None
         self._thread: threading.Thread | None = None
 
     @property
@@ -62,14 +61,15 @@ class OneThread:
     def close(self) -> None:
         """Nobody may use it any more."""
         self._is_closed = True
-        self._thread = self._ident = None
+        self._thread = None
 
     def require(self) -> None:
         """StateError, with both names, for any thread but its own; ClosedError once it is closed.
 
         One comparison while all is well: it is asked at every call.
         """
-        if get_ident() != self._ident or self._made_in is not _process[0]:
+        # Not by their numbers: the next thread has that of one that ended.
+        if current_thread() is not self._thread or self._made_in is not _process[0]:
             self._process.require()
             if self._is_closed:
                 raise ClosedError(f"{self._what} is closed")
@@ -78,10 +78,10 @@ class OneThread:
     def hand_over(self) -> None:
         """The next thread that uses it is its owner."""
         self.require()
-        self._thread = self._ident = None
+        self._thread = None
 
     def _take(self) -> None:
-        caller = threading.current_thread()
+        caller = current_thread()
         with self._lock:
             owner = self._thread
             if owner is not None and owner is not caller and owner.is_alive():
@@ -89,4 +89,4 @@ class OneThread:
                     f"{self._what} belongs to thread {owner.name!r}, but {caller.name!r} used it; "
                     "call it from one thread, or let its own call hand_over() first"
                 )
-            self._thread, self._ident = caller, get_ident()
+            self._thread = caller

@@ -13,7 +13,11 @@ from rich.text import Text
 
 from kvferry.doctor.environment import Environment, look_at_gpu
 from kvferry.doctor.examine import examine
-from kvferry.doctor.finding import Finding, Grade
+from kvferry.doctor.finding import Finding, Grade, fail, ok, warn
+from kvferry.errors import InputError, UnreachableError
+from kvferry.watch.fetch import base_url
+from kvferry.watch.view import Watch
+from kvferry.watch.words import why_idle
 
 _STYLES = {Grade.OK: "green", Grade.WARN: "yellow", Grade.FAIL: "bold red"}
 UNFIT = 1
@@ -21,13 +25,15 @@ UNFIT = 1
 
 @click.command()
 @click.option("--device", default=0, show_default=True, help="Which GPU.")
+@click.option("--url", help="Ask a running server, too: its metrics address, such as vLLM's.")
 @click.option("--strict", is_flag=True, help="Let warnings count as failures.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
-def doctor(ctx: click.Context, device: int, strict: bool, as_json: bool) -> None:
+def doctor(ctx: click.Context, device: int, url: str | None, strict: bool, as_json: bool) -> None:
     """See whether this machine is fit for kvferry, and what to do where it is not.
 
     Looks at the GPU, its driver and link, host memory and its limits, and vLLM. Changes nothing.
+    With --url it also asks a running server whether kvferry serves there.
 
     The exit code is 1 where a line says fail (with --strict: or warn), else 0.
     """
@@ -35,6 +41,8 @@ def doctor(ctx: click.Context, device: int, strict: bool, as_json: bool) -> None
     if device:
         env = replace(env, gpu=lambda: look_at_gpu(device))
     findings = examine(env)
+    if url is not None:
+        findings = [*findings, _running(url)]
     counts = Counter(finding.grade for finding in findings)
     is_fit = not counts[Grade.FAIL] and not (strict and counts[Grade.WARN])
     if as_json:
@@ -43,6 +51,19 @@ def doctor(ctx: click.Context, device: int, strict: bool, as_json: bool) -> None
         _show(findings, counts)
     if not is_fit:
         ctx.exit(UNFIT)
+
+
+def _running(url: str) -> Finding:
+    """Whether kvferry serves in a server that runs."""
+    name = "running server"
+    try:
+        view = Watch(base_url(url)).look()
+    except (UnreachableError, InputError) as error:
+        return warn(name, str(error), "give the address that serves /metrics; is it running?")
+    if not view.idle:
+        return ok(name, f"kvferry {view.version} serves there, {view.queries} requests so far")
+    remedy = "see the line of its log that begins with 'kvferry is idle', or the error before it"
+    return fail(name, f"kvferry is idle there: {why_idle(view.idle)}", remedy)
 
 
 def _show(findings: list[Finding], counts: Counter[Grade]) -> None:

@@ -15,7 +15,15 @@ from rich.text import Text
 
 from kvferry.cli.room import TerminalRoom
 from kvferry.watch.view import RouteView, TierView, View
-from kvferry.watch.words import clean, counted, said, show_bytes, show_share, sparkline
+from kvferry.watch.words import (
+    clean,
+    counted,
+    said,
+    show_bytes,
+    show_share,
+    sparkline,
+    why_idle,
+)
 
 _BAR_WIDTH = 30
 _LINE_WIDTH = 24
@@ -52,19 +60,12 @@ class Screen:
         yield _foot(self.view)
 
 
-_IDLE = {
-    "refused": "this model or these settings are not served; vLLM's log has the reason",
-    "failed": "something went wrong in kvferry and vLLM goes on without; its log has the error",
-}
-
-
 def _head(view: View) -> Text:
     text = Text.assemble(
         ("kvferry ", "bold"), (_name(view.version), "dim"), "  ", (clean(view.url), "dim"), "\n"
     )
     if view.idle:
-        why = _IDLE.get(view.idle, clean(view.idle))
-        text.append(f"idle: {why}\n", style="bold red")
+        text.append(f"idle: {clean(why_idle(view.idle))}\n", style="bold red")
     now = f" (now {show_share(view.hit_rate_now)})" if view.hit_rate_now is not None else ""
     text.append(f"hit rate {show_share(view.hit_rate)}{now}", style="bold")
     text.append(

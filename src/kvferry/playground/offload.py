@@ -120,7 +120,7 @@ class Offloader(Closing):
     def source(self) -> Source:
         """What a metrics endpoint can ask."""
         slot_bytes: dict[str, int] = dict.fromkeys((HOST, *self._levels), self.host.slot_bytes)
-        return Source(self.scheduler, self.inbox, slot_bytes=slot_bytes)
+        return Source(self.scheduler.onlooker, self.inbox, slot_bytes=slot_bytes)
 
     def close(self) -> None:
         """Finish what moves, then end both halves. Safe to call twice."""

@@ -36,7 +36,7 @@ from kvferry.scheduler.request import Request
 from kvferry.scheduler.rests import Rests
 from kvferry.scheduler.settled import Settled
 from kvferry.scheduler.settling import Settling
-from kvferry.scheduler.snapshot import snapshot
+from kvferry.scheduler.snapshot import Onlooker, snapshot
 from kvferry.scheduler.storing import Stores
 from kvferry.scheduler.transit import Transit
 from kvferry.scheduler.waits import Waits
@@ -147,6 +147,8 @@ class Scheduler:
         self._settling = Settling(
             self._parts, self._flights, self._transit, stores_in_order=not stores.is_lazy
         )
+        self.onlooker = Onlooker(self._snapshot, journal)
+        """What others may see of it, from any thread."""
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -348,8 +350,11 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """A snapshot of everything counted so far."""
+        self._parts.tell_owing()
+        return self._snapshot()
+
+    def _snapshot(self) -> SchedulerStats:
         parts = self._parts
-        parts.tell_owing()
         return snapshot(
             self.pool,
             parts.lower,

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MappingProxyType
 
 from kvferry.pool import Pool
 from kvferry.scheduler.flight import Flights
 from kvferry.scheduler.hit import Hits
+from kvferry.scheduler.journal import Entry, Journal
 from kvferry.scheduler.level import KeyedLevel
 from kvferry.scheduler.levels import LowerLevels
 from kvferry.scheduler.outbox import Outbox
 from kvferry.scheduler.storing import Stores
 from kvferry.scheduler.transit import Transit
 from kvferry.stats import MatchCounts, SchedulerStats
-from kvferry.types import HOST
+from kvferry.types import HOST, RequestId
 
 
 def snapshot(
@@ -68,3 +70,23 @@ def snapshot(
         bandwidth=hits.worth.bandwidth,
         prefill_rate=hits.worth.prefill_rate,
     )
+
+
+class Onlooker:
+    """What any thread may see of a scheduler: the counts and the journal. Owns neither; only reads.
+
+    So a miss that was answered at once, and that nobody has counted yet, is not in it.
+    """
+
+    def __init__(self, count: Callable[[], SchedulerStats], journal: Journal) -> None:
+        self._count = count
+        self._journal = journal
+
+    def stats(self) -> SchedulerStats:
+        return self._count()
+
+    def journal(self, request_id: RequestId) -> Entry | None:
+        return self._journal.entry(request_id)
+
+    def recent(self) -> tuple[RequestId, ...]:
+        return self._journal.request_ids()

@@ -64,7 +64,7 @@ class Reports:
         from kvferry.metrics.endpoint import Endpoint
 
         source = Source(
-            self._scheduler,
+            self._scheduler.onlooker,
             self.inbox,
             slot_bytes=self._slot_bytes,
             pinned_bytes=self._pinned_bytes,

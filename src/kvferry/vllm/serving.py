@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kvferry import reach
-from kvferry.answers import MatchState
+from kvferry.answers import DeviceBlocks, MatchState
 from kvferry.pool import Pool
 from kvferry.scheduler import Ordered, Request, Scheduler, State
 from kvferry.types import Health, Plan, Rank, Receipt, TransferId
@@ -243,8 +243,8 @@ class Serving:
         if not self._has_settled and time.monotonic() >= self._settle_at:
             self.settle(())
         self._has_settled = False
-        self.reports.inbox.answer()
         scheduler.count_answered()
+        self.reports.inbox.answer()
         self._unlooked.clear()
         for request_id in step.preempted_req_ids or ():
             tracked = self._tracked.get(request_id)
@@ -292,11 +292,11 @@ class Serving:
             tables = self.blocks.tables(ferried, computed_tokens, from_token)
             self._hold(ferried.store(tables, computed_tokens))
 
-    def _hold(self, ordered: Sequence[Ordered]) -> None:
-        if ordered:
-            self.blocks.hold(ordered)
+    def _hold(self, held: Sequence[DeviceBlocks | Ordered]) -> None:
+        if held:
+            self.blocks.hold(held)
             if self.reports.events is not None:
-                self.reports.ordered(ordered)
+                self.reports.ordered([part for part in held if isinstance(part, Ordered)])
 
     def _time(self, tracked: Tracked) -> None:
         """Once for each request that runs, how long its prefill took."""
@@ -364,7 +364,7 @@ class Serving:
         self._pace.disturb()
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is not None:
-            self.blocks.hold(tracked.ferried.leave(request.num_computed_tokens))
+            self._hold(tracked.ferried.leave(request.num_computed_tokens))
 
     def reset(self) -> None:
         """Forget everything: the cache was reset, or the weights have changed."""

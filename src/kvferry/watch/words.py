@@ -46,3 +46,14 @@ def sparkline(values: list[float], width: int) -> str:
         return _BARS[0] * len(values)
     steps = len(_BARS) - 1
     return "".join(_BARS[round(steps * max(0.0, value) / top)] for value in values)
+
+
+_IDLE = {
+    "refused": "this model or these settings are not served; vLLM's log has the reason",
+    "failed": "something went wrong in kvferry and vLLM goes on without; its log has the error",
+}
+
+
+def why_idle(reason: str) -> str:
+    """Why nothing is served, in words."""
+    return _IDLE.get(reason, reason)

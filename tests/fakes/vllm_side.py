@@ -1,0 +1,182 @@
+"""The connector's side in vLLM's scheduler, without vLLM: the test is vLLM and every rank.
+
+The block pool keeps vLLM's rules as far as they are used here: references, a queue of free blocks,
+and a cache of named ones.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from kvferry.config import Config
+from kvferry.identity import Namespace
+from kvferry.reach import FullAttention, Group
+from kvferry.types import Outcome, Rank, Receipt
+from kvferry.vllm.messages import RankShape, StepOrders, StepReceipts
+from kvferry.vllm.scheduler_side import SchedulerSide
+from kvferry.vllm.setup import Setup
+from kvferry.vllm.translate import Support
+
+BLOCK_TOKENS = 16
+
+
+class FakeBlock:
+    def __init__(self, number: int) -> None:
+        self.block_id = number
+        self.ref_cnt = 0
+        self.block_hash: bytes | None = None
+        self.is_null = number == 0
+        self.next_free_block: FakeBlock | None = None
+
+
+class FakeBlockPool:
+    """Counts references; who has none is free. Owns the blocks' names too."""
+
+    hash_block_size = BLOCK_TOKENS
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_gpu_blocks = num_blocks
+        self.blocks = [FakeBlock(number) for number in range(num_blocks)]
+        self.blocks[0].ref_cnt = 1  # the placeholder is never given away
+        self.named: dict[tuple[bytes, int], FakeBlock] = {}
+
+    @property
+    def free_block_queue(self) -> Any:
+        free = [block for block in self.blocks if not block.ref_cnt]
+        mark = FakeBlock(-1)
+        for block, after in zip(free, [*free[1:], mark], strict=True):
+            block.next_free_block = after
+        head = SimpleNamespace(next_free_block=free[0] if free else mark)
+        return SimpleNamespace(fake_free_list_head=head)
+
+    def get_num_free_blocks(self) -> int:
+        return sum(not block.ref_cnt for block in self.blocks)
+
+    def touch(self, blocks: Iterable[FakeBlock]) -> None:
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks: Iterable[FakeBlock]) -> None:
+        for block in blocks:
+            assert block.ref_cnt > 0, "a block was given back that nobody held"
+            block.ref_cnt -= 1
+
+    def get_cached_block(self, name: bytes, groups: Sequence[int]) -> list[FakeBlock] | None:
+        found = [self.named.get((name, group)) for group in groups]
+        return [block for block in found if block] if all(found) else None
+
+
+class FakeVllm:
+    """vLLM's scheduler with this side of ours, and its ranks, which copy nothing."""
+
+    def __init__(
+        self, *groups: Group, num_blocks: int = 64, num_ranks: int = 1, **settings: Any
+    ) -> None:
+        self.groups = groups or (FullAttention(BLOCK_TOKENS),)
+        self.num_ranks = num_ranks
+        self.pool = FakeBlockPool(num_blocks)
+        self.tables: dict[str, tuple[list[int], ...]] = {}
+        setup = Setup(
+            config=Config.from_dict({"load_policy": "always", **settings}),
+            support=Support(self.groups),
+            num_ranks=num_ranks,
+            namespace=Namespace(
+                model="m", dtype="f", layout="l", geometry="g", block_tokens=1, revision="r"
+            ),
+            told_tokens=self.groups[0].block_tokens,
+            uses_drafts=False,
+            has_listeners=False,
+            engine_here=0,
+        )
+        self.side = SchedulerSide(setup)
+        self.side.bind_manager(
+            SimpleNamespace(block_pool=self.pool, get_block_ids=lambda name: self.tables[name])
+        )
+        shape = RankShape(
+            Rank(0),
+            num_slots=64,
+            ready_slots=64,
+            slot_bytes=64,
+            block_bytes=(64,) * len(groups or "1"),
+        )
+        self.side.meet_ranks(
+            [RankShape(Rank(n), 64, 64, 64, shape.block_bytes) for n in range(num_ranks)]
+        )
+        assert self.serving is not None, self.side.idle_reason
+
+    @property
+    def serving(self) -> Any:
+        return self.side.serving
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def request(self, name: str, hashes: Sequence[bytes], computed: int = 0) -> Any:
+        tokens = len(hashes) * BLOCK_TOKENS + 1
+        return SimpleNamespace(
+            request_id=name,
+            block_hashes=list(hashes),
+            all_token_ids=list(range(tokens)),
+            num_preemptions=0,
+            num_tokens=tokens,
+            num_prompt_tokens=tokens,
+            num_computed_tokens=computed,
+            num_output_tokens=0,
+        )
+
+    def allocate(self, request: Any, num_external_tokens: int = 0) -> None:
+        """Give a request blocks for all of its tokens, and say so."""
+        free = [block for block in self.pool.blocks if not block.ref_cnt]
+        tables = []
+        for group in self.groups:
+            count = -(-request.num_tokens // group.block_tokens)
+            taken, free = free[:count], free[count:]
+            self.pool.touch(taken)
+            tables.append([block.block_id for block in taken])
+        self.tables[request.request_id] = tuple(tables)
+        blocks = SimpleNamespace(get_block_ids=lambda: tuple(tables))
+        self.side.allocated(request, blocks, num_external_tokens)
+
+    def free(self, request: Any) -> None:
+        """The request has ended: tell, then take its blocks back."""
+        self.side.finished(request)
+        for ids in self.tables.pop(request.request_id, ()):
+            self.pool.free_blocks([self.pool.blocks[number] for number in ids])
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def orders(
+        self, scheduled: dict[str, int] | None = None, *, new: Sequence[str] = ()
+    ) -> StepOrders:
+        orders = self.side.orders(
+            SimpleNamespace(
+                total_num_scheduled_tokens=sum((scheduled or {}).values()),
+                num_scheduled_tokens=scheduled or {},
+                scheduled_new_reqs=[
+                    SimpleNamespace(req_id=name, block_ids=self.tables[name]) for name in new
+                ],
+                scheduled_cached_reqs=SimpleNamespace(new_block_ids=[]),
+                preempted_req_ids=None,
+            )
+        )
+        copied: StepOrders = pickle.loads(pickle.dumps(orders))  # ranks are other processes
+        return copied
+
+    def answer(self, *orders: StepOrders, ranks: Sequence[int] | None = None) -> None:
+        """These ranks (all, if none is named) have done all that is in these orders."""
+        receipts, drained = [], []
+        for rank in range(self.num_ranks) if ranks is None else ranks:
+            for each in orders:
+                receipts += [Receipt(t.id, Rank(rank), Outcome.OK) for t in each.plan.transfers]
+                drained += [Rank(rank)] if each.drain else []
+        report = StepReceipts(tuple(receipts), drained=tuple(drained))
+        report = pickle.loads(pickle.dumps(report))
+        self.side.take(SimpleNamespace(kv_connector_worker_meta=report))
+
+    @property
+    def num_held(self) -> int:
+        """References of ours: those beyond what requests have."""
+        theirs = sum(len(ids) for table in self.tables.values() for ids in table)
+        return sum(block.ref_cnt for block in self.pool.blocks[1:]) - theirs
