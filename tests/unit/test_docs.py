@@ -109,6 +109,21 @@ def test_structure_page_has_every_module() -> None:
     assert page.split(MAP_BEGINS)[1].strip() == module_map().strip()
 
 
+def test_the_house_is_drawn_as_the_contracts_have_it() -> None:
+    """Every floor, from the top to the bottom, in the order in which imports may point."""
+    contracts = PROJECT["tool"]["importlinter"]
+    page = (ROOT / "docs" / "STRUCTURE.md").read_text().split("## The house")[1]
+    drawings = re.findall(r"```\n(.*?)```", page, re.DOTALL)
+    floors = [c["layers"] for c in contracts["contracts"] if c["type"] == "layers"]
+    for drawing, layers in zip(sorted(drawings), sorted(floors, key=_first_floor), strict=True):
+        drawn = re.findall(r"(?:^|> )((?:\w+ \| )*\w+)", drawing, re.MULTILINE)
+        assert drawn == [re.sub("[()]", "", layer) for layer in layers]
+
+
+def _first_floor(layers: list[str]) -> str:
+    return re.sub("[()]", "", layers[0])
+
+
 def test_every_module_says_what_it_is() -> None:
     silent = [str(path) for path in PACKAGE.rglob("*.py") if not _first_words(path)]
     assert not silent
