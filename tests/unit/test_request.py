@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from tests.fakes.desk import Desk, story
@@ -11,8 +12,9 @@ from tests.model import request_laws
 from kvferry.answers import MatchState
 from kvferry.errors import InputError
 from kvferry.keys import Keys
-from kvferry.reach import SlidingWindow
-from kvferry.scheduler import Request, State
+from kvferry.pool import Pool
+from kvferry.reach import FullAttention, SlidingWindow
+from kvferry.scheduler import BlockTable, Request, Scheduler, State, rests
 
 # -- the keys are the question ---------------------------------------------------------------------
 
@@ -169,3 +171,44 @@ def test_an_empty_chain_is_a_miss() -> None:
     assert request.store([[]], 8) == ()
     request.end()
     request_laws.check_nothing_left(desk.scheduler)
+
+
+# -- when a store pays -----------------------------------------------------------------------------
+
+
+def test_a_store_is_worth_a_block_that_is_new() -> None:
+    """Without the spare tokens counted, one that may be taken back would be offered each step."""
+    desk = Desk(spare_tokens=2)
+    desk.keep("a", story(1, 3), 12)
+    request = desk.scheduler.open("r", story(1, 4))
+    assert request.match(max_tokens=8).num_tokens == 4  # two of eight might be taken back
+    request.load([[8]])
+    desk.land(*desk.plan())
+    assert [n for n in range(17) if request.is_worth_storing(n)] == list(range(10, 17))
+    request.store([[8, 9, 10]], 10)
+    assert not request.is_worth_storing(13)
+    assert request.is_worth_storing(14)
+    desk.run()
+    request.end()
+
+
+def test_a_store_is_worth_less_often_where_what_is_left_can_be_stored_late() -> None:
+    scheduler = Scheduler(Pool(8), [FullAttention(4)], engine=NoBlocks())
+    request = scheduler.open("r", story(1, 2))
+    assert not request.is_worth_storing(rests.STORE_TOKENS - 1)
+    assert request.is_worth_storing(rests.STORE_TOKENS)
+    windowed = Scheduler(Pool(8), [SlidingWindow(4, window=8)], engine=NoBlocks())
+    assert windowed.open("r", story(1, 2)).is_worth_storing(4)  # it may lose a block any time
+
+
+class NoBlocks:
+    """An engine that evicts nothing and has nothing."""
+
+    evicts = False
+    num_free = 8
+    num_held = 0
+
+    def tables(self, request: Any, num_tokens: int, from_token: int) -> Sequence[BlockTable]:
+        raise AssertionError("not asked for here")
+
+    remains = tables
