@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -17,8 +16,7 @@ class MatchState(Enum):
     WAIT = "wait"  # they come up, or another request loads them: ask again after the next settle
 
 
-@dataclass(frozen=True)
-class Match:
+class Match(NamedTuple):
     """The answer for one request: ``num_tokens`` in all can be had without computing them.
 
     Those include the ``computed_tokens`` the engine already has, so ``to_load`` are new.

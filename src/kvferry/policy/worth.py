@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 _WEIGHT = 0.2  # of the newest measurement in a running average
 _MIN_TOKENS = 16  # a measurement over fewer tokens is mostly overhead
@@ -21,8 +21,7 @@ class Verdict(Enum):
     LOAD_TO_MEASURE = "load_to_measure"  # computing won so long that the link may be another now
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """One verdict and the two times it compares, in seconds (None: not known)."""
 
     verdict: Verdict

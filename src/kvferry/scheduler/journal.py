@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
-from functools import partial
 
 from kvferry.scheduler.flight import Flight
 from kvferry.scheduler.why import Explanation
@@ -62,12 +61,12 @@ class Copy:
         )
 
 
-@dataclass
+@dataclass(slots=True)
 class Entry:
     """What is remembered of one request."""
 
     explanation: Explanation | None = None
-    copies: deque[Copy] = field(default_factory=partial(deque, maxlen=MOST_COPIES))
+    copies: list[Copy] = field(default_factory=list)
 
 
 class Journal:
@@ -93,7 +92,9 @@ class Journal:
         """A transfer ended that moved blocks of this request, or it waits no longer for it."""
         if isinstance(flight.transfer, Transfer):  # a question copies nothing
             copy = Copy.of(flight, flight.transfer)
-            self._touch(request_id).copies.append(copy)
+            copies = self._touch(request_id).copies
+            copies.append(copy)
+            del copies[:-MOST_COPIES]
 
     def entry(self, request_id: RequestId) -> Entry | None:
         return self._entries.get(request_id)

@@ -27,7 +27,7 @@ class Missing(NamedTuple):
     is_coming: bool = False
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Look:
     """One look at a request: how far the host alone reaches, and how far with the levels below.
 

@@ -112,7 +112,9 @@ class Matcher:
             block = computed_tokens // group.block_tokens
             at = (block + 1) * self._ratios[g] - 1
             if at < num_keys:
-                key = masked_key(chain[at], scope(self.epoch, g))
+                key = chain[at]
+                if g or self.epoch:  # else the mask is all zeros
+                    key = masked_key(key, scope(self.epoch, g))
                 state = self._host.state_of(key)
                 if state is not SlotState.CACHED:
                     is_coming = state is not SlotState.FREE

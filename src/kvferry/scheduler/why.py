@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from kvferry.policy import Decision
 from kvferry.types import RequestId
@@ -23,8 +23,7 @@ class Reason(Enum):
     LOAD_SLOWER = "load_slower"  # it is here, but computing it was judged faster
 
 
-@dataclass(frozen=True)
-class Explanation:
+class Explanation(NamedTuple):
     """What one request could be given when it was looked up, and why no more.
 
     ``device_tokens`` the engine had, ``host_tokens`` more could be loaded, of ``asked_tokens`` in
@@ -47,8 +46,8 @@ class Explanation:
 
     def as_dict(self) -> dict[str, object]:
         """Plain data, ready for JSON."""
-        plain = asdict(self)
-        plain["reason"] = self.reason.value
+        plain: dict[str, object] = {**self._asdict(), "reason": self.reason.value}
         if self.decision is not None:
-            plain["decision"]["verdict"] = self.decision.verdict.value
+            verdict = self.decision.verdict.value
+            plain["decision"] = {**self.decision._asdict(), "verdict": verdict}
         return plain

@@ -51,12 +51,15 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        # One of the two, under a name that needs no question at every hook.
+        self._at_scheduler: SchedulerSide
+        self._at_worker: WorkerSide
         if role == KVConnectorRole.SCHEDULER:
             setup = Setup.of(vllm_config, kv_cache_config, config, support)
-            self._scheduler = SchedulerSide(setup)
+            self._at_scheduler = self._scheduler = SchedulerSide(setup)
         else:
             self._by_request = not support.fails_by_block
-            self._worker = WorkerSide(
+            self._at_worker = self._worker = WorkerSide(
                 place=translate.place_of(vllm_config, kv_cache_config),
                 config=config,
                 groups=translate.layer_names_of(kv_cache_config),
@@ -88,9 +91,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._at_worker.introduce()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        orders = self._get_connector_metadata()
-        assert isinstance(orders, StepOrders)
-        self._at_worker.begin(orders)
+        self._at_worker.begin(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: a request runs only when all of its blocks are there."""
@@ -104,8 +105,9 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._at_worker.after_forward()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        self._at_worker.poll()
-        return None, self._at_worker.take_arrived() or None
+        worker = self._at_worker
+        worker.poll()
+        return None, worker.take_arrived() or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """As ``get_finished``, for a vLLM that wants failures in the same answer."""
@@ -199,16 +201,6 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.close()
         if self._scheduler is not None:
             self._scheduler.close()
-
-    @property
-    def _at_scheduler(self) -> SchedulerSide:
-        assert self._scheduler is not None, "a hook of the scheduler was called in a worker"
-        return self._scheduler
-
-    @property
-    def _at_worker(self) -> WorkerSide:
-        assert self._worker is not None, "a hook of the workers was called in the scheduler"
-        return self._worker
 
 
 if hasattr(base, "CacheHitSource"):  # vLLM that tells hits apart by where they came from

@@ -325,16 +325,22 @@ class WorkerSide:
 
     def take_arrived(self) -> set[str]:
         """Requests that need not wait any longer, whether their blocks came or not."""
-        arrived, self._arrived = self._arrived, set()
+        arrived = self._arrived
+        if arrived:
+            self._arrived = set()
         return arrived
 
     def take_failed(self) -> set[str]:
-        failed, self._failed = self._failed, set()
+        failed = self._failed
+        if failed:
+            self._failed = set()
         return failed
 
     def take_invalid(self) -> set[int]:
         """Blocks that were to be loaded and were not."""
-        invalid, self._invalid = self._invalid, set()
+        invalid = self._invalid
+        if invalid:
+            self._invalid = set()
         return invalid
 
     def take_receipts(self) -> StepReceipts | None:
