@@ -226,7 +226,7 @@ def measure(clock: Clock, name: str, make: Callable[[int], Ours | PerKey], num_s
 
 def measure_strewn(clock: Clock, num_slots: int, rounds: int) -> None:
     way = Ours(num_slots)
-    np.random.default_rng(5).shuffle(way.pool._free)
+    np.random.default_rng(5).shuffle(way.pool._free.slots)
     resident = list(new_keys(num_slots // KEYS, 1))
     for keys in resident:
         way.store(keys)

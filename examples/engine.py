@@ -1,10 +1,10 @@
 """A small engine of our own around kvferry: the code of the guide "Write your own engine".
 
 Its model has two kinds of layers, full attention and a sliding window, each with paged KV blocks
-and a block table of its own. It has a prefix cache, preempts, and outlives failed copies. Below the
-device lie host memory and, below that, a tier with numbered places. The "model" is a running sum:
-enough for every token's KV to depend on all tokens before it. Before it computes, it compares every
-byte that attention would read, so a wrong block anywhere stops the program.
+and a block table of its own. It has a prefix cache, preempts, and outlives a failed copy. Below the
+device lies host memory and below that another level. The model is a running sum: enough for every
+token's KV to depend on all tokens before it. It compares every byte that attention would read
+before it computes, so a wrong block anywhere ends the program.
 """
 
 from __future__ import annotations
@@ -30,24 +30,21 @@ from kvferry.engine import (
     Key,
     Keys,
     MatchState,
-    MemoryTier,
     Namespace,
     Ordered,
     Outcome,
-    PlacedLevel,
     Pool,
     Receipt,
     Request,
     Scheduler,
     SlidingWindow,
     State,
-    TierMover,
-    TierName,
     Transfer,
     Worker,
     WriteMode,
     chain,
     describe,
+    level_of,
     longest_hit,
     needed,
     open_on_cpu,
@@ -56,7 +53,6 @@ from kvferry.engine import (
 BLOCK_TOKENS, STEP_TOKENS, DIM, LAYERS = 4, 8, 16, 2
 BOTH_KINDS = (FullAttention(BLOCK_TOKENS), SlidingWindow(BLOCK_TOKENS, window=8))
 FULL_ONLY = (FullAttention(BLOCK_TOKENS),)
-BELOW = TierName("below")
 
 
 class Model:
@@ -64,26 +60,26 @@ class Model:
 
     def __init__(self, groups: Sequence[Group], num_blocks: int) -> None:
         shape = (num_blocks, BLOCK_TOKENS, DIM)
-        self.kv = [[np.zeros(shape, np.uint64) for _ in range(LAYERS)] for _ in groups]
         self.groups = groups
+        self.kv = [[np.zeros(shape, np.uint64) for _ in range(LAYERS)] for _ in groups]
         self.num_computed = 0
 
     def forward(self, tokens: Sequence[int], tables: Sequence[list[int]], span: range) -> int:
         """Compute the tokens of ``span``; returns the next token."""
-        positions = np.arange(7, 7 + len(tokens), dtype=np.uint64)
-        values = np.cumsum((np.array(tokens, np.uint64) + np.uint64(1)) * positions)
+        factors = np.arange(7, 7 + len(tokens), dtype=np.uint64)
+        sums = np.cumsum((np.array(tokens, np.uint64) + np.uint64(1)) * factors)
         for g, group in enumerate(self.groups):
-            for layer, tensor in enumerate(self.kv[g]):
-                rows = values[:, None] * np.arange(1 + layer, DIM + 1 + layer, dtype=np.uint64)
+            for layer, tensor in enumerate(self.kv[g], start=1):
+                rows = sums[:, None] * np.arange(layer, layer + DIM, dtype=np.uint64)
                 for position in range(max(0, group.first_token(span.start)), span.stop):
                     block = tables[g][position // BLOCK_TOKENS]
                     place = block, position % BLOCK_TOKENS
-                    if position >= span.start:
+                    if position in span:
                         tensor[place] = rows[position]
                     elif block == NO_BLOCK or not np.array_equal(tensor[place], rows[position]):
-                        raise AssertionError(f"group {g}: wrong bytes at token {position}")
+                        raise AssertionError(f"group {g}: wrong bytes for token {position}")
         self.num_computed += len(span)
-        return int(values[span.stop - 1]) % 1000
+        return int(sums[span.stop - 1]) % 1000
 
 
 class Blocks:
@@ -92,28 +88,28 @@ class Blocks:
     def __init__(self, num_blocks: int) -> None:
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.by_key: dict[Key, int] = {}
-        self._holders = [0] * num_blocks
+        self._num_holders = [0] * num_blocks
         self._keys: list[Key | None] = [None] * num_blocks
 
     def take(self, count: int) -> list[int]:
-        """The blocks freed longest ago, for a request; what they cached is forgotten."""
+        """The blocks freed longest ago, for one holder; what they cached is forgotten."""
         blocks = [self.free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
             key, self._keys[block] = self._keys[block], None
             if key is not None:
                 del self.by_key[key]
-            self._holders[block] = 1
+            self._num_holders[block] = 1
         return blocks
 
     def hold(self, blocks: Iterable[int]) -> None:
         for block in blocks:
-            self._holders[block] += 1
+            self._num_holders[block] += 1
             self.free.pop(block, None)
 
     def release(self, blocks: Iterable[int]) -> None:
         for block in blocks:
-            self._holders[block] -= 1
-            if not self._holders[block]:
+            self._num_holders[block] -= 1
+            if not self._num_holders[block]:
                 self.free[block] = None
 
     def publish(self, block: int, key: Key) -> None:
@@ -129,14 +125,14 @@ class Blocks:
 class Turn:
     """One request as the engine knows it; ``ferried`` is the same request as kvferry does."""
 
-    tokens: list[int]
-    num_new: int
     ferried: Request
+    tokens: list[int]
     keys: Keys
+    num_new: int
     tables: list[list[int]] = field(default_factory=list)
     num_computed: int = 0
     num_hit: int = 0
-    num_loads: int = 0
+    is_loaded: bool = False
     num_preemptions: int = 0
 
 
@@ -150,7 +146,8 @@ class FailingCopies:
 
     def submit(self, transfer: Transfer) -> None:
         if self.fails_next and transfer.dst == DEVICE:
-            reason, self.fails_next = "a cable was pulled", False
+            self.fails_next = False
+            reason = "a cable was pulled"
             self._failed.append(Receipt(transfer.id, FIRST_RANK, Outcome.FAILED, reason))
         else:
             self._copies.submit(transfer)
@@ -183,31 +180,37 @@ class Engine:
             geometry={"groups": [repr(group) for group in groups], "dim": DIM, "layers": LAYERS},
             block_tokens=BLOCK_TOKENS,
         )
-        # The worker half: this rank's host memory, its copy engine, and a tier below the host.
+        self.open_halves(device_blocks, host_slots)
+
+    def open_halves(self, device_blocks: int, host_slots: int) -> None:
         layouts = [describe(tensors, block_axis=0) for tensors in self.model.kv]
-        config = Config(host=host_slots * max(layout.block_bytes for layout in layouts))
+        block_bytes = [layout.block_bytes for layout in layouts]
+        config = Config.from_dict(
+            {"host": host_slots * max(block_bytes), "levels": "below=memory:2MiB"}
+        )
+        # The worker half, one for each rank: host memory, a copy engine, the levels below.
         self.rank = open_on_cpu(layouts, config)
-        tier = MemoryTier(1024, self.rank.host.tier.slot_bytes, name=BELOW)
-        below = TierMover(self.rank.host.tier, tier, ready_slots=lambda: self.rank.ready_slots)
         self.copies = FailingCopies(self.rank.engine)
         routes = {(DEVICE, HOST): self.copies, (HOST, DEVICE): self.copies}
-        self.worker = Worker(routes, levels={BELOW: below})
-        # The scheduler half: which slots hold what, on the host and below.
+        self.worker = Worker(routes, levels=self.rank.levels)
+        # The scheduler half, one for all ranks: which block is where. It touches no bytes.
+        levels = [
+            level_of(name, mover.num_places, WriteMode.THROUGH)
+            for name, mover in self.rank.levels.items()
+        ]
         self.scheduler = Scheduler(
             Pool(self.rank.host.num_slots, num_ready=self.rank.ready_slots),
-            groups,
+            self.model.groups,
             config=config,
             num_device_blocks=device_blocks,
-            block_bytes=[layout.block_bytes for layout in layouts],
-            levels=[PlacedLevel(BELOW, Pool(1024), WriteMode.THROUGH)],
+            block_bytes=block_bytes,
+            levels=levels,
             engine=self,
         )
-        assert self.scheduler.rests is not None  # it was given an engine
-        self.rests = self.scheduler.rests
 
     def close(self) -> None:
         self.scheduler.check_integrity()
-        assert not self.num_held, "every hold must have been released"
+        assert not self.num_held, "a hold was never released"
         self.worker.close()
         self.scheduler.close()
         self.rank.close()
@@ -215,18 +218,18 @@ class Engine:
     def submit(self, name: str, tokens: Sequence[int], num_new: int = 4) -> Turn:
         """A request has come: its tokens so far, and how many it wants generated."""
         keys = chain(self.namespace, tokens)
-        turn = Turn(list(tokens), num_new, self.scheduler.open(name, keys), keys)
+        turn = Turn(self.scheduler.open(name, keys), list(tokens), keys, num_new)
         self.turns[turn.ferried] = turn
         self.waiting.append(turn)
         return turn
 
     def step(self) -> None:
-        """Hear what ended, let requests in, compute, and order what is worth storing."""
+        """Hear what ended, let requests in, compute, send off what was ordered."""
         self.settle()
         while self.waiting and self.admit(self.waiting[0]):
             del self.waiting[0]
         for turn in list(self.running):
-            if turn in self.running:  # it may have been preempted for one before it
+            if turn in self.running:  # not preempted for one before it
                 self.run(turn)
         self.hold(self.scheduler.store_left(is_idle=not self.running))
         plan = self.scheduler.plan()
@@ -240,10 +243,10 @@ class Engine:
         settled = self.scheduler.settle(self.worker.poll())
         for request in settled.loaded:
             turn = self.turns[request]
-            turn.num_loads += 1
-            self.computed(turn, turn.num_hit)
+            turn.is_loaded = True
+            self.advance(turn, turn.num_hit)
             self.start(turn)
-        for failed in settled.failed:  # compute it, in other blocks: a late copy may write these
+        for failed in settled.failed:
             turn = self.turns[failed.request]
             self.cut(turn, failed.first_token)
             self.start(turn)
@@ -252,44 +255,45 @@ class Engine:
             self.num_held -= len(blocks)
 
     def admit(self, turn: Turn) -> bool:
-        """Give a request what its KV is known of, or leave it waiting."""
-        on_device = self.find(turn)
+        """Give a request what is known of its KV; False while it has to wait."""
+        turn.num_computed = turn.num_hit = self.find(turn)
         match = turn.ferried.match(
-            computed_tokens=on_device,
-            max_tokens=len(turn.tokens) - 1,  # one is always computed
+            computed_tokens=turn.num_computed,
+            max_tokens=len(turn.tokens) - 1,  # one must be computed, to have a next token
         )
-        if match.state is MatchState.WAIT:  # it comes up from below, or another loads it
+        if match.state is MatchState.WAIT:
             self.cut(turn, 0)
             return False
-        turn.num_hit, turn.num_computed = match.num_tokens, on_device
-        if match.state is MatchState.MISS:
-            self.start(turn)
-            return True
-        for table, blocks, places in zip(
-            turn.tables, self.blocks, turn.ferried.needed_blocks, strict=True
-        ):
-            if len(places) > len(blocks.free):
-                self.cut(turn, 0)  # no room: its hit stays pinned until it is asked for again
-                return False
-            unread = match.num_tokens // BLOCK_TOKENS - len(places) - len(table)
-            table += [NO_BLOCK] * unread + blocks.take(len(places))
-        self.hold(turn.ferried.load(turn.tables))
-        if turn.ferried.state is not State.LOADING:  # the hit is gone: compute
-            self.cut(turn, on_device)
+        if match.state is MatchState.HIT and not self.load(turn, match.num_tokens):
+            return False
+        if turn.ferried.state is not State.LOADING:
             self.start(turn)
         return True
 
+    def load(self, turn: Turn, num_tokens: int) -> bool:
+        """Order a hit into blocks of its own; False if the device has not enough of them."""
+        places = turn.ferried.needed_blocks
+        if any(len(p) > len(b.free) for p, b in zip(places, self.blocks, strict=True)):
+            self.cut(turn, 0)
+            return False
+        for table, blocks, wanted in zip(turn.tables, self.blocks, places, strict=True):
+            num_unread = num_tokens // BLOCK_TOKENS - len(table) - len(wanted)
+            table += [NO_BLOCK] * num_unread + blocks.take(len(wanted))
+        self.hold(turn.ferried.load(turn.tables))
+        turn.num_hit = num_tokens
+        return True
+
     def find(self, turn: Turn) -> int:
-        """The longest prefix that the device itself has, for all groups; holds its blocks."""
-        groups, usable = self.model.groups, turn.keys[: (len(turn.tokens) - 1) // BLOCK_TOKENS]
-        there = [np.array([key in b.by_key for key in usable], bool) for b in self.blocks]
-        num_tokens = longest_hit(groups, there, len(usable) * BLOCK_TOKENS)
+        """The longest prefix that the device itself has, in all groups; holds its blocks."""
+        groups, keys = self.model.groups, turn.keys[: (len(turn.tokens) - 1) // BLOCK_TOKENS]
+        there = [np.array([key in b.by_key for key in keys], dtype=bool) for b in self.blocks]
+        num_tokens = longest_hit(groups, there, len(keys) * BLOCK_TOKENS)
         turn.tables = []
         for group, blocks in zip(groups, self.blocks, strict=True):
-            places = needed(group, num_tokens)
-            found = [blocks.by_key[key] for key in usable[places.start : places.stop]]
+            read = needed(group, num_tokens)
+            found = [blocks.by_key[key] for key in keys[read.start : read.stop]]
             blocks.hold(found)
-            turn.tables.append([NO_BLOCK] * (num_tokens // BLOCK_TOKENS - len(places)) + found)
+            turn.tables.append([NO_BLOCK] * (num_tokens // BLOCK_TOKENS - len(found)) + found)
         return num_tokens
 
     def start(self, turn: Turn) -> None:
@@ -297,7 +301,7 @@ class Engine:
         self.running.append(turn)
 
     def run(self, turn: Turn) -> None:
-        """Compute some tokens of a request and store what became whole."""
+        """Compute some tokens of a request, and store what is worth it by now."""
         start = turn.num_computed
         stop = min(len(turn.tokens), start + STEP_TOKENS)
         while not self.grow(turn, stop):
@@ -306,10 +310,10 @@ class Engine:
             if victim is turn:
                 return
         token = self.model.forward(turn.tokens, turn.tables, range(start, stop))
-        self.computed(turn, stop)
-        if turn.num_computed >= turn.ferried.progress.since + self.rests.step:
+        self.advance(turn, stop)
+        if turn.ferried.is_worth_storing(turn.num_computed):
             self.hold(turn.ferried.store(turn.tables, turn.num_computed))
-        self.pass_window(turn)  # only now: what a store reads is held
+        self.let_pass(turn)  # after that: what a store reads is held
         if turn.num_computed == len(turn.tokens):
             self.append(turn, token)
 
@@ -327,14 +331,14 @@ class Engine:
 
     def grow(self, turn: Turn, num_tokens: int) -> bool:
         """Blocks for its first tokens, in every group; False if there are not enough."""
-        missing = -(-num_tokens // BLOCK_TOKENS) - len(turn.tables[0])
-        if any(missing > len(blocks.free) for blocks in self.blocks):
+        num_missing = -(-num_tokens // BLOCK_TOKENS) - len(turn.tables[0])
+        if any(num_missing > len(blocks.free) for blocks in self.blocks):
             return False
         for table, blocks in zip(turn.tables, self.blocks, strict=True):
-            table += blocks.take(missing)
+            table += blocks.take(num_missing)
         return True
 
-    def computed(self, turn: Turn, num_tokens: int) -> None:
+    def advance(self, turn: Turn, num_tokens: int) -> None:
         """Its KV is there up to this token: full blocks go into the prefix cache."""
         for at in range(turn.num_computed // BLOCK_TOKENS, num_tokens // BLOCK_TOKENS):
             for table, blocks in zip(turn.tables, self.blocks, strict=True):
@@ -342,11 +346,12 @@ class Engine:
                     blocks.publish(table[at], turn.keys[at])
         turn.num_computed = num_tokens
 
-    def pass_window(self, turn: Turn) -> None:
+    def let_pass(self, turn: Turn) -> None:
+        """Let go of the blocks that a window has passed."""
         for group, table, blocks in zip(self.model.groups, turn.tables, self.blocks, strict=True):
-            passed = max(0, group.first_token(turn.num_computed)) // BLOCK_TOKENS
-            blocks.release(block for block in table[:passed] if block != NO_BLOCK)
-            table[:passed] = [NO_BLOCK] * passed
+            num_passed = max(0, group.first_token(turn.num_computed)) // BLOCK_TOKENS
+            blocks.release(block for block in table[:num_passed] if block != NO_BLOCK)
+            table[:num_passed] = [NO_BLOCK] * num_passed
 
     def cut(self, turn: Turn, num_tokens: int) -> None:
         """Let go of its blocks from this token on."""
@@ -356,21 +361,21 @@ class Engine:
             del table[first:]
 
     def hold(self, ordered: Iterable[Ordered | DeviceBlocks]) -> None:
-        """Blocks that a copy reads or writes stay as they are until ``settle`` releases them."""
+        """Nobody else gets the blocks that a copy reads or writes, until ``settle`` says so."""
         for part in ordered:
             self.blocks[part.group].hold(part.blocks.tolist())
             self.num_held += len(part.blocks)
 
     def preempt(self, turn: Turn) -> None:
-        """Take its blocks away; it comes back and is asked for again."""
-        self.running.remove(turn)
+        """Take its blocks away; it waits, and is asked for again."""
         turn.ferried.preempt()
-        turn.num_preemptions += 1
-        self.cut(turn, 0)
+        self.running.remove(turn)
         self.waiting.insert(0, turn)
+        self.cut(turn, 0)
+        turn.num_preemptions += 1
 
     def finish(self, turn: Turn) -> None:
-        """It is done. What of it is not stored yet is stored now, or late."""
+        """It is done; what of it is not stored yet is stored now, or late."""
         self.hold(turn.ferried.leave(turn.num_computed))
         self.running.remove(turn)
         del self.turns[turn.ferried]
@@ -387,78 +392,79 @@ class Engine:
 
     def tables(self, request: Request, num_tokens: int, from_token: int) -> Sequence[BlockTable]:
         """The blocks of a request that is about to leave."""
-        turn = self.turns[request]
-        return [table[: num_tokens // BLOCK_TOKENS] for table in turn.tables]
+        return [table[: num_tokens // BLOCK_TOKENS] for table in self.turns[request].tables]
 
     def remains(self, request: Request, num_tokens: int, from_token: int) -> Sequence[BlockTable]:
-        """Those of one that has ended: what the prefix cache still has of them."""
+        """Those of one that has left: whatever the prefix cache still has of them."""
         keys = request.chain.keys()[: num_tokens // BLOCK_TOKENS]
         return [[blocks.by_key.get(key, NO_BLOCK) for key in keys] for blocks in self.blocks]
 
     def serve(self) -> None:
-        """Until everything that was submitted is done, and nothing is on its way."""
-        while self.turns or self.scheduler.num_in_flight + self.scheduler.num_queued:
+        """Until everything is served, and nothing is on its way any more."""
+        while self.turns or self.scheduler.num_in_flight or self.scheduler.num_queued:
             self.step()
             time.sleep(0.0002)
 
 
 def talk(engine: Engine, name: str, tokens: list[int]) -> str:
-    """Serve one turn; says how it was served. The conversation grows by the answer."""
-    moved, computed = engine.scheduler.stats().bytes_moved, engine.model.num_computed
+    """Serve one turn and say how; the conversation grows by its answer."""
+    num_before, up_before = engine.model.num_computed, engine.scheduler.stats().promoted_tokens
     turn = engine.submit(name, tokens)
     engine.serve()
     tokens[:] = turn.tokens
-    computed = engine.model.num_computed - computed
-    came_up = engine.scheduler.stats().bytes_moved.get((BELOW, HOST), 0)
-    level = "below" if came_up > moved.get((BELOW, HOST), 0) else "the host"
-    source = f", {turn.num_hit} of them loaded from {level}" if turn.num_loads else ""
-    line = f"{name}: {len(turn.tokens)} tokens{source}, {computed} computed"
+    source = "below" if engine.scheduler.stats().promoted_tokens > up_before else "the host"
+    loaded = f", {turn.num_hit} loaded from {source}" if turn.is_loaded else ""
+    line = f"{name}: {engine.model.num_computed - num_before} tokens computed{loaded}"
     print(line)
     return line
 
 
-def main() -> None:
+def two_groups() -> None:
     chance = np.random.default_rng(7)
     stories = [chance.integers(0, 1000, 41).tolist() for _ in range(6)]
     engine = Engine(BOTH_KINDS, device_blocks=24, host_slots=72)
     for number in range(3):
-        assert talk(engine, f"{number}, first turn", stories[number]).endswith("44 computed")
+        assert "44 tokens computed" in talk(engine, f"{number}, first turn", stories[number])
     # The device forgot the first conversation meanwhile; the host has it.
-    assert "loaded from the host" in talk(engine, "0, second turn", stories[0])
-    # Others take its room in the host too; what was stored was also written to the level below.
+    assert "44 loaded from the host" in talk(engine, "0, second turn", stories[0])
+    # Others take its place in the host too; the level below has it.
     for number in range(3, 6):
         talk(engine, f"{number}, first turn", stories[number])
-    assert "loaded from below" in talk(engine, "0, third turn", stories[0])
-    # A load that fails is computed instead, into other blocks.
+    assert "48 loaded from below" in talk(engine, "0, third turn", stories[0])
+    # A load that fails is computed instead.
     engine.copies.fails_next = True
-    assert "loaded" not in talk(engine, "4, second turn", stories[4])
-    assert engine.scheduler.stats().failed == 1
-    # Two at a time on a device for one: the second is preempted, and still gets it right.
+    assert "48 tokens computed" in talk(engine, "4, second turn", stories[4])
+    assert not engine.copies.fails_next, "it was not even tried"
+    # Two at a time on a device for one: the later one is preempted, and comes back.
     turns = [engine.submit(f"{n}, beside another", stories[n], 24) for n in (1, 2)]
     engine.serve()
     print(f"two at a time: {sum(turn.num_preemptions for turn in turns)} preemptions")
     assert any(turn.num_preemptions for turn in turns)
     engine.close()
 
-    # Full attention alone lets an ended request wait: the next turn stores for both.
+
+def rests() -> None:
+    """Where all layers see everything, a request may end before it is stored."""
+    chance = np.random.default_rng(8)
     engine = Engine(FULL_ONLY, device_blocks=64, host_slots=64)
-    first = engine.submit("first turn", stories[0][:41])
-    beside = engine.submit("beside it", stories[1][:41], 40)
-    while first in engine.running or first in engine.waiting:
+    first = engine.submit("first turn", chance.integers(0, 1000, 41).tolist())
+    beside = engine.submit("beside it", chance.integers(0, 1000, 41).tolist(), num_new=40)
+    while first.num_new:
         engine.step()
-    print("beside another it ended:", first.ferried)
+    print("ended, and not stored yet:", first.ferried)
     assert first.ferried.state is State.LEFT
     assert not engine.scheduler.stats().bytes_moved
     second = engine.submit("second turn", first.tokens)
-    while second in engine.running or second in engine.waiting:
+    while second.num_new:
         engine.step()
     print("its next turn took over:", first.ferried)
     assert first.ferried not in engine.scheduler
     engine.serve()
-    assert second.num_hit == 44
+    print("stored once nothing else ran:", engine.scheduler.stats().pool.cached, "blocks")
     assert beside.num_new == 0
     engine.close()
 
 
 if __name__ == "__main__":
-    main()
+    two_groups()
+    rests()

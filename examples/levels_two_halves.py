@@ -10,15 +10,26 @@ import time
 
 import numpy as np
 
-from kvferry import Namespace, Scheduler, Worker, chain
-from kvferry.answers import MatchState
-from kvferry.device.engine.cpu import CpuEngine
-from kvferry.device.layout import describe
-from kvferry.pool import Pool
-from kvferry.reach import FullAttention
-from kvferry.scheduler import WriteMode, level_of
-from kvferry.tiers import HostTier, KeyedMemoryTier, TierMover
-from kvferry.types import DEVICE, HOST, Rank, TierName
+from kvferry.engine import (
+    DEVICE,
+    HOST,
+    CpuEngine,
+    FullAttention,
+    HostTier,
+    KeyedMemoryTier,
+    MatchState,
+    Namespace,
+    Pool,
+    Rank,
+    Scheduler,
+    TierMover,
+    TierName,
+    Worker,
+    WriteMode,
+    chain,
+    describe,
+    level_of,
+)
 
 RANKS, BLOCKS, SLOTS, BLOCK_TOKENS = 2, 16, 8, 16
 STORE = TierName("store")

@@ -12,14 +12,25 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from kvferry import Namespace, Scheduler, Worker, chain
-from kvferry.device.engine.cpu import CpuEngine
-from kvferry.device.layout import describe
-from kvferry.pool import Pool
-from kvferry.rank import slot_layout
-from kvferry.reach import FullAttention
-from kvferry.tiers import HostMemory, SharedHandle, SharedMover
-from kvferry.types import DEVICE, HOST, Plan, Rank, Receipt
+from kvferry.engine import (
+    DEVICE,
+    HOST,
+    CpuEngine,
+    FullAttention,
+    HostMemory,
+    Namespace,
+    Plan,
+    Pool,
+    Rank,
+    Receipt,
+    Scheduler,
+    SharedHandle,
+    SharedMover,
+    Worker,
+    chain,
+    describe,
+    slot_layout,
+)
 
 RANKS, LAYERS, BLOCKS, BLOCK_TOKENS = 2, 4, 32, 16
 POOL_BYTES = 4 << 20

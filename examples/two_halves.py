@@ -8,13 +8,22 @@ import pickle
 
 import numpy as np
 
-from kvferry import Namespace, Scheduler, Worker, chain
-from kvferry.device.engine.cpu import CpuEngine
-from kvferry.device.layout import describe
-from kvferry.pool import Pool
-from kvferry.reach import FullAttention
-from kvferry.tiers import HostTier
-from kvferry.types import DEVICE, HOST, Plan, Rank, Receipt
+from kvferry.engine import (
+    DEVICE,
+    HOST,
+    CpuEngine,
+    FullAttention,
+    HostTier,
+    Namespace,
+    Plan,
+    Pool,
+    Rank,
+    Receipt,
+    Scheduler,
+    Worker,
+    chain,
+    describe,
+)
 
 RANKS, BLOCKS, SLOTS, BLOCK_TOKENS = 2, 8, 16, 16
 

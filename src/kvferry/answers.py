@@ -13,7 +13,7 @@ class MatchState(Enum):
 
     MISS = "miss"  # nothing to load: compute
     HIT = "hit"  # blocks are pinned: allocate device blocks, then load
-    WAIT = "wait"  # another request is loading these blocks: ask again after the next settle
+    WAIT = "wait"  # they come up, or another request loads them: ask again after the next settle
 
 
 class Match(NamedTuple):

@@ -55,6 +55,7 @@ from kvferry.scheduler import (
     Settled,
     State,
     WriteMode,
+    level_of,
 )
 from kvferry.scheduler.recovered import Recovered
 from kvferry.slot_states import PoolCounts
@@ -76,6 +77,7 @@ from kvferry.tiers import (
     SlotLayout,
     Tier,
     TierMover,
+    TierSetup,
     Way,
 )
 from kvferry.tiers.threaded import Task, ThreadedTier
@@ -170,6 +172,7 @@ __all__ = [
     "Tier",
     "TierMover",
     "TierName",
+    "TierSetup",
     "Transfer",
     "TransferId",
     "Verdict",
@@ -179,6 +182,7 @@ __all__ = [
     "adopt",
     "chain",
     "describe",
+    "level_of",
     "longest_hit",
     "needed",
     "open_on_cpu",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvferry.answers import MatchState
+from kvferry.block_tables import Tables, whole_tables
 from kvferry.closing import Closing, close_if_dropped
 from kvferry.config import Config
 from kvferry.device.layout import GroupLayout
@@ -18,7 +19,7 @@ from kvferry.errors import DeadlineError, InputError
 from kvferry.ferry_metrics import open_endpoint
 from kvferry.hits import Hit, PendingHits, not_a_hit
 from kvferry.identity import Extra, Namespace, chain
-from kvferry.integers import Integers, integer, integers
+from kvferry.integers import Integers, integer
 from kvferry.keys import Keys
 from kvferry.left_out import why_left_out
 from kvferry.metrics import DEFAULT_PORT
@@ -27,19 +28,16 @@ from kvferry.ownership import OneThread
 from kvferry.pool import Pool
 from kvferry.rank import RankMemory
 from kvferry.reach import Group
-from kvferry.scheduler import NO_BLOCK, Ordered, Scheduler, State, WriteMode, level_of
+from kvferry.scheduler import Ordered, Scheduler, State, WriteMode, level_of
 from kvferry.scheduler.why import Explanation
 from kvferry.stats import SchedulerStats
 from kvferry.tickets import Done, Ticket, Tickets
 from kvferry.tiers import GrowthStats
-from kvferry.types import DEVICE, FIRST_RANK, HOST, Key, SlotArray
+from kvferry.types import DEVICE, FIRST_RANK, HOST, Key
 from kvferry.worker import Worker
 
 if TYPE_CHECKING:
     from kvferry.metrics.endpoint import Endpoint
-
-Tables = Integers | Sequence[Integers]
-"""Device blocks: a vector of them, or with several groups a block table for each."""
 
 _POLL_SECONDS = 0.0005
 
@@ -187,7 +185,7 @@ class Ferry(Closing):
         self._owner.require()
         if not isinstance(hit, Hit):
             raise not_a_hit(hit)
-        tables = self._tables(device_blocks, before=hit.on_device)
+        tables = whole_tables(self._layouts, device_blocks, before=hit.on_device)
         if len(tables) == 1 and len(tables[0]) != hit.on_device + len(hit):
             raise InputError(
                 f"a hit of {len(hit)} blocks needs as many device blocks, "
@@ -236,7 +234,7 @@ class Ferry(Closing):
         first = first if type(first) is int else integer(first, "first")
         num_keys = len(keys)
         before = min(max(0, first), num_keys)
-        tables = self._tables(device_blocks, before=before)
+        tables = whole_tables(self._layouts, device_blocks, before=before)
         if first != before or (len(tables) == 1 and len(tables[0]) != num_keys):
             raise InputError(
                 f"{len(tables[0]) - before} device blocks from block {first} on do not fit "
@@ -388,24 +386,3 @@ class Ferry(Closing):
         self._owner.close()
         self._dropped.detach()
         self._parts.close()
-
-    def _tables(self, given: Tables, *, before: int) -> list[SlotArray]:
-        """Whole block tables, by group; one alone is given without the blocks ``before``."""
-        if len(self._layouts) == 1:
-            blocks = self._checked(0, given)  # type: ignore[arg-type]  # one group: a vector
-            return [np.concatenate((np.full(before, NO_BLOCK), blocks)) if before else blocks]
-        if not isinstance(given, Sequence) or len(given) != len(self._layouts):
-            raise InputError(
-                f"there are {len(self._layouts)} groups: give a block table for each of them"
-            )
-        return [self._checked(g, table) for g, table in enumerate(given)]  # type: ignore[arg-type]
-
-    def _checked(self, group: int, blocks: Integers) -> SlotArray:
-        numbers = integers(blocks, "device blocks")
-        most, least = self._layouts[group].num_blocks, 0 if len(self._layouts) == 1 else NO_BLOCK
-        if len(numbers) and (int(numbers.min()) < least or int(numbers.max()) >= most):
-            wrong = int(numbers[(numbers < least) | (numbers >= most)][0])
-            raise InputError(
-                f"device block {wrong} does not exist: the tensors have blocks 0 to {most - 1}"
-            )
-        return numbers

@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import InputError, KeyFormatError
+from kvferry.errors import InputError
 from kvferry.integers import Integers, integer, integers, written
-from kvferry.keys import KEY_WORDS, Keys, masked_key
+from kvferry.keys import KEY_WORDS, Keys, masked_key, require_key
 from kvferry.types import KEY_BYTES, Key
 
 FORMAT_VERSION = 2
@@ -134,7 +134,7 @@ def chain(
     common prompt); a ``salt`` belongs to the whole chain and is refused with ``parent``.
     """
     if parent is not None:
-        _require_key("parent", parent)
+        require_key("parent", parent)
         if salt:
             raise InputError("salt belongs to a whole chain: the parent key covers the one it has")
     ids = _as_tokens(tokens)
@@ -290,9 +290,3 @@ def _require_count(name: str, value: object, least: int) -> int:
     if not least <= number <= _MOST_INT64:
         raise InputError(f"{name} must be between {least} and {_MOST_INT64}, got {written(number)}")
     return number
-
-
-def _require_key(name: str, key: object) -> None:
-    if not isinstance(key, bytes) or len(key) != KEY_BYTES:
-        what = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
-        raise KeyFormatError(f"{name} must be a key of {KEY_BYTES} bytes, got {what}")

@@ -124,3 +124,10 @@ def masked_key(key: Key, mask: bytes) -> Key:
     """One key as ``Keys.masked`` would give it, for those who need no more than one."""
     word = int.from_bytes(key, "little") ^ int.from_bytes(mask, "little")
     return Key(word.to_bytes(KEY_BYTES, "little"))
+
+
+def require_key(name: str, key: object) -> None:
+    """Refuse what is no key; the message begins with what it should have been."""
+    if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+        what = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
+        raise KeyFormatError(f"{name} must be a key of {KEY_BYTES} bytes, got {what}")

@@ -26,14 +26,15 @@ import numpy.typing as npt
 from kvferry.chains import Chains
 from kvferry.conversations import Conversations
 from kvferry.duplicates import Duplicates
-from kvferry.errors import InputError, IntegrityError, KeyFormatError, LeaseError
+from kvferry.errors import InputError, IntegrityError, LeaseError
+from kvferry.free_slots import FreeSlots
 from kvferry.index import Index
-from kvferry.keys import Keys
+from kvferry.keys import Keys, require_key
 from kvferry.lease import Ending, Lease, Purpose
 from kvferry.policy import Arriving, EvictionPolicyMaker, Lru, Residents
 from kvferry.pool_check import PoolCheck
 from kvferry.slot_states import PoolCounts, SlotState
-from kvferry.types import KEY_BYTES, NO_SLOT, Key, SlotArray
+from kvferry.types import NO_SLOT, Key, SlotArray
 from kvferry.victims import victims
 
 _NEWS = 256  # commits remembered for those who ask what is new; a step has fewer
@@ -78,18 +79,8 @@ class Pool:
         self._readers = np.zeros(num_slots, dtype=np.int32)
         self._chains = Chains(num_slots)
         self._conversations = Conversations(num_slots)
-        self._policy = policy(self._residents(clock))
-        self._free = np.empty(num_slots, dtype=np.int64)
-        self._num_free = 0
-        self._num_idle = 0  # cached, and nobody reads them
-        self._num_doomed = 0
-        self._num_evicted = 0
-        self._leases: set[Lease] = set()
-        self.grow(num_slots if num_ready is None else num_ready)
-
-    def _residents(self, clock: Callable[[], float]) -> Residents:
-        return Residents(
-            num_slots=self.num_slots,
+        residents = Residents(
+            num_slots=num_slots,
             now=clock,
             keys_of=self._index.keys_of,
             positions_of=self._conversations.positions_of,
@@ -97,6 +88,12 @@ class Pool:
             num_followers_of=self._chains.num_children,
             is_idle=self._is_idle,
         )
+        self._policy = policy(residents)
+        self._free = FreeSlots(num_slots)
+        self._num_idle = 0  # cached, and nobody reads them
+        self._num_doomed = self._num_evicted = 0
+        self._leases: set[Lease] = set()
+        self.grow(num_slots if num_ready is None else num_ready)
 
     def grow(self, num_ready: int) -> None:
         """The first ``num_ready`` slots can be used from now on; fewer than before is no news."""
@@ -161,7 +158,7 @@ class Pool:
 
     @property
     def num_free(self) -> int:
-        return self._num_free
+        return self._free.count
 
     # -- claiming -------------------------------------------------------------------------------
 
@@ -193,18 +190,21 @@ class Pool:
         if self._duplicates.any_in(keys):
             raise InputError(f"{len(keys)} keys to reserve are not distinct; a chain never repeats")
         found = self._index.find(keys)
-        above = self._slot_of(parent) if chained and parent is not None else NO_SLOT
+        above = NO_SLOT
+        if chained and parent is not None:
+            require_key("a parent", parent)
+            above = self._index.find_one(parent)
         if above != NO_SLOT and np.count_nonzero(found == above):
             raise InputError("a key to reserve is its own parent; a chain never repeats")
         missing = (found == NO_SLOT).nonzero()[0]
         all_new = above == NO_SLOT and len(missing) == len(found)
         own = missing[:0] if all_new else np.concatenate(([above], found))
         own = own[own != NO_SLOT]
-        if len(missing) > self._num_free:
+        if len(missing) > self._free.count:
             self._make_room(len(missing), own, Arriving(keys, found, above, chained))
         if len(own):
             self._policy.use(own[self._state.take(own) == _CACHED])
-        positions = missing[: self._num_free]
+        positions = missing[: self._free.count]
         slots = self._give_out(keys, positions)
         if len(slots) and self._policy.wants_chains:
             self._converse(slots, positions, found, above, chained)
@@ -227,10 +227,7 @@ class Pool:
 
     def give_out_next(self, slots: SlotArray) -> None:
         """The next slots to be reserved are these free ones, in this order."""
-        others = np.setdiff1d(self._free[: self._num_free], slots)
-        if len(others) + len(slots) != self._num_free:
-            raise InputError(f"{len(slots)} slots cannot be given out next: some are not free")
-        self._free[: self._num_free] = np.concatenate((others[::-1], slots[::-1]))
+        self._free.give_out_next(slots)
 
     # -- letting go -----------------------------------------------------------------------------
 
@@ -301,9 +298,9 @@ class Pool:
     def counts(self) -> PoolCounts:
         """How the slots are used now. Kept up to date, so that asking costs nothing."""
         return PoolCounts(
-            free=self._num_free,
+            free=self._free.count,
             cached=self._num_idle,
-            leased=self.num_ready - self._num_free - self._num_idle,
+            leased=self.num_ready - self._free.count - self._num_idle,
             total=self.num_slots,
             evicted=self._num_evicted,
             unready=self.num_slots - self.num_ready,
@@ -318,7 +315,7 @@ class Pool:
         PoolCheck(
             state=self._state[:-1],
             readers=self._readers,
-            free=self._free[: self._num_free],
+            free=self._free.slots,
             num_ready=self.num_ready,
             index=self._index,
             chains=self._chains,
@@ -335,7 +332,7 @@ class Pool:
         # A chain must not push out its own beginning to make room for its end.
         self._readers[own] += 1
         try:
-            wanted = count - self._num_free
+            wanted = count - self._free.count
             going = victims(self._policy, self._chains, self._is_idle, wanted, arriving)
         finally:
             self._readers[own] -= 1
@@ -359,8 +356,7 @@ class Pool:
     def _give_out(self, keys: Keys, positions: SlotArray) -> SlotArray:
         """Slots for the keys at these positions, which are in the index from now on."""
         count = len(positions)
-        self._num_free -= count
-        slots = self._free[self._num_free : self._num_free + count][::-1].copy()
+        slots = self._free.take(count)
         if count:
             self.num_reserved += count
             self._state[slots] = _WRITING
@@ -401,14 +397,4 @@ class Pool:
 
     def _push_free(self, ascending: SlotArray) -> None:
         self._state[ascending] = _FREE
-        # The lowest is given out first: what is stored together then lies in as few runs as the
-        # slots allow, which the index looks up faster.
-        end = self._num_free + len(ascending)
-        self._free[self._num_free : end] = ascending[::-1]
-        self._num_free = end
-
-    def _slot_of(self, key: Key) -> int:
-        if not isinstance(key, bytes) or len(key) != KEY_BYTES:
-            what = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
-            raise KeyFormatError(f"a parent must be a key of {KEY_BYTES} bytes, got {what}")
-        return self._index.find_one(key)
+        self._free.push(ascending)

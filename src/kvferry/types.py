@@ -22,13 +22,25 @@ Key = NewType("Key", bytes)
 KEY_BYTES = 32
 
 RequestId = str
+"""The engine's name for a request, for people to ask by."""
+
 TransferId = NewType("TransferId", int)
+"""Names one transfer or question on every rank; never used twice."""
+
 Rank = NewType("Rank", int)
+"""Which of the engine's ranks: 0 and up."""
+
 FIRST_RANK = Rank(0)
+"""The only one, where there is one."""
 
 TierName = NewType("TierName", str)
+"""Names a place where blocks rest, in transfers and in figures."""
+
 DEVICE = TierName("device")
+"""The engine's own paged KV memory."""
+
 HOST = TierName("host")
+"""This machine's memory, where blocks come to rest first."""
 
 SlotArray = npt.NDArray[np.int64]
 """Slot numbers, one per block. On the device a slot is the engine's block id."""
@@ -125,9 +137,9 @@ class Plan:
 class Outcome(Enum):
     """How a transfer ended on one rank."""
 
-    OK = "ok"
+    OK = "ok"  # all of it
     PARTIAL = "partial"  # all but some blocks, which are named; only below the host
-    FAILED = "failed"
+    FAILED = "failed"  # none of it counts
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,8 @@ def is_stored(sides: Sides, tag: int) -> bool:
 
 
 def is_told(sides, name):
-    requests = sides.side.serving.scheduler.requests
-    return any(request.id == name and not request.is_owing for request in requests)
+    scheduler = sides.side.serving.scheduler
+    return any(r.id == name and r not in scheduler.owing for r in scheduler.requests)
 
 
 def test_a_miss_is_told_in_a_step_that_only_decodes(sides):

@@ -75,7 +75,7 @@ class Twins:
     def compare(self) -> None:
         order = self.new._policy.peek(self.new.num_slots).tolist()
         assert order == list(self.old.order.slots)
-        assert self.new._free[: self.new.num_free].tolist() == self.old.free
+        assert self.new._free.slots.tolist() == self.old.free
         self.new.check_integrity()
 
 

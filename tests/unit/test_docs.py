@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -108,12 +109,62 @@ def test_structure_page_has_every_module() -> None:
     assert page.split(MAP_BEGINS)[1].strip() == module_map().strip()
 
 
+def test_the_house_is_drawn_as_the_contracts_have_it() -> None:
+    """Every floor, from the top to the bottom, in the order in which imports may point."""
+    contracts = PROJECT["tool"]["importlinter"]
+    page = (ROOT / "docs" / "STRUCTURE.md").read_text().split("## The house")[1]
+    drawings = re.findall(r"```\n(.*?)```", page, re.DOTALL)
+    floors = [c["layers"] for c in contracts["contracts"] if c["type"] == "layers"]
+    for drawing, layers in zip(sorted(drawings), sorted(floors, key=_first_floor), strict=True):
+        drawn = re.findall(r"(?:^|> )((?:\w+ \| )*\w+)", drawing, re.MULTILINE)
+        assert drawn == [re.sub("[()]", "", layer) for layer in layers]
+
+
+def _first_floor(layers: list[str]) -> str:
+    return re.sub("[()]", "", layers[0])
+
+
 def test_every_module_says_what_it_is() -> None:
     silent = [str(path) for path in PACKAGE.rglob("*.py") if not _first_words(path)]
     assert not silent
 
 
+EXCERPT = re.compile(
+    r"<!-- (examples/\w+\.py): ([\w.]+) -->\n(?:\n```python\n.*?```\n)?", re.DOTALL
+)
+
+
+def with_excerpts(page: str) -> str:
+    """A page with the code under each ``<!-- FILE: Class.method -->`` as it stands in the file."""
+    return EXCERPT.sub(
+        lambda found: (
+            f"{found[0].splitlines()[0]}\n\n```python\n{_source(found[1], found[2])}\n```\n"
+        ),
+        page,
+    )
+
+
+def _source(file: str, name: str) -> str:
+    text = (ROOT / file).read_text()
+    node: ast.AST = ast.parse(text)
+    for part in name.split("."):
+        node = next(
+            each for each in ast.iter_child_nodes(node) if getattr(each, "name", None) == part
+        )
+    assert isinstance(node, ast.FunctionDef | ast.ClassDef)
+    first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+    return textwrap.dedent("\n".join(text.splitlines()[first - 1 : node.end_lineno]))
+
+
+def test_the_guide_shows_its_example_as_it_stands() -> None:
+    page = (ROOT / "docs" / "engine.md").read_text()
+    assert len(EXCERPT.findall(page)) == page.count("```python\n") > 10
+    assert page == with_excerpts(page)
+
+
 def write_anew() -> None:
+    guide = ROOT / "docs" / "engine.md"
+    guide.write_text(with_excerpts(guide.read_text()))
     (ROOT / "docs" / "SETTINGS.md").write_text(settings_page())
     structure = ROOT / "docs" / "STRUCTURE.md"
     words = structure.read_text().split(MAP_BEGINS)[0]

@@ -367,9 +367,9 @@ def breaks(pool: Pool, how: str) -> None:
     if how == "a reader nobody is":
         pool._readers[0] += 1
     elif how == "a free slot in use":
-        pool._state[int(pool._free[0])] = SlotState.CACHED
+        pool._state[int(pool._free.slots[0])] = SlotState.CACHED
     elif how == "a slot free twice":
-        pool._free[0] = pool._free[1]
+        pool._free.slots[0] = pool._free.slots[1]
     elif how == "a wrong key":
         # Not bit 0, which is no part of a tag: the key would be found where it was.
         pool._index._keys[int(pool._index.find(keys([1]))[0])] ^= np.uint64(2)
@@ -481,7 +481,7 @@ def test_counting_looks_at_no_slot() -> None:
     writing, reading = pool.reserve(keys([4])), pool.pin(keys([1, 2]))
     counts = pool.counts
     assert (counts.free, counts.cached, counts.leased) == (4, 1, 3)
-    del pool._state, pool._readers, pool._free
+    del pool._state, pool._readers, pool._free._stack
     assert pool.counts == counts
     assert writing is not None
     assert reading is not None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ from kvferry.answers import MatchState
 from kvferry.errors import InputError
 from kvferry.keys import Keys
 from kvferry.pool import Pool
-from kvferry.reach import SlidingWindow
-from kvferry.scheduler import Request, Scheduler, State
+from kvferry.reach import FullAttention, SlidingWindow
+from kvferry.scheduler import BlockTable, Request, Scheduler, State, rests
 
 # -- the keys are the question ---------------------------------------------------------------------
 
@@ -218,7 +219,7 @@ def test_one_that_ran_before_its_miss_was_counted_goes_on_with_a_rest() -> None:
     request = scheduler.open("2", story(1, 3))
     assert request.match(computed_tokens=8).state is MatchState.MISS
     request.run()
-    assert request.is_owing
+    assert request in scheduler.owing
     assert left in scheduler  # for that there is time later
     scheduler.count_answered()
     assert left not in scheduler
@@ -295,3 +296,44 @@ def test_the_first_failure_fails_a_request_and_the_other_group_lands_on_its_own(
     assert not settled.loaded
     assert not settled.failed
     assert [(g, blocks.tolist()) for g, blocks in settled.released] == [(1, [2, 3])]
+
+
+# -- when a store pays -----------------------------------------------------------------------------
+
+
+def test_a_store_is_worth_a_block_that_is_new() -> None:
+    """Without the spare tokens counted, one that may be taken back would be offered each step."""
+    desk = Desk(spare_tokens=2)
+    desk.keep("a", story(1, 3), 12)
+    request = desk.scheduler.open("r", story(1, 4))
+    assert request.match(max_tokens=8).num_tokens == 4  # two of eight might be taken back
+    request.load([[8]])
+    desk.land(*desk.plan())
+    assert [n for n in range(17) if request.is_worth_storing(n)] == list(range(10, 17))
+    request.store([[8, 9, 10]], 10)
+    assert not request.is_worth_storing(13)
+    assert request.is_worth_storing(14)
+    desk.run()
+    request.end()
+
+
+def test_a_store_is_worth_less_often_where_what_is_left_can_be_stored_late() -> None:
+    scheduler = Scheduler(Pool(8), [FullAttention(4)], engine=NoBlocks())
+    request = scheduler.open("r", story(1, 2))
+    assert not request.is_worth_storing(rests.STORE_TOKENS - 1)
+    assert request.is_worth_storing(rests.STORE_TOKENS)
+    windowed = Scheduler(Pool(8), [SlidingWindow(4, window=8)], engine=NoBlocks())
+    assert windowed.open("r", story(1, 2)).is_worth_storing(4)  # it may lose a block any time
+
+
+class NoBlocks:
+    """An engine that evicts nothing and has nothing."""
+
+    evicts = False
+    num_free = 8
+    num_held = 0
+
+    def tables(self, request: Any, num_tokens: int, from_token: int) -> Sequence[BlockTable]:
+        raise AssertionError("not asked for here")
+
+    remains = tables

@@ -58,18 +58,18 @@ def test_whoever_asks_from_another_thread_changes_nothing() -> None:
     request = vllm.request("a", HASHES[:3])
     assert vllm.side.match(request, 0) == (0, False)
     ferried = serving._tracked["a"].ferried
-    assert ferried.is_owing
+    assert ferried in serving.scheduler.owing
     try:
         source = serving.reports._endpoint._source  # the engine does not come by: it looks itself
         assert source.snapshot().stats.queries == 0
         assert source.recent() == []
         assert source.explain("a") is None
-        assert ferried.is_owing
+        assert ferried in serving.scheduler.owing
         vllm.allocate(request)
         vllm.orders({"a": 49}, new=["a"])
     finally:
         vllm.side.close()
-    assert not ferried.is_owing
+    assert ferried not in serving.scheduler.owing
     assert serving.scheduler.onlooker.stats().queries == 1
 
 

@@ -16,8 +16,8 @@ class Verdict(Enum):
     LOAD_ALWAYS = "load_always"  # the policy says so
     COMPUTE_ALWAYS = "compute_always"  # the policy says so
     LOAD_UNMEASURED = "load_unmeasured"  # a rate is not known yet: loading is the better bet
-    LOAD_FASTER = "load_faster"
-    COMPUTE_FASTER = "compute_faster"
+    LOAD_FASTER = "load_faster"  # by what was measured so far
+    COMPUTE_FASTER = "compute_faster"  # by what was measured so far
     LOAD_TO_MEASURE = "load_to_measure"  # computing won so long that the link may be another now
 
 

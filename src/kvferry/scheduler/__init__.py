@@ -2,7 +2,8 @@
 
 from kvferry.scheduler.level import KeyedLevel, Level, PlacedLevel, WriteMode, level_of
 from kvferry.scheduler.orders import NO_BLOCK, BlockTable, EngineBlocks, Ordered
-from kvferry.scheduler.request import Request, State
+from kvferry.scheduler.request import Request
+from kvferry.scheduler.request_state import State
 from kvferry.scheduler.scheduler import Scheduler
 from kvferry.scheduler.settled import FailedLoad, Settled
 from kvferry.scheduler.why import Explanation, Reason

@@ -9,7 +9,8 @@ from kvferry.policy import SeenOften
 from kvferry.scheduler.explainer import Explainer
 from kvferry.scheduler.hit import PinnedHit
 from kvferry.scheduler.journal import Journal
-from kvferry.scheduler.matching import Matcher, Missing
+from kvferry.scheduler.look import Missing
+from kvferry.scheduler.matching import Matcher
 from kvferry.scheduler.why import Explanation
 from kvferry.stats import MatchCounts
 

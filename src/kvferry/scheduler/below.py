@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvferry import reach
-from kvferry.scheduler.matching import Look
+from kvferry.scheduler.look import Look
 from kvferry.types import TransferId
 
 if TYPE_CHECKING:

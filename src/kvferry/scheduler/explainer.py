@@ -9,7 +9,8 @@ from kvferry.pool import Pool
 from kvferry.scheduler.ghosts import Ghosts
 from kvferry.scheduler.hit import PinnedHit
 from kvferry.scheduler.levels import LowerLevels
-from kvferry.scheduler.matching import Matcher, Missing
+from kvferry.scheduler.look import Missing
+from kvferry.scheduler.matching import Matcher
 from kvferry.scheduler.why import Explanation, Reason
 from kvferry.types import RequestId
 

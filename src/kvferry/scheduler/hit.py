@@ -7,13 +7,16 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvferry.config import Config
+from kvferry.errors import InputError
 from kvferry.keys import KeyChain, Keys
 from kvferry.lease import Lease
 from kvferry.policy import Decision, LoadOrCompute
 from kvferry.pool import Pool
-from kvferry.scheduler.matching import Look, Matcher
+from kvferry.scheduler.look import Look
+from kvferry.scheduler.matching import Matcher
+from kvferry.scheduler.orders import BlockTable, checked_blocks
 from kvferry.scheduler.transit import Transit
-from kvferry.types import SlotArray
+from kvferry.types import RequestId, SlotArray
 
 
 class PinnedHit:
@@ -52,6 +55,22 @@ class PinnedHit:
         for lease in leases:
             if lease is not None:
                 lease.release()
+
+    def pieces(
+        self, request_id: RequestId, tables: Sequence[BlockTable]
+    ) -> list[tuple[int, Lease, SlotArray]]:
+        """By group, what a load reads and the device blocks it fills; refuses tables too short."""
+        look, pieces = self.look, []
+        for g, lease in enumerate(self.leases):
+            if lease is not None:
+                blocks = look.blocks[g]
+                if len(tables[g]) < blocks.stop:
+                    raise InputError(
+                        f"request {request_id!r}: group {g}'s block table has {len(tables[g])} "
+                        f"blocks, the hit of {look.host_tokens} tokens needs {blocks.stop}"
+                    )
+                pieces.append((g, lease, checked_blocks(g, tables[g], blocks, least=0)))
+        return pieces
 
     def answers(self, keys: Keys, computed_tokens: int, max_tokens: int) -> bool:
         """Whether it was found for this very question: the same blocks, not only the same name."""

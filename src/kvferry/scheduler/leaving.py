@@ -47,6 +47,16 @@ def leave(request: Request, num_tokens: int, parts: Parts, rests: Rests) -> Held
     return held
 
 
+def go_on(request: Request, computed_tokens: int, parts: Parts) -> None:
+    """Where a request goes on with what another left, it stores both, when it stores."""
+    rests, num_keys = parts.rests, computed_tokens // parts.matcher.hash_tokens
+    if rests is not None and num_keys and not request.progress.tokens:
+        rest = rests.take_continued(request.chain, num_keys)
+        if rest is not None:
+            request.progress.go_on(rest.request.progress)
+            rest.request.end_left()
+
+
 def store_left(parts: Parts, rests: Rests, *, is_idle: bool) -> list[Ordered]:
     """Order what is due of what ended requests left; all of it if nothing else runs."""
     ordered: list[Ordered] = []

@@ -78,6 +78,11 @@ def checked_blocks(
     return found
 
 
+def wrong_tables(tables: Sequence[BlockTable], num_groups: int) -> InputError:
+    """What to raise where there is not one table for each group."""
+    return InputError(f"got {len(tables)} block tables for {num_groups} groups; give one per group")
+
+
 def held_blocks(
     tables: Sequence[BlockTable], block_tokens: Sequence[int], from_token: int
 ) -> tuple[DeviceBlocks, ...]:

@@ -1,18 +1,5 @@
 """A request: one object from its first question to what it leaves.
 
-::
-
-                    ┌────────── preempt ───────────┐
-                    ▼                              │
-    open ──> UNKNOWN ──match──> MATCHED ──load──> LOADING ──settled──> LOADED
-               │  ▲                │                  │                  │
-               │  └── miss, expired┘◀──── failed ─────┘                  │ run, store
-               │ match, answered at once                                 ▼
-               └──────> ANSWERED ────────────── run, store ──────────> RUNNING
-               match: what it wants is on its way: WAITING               │
-                                                       leave: LEFT ◀─────┤
-                                       stored late, or gone on with: └──▶ ENDED ◀── end
-
 A request that finds nothing is answered with one look for one key; counting and explaining it waits
 until somebody has time (``Scheduler.plan``) or touches the request again. One that ends with blocks
 not stored yet leaves them: they are stored late, by itself or by the request that goes on with it.
@@ -21,7 +8,6 @@ not stored yet leaves them: they are stored late, by itself or by the request th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 
 from kvferry.answers import DeviceBlocks, Match, MatchState
 from kvferry.errors import InputError
@@ -29,29 +15,13 @@ from kvferry.keys import KeyChain, Keys
 from kvferry.scheduler.below import Below
 from kvferry.scheduler.flight import Flight
 from kvferry.scheduler.hit import PinnedHit
-from kvferry.scheduler.leaving import Held, leave
-from kvferry.scheduler.matching import Missing
-from kvferry.scheduler.orders import BlockTable, Ordered, checked_blocks
+from kvferry.scheduler.leaving import Held, go_on, leave
+from kvferry.scheduler.look import Missing
+from kvferry.scheduler.orders import BlockTable, Ordered, wrong_tables
 from kvferry.scheduler.parts import Parts
 from kvferry.scheduler.progress import Progress
+from kvferry.scheduler.request_state import OVER, State, over
 from kvferry.types import RequestId, TransferId
-
-
-class State(Enum):
-    """Where a request stands; see the drawing at the top of this file."""
-
-    UNKNOWN = "unknown"  # nothing is pinned for it, nothing is on its way
-    ANSWERED = "answered"  # it was told that nothing is here; not counted yet
-    WAITING = "waiting"  # blocks it wants are coming up, or another request loads them
-    MATCHED = "matched"  # a hit is pinned for it
-    LOADING = "loading"  # its hit is on its way to the device
-    LOADED = "loaded"  # its hit is on the device, nothing is computed on it yet
-    RUNNING = "running"  # the engine computes it, in the blocks it has now
-    LEFT = "left"  # it has ended; some of it is to be stored late
-    ENDED = "ended"
-
-
-_OVER = (State.LEFT, State.ENDED)
 
 
 class Request:
@@ -106,8 +76,8 @@ class Request:
         cheap. A pinned hit is let go by ``load``, ``end``, ``preempt``, or its deadline.
         """
         parts, chain = self._parts, self.chain
-        if self.state in _OVER:
-            raise self._is_over("matched")
+        if self.state in OVER:
+            raise over(self.id, "matched")
         if computed_tokens < 0 or (max_tokens is not None and max_tokens < 0):
             raise InputError(
                 f"request {self.id!r}: computed_tokens and max_tokens must not be negative, got "
@@ -186,11 +156,6 @@ class Request:
         """Whether it waits for a level's answer, or for blocks that come up from one."""
         return self._below is not None and bool(self._below.waits)
 
-    @property
-    def is_owing(self) -> bool:
-        """Whether it was answered at once and nobody has counted that yet."""
-        return self._owed is not None
-
     def tell(self) -> None:
         """Count and explain a miss that was answered at once."""
         if self._owed is None:
@@ -203,7 +168,7 @@ class Request:
             parts.accounts.asked(self, keys, max_tokens - computed_tokens)
         parts.accounts.missed(self, missing, computed_tokens=computed_tokens, max_tokens=max_tokens)
         if self.state is State.RUNNING:
-            self._go_on()
+            go_on(self, self._computed, self._parts)
         else:
             self.state = State.UNKNOWN
 
@@ -227,23 +192,14 @@ class Request:
         """
         parts, hit = self._parts, self._hit
         if len(tables) != len(parts.sizes):
-            raise self._wrong_tables(tables)
+            raise wrong_tables(tables, len(parts.sizes))
         if hit is None or not hit.leases:
             return ()
         if not hit.is_of(self.chain, parts.matcher.hash_tokens):
             self._let_go()
             self.state = State.RUNNING if self.state is State.RUNNING else State.UNKNOWN
             return ()
-        look, pieces = hit.look, []
-        for g, lease in enumerate(hit.leases):
-            if lease is not None:
-                blocks = look.blocks[g]
-                if len(tables[g]) < blocks.stop:
-                    raise InputError(
-                        f"request {self.id!r}: group {g}'s block table has {len(tables[g])} "
-                        f"blocks, the hit of {look.host_tokens} tokens needs {blocks.stop}"
-                    )
-                pieces.append((g, lease, checked_blocks(g, tables[g], blocks, least=0)))
+        look, pieces = hit.look, hit.pieces(self.id, tables)
         self._hit = None
         del parts.pinned[self]
         if self._below is not None:
@@ -263,7 +219,7 @@ class Request:
         self.state = State.LOADING
         parts.accounts.counts.hit_tokens += look.host_tokens - look.computed_tokens
         if parts.rests is not None:
-            self._go_on()
+            go_on(self, self._computed, self._parts)
         return tuple(ordered)
 
     def landed(self, flight: Flight) -> tuple[Match, str] | None:
@@ -301,12 +257,12 @@ class Request:
 
     def run(self) -> None:
         """The engine computes it from now on, in the blocks it has given it."""
-        if self.state in _OVER:
-            raise self._is_over("run")
+        if self.state in OVER:
+            raise over(self.id, "run")
         if self.state is not State.RUNNING:
             self.state = State.RUNNING
             if self._owed is None and self._parts.rests is not None:
-                self._go_on()
+                go_on(self, self._computed, self._parts)
 
     def store(self, tables: Sequence[BlockTable], num_tokens: int) -> tuple[Ordered, ...]:
         """Order what is new of its first ``num_tokens`` into the pool.
@@ -317,10 +273,10 @@ class Request:
         lazy stores it orders nothing; see ``Scheduler.offer``.
         """
         parts = self._parts
-        if self.state in _OVER:
-            raise self._is_over("stored")
+        if self.state in OVER:
+            raise over(self.id, "stored")
         if len(tables) != len(parts.sizes):
-            raise self._wrong_tables(tables)
+            raise wrong_tables(tables, len(parts.sizes))
         if self._owed is not None:
             self.tell()
         if parts.stores.admission.counts:  # what others asked before counts before it
@@ -330,6 +286,15 @@ class Request:
         progress, chain = self.progress, self.chain
         return progress.store(self, chain, tables, progress.storable(chain, num_tokens))
 
+    def is_worth_storing(self, num_tokens: int) -> bool:
+        """Whether enough of so many computed tokens is new for a store to be worth its cost.
+
+        What is not stored while it runs is stored by :meth:`leave`.
+        """
+        parts, rests = self._parts, self._parts.rests
+        step = parts.least_tokens if rests is None else rests.step
+        return num_tokens >= self.progress.since + step + parts.spare_tokens
+
     @property
     def stored_tokens(self) -> int:
         """Leading tokens that :meth:`store` is done with; while there are more, call it again.
@@ -338,21 +303,11 @@ class Request:
         """
         return self.progress.tokens
 
-    def _go_on(self) -> None:
-        """Where it goes on with what another left, it stores both, when it stores."""
-        parts, rests = self._parts, self._parts.rests
-        num_keys = self._computed // parts.matcher.hash_tokens
-        if rests is not None and num_keys and not self.progress.tokens:
-            rest = rests.take_continued(self.chain, num_keys)
-            if rest is not None:
-                self.progress.go_on(rest.request.progress)
-                rest.request.end_left()
-
     # -- its ends -------------------------------------------------------------------------------
 
     def preempt(self) -> None:
         """The engine took its device blocks away; it may be matched again later."""
-        if self.state not in _OVER:
+        if self.state not in OVER:
             self._drop()
             self.progress.renew()
             self.state = State.UNKNOWN
@@ -378,7 +333,7 @@ class Request:
         Returns device blocks to hold until ``settle`` releases them. One that did not run has
         computed nothing of its own: it ends.
         """
-        if self.state in _OVER:
+        if self.state in OVER:
             return ()
         if self._owed is not None:
             self.tell()
@@ -443,15 +398,6 @@ class Request:
             self._hit = None
             del self._parts.pinned[self]
             hit.release()
-
-    def _is_over(self, verb: str) -> InputError:
-        return InputError(
-            f"request {self.id!r} has ended and cannot be {verb}; open a new one for it"
-        )
-
-    def _wrong_tables(self, tables: Sequence[BlockTable]) -> InputError:
-        count = len(self._parts.sizes)
-        return InputError(f"got {len(tables)} block tables for {count} groups; give one per group")
 
     def __repr__(self) -> str:
         return f"Request({self.id!r}, {self.state.value})"

@@ -12,7 +12,7 @@ from kvferry.types import RequestId
 class Reason(Enum):
     """Why the first token that could not be had from here could not."""
 
-    NOTHING_MISSED = "nothing_missed"
+    NOTHING_MISSED = "nothing_missed"  # all that was asked for could be had
     EVICTED = "evicted"  # it was here; the room was needed, or a copy of it failed
     NEVER_STORED = "never_stored"  # nobody computed it yet, or it found no room
     BELOW_THRESHOLD = "below_threshold"  # not asked for often enough to be stored

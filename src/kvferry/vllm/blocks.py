@@ -15,7 +15,7 @@ from kvferry.scheduler import NO_BLOCK, BlockTable, Ordered, Request
 NULL_BLOCK = 0
 """vLLM's placeholder in block tables for a block that a request does not have."""
 
-_NEXT = 64
+_NEXT = 32
 """So many of the next free blocks are looked at, or an eighth of all."""
 
 
@@ -36,6 +36,8 @@ class VllmBlocks:
         self._hash_tokens = int(block_pool.hash_block_size)
         self._held: Counter[int] = Counter()
         self._evicts: bool | None = None
+        self._seen_first: Any = None  # of the queue, when we last looked
+        self._saw_cached = True
 
     # -- what there is --------------------------------------------------------------------------
 
@@ -77,12 +79,16 @@ class VllmBlocks:
         where no block is left, the next one comes from a request that ends.
         """
         if self._evicts is None:
-            self._evicts = False
             block = self._pool.free_block_queue.fake_free_list_head.next_free_block
+            if block is self._seen_first and not self._saw_cached:  # none was given away since
+                self._evicts = False
+                return False
+            self._seen_first = block
+            self._evicts = self._saw_cached = False
             for _ in range(min(_NEXT, self._pool.num_gpu_blocks // 8)):
                 is_end = block is None or block.next_free_block is None  # the queue's own mark
                 if is_end or block.block_hash is not None:
-                    self._evicts = True
+                    self._evicts = self._saw_cached = True
                     break
                 block = block.next_free_block
         return self._evicts

@@ -160,7 +160,7 @@ class SchedulerSide:
     def take(self, output: Any) -> None:
         """The ranks' answers of one step."""
         report = output.kv_connector_worker_meta
-        if not isinstance(report, StepReceipts):
+        if report is None or not isinstance(report, StepReceipts):
             return
         if report.shapes:
             self.meet_ranks(report.shapes)
