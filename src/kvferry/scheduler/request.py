@@ -53,11 +53,10 @@ class Request:
         self.chain = chain
         self.state = State.UNKNOWN
         self.progress = Progress(parts)
-        """How far it is stored, and when it is next worth storing more."""
+        """How far it is stored."""
         self.loading: set[TransferId] = set()
         """The transfers it waits for to be loaded."""
-        self.is_counted = False
-        self.is_explained = False
+        self.is_counted = self.is_explained = False
         self._parts = parts
         self._below = Below() if parts.lower.levels else None
         self._hit: PinnedHit | None = None
@@ -196,8 +195,7 @@ class Request:
         if hit is None or not hit.leases:
             return ()
         if not hit.is_of(self.chain, parts.matcher.hash_tokens):
-            self._let_go()
-            self.state = State.RUNNING if self.state is State.RUNNING else State.UNKNOWN
+            self.expire(hit.deadline)  # it was found for a chain that has become another
             return ()
         look, pieces = hit.look, hit.pieces(self.id, tables)
         self._hit = None

@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvferry import reach
 from kvferry.answers import DeviceBlocks, MatchState
@@ -27,6 +27,7 @@ from kvferry.vllm.free_queue import next_to_go, num_allocated
 from kvferry.vllm.levels import levels_of
 from kvferry.vllm.messages import RankShape, StepOrders
 from kvferry.vllm.pace import LONG_TOKENS, Pace
+from kvferry.vllm.promise import Promise
 from kvferry.vllm.reports import Reports
 from kvferry.vllm.setup import Setup
 from kvferry.vllm.tracked import Tracked
@@ -37,23 +38,6 @@ MISS = (0, False)
 
 _SETTLE_SECONDS = 0.25
 """How often deadlines are looked at where no receipts come."""
-
-
-class Promise(NamedTuple):
-    """A load that vLLM waits for: whose it is, its transfers, the first group's blocks.
-
-    Without transfers nothing will bring it, and vLLM must be told.
-    """
-
-    request_id: str
-    ferried: Request | None
-    transfers: tuple[TransferId, ...]
-    blocks: tuple[int, ...]
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether its loads are ordered, and were not taken back since."""
-        return self.ferried is not None and self.ferried.loading.issuperset(self.transfers)
 
 
 class Serving:
