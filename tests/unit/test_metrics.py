@@ -66,7 +66,7 @@ def settle(scheduler: ByName, *, path: str, seconds: float) -> None:
 @pytest.fixture
 def snapshot() -> Snapshot:
     stats = replace(busy_scheduler().stats(), asked={"store": (4, 3)})
-    return Snapshot(stats, "1.2.3", {"host": 100}, pinned_bytes=800, held_blocks=2)
+    return Snapshot(stats, "1.2.3", {"host": 100}, pinned_bytes=800, held_blocks=2, idle="")
 
 
 def test_the_page_equals_the_code():

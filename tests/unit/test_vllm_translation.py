@@ -186,13 +186,13 @@ def test_evictions_are_seen_before_they_come():
     pool.blocks[6].block_hash = b"far"
     holds.begin_step()
     assert not holds.evicts
-    pool.free_block_queue.fake_free_list_head.next_free_block = pool.blocks[2]  # one was given away
+    pool.blocks[5].block_hash = b"named"
     assert not holds.evicts, "once a step is enough"
     holds.begin_step()
     assert holds.evicts
     empty = pool.blocks[40].next_free_block
     pool.free_block_queue.fake_free_list_head.next_free_block = empty
-    pool.blocks[6].block_hash = None
+    pool.blocks[5].block_hash = None
     holds.begin_step()
     assert holds.evicts, "none is left: the next comes from a request that ends"
 

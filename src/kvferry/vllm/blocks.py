@@ -36,8 +36,6 @@ class VllmBlocks:
         self._hash_tokens = int(block_pool.hash_block_size)
         self._held: Counter[int] = Counter()
         self._evicts: bool | None = None
-        self._seen_first: Any = None  # of the queue, when we last looked
-        self._saw_cached = True
 
     # -- what there is --------------------------------------------------------------------------
 
@@ -80,15 +78,11 @@ class VllmBlocks:
         """
         if self._evicts is None:
             block = self._pool.free_block_queue.fake_free_list_head.next_free_block
-            if block is self._seen_first and not self._saw_cached:  # none was given away since
-                self._evicts = False
-                return False
-            self._seen_first = block
-            self._evicts = self._saw_cached = False
+            self._evicts = False
             for _ in range(min(_NEXT, self._pool.num_gpu_blocks // 8)):
                 is_end = block is None or block.next_free_block is None  # the queue's own mark
                 if is_end or block.block_hash is not None:
-                    self._evicts = self._saw_cached = True
+                    self._evicts = True
                     break
                 block = block.next_free_block
         return self._evicts

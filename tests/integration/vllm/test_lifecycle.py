@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.integration.vllm.engine import BLOCK_TOKENS, make_prompts, tampering
 
-from kvferry.scheduler import Scheduler
+from kvferry.scheduler import Request, Scheduler
+from kvferry.scheduler.progress import Progress
 
 # A machine under load must not turn into failed copies.
 FERRY = {
@@ -150,8 +151,18 @@ def test_nobody_is_preempted_for_blocks_that_a_store_gives_back(start, expect, l
     engine.check_idle()
 
 
-@pytest.mark.parametrize("hook", ["match", "load", "store", "plan", "settle", "finish"])
-def test_a_mistake_of_ours_never_stops_the_engine(start, expect, llama, monkeypatch, hook):
+@pytest.mark.parametrize(
+    ("owner", "verb"),
+    [
+        (Request, "match"),
+        (Request, "load"),
+        (Progress, "store"),
+        (Scheduler, "plan"),
+        (Scheduler, "settle"),
+        (Request, "leave"),
+    ],
+)
+def test_a_mistake_of_ours_never_stops_the_engine(start, expect, llama, monkeypatch, owner, verb):
     prompts = make_prompts(25, 300, 200, 250)
     expected = expect(llama, prompts)
     engine = start(llama, ferry=FERRY)
@@ -161,7 +172,7 @@ def test_a_mistake_of_ours_never_stops_the_engine(start, expect, llama, monkeypa
     def mistaken(*args, **kwargs):
         raise RuntimeError("a mistake")
 
-    monkeypatch.setattr(Scheduler, hook, mistaken)
+    monkeypatch.setattr(owner, verb, mistaken)
     assert engine.generate(prompts) == expected
     engine.settle()  # what a request leaves is stored when there is nothing else to do
     assert "a mistake" in engine.side.guard.reason
