@@ -322,8 +322,7 @@ class Request:
                 self._parts.released.extend(rest.held)
         if self._hit is not None or self.loading or self._owed or self._below is not None:
             self._drop()
-        self.state = State.ENDED
-        del self._parts.live[self]
+        self.end_left()
 
     def leave(self, num_tokens: int) -> Held:
         """It is over, with this many tokens computed. What of them is not stored is stored late.
