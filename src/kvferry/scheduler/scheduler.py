@@ -20,26 +20,19 @@ from kvferry.config import Config
 from kvferry.errors import ClosedError, InputError
 from kvferry.keys import KeyChain, Keys
 from kvferry.pool import Pool
-from kvferry.scheduler.accounts import Accounts
-from kvferry.scheduler.explainer import Explainer
+from kvferry.scheduler.assembly import assemble
 from kvferry.scheduler.flight import Flights
-from kvferry.scheduler.hit import Hits
-from kvferry.scheduler.journal import Entry, Journal
+from kvferry.scheduler.journal import Entry
 from kvferry.scheduler.leaving import store_left
 from kvferry.scheduler.level import Level
-from kvferry.scheduler.levels import LowerLevels
-from kvferry.scheduler.matching import Matcher
 from kvferry.scheduler.orders import BlockTable, EngineBlocks, Ordered
 from kvferry.scheduler.outbox import Outbox
-from kvferry.scheduler.parts import Parts
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.rests import Rests
 from kvferry.scheduler.settled import Settled
 from kvferry.scheduler.settling import Settling
 from kvferry.scheduler.snapshot import Onlooker, snapshot
-from kvferry.scheduler.storing import Stores
 from kvferry.scheduler.transit import Transit
-from kvferry.scheduler.waits import Waits
 from kvferry.scheduler.why import Explanation
 from kvferry.stats import SchedulerStats
 from kvferry.types import Health, Plan, Rank, Receipt, RequestId
@@ -95,59 +88,28 @@ class Scheduler:
         self._transit = Transit(block_bytes)
         self._flights = Flights(num_ranks)
         self._outbox = Outbox(self._flights, self._transit, config, len(self.groups))
-        lower = LowerLevels(pool, levels, self._outbox, clock)
-        matcher = Matcher(self.groups, pool, lower, hash_tokens)
-        stores = Stores(
-            matcher,
+        self._parts = assemble(
             pool,
+            self.groups,
             self._outbox,
             self._transit,
             config,
-            max_blocks=_bound(config.max_storing_blocks, num_device_blocks, 4),
+            hash_tokens=hash_tokens,
+            num_device_blocks=num_device_blocks,
             block_bytes=block_bytes,
-        )
-        hits = Hits(
-            matcher,
-            pool,
-            self._transit,
-            config,
-            max_blocks=_bound(config.max_loading_blocks, num_device_blocks, 2),
-            block_bytes=block_bytes,
+            spare_tokens=spare_tokens,
+            levels=levels,
             joins_loads=joins_loads,
+            engine=engine,
             clock=clock,
         )
-        least_tokens, journal = min(group.block_tokens for group in groups), Journal()
-        self._parts = Parts(
-            pool=pool,
-            matcher=matcher,
-            hits=hits,
-            stores=stores,
-            outbox=self._outbox,
-            lower=lower,
-            waits=Waits(),
-            journal=journal,
-            accounts=Accounts(
-                matcher,
-                Explainer(matcher, pool, stores.admission, lower),
-                journal,
-                stores.admission,
-            ),
-            sizes=tuple(group.block_tokens for group in groups),
-            least_tokens=least_tokens,
-            spare_tokens=spare_tokens,
-        )
-        if engine is not None:
-            self._parts.rests = Rests(
-                engine,
-                least_tokens=least_tokens,
-                is_full=matcher.is_full,
-                num_device_blocks=num_device_blocks or 0,
-                clock=clock,
-            )
         self._settling = Settling(
-            self._parts, self._flights, self._transit, stores_in_order=not stores.is_lazy
+            self._parts,
+            self._flights,
+            self._transit,
+            stores_in_order=not self._parts.stores.is_lazy,
         )
-        self.onlooker = Onlooker(self._snapshot, journal)
+        self.onlooker = Onlooker(self._snapshot, self._parts.journal)
         """What others may see of it, from any thread."""
 
     # -- requests -------------------------------------------------------------------------------
@@ -382,10 +344,3 @@ def _require_sizes(
         raise InputError("no groups given; a model has at least one")
     if block_bytes and len(block_bytes) != len(groups):
         raise InputError(f"got {len(block_bytes)} block sizes for {len(groups)} groups")
-
-
-def _bound(given: int | None, num_device_blocks: int | None, share: int) -> int | None:
-    """A bound as given, or this share of the device's blocks; None where neither is known."""
-    if given is not None or num_device_blocks is None:
-        return given
-    return max(1, num_device_blocks // share)

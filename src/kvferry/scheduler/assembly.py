@@ -1,0 +1,96 @@
+"""Puts the parts of a scheduler together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvferry import reach
+from kvferry.config import Config
+from kvferry.pool import Pool
+from kvferry.scheduler.accounts import Accounts
+from kvferry.scheduler.explainer import Explainer
+from kvferry.scheduler.hit import Hits
+from kvferry.scheduler.journal import Journal
+from kvferry.scheduler.level import Level
+from kvferry.scheduler.levels import LowerLevels
+from kvferry.scheduler.matching import Matcher
+from kvferry.scheduler.orders import EngineBlocks
+from kvferry.scheduler.outbox import Outbox
+from kvferry.scheduler.parts import Parts
+from kvferry.scheduler.rests import Rests
+from kvferry.scheduler.storing import Stores
+from kvferry.scheduler.transit import Transit
+from kvferry.scheduler.waits import Waits
+
+
+def assemble(
+    pool: Pool,
+    groups: Sequence[reach.Group],
+    outbox: Outbox,
+    transit: Transit,
+    config: Config,
+    *,
+    hash_tokens: int,
+    num_device_blocks: int | None,
+    block_bytes: Sequence[int],
+    spare_tokens: int,
+    levels: Sequence[Level],
+    joins_loads: bool,
+    engine: EngineBlocks | None,
+    clock: Callable[[], float],
+) -> Parts:
+    """As :class:`Scheduler` is asked for."""
+    lower = LowerLevels(pool, levels, outbox, clock)
+    matcher = Matcher(groups, pool, lower, hash_tokens)
+    stores = Stores(
+        matcher,
+        pool,
+        outbox,
+        transit,
+        config,
+        max_blocks=_bound(config.max_storing_blocks, num_device_blocks, 4),
+        block_bytes=block_bytes,
+    )
+    hits = Hits(
+        matcher,
+        pool,
+        transit,
+        config,
+        max_blocks=_bound(config.max_loading_blocks, num_device_blocks, 2),
+        block_bytes=block_bytes,
+        joins_loads=joins_loads,
+        clock=clock,
+    )
+    journal, admission = Journal(), stores.admission
+    explainer = Explainer(matcher, pool, admission, lower)
+    sizes = tuple(group.block_tokens for group in groups)
+    parts = Parts(
+        pool=pool,
+        matcher=matcher,
+        hits=hits,
+        stores=stores,
+        outbox=outbox,
+        lower=lower,
+        waits=Waits(),
+        journal=journal,
+        accounts=Accounts(matcher, explainer, journal, admission),
+        sizes=sizes,
+        least_tokens=min(sizes),
+        spare_tokens=spare_tokens,
+    )
+    if engine is not None:
+        parts.rests = Rests(
+            engine,
+            least_tokens=min(sizes),
+            is_full=matcher.is_full,
+            num_device_blocks=num_device_blocks or 0,
+            clock=clock,
+        )
+    return parts
+
+
+def _bound(given: int | None, num_device_blocks: int | None, share: int) -> int | None:
+    """A bound as given, or this share of the device's blocks; None where neither is known."""
+    if given is not None or num_device_blocks is None:
+        return given
+    return max(1, num_device_blocks // share)
