@@ -186,7 +186,13 @@ class Engine:
         layouts = [describe(tensors, block_axis=0) for tensors in self.model.kv]
         block_bytes = [layout.block_bytes for layout in layouts]
         config = Config.from_dict(
-            {"host": host_slots * max(block_bytes), "levels": "below=memory:2MiB"}
+            {
+                "host": host_slots * max(block_bytes),
+                "levels": "below=memory:2MiB",
+                # On a device this small a quarter of it, the default, is soon in the hands
+                # of stores, and what comes then is not stored.
+                "max_storing_blocks": device_blocks,
+            }
         )
         # The worker half, one for each rank: host memory, a copy engine, the levels below.
         self.rank = open_on_cpu(layouts, config)
