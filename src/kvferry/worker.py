@@ -109,8 +109,11 @@ class Worker:
         return receipts
 
     def drain_device(self) -> list[Receipt]:
-        """Wait until no copy touches the device; for the levels nobody waits, one may hang."""
-        receipts = self.poll()
+        """Wait until no copy touches the device; for the levels nobody waits, one may hang.
+
+        Nor are they asked: this is for the one whose ``poll`` failed, too.
+        """
+        receipts, self._refused = self._refused, []
         for mover in self._movers:
             if not any(mover is level for level in self._levels.values()):
                 receipts += mover.drain()

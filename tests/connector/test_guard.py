@@ -95,7 +95,7 @@ def assert_all_is_given_back(sides: Sides, *, waiting: dict[str, list[int]]) -> 
     side = sides.side
     assert side.serving is None
     assert side.guard.broken
-    blocks = side._broken.blocks  # type: ignore[union-attr]
+    blocks = side.former.blocks  # type: ignore[union-attr]
     assert side.has_work, "vLLM must step for those who wait"
     orders = sides.orders()
     assert {name: list(ids) for name, ids in orders.undone.items()} == waiting
@@ -207,3 +207,17 @@ def test_a_rank_that_fails_lets_nobody_wait(busy):
     sides.rest()
     assert sides.side.serving is not None
     assert sides.side.serving.blocks.num_held == 0
+
+
+def test_ranks_that_cannot_look_what_has_ended(busy, monkeypatch):
+    """The copies are waited for instead: whoever waits is told, and the blocks come back."""
+    break_it(monkeypatch, "kvferry.worker.Worker.poll")
+    sides, waits = busy.sides, busy.sides.tables["waits"][:4]
+    sides.run(sides.orders({"runs": 1}))
+    told = [sides.answer(0), sides.answer(1)]
+    assert told[1].finished_recving == {"waits"}
+    assert {block for each in told for block in each.invalid_block_ids} <= set(waits)
+    assert sides.side.serving.blocks.num_held == 0
+    sides.end(busy.runs)
+    sides.end(busy.waits)
+    assert sides.pool.get_num_free_blocks() == NUM_BLOCKS - 1

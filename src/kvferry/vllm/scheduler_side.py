@@ -42,10 +42,11 @@ class SchedulerSide:
         self.guard = Guard("scheduler")
         self.refusal = setup.support.refusal
         self.serving: Serving | None = None
+        self.former: Serving | None = None
+        """What served until a mistake of ours; its blocks are held until no rank copies."""
         self._block_pool: Any = None
         self._manager: Any = None
         self._shapes: dict[int, RankShape] = {}
-        self._broken: Serving | None = None
         self._undone: dict[str, tuple[int, ...]] = {}
         self._drained: set[Rank] = set()
         self._told_at = 0.0
@@ -116,7 +117,7 @@ class SchedulerSide:
         self.guard.trip(where, error)
         if self.serving is not None:
             self._undone |= self.serving.unkept
-            self._broken, self.serving = self.serving, None
+            self.former, self.serving = self.serving, None
 
     # -- vLLM's hooks -----------------------------------------------------------------------------
 
@@ -141,8 +142,8 @@ class SchedulerSide:
         if num_external_tokens:  # vLLM would wait for ever
             ids, name = blocks.get_block_ids()[0], request.request_id
             told = tuple(ids)
-            if self._broken is not None:
-                told = self._broken.told_blocks(name, ids, num_external_tokens)
+            if self.former is not None:
+                told = self.former.told_blocks(name, ids, num_external_tokens)
             self._undone[name] = told
 
     def orders(self, step: Any) -> StepOrders:
@@ -153,7 +154,7 @@ class SchedulerSide:
             except Exception as error:
                 self._trip("orders", error)
         undone, self._undone = self._undone, {}
-        is_stuck = self._broken is not None and self._broken.blocks.num_held > 0
+        is_stuck = self.former is not None and self.former.blocks.num_held > 0
         computes = step.total_num_scheduled_tokens > 0
         return StepOrders(undone=undone, computes=computes, drain=is_stuck)
 
@@ -176,8 +177,8 @@ class SchedulerSide:
             except Exception as error:
                 self._trip("take", error)
         self._drained.update(report.drained)
-        if self._broken is not None and len(self._drained) == self.setup.num_ranks:
-            self._drop_holds(self._broken.blocks)
+        if self.former is not None and len(self._drained) == self.setup.num_ranks:
+            self._drop_holds(self.former.blocks)
 
     def _drop_holds(self, blocks: VllmBlocks) -> None:
         """We are out of service and no rank copies any more: give every block back."""
@@ -237,7 +238,7 @@ class SchedulerSide:
         return self.serving.reports.take_events() if self.serving is not None else ()
 
     def close(self) -> None:
-        for serving in (self.serving, self._broken):
+        for serving in (self.serving, self.former):
             if serving is not None:
                 serving.close()
 

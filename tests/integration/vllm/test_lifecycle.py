@@ -179,7 +179,8 @@ def test_a_mistake_of_ours_never_stops_the_engine(start, expect, llama, monkeypa
     assert engine.generate(prompts) == expected
     for _ in range(5):
         engine.generate([[1, 2, 3]])
-    assert engine.side.serving.blocks.num_held == 0
+    assert engine.side.serving is None
+    assert engine.side.former.blocks.num_held == 0
     assert engine.llm.reset_prefix_cache()
     assert engine.generate(prompts) == expected
 
