@@ -219,7 +219,8 @@ def test_the_manifests_command_line_is_understood():
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     file = Path(__file__).parents[3] / "deploy" / "kubernetes" / "vllm-kvferry.yaml"
-    deployment = next(yaml.safe_load_all(file.read_text()))
+    parts = {part["kind"]: part for part in yaml.safe_load_all(file.read_text())}
+    deployment = parts["Deployment"]
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["vllm", "serve"]
     parser = command.make_arg_parser(FlexibleArgumentParser())
