@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar, cast
 from kvferry.copy_paths import AUTO_PATH, BY_NAME
 from kvferry.errors import ConfigError, UnknownSettingError
 from kvferry.level_kinds import LevelSpec, read_levels, show_levels
+from kvferry.policy_kinds import ACCEPTS, DEFAULT_POLICY, read_policy
 from kvferry.quantities import (
     GiB,
     MiB,
@@ -101,6 +102,7 @@ def _is_ipv6(text: str) -> bool:
 
 ADDRESS = Kind("address", _read_address)
 LEVELS = Kind("KIND:OPTIONS, ...|none", read_levels, show_levels)
+POLICY = Kind(ACCEPTS, read_policy)
 
 
 def one_of(*choices: str) -> Kind[str]:
@@ -178,6 +180,11 @@ class Config:
         "spill",
         one_of("spill", "through"),
         "Copy blocks to the levels when host memory is about to drop them, or as soon as stored.",
+    )
+    policy: str = setting(
+        DEFAULT_POLICY,
+        POLICY,
+        "Which blocks make room for others, in host memory and in every level with places.",
     )
     block_tokens: int = setting(16, COUNT, "Tokens in one block.")
     copy_path: str = setting(

@@ -27,6 +27,7 @@ from kvferry.policy import (
     Lru,
     Residents,
     Verdict,
+    policy_named,
 )
 from kvferry.pool import Pool
 from kvferry.rank import RankMemory, open_on_cpu, open_on_gpu, slot_layout
@@ -187,5 +188,6 @@ __all__ = [
     "needed",
     "open_on_cpu",
     "open_on_gpu",
+    "policy_named",
     "slot_layout",
 ]

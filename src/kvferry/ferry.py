@@ -25,6 +25,7 @@ from kvferry.left_out import why_left_out
 from kvferry.metrics import DEFAULT_PORT
 from kvferry.metrics.inbox import Inbox
 from kvferry.ownership import OneThread
+from kvferry.policy import policy_named
 from kvferry.pool import Pool
 from kvferry.rank import RankMemory
 from kvferry.reach import Group
@@ -73,14 +74,15 @@ class Ferry(Closing):
         self._worker = Worker(
             {(DEVICE, HOST): rank.engine, (HOST, DEVICE): rank.engine}, levels=rank.levels
         )
+        policy = policy_named(config.policy)
         self._scheduler = Scheduler(
-            Pool(rank.host.num_slots, num_ready=rank.ready_slots),
+            Pool(rank.host.num_slots, policy, num_ready=rank.ready_slots),
             groups,
             config=config,
             hash_block_tokens=namespace.block_tokens,
             block_bytes=[layout.block_bytes for layout in layouts],
             levels=[
-                level_of(name, level.num_places, WriteMode(config.level_write))
+                level_of(name, level.num_places, WriteMode(config.level_write), policy)
                 for name, level in rank.levels.items()
             ],
             joins_loads=False,

@@ -14,6 +14,7 @@ from kvferry.keys import KeyChain, Keys
 from kvferry.metrics.inbox import Inbox
 from kvferry.metrics.source import Source
 from kvferry.playground.runner import Runner
+from kvferry.policy import policy_named
 from kvferry.pool import Pool
 from kvferry.scheduler import Ordered, Request, Scheduler, Settled, WriteMode, level_of
 from kvferry.stats import SchedulerStats
@@ -60,13 +61,17 @@ class Offloader(Closing):
         if config.levels:
             below = open_levels(config.levels, self.host)
             writes = dict.fromkeys(below, WriteMode(config.level_write))
+        policy = policy_named(config.policy)
         self.scheduler = Scheduler(
-            Pool(self.host.num_slots),
+            Pool(self.host.num_slots, policy),
             runner.groups,
             config=config,
             num_device_blocks=runner.num_blocks,
             block_bytes=[layout.block_bytes for layout in layouts],
-            levels=[level_of(name, each.num_places, writes[name]) for name, each in below.items()],
+            levels=[
+                level_of(name, each.num_places, writes[name], policy)
+                for name, each in below.items()
+            ],
         )
         self.inbox = Inbox()
         # Threads start here, so it comes last: nothing after it can fail and leave them behind.

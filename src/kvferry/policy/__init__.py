@@ -4,6 +4,7 @@ from kvferry.policy.admission import SeenOften
 from kvferry.policy.demand import Watermark
 from kvferry.policy.eviction import Arriving, EvictionPolicy, EvictionPolicyMaker, Residents
 from kvferry.policy.lru import Lru
+from kvferry.policy.names import policy_named
 from kvferry.policy.worth import Decision, LoadOrCompute, Verdict
 
 __all__ = [
@@ -17,4 +18,5 @@ __all__ = [
     "SeenOften",
     "Verdict",
     "Watermark",
+    "policy_named",
 ]

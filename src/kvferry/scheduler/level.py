@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.keys import Keys
+from kvferry.policy import EvictionPolicyMaker, Lru
 from kvferry.pool import Pool
 from kvferry.scheduler.outbox import End
 from kvferry.scheduler.recovered import Recovered, agreed
@@ -229,8 +230,16 @@ class KeyedLevel(Level):
         self._answers.clear()
 
 
-def level_of(name: TierName, num_places: int | None, write: WriteMode) -> Level:
-    """The level for a tier with so many places, or for one that finds blocks by their keys."""
+def level_of(
+    name: TierName,
+    num_places: int | None,
+    write: WriteMode,
+    policy: EvictionPolicyMaker = Lru,
+) -> Level:
+    """The level for a tier with so many places, or for one that finds blocks by their keys.
+
+    ``policy`` says which blocks make room in the places.
+    """
     if num_places is None:
         return KeyedLevel(name, write)
-    return PlacedLevel(name, Pool(num_places), write)
+    return PlacedLevel(name, Pool(num_places, policy), write)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvferry.config import Config
+from kvferry.policy import policy_named
 from kvferry.rank import RankMemory
 from kvferry.scheduler import Level, WriteMode, level_of
 from kvferry.tiers import LevelMover, SharedLevelMover
@@ -45,11 +46,11 @@ def disagreement(shapes: Iterable[RankShape]) -> str:
 
 def levels_of(shapes: Iterable[RankShape], config: Config) -> list[Level]:
     """The scheduler's levels: each with as many places as every rank has."""
-    write = WriteMode(config.level_write)
+    write, policy = WriteMode(config.level_write), policy_named(config.policy)
     levels = []
     for same in zip(*(shape.levels for shape in shapes), strict=True):
         places = [level.num_places for level in same if level.num_places is not None]
-        levels.append(level_of(same[0].name, min(places, default=None), write))
+        levels.append(level_of(same[0].name, min(places, default=None), write, policy))
     return levels
 
 

@@ -97,7 +97,7 @@ class SchedulerSide:
             f"kvferry is in service: {scheduler.pool.num_slots} blocks ({host}) of host memory "
             f"{shared} {self.setup.num_ranks} rank(s), {len(scheduler.groups)} group(s) [{kinds}], "
             f"a block is {shape.layout}, stores {config.store_mode}, "
-            f"copy path {config.copy_path}, loads {config.load_policy}"
+            f"copy path {config.copy_path}, loads {config.load_policy}, policy {config.policy}"
             f"{_below(config)}"
         )
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from kvferry import reach
 from kvferry.answers import DeviceBlocks, MatchState
+from kvferry.policy import policy_named
 from kvferry.pool import Pool
 from kvferry.scheduler import Ordered, Request, Scheduler, State
 from kvferry.types import Health, Plan, Rank, Receipt, TransferId
@@ -61,7 +62,11 @@ class Serving:
         step = reach.hit_alignment(groups, hash_block_tokens=blocks.hash_tokens)
         self._spare_tokens = step if setup.uses_drafts else 0
         self.scheduler = Scheduler(
-            Pool(min(shape.num_slots for shape in shapes.values()), num_ready=0),
+            Pool(
+                min(shape.num_slots for shape in shapes.values()),
+                policy_named(setup.config.policy),
+                num_ready=0,
+            ),
             groups,
             config=setup.config,
             num_ranks=setup.num_ranks,

@@ -8,6 +8,7 @@ from typing import Any
 from kvferry import reach
 from kvferry.config import Config
 from kvferry.identity import Namespace
+from kvferry.policy import policy_named
 from kvferry.vllm import translate
 from kvferry.vllm.translate import Support
 
@@ -41,6 +42,7 @@ class Setup:
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any, config: Config, support: Support) -> Setup:
+        policy_named(config.policy)  # refused now, like any other setting, not once ranks are up
         parallel, groups = vllm_config.parallel_config, kv_cache_config.kv_cache_groups
         return cls(
             config=config,

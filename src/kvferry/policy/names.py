@@ -1,0 +1,68 @@
+"""Eviction policies by name or by module path, as the setting ``policy`` has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, cast
+
+from kvferry.errors import ConfigError
+from kvferry.policy.eviction import EvictionPolicy, EvictionPolicyMaker, Residents
+from kvferry.policy_kinds import factory_of, read_policy
+
+_VERBS = ("insert", "use", "keep", "put_back", "take", "peek", "holds", "discard", "clear")
+
+
+def policy_named(policy: str) -> EvictionPolicyMaker:
+    """What makes this policy for a pool: ``Pool(num_slots, policy_named(config.policy))``.
+
+    ConfigError, with the policy and the reason, where it cannot be found; and again from the maker
+    where what it makes is no policy.
+    """
+    policy = read_policy("policy", policy)
+    make = _found(policy)
+
+    def made(residents: Residents) -> EvictionPolicy:
+        try:
+            found = make(residents)
+        except Exception as error:  # whatever somebody's factory raises
+            raise ConfigError(
+                f"policy: {policy} could not be made: {type(error).__name__}: {error}"
+            ) from error
+        wrong = _what_is_wrong(found)
+        if wrong:
+            raise ConfigError(
+                f"policy: {policy} gave {type(found).__name__}, which is no eviction policy: "
+                f"{wrong} (see kvferry.engine.EvictionPolicy)"
+            )
+        return cast(EvictionPolicy, found)
+
+    return made
+
+
+def _found(policy: str) -> Callable[[Residents], Any]:
+    module, _, name = factory_of(policy).partition(":")
+    try:
+        found = getattr(import_module(module), name, None)
+    except ImportError as error:
+        raise ConfigError(
+            f"policy: {policy}: {module} cannot be imported ({error}); install it where the "
+            "engine's scheduler runs, or correct the setting"
+        ) from error
+    except Exception as error:  # whatever its code does on import
+        raise ConfigError(
+            f"policy: {policy}: importing {module} failed: {type(error).__name__}: {error}"
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"policy: {policy}: {module} has no {name} that can be called")
+    return cast("Callable[[Residents], Any]", found)
+
+
+def _what_is_wrong(policy: Any) -> str:
+    """Where it breaks the contract as far as can be seen from outside; empty if nowhere."""
+    lacking = [verb for verb in _VERBS if not callable(getattr(policy, verb, None))]
+    if lacking:
+        return f"it lacks {', '.join(lacking)}"
+    if not isinstance(getattr(policy, "wants_chains", None), bool):
+        return "its wants_chains is neither True nor False"
+    return ""

@@ -1,0 +1,122 @@
+"""The setting ``policy``: by name or by module path, refused with what to do, used everywhere."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+from tests.fakes.policies import Fifo
+
+import kvferry
+from kvferry.config import Config, describe, show
+from kvferry.errors import ConfigError
+from kvferry.policy import EvictionPolicyMaker, Lru, policy_named
+from kvferry.policy_kinds import POLICIES
+from kvferry.pool import Pool
+from kvferry.scheduler import PlacedLevel, WriteMode, level_of
+from kvferry.types import TierName
+
+MINE = "tests.fakes.policies:Fifo"
+
+
+def kind_of(pool: Pool) -> type:
+    return type(pool._policy)
+
+
+def test_every_name_makes_its_policy() -> None:
+    for kind in POLICIES:
+        pool = Pool(8, policy_named(kind.name))
+        assert f"{kind_of(pool).__module__}:{kind_of(pool).__name__}" == kind.factory
+    assert kind_of(Pool(8, policy_named(MINE))) is Fifo
+
+
+@pytest.mark.parametrize(("given", "read"), [(" LRU ", "lru"), ("lru", "lru"), (MINE, MINE)])
+def test_a_policy_is_read(given: str, read: str) -> None:
+    config = Config.from_env({"KVFERRY_POLICY": given})
+    assert config.policy == read
+    assert show("policy", config.policy) == read
+    (setting,) = [each for each in describe() if each.name == "policy"]
+    assert "package.module:factory" in setting.accepts
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("lur", r"expected lru.*package\.module:factory.*got 'lur' .str.; did you mean 'lru'\?"),
+        (7, "got 7"),
+        (None, "got None"),
+        ("", "got ''"),
+        ("a.b", "got 'a.b'"),
+        ("a.b:c:d", "got 'a.b:c:d'"),
+        ("os; x:y", "got"),
+        ("x" * 10_000 + ":y", "got"),
+    ],
+)
+def test_what_is_no_policy_is_refused(given: object, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as refused:
+        Config.from_dict({"policy": given})
+    assert len(str(refused.value)) < 400
+
+
+class Lacking:
+    def __init__(self, residents: object) -> None:
+        pass
+
+
+class Unclear(Lru):
+    wants_chains = None  # type: ignore[assignment]
+
+
+def broken(residents: object) -> None:
+    raise ZeroDivisionError("by zero")
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        ("no_such_module_here:Policy", "no_such_module_here cannot be imported"),
+        ("tests.fakes.policies:Nobody", "has no Nobody that can be called"),
+        ("tests.fakes.policies:annotations", "has no annotations that can be called"),
+        ("broken_module_here:Policy", "importing broken_module_here failed: ValueError: not now"),
+    ],
+)
+def test_what_cannot_be_found_is_named(
+    policy: str, says: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch
+) -> None:
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "broken_module_here.py").write_text("raise ValueError('not now')\n")
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    with pytest.raises(ConfigError, match=says):
+        policy_named(policy)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Lacking", "gave Lacking, which is no eviction policy: it lacks insert, use, keep"),
+        ("Unclear", "wants_chains is neither True nor False"),
+        ("broken", "could not be made: ZeroDivisionError: by zero"),
+    ],
+)
+def test_what_breaks_the_contract_is_named(name: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Pool(8, policy_named(f"{__name__}:{name}"))
+
+
+def test_a_ferry_uses_it_for_its_host_and_its_levels() -> None:
+    kv = [np.zeros((8, 64), dtype=np.float32) for _ in range(2)]
+    with kvferry.attach(kv, model="m", host="1MiB", levels="memory:1MiB", policy=MINE) as ferry:
+        scheduler = ferry._scheduler
+        (level,) = scheduler._parts.lower.levels
+        assert level.pool is not None
+        assert kind_of(scheduler.pool) is kind_of(level.pool) is Fifo
+
+
+def test_a_level_without_a_policy_goes_by_lru() -> None:
+    makers: list[EvictionPolicyMaker] = [Lru, Fifo]
+    for make in makers:
+        level = level_of(TierName("disk"), 8, WriteMode.SPILL, make)
+        assert isinstance(level, PlacedLevel)
+        assert kind_of(level.pool) is make
+    assert level_of(TierName("store"), None, WriteMode.SPILL, Fifo).pool is None
