@@ -35,6 +35,10 @@ SLOT_BYTES = 2 * MiB
 MATMUL = 8192
 BESIDE_BYTES = 4 * GiB
 PART_BYTES = 64 * MiB
+GRAPH_ROWS = 64
+GRAPH_PRODUCTS = 20
+SMALL_LAUNCHES = 30
+PYTHON_STEPS = 5000
 SKIPPED = 77
 
 
@@ -54,6 +58,7 @@ class Bench:
             self.stream = driver.create_stream(Priority.HIGH)
         self.square = torch.randn(MATMUL, MATMUL, device="cuda", dtype=torch.bfloat16)
         self.product = torch.empty_like(self.square)
+        self.graph: Any = None
         self.model_stream = torch.cuda.Stream()
         torch.cuda.synchronize()
 
@@ -200,6 +205,52 @@ class Bench:
         self.figures["model"] = result
         self.say("model")
 
+    def step_times(self, go_on: Callable[[], bool]) -> dict[str, Any]:
+        """Steps as a server decodes: one graph, small launches around it, a little Python."""
+        torch = self.torch
+        graph, small = self.step_graph()
+        seconds: list[float] = []
+        with torch.cuda.stream(self.model_stream):
+            torch.cuda.synchronize()
+            while go_on() or len(seconds) < 8:
+                began = time.perf_counter()
+                graph.replay()
+                for _ in range(SMALL_LAUNCHES):
+                    small.add_(1)
+                sum(range(PYTHON_STEPS))
+                self.model_stream.synchronize()
+                seconds.append(time.perf_counter() - began)
+        seconds.sort()
+        return {
+            "steps": len(seconds),
+            "mean_ms": sum(seconds) / len(seconds) * 1e3,
+            "p99_ms": seconds[len(seconds) * 99 // 100] * 1e3,
+        }
+
+    def step_graph(self) -> tuple[Any, Any]:
+        """About a millisecond of products in one graph, and a small tensor to launch on."""
+        torch = self.torch
+        if self.graph is None:
+            a = self.square[:GRAPH_ROWS].clone()
+            out = torch.empty_like(a)
+            torch.mm(a, self.square, out=out)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for _ in range(GRAPH_PRODUCTS):
+                    torch.mm(a, self.square, out=out)
+            self.graph = graph, torch.zeros(1024, device="cuda"), a, out
+        return self.graph[0], self.graph[1]
+
+    def steps_while_growing(self) -> None:
+        """The same with steps of many launches, which pinning holds back one by one."""
+        self.step_times(self.timer())
+        result = {"before": self.step_times(self.timer())}
+        result |= self.while_growing(lambda host, go_on: self.step_times(go_on))
+        result["after"] = self.step_times(self.timer())
+        self.figures["steps"] = result
+        self.say("steps")
+
     def copies_while_growing(self) -> None:
         with self.growing(busy=False) as host:
             host.growth.wait()
@@ -277,6 +328,7 @@ def run(driver: Driver, size: int, torch_size: int, seconds: float) -> dict[str,
     bench.close("fresh_memory", fresh)
     bench.close("used_memory", bench.grow("used_memory"))
     bench.model_while_growing()
+    bench.steps_while_growing()
     bench.copies_while_growing()
     bench.captures_while_growing()
     bench.torch_pinning()
@@ -296,6 +348,11 @@ def table(figures: dict[str, Any]) -> str:
         mode: min(copies[mode][way] / copies["before"][way] for way in ("d2h", "h2d"))
         for mode in ("throttled", "full_speed")
     }
+    steps = figures["steps"]
+    mean, p99 = (
+        {when: steps[when][what] for when in ("before", "throttled", "full_speed")}
+        for what in ("mean_ms", "p99_ms")
+    )
     compared = sum(copies[mode]["bytes_compared"] for mode in kept)
     wrong = sum(copies[mode]["wrong_bytes"] for mode in kept)
     rows = [
@@ -322,6 +379,14 @@ def table(figures: dict[str, Any]) -> str:
         ("model loses during growth", f"{loss['throttled']:.1%}", "3%"),
         ("  growth not slowed for the model", f"{loss['full_speed']:.1%}", ""),
         ("  growth then", f"{model['throttled']['growth_gb_per_s']:.1f} GB/s", ""),
+        (
+            "decode-like steps during growth, of usual",
+            f"{mean['throttled'] / mean['before']:.3f}",
+            "1.02",
+        ),
+        ("  p99, usual and then", f"{p99['before']:.2f} and {p99['throttled']:.2f} ms", ""),
+        ("  growth not slowed for the model", f"{mean['full_speed'] / mean['before']:.2f}", ""),
+        ("  growth then", f"{steps['throttled']['growth_gb_per_s']:.1f} GB/s", ""),
         ("graphs captured during growth", f"{figures['graph_captures']['captured']}", ""),
         ("given back in", f"{used['close_seconds']:.2f} s", ""),
     ]

@@ -187,17 +187,71 @@ def test_bytes_written_while_it_grows_stay(slot: int, num_slots: int, pages: int
     assert registrar.held == {}
 
 
-def test_while_the_model_is_busy_one_thread_works_alone() -> None:
-    registrar = FakeRegistrar(seconds=0.002)
+def test_beside_a_busy_model_one_thread_at_a_time_pins_and_rests_nine_times_as_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    touched: list[int] = []
+    ahead: list[int] = []
+
+    class Watched(FakeRegistrar):
+        def register(self, address: int, num_bytes: int) -> None:
+            super().register(address, num_bytes)
+            ahead.append(len(touched) - self.num_calls)
+
+    def watched(memory: Bytes) -> None:
+        mapping_module.populate(memory)
+        touched.append(1)
+
+    monkeypatch.setattr(growth_module, "populate", watched)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    registrar = Watched(seconds=0.002)
     busy = threading.Event()
     busy.set()
-    growth = Growth(tier(200), registrar=registrar, busy=busy.is_set)
-    until(lambda: registrar.num_calls > 6)
+    growth = Growth(tier(400), registrar=registrar, busy=busy.is_set)
+    until(lambda: registrar.num_calls > 8)
     assert registrar.most_at_once == 1
-    assert growth.stats().rest_seconds > 0
+    # The first chunk is pinned before anybody looks whether the model is busy; the last may still
+    # be rested from.
+    assert growth.stats().rest_seconds >= 9 * 0.002 * (registrar.num_calls - 3)
+    assert max(ahead) >= 2, "pages are touched while others are pinned or rested from"
     busy.clear()
     assert growth.wait(5)
-    assert growth.ready_slots == 200
+    assert growth.ready_slots == 400
+    assert registrar.most_at_once > 1, "all threads, once the model is idle"
+    growth.close()
+
+
+def test_the_rest_ends_when_the_model_does() -> None:
+    registrar = FakeRegistrar(seconds=0.02)
+    busy = threading.Event()
+    busy.set()
+    growth = Growth(tier(16), registrar=registrar, busy=busy.is_set)
+    until(lambda: registrar.num_calls > 1)
+    busy.clear()
+    assert growth.wait(5)
+    assert growth.stats().rest_seconds < 9 * 0.02 * 2
+    growth.close()
+
+
+def test_without_a_gpu_one_thread_touches_beside_a_busy_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lock, at_work, most = threading.Lock(), [0], [0]
+
+    def watched(memory: Bytes) -> None:
+        with lock:
+            at_work[0] += 1
+            most[0] = max(most[0], at_work[0])
+        time.sleep(0.002)
+        with lock:
+            at_work[0] -= 1
+
+    monkeypatch.setattr(growth_module, "populate", watched)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    growth = Growth(tier(80), busy=lambda: True)
+    assert growth.wait(5)
+    assert most[0] == 1
+    assert growth.stats().rest_seconds > 0
     growth.close()
 
 

@@ -36,13 +36,20 @@ NUM_THREADS = 16
 """At most one for each processor. Pages a hypervisor has yet to back came at 8 GB/s with 16, at
 6.3 with 8, before they were pinned. (16 vCPU, Linux 6.18, 2026-11-15.)"""
 
-_REST = 0.5
-"""While the model is busy one thread works alone, then rests this many times as long.
+_PIN_REST = 9.0
+"""While the model is busy one thread at a time pins, then nobody does for this many times as long.
 
-Eight threads cost a loop of matrix products more than half its speed (the driver holds launches
-back while it pins), one thread 1.0 % without a rest and 0.6 % with one as long as its work.
-(One NVIDIA H200, driver 580, 16 vCPU, 2026-11-15.)
+The driver holds every launch back while it pins, behind a lock that is not fair. Beside a step of
+one graph and thirty small launches, 64 MiB at a time: without rests a step of 1.3 ms took 430, with
+rests of three times the work 1.04 to 1.15 times its own, with nine its own, still at 2.5 GB/s.
+Touching pages cost it nothing, with four threads either. (One NVIDIA H200, driver 580, 2026-11.)
 """
+
+_BUSY_TOUCHING = 4
+"""So many threads touch pages while the model is busy on its GPU: pinning never waits for them."""
+
+_TOUCH_REST = 0.5
+"""Without a GPU the model needs the processors itself: one thread touches, then rests so long."""
 
 _LOOK_AGAIN_SECONDS = 0.005
 _CLOSE_SECONDS = 30.0
@@ -141,6 +148,7 @@ class Growth:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._phases = Phases(self._stop)
+        self._alone = threading.Lock()  # held by who pins beside a busy model, and rests after it
         self._finished = threading.Event()
         self._closing = False
         self._next = 1
@@ -243,17 +251,16 @@ class Growth:
         try:
             run_near(self._placement)
             while (index := self._take(number)) is not None:
-                began = time.monotonic()
                 chunk = self._chunks[index]
                 self._require_room(chunk)
+                began = time.monotonic()
                 with self._phases.touching():
                     self._populate(chunk)
                 if self._registrar is not None:
-                    with self._phases.pinning():
-                        self._register(chunk)
-                self._mark(index)
-                if self._is_busy():
-                    self._rest(_REST * (time.monotonic() - began))
+                    self._pin_and_mark(index)
+                else:
+                    self._mark(index)
+                    self._rest(_TOUCH_REST * (time.monotonic() - began))
         except Exception as error:  # the pool stays smaller; a dead thread would say nothing
             self._give_up(index, error)
         finally:
@@ -263,9 +270,32 @@ class Growth:
             if last:
                 self._end()
 
+    def _pin_and_mark(self, index: int) -> None:
+        """Beside a busy model: when nobody else pins or rests from it."""
+        is_alone = self._wait_to_be_alone()
+        try:
+            with self._phases.pinning():
+                began = time.monotonic()
+                self._register(self._chunks[index])
+                took = time.monotonic() - began
+            self._mark(index)
+            if is_alone:
+                self._rest(_PIN_REST * took)
+        finally:
+            if is_alone:
+                self._alone.release()
+
+    def _wait_to_be_alone(self) -> bool:
+        """False once the model is not busy, or all is to stop: no need to be alone then."""
+        while not self._stop.is_set() and self._is_busy():
+            if self._alone.acquire(timeout=_LOOK_AGAIN_SECONDS):
+                return True
+        return False
+
     def _take(self, number: int) -> int | None:
-        """The next chunk to make ready. While the model is busy, only the first thread gets one."""
-        while number > 0 and not self._stop.is_set() and self._is_busy():
+        """The next chunk to make ready. While the model is busy, only the first threads get one."""
+        most = _BUSY_TOUCHING if self._registrar is not None else 1
+        while number >= most and not self._stop.is_set() and self._is_busy():
             if self._next >= len(self._chunks):
                 break
             self._stop.wait(_LOOK_AGAIN_SECONDS)
@@ -279,9 +309,13 @@ class Growth:
         return self._busy is not None and self._busy()
 
     def _rest(self, seconds: float) -> None:
-        self._stop.wait(seconds)
+        """For as long as the model stays busy, so many seconds at most."""
+        began = time.monotonic()
+        while (left := began + seconds - time.monotonic()) > 0 and self._is_busy():
+            if self._stop.wait(min(left, _LOOK_AGAIN_SECONDS)):
+                break
         with self._lock:
-            self._rest_seconds += seconds
+            self._rest_seconds += time.monotonic() - began
 
     def _require_room(self, chunk: Chunk) -> None:
         """Stop before the kernel has to kill someone for memory."""
