@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.chains import Chains
 from kvferry.types import NO_SLOT, SlotArray
 
 
@@ -25,6 +26,27 @@ class Conversations:
 
     def conversations_of(self, slots: SlotArray) -> npt.NDArray[np.int64]:
         return self._conversation.take(slots)
+
+    def arrive(
+        self,
+        slots: SlotArray,
+        positions: SlotArray,
+        found: SlotArray,
+        above: int,
+        chains: Chains | None,
+    ) -> None:
+        """Say where in which conversation new blocks are, before ``chains`` links them.
+
+        They are at ``positions`` of a call whose blocks are where ``found`` says, and which follow
+        slot ``above``. Without ``chains`` they stand alone.
+        """
+        if chains is None:
+            self.alone(slots)
+            return
+        first = positions.item(0)
+        before = found.item(first - 1) if first else above
+        goes_on = before == NO_SLOT or not chains.has_children(before)
+        self.join(slots, positions, before, goes_on=goes_on)
 
     def alone(self, slots: SlotArray) -> None:
         """These new blocks belong to no chain."""

@@ -31,7 +31,7 @@ from kvferry.free_slots import FreeSlots
 from kvferry.index import Index
 from kvferry.keys import Keys, require_key
 from kvferry.lease import Ending, Lease, Purpose
-from kvferry.policy import Arriving, EvictionPolicyMaker, Lru, Residents
+from kvferry.policy import Arriving, EvictionPolicyMaker, Evidence, HearsHints, Lru, Residents
 from kvferry.pool_check import PoolCheck
 from kvferry.slot_states import PoolCounts, SlotState
 from kvferry.types import NO_SLOT, Key, SlotArray
@@ -207,7 +207,8 @@ class Pool:
         positions = missing[: self._free.count]
         slots = self._give_out(keys, positions)
         if len(slots) and self._policy.wants_chains:
-            self._converse(slots, positions, found, above, chained)
+            chains = self._chains if chained else None
+            self._conversations.arrive(slots, positions, found, above, chains)
         if chained and len(missing) == len(found):
             self._chains.begin(slots, above)
         elif chained:
@@ -224,6 +225,12 @@ class Pool:
         found = self._index.find(keys)
         found = found[self._state.take(found) == _CACHED]
         self._policy.use(found[self._chains.last_mentions(found)])
+
+    def hint(self, keys: Keys, evidence: Evidence) -> None:
+        """This was said of a request with these keys, whose leading blocks are here."""
+        slots = self.leading(keys)
+        if len(slots) and isinstance(self._policy, HearsHints):
+            self._policy.hint(slots, evidence)
 
     def give_out_next(self, slots: SlotArray) -> None:
         """The next slots to be reserved are these free ones, in this order."""
@@ -364,18 +371,6 @@ class Pool:
             new = keys if count == len(keys.array) else keys.take(positions)
             self._index.insert(new, slots)
         return slots
-
-    def _converse(
-        self, slots: SlotArray, positions: SlotArray, found: SlotArray, above: int, chained: bool
-    ) -> None:
-        """Say where in which conversation new blocks are, before they are linked."""
-        if not chained:
-            self._conversations.alone(slots)
-            return
-        first = positions.item(0)
-        before = found.item(first - 1) if first else above
-        goes_on = before == NO_SLOT or not self._chains.has_children(before)
-        self._conversations.join(slots, positions, before, goes_on=goes_on)
 
     def _doom(self, slots: SlotArray) -> None:
         """Nothing matches these claimed slots any more; they are free once nobody claims them."""

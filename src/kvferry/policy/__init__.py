@@ -2,7 +2,14 @@
 
 from kvferry.policy.admission import SeenOften
 from kvferry.policy.demand import Watermark
-from kvferry.policy.eviction import Arriving, EvictionPolicy, EvictionPolicyMaker, Residents
+from kvferry.policy.eviction import (
+    Arriving,
+    EvictionPolicy,
+    EvictionPolicyMaker,
+    Evidence,
+    HearsHints,
+    Residents,
+)
 from kvferry.policy.lru import Lru
 from kvferry.policy.names import policy_named
 from kvferry.policy.worth import Decision, LoadOrCompute, Verdict
@@ -12,6 +19,8 @@ __all__ = [
     "Decision",
     "EvictionPolicy",
     "EvictionPolicyMaker",
+    "Evidence",
+    "HearsHints",
     "LoadOrCompute",
     "Lru",
     "Residents",

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.hints import DEFAULT_PRIORITY
 from kvferry.keys import Keys
 from kvferry.types import SlotArray
 
@@ -30,6 +31,19 @@ class Arriving(NamedTuple):
     slots: SlotArray
     parent: int
     chained: bool
+
+
+class Evidence(NamedTuple):
+    """What was said of a conversation by whoever knows more of it than its blocks tell.
+
+    It is ``over``, or it ``goes_on`` (``within`` so many seconds from now, where that was said).
+    ``priority`` is 0 to 100, as said of these blocks; 35 where nothing was.
+    """
+
+    over: bool = False
+    goes_on: bool = False
+    within: float | None = None
+    priority: int = DEFAULT_PRIORITY
 
 
 @dataclass(frozen=True)
@@ -99,6 +113,18 @@ class EvictionPolicy(Protocol):
 
     def clear(self) -> None:
         """Let go of every slot."""
+
+
+@runtime_checkable
+class HearsHints(Protocol):
+    """An eviction policy that takes hints as evidence. Others are helped by the pool."""
+
+    def hint(self, slots: SlotArray, evidence: Evidence) -> None:
+        """This was said of one request's blocks: its leading ones that are cached, in chain order.
+
+        Told once it has stored what it had to, so after their ``insert`` or ``use``; of several
+        times that it is told, the last counts. A later use of the last of them may prove it wrong.
+        """
 
 
 EvictionPolicyMaker = Callable[[Residents], EvictionPolicy]

@@ -1,0 +1,178 @@
+"""What whoever sends a request knows about it: what to store, how long to keep it, whose it is.
+
+::
+
+    {"do_not_store": true}                       nothing of it is kept
+    {"do_not_load": true}                        everything is computed
+    {"keep_seconds": 3600}                       its blocks stay at least so long after its end
+    {"over": true}                               nobody will go on with this conversation
+    {"goes_on": true} or {"goes_on": "30s"}      somebody will, within that time
+    {"priorities": [{"token_start": 0, "token_end": 512, "priority": 80, "duration_ms": 60000}]}
+    {"tenant": "search"}                         whose share of the memory it takes
+
+A hint is never needed for correct answers, and a wrong one costs time only.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvferry.errors import ConfigError, InputError
+from kvferry.quantities import parse_count, parse_seconds, quoted, shown
+
+DEFAULT_PRIORITY = 35
+"""Of blocks that nobody gave one: the same as in TensorRT-LLM, whose requests can be sent as is."""
+MOST_PRIORITY = 100
+MOST_RANGES = 64
+MOST_TENANT_CHARS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenPriority:
+    """How much the blocks of some tokens matter, 0 to 100; for so long, or until they are dropped.
+
+    ``token_end`` is the first token that is not meant; None where all after ``token_start`` are.
+    """
+
+    token_start: int = 0
+    token_end: int | None = None
+    priority: int = DEFAULT_PRIORITY
+    duration_ms: int | None = None
+
+    def __post_init__(self) -> None:
+        start = _count("token_start", self.token_start)
+        object.__setattr__(self, "token_start", start)
+        if self.token_end is not None:
+            object.__setattr__(self, "token_end", _count("token_end", self.token_end))
+            if self.token_end <= start:
+                raise InputError(
+                    f"priorities: token_end {self.token_end} must be above token_start {start}"
+                )
+        object.__setattr__(self, "priority", _count("priority", self.priority, MOST_PRIORITY))
+        if self.duration_ms is not None:
+            duration = _count("duration_ms", self.duration_ms, 10**12)
+            if not duration:
+                raise InputError("priorities: duration_ms must be above zero, or left out")
+            object.__setattr__(self, "duration_ms", duration)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hints:
+    """What was said of one request. Frozen; refuses what cannot be meant.
+
+    ``max_store_tokens`` and ``max_load_tokens`` are bounds on its first tokens: zero is "do not".
+    ``goes_on`` with ``within`` seconds: until then somebody will go on with it. ``keep_seconds``
+    count from its end. Commands are ``max_*`` and ``keep_seconds``; the rest is evidence.
+    """
+
+    max_store_tokens: int | None = None
+    max_load_tokens: int | None = None
+    keep_seconds: float | None = None
+    over: bool = False
+    goes_on: bool = False
+    within: float | None = None
+    priorities: tuple[TokenPriority, ...] = ()
+    tenant: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("max_store_tokens", "max_load_tokens"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _count(name, getattr(self, name)))
+        for name in ("keep_seconds", "within"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _seconds(name, getattr(self, name)))
+        for name in ("over", "goes_on"):
+            _flag(name, getattr(self, name))
+        if self.within is not None and not self.goes_on:
+            raise InputError("within says until when it goes on: say goes_on as well")
+        if self.over and (self.goes_on or self.keep_seconds is not None):
+            what = "goes_on" if self.goes_on else "keep_seconds"
+            raise InputError(f"a conversation that is over cannot have {what}; leave one of them")
+        if len(self.priorities) > MOST_RANGES:
+            raise InputError(
+                f"priorities: at most {MOST_RANGES} ranges, got {len(self.priorities)}"
+            )
+        _tenant(self.tenant)
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> Hints:
+        """From plain data, as it comes with a request; refuses a name we do not have."""
+        if not isinstance(given, Mapping):
+            raise InputError(f"hints must be a mapping, got {shown(given)}")
+        said: dict[str, Any] = {}
+        for name, value in given.items():
+            if name == "do_not_store" or name == "do_not_load":
+                if _flag(name, value):
+                    said[f"max_{name.removeprefix('do_not_')}_tokens"] = 0
+            elif name == "goes_on" and not isinstance(value, bool):
+                said["goes_on"], said["within"] = True, value
+            elif name == "priorities":
+                said["priorities"] = _ranges(value)
+            elif name in _PLAIN:
+                said[name] = value
+            else:
+                raise InputError(f"there is no hint {quoted(name)}{_nearest(name)}")
+        return cls(**said)
+
+    @property
+    def shapes_what_stays(self) -> bool:
+        """Whether it says anything about the blocks that are stored."""
+        return bool(self.over or self.goes_on or self.priorities or self.keep_seconds is not None)
+
+
+_PLAIN = tuple(field.name for field in fields(Hints) if field.name not in ("within", "priorities"))
+NAMES = ("do_not_store", "do_not_load", *_PLAIN, "priorities")
+"""What may be said, by name."""
+
+
+def _ranges(value: object) -> tuple[TokenPriority, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise InputError(f"priorities: expected a list of ranges, got {shown(value)}")
+    if len(value) > MOST_RANGES:
+        raise InputError(f"priorities: at most {MOST_RANGES} ranges, got {len(value)}")
+    known = {field.name for field in fields(TokenPriority)}
+    found = []
+    for each in value:
+        if not isinstance(each, Mapping) or not known.issuperset(each):
+            raise InputError(
+                "priorities: each range has token_start, token_end, priority and duration_ms, "
+                f"got {shown(each)}"
+            )
+        found.append(TokenPriority(**each))
+    return tuple(found)
+
+
+def _nearest(name: object) -> str:
+    near = difflib.get_close_matches(str(name)[:MOST_TENANT_CHARS], NAMES, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; hints: {', '.join(NAMES)}"
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise InputError(f"{name} must be true or false, got {shown(value)}")
+    return value
+
+
+def _count(name: str, value: object, most: int = 2**40) -> int:
+    try:
+        return parse_count(value, name=name, minimum=0, maximum=most)
+    except ConfigError as error:
+        raise InputError(str(error)) from None
+
+
+def _seconds(name: str, value: object) -> float:
+    try:
+        return parse_seconds(value, name=name)
+    except ConfigError as error:
+        raise InputError(str(error)) from None
+
+
+def _tenant(value: object) -> None:
+    if not isinstance(value, str) or len(value) > MOST_TENANT_CHARS or not value.isprintable():
+        raise InputError(
+            f"tenant must be a name of at most {MOST_TENANT_CHARS} printable characters, "
+            f"got {shown(value)}"
+        )

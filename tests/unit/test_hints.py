@@ -1,0 +1,121 @@
+"""Hints as they come with a request: what may be said, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.errors import InputError
+from kvferry.hints import DEFAULT_PRIORITY, MOST_RANGES, NAMES, Hints, TokenPriority
+from kvferry.keys import Keys
+from kvferry.policy import Evidence, HearsHints, Lru
+from kvferry.pool import Pool
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ({}, Hints()),
+        ({"do_not_store": True}, Hints(max_store_tokens=0)),
+        ({"do_not_store": False, "do_not_load": False}, Hints()),
+        ({"do_not_load": True}, Hints(max_load_tokens=0)),
+        (
+            {"max_store_tokens": 64, "max_load_tokens": 0},
+            Hints(max_store_tokens=64, max_load_tokens=0),
+        ),
+        ({"keep_seconds": "1h"}, Hints(keep_seconds=3600.0)),
+        ({"over": True}, Hints(over=True)),
+        ({"goes_on": True}, Hints(goes_on=True)),
+        ({"goes_on": 30}, Hints(goes_on=True, within=30.0)),
+        (
+            {"goes_on": "500ms", "tenant": "search"},
+            Hints(goes_on=True, within=0.5, tenant="search"),
+        ),
+        (
+            {"priorities": [{"token_end": 512, "priority": 80, "duration_ms": 60000}]},
+            Hints(priorities=(TokenPriority(token_end=512, priority=80, duration_ms=60000),)),
+        ),
+    ],
+)
+def test_what_was_said_is_what_is_meant(said, meant):
+    assert Hints.read(said) == meant
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"do_not_stor": True}, "did you mean 'do_not_store'"),
+        ({"do_not_store": 1}, "do_not_store must be true or false"),
+        ({"max_load_tokens": -1}, "max_load_tokens: must be at least 0"),
+        ({"keep_seconds": 0}, "keep_seconds: must be above zero"),
+        ({"keep_seconds": "soon"}, "keep_seconds: expected a time"),
+        ({"keep_seconds": float("nan")}, "keep_seconds: must be above zero"),
+        ({"goes_on": -3}, "within: must be above zero"),
+        ({"over": True, "goes_on": True}, "over cannot have goes_on"),
+        ({"over": True, "keep_seconds": 3}, "over cannot have keep_seconds"),
+        ({"priorities": "high"}, "priorities: expected a list"),
+        ({"priorities": [{"from": 3}]}, "each range has token_start"),
+        ({"priorities": [{"token_start": 5, "token_end": 5}]}, "token_end 5 must be above"),
+        ({"priorities": [{"priority": 101}]}, "priority: must be at most 100"),
+        ({"priorities": [{"duration_ms": 0}]}, "duration_ms must be above zero"),
+        ({"priorities": [{}] * (MOST_RANGES + 1)}, "at most 64 ranges"),
+        ({"tenant": "x" * 65}, "tenant must be a name"),
+        ({"tenant": "a\nb"}, "tenant must be a name"),
+        ({"tenant": 7}, "tenant must be a name"),
+        ([], "hints must be a mapping"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_in_words(said, words):
+    with pytest.raises(InputError, match=words):
+        Hints.read(said)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=8), _JSON, max_size=4))
+def test_whatever_comes_is_read_or_refused(said):
+    words = ""
+    try:
+        hints = Hints.read(json.loads(json.dumps(said)))
+    except InputError as error:
+        words, hints = str(error), Hints()
+    assert len(words) < 1000
+    assert hints.max_store_tokens is None or hints.max_store_tokens >= 0
+    assert hints.within is None or hints.goes_on
+
+
+class Listening(Lru):
+    def __init__(self, residents):
+        super().__init__(residents)
+        self.heard: list[tuple[list[int], Evidence]] = []
+
+    def hint(self, slots, evidence):
+        self.heard.append((slots.tolist(), evidence))
+
+
+def test_a_policy_hears_of_the_leading_blocks_that_are_here():
+    made: list[Listening] = []
+
+    def make(residents):
+        made.append(Listening(residents))
+        return made[0]
+
+    pool = Pool(8, make)
+    keys = Keys.from_bytes([bytes([n]) * 32 for n in range(5)])
+    lease = pool.reserve(keys[:3])
+    assert lease is not None
+    pool.hint(keys, Evidence(over=True))
+    assert made[0].heard == []  # nothing can be matched yet
+    lease.commit()
+    pool.hint(keys, Evidence(over=True))
+    assert made[0].heard == [(lease.slots.tolist(), Evidence(over=True))]
+    assert made[0].heard[0][1].priority == DEFAULT_PRIORITY
+    assert isinstance(made[0], HearsHints)
