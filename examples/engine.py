@@ -201,7 +201,7 @@ class Engine:
         self.worker = Worker(routes, levels=self.rank.levels)
         # The scheduler half, one for all ranks: which block is where. It touches no bytes.
         levels = [
-            level_of(name, mover.num_places, WriteMode.THROUGH)
+            level_of(name, mover.num_places, WriteMode.THROUGH, recovered=[mover.recovered()])
             for name, mover in self.rank.levels.items()
         ]
         self.scheduler = Scheduler(

@@ -18,7 +18,7 @@ from kvferry.device.engine.cpu import CpuEngine
 from kvferry.device.engine.stream import Stream
 from kvferry.device.layout import GroupLayout, describe
 from kvferry.identity import Namespace, adopt, chain
-from kvferry.keys import KeyChain, Keys
+from kvferry.keys import KeyChain, Keys, Recovered
 from kvferry.policy import (
     Arriving,
     Decision,
@@ -58,7 +58,6 @@ from kvferry.scheduler import (
     WriteMode,
     level_of,
 )
-from kvferry.scheduler.recovered import Recovered
 from kvferry.slot_states import PoolCounts
 from kvferry.stats import SchedulerStats
 from kvferry.tiers import (
@@ -67,6 +66,7 @@ from kvferry.tiers import (
     HostMemory,
     HostTier,
     KeyedMemoryTier,
+    LastingTier,
     LevelMover,
     MemoryTier,
     Mover,
@@ -132,6 +132,7 @@ __all__ = [
     "KeyedMemoryTier",
     "Keys",
     "Landing",
+    "LastingTier",
     "Level",
     "LevelMover",
     "Lru",

@@ -82,7 +82,13 @@ class Ferry(Closing):
             hash_block_tokens=namespace.block_tokens,
             block_bytes=[layout.block_bytes for layout in layouts],
             levels=[
-                level_of(name, level.num_places, WriteMode(config.level_write), policy)
+                level_of(
+                    name,
+                    level.num_places,
+                    WriteMode(config.level_write),
+                    policy,
+                    recovered=[level.recovered()],
+                )
                 for name, level in rank.levels.items()
             ],
             joins_loads=False,

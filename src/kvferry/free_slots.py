@@ -39,7 +39,11 @@ class FreeSlots:
 
     def give_out_next(self, slots: SlotArray) -> None:
         """The next ones taken are these, in this order."""
-        others = np.setdiff1d(self.slots, slots)
-        if len(others) + len(slots) != self.count:
+        free = np.zeros(len(self._stack), dtype=bool)
+        free[self.slots] = True
+        if not free.take(slots).all():
             raise InputError(f"{len(slots)} slots cannot be given out next: some are not free")
-        self._stack[: self.count] = np.concatenate((others[::-1], slots[::-1]))
+        free[slots] = False
+        others = np.flatnonzero(free)
+        self._stack[: len(others)] = others[::-1]
+        self._stack[len(others) : self.count] = slots[::-1]

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import KeyFormatError
-from kvferry.types import KEY_BYTES, Key
+from kvferry.types import KEY_BYTES, Key, SlotArray
 
 KEY_WORDS = KEY_BYTES // 8
 KeyArray = npt.NDArray[np.uint64]
@@ -118,6 +118,14 @@ class Keys:
 
     def __repr__(self) -> str:
         return f"Keys({len(self)})"
+
+
+Recovered = tuple[Keys, SlotArray]
+"""Blocks that a tier still has from an earlier life: their keys and their places, as written.
+
+The earliest write comes first. A key may be at several places: what was dropped there and written
+again elsewhere is whole at both. A place is named once.
+"""
 
 
 def masked_key(key: Key, mask: bytes) -> Key:

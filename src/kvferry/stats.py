@@ -107,7 +107,8 @@ class SchedulerStats:
     second) are what load-or-compute goes by; None while unknown. Below the host, ``lost_blocks``
     failed alone in transfers that otherwise succeeded; ``ailments`` has a word for every level,
     empty while it can be used; ``asked`` says of levels that know keys themselves how many keys
-    they were asked for and how many of them were there.
+    they were asked for and how many of them were there; ``restored`` says of levels with places how
+    many blocks of an earlier life they began with.
     """
 
     pool: PoolCounts
@@ -137,3 +138,4 @@ class SchedulerStats:
     lost_blocks: int = 0
     ailments: Mapping[str, str] = field(default_factory=dict)
     asked: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    restored: Mapping[str, int] = field(default_factory=dict)

@@ -93,7 +93,7 @@ class Sides:
         )
         for rank, arrays in zip(self.ranks, self.kv, strict=True):
             rank.register({name: self._parts.tensor(array) for name, array in arrays.items()})
-        self.side.meet_ranks([rank.shape for rank in self.ranks])
+        self.side.meet_ranks([rank.introduce() for rank in self.ranks])
         self._total = self._parts.total(len(stages))
 
     def allocate(self, name: str, num_blocks: int) -> Any:

@@ -69,7 +69,7 @@ class Offloader(Closing):
             num_device_blocks=runner.num_blocks,
             block_bytes=[layout.block_bytes for layout in layouts],
             levels=[
-                level_of(name, each.num_places, writes[name], policy)
+                level_of(name, each.num_places, writes[name], policy, recovered=[each.recovered()])
                 for name, each in below.items()
             ],
         )

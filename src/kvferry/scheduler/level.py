@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,19 +19,26 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.keys import Keys
+from kvferry.errors import InputError
+from kvferry.keys import Keys, Recovered
 from kvferry.policy import EvictionPolicyMaker, Lru
 from kvferry.pool import Pool
 from kvferry.scheduler.outbox import End
-from kvferry.scheduler.recovered import Recovered, agreed
+from kvferry.scheduler.recovered import agreed
 from kvferry.scheduler.remembered import Remembered
 from kvferry.slot_states import PoolCounts
 from kvferry.types import NO_SLOTS, Key, Rank, SlotArray, TierName
+
+log = logging.getLogger(__name__)
 
 Flags = npt.NDArray[np.bool_]
 
 REMEMBER_SECONDS = 10.0
 REMEMBER_KEYS = 1 << 17
+
+_RESTORE_BLOCKS = 4096
+"""So many at a time are taken up again. Of those that were written together, which is mostly one
+conversation, the first are its beginning: they are to be evicted last."""
 
 
 class WriteMode(Enum):
@@ -127,18 +135,31 @@ class PlacedLevel(Level):
     def __init__(self, name: TierName, pool: Pool, write: WriteMode = WriteMode.SPILL) -> None:
         super().__init__(name, write)
         self.pool = pool
+        self.num_restored = 0
+        """Blocks that were here from an earlier life."""
 
     def restore(self, recovered: Sequence[Recovered]) -> int:
         """What each rank found here from an earlier life; returns how many blocks all of them have.
 
         Before anything is stored.
         """
-        keys, places = agreed(recovered, self.pool.num_slots)
+        return self.take_up(agreed(recovered, self.pool.num_slots))
+
+    def take_up(self, recovered: Recovered) -> int:
+        """These blocks are here, whatever ranks they are on; returns how many are new."""
+        keys, places = recovered
+        new = ~self.pool.known(keys)
+        if not new.all():
+            keys, places = keys.take(new), places[new]
         self.pool.give_out_next(places)
-        lease = self.pool.reserve(keys, chained=False)  # a chain is known when it is stored again
-        if lease is not None:
-            assert np.array_equal(lease.slots, places)
+        for start in range(0, len(keys), _RESTORE_BLOCKS):
+            part = slice(start, start + _RESTORE_BLOCKS)
+            # A chain is known when it is stored again.
+            lease = self.pool.reserve(keys[part], chained=False)
+            assert lease is not None
+            assert np.array_equal(lease.slots, places[part])
             lease.commit()
+        self.num_restored += len(keys)
         return len(keys)
 
     def there(self, keys: Keys, now: float) -> Flags:
@@ -235,11 +256,20 @@ def level_of(
     num_places: int | None,
     write: WriteMode,
     policy: EvictionPolicyMaker = Lru,
+    *,
+    recovered: Sequence[Recovered] = (),
 ) -> Level:
     """The level for a tier with so many places, or for one that finds blocks by their keys.
 
     ``policy`` says which blocks make room in the places.
+    ``recovered`` is what each rank's tier still has from an earlier life (``TierMover.recovered``).
     """
     if num_places is None:
         return KeyedLevel(name, write)
-    return PlacedLevel(name, Pool(num_places, policy), write)
+    level = PlacedLevel(name, Pool(num_places, policy), write)
+    if any(len(places) for _, places in recovered):
+        try:
+            level.restore(recovered)
+        except InputError as error:  # a tier's mistake must not keep an engine from starting
+            log.error("level %s begins empty: %s", name, error)
+    return level

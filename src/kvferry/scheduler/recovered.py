@@ -6,30 +6,72 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvferry.duplicates import Duplicates
 from kvferry.errors import InputError
-from kvferry.index import Index
-from kvferry.keys import Keys
-from kvferry.types import SlotArray
-
-Recovered = tuple[Keys, SlotArray]
-"""Blocks of one rank and their places, in the order in which they were written."""
+from kvferry.keys import Keys, Recovered
+from kvferry.types import NO_SLOT, SlotArray
 
 
 def agreed(recovered: Sequence[Recovered], num_places: int) -> Recovered:
     """The blocks that every rank has at the same place, in the first rank's order.
 
-    InputError where a rank names a place that does not exist, or a key or a place twice.
+    A key that is at several places counts where it was written last. InputError where a rank names
+    a place that does not exist, or one twice.
     """
     for rank, (keys, places) in enumerate(recovered):
         _check(rank, keys, places, num_places)
     keys, places = recovered[0]
     for other_keys, other_places in recovered[1:]:
-        index = Index(num_places)
-        index.insert(other_keys, other_places)
-        same = index.find(keys) == places
-        keys, places = keys.take(same), places[same]
-    return keys, places
+        found = np.full(num_places, NO_SLOT, dtype=np.int32)
+        found[other_places] = np.arange(len(other_places), dtype=np.int32)
+        there = found.take(places)
+        both = np.flatnonzero(there != NO_SLOT)
+        same = keys.array[both] == other_keys.array[there[both]]
+        both = both[same.all(axis=1)]
+        keys, places = keys.take(both), places[both]
+    return _newest(keys, places)
+
+
+def united(recovered: Sequence[Recovered], num_places: int) -> Recovered:
+    """The blocks of all ranks, where each has places of its own: see ``SharedLevelMover``.
+
+    ``num_places`` are those of one rank.
+    """
+    num_ranks = len(recovered)
+    for rank, (keys, places) in enumerate(recovered):
+        _check(rank, keys, places, num_places)
+    keys = Keys(np.concatenate([keys.array for keys, _ in recovered]))
+    places = np.concatenate(
+        [places * num_ranks + rank for rank, (_, places) in enumerate(recovered)]
+    )
+    # Each rank's order as if all had written at the same pace: nobody knows better.
+    ages = np.concatenate([np.arange(len(keys)) / max(1, len(keys)) for keys, _ in recovered])
+    order = np.argsort(ages, kind="stable")
+    return _newest(keys.take(order), places[order])
+
+
+def within(recovered: Recovered, num_places: int) -> Recovered:
+    """Those of a rank's blocks that lie in the first so many places: others have no more."""
+    keys, places = recovered
+    if not len(places) or int(places.max()) < num_places:
+        return recovered
+    fits = places < num_places
+    return keys.take(fits), places[fits]
+
+
+def _newest(keys: Keys, places: SlotArray) -> Recovered:
+    """Each key once, at the place that was written last.
+
+    By first words alone: of two keys that share one, the older block is lost, which harms nobody.
+    """
+    words = keys.array[:, 0]
+    order = np.argsort(words, kind="stable")
+    words = words.take(order)
+    older = order[:-1][words[1:] == words[:-1]]
+    if not len(older):
+        return keys, places
+    newest = np.ones(len(keys), dtype=bool)
+    newest[older] = False
+    return keys.take(newest), places[newest]
 
 
 def _check(rank: int, keys: Keys, places: SlotArray, num_places: int) -> None:
@@ -40,5 +82,7 @@ def _check(rank: int, keys: Keys, places: SlotArray, num_places: int) -> None:
             f"rank {rank} recovered places {int(places.min())} to {int(places.max())}; there are "
             f"places 0 to {num_places - 1}"
         )
-    if len(np.unique(places)) != len(places) or Duplicates().any_in(keys):
-        raise InputError(f"rank {rank} recovered a block or a place twice")
+    named = np.zeros(num_places, dtype=bool)
+    named[places] = True
+    if np.count_nonzero(named) != len(places):
+        raise InputError(f"rank {rank} recovered a place twice")

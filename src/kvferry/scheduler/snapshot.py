@@ -9,7 +9,7 @@ from kvferry.pool import Pool
 from kvferry.scheduler.flight import Flights
 from kvferry.scheduler.hit import Hits
 from kvferry.scheduler.journal import Entry, Journal
-from kvferry.scheduler.level import KeyedLevel
+from kvferry.scheduler.level import KeyedLevel, PlacedLevel
 from kvferry.scheduler.levels import LowerLevels
 from kvferry.scheduler.outbox import Outbox
 from kvferry.scheduler.storing import Stores
@@ -65,6 +65,13 @@ def snapshot(
                 level.name: (level.num_asked, level.num_found)
                 for level in lower.levels
                 if isinstance(level, KeyedLevel)
+            }
+        ),
+        restored=MappingProxyType(
+            {
+                level.name: level.num_restored
+                for level in lower.levels
+                if isinstance(level, PlacedLevel)
             }
         ),
         bandwidth=hits.worth.bandwidth,

@@ -1,6 +1,15 @@
 """Where bytes rest below the device: the contract, host memory, and the reference tiers."""
 
-from kvferry.tiers.base import Batch, BatchId, Result, Rows, Tier, TierSetup, Way
+from kvferry.tiers.base import (
+    Batch,
+    BatchId,
+    LastingTier,
+    Result,
+    Rows,
+    Tier,
+    TierSetup,
+    Way,
+)
 from kvferry.tiers.growth import Growth, GrowthState, GrowthStats, Pin, Registrar
 from kvferry.tiers.host import HostTier
 from kvferry.tiers.host_memory import HostMemory
@@ -20,6 +29,7 @@ __all__ = [
     "HostMemory",
     "HostTier",
     "KeyedMemoryTier",
+    "LastingTier",
     "LevelMover",
     "Machine",
     "MemoryTier",

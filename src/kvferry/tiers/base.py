@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import InputError
-from kvferry.keys import Keys
+from kvferry.keys import Keys, Recovered
 from kvferry.types import FIRST_RANK, Rank, SlotArray, TierName
 
 Rows = npt.NDArray[np.uint8]
@@ -166,6 +166,17 @@ class Tier(Protocol):
         What has not begun after ``timeout`` seconds fails; what is still under way then is left
         behind and named in the answer: its memory may be touched at any later time, and must stay.
         Results of all others can still be polled.
+        """
+
+
+class LastingTier(Tier, Protocol):
+    """A placed tier that outlives its process: it can name what it still has."""
+
+    def recovered(self) -> Recovered:
+        """The blocks that an earlier life left, whole and not forgotten, by key and place.
+
+        Asked once, before the first batch; the one call that may wait for the medium. A tier that
+        ails by then answers with nothing.
         """
 
 

@@ -101,9 +101,13 @@ class SharedMover:
 
 
 class SharedLevelMover(SharedMover):
-    """One rank's part of a level below such a host pool: the blocks whose keys are its own.
+    """One rank's part of a level below such a host pool: a block must be looked for where it was
+    put, so the parts are fixed::
 
-    By key, because a block must be looked for where it was put.
+        finds blocks by keys   by key: the word 0 of rank r's blocks is r modulo the ranks
+        has places             by place: place p is place p // ranks of rank p modulo the ranks
+
+    So every place of every rank is used, and neighbours are spread over all of them.
     """
 
     _mover: LevelMover
@@ -115,12 +119,17 @@ class SharedLevelMover(SharedMover):
     def submit(self, transfer: Transfer) -> object:
         if transfer.keys is None:
             raise InputError(f"transfer {transfer.id} goes below the host without its keys")
-        part = self._own(transfer.keys)
+        src, dst = transfer.src_slots, transfer.dst_slots
+        below = dst if transfer.src == HOST else src
+        if len(below):
+            part = np.flatnonzero(below % self._num_ranks == self._rank)
+            below = below[part] // self._num_ranks
+        else:
+            part = self._own(transfer.keys)
         if not len(part):
             return self._pass(transfer.id)
         self._parts[transfer.id] = part
-        src = transfer.src_slots[part] if len(transfer.src_slots) else transfer.src_slots
-        dst = transfer.dst_slots[part] if len(transfer.dst_slots) else transfer.dst_slots
+        src, dst = (src[part], below) if transfer.src == HOST else (below, dst[part])
         keys = transfer.keys[part]
         return self._mover.submit(replace(transfer, src_slots=src, dst_slots=dst, keys=keys))
 

@@ -9,12 +9,13 @@ from collections.abc import Callable
 import numpy as np
 
 from kvferry.errors import ClosedError, InputError
-from kvferry.keys import Keys
+from kvferry.keys import Keys, Recovered
 from kvferry.tiers.base import CLOSE_SECONDS, Batch, BatchId, Result, Tier, Way
 from kvferry.tiers.host import HostTier
 from kvferry.tiers.mapping import Bytes
 from kvferry.types import (
     FIRST_RANK,
+    NO_SLOTS,
     Health,
     Outcome,
     Question,
@@ -26,6 +27,8 @@ from kvferry.types import (
 )
 
 log = logging.getLogger(__name__)
+
+NOTHING: Recovered = (Keys.empty(), NO_SLOTS)
 
 _kept: list[Bytes] = []
 """Host memory that a hung operation may still touch: it is never unmapped."""
@@ -71,6 +74,21 @@ class TierMover:
     def num_places(self) -> int | None:
         """The tier's places, for ``scheduler.level_of``; None where it finds blocks by keys."""
         return self._tier.num_places
+
+    def recovered(self) -> Recovered:
+        """What the tier still has from an earlier life, for ``PlacedLevel.restore``.
+
+        Nothing where it has no memory of one, or cannot say: then it begins empty.
+        """
+        recall = getattr(self._tier, "recovered", None)
+        if recall is None or self._tier.num_places is None:
+            return NOTHING
+        try:
+            keys, places = recall()
+        except Exception:  # a medium on a bad day must not keep an engine from starting
+            log.exception("tier %s cannot say what it still has", self._tier.name)
+            return NOTHING
+        return keys, places
 
     def submit(self, transfer: Transfer) -> None:
         """Hand one transfer to the tier and return at once."""

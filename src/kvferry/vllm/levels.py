@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+
 from kvferry.config import Config
+from kvferry.keys import Keys
 from kvferry.policy import policy_named
 from kvferry.rank import RankMemory
 from kvferry.scheduler import Level, WriteMode, level_of
+from kvferry.scheduler.recovered import united, within
 from kvferry.tiers import LevelMover, SharedLevelMover
 from kvferry.types import TierName
 from kvferry.vllm.messages import LevelShape, RankShape
@@ -25,8 +29,12 @@ def level_movers(memory: RankMemory, place: Place) -> Mapping[TierName, LevelMov
 
 
 def shapes_of(memory: RankMemory) -> tuple[LevelShape, ...]:
-    """This rank's levels, for the scheduler's side."""
-    return tuple(LevelShape(name, level.num_places) for name, level in memory.levels.items())
+    """This rank's levels, for the scheduler's side, with what they still have."""
+    shapes = []
+    for name, level in memory.levels.items():
+        keys, places = level.recovered()
+        shapes.append(LevelShape(name, level.num_places, keys.array, places.astype(np.int32)))
+    return tuple(shapes)
 
 
 def disagreement(shapes: Iterable[RankShape]) -> str:
@@ -45,12 +53,25 @@ def disagreement(shapes: Iterable[RankShape]) -> str:
 
 
 def levels_of(shapes: Iterable[RankShape], config: Config) -> list[Level]:
-    """The scheduler's levels: each with as many places as every rank has."""
+    """The scheduler's levels: each with as many places as every rank has, and what is in them.
+
+    Ranks that share one host memory have places of their own each (``SharedLevelMover``).
+    """
     write, policy = WriteMode(config.level_write), policy_named(config.policy)
+    shapes = sorted(shapes, key=lambda shape: shape.rank)
     levels = []
     for same in zip(*(shape.levels for shape in shapes), strict=True):
-        places = [level.num_places for level in same if level.num_places is not None]
-        levels.append(level_of(same[0].name, min(places, default=None), write, policy))
+        num_places = min((each.num_places for each in same if each.num_places), default=None)
+        if num_places is None:
+            levels.append(level_of(same[0].name, None, write))
+            continue
+        recovered = [
+            within((Keys(each.keys), each.places.astype(np.int64)), num_places) for each in same
+        ]
+        if shapes[0].is_shared:
+            recovered = [united(recovered, num_places)]
+            num_places *= len(same)
+        levels.append(level_of(same[0].name, num_places, write, policy, recovered=recovered))
     return levels
 
 

@@ -6,10 +6,22 @@ nothing here needs vLLM.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
 
 from kvferry.device.planning.path_choices import PathChoices
-from kvferry.types import Health, Plan, Rank, Receipt, TierName, TransferId
+from kvferry.types import (
+    KEY_BYTES,
+    Health,
+    KeyRows,
+    Plan,
+    Rank,
+    Receipt,
+    TierName,
+    TransferId,
+)
 
 NO_PLAN = Plan(step=0)
 
@@ -36,12 +48,21 @@ class StepOrders:
     is_quiet: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LevelShape:
-    """A level below one rank's host memory; None where it finds blocks by their keys."""
+    """A level below one rank's host memory; None where it finds blocks by their keys.
+
+    ``keys`` and ``places`` are what the rank still has there from an earlier life, in the order in
+    which it was written: 36 bytes a block, because there may be millions.
+    """
 
     name: TierName
     num_places: int | None
+    keys: KeyRows = field(default_factory=lambda: np.empty((0, KEY_BYTES // 8), dtype="<u8"))
+    places: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+
+    def without_blocks(self) -> LevelShape:
+        return LevelShape(self.name, self.num_places)
 
 
 @dataclass(frozen=True)
@@ -62,6 +83,10 @@ class RankShape:
     choices: PathChoices | None = None
     levels: tuple[LevelShape, ...] = ()
     refusal: str = ""
+
+    def without_blocks(self) -> RankShape:
+        """The same, but for what its levels still have: that is told once, and not kept."""
+        return replace(self, levels=tuple(level.without_blocks() for level in self.levels))
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,8 @@ class SchedulerSide:
             self.serving = Serving(self.setup, self._shapes, blocks)
         except Exception as error:
             self._trip("start", error)
+        # What the levels still have may be hundreds of megabytes: it is known by now.
+        self._shapes = {rank: shape.without_blocks() for rank, shape in self._shapes.items()}
 
     def banner(self) -> str:
         """One line for the log: what is in service, or why nothing is."""

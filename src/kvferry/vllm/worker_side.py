@@ -150,7 +150,8 @@ class WorkerSide:
         """vLLM asks for this once, when it has captured its graphs and before the first step."""
         if self._memory is not None:
             self._memory.note_started()
-        return self.shape
+        shape, self.shape = self.shape, self.shape.without_blocks()  # it may be large: told once
+        return shape
 
     def close(self) -> None:
         for part in (self._worker, self._memory):
@@ -353,7 +354,8 @@ class WorkerSide:
         health, self._health = tuple(self._health), []
         drained, self._drained = (self.rank,) if self._drained else (), False
         shapes = () if self._told_shape else (self.shape,)
-        self._told_shape = True
+        if not self._told_shape:
+            self._told_shape, self.shape = True, self.shape.without_blocks()
         ready, pinned = self._take_ready()
         if receipts or ready or shapes or drained or stale or health:
             return StepReceipts(receipts, ready, shapes, drained, pinned, stale, health)

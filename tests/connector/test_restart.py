@@ -1,0 +1,139 @@
+"""A server that comes back over levels that outlived it: what all ranks still have is served."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.connector.test_levels import CHAT_BLOCKS, chat, loaded, scheduler_of, settle, step
+from tests.connector.test_levels import make as make  # a fixture
+from tests.fakes import lasting
+from tests.fakes.sides import Sides
+
+from kvferry.config import Config
+from kvferry.keys import Keys
+from kvferry.types import Rank, TierName
+from kvferry.vllm.levels import levels_of
+from kvferry.vllm.messages import LevelShape, RankShape
+
+SHELF = "shelf=tests.fakes.lasting:open_shelf:there/200"
+Make = Callable[..., Sides]
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    lasting.shelves.clear()
+    yield
+    lasting.shelves.clear()
+
+
+def end(sides: Sides) -> None:
+    settle(sides)
+    for rank in sides.ranks:
+        rank.close()
+    sides.side.close()
+
+
+def live(make: Make, num_ranks: int, **options: Any) -> tuple[Sides, list[Any]]:
+    """One life; its conversations are on the shelves afterwards."""
+    sides = make(num_ranks, levels=SHELF, level_write="through", **options)
+    wanted = [chat(sides, number) for number in range(8)]
+    return sides, wanted
+
+
+def same_start(found: Any, wanted: Any, num_blocks: int) -> bool:
+    return all(
+        np.array_equal(here[name], there[name][:num_blocks])
+        for here, there in zip(found, wanted, strict=True)
+        for name in here
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_a_server_that_comes_back_is_warm(make: Make, num_ranks: int) -> None:
+    sides, wanted = live(make, num_ranks)
+    end(sides)
+    sides = make(num_ranks, levels=SHELF, level_write="through")
+    for number in range(8):
+        num_blocks, found = loaded(sides, number)
+        assert num_blocks == CHAT_BLOCKS
+        assert same_start(found, wanted[number], num_blocks)
+    scheduler_of(sides).check_integrity()
+
+
+def test_what_a_rank_has_lost_no_rank_is_asked_for(make: Make) -> None:
+    sides, wanted = live(make, 2)
+    end(sides)
+    rng = np.random.default_rng(11)
+    for rank in range(2):
+        lasting.lose(lasting.shelves["there", rank], 0.2, rng)
+    there = [set(lasting.shelves["there", rank]) for rank in range(2)]
+    sides = make(2, levels=SHELF, level_write="through")
+    assert scheduler_of(sides).stats().levels["shelf"].cached == len(there[0] & there[1])
+    for number in range(8):
+        num_blocks, found = loaded(sides, number)
+        assert not num_blocks or same_start(found, wanted[number], num_blocks)
+    assert scheduler_of(sides).stats().lost_blocks == 0, "nobody was asked for what it has not"
+    # What not all had is written again, elsewhere or in place, and the third life finds it once.
+    again = [chat(sides, number) for number in range(20, 24)]
+    end(sides)
+    sides = make(2, levels=SHELF, level_write="through")
+    for number, bytes_then in zip(range(20, 24), again, strict=True):
+        num_blocks, found = loaded(sides, number)
+        assert num_blocks == CHAT_BLOCKS
+        assert same_start(found, bytes_then, num_blocks)
+
+
+def test_a_reset_is_not_undone_by_a_restart(make: Make) -> None:
+    sides, _ = live(make, 2)
+    sides.side.reset()
+    settle(sides)
+    assert not any(lasting.shelves.values())
+    chat(sides, 30)
+    end(sides)
+    sides = make(2, levels=SHELF, level_write="through")
+    assert [loaded(sides, number)[0] for number in (*range(8), 30)] == [0] * 9
+
+
+def test_what_is_recovered_is_told_once_and_not_kept(make: Make) -> None:
+    sides, _ = live(make, 2)
+    end(sides)
+    sides = make(2, levels=SHELF)
+    for rank in sides.ranks:
+        assert not len(rank.shape.levels[0].keys)
+    for shape in sides.side._shapes.values():
+        assert not len(shape.levels[0].keys)
+    step(sides)  # the shapes come again with the first step, without them
+    assert scheduler_of(sides).stats().levels["shelf"].cached == 8 * CHAT_BLOCKS
+
+
+def test_a_rank_is_told_in_few_bytes() -> None:
+    keys = np.random.default_rng(1).integers(0, 1 << 60, (1000, 4), dtype=np.uint64)
+    shape = RankShape(
+        Rank(0), levels=(LevelShape(TierName("d"), 2000, keys, np.arange(1000, dtype=np.int32)),)
+    )
+    assert len(pickle.dumps(shape)) < 1000 * 36 + 2000
+
+
+def test_ranks_over_one_memory_add_up() -> None:
+    keys = np.random.default_rng(1).integers(0, 1 << 60, (6, 4), dtype=np.uint64)
+    shapes = [
+        RankShape(
+            Rank(rank),
+            is_shared=True,
+            levels=(
+                LevelShape(
+                    TierName("d"), 4 + rank, keys[3 * rank :][:3], np.array([0, 2, 3], np.int32)
+                ),
+            ),
+        )
+        for rank in range(2)
+    ]
+    (level,) = levels_of(shapes, Config())
+    assert level.pool is not None
+    assert level.pool.num_slots == 8
+    found = level.pool.find_cached(Keys(keys))
+    assert found.tolist() == [0, 4, 6, 1, 5, 7]

@@ -1,0 +1,98 @@
+"""A ferry over a level that outlives it: the next one finds what was kept, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from tests.fakes import lasting
+from tests.unit.test_ferry_levels import CHAT_BLOCKS, CHATS, Open, attach, chat, content, fill
+
+import kvferry
+from kvferry.types import as_slots
+
+__all__ = ["attach"]  # a fixture
+
+SHELF = "shelf=tests.fakes.lasting:open_shelf:here/200"
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    lasting.shelves.clear()
+    yield
+    lasting.shelves.clear()
+
+
+def find(ferry: kvferry.Ferry, number: int) -> tuple[int, bytes]:
+    """Load what there is of a conversation; how many blocks, and their bytes."""
+    hit = ferry.await_hit(ferry.match(chat(ferry, number)), 10)
+    blocks = list(range(70, 70 + len(hit)))
+    for tensor in ferry.kv:  # type: ignore[attr-defined]
+        tensor[70:] = 0xEE
+    done = ferry.wait(ferry.load(hit, blocks), 10)
+    assert done.ok
+    return len(hit), content(ferry, blocks)
+
+
+@pytest.mark.parametrize("write", ["spill", "through"])
+def test_the_next_life_is_warm(attach: Open, write: str) -> None:
+    first = attach(SHELF, level_write=write)
+    wanted = fill(first)
+    first.close()
+    second = attach(SHELF, level_write=write)
+    restored = second.stats().levels["shelf"].cached
+    assert restored >= CHATS * CHAT_BLOCKS - 24 * (write == "spill")
+    found = [find(second, number) for number in range(CHATS)]
+    whole = [number for number, (count, _) in enumerate(found) if count == CHAT_BLOCKS]
+    assert len(whole) >= (CHATS if write == "through" else CHATS // 2)
+    assert all(found[number][1] == wanted[number] for number in whole)
+    second._scheduler.check_integrity()
+
+
+def test_a_reset_is_not_undone_by_a_restart(attach: Open) -> None:
+    first = attach(SHELF, level_write="through")
+    fill(first)
+    first.reset()
+    later = chat(first, 50)
+    first.wait(first.store(later, list(range(CHAT_BLOCKS))))
+    first.close()
+    assert lasting.shelves["here", 0], "what came after the reset is on the shelf"
+    second = attach(SHELF, level_write="through")
+    assert [find(second, number)[0] for number in (*range(CHATS), 50)] == [0] * (CHATS + 1)
+
+
+def test_a_tier_that_cannot_say_what_it_has_begins_empty(
+    attach: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    attach(SHELF, level_write="through").close()
+
+    def fail(self: lasting.ShelfTier) -> None:
+        raise OSError("the shelf is on fire")
+
+    monkeypatch.setattr(lasting.ShelfTier, "recovered", fail)
+    ferry = attach(SHELF, level_write="through")
+    assert "on fire" in caplog.text
+    assert find(ferry, 0)[0] == 0
+    monkeypatch.setattr(
+        lasting.ShelfTier, "recovered", lambda self: (chat(ferry, 1), as_slots([1]))
+    )
+    assert attach(SHELF).stats().levels["shelf"].cached == 0
+    assert "begins empty" in caplog.text
+
+
+def test_what_was_lost_meanwhile_is_a_shorter_hit(attach: Open) -> None:
+    first = attach(SHELF, level_write="through")
+    wanted = fill(first)
+    first.close()
+    lasting.lose(lasting.shelves["here", 0], 0.3, np.random.default_rng(3))
+    second = attach(SHELF, level_write="through")
+    for number in range(CHATS):
+        count, found = find(second, number)
+        assert found == content_of(wanted[number], count)
+
+
+def content_of(whole: bytes, num_blocks: int) -> bytes:
+    """The bytes of the first blocks, of those of all: layer by layer."""
+    rows = np.frombuffer(whole, dtype=np.uint8).reshape(3, CHAT_BLOCKS, -1)
+    return rows[:, :num_blocks].tobytes()
