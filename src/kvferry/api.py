@@ -20,6 +20,7 @@ from typing import Any
 
 from kvferry.attached import AttachedTensors
 from kvferry.config import Config
+from kvferry.contents import Contents
 from kvferry.device.engine.stream import Stream
 from kvferry.errors import ConfigError, InputError
 from kvferry.ferry import Ferry
@@ -76,7 +77,7 @@ def attach(
         overrides=overrides,
         salt=salt,
     )
-    rank = _open_rank(attached, config, compute)
+    rank = _open_rank(attached, config, compute, Contents(namespace))
     layouts = tuple(each.layout for each in attached)
     with ExitStack() as undo:
         undo.callback(rank.close)
@@ -158,11 +159,14 @@ def _geometry(
 
 
 def _open_rank(
-    attached: Sequence[AttachedTensors], config: Config, compute: Stream | None
+    attached: Sequence[AttachedTensors],
+    config: Config,
+    compute: Stream | None,
+    contents: Contents,
 ) -> RankMemory:
     layouts, gpu = [each.layout for each in attached], attached[0].gpu
     if gpu is None:
-        return open_on_cpu(layouts, config, compute=compute)
+        return open_on_cpu(layouts, config, compute=compute, contents=contents)
     if compute is not None:
         raise InputError("compute is for tensors in ordinary memory; on a GPU it is torch's stream")
-    return open_on_gpu(layouts, config, device=gpu)
+    return open_on_gpu(layouts, config, device=gpu, contents=contents)

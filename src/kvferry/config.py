@@ -7,29 +7,36 @@ a dict, a file, the environment), the same reader checks it.
 
 from __future__ import annotations
 
-import difflib
-import ipaddress
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from enum import Enum
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from kvferry.copy_paths import AUTO_PATH, BY_NAME
+from kvferry.disk_settings import KEY_ENV, DiskSettings
 from kvferry.errors import ConfigError, UnknownSettingError
-from kvferry.level_kinds import LevelSpec, read_levels, show_levels
-from kvferry.policy_kinds import ACCEPTS, DEFAULT_POLICY, read_policy
-from kvferry.quantities import (
-    GiB,
-    MiB,
-    format_size,
-    parse_count,
-    parse_rate,
-    parse_seconds,
-    parse_size,
-    quoted,
-    shown,
+from kvferry.level_kinds import DISK, LevelSpec, disk_level
+from kvferry.policy_kinds import DEFAULT_POLICY
+from kvferry.quantities import GiB, MiB, quoted
+from kvferry.setting_kinds import (
+    ADDRESS,
+    COUNT,
+    DIRECTORIES,
+    FILE_NAME,
+    LEVELS,
+    POLICY,
+    PORT,
+    RATE,
+    SECONDS,
+    SIZE,
+    SIZE_OR_ZERO,
+    Auto,
+    Kind,
+    nearest,
+    one_of,
+    optional,
+    or_auto,
 )
 from kvferry.settings_file import read_table
 
@@ -37,8 +44,8 @@ ENV_PREFIX = "KVFERRY_"
 CONFIG_FILE_ENV = "KVFERRY_CONFIG"
 """Names the file to read where no file is given."""
 
-# The file's name, the debug switch of the copies, our tests' own switches.
-_NOT_A_SETTING = re.compile(r"KVFERRY_(CONFIG$|DEBUG$|TEST_)")
+# The file's name, the disk's key, the debug switch of the copies, our tests' own switches.
+_NOT_A_SETTING = re.compile(rf"{KEY_ENV}$|KVFERRY_(CONFIG$|DEBUG$|TEST_)")
 
 # What Kubernetes puts into every pod for each service of its namespace: beside one that is called
 # kvferry-metrics, KVFERRY_METRICS_PORT is tcp://10.0.0.1:9475 and no setting of ours.
@@ -47,105 +54,7 @@ _SERVICE_LINK = re.compile(
 )
 _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 
-_LONGEST_NAME = 64
-
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Kind(Generic[T]):
-    """What a setting accepts: in words, how it is read, how a value is shown."""
-
-    words: str
-    read: Callable[[str, object], T]
-    show: Callable[[T], str] = str
-
-
-class Auto(Enum):
-    """A value to be found by looking at the machine."""
-
-    AUTO = "auto"
-
-
-AUTO = Auto.AUTO
-
-
-SIZE = Kind("size", lambda name, value: parse_size(value, name=name), format_size)
-SECONDS = Kind("seconds", lambda name, value: parse_seconds(value, name=name), "{:g}s".format)
-RATE = Kind("number", lambda name, value: parse_rate(value, name=name), "{:g}".format)
-COUNT = Kind("count", lambda name, value: parse_count(value, name=name))
-
-
-PORT = Kind("port", lambda name, value: parse_count(value, name=name, maximum=65535))
-
-_HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
-
-
-def _read_address(name: str, value: object) -> str:
-    text = value.strip() if isinstance(value, str) else ""
-    if text.startswith("[") and text.endswith("]"):
-        text = text[1:-1]
-    if not _HOST_NAME.fullmatch(text) and not _is_ipv6(text):
-        raise ConfigError(
-            f"{name}: expected an address such as 127.0.0.1 or ::1, got {shown(value)}"
-        )
-    return text
-
-
-def _is_ipv6(text: str) -> bool:
-    try:
-        ipaddress.IPv6Address(text)
-    except ValueError:
-        return False
-    return text.isascii() and text.isprintable()
-
-
-ADDRESS = Kind("address", _read_address)
-LEVELS = Kind("KIND:OPTIONS, ...|none", read_levels, show_levels)
-POLICY = Kind(ACCEPTS, read_policy)
-
-
-def one_of(*choices: str) -> Kind[str]:
-    """One of a few words, whatever their case."""
-
-    def read(name: str, value: object) -> str:
-        word = value.strip().lower() if isinstance(value, str) and value.isascii() else None
-        if word not in choices:
-            near = _nearest(word or "", choices)
-            raise ConfigError(
-                f"{name}: expected one of {', '.join(choices)}, got {shown(value)}{near}"
-            )
-        return word
-
-    return Kind("|".join(choices), read)
-
-
-def optional(kind: Kind[T]) -> Kind[T | None]:
-    """The same, or None; files and the environment write None as "none"."""
-
-    def read(name: str, value: object) -> T | None:
-        if value is None or (isinstance(value, str) and value.strip().lower() == "none"):
-            return None
-        return kind.read(name, value)
-
-    def show(value: T | None) -> str:
-        return "none" if value is None else kind.show(value)
-
-    return Kind(f"{kind.words}|none", read, show)
-
-
-def or_auto(kind: Kind[T]) -> Kind[T | Auto]:
-    """The same, or "auto": found by looking at the machine."""
-
-    def read(name: str, value: object) -> T | Auto:
-        if value is AUTO or (isinstance(value, str) and value.strip().lower() == AUTO.value):
-            return AUTO
-        return kind.read(name, value)
-
-    def show(value: T | Auto) -> str:
-        return AUTO.value if isinstance(value, Auto) else kind.show(value)
-
-    return Kind(f"{kind.words}|auto", read, show)
 
 
 def setting(default: T, kind: Kind[T], help: str) -> T:
@@ -170,11 +79,48 @@ class Config:
         one_of("auto", "required", "never"),
         "Pin host memory: if the driver lets us, or refuse to start without, or do not.",
     )
+    disk: tuple[str, ...] = setting(
+        (),
+        DIRECTORIES,
+        "Keep blocks in these directories too, one for each drive; they are there after a restart.",
+    )
+    disk_size: int = setting(
+        64 * GiB,
+        SIZE,
+        "The most that kvferry may fill of these directories: all of them, all ranks of this host "
+        "and all models together.",
+    )
+    disk_keep_free: int = setting(
+        5 * GiB, SIZE_OR_ZERO, "Free space that is left on each of their file systems."
+    )
+    disk_after: str = setting(
+        "evicted",
+        one_of("evicted", "asked-twice"),
+        "Write a block to disk when host memory is about to drop it, or only if it was asked for "
+        "again.",
+    )
+    disk_write_per_day: int | None = setting(
+        None, optional(SIZE), "The most to write to disk in 24 hours; none: as much as there is."
+    )
+    disk_deadline: float = setting(
+        10.0, SECONDS, "A drive that has not answered by then counts as away until it does."
+    )
+    disk_key_file: str | None = setting(
+        None,
+        optional(FILE_NAME),
+        "Encrypt what is on disk with the key in this file: 32 bytes, or their base64.",
+    )
+    disk_direct: str = setting(
+        "auto",
+        one_of("auto", "never"),
+        "Read and write past the page cache where the file system can, or through it.",
+    )
     levels: tuple[LevelSpec, ...] = setting(
         (),
         LEVELS,
-        "What lies below host memory, nearest first: memory:SIZE or memory-by-key:SIZE (ordinary "
-        "memory, for each rank), or package.module:factory of your own.",
+        "What lies below host memory, and below the disk, nearest first: memory:SIZE or "
+        "memory-by-key:SIZE (ordinary memory, for each rank), or package.module:factory of your "
+        "own.",
     )
     level_write: str = setting(
         "spill",
@@ -246,6 +192,31 @@ class Config:
     def __post_init__(self) -> None:
         for f in fields(self):
             object.__setattr__(self, f.name, _kind(f.name).read(f.name, getattr(self, f.name)))
+        if self.disk and any(level.name == DISK for level in self.levels):
+            raise ConfigError(
+                f"levels: one is called {DISK}, as the level is that the setting disk makes; give "
+                f"it another name, such as far={DISK}..."
+            )
+
+    @property
+    def all_levels(self) -> tuple[LevelSpec, ...]:
+        """What lies below host memory, nearest first: the disk if there is one, then ``levels``."""
+        return (disk_level(self.disk), *self.levels) if self.disk else self.levels
+
+    @property
+    def disk_settings(self) -> DiskSettings | None:
+        """What the tier on disk is told; None where there is no disk."""
+        if not self.disk:
+            return None
+        return DiskSettings(
+            directories=self.disk,
+            size=self.disk_size,
+            keep_free=self.disk_keep_free,
+            write_per_day=self.disk_write_per_day,
+            deadline=self.disk_deadline,
+            key_file=self.disk_key_file,
+            direct=self.disk_direct,
+        )
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, object]) -> Config:
@@ -329,7 +300,7 @@ def _read(settings: Mapping[str, object], where: str) -> dict[str, Any]:
     for name, value in settings.items():
         if name not in known:
             raise UnknownSettingError(
-                f"{where}: there is no setting {quoted(name)}{_nearest(str(name), known)}; "
+                f"{where}: there is no setting {quoted(name)}{nearest(str(name), known)}; "
                 f"settings: {', '.join(known)}"
             )
         try:
@@ -370,8 +341,3 @@ def _read_env(env: Mapping[str, str]) -> dict[str, Any]:
 def _read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     where, table = read_table(path)
     return _read(table, where)
-
-
-def _nearest(name: str, known: tuple[str, ...] | list[str]) -> str:
-    near = difflib.get_close_matches(name[:_LONGEST_NAME].lower(), known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""

@@ -13,6 +13,7 @@ nothing heavier; what a GPU needs is imported when a rank is opened on one.
 
 from kvferry.answers import DeviceBlocks, Landing, Match, MatchState
 from kvferry.config import Config
+from kvferry.contents import Contents
 from kvferry.device.engine.base import CopyEngine
 from kvferry.device.engine.cpu import CpuEngine
 from kvferry.device.engine.stream import Stream
@@ -111,6 +112,7 @@ __all__ = [
     "BlockTable",
     "ChunkedLocal",
     "Config",
+    "Contents",
     "CopyEngine",
     "CpuEngine",
     "Decision",

@@ -19,7 +19,7 @@ the keys differ: a miss costs time, a wrong hit costs trust.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
@@ -42,12 +42,13 @@ Described = str | Mapping[str, Any] | list[Any] | tuple[Any, ...]
 Extra = Described | bytes
 """What decides a request's bytes besides its tokens: as above, or a digest's bytes."""
 
-# One digest, five uses that can never be mistaken for each other.
+# One digest, six uses that can never be mistaken for each other.
 _NAMESPACE = b"kvferry.ns"
 _CHAIN = b"kvferry.chain"
 _REQUEST = b"kvferry.request"
 _ADOPT = b"kvferry.adopt"
 _SCOPE = b"kvferry.scope"
+_STORE = b"kvferry.store"
 
 _MOST_INT64 = 2**63 - 1
 _MOST_PLAIN_INT = 10**1000  # Python writes integers of some thousand digits only if told to
@@ -220,6 +221,17 @@ def scope(epoch: int, group: int) -> bytes:
         return bytes(KEY_BYTES)
     place = epoch.to_bytes(8, "little") + group.to_bytes(8, "little")
     return blake2b(place, digest_size=KEY_BYTES, person=_SCOPE).digest()
+
+
+def store_fingerprint(namespace: Namespace, *parts: Described | int | Sequence[int]) -> bytes:
+    """``KEY_BYTES`` bytes over a namespace and whatever else decides what a store on disk holds.
+
+    Each part with its length and in its place: the way the blocks lie, the rank, the weights.
+    """
+    digest = blake2b(namespace.fingerprint, digest_size=KEY_BYTES, person=_STORE)
+    for part in parts:
+        digest.update(_with_length(_canonical("store", [part]).encode()))
+    return digest.digest()
 
 
 def _joined(keys: list[bytes]) -> Keys:

@@ -25,6 +25,9 @@ _MOST_LEVELS = 8
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}", re.ASCII)
 _NAMED = re.compile(r"([^:=]*)=(.*)", re.DOTALL)
 _OWN = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*)(?::(.*))?", re.ASCII | re.DOTALL)
+DISK = TierName("disk")
+"""The level that the setting ``disk`` makes, and its kind."""
+
 _TAKEN = (DEVICE, HOST, "other")
 """Names that mean something else in figures and transfers."""
 
@@ -85,6 +88,11 @@ _BY_NAME = {kind.name: kind for kind in KINDS}
 def default_name(kind: str) -> str:
     """What a level is called that was given no name: its kind, or the module of its factory."""
     return kind if kind in _BY_NAME else kind.split(":")[0].rpartition(".")[2].lower()
+
+
+def disk_level(directories: Sequence[str]) -> LevelSpec:
+    """The disk as a level: its settings are settings of their own, not options."""
+    return LevelSpec(DISK, DISK, ", ".join(directories), "kvferry.tiers.disk:open_disk")
 
 
 def read_levels(name: str, value: object) -> tuple[LevelSpec, ...]:
@@ -152,6 +160,8 @@ def _read_own(setting: str, told: str, own_name: str) -> LevelSpec:
         word = told.partition(":")[0][:64].strip().lower()
         near = difflib.get_close_matches(word, _BY_NAME, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
+        if word == DISK:
+            hint = "; a disk has a setting of its own, disk = PATH;"
         raise ConfigError(
             f"{setting}: there is no kind of level {quoted(told)}{hint or ';'} kinds: "
             f"{', '.join(f'{kind.name}:{kind.options}' for kind in KINDS)}; or a factory of your "

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 from kvferry.config import Config
+from kvferry.contents import Contents, tier_setup
 from kvferry.copy_paths import COPY_PATHS
 from kvferry.device.driver.base import Driver
 from kvferry.device.driver.opening import open_driver
@@ -25,7 +26,15 @@ from kvferry.device.engine.base import CopyEngine
 from kvferry.device.engine.cpu import CpuEngine
 from kvferry.device.engine.stream import Stream
 from kvferry.device.layout import GroupLayout
-from kvferry.tiers import HostMemory, Pin, SharedMemory, SlotLayout, TierMover, open_levels
+from kvferry.tiers import (
+    HostMemory,
+    Pin,
+    SharedMemory,
+    SlotLayout,
+    TierMover,
+    TierSetup,
+    open_levels,
+)
 from kvferry.types import FIRST_RANK, Rank, TierName
 
 log = logging.getLogger(__name__)
@@ -117,8 +126,9 @@ def open_on_cpu(
     num_ranks: int = 1,
     num_ranks_here: int | None = None,
     shared: SharedMemory | None = None,
+    contents: Contents | None = None,
 ) -> RankMemory:
-    """For KV tensors in ordinary memory."""
+    """For KV tensors in ordinary memory. A disk needs ``contents``: what it has outlives us."""
     activity = Activity()
     with ExitStack() as undo:
         host = HostMemory(
@@ -130,7 +140,8 @@ def open_on_cpu(
             shared=shared,
         )
         undo.callback(host.close)
-        levels = _open_levels(config, host, rank, num_ranks, undo)
+        whose = tier_setup(config, layouts, contents, rank, num_ranks, num_ranks_here)
+        levels = _open_levels(config, host, whose, undo)
         engine = CpuEngine(layouts, host.tier.rows, compute=compute, rank=rank)
         undo.pop_all()
         return RankMemory(host, engine, activity, levels=levels)
@@ -148,6 +159,7 @@ def open_on_gpu(
     shared: SharedMemory | None = None,
     driver: Driver | None = None,
     is_starting: bool = False,
+    contents: Contents | None = None,
 ) -> RankMemory:
     """For KV tensors on GPU ``device``. Without ``driver``, this machine's is opened.
 
@@ -185,7 +197,8 @@ def open_on_gpu(
             # A kernel that touches memory the driver does not know kills the process's GPU work.
             unpinned = next(path.name for path in COPY_PATHS if not path.needs_pinned)
             planner = open_planner(driver, path_set.paths, copy_path=unpinned)
-        levels = _open_levels(config, host, rank, num_ranks, undo)
+        whose = tier_setup(config, layouts, contents, rank, num_ranks, num_ranks_here)
+        levels = _open_levels(config, host, whose, undo)
         rows = host.tier.rows
         engine = GpuEngine(
             driver,
@@ -203,15 +216,9 @@ def open_on_gpu(
 
 
 def _open_levels(
-    config: Config, host: HostMemory, rank: Rank, num_ranks: int, undo: ExitStack
+    config: Config, host: HostMemory, whose: TierSetup, undo: ExitStack
 ) -> dict[TierName, TierMover]:
-    levels = open_levels(
-        config.levels,
-        host.tier,
-        rank=rank,
-        num_ranks=num_ranks,
-        ready_slots=lambda: host.ready_slots,
-    )
+    levels = open_levels(config.all_levels, host.tier, whose, ready_slots=lambda: host.ready_slots)
     for level in levels.values():
         undo.callback(level.close)
     return levels

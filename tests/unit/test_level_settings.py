@@ -135,7 +135,7 @@ def test_every_kind_of_ours_is_named_where_settings_are_described():
 
 def opening(text: str, host: HostTier) -> dict[TierName, TierMover]:
     specs = Config.from_dict({"levels": text}).levels
-    return dict(open_levels(specs, host, rank=Rank(1), num_ranks=3))
+    return dict(open_levels(specs, host, TierSetup(TierName(""), 4096, Rank(1), 3)))
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fakes.registrar import FakeRegistrar
 
-from kvferry.config import AUTO
 from kvferry.errors import ConfigError
 from kvferry.quantities import GiB, MiB
+from kvferry.setting_kinds import AUTO
 from kvferry.tiers import GrowthState, HostMemory, Machine, Pin
 from kvferry.tiers import growth as growth_module
 from kvferry.tiers import mapping as mapping_module

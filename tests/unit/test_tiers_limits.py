@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.config import AUTO
 from kvferry.errors import ConfigError
 from kvferry.quantities import GiB, MiB
+from kvferry.setting_kinds import AUTO
 from kvferry.tiers.limits import AUTO_SHARE, Machine, pin_advice, shortage, size_for
 
 MEMINFO = "MemTotal: {total} kB\nMemFree: 1 kB\nMemAvailable: {left} kB\nHugePages_Total: 0\n"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvferry.config import AUTO, Config
+from kvferry.config import Config
 from kvferry.doctor.environment import Environment
 from kvferry.doctor.finding import Finding, fail, ok, warn
 from kvferry.errors import ConfigError
 from kvferry.quantities import GiB, format_size
+from kvferry.setting_kinds import AUTO
 from kvferry.tiers.limits import size_for
 
 _THP = "/sys/kernel/mm/transparent_hugepage/enabled"

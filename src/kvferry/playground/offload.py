@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from kvferry.closing import Closing
 from kvferry.config import Config
+from kvferry.contents import Contents, tier_setup
 from kvferry.device.engine.base import CopyEngine
 from kvferry.device.engine.cpu import CpuEngine
 from kvferry.device.layout import describe
@@ -58,8 +59,9 @@ class Offloader(Closing):
         self.host = HostTier(host_bytes // slot_bytes, slot_bytes)
         below = {tier.name: TierMover(self.host, tier) for tier in lower}
         writes = {tier.name: write for tier, write in lower.items()}
-        if config.levels:
-            below = open_levels(config.levels, self.host)
+        if config.all_levels:
+            contents = Contents(runner.namespace)
+            below = open_levels(config.all_levels, self.host, tier_setup(config, layouts, contents))
             writes = dict.fromkeys(below, WriteMode(config.level_write))
         policy = policy_named(config.policy)
         self.scheduler = Scheduler(

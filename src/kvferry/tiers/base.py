@@ -22,6 +22,7 @@ from typing import NewType, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.disk_settings import DiskSettings
 from kvferry.errors import InputError
 from kvferry.keys import Keys, Recovered
 from kvferry.types import FIRST_RANK, Rank, SlotArray, TierName
@@ -42,8 +43,13 @@ CLOSE_SECONDS = 10.0
 class TierSetup:
     """What a tier's factory is told: its name here, its blocks, whose rank it serves.
 
-    Each of ``num_ranks`` ranks opens a tier of its own. ``options`` is the rest of the setting's
-    text, for the factory to read.
+    Each of ``num_ranks`` ranks opens a tier of its own, ``num_ranks_here`` of them on this host.
+    ``options`` is the rest of the setting's text, for the factory to read.
+
+    What outlives the process must know whose blocks these are. ``namespace`` is a digest of
+    everything that decides a block's bytes on this rank: whatever was written under another one is
+    not ours to read. ``family`` is the same for all ranks of one server, whatever its weights.
+    ``label`` says it for people, and proves nothing. All three are empty where nobody told us.
     """
 
     name: TierName
@@ -51,6 +57,11 @@ class TierSetup:
     rank: Rank = FIRST_RANK
     num_ranks: int = 1
     options: str = ""
+    num_ranks_here: int = 1
+    namespace: bytes = b""
+    family: bytes = b""
+    label: str = ""
+    disk: DiskSettings | None = None
 
 
 class Way(Enum):

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable
 
 from kvferry.closing import Closing
-from kvferry.config import Auto
 from kvferry.errors import ConfigError
 from kvferry.quantities import format_size
+from kvferry.setting_kinds import Auto
 from kvferry.tiers.chunks import CHUNK_BYTES, Chunks
 from kvferry.tiers.growth import Growth, GrowthStats, Pin, Registrar
 from kvferry.tiers.host import HostTier

@@ -13,9 +13,9 @@ import resource
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from kvferry.config import AUTO, Auto
 from kvferry.errors import ConfigError
 from kvferry.quantities import GiB, MiB, format_size
+from kvferry.setting_kinds import AUTO, Auto
 
 ReadText = Callable[[str], str | None]
 """A file's text, or None where it cannot be read."""

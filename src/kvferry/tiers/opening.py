@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, cast
 
 from kvferry.errors import ConfigError, KvferryError
-from kvferry.level_kinds import LevelSpec
+from kvferry.level_kinds import DISK, LevelSpec
 from kvferry.tiers.base import Tier, TierSetup
 from kvferry.tiers.host import HostTier
 from kvferry.tiers.tier_mover import TierMover
-from kvferry.types import FIRST_RANK, Rank, TierName
+from kvferry.types import TierName
 
 _VERBS = ("attach_memory", "submit", "cancel", "poll", "drain", "forget", "close")
 
@@ -20,23 +21,26 @@ _VERBS = ("attach_memory", "submit", "cancel", "poll", "drain", "forget", "close
 def open_levels(
     specs: Sequence[LevelSpec],
     host: HostTier,
+    whose: TierSetup | None = None,
     *,
-    rank: Rank = FIRST_RANK,
-    num_ranks: int = 1,
     ready_slots: Callable[[], int] | None = None,
 ) -> dict[TierName, TierMover]:
     """One rank's levels below its host memory, nearest first; all of them or none.
 
+    ``whose`` has what all of them are told; name, block and options are each level's own.
     They are the caller's to close, before the host memory is. ConfigError, with the level and the
     reason, where one cannot be opened.
     """
+    whose = whose if whose is not None else TierSetup(TierName(""), host.slot_bytes)
     levels: dict[TierName, TierMover] = {}
     with ExitStack() as undo:
         for spec in specs:
-            setup = TierSetup(spec.name, host.slot_bytes, rank, num_ranks, spec.options)
+            setup = replace(
+                whose, name=spec.name, block_bytes=host.slot_bytes, options=spec.options
+            )
             tier = open_tier(spec, setup)
             undo.callback(tier.close)
-            levels[spec.name] = TierMover(host, tier, rank=rank, ready_slots=ready_slots)
+            levels[spec.name] = TierMover(host, tier, rank=whose.rank, ready_slots=ready_slots)
         undo.pop_all()
     return levels
 
@@ -47,10 +51,10 @@ def open_tier(spec: LevelSpec, setup: TierSetup) -> Tier:
     try:
         tier = factory(setup)
     except KvferryError as error:
-        raise ConfigError(f"levels: {spec} cannot be opened: {error}") from error
+        raise ConfigError(f"{_named(spec)} cannot be opened: {error}") from error
     except Exception as error:  # whatever somebody's factory raises
         raise ConfigError(
-            f"levels: {spec} cannot be opened: {type(error).__name__}: {error}"
+            f"{_named(spec)} cannot be opened: {type(error).__name__}: {error}"
         ) from error
     wrong = _what_is_wrong(tier, setup)
     if wrong:
@@ -64,21 +68,26 @@ def open_tier(spec: LevelSpec, setup: TierSetup) -> Tier:
     return cast(Tier, tier)
 
 
+def _named(spec: LevelSpec) -> str:
+    """A level by the setting that made it."""
+    return f"{DISK}: {spec.options}" if spec.kind == DISK else f"levels: {spec}"
+
+
 def _factory(spec: LevelSpec) -> Callable[[TierSetup], Any]:
     module, _, name = spec.factory.partition(":")
     try:
         found = getattr(import_module(module), name, None)
     except ImportError as error:
         raise ConfigError(
-            f"levels: {spec}: {module} cannot be imported ({error}); install it where the engine's "
+            f"{_named(spec)}: {module} cannot be imported ({error}); install it where the engine's "
             "workers run, or correct the setting"
         ) from error
     except Exception as error:  # whatever its code does on import
         raise ConfigError(
-            f"levels: {spec}: importing {module} failed: {type(error).__name__}: {error}"
+            f"{_named(spec)}: importing {module} failed: {type(error).__name__}: {error}"
         ) from error
     if not callable(found):
-        raise ConfigError(f"levels: {spec}: {module} has no factory {name} that can be called")
+        raise ConfigError(f"{_named(spec)}: {module} has no factory {name} that can be called")
     return cast("Callable[[TierSetup], Any]", found)
 
 

@@ -64,6 +64,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 config=config,
                 groups=translate.layer_names_of(kv_cache_config),
                 num_blocks=kv_cache_config.num_blocks,
+                contents=translate.contents_of(vllm_config, kv_cache_config),
                 refusal=support.refusal,
             )
 

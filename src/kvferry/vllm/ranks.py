@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.config import Config
+from kvferry.contents import Contents
 from kvferry.device.layout import GroupLayout
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.rank import RankMemory, open_on_cpu, open_on_gpu, slot_layout
@@ -28,7 +29,11 @@ class Place:
 
 
 def open_rank(
-    device: Any, layouts: Sequence[GroupLayout], config: Config, place: Place
+    device: Any,
+    layouts: Sequence[GroupLayout],
+    config: Config,
+    place: Place,
+    contents: Contents | None = None,
 ) -> RankMemory:
     """``device`` is the tensors' own. On a CPU vLLM computes in the thread that calls us."""
     shared = share_host(config, slot_layout(layouts)) if place.replicates else None
@@ -40,6 +45,7 @@ def open_rank(
             num_ranks=place.num_ranks,
             num_ranks_here=place.num_ranks_here,
             shared=shared,
+            contents=contents,
         )
     if device.type == "cuda":
         return open_on_gpu(
@@ -50,6 +56,7 @@ def open_rank(
             num_ranks=place.num_ranks,
             num_ranks_here=place.num_ranks_here,
             shared=shared,
+            contents=contents,
             is_starting=True,
         )
     raise ConfigError(f"kvferry has no copy engine for KV tensors on {device}")

@@ -247,6 +247,6 @@ class SchedulerSide:
 
 def _below(config: Config) -> str:
     """The levels, for the log."""
-    if not config.levels:
+    if not config.all_levels:
         return ""
-    return f"; below it, {config.level_write}: {show_levels(config.levels)}"
+    return f"; below it, {config.level_write}: {show_levels(config.all_levels)}"

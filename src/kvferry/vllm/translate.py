@@ -10,6 +10,7 @@ from typing import Any
 
 from kvferry import reach
 from kvferry.config import Config
+from kvferry.contents import Contents
 from kvferry.identity import Namespace
 from kvferry.types import Rank
 from kvferry.vllm.ranks import Place
@@ -164,6 +165,16 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, hash_tokens: int) -> Na
         geometry=_text(geometry),
         overrides=_text(overrides),
         block_tokens=hash_tokens,
+    )
+
+
+def contents_of(vllm_config: Any, kv_cache_config: Any) -> Contents:
+    """What a worker's blocks are; the weights are its own to look at."""
+    parallel = vllm_config.parallel_config
+    return Contents(
+        namespace_of(vllm_config, kv_cache_config, 1),
+        engine=int(getattr(parallel, "data_parallel_rank", 0) or 0),
+        engines_here=int(getattr(parallel, "data_parallel_size_local", 1) or 1),
     )
 
 

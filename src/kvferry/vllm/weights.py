@@ -30,12 +30,24 @@ _MOST_KINDS = 8
 class Weights:
     """A few of a model's weights. Owns none of them: an update may put others in their place."""
 
-    def __init__(self, places: Sequence[tuple[Any, str]], device: Any) -> None:
+    def __init__(
+        self,
+        places: Sequence[tuple[Any, str]],
+        device: Any,
+        all_places: Sequence[tuple[Any, str]] = (),
+    ) -> None:
+        """``all_places`` are looked at once, for what outlives the server; ``places`` often."""
         self._places = places
+        self._all_places = all_places
         self._sums = Sums(device)
 
     def mark(self) -> None:
         self._sums.mark()
+
+    def sums_of_all(self) -> tuple[int, ...]:
+        """Of every weight that stays where it is; waits for them."""
+        self._sums.mark()
+        return self._sums.begin([getattr(*place) for place in self._all_places]).result()
 
     def begin(self) -> PendingSums:
         return self._sums.begin([getattr(module, name) for module, name in self._places])
@@ -123,9 +135,10 @@ def weights_of_caller(device: Any) -> Weights | None:
     """Weights on ``device`` of the model whose runner called us; None if they cannot be found."""
     try:
         get_model = next(_getters(sys._getframe(1)), None)
-        places = list(_places(get_model(), device)) if get_model is not None else []
+        found = _places(get_model(), device) if get_model is not None else []
+        places = list(dict(found).values())[-_MOST_KINDS:]
         if places:
-            return Weights(places, device)
+            return Weights(places, device, [place for _, place in found])
         log.warning("kvferry finds no weights to look at; reset its cache after updates")
     except Exception:
         log.exception("kvferry cannot look at the model's weights; reset its cache after updates")
@@ -141,11 +154,11 @@ def _getters(frame: FrameType | None) -> Iterator[Callable[[], Any]]:
         frame = frame.f_back
 
 
-def _places(model: Any, device: Any) -> Iterator[tuple[Any, str]]:
-    """Modules and names of weights to look at: of each kind the last, which training spares least.
+def _places(model: Any, device: Any) -> list[tuple[str, tuple[Any, str]]]:
+    """Weights that can be looked at, each with its kind: as modules and names, in their order.
 
-    Of the kinds, too, the last: encoders of images come before the language model, and stay as they
-    are while that is trained.
+    Of each kind the last is looked at often: training spares it least. Of the kinds, too, the last:
+    encoders of images come before the language model, and stay as they are while that is trained.
     """
     found = [
         (re.sub(r"\d+", "#", f"{path}.{name}"), weight.data_ptr(), (module, name))
@@ -155,8 +168,7 @@ def _places(model: Any, device: Any) -> Iterator[tuple[Any, str]]:
     ]
     # Where weights are kept in host memory, layers take turns in the same memory of the device.
     num_users = Counter((kind, memory) for kind, memory, _ in found)
-    kinds = {kind: place for kind, memory, place in found if num_users[kind, memory] == 1}
-    yield from list(kinds.values())[-_MOST_KINDS:]
+    return [(kind, place) for kind, memory, place in found if num_users[kind, memory] == 1]
 
 
 def _is_steady(path: str, weight: Any) -> bool:

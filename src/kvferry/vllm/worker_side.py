@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvferry.config import Config
+from kvferry.contents import Contents
 from kvferry.device.layout import GroupLayout
 from kvferry.quantities import format_size
 from kvferry.rank import RankMemory
@@ -75,6 +76,7 @@ class WorkerSide:
         config: Config,
         groups: Sequence[Sequence[str]],
         num_blocks: int,
+        contents: Contents | None = None,
         refusal: str = "",
     ) -> None:
         """``refusal`` says why the scheduler's side will be idle: then no memory is taken."""
@@ -84,6 +86,7 @@ class WorkerSide:
         self._is_idle = bool(refusal)
         self._config = config
         self._place = place
+        self._contents = contents
         self._groups = groups
         self._num_blocks = num_blocks
         self._kv_caches: Mapping[str, Any] = {}
@@ -125,9 +128,13 @@ class WorkerSide:
         layouts = layouts_of(kv_caches, self._groups, self._num_blocks)
         self._kv_caches = dict(kv_caches)  # the engine copies by address
         device = _device_of(kv_caches)
-        self._freshness = Freshness(weights_of_caller(device))
+        weights = weights_of_caller(device)
+        self._freshness = Freshness(weights)
+        contents = self._contents
+        if self._config.disk and contents is not None and weights is not None:
+            contents = replace(contents, weights=weights.sums_of_all())
         self._is_grown = False
-        memory = self._memory = open_rank(device, layouts, self._config, self._place)
+        memory = self._memory = open_rank(device, layouts, self._config, self._place, contents)
         mover = mover_of(memory, self._place)
         self._worker = Worker(
             {(DEVICE, HOST): mover, (HOST, DEVICE): mover},
