@@ -40,7 +40,10 @@ from kvferry.worker import Worker
 if TYPE_CHECKING:
     from kvferry.metrics.endpoint import Endpoint
 
-_POLL_SECONDS = 0.0005
+_LEAST_PAUSE, _MOST_PAUSE = 2e-5, 5e-4
+_PAUSE_SHARE = 50
+"""Who waits looks again after a fiftieth of the time waited so far: so little is lost at the end,
+and the interpreter is left to the thread that queues the copy."""
 
 _names = itertools.count()
 """For all ferries of the process, so that what is explained of one names no hit of another."""
@@ -174,12 +177,13 @@ class Ferry(Closing):
 
         What else ends meanwhile stays for :meth:`poll`.
         """
-        end = None if timeout is None else time.monotonic() + timeout
+        began = time.monotonic()
         while (hit := self.again(hit)).is_pending:
             self._advance()
-            if end is not None and time.monotonic() >= end:
+            waited = time.monotonic() - began
+            if timeout is not None and waited >= timeout:
                 return self.again(hit)
-            time.sleep(_POLL_SECONDS)
+            _pause(waited)
         return hit
 
     def load(self, hit: Hit, device_blocks: Tables) -> Ticket:
@@ -293,14 +297,15 @@ class Ferry(Closing):
 
     def wait(self, ticket: Ticket, timeout: float | None = None) -> Done:
         """Wait for one ticket; what else ends meanwhile stays for :meth:`poll`."""
-        end = None if timeout is None else time.monotonic() + timeout
+        began = time.monotonic()
         while True:
             self._advance()
             if (done := self._tickets.take(ticket)) is not None:
                 return done
-            if end is not None and time.monotonic() >= end:
+            waited = time.monotonic() - began
+            if timeout is not None and waited >= timeout:
                 raise DeadlineError(f"ticket {ticket} did not end within {timeout} seconds")
-            time.sleep(_POLL_SECONDS)
+            _pause(waited)
 
     def _advance(self) -> None:
         """Learn what ended, and answer who asks from other threads."""
@@ -394,3 +399,7 @@ class Ferry(Closing):
         self._owner.close()
         self._dropped.detach()
         self._parts.close()
+
+
+def _pause(waited: float) -> None:
+    time.sleep(min(_MOST_PAUSE, max(_LEAST_PAUSE, waited / _PAUSE_SHARE)))
