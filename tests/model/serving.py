@@ -540,7 +540,7 @@ class Serving:
 
     def _expected(self, key: bytes) -> np.uint64:
         for g in range(len(self.groups)):
-            mask = int.from_bytes(scope(self.weights, g), "little")
+            mask = int.from_bytes(scope(self.scheduler.epoch, g), "little")
             known = self._known.get((int.from_bytes(key, "little") ^ mask, g))
             if known is not None:
                 story, slot = known

@@ -96,3 +96,32 @@ def content_of(whole: bytes, num_blocks: int) -> bytes:
     """The bytes of the first blocks, of those of all: layer by layer."""
     rows = np.frombuffer(whole, dtype=np.uint8).reshape(3, CHAT_BLOCKS, -1)
     return rows[:, :num_blocks].tobytes()
+
+
+def test_no_two_resets_of_any_life_name_blocks_alike(attach: Open) -> None:
+    """Seen red with epochs that count: two lives that each reset once would share their names."""
+    epochs = set()
+    for _ in range(4):
+        ferry = attach(SHELF)
+        for _ in range(3):
+            ferry.reset()
+            epochs.add(ferry._scheduler.epoch)
+        assert ferry.stats().resets == 3
+        ferry.close()
+    assert len(epochs) == 12
+    assert 0 not in epochs
+
+
+def test_a_level_that_cannot_forget_serves_nothing_of_before_in_any_later_life(
+    attach: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The epoch alone keeps what was stored after one life's reset from another's."""
+    monkeypatch.setattr(lasting.ShelfTier, "forget", lambda self: None)
+    first = attach(SHELF, level_write="through")
+    first.reset()
+    fill(first)
+    first.close()
+    second = attach(SHELF, level_write="through")
+    second.reset()
+    assert second.stats().restored["shelf"] == CHATS * CHAT_BLOCKS
+    assert [find(second, number)[0] for number in range(CHATS)] == [0] * CHATS

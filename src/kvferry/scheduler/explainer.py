@@ -89,9 +89,9 @@ class Explainer:
             return Reason.EVICTED
         if self._admission.counts and not self._admission.admits(Keys.from_bytes((key,)))[0]:
             return Reason.BELOW_THRESHOLD
-        epoch = self._matcher.epoch
-        if epoch:
-            bare = masked_key(key, scope(epoch, group))
-            if self._ghosts.has(masked_key(bare, scope(epoch - 1, group))):
+        before = self._matcher.epoch_before
+        if before is not None:
+            bare = masked_key(key, scope(self._matcher.epoch, group))
+            if self._ghosts.has(masked_key(bare, scope(before, group))):
                 return Reason.OTHER_NAMESPACE
         return Reason.NEVER_STORED

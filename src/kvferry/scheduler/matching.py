@@ -48,6 +48,7 @@ class Matcher:
                 )
         self.groups = tuple(groups)
         self.epoch = 0
+        self.epoch_before: int | None = None
         self.hash_tokens = hash_tokens
         self.is_full = all(isinstance(group, reach.FullAttention) for group in self.groups)
         self._host = host
@@ -63,7 +64,8 @@ class Matcher:
 
     def begin_epoch(self, epoch: int) -> None:
         """From now on the same blocks have other keys in the pool."""
-        self.epoch = epoch
+        if epoch != self.epoch:
+            self.epoch_before, self.epoch = self.epoch, epoch
         scopes = [scope(epoch, g) for g in range(len(self.groups))]
         self._masks = [np.frombuffer(mask, dtype="<u8") for mask in scopes]
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from secrets import randbits
 
 from kvferry import reach
 from kvferry.answers import DeviceBlocks
@@ -37,6 +38,7 @@ from kvferry.scheduler.why import Explanation
 from kvferry.stats import SchedulerStats
 from kvferry.types import Health, Plan, Rank, Receipt, RequestId
 
+_EPOCH_BITS = 63
 _CLOSED = "the scheduler is closed"
 
 
@@ -81,7 +83,8 @@ class Scheduler:
         self.pool = pool
         self.groups = tuple(groups)
         self.epoch = 0
-        """How often everything was forgotten."""
+        """0 until everything is forgotten, then another number that no other life ever had."""
+        self._num_resets = 0
         self._clock = clock
         self._closed = False
         self._ready = [pool.num_ready] * num_ranks
@@ -259,7 +262,8 @@ class Scheduler:
             request.forget()
         self.pool.reset()
         parts.lower.reset()
-        self.epoch += 1
+        self._num_resets += 1
+        self.epoch = new_epoch(self.epoch)
         parts.matcher.begin_epoch(self.epoch)
 
     def close(self) -> None:
@@ -326,13 +330,24 @@ class Scheduler:
             parts.stores,
             parts.hits,
             parts.accounts.counts,
-            resets=self.epoch,
+            resets=self._num_resets,
         )
 
     def check_integrity(self) -> None:
         """Prove the bookkeeping, the pools' included; raises IntegrityError."""
         self.pool.check_integrity()
         self._parts.lower.check_integrity()
+
+
+def new_epoch(before: int) -> int:
+    """Another than before, and than any of any life.
+
+    Not counted on: a level may outlive us, and the next life begins at 0 again. What that resets to
+    must never name blocks that this one stored.
+    """
+    while (epoch := randbits(_EPOCH_BITS)) in (0, before):
+        pass
+    return epoch
 
 
 def _require_sizes(

@@ -34,7 +34,7 @@ class StepOrders:
     ``undone`` are loads that vLLM waits for but that no transfer will bring, with the device blocks
     they were meant for. ``computes`` says that a forward pass belongs to this step: its stores must
     come after that. ``drain`` asks to finish all copies before answering, because the scheduler's
-    side is out of service and will read no receipts. ``epoch`` counts how often everything was
+    side is out of service and will read no receipts. ``epoch`` becomes another when everything is
     forgotten: loads are of blocks stored in it. ``is_quiet`` says that this is one of many steps
     that only decode, and that nothing else is in here.
     """

@@ -4,7 +4,7 @@ vLLM tells a connector nothing of weights that are replaced in a running server.
 for itself: in a step that loads, it takes sums over a part of the weights, and if they are not what
 they were, the loads fail, the requests compute, and the scheduler's side forgets everything::
 
-    epoch 0                                        epoch 1
+    epoch 0                                        another epoch
     first step: sums    a load: the same sums      first step: sums
                         a load: others ──> stale ──> reset
 """
@@ -62,6 +62,7 @@ class Freshness:
     def __init__(self, weights: Weights | None = None) -> None:
         self._weights = weights
         self._epoch: int | None = None
+        self._entered: dict[int, int] = {}  # epochs in their order: their numbers say nothing
         self._known: tuple[int, ...] | None = None
         self.is_marked = False
         """Whether :meth:`look` has something to take."""
@@ -77,6 +78,7 @@ class Freshness:
         if epoch != self._epoch:
             self._compare()
             self._epoch, self._known = epoch, None
+            self._entered.setdefault(epoch, len(self._entered))
             self.mark()
 
     def mark(self) -> None:
@@ -98,7 +100,8 @@ class Freshness:
     def is_stale(self, epoch: int) -> bool:
         """Whether the weights have changed since blocks of this epoch were computed."""
         self._compare()
-        return self._stale is not None and epoch <= self._stale
+        number = self._entered.get(epoch)
+        return self._stale is not None and (number is None or number <= self._stale)
 
     def take_stale(self) -> tuple[int, ...]:
         """Epochs found stale since the last call."""
@@ -127,7 +130,7 @@ class Freshness:
 
     def _note_stale(self) -> None:
         assert self._epoch is not None
-        self._stale = self._epoch
+        self._stale = self._entered[self._epoch]
         self._untold = (*self._untold, self._epoch)
 
 

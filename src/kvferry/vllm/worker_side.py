@@ -54,6 +54,10 @@ _IDLE_SECONDS = 0.5e-3
 fast as it can, and would keep the interpreter from the thread that queues the copies."""
 _NAP_SECONDS = 2e-5
 
+_LOOK_SECONDS = 2.0
+"""With levels below, steps that move blocks look at the model's weights this often though they load
+nothing: what was computed with others must not stay on a disk as if it were of these."""
+
 
 @dataclass(eq=False)
 class _Load:
@@ -107,6 +111,7 @@ class WorkerSide:
         self._invalid: set[int] = set()
         self._drained = False
         self._freshness = Freshness()
+        self._look_at = 0.0
 
     # -- start and end --------------------------------------------------------------------------
 
@@ -233,9 +238,15 @@ class WorkerSide:
         else:
             if others or plan.questions or plan.forget:
                 self._execute(Plan(plan.step, tuple(others), plan.questions, plan.forget))
-            if orders.loads:
+            if orders.loads or self._must_look:
                 self._freshness.mark()
+                self._look_at = time.monotonic() + _LOOK_SECONDS
         self._later = Plan(plan.step, tuple(stores))
+
+    @property
+    def _must_look(self) -> bool:
+        """Whether blocks may outlive us that nobody has compared with the weights for a while."""
+        return bool(self.shape.levels) and time.monotonic() >= self._look_at
 
     def after_forward(self) -> None:
         """The step's forward is queued: its blocks may be stored."""
