@@ -382,7 +382,7 @@ def table(figures: dict[str, Any]) -> str:
         (
             "decode-like steps during growth, of usual",
             f"{mean['throttled'] / mean['before']:.3f}",
-            "1.02",
+            "",
         ),
         ("  p99, usual and then", f"{p99['before']:.2f} and {p99['throttled']:.2f} ms", ""),
         ("  growth not slowed for the model", f"{mean['full_speed'] / mean['before']:.2f}", ""),
