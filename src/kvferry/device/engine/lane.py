@@ -2,8 +2,8 @@
 
 A submission's life::
 
-    submit -> [handed to the lane's thread] -> queued -> fenced -> over
-                        wait for compute, start, the copy | end
+    submit -> [taken by the lane's thread, or by who waits for it] -> queued -> fenced -> over
+                                       wait for compute, start, the copy | end
 
 The fence is the ``end`` event. It is recorded after a failure too: part of the copy may already be
 queued, and a receipt given before that part has run would let someone reuse memory the card is
@@ -13,7 +13,6 @@ still writing to.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections import deque
@@ -87,8 +86,9 @@ class Lane:
         self._open: deque[Submission] = deque()
         self._changed = threading.Condition()
         self._num_unqueued = 0
-        self._turn = threading.Lock()
-        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._turn = threading.Lock()  # to take the next order and queue it: so they stay in order
+        self._orders: deque[_Order] = deque()
+        self._is_closing = False
         self._thread: threading.Thread | None = None
 
     @property
@@ -112,10 +112,14 @@ class Lane:
             here = quick and not self._num_unqueued
             self._open.append(submission)
             self._num_unqueued += 1
-        if here or not self._has_thread():
-            self._queue(submission, job, path)
-        else:
-            self._orders.put((submission, job, path))
+            if not here:
+                self._orders.append((submission, job, path))
+                self._changed.notify_all()
+        if here:
+            with self._turn:
+                self._queue(submission, job, path)
+        elif not self._has_thread():
+            self._queue_next(None)
 
     def settle(self) -> list[Submission]:
         """Take out the submissions that are over, in order; never blocks on the device."""
@@ -128,15 +132,24 @@ class Lane:
                 over.append(self._open.popleft())
         return over
 
-    def flush(self, timeout: float | None) -> bool:
-        """Wait until everything submitted so far is queued on the stream; False on timeout."""
+    def flush(self, timeout: float) -> bool:
+        """Queue everything submitted so far on the stream; False if that took longer.
+
+        What the thread has not taken yet is queued here: handing it over takes longer than that.
+        """
+        end = time.monotonic() + timeout
+        while self._queue_next(end):
+            pass
         with self._changed:
-            return self._changed.wait_for(lambda: not self._num_unqueued, timeout)
+            left = max(0.0, end - time.monotonic())
+            return self._changed.wait_for(lambda: not self._num_unqueued, left)
 
     def close(self, timeout: float) -> list[Submission]:
         """End the thread; returns the submissions nobody will wait for any more."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
         if self._thread is not None:
-            self._orders.put(None)
             self._thread.join(timeout)
         with self._changed:
             left = list(self._open)
@@ -156,13 +169,32 @@ class Lane:
         return True
 
     def _work(self) -> None:
-        while (order := self._orders.get()) is not None:
-            self._queue(*order)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._orders or self._is_closing)
+                if not self._orders:
+                    return
+            self._queue_next(None)
+
+    def _queue_next(self, end: float | None) -> bool:
+        """Queue the next order, if there is one and it can be had by ``end``."""
+        if not self._orders:
+            return False
+        if not self._turn.acquire(timeout=-1 if end is None else max(0.0, end - time.monotonic())):
+            return False
+        try:
+            with self._changed:
+                order = self._orders.popleft() if self._orders else None
+            if order is not None:
+                self._queue(*order)
+            return order is not None
+        finally:
+            self._turn.release()
 
     def _queue(self, submission: Submission, job: CopyJob, path: Path | None) -> None:
         """Wait for compute, copy, fence. No fault escapes: a dead thread leaves others waiting."""
         try:
-            with self._turn, self._driver.current():
+            with self._driver.current():
                 self._queue_copy(submission, job, path)
                 self._fence(submission)
         except BaseException as error:

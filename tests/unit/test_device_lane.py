@@ -1,0 +1,111 @@
+"""One direction's lane: who queues an order, in which order, and who is not held up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+from tests.fakes.driver import FakeDriver
+
+from kvferry.device.driver.base import Priority
+from kvferry.device.driver.events import EventPool
+from kvferry.device.engine.lane import Lane, Submission
+from kvferry.types import TransferId
+
+
+class SlowPath:
+    """A path that notes who queued what, and waits at a gate first."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.began = threading.Event()
+        self.queued: list[tuple[Any, str]] = []
+
+    def enqueue(self, job: Any, stream: int, ready: int | None = None) -> None:
+        self.began.set()
+        assert self.gate.wait(10)
+        self.queued.append((job, threading.current_thread().name))
+
+
+@pytest.fixture
+def path() -> SlowPath:
+    return SlowPath()
+
+
+@pytest.fixture
+def lane(path: SlowPath) -> Any:
+    driver = FakeDriver()
+    with driver.current():
+        stream = driver.create_stream(Priority.HIGH)
+    pools = [EventPool(driver, timing=timing) for timing in (False, True)]
+    lane = Lane("load", driver, stream, *pools, pick=lambda *_: path, patience=0.05)
+    yield lane
+    path.gate.set()
+    lane.close(5)
+    with driver.current():
+        for pool in pools:
+            pool.close()
+        driver.destroy_stream(stream)
+    driver.close()
+
+
+def submit(lane: Lane, path: SlowPath, number: int, *, quick: bool = False) -> Submission:
+    submission = Submission(TransferId(number))
+    lane.submit(submission, number, path, quick=quick)  # type: ignore[arg-type]
+    return submission
+
+
+def test_who_flushes_queues_what_the_thread_has_not_taken(
+    lane: Lane, path: SlowPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane, "_has_thread", lambda: True)  # one that never gets its turn
+    for number in range(3):
+        submit(lane, path, number)
+    assert not path.queued
+    assert lane.flush(5)
+    assert path.queued == [(number, threading.current_thread().name) for number in range(3)]
+
+
+def test_orders_stay_in_order_though_two_queue_them(lane: Lane, path: SlowPath) -> None:
+    for round_ in range(50):
+        path.queued.clear()
+        for number in range(6):
+            submit(lane, path, number, quick=number % 3 == 2)
+        assert lane.flush(5), round_
+        assert [job for job, _ in path.queued] == list(range(6))
+
+
+def test_a_quick_order_does_not_overtake_one_that_waits(lane: Lane, path: SlowPath) -> None:
+    path.gate.clear()
+    submit(lane, path, 0)
+    assert path.began.wait(5)
+    submit(lane, path, 1, quick=True)  # returns at once: the thread is inside the one before
+    assert not path.queued
+    path.gate.set()
+    assert lane.flush(5)
+    assert [job for job, _ in path.queued] == [0, 1]
+
+
+def test_a_thread_that_hangs_in_the_driver_holds_a_flush_no_longer_than_its_time(
+    lane: Lane, path: SlowPath
+) -> None:
+    path.gate.clear()
+    submit(lane, path, 0)
+    assert path.began.wait(5)
+    submit(lane, path, 1)
+    began = time.monotonic()
+    assert not lane.flush(0.05)
+    assert time.monotonic() - began < 5
+    path.gate.set()
+    assert lane.flush(5)
+
+
+def test_without_a_thread_the_caller_queues(
+    lane: Lane, path: SlowPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane, "_has_thread", lambda: False)
+    submit(lane, path, 7)
+    assert path.queued == [(7, threading.current_thread().name)]
