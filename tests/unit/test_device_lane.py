@@ -41,7 +41,8 @@ def lane(path: SlowPath) -> Any:
     with driver.current():
         stream = driver.create_stream(Priority.HIGH)
     pools = [EventPool(driver, timing=timing) for timing in (False, True)]
-    lane = Lane("load", driver, stream, *pools, pick=lambda *_: path, patience=0.05)
+    picked: Any = path
+    lane = Lane("load", driver, stream, *pools, pick=lambda *_: picked, patience=0.05)
     yield lane
     path.gate.set()
     lane.close(5)
