@@ -24,22 +24,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.keys import Keys
-from kvferry.lease import Purpose
-from kvferry.policy import Watermark
 from kvferry.pool import Pool
+from kvferry.scheduler.descent import Descent
 from kvferry.scheduler.flight import Flight
-from kvferry.scheduler.level import KeyedLevel, Level, WriteMode
+from kvferry.scheduler.level import KeyedLevel, Level
 from kvferry.scheduler.outbox import End, Outbox
 from kvferry.types import HOST, Health, Key, Question, TransferId
 
 _PIECE_SLOTS = 32
 """A promotion travels in pieces of this size, so that the first can be used before the last."""
-
-_CLEAN_SHARE = 8
-"""With spilling, the coldest slot in so many of the host has a copy below before it is needed."""
-
-_CLEAN_SECONDS = 0.1
-"""Where nothing came, went or ended, what was touched or let go since is looked at this often."""
 
 _PROMOTING_SHARE = 4
 """Promotions under way may claim one slot in so many of the host: they must not flush it."""
@@ -59,7 +52,7 @@ class LowerLevels:
     """What is below the host: finds blocks there, brings them up, sends them down.
 
     Owns the levels, what moves between them and the host, what was asked, and the promotion budget;
-    orders go to the outbox like all others.
+    what goes down is its descent's to choose. Orders go to the outbox like all others.
     """
 
     def __init__(
@@ -76,13 +69,7 @@ class LowerLevels:
         self._moves: dict[TransferId, _Move] = {}
         self._asking: dict[TransferId, tuple[Level, list[Keys]]] = {}
         self._most_promoting = max(1, host.num_slots // _PROMOTING_SHARE)
-        self._watermark = Watermark(
-            least=host.num_slots // _CLEAN_SHARE, most=max(1, host.num_slots // 2)
-        )
-        self._num_reserved = host.num_reserved
-        self._num_changes = 0  # moves that ended, and levels that went or came back
-        self._clean = (-1, -1, -1)  # how things stood when nothing was left to spill
-        self._clean_until = 0.0
+        self._descent = Descent(host, outbox, clock, self._note_sent)
 
     def __bool__(self) -> bool:
         return bool(self.levels)
@@ -215,58 +202,22 @@ class LowerLevels:
     # -- down ---------------------------------------------------------------------------------
 
     def write_through(self, keys: Keys, *, parent: Key | None, chained: bool) -> None:
-        """These blocks were just stored in the host, behind ``parent`` if they are a chain.
-
-        What follows a block that no level has is left out: alone it would serve nobody.
-        """
-        now = self._clock()
-        levels = self._open()
-        if parent is not None and not any(level.may_follow(parent, now) for level in levels):
-            return
-        for level in levels:
-            if level.write is WriteMode.THROUGH and len(keys):
-                self._send_down(level, keys, parent=parent, chained=chained)
+        """These blocks were just stored in the host, behind ``parent`` if they are a chain."""
+        self._descent.stored(keys, self._open(), parent=parent, chained=chained)
 
     def spill(self) -> None:
-        """Once a step: copy down what the host would evict next, ahead of need.
+        """Once a step: copy down what the host would evict next, ahead of need."""
+        if self.levels:
+            self._descent.spill(self._open())
 
-        A burst that outruns the watermark evicts blocks that have no copy below yet.
-        """
-        if not self.levels:
-            return
-        self._watermark.demand(self._host.num_reserved - self._num_reserved)
-        self._num_reserved = self._host.num_reserved
-        wanted = self._watermark.depth - self._host.num_free
-        # To look through the coldest takes as long as a step's other work, and mostly in vain.
-        now = self._clock()
-        standing = (self._num_reserved, self._host.generation, self._num_changes)
-        if wanted <= 0 or (standing == self._clean and now < self._clean_until):
-            return
-        num_moves = len(self._moves)
-        for level in self._open():
-            if level.write is WriteMode.SPILL:
-                coldest = self._host.coldest(wanted)[::-1]
-                missing = coldest.take(~level.known(coldest, self._clock()))
-                # No chain: ends come before beginnings here, as they should go later on.
-                self._send_down(level, missing, parent=None, chained=False)
-        if len(self._moves) == num_moves:
-            self._clean, self._clean_until = standing, now + _CLEAN_SECONDS
-
-    def _send_down(self, level: Level, keys: Keys, *, parent: Key | None, chained: bool) -> None:
-        """Copy those of the host's blocks to a level that it lacks and has room for."""
-        room = level.reserve(keys, parent=parent, chained=chained, now=self._clock())
-        if room is not None:
-            going = keys.take(room.positions)
-            reading = self._host.pin(going, Purpose.COPY)
-            assert reading is not None
-            transfer_id = self._outbox.move(End.of(HOST, reading), room.end, going)
-            self._moves[transfer_id] = _Move(level, going, upward=False)
+    def _note_sent(self, transfer_id: TransferId, level: Level, keys: Keys) -> None:
+        self._moves[transfer_id] = _Move(level, keys, upward=False)
 
     # -- what became of it --------------------------------------------------------------------
 
     def note_health(self, health: Health) -> None:
         """A level went away on one rank, or came back. Nobody waits for one that is away."""
-        self._num_changes += 1
+        self._descent.note_change()
         for level in self.levels:
             if level.name == health.level:
                 level.heard(health.rank, health.reason)
@@ -282,7 +233,7 @@ class LowerLevels:
 
     def landed(self, flight: Flight) -> None:
         """A transfer or a question below the host ended."""
-        self._num_changes += 1
+        self._descent.note_change()
         now = self._clock()
         if isinstance(flight.transfer, Question):
             level, _ = self._asking.pop(flight.transfer.id)
@@ -297,6 +248,7 @@ class LowerLevels:
         for transfer_id in self._outbox.forget(tuple(level.name for level in self.levels)):
             move = self._moves.pop(transfer_id)
             move.level.dropped(move.keys)
+        self._descent.reset()
         for level in self.levels:
             level.reset()
 

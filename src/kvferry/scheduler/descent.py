@@ -1,0 +1,131 @@
+"""Which of the host's blocks go down to levels, and when: as they are stored, or before they go.
+
+::
+
+    stored ──> a level that is written through: at once, or when the block before it is on its way
+    coldest ─> a level that is spilled to: ahead of need, ends before beginnings
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvferry.keys import Keys
+from kvferry.lease import Purpose
+from kvferry.policy import Watermark
+from kvferry.pool import Pool
+from kvferry.scheduler.level import Level, WriteMode
+from kvferry.scheduler.outbox import End, Outbox
+from kvferry.types import HOST, Key, TransferId
+
+_CLEAN_SHARE = 8
+"""With spilling, the coldest slot in so many of the host has a copy below before it is needed."""
+
+_CLEAN_SECONDS = 0.1
+"""Where nothing came, went or ended, what was touched or let go since is looked at this often."""
+
+_MOST_EARLY = 1024
+"""So many stores may wait for the block before them; what would be more is left out."""
+
+
+class Descent:
+    """Sends blocks down. Owns when to look for what to spill, and what waits for its parent.
+
+    ``note_sent`` hears of every order. Levels are those that can be used now.
+    """
+
+    def __init__(
+        self,
+        host: Pool,
+        outbox: Outbox,
+        clock: Callable[[], float],
+        note_sent: Callable[[TransferId, Level, Keys], None],
+    ) -> None:
+        self._host = host
+        self._outbox = outbox
+        self._clock = clock
+        self._note_sent = note_sent
+        self._early: dict[Key, list[Keys]] = {}  # stored before the block they follow, by that
+        self._watermark = Watermark(
+            least=host.num_slots // _CLEAN_SHARE, most=max(1, host.num_slots // 2)
+        )
+        self._num_reserved = host.num_reserved
+        self._num_changes = 0  # moves that ended, and levels that went or came back
+        self._clean = (-1, -1, -1)  # how things stood when nothing was left to spill
+        self._clean_until = 0.0
+
+    def note_change(self) -> None:
+        """A move ended, or a level went or came back: there may be more to spill."""
+        self._num_changes += 1
+
+    def reset(self) -> None:
+        """Everything is forgotten."""
+        self._early.clear()
+
+    # -- as they are stored ---------------------------------------------------------------------
+
+    def stored(
+        self, keys: Keys, levels: Sequence[Level], *, parent: Key | None, chained: bool
+    ) -> None:
+        """These blocks were just stored in the host, behind ``parent`` if they are a chain.
+
+        What follows a block that no level has would serve nobody alone. Stores of one chain land in
+        any order, so it waits for that block, which may land next.
+        """
+        through = [level for level in levels if level.write is WriteMode.THROUGH]
+        if not through or not len(keys):
+            return
+        now = self._clock()
+        if parent is not None and not any(level.may_follow(parent, now) for level in levels):
+            if len(self._early) < _MOST_EARLY:
+                self._early.setdefault(parent, []).append(keys)
+            return
+        for level in through:
+            self._send(level, keys, parent=parent, chained=chained)
+        if chained and self._early:
+            self._stored_before(keys, levels)
+
+    def _stored_before(self, keys: Keys, levels: Sequence[Level]) -> None:
+        """Send what landed before these, which it follows; then what follows that."""
+        firsts = {int(word) for word in keys.array[:, 0]}
+        for parent in [key for key in self._early if int.from_bytes(key[:8], "little") in firsts]:
+            for early in self._early.pop(parent):
+                here = self._host.match(early)  # some may be gone by now, and what follows is vain
+                self.stored(early[:here], levels, parent=parent, chained=True)
+
+    # -- before they go -------------------------------------------------------------------------
+
+    def spill(self, levels: Sequence[Level]) -> None:
+        """Once a step: copy down what the host would evict next, ahead of need.
+
+        A burst that outruns the watermark evicts blocks that have no copy below yet.
+        """
+        self._watermark.demand(self._host.num_reserved - self._num_reserved)
+        self._num_reserved = self._host.num_reserved
+        wanted = self._watermark.depth - self._host.num_free
+        # To look through the coldest takes as long as a step's other work, and mostly in vain.
+        now = self._clock()
+        standing = (self._num_reserved, self._host.generation, self._num_changes)
+        if wanted <= 0 or (standing == self._clean and now < self._clean_until):
+            return
+        has_sent = False
+        for level in levels:
+            if level.write is WriteMode.SPILL:
+                coldest = self._host.coldest(wanted)[::-1]
+                missing = coldest.take(~level.known(coldest, self._clock()))
+                # No chain: ends come before beginnings here, as they should go later on.
+                has_sent |= self._send(level, missing, parent=None, chained=False)
+        if not has_sent:
+            self._clean, self._clean_until = standing, now + _CLEAN_SECONDS
+
+    def _send(self, level: Level, keys: Keys, *, parent: Key | None, chained: bool) -> bool:
+        """Copy those of the host's blocks to a level that it lacks and has room for."""
+        room = level.reserve(keys, parent=parent, chained=chained, now=self._clock())
+        if room is None:
+            return False
+        going = keys.take(room.positions)
+        reading = self._host.pin(going, Purpose.COPY)
+        assert reading is not None
+        transfer_id = self._outbox.move(End.of(HOST, reading), room.end, going)
+        self._note_sent(transfer_id, level, going)
+        return True
