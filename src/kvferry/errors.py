@@ -14,7 +14,10 @@
     │   └── LeaseError                   a lease ended twice, or ended the wrong way
     ├── TransferError (RuntimeError)     bytes did not move
     │   ├── DriverError                  the GPU driver said no; carries its code and words
-    │   └── DeadlineError (TimeoutError) bytes did not move in time
+    │   ├── DeadlineError (TimeoutError) bytes did not move in time
+    │   └── JournalError                 what lies on disk could not be written down
+    ├── StoreError (RuntimeError)        a store on disk that cannot be opened as it is
+    │   └── StoreInUseError              another process has it open
     ├── UnreachableError (ConnectionError)  a metrics endpoint did not answer, or is another's
     └── IntegrityError (AssertionError)  our own bookkeeping is wrong: please report it
 
@@ -83,6 +86,18 @@ class DriverError(TransferError):
 
 class DeadlineError(TransferError, TimeoutError):
     """Bytes did not move in time."""
+
+
+class JournalError(TransferError):
+    """What lies on disk could not be written down; the blocks noted last are not durable."""
+
+
+class StoreError(KvferryError, RuntimeError):
+    """A store on disk that cannot be opened as it is; the message names it and says what to do."""
+
+
+class StoreInUseError(StoreError):
+    """A store on disk that another process has open; the message names both."""
 
 
 class UnreachableError(KvferryError, ConnectionError):
