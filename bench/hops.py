@@ -190,7 +190,7 @@ class Server:
         from kvferry.vllm.ranks import Place
         from kvferry.vllm.scheduler_side import SchedulerSide
         from kvferry.vllm.setup import Setup
-        from kvferry.vllm.translate import support_of
+        from kvferry.vllm.translate import contents_of, support_of
         from kvferry.vllm.worker_side import WorkerSide
 
         groups = [SimpleNamespace(kv_cache_spec=SPEC, layer_names=["layer0"])]
@@ -205,6 +205,7 @@ class Server:
             config=config,
             groups=[["layer0"]],
             num_blocks=NUM_BLOCKS,
+            contents=contents_of(vllm_config, caches),
         )
         self.side = SchedulerSide(Setup.of(vllm_config, caches, config, support))
         self.side.bind_manager(

@@ -55,6 +55,11 @@ class LevelSpec:
     options: str
     factory: str
 
+    @property
+    def outlives_us(self) -> bool:
+        """Whether what it holds may be there after the process ended: all but our own memory."""
+        return self.kind not in _BY_NAME
+
     def __str__(self) -> str:
         """As a setting would write it."""
         told = f"{self.kind}:{self.options}" if self.options else self.kind

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.connector.test_levels import CHAT_BLOCKS, chat, loaded, scheduler_of, settle, step
+from tests.connector.test_levels import (
+    CHAT_BLOCKS,
+    chat,
+    hashes,
+    loaded,
+    scheduler_of,
+    settle,
+    step,
+)
 from tests.connector.test_levels import make as make  # a fixture
 from tests.fakes import lasting
 from tests.fakes.sides import Sides
 
 from kvferry.config import Config
+from kvferry.identity import adopt
 from kvferry.keys import Keys
-from kvferry.types import Rank, TierName
+from kvferry.types import Key, Rank, TierName
+from kvferry.vllm import worker_side
 from kvferry.vllm.levels import levels_of
 from kvferry.vllm.messages import LevelShape, RankShape
 
@@ -137,3 +148,91 @@ def test_ranks_over_one_memory_add_up() -> None:
     assert level.pool.num_slots == 8
     found = level.pool.find_cached(Keys(keys))
     assert found.tolist() == [0, 4, 6, 1, 5, 7]
+
+
+def shelves() -> list[dict[int, tuple[Key, bytes]]]:
+    return list(lasting.shelves.values())
+
+
+# -- weights --------------------------------------------------------------------------------------
+
+
+class StubWeights:
+    """Weights whose sums are what a test says."""
+
+    now = 1
+
+    def mark(self) -> None:
+        """Nothing is queued."""
+
+    def begin(self) -> Any:
+        sums = (self.now,)
+        return SimpleNamespace(result=lambda: sums)
+
+    def sums_of_all(self) -> tuple[int, ...]:
+        return (self.now,)
+
+
+@pytest.fixture
+def weights(monkeypatch: pytest.MonkeyPatch) -> StubWeights:
+    stub = StubWeights()
+    monkeypatch.setattr(worker_side, "weights_of_caller", lambda device: stub)
+    return stub
+
+
+def test_weights_that_stay_are_no_hindrance(make: Make, weights: StubWeights) -> None:
+    sides, wanted = live(make, 2)
+    end(sides)
+    sides = make(2, levels=SHELF, level_write="through")
+    for number in range(8):
+        num_blocks, found = loaded(sides, number)
+        assert num_blocks == CHAT_BLOCKS
+        assert same_start(found, wanted[number], num_blocks)
+
+
+def names(sides: Sides, number: int) -> set[Key]:
+    """What the next life of a server will call this conversation's blocks."""
+    assert sides.side.serving is not None
+    return set(adopt(sides.side.serving._namespace, hashes(number)))
+
+
+@pytest.mark.parametrize("is_reset", [True, False])
+def test_blocks_of_other_weights_never_outlive_the_server(
+    make: Make, weights: StubWeights, is_reset: bool
+) -> None:
+    sides, _ = live(make, 2)
+    settle(sides)
+    before = [dict(lasting.shelves["there", rank]) for rank in range(2)]
+    weights.now = 2
+    if is_reset:
+        sides.side.reset()
+    for number in range(40, 44):
+        chat(sides, number)
+    after = [lasting.shelves["there", rank] for rank in range(2)]
+    assert scheduler_of(sides).epoch, "all was forgotten"
+    for then, now in zip(before, after, strict=True):
+        assert then
+        assert names(sides, 1) <= {key for key, _ in then.values()}
+        written = {key for key, _ in now.values()}
+        for number in range(40, 44):
+            assert not written & names(sides, number), "the next life would ask for them"
+    end(sides)
+    weights.now = 1
+    sides = make(2, levels=SHELF, level_write="through")
+    assert [loaded(sides, number)[0] for number in range(40, 44)] == [0] * 4
+
+
+def test_weights_that_came_after_the_store_was_named_are_noticed(
+    make: Make, weights: StubWeights
+) -> None:
+    """As where a server begins with random weights and is given its own before it serves."""
+    sides, _ = live(make, 2)
+    end(sides)
+    sides = make(2, levels=SHELF, level_write="through")
+    weights.now = 2
+    with pytest.raises(AssertionError, match="invalid_block_ids"):
+        loaded(sides, 0)  # vLLM is told that nothing came
+    assert [loaded(sides, number)[0] for number in range(1, 8)] == [0] * 7
+    assert scheduler_of(sides).epoch
+    step(sides)
+    assert not any(names(sides, 1) & {key for key, _ in shelf.values()} for shelf in shelves())

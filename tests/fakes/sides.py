@@ -20,7 +20,7 @@ from kvferry.vllm.messages import StepOrders
 from kvferry.vllm.ranks import Place
 from kvferry.vllm.scheduler_side import SchedulerSide
 from kvferry.vllm.setup import Setup
-from kvferry.vllm.translate import support_of
+from kvferry.vllm.translate import contents_of, support_of
 from kvferry.vllm.worker_side import WorkerSide
 
 BLOCK_TOKENS = 16
@@ -82,6 +82,7 @@ class Sides:
                 config=configs[number],
                 groups=[layers],
                 num_blocks=NUM_BLOCKS,
+                contents=contents_of(self.config, caches),
             )
             for number in range(len(stages))
         ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 
 import pytest
 from tests.fakes.crafted_keys import keys
@@ -14,10 +13,8 @@ from kvferry.config import Config
 from kvferry.rank import RankMemory, open_on_cpu
 from kvferry.scheduler import KeyedLevel, PlacedLevel, WriteMode
 from kvferry.types import (
-    DEVICE,
     HOST,
     Outcome,
-    Plan,
     Question,
     Rank,
     TierName,
@@ -26,9 +23,8 @@ from kvferry.types import (
     as_slots,
 )
 from kvferry.vllm.levels import disagreement, level_movers, levels_of, shapes_of
-from kvferry.vllm.messages import LevelShape, RankShape, StepOrders
+from kvferry.vllm.messages import LevelShape, RankShape
 from kvferry.vllm.ranks import Place
-from kvferry.vllm.worker_side import WorkerSide
 
 NEAR, FAR = TierName("near"), TierName("far")
 KV = make_kv("split")
@@ -110,29 +106,3 @@ def test_ranks_over_one_host_memory_split_a_level_by_key(two: list[RankMemory]) 
 
 def test_a_rank_alone_moves_everything_itself(two: list[RankMemory]) -> None:
     assert level_movers(two[0], Place(Rank(0))) is two[0].levels
-
-
-def test_steps_that_only_store_look_at_the_weights_where_blocks_may_outlive_them(
-    two: list[RankMemory], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Seen red with looks at loads alone: changed weights' blocks stay below, under old names."""
-    now = [100.0]
-    monkeypatch.setattr("kvferry.vllm.worker_side.time.monotonic", lambda: now[0])
-    side = WorkerSide(place=Place(Rank(0)), config=Config(), groups=[["a"]], num_blocks=4)
-    marks: list[float] = []
-    monkeypatch.setattr(side._freshness, "mark", lambda: marks.append(now[0]))
-    store = Transfer(TransferId(1), DEVICE, HOST, as_slots([1]), as_slots([0]))
-
-    def step(seconds: float) -> None:
-        now[0] += seconds
-        side._carry_out(StepOrders(Plan(1, (store,))))
-
-    step(0)
-    assert not marks, "nothing outlives host memory"
-    side.shape = replace(side.shape, levels=(LevelShape(NEAR, 9),))
-    step(0)
-    step(0.5)
-    step(0.5)
-    assert marks == [100.0]
-    step(1.5)
-    assert marks == [100.0, 102.5]

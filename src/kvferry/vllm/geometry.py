@@ -17,6 +17,7 @@ from typing import Any
 from kvferry.device.layout import GroupLayout, describe
 from kvferry.device.layout.tensor_view import TensorView, view_of
 from kvferry.errors import LayoutError
+from kvferry.quantities import format_size
 
 
 def layouts_of(
@@ -30,6 +31,18 @@ def layouts_of(
     return tuple(
         _group_layout(kv_caches, names, num_blocks, number) for number, names in enumerate(groups)
     )
+
+
+def device_of(kv_caches: Mapping[str, Any]) -> Any:
+    """Where these tensors are."""
+    first = next(iter(kv_caches.values()))
+    return (first[0] if isinstance(first, (list, tuple)) else first).device
+
+
+def words_of(layouts: Sequence[GroupLayout]) -> str:
+    """How a block lies in device memory, for the log."""
+    kinds = [f"{g.num_segments} x {format_size(int(g.sizes[0]))}" for g in layouts]
+    return ", ".join(dict.fromkeys(kinds))
 
 
 def _group_layout(

@@ -33,7 +33,7 @@ def open_rank(
     layouts: Sequence[GroupLayout],
     config: Config,
     place: Place,
-    contents: Contents | None = None,
+    contents: Contents,
 ) -> RankMemory:
     """``device`` is the tensors' own. On a CPU vLLM computes in the thread that calls us."""
     shared = share_host(config, slot_layout(layouts)) if place.replicates else None

@@ -56,14 +56,17 @@ class Weights:
 class Freshness:
     """Knows which epochs' blocks no longer fit the weights. Owns the comparisons, no transfer.
 
-    Without weights to look at every epoch is fresh until it is reset.
+    Without weights to look at every epoch is fresh until it is reset. ``first`` are the sums that
+    what outlives the server is named by, if anything does.
     """
 
-    def __init__(self, weights: Weights | None = None) -> None:
+    def __init__(
+        self, weights: Weights | None = None, first: tuple[int, ...] | None = None
+    ) -> None:
         self._weights = weights
         self._epoch: int | None = None
         self._entered: dict[int, int] = {}  # epochs in their order: their numbers say nothing
-        self._known: tuple[int, ...] | None = None
+        self._known = first
         self.is_marked = False
         """Whether :meth:`look` has something to take."""
         self._pending: PendingSums | None = None
@@ -77,7 +80,9 @@ class Freshness:
         """
         if epoch != self._epoch:
             self._compare()
-            self._epoch, self._known = epoch, None
+            if self._epoch is not None:  # the first epoch is of the weights that ``first`` is of
+                self._known = None
+            self._epoch = epoch
             self._entered.setdefault(epoch, len(self._entered))
             self.mark()
 

@@ -14,13 +14,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from kvferry.config import Config
 from kvferry.contents import Contents
-from kvferry.device.layout import GroupLayout
-from kvferry.quantities import format_size
 from kvferry.rank import RankMemory
 from kvferry.types import (
     DEVICE,
@@ -34,8 +32,10 @@ from kvferry.types import (
     Transfer,
     TransferId,
 )
-from kvferry.vllm.geometry import layouts_of
+from kvferry.vllm.awaited import AwaitedLoad
+from kvferry.vllm.geometry import device_of, layouts_of, words_of
 from kvferry.vllm.guard import Guard
+from kvferry.vllm.lasting import LASTING_EPOCH, LastingWrites
 from kvferry.vllm.levels import level_movers, shapes_of
 from kvferry.vllm.messages import NO_PLAN, RankShape, StepOrders, StepReceipts
 from kvferry.vllm.ranks import Place, mover_of, open_rank
@@ -54,21 +54,6 @@ _IDLE_SECONDS = 0.5e-3
 fast as it can, and would keep the interpreter from the thread that queues the copies."""
 _NAP_SECONDS = 2e-5
 
-_LOOK_SECONDS = 2.0
-"""With levels below, steps that move blocks look at the model's weights this often though they load
-nothing: what was computed with others must not stay on a disk as if it were of these."""
-
-
-@dataclass(eq=False)
-class _Load:
-    """A request whose blocks are on their way to this rank."""
-
-    request_id: str
-    waiting: set[TransferId]
-    epoch: int
-    blocks: set[int] = field(default_factory=set)
-    failed: bool = False
-
 
 class WorkerSide:
     """Owns this rank's worker and host memory; knows which request waits for which transfer."""
@@ -80,7 +65,7 @@ class WorkerSide:
         config: Config,
         groups: Sequence[Sequence[str]],
         num_blocks: int,
-        contents: Contents | None = None,
+        contents: Contents,
         refusal: str = "",
     ) -> None:
         """``refusal`` says why the scheduler's side will be idle: then no memory is taken."""
@@ -101,7 +86,7 @@ class WorkerSide:
         self._is_grown = True  # there is nothing left to tell of the host memory
         self._later: Plan = NO_PLAN
         self._computes = False
-        self._loads: dict[TransferId, _Load] = {}  # one for each transfer it waits for
+        self._loads: dict[TransferId, AwaitedLoad] = {}  # one for each transfer it waits for
         self._num_awaited = 0  # receipts
         self._below: set[TransferId] = set()  # what levels were asked for and have not answered
         self._receipts: list[Receipt] = []
@@ -111,7 +96,7 @@ class WorkerSide:
         self._invalid: set[int] = set()
         self._drained = False
         self._freshness = Freshness()
-        self._look_at = 0.0
+        self._lasting = LastingWrites(config)
 
     # -- start and end --------------------------------------------------------------------------
 
@@ -132,12 +117,13 @@ class WorkerSide:
     def _register(self, kv_caches: Mapping[str, Any]) -> None:
         layouts = layouts_of(kv_caches, self._groups, self._num_blocks)
         self._kv_caches = dict(kv_caches)  # the engine copies by address
-        device = _device_of(kv_caches)
+        device = device_of(kv_caches)
         weights = weights_of_caller(device)
-        self._freshness = Freshness(weights)
-        contents = self._contents
-        if self._config.disk and contents is not None and weights is not None:
+        contents, first = self._contents, None
+        if self._lasting.names and weights is not None:
             contents = replace(contents, weights=weights.sums_of_all())
+            first = weights.begin().result()
+        self._freshness = Freshness(weights, first)
         self._is_grown = False
         memory = self._memory = open_rank(device, layouts, self._config, self._place, contents)
         mover = mover_of(memory, self._place)
@@ -152,7 +138,7 @@ class WorkerSide:
             ready_slots=memory.ready_slots,
             slot_bytes=memory.host.tier.slot_bytes,
             block_bytes=tuple(layout.block_bytes for layout in layouts),
-            layout=_words(layouts),
+            layout=words_of(layouts),
             is_shared=self._place.replicates,
             choices=getattr(memory.engine, "choices", None),
             levels=shapes_of(memory),
@@ -166,18 +152,18 @@ class WorkerSide:
         return shape
 
     def close(self) -> None:
-        for part in (self._worker, self._memory):
+        parts = [part for part in (self._worker, self._memory) if part is not None]
+        for end in (self._look_for_lasting, self._release_lasting, *(part.close for part in parts)):
             try:
-                if part is not None:
-                    part.close()
+                end()
             except Exception:
-                log.exception("kvferry did not close its %s", type(part).__name__)
+                log.exception("kvferry did not close: %s", end.__qualname__)
 
     # -- a step ---------------------------------------------------------------------------------
 
     def begin(self, orders: StepOrders) -> None:
         """Start the step's loads, and its stores too where there is no forward to wait for."""
-        if orders.is_quiet and self._is_grown and not self._later.transfers:
+        if orders.is_quiet and self._is_grown and not self._later.transfers and not self._lasting:
             self._computes = True
             return
         try:
@@ -197,12 +183,15 @@ class WorkerSide:
         for request_id, undone in orders.undone.items():
             self._fail(request_id, undone)
         self._loads.clear()
-        self._refuse((*orders.plan.transfers, *orders.plan.questions), self.guard.reason)
+        held = [transfer for transfer in self._lasting.take_all() if transfer.id not in blocks]
+        self._refuse((*held, *orders.plan.transfers, *orders.plan.questions), self.guard.reason)
 
     def _begin(self, orders: StepOrders) -> None:
         self._computes = orders.computes
         if self._later.transfers:
             self._flush()
+        if self._lasting:
+            self._release_lasting(orders.epoch)
         self._freshness.enter(orders.epoch)
         plan = orders.plan
         if plan.transfers or plan.questions or plan.forget or orders.loads or orders.undone:
@@ -210,15 +199,19 @@ class WorkerSide:
         if not orders.computes:
             if self._later.transfers:
                 self._flush()
+            self._look_for_lasting()
+            self._release_lasting(orders.epoch)
         elif self._memory is not None and not self._is_grown:
             self._memory.note_step()
+        if self._lasting.is_due():
+            self._look_for_lasting()
         if orders.drain:
             self._drain()
             self._drained = True
 
     def _carry_out(self, orders: StepOrders) -> None:
         for request_id, ids in orders.loads.items():
-            load = _Load(request_id, set(ids), orders.epoch)
+            load = AwaitedLoad(request_id, set(ids), orders.epoch)
             self._loads.update(dict.fromkeys(ids, load))
         stores: list[Transfer] = []
         others: list[Transfer] = []
@@ -232,21 +225,18 @@ class WorkerSide:
             self._below.update([question.id for question in plan.questions])
         for request_id, blocks in orders.undone.items():
             self._fail(request_id, blocks)
+        if orders.epoch == LASTING_EPOCH:
+            others = self._lasting.hold(others)
         if orders.loads and self._freshness.is_stale(orders.epoch):
             self._refuse(others, _STALE)
             self._execute(Plan(plan.step, (), plan.questions, plan.forget))
         else:
             if others or plan.questions or plan.forget:
                 self._execute(Plan(plan.step, tuple(others), plan.questions, plan.forget))
-            if orders.loads or self._must_look:
+            if orders.loads:
                 self._freshness.mark()
-                self._look_at = time.monotonic() + _LOOK_SECONDS
+                self._lasting.note_mark()
         self._later = Plan(plan.step, tuple(stores))
-
-    @property
-    def _must_look(self) -> bool:
-        """Whether blocks may outlive us that nobody has compared with the weights for a while."""
-        return bool(self.shape.levels) and time.monotonic() >= self._look_at
 
     def after_forward(self) -> None:
         """The step's forward is queued: its blocks may be stored."""
@@ -273,6 +263,22 @@ class WorkerSide:
         except Exception as error:
             self.guard.trip("execute", error)
             self._refuse(orders, self.guard.reason)
+
+    def _look_for_lasting(self) -> None:
+        if self._lasting:
+            self._freshness.mark()
+            self._lasting.note_mark()
+
+    def _release_lasting(self, epoch: int = LASTING_EPOCH) -> None:
+        """Write to what outlives us what was held, unless it may be of other weights."""
+        if epoch != LASTING_EPOCH:
+            self._refuse(self._lasting.take_all(), _STALE)
+            return
+        looked_at = self._lasting.take_marked()
+        if looked_at and self._freshness.is_stale(LASTING_EPOCH):
+            self._refuse(looked_at, _STALE)
+        elif looked_at:
+            self._execute(Plan(0, looked_at))
 
     def _refuse(self, orders: Sequence[Transfer | Question], reason: str) -> None:
         """Every order ends in a receipt, or someone would wait for it for ever."""
@@ -390,14 +396,3 @@ class WorkerSide:
         self._is_grown = num_ready == self.shape.num_slots
         pinned_bytes = self._memory.host.stats().pinned_bytes
         return ((self.rank, num_ready),), ((self.rank, pinned_bytes),)
-
-
-def _device_of(kv_caches: Mapping[str, Any]) -> Any:
-    first = next(iter(kv_caches.values()))
-    return (first[0] if isinstance(first, (list, tuple)) else first).device
-
-
-def _words(layouts: Sequence[GroupLayout]) -> str:
-    """How a block lies in device memory, for the log."""
-    kinds = [f"{g.num_segments} x {format_size(int(g.sizes[0]))}" for g in layouts]
-    return ", ".join(dict.fromkeys(kinds))
