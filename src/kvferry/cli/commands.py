@@ -82,6 +82,9 @@ kvferry = LazyGroup(
         "explain": CommandEntry(
             "kvferry.cli.explain", "explain", "Say why a request hit or missed."
         ),
+        "simulate": CommandEntry(
+            "kvferry.cli.simulate", "simulate_command", "See what a policy or a size would hit."
+        ),
         "config": CommandEntry(
             "kvferry.cli.settings", "config", "Show every setting and its source."
         ),

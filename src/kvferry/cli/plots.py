@@ -43,11 +43,12 @@ def line_plot(
     show_y: Callable[[float], str],
     show_x: Callable[[float], str] = "{:g}".format,
     markers: bool = True,
+    x_ticks: Sequence[float] | None = None,
 ) -> str:
-    """Lines over common axes that start at zero on the y axis."""
+    """Lines over common axes that start at zero on the y axis; ``x_ticks`` where they should be."""
     xs = [x for line in series for x, _ in line.points]
     ys = [y for line in series for _, y in line.points]
-    x_ticks = ticks(min(xs), max(xs), 6)
+    x_ticks = x_ticks if x_ticks is not None else ticks(min(xs), max(xs), 6)
     y_ticks = ticks(0, max(ys), 5)
     low, high = min(min(xs), x_ticks[0]), max(max(xs), x_ticks[-1])
     top = max(max(ys), y_ticks[-1])

@@ -1,0 +1,65 @@
+"""One trial's pool, and what a request does to it: look, use what is there, store the rest."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvferry.keys import Keys
+from kvferry.policy import EvictionPolicyMaker, Evidence
+from kvferry.pool import Pool
+from kvferry.simulate.trials import Capacity
+
+
+class Replay(Protocol):
+    """What serves the requests of a trace, one after another, without bytes."""
+
+    @property
+    def evicted(self) -> int:
+        """Blocks that made room for others so far, on all levels."""
+
+    @property
+    def stored(self) -> int:
+        """Blocks that were given a place in host memory so far."""
+
+    def serve(
+        self, keys: Keys, num_storable: int, at: float, evidence: Evidence | None
+    ) -> Capacity:
+        """A request with these blocks came ``at`` so many seconds; returns what it found.
+
+        Leading blocks, by the level that has them. The first ``num_storable`` of its blocks are
+        stored; ``evidence`` is told once they are.
+        """
+
+
+class PoolReplay:
+    """Host memory alone: a pool, and nothing that takes time. Owns the pool and its clock."""
+
+    def __init__(self, num_slots: int, policy: EvictionPolicyMaker) -> None:
+        self._now = 0.0
+        self.pool = Pool(num_slots, policy, clock=lambda: self._now)
+
+    @property
+    def evicted(self) -> int:
+        return self.pool.counts.evicted
+
+    @property
+    def stored(self) -> int:
+        return self.pool.num_reserved
+
+    def serve(
+        self, keys: Keys, num_storable: int, at: float, evidence: Evidence | None
+    ) -> Capacity:
+        self._now = at
+        reading = self.pool.pin(keys)
+        hit = 0
+        if reading is not None:
+            hit = len(reading)
+            reading.release()
+        if hit < num_storable:
+            parent = keys[hit - 1] if hit else None
+            writing = self.pool.reserve(keys[hit:num_storable], parent=parent)
+            if writing is not None:
+                writing.commit()
+        if evidence is not None:
+            self.pool.hint(keys[:num_storable], evidence)
+        return (hit,)

@@ -1,0 +1,200 @@
+"""Simulation of traces: hits by hand, the all-knowing bound by search, hints, parts, processes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.errors import ConfigError, InputError
+from kvferry.policy import Evidence, Lru
+from kvferry.simulate import Simulation, TracePart, Trial, simulate
+from kvferry.simulate.bound import all_knowing
+from kvferry.simulate.future import Future
+from kvferry.traces import TraceRequest
+from kvferry.types import SlotArray
+
+PUBLISHED = Path("/work/shared/traces/mooncake_conversation.jsonl")
+
+
+def request(at: float, ids: list[int], partial: bool = False) -> TraceRequest:
+    tokens = 512 * len(ids) - (100 if partial else 0)
+    numbers = np.array(ids, dtype=np.uint64)
+    return TraceRequest(at, numbers, len(ids) - partial, tokens)
+
+
+def written(folder: Path, *requests: TraceRequest) -> Path:
+    path = folder / "trace.jsonl"
+    lines = [
+        {
+            "timestamp": each.at * 1000,
+            "input_length": each.input_tokens,
+            "output_length": 1,
+            "hash_ids": each.numbers.tolist(),
+        }
+        for each in requests
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def asked(path: Path, *capacities: int, **more: object) -> Simulation:
+    trials = tuple(Trial("lru", (capacity,)) for capacity in capacities)
+    return Simulation(**{"paths": (path,), "trials": trials, "jobs": 1, **more})  # type: ignore[arg-type]
+
+
+def test_hits_evictions_and_tokens(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        request(0, [0, 1, 2]),
+        request(1, [0, 1, 2, 3]),  # three hits
+        request(2, [10, 11]),  # evicts from the end of the other
+        request(3, [0, 1, 2, 3]),  # two left
+    )
+    simulated = simulate(asked(path, 4))
+    (score,) = simulated.scores
+    assert score.whole.hits == [5]
+    assert score.whole.blocks == 13
+    assert score.whole.hit_tokens == 5 * 512
+    assert score.evicted == 4
+    assert score.stored == 8
+    (best,) = simulated.bounds
+    assert best.whole.hits == [7]
+    assert simulated.trace.seconds == 3
+
+
+def test_a_partial_last_block_is_asked_for_and_not_stored(tmp_path: Path) -> None:
+    path = written(tmp_path, request(0, [0, 1], partial=True), request(1, [0, 1], partial=True))
+    (score,) = simulate(asked(path, 4)).scores
+    assert (score.whole.hits, score.whole.blocks, score.stored) == ([1], 4, 1)
+    (score,) = simulate(asked(path, 4, keep_partial=True)).scores
+    assert (score.whole.hits, score.stored) == ([2], 2)
+    assert score.whole.hit_tokens == 2 * 512 - 100, "no more than the prompt has"
+
+
+def test_parts_and_spans(tmp_path: Path) -> None:
+    path = written(tmp_path, *[request(n, [n % 2, 2 + n % 2]) for n in range(8)])
+    (score,) = simulate(asked(path, 10, halves=True)).scores
+    assert [each.hits for each in score.parts.values()] == [[4], [8]]
+    assert [each.requests for each in score.parts.values()] == [4, 4]
+    (score,) = simulate(asked(path, 10, span=TracePart(start_share=0.5))).scores
+    assert (score.whole.requests, score.whole.hits) == (4, [4]), "begins with nothing"
+    (score,) = simulate(asked(path, 10, span=TracePart(start_seconds=2, end_seconds=5))).scores
+    assert score.whole.requests == 3
+    with pytest.raises(InputError, match="no request to simulate"):
+        simulate(asked(path, 10, span=TracePart(start_seconds=99)))
+
+
+def test_processes_find_the_same(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    talks = [list(range(100 * n, 100 * n + 20)) for n in range(12)]
+    requests = [
+        request(n, talks[rng.integers(12)][: rng.integers(1, 20)], partial=False)
+        for n in range(300)
+    ]
+    one = asked(written(tmp_path, *requests), 20, 50, 120, halves=True, hints=0.5)
+    shares: list[float] = []
+    alone, together = simulate(one), simulate(replace(one, jobs=3), shares.append)
+    for a, b in zip(alone.scores + alone.bounds, together.scores + together.bounds, strict=True):
+        assert a.trial == b.trial
+        assert a.whole == b.whole or vars(a.whole) == vars(b.whole)
+        assert (a.stored, a.evicted) == (b.stored, b.evicted)
+    assert shares[-1] == 1.0
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        simulate(replace(one, jobs=2, trials=(Trial("no_module_x:y", (5,)),) * 2))
+
+
+# -- the bound ------------------------------------------------------------------------------------
+
+
+def best_by_search(requests: list[list[int]], capacity: int) -> int:
+    """The most hits over all ways to choose what is kept after each request."""
+    states: dict[frozenset[int], int] = {frozenset(): 0}
+    for ids in requests:
+        after: dict[frozenset[int], int] = {}
+        for cached, hits in states.items():
+            leading = next((n for n, each in enumerate(ids) if each not in cached), len(ids))
+            there = sorted(cached | set(ids))
+            for kept in combinations(there, min(capacity, len(there))):
+                state = frozenset(kept)
+                after[state] = max(after.get(state, -1), hits + leading)
+        states = after
+    return max(states.values())
+
+
+# Blocks of a tree: a block's number says all that comes before it.
+PATHS = ([0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 4], [0, 4, 5], [6], [6, 7], [6, 7, 8])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    requests=st.lists(st.sampled_from(PATHS), min_size=1, max_size=8),
+    capacity=st.integers(1, 4),
+)
+def test_the_bound_is_the_best_there_is(requests: list[list[int]], capacity: int) -> None:
+    future = Future.of([request(n, ids) for n, ids in enumerate(requests)])
+    assert all_knowing(future, capacity).sum() == best_by_search(requests, capacity)
+
+
+@pytest.mark.skipif(not PUBLISHED.exists(), reason="the published trace is not here")
+def test_the_bound_on_the_published_trace() -> None:
+    best = simulate(asked(PUBLISHED, 1000, 3000, 10_000, 30_000, keep_partial=True)).bounds
+    ratios = [round(score.whole.hit_ratio, 3) for score in best]
+    assert ratios == [0.191, 0.294, 0.366, 0.366]
+
+
+# -- hints from the future ------------------------------------------------------------------------
+
+
+class Told(Lru):
+    """Writes down what it is told."""
+
+    heard: list[tuple[int, Evidence]]
+
+    def __init__(self, residents: object) -> None:
+        super().__init__(residents)  # type: ignore[arg-type]
+        Told.heard = []
+
+    def hint(self, slots: SlotArray, evidence: Evidence) -> None:
+        Told.heard.append((len(slots), evidence))
+
+
+def test_hints_say_whether_a_conversation_goes_on(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        request(0, [0, 1, 2]),
+        request(1, [0, 50, 51]),  # shares a beginning, is no continuation
+        request(10, [0, 1, 2, 3]),
+        request(30, [0, 1, 2, 3, 4]),
+    )
+    trial = (Trial(f"{__name__}:Told", (100,)),)
+    simulate(asked(path, hints=1.0, trials=trial))
+    assert Told.heard == [
+        (3, Evidence(goes_on=True, within=10.0)),
+        (3, Evidence(over=True)),
+        (4, Evidence(goes_on=True, within=20.0)),
+        (5, Evidence(over=True)),
+    ]
+    simulate(asked(path, hints=0.0, trials=trial))
+    assert Told.heard == []
+
+
+def test_a_share_of_conversations_is_told_of_as_a_whole(tmp_path: Path) -> None:
+    talks = [request(n % 200, list(range(1000 * (n % 200), 1000 * (n % 200) + 2 + n // 200)))
+             for n in range(600)]  # fmt: skip
+    path = written(tmp_path, *talks)
+    trial = (Trial(f"{__name__}:Told", (10_000,)),)
+    simulate(asked(path, hints=0.5, trials=trial))
+    assert 200 < len(Told.heard) < 400
+    assert len(Told.heard) % 3 == 0
+    before = Told.heard
+    simulate(asked(path, hints=0.5, trials=trial))
+    assert Told.heard == before
+    simulate(asked(path, hints=0.5, seed=1, trials=trial))
+    assert Told.heard != before

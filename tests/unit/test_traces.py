@@ -1,0 +1,215 @@
+"""Traces as files: read in either format, plain or gzipped; what is wrong is counted and named."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvferry.errors import InputError
+from kvferry.hints import Hints
+from kvferry.keys import KEY_WORDS
+from kvferry.traces import TraceReader, keys_of_numbers
+
+HEADER = {"kvferry_trace": 1, "block_tokens": 16}
+
+
+def mooncake(at: float, ids: list[object], tokens: int | None = None, **more: object) -> str:
+    tokens = tokens if tokens is not None else 512 * len(ids)
+    line = {"timestamp": at, "input_length": tokens, "output_length": 7, "hash_ids": ids}
+    return json.dumps({**line, **more})
+
+
+def ours(at: float, numbers: list[int], tokens: int | None = None, **more: object) -> str:
+    raw = np.array(numbers, dtype="<u8").tobytes()
+    tokens = tokens if tokens is not None else 16 * len(numbers)
+    return json.dumps({"time": at, "keys": base64.b64encode(raw).decode(), "input": tokens, **more})
+
+
+def written(folder: Path, *lines: str, name: str = "trace.jsonl") -> Path:
+    path = folder / name
+    text = "\n".join(lines)
+    if name.endswith("gz"):
+        path.write_bytes(gzip.compress(text.encode()))
+    else:
+        path.write_text(text)
+    return path
+
+
+def test_mooncakes_lines(tmp_path: Path) -> None:
+    path = written(tmp_path, mooncake(5000, [0, 1, 2], 1100), mooncake(6500, []), "")
+    first, second = TraceReader([path])
+    assert (first.at, second.at) == (0.0, 1.5)
+    assert first.numbers.tolist() == [0, 1, 2]
+    assert (first.num_full, first.input_tokens, first.output_tokens) == (2, 1100, 7)
+    assert first.hit_tokens is None
+    assert first.hints is None
+    assert len(second.keys()) == 0
+    assert TraceReader([path]).block_tokens == 512
+    assert TraceReader([path], block_tokens=1024).block_tokens == 1024
+
+
+@pytest.mark.parametrize("name", ["trace.jsonl", "trace.gz"])
+def test_our_own_lines(tmp_path: Path, name: str) -> None:
+    path = written(
+        tmp_path,
+        json.dumps(HEADER),
+        ours(100.0, [2**64 - 1, 5], 40, output=3, hit=16),
+        ours(101.0, [1], 16, goes_on="30s", tenant="a"),
+        ours(102.5, [9], over=True),
+        name=name,
+    )
+    reader = TraceReader([path])
+    first, second, third = reader
+    assert first.numbers.tolist() == [2**64 - 1, 5]
+    assert (first.num_full, first.output_tokens, first.hit_tokens) == (2, 3, 16)
+    assert second.hints == Hints(goes_on=True, within=30.0, tenant="a")
+    assert third.hints == Hints(over=True)
+    assert third.at == 2.5
+    assert reader.num_bad == 0
+
+
+def test_it_can_be_read_again_and_in_several_files(tmp_path: Path) -> None:
+    paths = [written(tmp_path, mooncake(1000 * n, [n]), name=f"{n}") for n in range(3)]
+    reader = TraceReader(paths)
+    for _ in range(2):
+        assert [each.at for each in reader] == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "no JSON"),
+        ("[1]", "a JSON list, not an object"),
+        ("[" * 100_000, "no JSON"),
+        (mooncake(0, [1, 1]), "names a block twice"),
+        (mooncake(0, [1, 2, 3], 1024), "3 blocks for 1024 tokens, which are 2 blocks of 512"),
+        (mooncake(0, [-1]), "whole numbers from 0"),
+        (mooncake(0, [1.5]), "whole numbers from 0"),
+        (mooncake(0, [True]), "whole numbers from 0"),
+        (mooncake(0, ["a"]), "whole numbers from 0"),
+        (mooncake(0, [[1]]), "whole numbers from 0"),
+        (mooncake(0, [2**64]), "whole numbers from 0"),
+        (mooncake(0, [1], -5), "input_length must be a whole number from 0, got -5"),
+        (mooncake(0, [1], output_length="x"), "output_length must be"),
+        (mooncake(0, [1], timestamp=None), "timestamp must be a number, got None"),
+        (mooncake(0, [1], timestamp=float("nan")), "timestamp must be a time"),
+        (mooncake(0, [1], timestamp=1e300), "timestamp must be a time"),
+        (mooncake(0, [1], hash_ids=3), "hash_ids must be a list of numbers, got 3"),
+        ("x" * 40, "no JSON"),
+    ],
+)
+def test_a_bad_line_is_left_out_counted_and_named(tmp_path: Path, line: str, says: str) -> None:
+    path = written(tmp_path, mooncake(0, [1]), line, mooncake(1000, [2]))
+    reader = TraceReader([path])
+    assert [each.numbers.tolist() for each in reader] == [[1], [2]]
+    assert reader.num_bad == 1
+    (complaint,) = reader.complaints
+    assert complaint.startswith("trace.jsonl, line 2: ")
+    assert says in complaint
+    assert len(complaint) < 300
+    with pytest.raises(InputError, match=r"line 2: "):
+        list(TraceReader([path], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (ours(0, [1], keys="!!"), "no base64"),
+        (ours(0, [1], keys="AAAA"), "3 bytes, which are no blocks of 8"),
+        (ours(0, [1], keys=None), "keys must be base64"),
+        (ours(0, [1], hit=-1), "hit must be a whole number"),
+        (ours(0, [1], over=1), "over"),
+        (ours(0, [1], over=True, goes_on=True), "over"),
+        (ours(0, [1], goes_on="soon"), "soon"),
+        (ours(0, [1], tenant=7), "tenant"),
+    ],
+)
+def test_a_bad_line_of_ours(tmp_path: Path, line: str, says: str) -> None:
+    path = written(tmp_path, json.dumps(HEADER), line)
+    reader = TraceReader([path])
+    assert list(reader) == []
+    assert says in reader.complaints[0]
+
+
+def test_only_the_first_complaints_are_kept(tmp_path: Path) -> None:
+    reader = TraceReader([written(tmp_path, mooncake(0, [1]), *["bad"] * 1000)])
+    assert len(list(reader)) == 1
+    assert reader.num_bad == 1000
+    assert len(reader.complaints) == 5
+
+
+def test_time_never_goes_back(tmp_path: Path) -> None:
+    lines = [mooncake(at, [n]) for n, at in enumerate((1000, 3000, 2000, 3500))]
+    reader = TraceReader([written(tmp_path, *lines)])
+    assert [each.at for each in reader] == [0.0, 2.0, 2.0, 2.5]
+    assert reader.num_late == 1
+
+
+def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("kvferry.traces.reading._MOST_LINE", 1000)
+    path = written(tmp_path, mooncake(0, [1]), "7" * 5000, mooncake(0, [2]), "8" * 1500)
+    reader = TraceReader([path])
+    assert [each.numbers.tolist() for each in reader] == [[1], [2]]
+    assert reader.complaints == [
+        f"trace.jsonl, line {number}: longer than 1000 bytes" for number in (2, 4)
+    ]
+
+
+def test_a_file_cut_short_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    whole = gzip.compress("\n".join(mooncake(n, [n]) for n in range(5000)).encode())
+    path = tmp_path / "cut.gz"
+    path.write_bytes(whole[: len(whole) // 2])
+    reader = TraceReader([path])
+    assert 100 < len(list(reader)) < 5000
+    assert "cut short or damaged" in reader.complaints[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "is empty"),
+        ("\n \n", "is empty"),
+        ("hello\n", "line 1: no JSON"),
+        ('\n{"a": 1}\n', "line 2: neither kvferry_trace nor hash_ids"),
+        ('{"kvferry_trace": 2}', "kvferry_trace is 2; this kvferry reads version 1"),
+        ('{"kvferry_trace": 1}', "block_tokens must be a whole number from 1, got None"),
+    ],
+)
+def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(text)
+    with pytest.raises(InputError, match=says):
+        TraceReader([path])
+
+
+def test_files_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+    paths = [
+        written(tmp_path, mooncake(0, [1]), name="a"),
+        written(tmp_path, json.dumps(HEADER), name="b"),
+    ]
+    with pytest.raises(InputError, match="blocks of 16 and 512 tokens"):
+        TraceReader(paths)
+    with pytest.raises(InputError, match="not the 512 you say"):
+        TraceReader([paths[1]], block_tokens=512)
+    with pytest.raises(InputError, match="cannot be read"):
+        TraceReader([tmp_path / "nowhere"])
+    with pytest.raises(InputError, match="cannot be read"):
+        TraceReader([tmp_path])
+    with pytest.raises(InputError, match="no trace was named"):
+        TraceReader([])
+
+
+def test_numbers_make_keys() -> None:
+    numbers = np.array([0, 1, 2, 2**64 - 1, 0], dtype=np.uint64)
+    keys = keys_of_numbers(numbers)
+    assert keys.array.shape == (5, KEY_WORDS)
+    assert len({bytes(key) for key in keys}) == 4
+    assert keys[0] == keys[4]
+    many = keys_of_numbers(np.arange(20_000, dtype=np.uint64))
+    for word in range(KEY_WORDS):  # every word tells them apart: the index looks at one of them
+        assert len(np.unique(many.array[:, word])) == 20_000
