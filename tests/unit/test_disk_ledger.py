@@ -143,3 +143,16 @@ def test_wrong_use_is_refused(folder: Path) -> None:
         opened(folder, 1_000_000)
     with pytest.raises(JournalError, match="cannot be opened"):
         opened(folder / "elsewhere")
+
+
+def test_a_commit_covers_no_more_than_it_was_told(folder: Path) -> None:
+    """What is noted while the bytes of others are synced has no bytes on the medium yet."""
+    ledger = opened(folder)
+    note(ledger, [1])
+    covered = ledger.num_noted
+    note(ledger, [2])
+    ledger.commit(covered)
+    assert content(opened(folder)).keys() == {1}
+    assert ledger.num_unsaved == 1
+    ledger.close()
+    assert content(opened(folder)).keys() == {1, 2}

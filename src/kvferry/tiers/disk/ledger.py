@@ -88,7 +88,8 @@ class Ledger:
         self._store_id = store_id
         self._slack = slack_pages(shape, num_places)
         self._lock = threading.Lock()  # the queue, and what is present; never held while waiting
-        self._queue: list[Records] = []
+        self._queue: list[tuple[int, Records]] = []  # each with its turn among all notes
+        self._num_noted = 0
         self._forget = False
         self._forget_due = False  # taken from the queue, and not yet on the medium
         self._unsaved: Records = np.empty(0, dtype=shape.record)
@@ -150,7 +151,13 @@ class Ledger:
     def num_unsaved(self) -> int:
         """Records noted that no commit has promised yet."""
         with self._lock:
-            return len(self._unsaved) + sum(map(len, self._queue))
+            return len(self._unsaved) + sum(len(records) for _, records in self._queue)
+
+    @property
+    def num_noted(self) -> int:
+        """How many notes were made so far: a point in their order, for ``commit``."""
+        with self._lock:
+            return self._num_noted
 
     @property
     def is_compacting(self) -> bool:
@@ -187,7 +194,7 @@ class Ledger:
         records["key"] = keys.array
         records["proof"] = proofs
         with self._lock:
-            self._queue.append(records)
+            self._queue_up(records)
             self._entries.proofs[places] = proofs
             self._entries.present[places] = True
 
@@ -198,15 +205,20 @@ class Ledger:
         records["place"] = places
         records["place"] |= LOST
         with self._lock:
-            self._queue.append(records)
+            self._queue_up(records)
             self._entries.present[places] = False
 
     def forget(self) -> None:
         """Everything noted so far is gone. The next commit makes sure that it stays gone."""
         with self._lock:
             self._queue.clear()
+            self._num_noted += 1
             self._forget = True
             self._entries.present.fill(False)
+
+    def _queue_up(self, records: Records) -> None:
+        self._num_noted += 1
+        self._queue.append((self._num_noted, records))
 
     def _require_places(self, places: SlotArray) -> None:
         if self._closed:
@@ -219,8 +231,11 @@ class Ledger:
 
     # -- making sure ----------------------------------------------------------------------------
 
-    def commit(self) -> None:
+    def commit(self, num_noted: int | None = None) -> None:
         """Put all that was noted before this call on the medium: afterwards it is promised.
+
+        With ``num_noted``, as it was at some moment, only what was noted before that moment: whose
+        bytes are on the medium already. (What was forgotten later is forgotten all the same.)
 
         JournalError where that failed: nothing noted since the last good commit is promised, all
         of it is kept, and the next commit tries again. With nothing noted since the last commit, it
@@ -228,7 +243,7 @@ class Ledger:
         """
         if self._closed:
             raise ClosedError("the ledger is closed")
-        self._save()
+        self._save(num_noted)
         self._compact_some()
 
     def close(self) -> None:
@@ -246,10 +261,12 @@ class Ledger:
             for file in self._files:
                 file.close()
 
-    def _save(self) -> None:
+    def _save(self, num_noted: int | None = None) -> None:
         with self._lock:
+            upto = self._num_noted if num_noted is None else num_noted
             forget, self._forget = self._forget, False
-            queued, self._queue = self._queue, []
+            queued = [records for turn, records in self._queue if turn <= upto]
+            self._queue = self._queue[len(queued) :]
         if forget:  # whatever waited was noted before
             self._unsaved = self._unsaved[:0]
             self._forget_due = True
