@@ -26,6 +26,10 @@ class Chains:
         """The slot before this one, or ``NO_SLOT``."""
         return int(self._parent[slot])
 
+    def parents_of(self, slots: SlotArray) -> SlotArray:
+        """The slot before each of these, or ``NO_SLOT``."""
+        return self._parent.take(slots)
+
     def num_children(self, slots: SlotArray) -> npt.NDArray[np.int32]:
         """How many slots follow right after each of these."""
         return self._children.take(slots)

@@ -31,7 +31,15 @@ from kvferry.free_slots import FreeSlots
 from kvferry.index import Index
 from kvferry.keys import Keys, require_key
 from kvferry.lease import Ending, Lease, Purpose
-from kvferry.policy import Arriving, EvictionPolicyMaker, Evidence, HearsHints, Lru, Residents
+from kvferry.policy import (
+    Arriving,
+    EvictionPolicyMaker,
+    Evidence,
+    HearsHints,
+    HearsRequests,
+    Lru,
+    Residents,
+)
 from kvferry.pool_check import PoolCheck
 from kvferry.slot_states import PoolCounts, SlotState
 from kvferry.types import NO_SLOT, Key, SlotArray
@@ -85,10 +93,12 @@ class Pool:
             keys_of=self._index.keys_of,
             positions_of=self._conversations.positions_of,
             conversations_of=self._conversations.conversations_of,
+            parents_of=self._chains.parents_of,
             num_followers_of=self._chains.num_children,
             is_idle=self._is_idle,
         )
         self._policy = policy(residents)
+        self._hears = self._policy if isinstance(self._policy, HearsRequests) else None
         self._free = FreeSlots(num_slots)
         self._num_idle = 0  # cached, and nobody reads them
         self._num_doomed = self._num_evicted = 0
@@ -225,6 +235,16 @@ class Pool:
         found = self._index.find(keys)
         found = found[self._state.take(found) == _CACHED]
         self._policy.use(found[self._chains.last_mentions(found)])
+
+    def asked(self, keys: Keys, num_tokens: int) -> None:
+        """A request of so many tokens, whose whole blocks these are, has come."""
+        if self._hears is not None:
+            self._hears.asked(keys, num_tokens, self.leading(keys))
+
+    def answered(self, keys: Keys, num_tokens: int) -> None:
+        """A request whose whole blocks these are was answered with so many tokens."""
+        if self._hears is not None:
+            self._hears.answered(keys, num_tokens)
 
     def hint(self, keys: Keys, evidence: Evidence) -> None:
         """This was said of a request with these keys, whose leading blocks are here."""

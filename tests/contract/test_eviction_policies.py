@@ -64,6 +64,7 @@ def policy_of(make: EvictionPolicyMaker) -> EvictionPolicy:
             keys_of=lambda slots: keys(slots.tolist()),
             positions_of=lambda slots: slots,
             conversations_of=np.zeros_like,
+            parents_of=lambda slots: np.full(len(slots), NO_SLOT),
             num_followers_of=lambda slots: np.zeros(len(slots), dtype=np.int32),
             is_idle=lambda slots: np.ones(len(slots), dtype=bool),
         )

@@ -8,6 +8,7 @@ from kvferry.policy.eviction import (
     EvictionPolicyMaker,
     Evidence,
     HearsHints,
+    HearsRequests,
     Residents,
 )
 from kvferry.policy.lru import Lru
@@ -21,6 +22,7 @@ __all__ = [
     "EvictionPolicyMaker",
     "Evidence",
     "HearsHints",
+    "HearsRequests",
     "LoadOrCompute",
     "Lru",
     "Residents",

@@ -2,7 +2,9 @@
 
 A policy learns of three different things: blocks that came (``insert``), blocks that served a
 request (``use``), and blocks that must stay only because others follow them (``keep``). It says who
-goes first (``take``). Whether a block may go at all is for the pool to know.
+goes first (``take``). Whether a block may go at all is for the pool to know. One that
+``HearsRequests`` is also told what was asked for, here or not; one that ``HearsHints``, what was
+said of it.
 """
 
 from __future__ import annotations
@@ -63,6 +65,8 @@ class Residents:
     keys_of: Callable[[SlotArray], Keys]
     positions_of: Callable[[SlotArray], npt.NDArray[np.int64]]
     conversations_of: Callable[[SlotArray], npt.NDArray[np.int64]]
+    parents_of: Callable[[SlotArray], SlotArray]
+    """The slot of the block before each, ``NO_SLOT`` where there is none here."""
     num_followers_of: Callable[[SlotArray], npt.NDArray[np.int32]]
     """How many blocks come right after each. One that is followed cannot go without them."""
     is_idle: Callable[[SlotArray], npt.NDArray[np.bool_]]
@@ -124,6 +128,24 @@ class HearsHints(Protocol):
 
         Told once it has stored what it had to, so after their ``insert`` or ``use``; of several
         times that it is told, the last counts. A later use of the last of them may prove it wrong.
+        """
+
+
+@runtime_checkable
+class HearsRequests(Protocol):
+    """An eviction policy that is told of every request, also of what was not here."""
+
+    def asked(self, keys: Keys, num_tokens: int, slots: SlotArray) -> None:
+        """A request asks for these blocks: all whole ones of its ``num_tokens``, from the first on.
+
+        ``slots`` are the leading ones that can be read. Told once for each request, when it comes
+        or a little later, and before its own blocks are stored.
+        """
+
+    def answered(self, keys: Keys, num_tokens: int) -> None:
+        """A request with these whole blocks, its answer's among them, got that many tokens.
+
+        Told once it is over, before or after the last of its blocks are stored.
         """
 
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvferry.keys import Keys
 from kvferry.policy import EvictionPolicyMaker, Evidence
 from kvferry.pool import Pool
 from kvferry.simulate.trials import Capacity
+
+
+class Tokens(NamedTuple):
+    """How long a request and its answer are."""
+
+    prompt: int = 0
+    answer: int = 0
+
+
+NO_TOKENS = Tokens()
 
 
 class Replay(Protocol):
@@ -22,12 +32,18 @@ class Replay(Protocol):
         """Blocks that were given a place in host memory so far."""
 
     def serve(
-        self, keys: Keys, num_storable: int, at: float, evidence: Evidence | None
+        self,
+        keys: Keys,
+        num_storable: int,
+        at: float,
+        evidence: Evidence | None,
+        tokens: Tokens = NO_TOKENS,
     ) -> Capacity:
         """A request with these blocks came ``at`` so many seconds; returns what it found.
 
         Leading blocks, by the level that has them. The first ``num_storable`` of its blocks are
-        stored; ``evidence`` is told once they are.
+        stored; ``evidence`` is told once they are. Policies that hear of requests are told the
+        ``tokens`` of this one.
         """
 
 
@@ -47,9 +63,18 @@ class PoolReplay:
         return self.pool.num_reserved
 
     def serve(
-        self, keys: Keys, num_storable: int, at: float, evidence: Evidence | None
+        self,
+        keys: Keys,
+        num_storable: int,
+        at: float,
+        evidence: Evidence | None,
+        tokens: Tokens = NO_TOKENS,
     ) -> Capacity:
         self._now = at
+        # It is stored when it is over, so its answer is known by then.
+        whole = keys[:num_storable]
+        self.pool.asked(whole, tokens.prompt)
+        self.pool.answered(whole, tokens.answer)
         reading = self.pool.pin(keys)
         hit = 0
         if reading is not None:
@@ -61,5 +86,5 @@ class PoolReplay:
             if writing is not None:
                 writing.commit()
         if evidence is not None:
-            self.pool.hint(keys[:num_storable], evidence)
+            self.pool.hint(whole, evidence)
         return (hit,)

@@ -15,7 +15,7 @@ from kvferry.hints import Hints
 from kvferry.policy import Evidence, policy_named
 from kvferry.simulate.bound import all_knowing
 from kvferry.simulate.future import Future
-from kvferry.simulate.replay import PoolReplay, Replay
+from kvferry.simulate.replay import PoolReplay, Replay, Tokens
 from kvferry.simulate.trials import Score, Tally, Trial
 from kvferry.traces import TraceReader, TraceRequest
 
@@ -135,10 +135,11 @@ def run_trials(
         keys, num_blocks = request.keys(), len(request.numbers)
         storable = num_blocks if asked.keep_partial else request.num_full
         evidence = _evidence(request, at, foretold)
+        tokens = Tokens(request.input_tokens, request.output_tokens)
         half = HALVES[2 * at >= counted.num_requests]
         for replay, score in zip(replays, scores, strict=True):
             began = time.thread_time()
-            hits = replay.serve(keys, storable, request.at, evidence)
+            hits = replay.serve(keys, storable, request.at, evidence, tokens)
             score.seconds += time.thread_time() - began
             saved = min(sum(hits) * counted.block_tokens, request.input_tokens)
             for tally in (score.whole, score.parts.get(half)):
