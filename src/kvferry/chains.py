@@ -27,8 +27,15 @@ class Chains:
         return int(self._parent[slot])
 
     def parents_of(self, slots: SlotArray) -> SlotArray:
-        """The slot before each of these, or ``NO_SLOT``."""
+        """The slot before each, ``NO_SLOT`` where there is none."""
         return self._parent.take(slots)
+
+    def own_end(self, slots: SlotArray) -> SlotArray:
+        """The last of a chain's slots: those that no other chain goes on from."""
+        children = self._children.take(slots)
+        after = np.append(self._parent.take(slots[1:]) == slots[:-1], False)
+        shared = np.flatnonzero(children > after)
+        return slots[int(shared[-1]) + 1 :] if len(shared) else slots
 
     def num_children(self, slots: SlotArray) -> npt.NDArray[np.int32]:
         """How many slots follow right after each of these."""

@@ -29,6 +29,7 @@ class PoolCheck:
     chains: Chains
     policy: EvictionPolicy
     leases: AbstractSet[Lease]
+    held: SlotArray
     counts: PoolCounts
     num_doomed: int
 
@@ -74,6 +75,11 @@ class PoolCheck:
                 writing.append(lease.slots)
             else:
                 readers[lease.slots] += 1
+        readers[self.held] += 1
+        _require(self.counts.held == len(self.held), "held slots are miscounted")
+        _require(
+            bool((self.state[self.held] == SlotState.CACHED).all()), "a slot is held and not cached"
+        )
         written = np.concatenate(writing)
         _require(np.array_equal(readers, self.readers), "reader counts and leases disagree")
         _require(len(np.unique(written)) == len(written), "two leases write one slot")

@@ -20,7 +20,8 @@ class SlotState(IntEnum):
 class PoolCounts:
     """How the slots of a pool are used; ``free + cached + leased + unready == total``, always.
 
-    ``unready`` slots exist, but their memory cannot be used yet.
+    ``unready`` slots exist, but their memory cannot be used yet. ``held`` ones, which are among the
+    leased, stay because somebody asked for that.
     """
 
     free: int
@@ -29,3 +30,4 @@ class PoolCounts:
     total: int
     evicted: int
     unready: int = 0
+    held: int = 0

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import InputError
-from kvferry.hints import DEFAULT_PRIORITY, MOST_RANGES, NAMES, Hints, TokenPriority
+from kvferry.hints import MOST_RANGES, NAMES, Hints, TokenPriority
 from kvferry.keys import Keys
 from kvferry.policy import Evidence, HearsHints, Lru
 from kvferry.pool import Pool
@@ -101,7 +101,7 @@ class Listening(Lru):
         self.heard.append((slots.tolist(), evidence))
 
 
-def test_a_policy_hears_of_the_leading_blocks_that_are_here():
+def test_a_policy_that_hears_is_told_and_not_helped():
     made: list[Listening] = []
 
     def make(residents):
@@ -112,10 +112,9 @@ def test_a_policy_hears_of_the_leading_blocks_that_are_here():
     keys = Keys.from_bytes([bytes([n]) * 32 for n in range(5)])
     lease = pool.reserve(keys[:3])
     assert lease is not None
-    pool.hint(keys, Evidence(over=True))
-    assert made[0].heard == []  # nothing can be matched yet
     lease.commit()
-    pool.hint(keys, Evidence(over=True))
-    assert made[0].heard == [(lease.slots.tolist(), Evidence(over=True))]
-    assert made[0].heard[0][1].priority == DEFAULT_PRIORITY
     assert isinstance(made[0], HearsHints)
+    for evidence in (Evidence(over=True), Evidence(goes_on=True, within=3.0)):
+        pool.hint(keys, evidence)
+        assert made[0].heard.pop() == (lease.slots.tolist(), evidence)
+    assert pool.counts.held == 0

@@ -16,7 +16,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.hints import DEFAULT_PRIORITY
 from kvferry.keys import Keys
 from kvferry.types import SlotArray
 
@@ -39,13 +38,11 @@ class Evidence(NamedTuple):
     """What was said of a conversation by whoever knows more of it than its blocks tell.
 
     It is ``over``, or it ``goes_on`` (``within`` so many seconds from now, where that was said).
-    ``priority`` is 0 to 100, as said of these blocks; 35 where nothing was.
     """
 
     over: bool = False
     goes_on: bool = False
     within: float | None = None
-    priority: int = DEFAULT_PRIORITY
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,160 @@
+"""How a pool makes room: who may go, who goes first, and how slots become free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.chains import Chains
+from kvferry.conversations import Conversations
+from kvferry.errors import IntegrityError
+from kvferry.free_slots import FreeSlots
+from kvferry.goes_first import GoesFirst
+from kvferry.holds import Holds
+from kvferry.keys import Keys
+from kvferry.policy import Arriving, EvictionPolicyMaker, HearsRequests, Residents
+from kvferry.pool_find import PoolFind
+from kvferry.slot_states import SlotState
+from kvferry.types import SlotArray
+from kvferry.victims import victims
+
+_FREE, _CACHED, _DOOMED = int(SlotState.FREE), int(SlotState.CACHED), int(SlotState.DOOMED)
+
+
+class PoolRoom(PoolFind):
+    """The free slots and those that can be had. Owns chains, policy, and how many read a slot.
+
+    ::
+
+        goes first    blocks that somebody said matter less
+        the policy    all others, in its order
+        held softly   only where nothing else can go
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        policy: EvictionPolicyMaker,
+        keep_share: float,
+        clock: Callable[[], float],
+    ) -> None:
+        super().__init__(num_slots)
+        self.num_slots = num_slots
+        self.listeners: list[Callable[[Keys], None]] = []
+        """Called with the keys of blocks that can no longer be matched, whatever took them away."""
+        self._readers = np.zeros(num_slots, dtype=np.int32)
+        self._chains = Chains(num_slots)
+        self._conversations = Conversations(num_slots)
+        residents = Residents(
+            num_slots=num_slots,
+            now=clock,
+            keys_of=self._index.keys_of,
+            positions_of=self._conversations.positions_of,
+            conversations_of=self._conversations.conversations_of,
+            parents_of=self._chains.parents_of,
+            num_followers_of=self._chains.num_children,
+            is_idle=self._is_idle,
+        )
+        self._policy = policy(residents)
+        self._hears = self._policy if isinstance(self._policy, HearsRequests) else None
+        self._clock = clock
+        self._holds = Holds(num_slots, int(num_slots * keep_share))
+        self._first = GoesFirst(num_slots)
+        self._free = FreeSlots(num_slots)
+        self._num_idle = 0  # cached, and nobody reads them
+        self._num_doomed = self._num_evicted = 0
+
+    def coldest(self, count: int) -> Keys:
+        """The keys of up to ``count`` blocks that would be evicted first, in that order."""
+        slots = self._policy.peek(count + self._holds.count)
+        return self._index.keys_of(slots[self._readers.take(slots) == 0][:count])
+
+    def _make_room(self, count: int, own: SlotArray, arriving: Arriving) -> None:
+        """Evict until ``count`` slots are free or nothing more can go."""
+        self._unclaim(self._holds.expire(self._clock()))
+        # A chain must not push out its own beginning to make room for its end.
+        self._readers[own] += 1
+        try:
+            if self._first:
+                going = self._first.take(count - self._free.count, self._chains, self._is_idle)
+                self._policy.discard(going)
+                self._evict(going)
+            self._evict_by_policy(count, arriving)
+            if count > self._free.count and self._holds.count:  # rather these than no store
+                self._unclaim(self._holds.give_way(count - self._free.count))
+                self._evict_by_policy(count, arriving)
+        finally:
+            self._readers[own] -= 1
+
+    def _evict_by_policy(self, count: int, arriving: Arriving) -> None:
+        wanted = count - self._free.count
+        if wanted > 0:
+            self._evict(victims(self._policy, self._chains, self._is_idle, wanted, arriving))
+
+    def _evict(self, going: SlotArray) -> None:
+        """These idle slots, which the policy has let go of, are free; followers come first."""
+        if not len(going):
+            return
+        ordered = going.copy()
+        ordered.sort(kind="stable")  # quick where there are runs
+        if np.count_nonzero(ordered[1:] == ordered[:-1]):
+            raise IntegrityError(f"{type(self._policy).__name__} let go of a slot twice")
+        self._num_evicted += len(going)
+        self._leave(going, ordered)
+
+    def _leave(self, going: SlotArray, ordered: SlotArray) -> None:
+        self._num_idle -= len(going)
+        if self.listeners:
+            self._tell_gone(going)
+        if self._first:
+            self._first.forget(going)
+        self._index.remove(going)
+        self._chains.leave(going)
+        self._push_free(ordered)
+
+    def _unclaim(self, slots: SlotArray) -> None:
+        """These are held no more."""
+        if len(slots):
+            readers = self._readers.take(slots) - 1
+            self._readers[slots] = readers
+            idle = self._chains.children_first(slots[readers == 0])
+            self._num_idle += len(idle)
+            self._policy.put_back(idle[~self._policy.holds(idle)])
+
+    def _use(self, slots: SlotArray) -> None:
+        if self._first:
+            self._first.forget(slots)
+        self._policy.use(slots)
+
+    def _is_idle(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
+        return (self._readers.take(slots) == 0) & (self._state.take(slots) == _CACHED)
+
+    def _doom(self, slots: SlotArray) -> None:
+        """Nothing matches these claimed slots any more; they are free once nobody claims them."""
+        if self._num_doomed:
+            slots = slots[self._state.take(slots) != _DOOMED]
+        if len(slots):
+            if self._holds.count:
+                held = slots[self._holds.held(slots)]
+                self._holds.drop(held)
+                self._readers[held] -= 1
+            self._tell_gone(slots[self._state.take(slots) == _CACHED])
+            if self._first:
+                self._first.forget(slots)
+            self._index.remove(slots)
+            self._policy.discard(slots)
+            self._chains.unlink(slots)
+            self._state[slots] = _DOOMED
+            self._num_doomed += len(slots)
+
+    def _tell_gone(self, slots: SlotArray) -> None:
+        if self.listeners and len(slots):
+            keys = self._index.keys_of(slots)
+            for listener in self.listeners:
+                listener(keys)
+
+    def _push_free(self, ascending: SlotArray) -> None:
+        self._state[ascending] = _FREE
+        self._free.push(ascending)

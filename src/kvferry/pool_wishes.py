@@ -1,0 +1,97 @@
+"""What somebody asked for a pool's blocks: that they stay, that they go first, that they go."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvferry.holds import Holds
+from kvferry.keys import Keys
+from kvferry.policy import Evidence, HearsHints
+from kvferry.pool_room import PoolRoom
+from kvferry.types import SlotArray
+
+GOES_ON_SECONDS = 300.0
+"""So long a conversation that goes on, nobody said when, is kept where no policy knows better."""
+GOES_ON_PRIORITY = 50
+
+
+class PoolWishes(PoolRoom):
+    """Wishes about blocks, within their bound. Slots in a call are one chain's, in its order."""
+
+    def hold(self, slots: SlotArray, until: float, priority: int | None = None) -> int:
+        """Let cached slots, a chain from its first on, stay until then; how many of them do.
+
+        Softly, by ``priority``, where one is given. As many as the bound allows, the first first.
+        """
+        now = self._clock()
+        self._unclaim(self._holds.expire(now))
+        came, gave_way = self._holds.add(slots, until, now, priority)
+        self._unclaim(gave_way)
+        readers = self._readers.take(came)
+        self._num_idle -= len(came) - int(np.count_nonzero(readers))
+        self._readers[came] = readers + 1
+        return int(np.count_nonzero(self._holds.held(slots)))
+
+    def let_go(self, slots: SlotArray) -> int:
+        """Hold these slots of a chain no longer; how many that were. What others, that are held,
+        follow stays with those.
+        """
+        every = self._holds.all_held()
+        others = every[~np.isin(every, slots)]
+        followed = np.isin(slots, self._chains.parents_of(others)).nonzero()[0]
+        slots = slots[int(followed[-1]) + 1 :] if len(followed) else slots
+        held = slots[self._holds.held(slots)]
+        self._holds.drop(held)
+        self._unclaim(held)
+        return len(held)
+
+    def asked(self, keys: Keys, num_tokens: int) -> None:
+        """A request of so many tokens, whose whole blocks these are, has come."""
+        if self._hears is not None:
+            self._hears.asked(keys, num_tokens, self.leading(keys))
+
+    def answered(self, keys: Keys, num_tokens: int) -> None:
+        """A request whose whole blocks these are was answered with so many tokens."""
+        if self._hears is not None:
+            self._hears.answered(keys, num_tokens)
+
+    def hint(self, keys: Keys, evidence: Evidence) -> None:
+        """This was said of a request with these keys, whose leading blocks are here.
+
+        A policy that hears it is told; others are helped.
+        """
+        slots = self.leading(keys)
+        if not len(slots):
+            return
+        if isinstance(self._policy, HearsHints):
+            self._policy.hint(slots, evidence)
+        elif evidence.over:
+            self.go_first(slots, 0)
+        elif evidence.goes_on:
+            within = evidence.within if evidence.within is not None else GOES_ON_SECONDS
+            self._first.forget(slots)
+            self.hold(slots, self._clock() + within, GOES_ON_PRIORITY)
+
+    def go_first(self, slots: SlotArray, priority: int) -> None:
+        """Of a chain's slots, those that nobody else follows go before what matters more."""
+        own = self._chains.own_end(slots)
+        self._first.add(np.ascontiguousarray(own[::-1]), priority)
+
+    def drop(self, slots: SlotArray) -> int:
+        """Forget the cached blocks at the end of a chain that nobody else follows; how many.
+
+        Claimed ones are free when their claim ends.
+        """
+        going = np.ascontiguousarray(self._chains.own_end(slots)[::-1])
+        self.let_go(going)
+        idle = self._is_idle(going)
+        self._doom(going[~idle])
+        self._policy.discard(going[idle])
+        if idle.any():
+            self._leave(going[idle], np.sort(going[idle]))
+        return len(going)
+
+    @property
+    def holds(self) -> Holds:
+        """What is held. To look at."""
+        return self._holds
