@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import IntegrityError
-from kvferry.types import NO_SLOT, SlotArray
+from kvferry.types import NO_SLOT, SlotArray, slot_numbers
 
 
 class Chains:
@@ -18,9 +18,9 @@ class Chains:
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self._parent = np.full(num_slots, NO_SLOT, dtype=np.int64)
+        self._parent = slot_numbers(num_slots)
         self._children = np.zeros(num_slots, dtype=np.int32)
-        self._place = np.full(num_slots, NO_SLOT, dtype=np.int64)  # scratch, NO_SLOT between calls
+        self._place = slot_numbers(num_slots)  # scratch, NO_SLOT between calls
 
     def parent_of(self, slot: int) -> int:
         """The slot before this one, or ``NO_SLOT``."""
@@ -69,7 +69,7 @@ class Chains:
 
     def leave(self, slots: SlotArray) -> None:
         """These slots leave, and all their descendants with them (see :meth:`can_go`)."""
-        parents = self._parent.take(slots)
+        parents = self._parent.take(slots).astype(np.int64, copy=False)
         # Most chains leave from their end on. A parent right behind its child leaves, too.
         apart = (parents[:-1] != slots[1:]).nonzero()[0]
         if len(apart):
@@ -82,7 +82,7 @@ class Chains:
 
     def unlink(self, slots: SlotArray) -> None:
         """The bytes of these slots are lost. Children that stay have no parent then."""
-        parents = self._parent.take(slots)
+        parents = self._parent.take(slots).astype(np.int64, copy=False)
         self._lose_child(parents[parents != NO_SLOT])
         self._parent[slots] = NO_SLOT
         bereft = slots[self._children.take(slots) > 0]
@@ -135,7 +135,7 @@ class Chains:
     def children_first(self, slots: SlotArray) -> SlotArray:
         """These slots, each after those of its descendants that are among them."""
         above = self._parents_among(slots)
-        depth = (above != NO_SLOT).astype(np.int64)
+        depth = (above != NO_SLOT).astype(np.int64, copy=False)
         for _ in range(len(slots).bit_length()):
             linked = np.flatnonzero(above != NO_SLOT)
             if not len(linked):
@@ -175,7 +175,7 @@ class Chains:
         parents = self._parent.take(slots)
         above = np.where(parents == NO_SLOT, NO_SLOT, self._place.take(parents, mode="wrap"))
         self._place[slots] = NO_SLOT
-        return above
+        return above.astype(np.int64, copy=False)
 
     def _lose_child(self, parents: SlotArray) -> None:
         # np.subtract.at counts repeats but is slow: use it only for the few that do repeat.

@@ -14,13 +14,13 @@ class FreeSlots:
     __slots__ = ("_stack", "count")
 
     def __init__(self, num_slots: int) -> None:
-        self._stack = np.empty(num_slots, dtype=np.int64)
+        self._stack = np.empty(num_slots, dtype=np.int32)
         self.count = 0
 
     @property
     def slots(self) -> SlotArray:
         """All of them; the last is given out next."""
-        return self._stack[: self.count]
+        return self._stack[: self.count].astype(np.int64)
 
     def push(self, ascending: SlotArray) -> None:
         """The lowest is given out first.
@@ -35,12 +35,12 @@ class FreeSlots:
     def take(self, count: int) -> SlotArray:
         """As many slots, of which there are enough."""
         self.count -= count
-        return self._stack[self.count : self.count + count][::-1].copy()
+        return self._stack[self.count : self.count + count][::-1].astype(np.int64)
 
     def give_out_next(self, slots: SlotArray) -> None:
         """The next ones taken are these, in this order."""
         free = np.zeros(len(self._stack), dtype=bool)
-        free[self.slots] = True
+        free[self._stack[: self.count]] = True
         if not free.take(slots).all():
             raise InputError(f"{len(slots)} slots cannot be given out next: some are not free")
         free[slots] = False

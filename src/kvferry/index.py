@@ -25,9 +25,9 @@ import numpy.typing as npt
 from kvferry.errors import IntegrityError
 from kvferry.keys import KEY_WORDS, KeyArray, Keys
 from kvferry.tag_table import Positions, TagTable
-from kvferry.types import KEY_BYTES, NO_SLOT, Key, SlotArray
+from kvferry.types import KEY_BYTES, NO_SLOT, Key, SlotArray, slot_numbers
 
-_ABSENT = -1  # place of a slot whose key is not in the index
+_ABSENT = NO_SLOT  # place of a slot whose key is not in the index
 _SPILLED = -2  # and of one whose key is in the dict
 
 _FIRST_LOOK = 512  # keys compared at once where a run begins, and how many times more after that
@@ -50,7 +50,7 @@ class Index:
     def __init__(self, num_slots: int) -> None:
         self._table = TagTable(num_slots)
         self._keys = np.full((num_slots, KEY_WORDS), 0, dtype="<u8")
-        self._place = np.full(num_slots, _ABSENT, dtype=np.int64)
+        self._place = slot_numbers(num_slots)
         self._overflow: dict[int, dict[bytes, int]] = {}  # by row of the table
         self._size = 0
 
@@ -224,7 +224,7 @@ class Index:
         if len(places) and np.minimum.reduce(places) < 0:
             self._remove_spilled(slots[places < 0])
             places = places[places >= 0]
-        self._table.free(places)
+        self._table.free(places.astype(np.int64, copy=False))
         self._place[slots] = _ABSENT
         self._size -= len(slots)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NewType
+from typing import Any, NewType
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +56,18 @@ def as_slots(slots: Integers) -> SlotArray:
         raise InputError(f"slots must not be negative, got {int(array.min())}")
     array.setflags(write=False)
     return array
+
+
+MANY_SLOTS = 1 << 21
+
+
+def slot_numbers(num_slots: int) -> npt.NDArray[Any]:
+    """An array with room for a slot number per slot, ``NO_SLOT`` in all of them.
+
+    A level may have ten million slots, and four such arrays: half the bytes then, and a conversion
+    whenever some are fetched, which a step's few would feel where slots are few.
+    """
+    return np.full(num_slots, NO_SLOT, dtype=np.int32 if num_slots >= MANY_SLOTS else np.int64)
 
 
 KeyRows = npt.NDArray[np.uint64]

@@ -369,7 +369,7 @@ def breaks(pool: Pool, how: str) -> None:
     elif how == "a free slot in use":
         pool._state[int(pool._free.slots[0])] = SlotState.CACHED
     elif how == "a slot free twice":
-        pool._free.slots[0] = pool._free.slots[1]
+        pool._free._stack[0] = pool._free._stack[1]
     elif how == "a wrong key":
         # Not bit 0, which is no part of a tag: the key would be found where it was.
         pool._index._keys[int(pool._index.find(keys([1]))[0])] ^= np.uint64(2)

@@ -10,6 +10,7 @@ from kvferry.types import SlotArray
 
 _ABSENT = -1
 _START = 1 << 40  # positions grow from here, and shrink when slots are put back
+_PIECE = 1 << 16
 _LOOK = 256  # queue entries looked at together when most of them may be stale
 
 
@@ -30,8 +31,8 @@ class Lru:
 
     def __init__(self, residents: Residents) -> None:
         # Filled here: a page that is first touched later costs a step of the scheduler.
-        size = 1 << (4 * residents.num_slots + _LOOK).bit_length()
-        self._queue = np.full(size, 0, dtype=np.int64)
+        size = 1 << (2 * residents.num_slots + _LOOK).bit_length()
+        self._queue = np.full(size, 0, dtype=np.int32)
         self._size = size
         self._mask = size - 1
         self._where = np.full(residents.num_slots, _ABSENT, dtype=np.int64)
@@ -98,21 +99,27 @@ class Lru:
         return np.concatenate([np.empty(0, dtype=np.int64), *found]), start
 
     def _compact(self) -> None:
-        # The queue is four times the slots, so at least three quarters of it are stale by now:
-        # the walk is paid for by the touches that filled it.
-        slots = self._read(self._head, self._tail)
-        slots = slots[self._where.take(slots) == np.arange(self._head, self._tail)]
-        self._head, self._tail = _START, _START + len(slots)
-        self._write(self._head, slots)
-        self._where[slots] = np.arange(self._head, self._tail)
+        # The queue is at least twice the slots, so half of it or more is stale by now:
+        # the walk is paid for by the touches that filled it. In pieces, each moved to behind the
+        # live ones before it: of a level's slots there may be many millions.
+        end = self._head
+        for start in range(self._head, self._tail, _PIECE):
+            stop = min(start + _PIECE, self._tail)
+            slots = self._read(start, stop)
+            slots = slots[self._where.take(slots) == np.arange(start, stop)]
+            self._write(end, slots)
+            self._where[slots] = np.arange(end, end + len(slots))
+            end += len(slots)
+        self._tail = end
 
     def _read(self, start: int, end: int) -> SlotArray:
         """What is queued at these positions; around the end of the array where it has to be."""
         first = start & self._mask
         stop = first + end - start
         if stop <= self._size:
-            return self._queue[first:stop]
-        return np.concatenate((self._queue[first:], self._queue[: stop & self._mask]))
+            return self._queue[first:stop].astype(np.int64)
+        around = np.concatenate((self._queue[first:], self._queue[: stop & self._mask]))
+        return around.astype(np.int64)
 
     def _write(self, start: int, slots: SlotArray) -> None:
         first = start & self._mask
