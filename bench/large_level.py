@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvferry.keys import KEY_BYTES, Keys
+from kvferry.keys import KEY_WORDS, Keys
 from kvferry.pool import Pool
 from kvferry.scheduler.level import PlacedLevel
 from kvferry.types import TierName
@@ -42,7 +42,7 @@ def main() -> None:
     options = parser.parse_args()
     num_places = options.places
     rng = np.random.default_rng(1)
-    words = rng.integers(0, 1 << 63, (num_places, KEY_BYTES // 8), dtype=np.uint64)
+    words = rng.integers(0, 1 << 63, (num_places, KEY_WORDS), dtype=np.uint64)
     # As an earlier life left it: conversations in runs, which came in any order.
     runs = rng.permutation(-(-num_places // 64))
     places = (runs[:, None] * 64 + np.arange(64)).reshape(-1)
