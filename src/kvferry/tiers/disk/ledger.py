@@ -395,10 +395,14 @@ class Ledger:
             write_whole(file, found.end * size, bytes((found.junk_end - found.end) * size))
             file.sync()
         self._is_sealed = False
-        if found.is_untidy:
+        if found.is_untidy or found.end > self._num_pages_needed(num_places):
             self._entries = found.entries
             self._compact(None)
         return found
+
+    def _num_pages_needed(self, num_places: int) -> int:
+        """Pages that the files may be cut down to, where the store had more places before."""
+        return journal_bytes(self.shape, num_places) // self.shape.page_bytes
 
     def _begin(self, num_places: int) -> Found:
         empty = all(not any(file.read_at(0, 1024)) for file in self._files)

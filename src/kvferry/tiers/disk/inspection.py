@@ -1,0 +1,188 @@
+"""For people who look after stores: what there is, whether it is sound, and its end.
+
+::
+
+    list_stores   whose, how large, how full, last used, open in which process
+    verify_store  every block read and held against its proof, with the store locked
+    purge_store   gone, as far as a file system can promise it
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import StoreError
+from kvferry.keys import Keys
+from kvferry.tiers.disk.entries import Proofs
+from kvferry.tiers.disk.files import DiskFile
+from kvferry.tiers.disk.folder import (
+    BLOCKS_NAME,
+    StoreFolder,
+    alone_in,
+    remove_store,
+    stores_under,
+)
+from kvferry.tiers.disk.header import Header, read_header
+from kvferry.tiers.disk.ledger import FILE_NAMES
+from kvferry.tiers.disk.lock import StoreLock
+from kvferry.tiers.disk.pages import Shape
+from kvferry.tiers.disk.recovery import Found, RecoveryReport, read_live, recover
+from kvferry.tiers.disk.superblock import Superblock, read_superblock
+from kvferry.types import SlotArray
+
+_PIECE = 1024  # blocks that a checker is given at once
+
+
+@dataclass(frozen=True)
+class StoreSummary:
+    """A store, for a list. ``num_blocks`` is None where nobody can say."""
+
+    folder: StoreFolder
+    num_blocks: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class StoreContent:
+    """What a store's journal says, read without changing anything."""
+
+    superblock: Superblock
+    blocks_path: Path
+    report: RecoveryReport
+    pieces: Callable[[], Iterator[tuple[Keys, SlotArray, Proofs]]]
+    """Keys, places and proofs of all blocks, in the order written; can be asked again."""
+
+
+class BlockChecker(Protocol):
+    """Reads blocks of a store and says which of them match their proofs."""
+
+    def __call__(self, places: SlotArray, keys: Keys, proofs: Proofs) -> npt.NDArray[np.bool_]: ...
+
+
+@dataclass
+class VerifyReport:
+    """What verifying found: how many blocks, and the places of those that are not as written."""
+
+    num_blocks: int
+    num_checked: int
+    bad_places: list[int]
+    recovery: RecoveryReport
+
+    @property
+    def is_sound(self) -> bool:
+        return not self.bad_places and not self.recovery.bad_pages
+
+
+def list_stores(root: Path, *, count_blocks: bool = True) -> list[StoreSummary]:
+    """All stores under a directory, open ones too. Counting their blocks reads their journals.
+
+    The blocks of a store that is open are those of some moment just now.
+    """
+    summaries = []
+    for folder in stores_under(root):
+        num_blocks = None
+        if count_blocks and folder.superblock is not None and not folder.trouble:
+            with contextlib.suppress(OSError, StoreError), _content(folder.path) as content:
+                num_blocks = content.report.num_blocks
+        summaries.append(StoreSummary(folder, num_blocks))
+    return summaries
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[StoreContent]:
+    """A store's content while nobody else can open it; StoreInUseError if somebody has it open."""
+    _require_store(path)
+    lock = StoreLock.take(path)
+    try:
+        with _content(path) as content:
+            yield content
+    finally:
+        lock.release()
+
+
+def verify_store(
+    path: Path,
+    open_checker: Callable[[StoreContent], BlockChecker],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> VerifyReport:
+    """Hold every block against its proof; changes nothing. ``progress`` is told done and total."""
+    with reading(path) as content:
+        check = open_checker(content)
+        total = content.report.num_blocks
+        report = VerifyReport(total, 0, [], content.report)
+        for keys, places, proofs in content.pieces():
+            for start in range(0, len(places), _PIECE):
+                part = slice(start, start + _PIECE)
+                right = check(places[part], keys[part], proofs[part])
+                report.bad_places += places[part][~right].tolist()
+                report.num_checked += len(right)
+                progress(report.num_checked, total)
+    return report
+
+
+def purge_store(path: Path) -> str:
+    """Remove a store that nobody has open; returns what that means, for people.
+
+    StoreInUseError if somebody has it open, StoreError if there is none.
+    """
+    found = _require_store(path)
+    with alone_in(path.parent):
+        remove_store(path)
+    if found.superblock is not None and found.superblock.identity.is_sealed:
+        rest = "its blocks were encrypted: without the key, what a drive may still hold is noise"
+    else:
+        rest = (
+            "its bytes were given back to the file system, not overwritten: an SSD may hold them "
+            "until it needs the room. Encrypt (disk_key_file) what must never be read again"
+        )
+    return f"{path} is gone, {found.num_bytes} bytes; {rest}"
+
+
+def _require_store(path: Path) -> StoreFolder:
+    """The store at ``path``; StoreError where there is nothing that we made."""
+    found = next((each for each in stores_under(path.parent) if each.path == path), None)
+    if found is None:
+        raise StoreError(f"{path} is no store of kvferry; kvferry disk ls shows which there are")
+    return found
+
+
+@contextlib.contextmanager
+def _content(path: Path) -> Iterator[StoreContent]:
+    superblock = read_superblock(path)
+    if superblock is None:
+        raise StoreError(f"{path} was never finished, and holds nothing")
+    shape = Shape(superblock.identity.proof_bytes)
+    with contextlib.ExitStack() as undo:
+        files = []
+        for name in FILE_NAMES:
+            files.append(DiskFile(path / name, writable=False))
+            undo.callback(files[-1].close)
+        newest: tuple[DiskFile, Header] | None = None
+        for file in files:
+            header = read_header(file, shape, superblock.store_id)
+            if header is not None and (
+                newest is None or header.seal.generation > newest[1].seal.generation
+            ):
+                newest = file, header
+        if newest is None:
+            yield StoreContent(
+                superblock,
+                path / BLOCKS_NAME,
+                RecoveryReport(words="no journal could be read"),
+                lambda: iter(()),
+            )
+            return
+        file, header = newest
+        found: Found = recover(file, header, shape, superblock.num_places)
+        yield StoreContent(
+            superblock,
+            path / BLOCKS_NAME,
+            found.report,
+            lambda: read_live(file, shape, found.entries, found.end),
+        )

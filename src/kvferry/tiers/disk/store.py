@@ -1,0 +1,214 @@
+"""A store on disk, opened whole: locked, sized, its files there, its ledger recovered."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from kvferry.closing import Closing
+from kvferry.errors import StoreError
+from kvferry.tiers.disk.allocation import allocate
+from kvferry.tiers.disk.folder import BLOCKS_NAME, StoreFolder, alone_in, set_aside
+from kvferry.tiers.disk.ledger import FILE_NAMES, Ledger, journal_bytes
+from kvferry.tiers.disk.lock import StoreLock
+from kvferry.tiers.disk.pages import Shape
+from kvferry.tiers.disk.room import Bound, Room
+from kvferry.tiers.disk.store_identity import StoreIdentity
+from kvferry.tiers.disk.superblock import (
+    Superblock,
+    SuperblockError,
+    read_superblock,
+    sync_folder,
+)
+
+log = logging.getLogger(__name__)
+
+KeyCheck = Callable[[bytes], bytes]
+"""From a store's id to what the key in use gives for it: ``CHECK_BYTES`` that betray nothing."""
+
+
+class Store(Closing):
+    """One rank's blocks on one drive. Owns the lock, the size and the ledger of the store.
+
+    Leaves the bytes of blocks, in ``blocks_path``, to others: place ``p`` is the ``pitch`` bytes
+    from ``p * pitch`` on. ``is_whole`` says that the file system has promised them all; where it
+    could not, the file grows as it is written. ``notes`` tells people what opening it did.
+    """
+
+    def __init__(
+        self, lock: StoreLock, superblock: Superblock, ledger: Ledger, *, is_whole: bool
+    ) -> None:
+        self.folder = lock.folder
+        self.superblock = superblock
+        self.ledger = ledger
+        self.is_whole = is_whole
+        self.notes: list[str] = []
+        self._lock = lock
+
+    @classmethod
+    def open(
+        cls,
+        root: Path,
+        identity: StoreIdentity,
+        bound: Bound,
+        *,
+        key_check: KeyCheck | None = None,
+        may_create: bool = True,
+        on_behalf_of: int | None = None,
+    ) -> Store:
+        """The store of ``identity`` under ``root``, brought to the size of its share.
+
+        StoreError, with what to do, where it cannot be had; StoreInUseError where another process
+        has it. ``may_create`` false: a directory that has vanished is not made anew.
+        ``on_behalf_of`` is the process others are told of.
+        """
+        try:
+            return _open(cls, root, identity, bound, key_check, may_create, on_behalf_of)
+        except OSError as error:
+            raise StoreError(
+                f"{root}: the store cannot be opened: {error.strerror or error}; see that the "
+                "directory is there, is writable for this user and has room"
+            ) from error
+
+    @property
+    def num_places(self) -> int:
+        return self.superblock.num_places
+
+    @property
+    def store_id(self) -> bytes:
+        """Drawn when the store was made: names it among all stores there ever were."""
+        return self.superblock.store_id
+
+    @property
+    def blocks_path(self) -> Path:
+        return self.folder / BLOCKS_NAME
+
+    def close(self) -> None:
+        """Commit, then let the store go. Safe to call twice. JournalError if the commit failed."""
+        try:
+            self.ledger.close()
+        finally:
+            self._lock.release()
+
+
+def _open(
+    cls: type[Store],
+    root: Path,
+    identity: StoreIdentity,
+    bound: Bound,
+    key_check: KeyCheck | None,
+    may_create: bool,
+    on_behalf_of: int | None,
+) -> Store:
+    if may_create:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with alone_in(root):
+        lock, superblock, notes = _claim(root, identity, key_check, on_behalf_of)
+        try:
+            room = Room(root, identity, bound, _shrink)
+            num_places = room.make()
+            if superblock is None:
+                superblock = Superblock(identity, num_places)
+                if key_check is not None:
+                    check = key_check(superblock.store_id)
+                    superblock = replace(superblock, key_check=check)
+            store = _lay_out(cls, lock, superblock, num_places)
+        except BaseException:
+            lock.release()
+            raise
+    store.notes += [*notes, *room.notes]
+    log.info("%s: %d places; %s", lock.folder, num_places, store.ledger.report)
+    return store
+
+
+def _claim(
+    root: Path, identity: StoreIdentity, key_check: KeyCheck | None, on_behalf_of: int | None
+) -> tuple[StoreLock, Superblock | None, list[str]]:
+    """The folder, locked, and what its superblock says; one that nobody can read is set aside."""
+    folder = root / identity.folder_name
+    folder.mkdir(mode=0o700, exist_ok=True)
+    lock = StoreLock.take(folder, on_behalf_of=on_behalf_of)
+    try:
+        superblock = read_superblock(folder)
+        if superblock is not None:
+            _require_same(folder, superblock, identity, key_check)
+            superblock = replace(superblock, identity=identity)  # the label may be another
+        return lock, superblock, []
+    except SuperblockError as error:
+        aside = set_aside(lock)
+        lock.release()
+        note = f"{error}; the store was set aside as {aside.name}, and an empty one made"
+        log.warning("%s", note)
+        again, superblock, notes = _claim(root, identity, key_check, on_behalf_of)
+        return again, superblock, [note, *notes]
+    except BaseException:
+        lock.release()
+        raise
+
+
+def _require_same(
+    folder: Path, superblock: Superblock, identity: StoreIdentity, key_check: KeyCheck | None
+) -> None:
+    """Refuse a store that is not ours to read, by name; it is left as it is."""
+    its = superblock.identity
+    remedy = f"give another directory (disk), or remove it: kvferry disk purge {folder}"
+    if its.is_sealed != identity.is_sealed:
+        holds = "encrypted" if its.is_sealed else "unencrypted"
+        key = "no key was given" if its.is_sealed else "a key was given"
+        raise StoreError(f"{folder} holds {holds} blocks, and {key} (disk_key_file); {remedy}")
+    for what in ("namespace", "block_bytes", "pitch", "proof_bytes"):
+        has, wanted = getattr(its, what), getattr(identity, what)
+        if has != wanted:
+            if isinstance(has, bytes):
+                has, wanted = has.hex(), wanted.hex()
+            raise StoreError(f"{folder} has {what} {has}, this server {wanted}; {remedy}")
+    if its.folder_name != identity.folder_name:
+        raise StoreError(f"{folder} was {its.folder_name} once, and was moved here; {remedy}")
+    if key_check is not None and key_check(superblock.store_id) != superblock.key_check:
+        raise StoreError(
+            f"{folder} was encrypted with another key than the one given (disk_key_file); give "
+            f"that one, {remedy}"
+        )
+
+
+def _lay_out(cls: type[Store], lock: StoreLock, superblock: Superblock, num_places: int) -> Store:
+    """Bring the files to their size, and open the ledger. A crash in here loses nothing.
+
+    ::
+
+        grow      files longer │ superblock │ ledger may name the new places
+        shrink    ledger no longer names the last places, on the medium │ superblock │ files shorter
+    """
+    folder, identity = lock.folder, superblock.identity
+    shape = Shape(identity.proof_bytes)
+    lengths = dict.fromkeys(FILE_NAMES, journal_bytes(shape, num_places))
+    lengths[BLOCKS_NAME] = num_places * identity.pitch
+    whole = {name: _lengthen(folder / name, length) for name, length in lengths.items()}
+    ledger = Ledger.open(folder, superblock.store_id, num_places, identity.proof_bytes)
+    try:
+        superblock = replace(superblock, num_places=num_places)
+        superblock.write(folder)
+        for name, length in lengths.items():
+            if (folder / name).stat().st_size > length:
+                allocate(folder / name, length)
+        sync_folder(folder)
+        sync_folder(folder.parent)
+    except BaseException:
+        ledger.close()
+        raise
+    return cls(lock, superblock, ledger, is_whole=all(whole.values()))
+
+
+def _lengthen(path: Path, length: int) -> bool:
+    """Make a file at least so long; whether all of it has its room on the file system."""
+    there = path.stat().st_size if path.exists() else 0
+    return allocate(path, max(there, length))
+
+
+def _shrink(other: StoreFolder, num_places: int) -> None:
+    """Make a store that nobody has open smaller."""
+    assert other.superblock is not None
+    with _lay_out(Store, StoreLock.take(other.path), other.superblock, num_places):
+        log.info("%s: made smaller, to %d places", other.path, num_places)

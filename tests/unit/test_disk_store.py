@@ -1,0 +1,343 @@
+"""Stores on a real file system: made, locked, grown, shrunk, shared out, listed, removed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.fakes.crafted_keys import keys
+
+from kvferry.errors import StoreError, StoreInUseError
+from kvferry.quantities import MiB
+from kvferry.tiers.disk import allocation, inspection
+from kvferry.tiers.disk.folder import apparent_bytes, stores_under
+from kvferry.tiers.disk.room import Bound, most_places, store_bytes
+from kvferry.tiers.disk.store import Store
+from kvferry.tiers.disk.store_identity import StoreIdentity
+from kvferry.tiers.disk.superblock import Superblock, SuperblockError, read_superblock
+from kvferry.types import as_slots
+
+PITCH = 64 << 10
+BOUND = Bound(16 * MiB)
+
+
+def identity(name: int = 1, **changes: Any) -> StoreIdentity:
+    made = StoreIdentity(
+        namespace=bytes([name]) * 32,
+        block_bytes=PITCH - 100,
+        pitch=PITCH,
+        proof_bytes=16,
+        family=b"one server",
+        label="a model",
+    )
+    return replace(made, **changes)
+
+
+def fill(store: Store, numbers: list[int]) -> None:
+    rows = np.random.default_rng().integers(0, 256, (len(numbers), 16), dtype=np.uint8)
+    store.ledger.note_written(as_slots(numbers), keys(numbers), rows)
+
+
+def test_a_store_is_as_it_was_left(tmp_path: Path) -> None:
+    with Store.open(tmp_path / "new", identity(), BOUND) as store:
+        fill(store, [4, 2])
+        name, places = store.folder.name, store.num_places
+    assert name == "kvferry-0101010101010101-r0of1-d0of1"
+    with Store.open(tmp_path / "new", identity(), BOUND) as store:
+        assert store.ledger.recovered.places.tolist() == [4, 2]
+        assert store.num_places == places
+        assert store.superblock.identity.label == "a model"
+
+
+def test_only_the_owner_may_look(tmp_path: Path) -> None:
+    os.umask(before := os.umask(0))
+    root = tmp_path / "new"
+    try:
+        os.umask(0)
+        with Store.open(root, identity(), BOUND) as store:
+            folder = store.folder
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(root.stat().st_mode) == 0o700
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    for file in folder.iterdir():
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
+
+
+def test_everything_stays_within_the_bound(tmp_path: Path) -> None:
+    with Store.open(tmp_path, identity(), BOUND) as store:
+        assert apparent_bytes(store.folder) <= BOUND.size
+        assert store_bytes(store.num_places + 1, identity()) > BOUND.size
+        used = sum(found.stat().st_blocks * 512 for found in store.folder.iterdir())
+        assert BOUND.size * 0.9 < used <= BOUND.size
+        assert store.blocks_path.stat().st_size == store.num_places * PITCH
+
+
+def test_ranks_share_the_bound_equally_in_any_order(tmp_path: Path) -> None:
+    bound = replace(BOUND, num_ranks_here=2)
+    ranks = [identity(n, rank=n, num_ranks=2) for n in (1, 0)]
+    with Store.open(tmp_path, ranks[0], bound) as one, Store.open(tmp_path, ranks[1], bound) as two:
+        assert one.num_places == two.num_places
+        assert sum(apparent_bytes(each.folder) for each in (one, two)) <= BOUND.size
+    # Started in the other order, and nobody's store was taken for junk.
+    with Store.open(tmp_path, ranks[1], bound) as two, Store.open(tmp_path, ranks[0], bound) as one:
+        assert one.num_places == two.num_places
+        assert not one.notes + two.notes
+
+
+def test_a_smaller_bound_shrinks_all_ranks_and_a_larger_one_lets_them_grow(tmp_path: Path) -> None:
+    ranks = [identity(n, rank=n, num_ranks=2) for n in (0, 1)]
+    places = []
+    for size in (16, 8, 24):
+        bound = Bound(size * MiB, num_ranks_here=2)
+        with (
+            Store.open(tmp_path, ranks[0], bound) as one,
+            Store.open(tmp_path, ranks[1], bound) as two,
+        ):
+            held = sum(apparent_bytes(each.folder) for each in (one, two))
+            assert held <= bound.size
+            assert one.num_places == two.num_places
+            places.append(one.num_places)
+            if size == 16:
+                for each in (one, two):
+                    fill(each, [0, 1, each.num_places - 1])
+            else:
+                assert one.ledger.recovered.places.tolist() == [0, 1]
+                assert two.ledger.recovered.places.tolist() == [0, 1]
+    assert places[1] < places[0] < places[2]
+
+
+def test_stores_that_nobody_uses_make_room_the_oldest_first(tmp_path: Path) -> None:
+    third = BOUND.size // 3
+    others = [
+        Store.open(tmp_path, identity(name, family=bytes([name])), Bound((name - 1) * third))
+        for name in (2, 3, 4)
+    ]
+    for other, used in zip(others[:2], (2000, 1000), strict=True):
+        other.close()
+        for file in other.folder.iterdir():
+            os.utime(file, (used, used))
+    held = others[2]  # open: never touched
+    with Store.open(tmp_path, identity(1), Bound(2 * third)) as store:
+        left = {each.path.name for each in stores_under(tmp_path)}
+        assert left == {identity(n).folder_name for n in (1, 4)}
+        assert len(store.notes) == 2
+        assert identity(3).folder_name in store.notes[0]
+        total = sum(apparent_bytes(each.path) for each in stores_under(tmp_path))
+        assert total <= 2 * third
+    held.close()
+
+
+def test_where_there_is_no_room_it_says_why(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"no room for a store.*raise the bound"):
+        Store.open(tmp_path, identity(), Bound(1 * MiB))
+    with pytest.raises(StoreError, match="must stay free"):
+        Store.open(tmp_path, identity(), replace(BOUND, keep_free=1 << 60))
+    with (
+        Store.open(tmp_path, identity(2, family=b"2"), BOUND),
+        pytest.raises(StoreError, match="other stores there hold"),
+    ):
+        Store.open(tmp_path, identity(), BOUND)
+
+
+def test_a_second_process_is_refused_by_name(tmp_path: Path) -> None:
+    program = (
+        "import sys, pathlib\n"
+        "from tests.unit.test_disk_store import BOUND, Store, identity\n"
+        "store = Store.open(pathlib.Path(sys.argv[1]), identity(), BOUND)\n"
+        "print('open', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert other.stdin is not None
+    assert other.stdout is not None
+    assert other.stdout.readline() == b"open\n"
+    try:
+        with pytest.raises(StoreInUseError, match=rf"{identity().folder_name}.*{other.pid}.*disk"):
+            Store.open(tmp_path, identity(), BOUND)
+        (listed,) = inspection.list_stores(tmp_path)
+        assert f"process {other.pid}" in listed.folder.holder
+        with pytest.raises(StoreInUseError, match="stop that one first"):
+            inspection.purge_store(listed.folder.path)
+        with pytest.raises(StoreInUseError), inspection.reading(listed.folder.path):
+            pass
+    finally:
+        other.kill()
+        other.wait()
+        other.stdin.close()
+        other.stdout.close()
+    Store.open(tmp_path, identity(), BOUND).close()  # the kernel let it go with the process
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"namespace": b"\1" * 31 + b"\2"}, "has namespace"),
+        ({"block_bytes": PITCH}, "has block_bytes"),
+        ({"proof_bytes": 28, "is_sealed": True}, "holds unencrypted blocks"),
+    ],
+)
+def test_what_does_not_agree_is_refused_and_left_alone(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    with Store.open(tmp_path, identity(), BOUND) as store:
+        fill(store, [1])
+    with pytest.raises(StoreError, match=words):
+        Store.open(tmp_path, identity(**change), BOUND)
+    with Store.open(tmp_path, identity(), BOUND) as store:
+        assert store.ledger.num_blocks == 1
+
+
+def test_a_wrong_key_is_told_by_name(tmp_path: Path) -> None:
+    sealed = identity(proof_bytes=28, is_sealed=True)
+    Store.open(tmp_path, sealed, BOUND, key_check=lambda store: store[::-1]).close()
+    Store.open(tmp_path, sealed, BOUND, key_check=lambda store: store[::-1]).close()
+    with pytest.raises(StoreError, match="another key"):
+        Store.open(tmp_path, sealed, BOUND, key_check=lambda store: bytes(16))
+    with pytest.raises(StoreError, match="no key was given"):
+        Store.open(tmp_path, identity(), BOUND)
+
+
+def test_a_store_whose_superblock_nobody_can_read_is_set_aside(tmp_path: Path) -> None:
+    with Store.open(tmp_path, identity(), BOUND) as store:
+        fill(store, [1])
+        folder = store.folder
+    path = folder / "superblock"
+    good = path.read_bytes()
+    bad = bytearray(good)
+    bad[100] ^= 1
+    path.write_bytes(bad)
+    assert read_superblock(folder) is not None  # from its second copy
+    bad[600] ^= 1
+    path.write_bytes(bad)
+    with pytest.raises(SuperblockError, match="damaged"):
+        read_superblock(folder)
+    with pytest.raises(StoreError, match="no room"):
+        Store.open(tmp_path, identity(), replace(BOUND, size=1))
+    aside = folder.with_name(f"{folder.name}.aside-1")
+    assert (aside / "superblock").read_bytes() == bad
+    # It is a store that nobody uses: it counts, and goes when its bytes are needed.
+    with Store.open(tmp_path, identity(), BOUND) as store:
+        assert store.ledger.num_blocks == 0
+        assert not aside.exists()
+        assert str(aside) in store.notes[0]
+
+
+def test_no_flipped_bit_in_a_superblock_is_believed() -> None:
+    block = Superblock(identity(), 1234)
+    whole = block.pack()
+    assert Superblock.unpack(whole) == block
+    for bit in range(len(whole) * 8):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(SuperblockError):
+            Superblock.unpack(bytes(flipped))
+
+
+def test_a_vanished_directory_is_not_made_anew(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="see that the directory is there"):
+        Store.open(tmp_path / "gone", identity(), BOUND, may_create=False)
+    assert not (tmp_path / "gone").exists()
+
+
+def test_without_fallocate_files_are_sparse_and_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(allocation, "_fallocate", lambda *args: False)
+    with Store.open(tmp_path, identity(), BOUND) as store:
+        assert not store.is_whole
+        assert store.blocks_path.stat().st_size == store.num_places * PITCH
+        assert store.blocks_path.stat().st_blocks == 0
+
+
+def test_no_space_for_a_file_leaves_the_rest_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Store.open(tmp_path, identity(), BOUND) as store:
+        fill(store, [1])
+        places = store.num_places
+
+    def full(fd: int, mode: int, offset: int, count: int) -> bool:
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(allocation, "_fallocate", full)
+        with pytest.raises(StoreError, match="no space"):
+            Store.open(tmp_path, identity(), Bound(2 * BOUND.size))
+    with Store.open(tmp_path, identity(), BOUND) as store:
+        assert store.num_places == places
+        assert store.ledger.num_blocks == 1
+
+
+def test_a_list_says_what_there_is(tmp_path: Path) -> None:
+    with Store.open(tmp_path, identity(), BOUND) as store:
+        fill(store, [1, 2, 3])
+        store.ledger.commit()
+        (listed,) = inspection.list_stores(tmp_path)
+        assert listed.num_blocks == 3
+        assert f"process {os.getpid()}" in listed.folder.holder
+    (listed,) = inspection.list_stores(tmp_path)
+    assert (listed.num_blocks, listed.folder.holder) == (3, "")
+    assert listed.folder.superblock is not None
+    assert listed.folder.superblock.identity == identity()
+    assert listed.folder.num_bytes == apparent_bytes(store.folder)
+    assert inspection.list_stores(tmp_path / "nowhere") == []
+
+
+def test_verifying_asks_for_every_block_once(tmp_path: Path) -> None:
+    with Store.open(tmp_path, identity(), BOUND) as store:
+        fill(store, [5, 3, 9])
+        truth = store.ledger.proofs.copy()
+    told: list[tuple[int, int]] = []
+
+    def checker(content: inspection.StoreContent) -> inspection.BlockChecker:
+        assert content.blocks_path == store.blocks_path
+
+        def check(places: np.ndarray, some: object, proofs: np.ndarray) -> np.ndarray:
+            assert some == keys(places.tolist())
+            assert (proofs == truth[places]).all()
+            return places != 3
+
+        return check  # type: ignore[return-value]
+
+    report = inspection.verify_store(store.folder, checker, lambda *n: told.append(n))
+    assert (report.num_blocks, report.num_checked, report.bad_places) == (3, 3, [3])
+    assert not report.is_sound
+    assert told == [(3, 3)]
+
+
+def test_purging_removes_and_says_what_that_means(tmp_path: Path) -> None:
+    with Store.open(tmp_path, identity(), BOUND) as store:
+        folder = store.folder
+    assert "SSD" in inspection.purge_store(folder)
+    assert not folder.exists()
+    sealed = identity(proof_bytes=28, is_sealed=True)
+    Store.open(tmp_path, sealed, BOUND, key_check=lambda store: store).close()
+    assert "without the key" in inspection.purge_store(folder)
+    with pytest.raises(StoreError, match="no store of kvferry"):
+        inspection.purge_store(folder)
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(StoreError, match="no store of kvferry"):
+        inspection.purge_store(tmp_path / "mine")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".kvferry-lock", "mine"]
+
+
+@pytest.mark.parametrize("num_bytes", [0, 10_000, 3 * MiB, 1 << 40])
+def test_as_many_places_as_fit(num_bytes: int) -> None:
+    fit = most_places(num_bytes, identity())
+    assert fit == 0 or store_bytes(fit, identity()) <= num_bytes
+    assert store_bytes(fit + 1, identity()) > num_bytes
