@@ -19,14 +19,14 @@ from kvferry.errors import StoreError, StoreInUseError
 from kvferry.quantities import MiB
 from kvferry.tiers.disk import allocation, inspection
 from kvferry.tiers.disk.folder import apparent_bytes, stores_under
-from kvferry.tiers.disk.room import Bound, most_places, store_bytes
+from kvferry.tiers.disk.room import DiskBound, most_places, store_bytes
 from kvferry.tiers.disk.store import Store
 from kvferry.tiers.disk.store_identity import StoreIdentity
 from kvferry.tiers.disk.superblock import Superblock, SuperblockError, read_superblock
 from kvferry.types import as_slots
 
 PITCH = 64 << 10
-BOUND = Bound(16 * MiB)
+BOUND = DiskBound(16 * MiB)
 
 
 def identity(name: int = 1, **changes: Any) -> StoreIdentity:
@@ -97,7 +97,7 @@ def test_a_smaller_bound_shrinks_all_ranks_and_a_larger_one_lets_them_grow(tmp_p
     ranks = [identity(n, rank=n, num_ranks=2) for n in (0, 1)]
     places = []
     for size in (16, 8, 24):
-        bound = Bound(size * MiB, num_ranks_here=2)
+        bound = DiskBound(size * MiB, num_ranks_here=2)
         with (
             Store.open(tmp_path, ranks[0], bound) as one,
             Store.open(tmp_path, ranks[1], bound) as two,
@@ -118,7 +118,7 @@ def test_a_smaller_bound_shrinks_all_ranks_and_a_larger_one_lets_them_grow(tmp_p
 def test_stores_that_nobody_uses_make_room_the_oldest_first(tmp_path: Path) -> None:
     third = BOUND.size // 3
     others = [
-        Store.open(tmp_path, identity(name, family=bytes([name])), Bound((name - 1) * third))
+        Store.open(tmp_path, identity(name, family=bytes([name])), DiskBound((name - 1) * third))
         for name in (2, 3, 4)
     ]
     for other, used in zip(others[:2], (2000, 1000), strict=True):
@@ -126,7 +126,7 @@ def test_stores_that_nobody_uses_make_room_the_oldest_first(tmp_path: Path) -> N
         for file in other.folder.iterdir():
             os.utime(file, (used, used))
     held = others[2]  # open: never touched
-    with Store.open(tmp_path, identity(1), Bound(2 * third)) as store:
+    with Store.open(tmp_path, identity(1), DiskBound(2 * third)) as store:
         left = {each.path.name for each in stores_under(tmp_path)}
         assert left == {identity(n).folder_name for n in (1, 4)}
         assert len(store.notes) == 2
@@ -138,7 +138,7 @@ def test_stores_that_nobody_uses_make_room_the_oldest_first(tmp_path: Path) -> N
 
 def test_where_there_is_no_room_it_says_why(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"no room for a store.*raise the bound"):
-        Store.open(tmp_path, identity(), Bound(1 * MiB))
+        Store.open(tmp_path, identity(), DiskBound(1 * MiB))
     with pytest.raises(StoreError, match="must stay free"):
         Store.open(tmp_path, identity(), replace(BOUND, keep_free=1 << 60))
     with (
@@ -277,7 +277,7 @@ def test_no_space_for_a_file_leaves_the_rest_as_it_was(
     with monkeypatch.context() as patch:
         patch.setattr(allocation, "_fallocate", full)
         with pytest.raises(StoreError, match="no space"):
-            Store.open(tmp_path, identity(), Bound(2 * BOUND.size))
+            Store.open(tmp_path, identity(), DiskBound(2 * BOUND.size))
     with Store.open(tmp_path, identity(), BOUND) as store:
         assert store.num_places == places
         assert store.ledger.num_blocks == 1

@@ -18,6 +18,7 @@ from kvferry.tiers.disk.pages import DIGEST_BYTES, SALT_BYTES, SECTOR_BYTES, Pla
 MAGIC = b"KVFYJRNL"
 VERSION = 1
 _FIELDS = struct.Struct(f"<8sIIIIQ{SALT_BYTES}sI")
+HEADER_BYTES = 2 * SECTOR_BYTES
 _LAST_AT = 96
 """Where the places of the last copied page begin."""
 
@@ -96,5 +97,5 @@ def write_header(file: JournalFile, header: Header, shape: Shape, store_id: byte
 
 def erase_header(file: JournalFile) -> None:
     """Make the file hold no journal; it does not once this returns, and may if it raises."""
-    write_whole(file, 0, bytes(2 * SECTOR_BYTES))
+    write_whole(file, 0, bytes(HEADER_BYTES))
     file.sync()

@@ -22,6 +22,7 @@ from kvferry.errors import StoreError
 from kvferry.keys import Keys
 from kvferry.tiers.disk.entries import Proofs
 from kvferry.tiers.disk.files import DiskFile
+from kvferry.tiers.disk.finding import newest_header
 from kvferry.tiers.disk.folder import (
     BLOCKS_NAME,
     StoreFolder,
@@ -29,11 +30,10 @@ from kvferry.tiers.disk.folder import (
     remove_store,
     stores_under,
 )
-from kvferry.tiers.disk.header import Header, read_header
 from kvferry.tiers.disk.ledger import FILE_NAMES
 from kvferry.tiers.disk.lock import StoreLock
 from kvferry.tiers.disk.pages import Shape
-from kvferry.tiers.disk.recovery import Found, RecoveryReport, read_live, recover
+from kvferry.tiers.disk.recovery import RecoveryReport, read_live, recover
 from kvferry.tiers.disk.superblock import Superblock, read_superblock
 from kvferry.types import SlotArray
 
@@ -163,13 +163,7 @@ def _content(path: Path) -> Iterator[StoreContent]:
         for name in FILE_NAMES:
             files.append(DiskFile(path / name, writable=False))
             undo.callback(files[-1].close)
-        newest: tuple[DiskFile, Header] | None = None
-        for file in files:
-            header = read_header(file, shape, superblock.store_id)
-            if header is not None and (
-                newest is None or header.seal.generation > newest[1].seal.generation
-            ):
-                newest = file, header
+        newest = newest_header(files, shape, superblock.store_id)
         if newest is None:
             yield StoreContent(
                 superblock,
@@ -179,7 +173,7 @@ def _content(path: Path) -> Iterator[StoreContent]:
             )
             return
         file, header = newest
-        found: Found = recover(file, header, shape, superblock.num_places)
+        found = recover(file, header, shape, superblock.num_places)
         yield StoreContent(
             superblock,
             path / BLOCKS_NAME,

@@ -31,11 +31,12 @@ from kvferry.errors import ClosedError, InputError, JournalError
 from kvferry.keys import Keys
 from kvferry.tiers.disk.compaction import Compaction
 from kvferry.tiers.disk.entries import Entries, Proofs
-from kvferry.tiers.disk.files import DiskFile, JournalFile, write_whole
-from kvferry.tiers.disk.header import erase_header, read_header
+from kvferry.tiers.disk.files import DiskFile, JournalFile
+from kvferry.tiers.disk.finding import find_journal
+from kvferry.tiers.disk.header import erase_header
 from kvferry.tiers.disk.journal import DiskJournal
 from kvferry.tiers.disk.pages import LOST, MOST_PLACES, Records, Shape
-from kvferry.tiers.disk.recovery import Found, RecoveryReport, read_live, recover
+from kvferry.tiers.disk.recovery import RecoveryReport, read_live
 from kvferry.types import SlotArray
 
 log = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class Ledger:
         self._unsaved: Records = np.empty(0, dtype=shape.record)
         self._to_erase: list[JournalFile] = []
         self._compaction: Compaction | None = None
-        self._is_sealed = True
+        self._is_sealed = False
         self._closed = False
         self.trouble = ""
         """Why the journal could not be written anew the last time; commits may still succeed."""
@@ -105,13 +106,14 @@ class Ledger:
                     f"a journal of {file.num_bytes} bytes is too short for {num_places} places: it "
                     f"needs {journal_bytes(shape, num_places)}"
                 )
-        self._journal: DiskJournal
         try:
-            found = self._find(num_places)
+            self._journal, found = find_journal(files, shape, store_id, num_places)
+            self._entries: Entries = found.entries
+            self.report: RecoveryReport = found.report
+            if found.is_untidy or found.end * shape.page_bytes > journal_bytes(shape, num_places):
+                self._compact(None)
         except OSError as error:
             raise JournalError(f"the journal cannot be opened: {error}") from error
-        self._entries: Entries = found.entries
-        self.report: RecoveryReport = found.report
 
     @classmethod
     def open(cls, folder: Path, store_id: bytes, num_places: int, proof_bytes: int) -> Ledger:
@@ -370,52 +372,3 @@ class Ledger:
         for file in self._to_erase:
             erase_header(file)
         self._to_erase = []
-
-    # -- opening --------------------------------------------------------------------------------
-
-    def _find(self, num_places: int) -> Found:
-        """Choose the newer journal, or begin one; leave one header and no junk."""
-        headers = [read_header(file, self.shape, self._store_id) for file in self._files]
-        there = [
-            (header.seal.generation, file, header)
-            for file, header in zip(self._files, headers, strict=True)
-            if header is not None
-        ]
-        if not there:
-            return self._begin(num_places)
-        _, file, header = max(there, key=lambda each: each[0])
-        # What a killed process left in the page cache is read here; it must not be lost later.
-        file.sync()
-        found = recover(file, header, self.shape, num_places)
-        self._journal = DiskJournal(file, self.shape, header.seal, found.end, found.before)
-        self._to_erase = [other for other in self._files if other is not file]
-        self._mend()
-        if found.junk_end > found.end:
-            size = self.shape.page_bytes
-            write_whole(file, found.end * size, bytes((found.junk_end - found.end) * size))
-            file.sync()
-        self._is_sealed = False
-        if found.is_untidy or found.end > self._num_pages_needed(num_places):
-            self._entries = found.entries
-            self._compact(None)
-        return found
-
-    def _num_pages_needed(self, num_places: int) -> int:
-        """Pages that the files may be cut down to, where the store had more places before."""
-        return journal_bytes(self.shape, num_places) // self.shape.page_bytes
-
-    def _begin(self, num_places: int) -> Found:
-        empty = all(not any(file.read_at(0, 1024)) for file in self._files)
-        for file in self._files:
-            erase_header(file)
-        self._journal = DiskJournal.begin(self._files[0], self.shape, 1)
-        self._journal.declare(self._store_id)
-        found = Found(
-            Entries(num_places, self.shape),
-            self._journal.end,
-            self._journal.before,
-            self._journal.end,
-        )
-        if not empty:
-            found.report.words = "no journal could be read: everything is left out"
-        return found

@@ -39,7 +39,7 @@ _ASIDE = 4096  # the superblock that takes the place of the old one
 
 
 @dataclass(frozen=True)
-class Bound:
+class DiskBound:
     """What stores may take under one directory.
 
     ``size`` bounds all of this host's stores there, whoever wrote them; ``keep_free`` stays free on
@@ -80,7 +80,7 @@ class Room:
         self,
         root: Path,
         identity: StoreIdentity,
-        bound: Bound,
+        bound: DiskBound,
         shrink: Callable[[StoreFolder, int], None],
     ) -> None:
         self.notes: list[str] = []
@@ -95,7 +95,7 @@ class Room:
     def make(self) -> int:
         """How many places the store may have; what is in the way is removed. StoreError if none."""
         share = self._share()
-        if most_places(min(share, self._reachable()), self._identity) < 1:
+        if most_places(min(share, self._reachable(share)), self._identity) < 1:
             raise StoreError(self._why_not(share))  # before anything is removed in vain
         self._remove_while(lambda: self._left_of_bound() < share)
         if self._left_of_bound() < share:
@@ -121,10 +121,15 @@ class Room:
         free = found.f_bavail * found.f_frsize
         return free + allocated_bytes(self._mine) - self._bound.keep_free
 
-    def _reachable(self) -> int:
+    def _reachable(self, share: int) -> int:
         """What could be had if everything went that may go."""
         idle = sum(other.num_bytes for other in self._idle())
-        return min(self._left_of_bound() + idle, self._above_floor() + idle)
+        excess = sum(
+            max(0, other.num_bytes - share)
+            for other in self._others
+            if not other.is_open and self._is_sibling(other)
+        )
+        return min(self._left_of_bound() + idle + excess, self._above_floor() + idle)
 
     def _idle(self) -> list[StoreFolder]:
         """What nobody uses and nobody is about to, the longest unused first."""

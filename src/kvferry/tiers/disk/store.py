@@ -14,7 +14,7 @@ from kvferry.tiers.disk.folder import BLOCKS_NAME, StoreFolder, alone_in, set_as
 from kvferry.tiers.disk.ledger import FILE_NAMES, Ledger, journal_bytes
 from kvferry.tiers.disk.lock import StoreLock
 from kvferry.tiers.disk.pages import Shape
-from kvferry.tiers.disk.room import Bound, Room
+from kvferry.tiers.disk.room import DiskBound, Room
 from kvferry.tiers.disk.store_identity import StoreIdentity
 from kvferry.tiers.disk.superblock import (
     Superblock,
@@ -52,7 +52,7 @@ class Store(Closing):
         cls,
         root: Path,
         identity: StoreIdentity,
-        bound: Bound,
+        bound: DiskBound,
         *,
         key_check: KeyCheck | None = None,
         may_create: bool = True,
@@ -97,7 +97,7 @@ def _open(
     cls: type[Store],
     root: Path,
     identity: StoreIdentity,
-    bound: Bound,
+    bound: DiskBound,
     key_check: KeyCheck | None,
     may_create: bool,
     on_behalf_of: int | None,
