@@ -69,7 +69,7 @@ def most_places(num_bytes: int, identity: StoreIdentity) -> int:
     return low
 
 
-class Room:
+class DiskRoom:
     """The sharing out of one directory, for one store of ``identity`` that is about to be opened.
 
     ``shrink`` makes a store that nobody has open smaller, to so many places. ``notes`` tells what

@@ -14,7 +14,7 @@ from kvferry.tiers.disk.folder import BLOCKS_NAME, StoreFolder, alone_in, set_as
 from kvferry.tiers.disk.ledger import FILE_NAMES, Ledger, journal_bytes
 from kvferry.tiers.disk.lock import StoreLock
 from kvferry.tiers.disk.pages import Shape
-from kvferry.tiers.disk.room import DiskBound, Room
+from kvferry.tiers.disk.room import DiskBound, DiskRoom
 from kvferry.tiers.disk.store_identity import StoreIdentity
 from kvferry.tiers.disk.superblock import (
     Superblock,
@@ -107,7 +107,7 @@ def _open(
     with alone_in(root):
         lock, superblock, notes = _claim(root, identity, key_check, on_behalf_of)
         try:
-            room = Room(root, identity, bound, _shrink)
+            room = DiskRoom(root, identity, bound, _shrink)
             num_places = room.make()
             if superblock is None:
                 superblock = Superblock(identity, num_places)
