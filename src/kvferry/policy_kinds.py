@@ -36,6 +36,11 @@ POLICIES = (
         "what was used longest ago goes first",
         "kvferry.policy.lru:Lru",
     ),
+    PolicyKind(
+        "returns",
+        "learns when conversations return, and keeps those most likely to, for as long as it pays",
+        "kvferry.policy.returns:Returns",
+    ),
 )
 
 BY_NAME = {kind.name: kind for kind in POLICIES}

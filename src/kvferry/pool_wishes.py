@@ -45,10 +45,10 @@ class PoolWishes(PoolRoom):
         self._unclaim(held)
         return len(held)
 
-    def asked(self, keys: Keys, num_tokens: int) -> None:
-        """A request of so many tokens, whose whole blocks these are, has come."""
+    def asked(self, keys: Keys, num_tokens: int, slots: SlotArray) -> None:
+        """A request of so many tokens, with these whole blocks, found the leading ``slots``."""
         if self._hears is not None:
-            self._hears.asked(keys, num_tokens, self.leading(keys))
+            self._hears.asked(keys, num_tokens, slots)
 
     def answered(self, keys: Keys, num_tokens: int) -> None:
         """A request whose whole blocks these are was answered with so many tokens."""

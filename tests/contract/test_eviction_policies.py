@@ -31,10 +31,17 @@ from kvferry.errors import IntegrityError
 from kvferry.keys import Keys
 from kvferry.lease import Lease, Purpose
 from kvferry.policy import Arriving, EvictionPolicy, EvictionPolicyMaker, Lru, Residents
+from kvferry.policy.returns import Returns
 from kvferry.pool import Pool
 from kvferry.types import NO_SLOT, SlotArray, as_slots
 
-POLICIES: dict[str, EvictionPolicyMaker] = {"lru": Lru, "fifo": Fifo, "tails": Tails, "odd": Odd}
+POLICIES: dict[str, EvictionPolicyMaker] = {
+    "lru": Lru,
+    "returns": Returns,
+    "fifo": Fifo,
+    "tails": Tails,
+    "odd": Odd,
+}
 HONEST = {name: make for name, make in POLICIES.items() if make is not Odd}
 NUM_SLOTS = 12
 

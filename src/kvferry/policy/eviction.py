@@ -135,7 +135,7 @@ class HearsRequests(Protocol):
     def asked(self, keys: Keys, num_tokens: int, slots: SlotArray) -> None:
         """A request asks for these blocks: all whole ones of its ``num_tokens``, from the first on.
 
-        ``slots`` are the leading ones that can be read. Told once for each request, when it comes
+        ``slots`` are the leading ones that it found here. Told once for each request, when it comes
         or a little later, and before its own blocks are stored.
         """
 

@@ -8,6 +8,7 @@ from kvferry.keys import Keys
 from kvferry.policy import EvictionPolicyMaker, Evidence
 from kvferry.pool import Pool
 from kvferry.simulate.trials import Capacity
+from kvferry.types import NO_SLOTS
 
 
 class Tokens(NamedTuple):
@@ -71,14 +72,14 @@ class PoolReplay:
         tokens: Tokens = NO_TOKENS,
     ) -> Capacity:
         self._now = at
+        reading = self.pool.pin(keys)
+        found = reading.slots if reading is not None else NO_SLOTS
+        hit = len(found)
         # It is stored when it is over, so its answer is known by then.
         whole = keys[:num_storable]
-        self.pool.asked(whole, tokens.prompt)
+        self.pool.asked(whole, tokens.prompt, found[:num_storable])
         self.pool.answered(whole, tokens.answer)
-        reading = self.pool.pin(keys)
-        hit = 0
         if reading is not None:
-            hit = len(reading)
             reading.release()
         if hit < num_storable:
             parent = keys[hit - 1] if hit else None

@@ -1,0 +1,107 @@
+"""What is known of a conversation when it was last heard of: a few traits, each one of a few bins.
+
+::
+
+    turn     1 2 3 4, 5-8, 9-16, 17-32, more       how often it has been asked
+    answer   unknown, then by doubling from 128 tokens
+    gap      none, then by factors of four from a second: how long it stayed away last time
+    growth   none, then by doubling from 512 tokens: how much longer it became
+    kind     new, goes on, or branched off
+    told     nothing, over, goes on; what its sender said
+
+What several conversations share is no conversation: it has traits of its own, of how often and how
+lately it was passed.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from math import log2
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_TURN, _ANSWER, _GAP, _GROWTH, _KIND, _TOLD = 8, 5, 8, 5, 3, 3
+_USES, _SHARED_GAP = 5, 8
+_SIZES = (_TURN, _ANSWER, _GAP, _GROWTH, _KIND, _TOLD)
+NUM_TRAITS = len(_SIZES)
+_STARTS = np.concatenate(([0], np.cumsum(_SIZES)))
+_NONE = int(_STARTS[-1])  # one bin for what a shared part has no trait of
+_FIRST_USES = _NONE + 1
+_FIRST_SHARED_GAP = _FIRST_USES + _USES
+NUM_BINS = _FIRST_SHARED_GAP + _SHARED_GAP
+
+Traits = tuple[int, ...]
+"""The bin of each trait; bins of all traits are numbered through."""
+
+UNKNOWN_ANSWER = 0
+
+
+class TurnKind(IntEnum):
+    """How a request is related to what was asked before."""
+
+    NEW = 0
+    GOES_ON = 1
+    BRANCHES = 2
+
+
+class Said(IntEnum):
+    """What a conversation's sender said of it."""
+
+    NOTHING = 0
+    OVER = 1
+    GOES_ON = 2
+
+
+def doubling(value: float, first: float, doublings: float, most: int) -> int:
+    """0 below ``first``, then a bin more for each so many doublings, up to ``most``."""
+    if not value >= first:
+        return 0
+    return min(most, 1 + int(log2(value / first) / doublings))
+
+
+def answer_bin(num_tokens: int) -> int:
+    return 1 + doubling(num_tokens, 128, 1, 3)
+
+
+def conversation(
+    *, turn: int, gap: float | None, grown: int, kind: TurnKind, answer: int = UNKNOWN_ANSWER
+) -> Traits:
+    """The traits of a conversation; ``gap`` is None on its first turn."""
+    by_turn = turn - 1 if turn < 5 else 3 + doubling(turn - 1, 4, 1, 4)
+    by_gap = 0 if gap is None else 1 + doubling(gap, 1.0, 2, 6)
+    growth = 0 if gap is None else 1 + doubling(grown, 512, 1, 3)
+    bins = (by_turn, answer, by_gap, growth, int(kind), int(Said.NOTHING))
+    return tuple(int(start) + bin_ for start, bin_ in zip(_STARTS, bins, strict=False))
+
+
+def shared(*, uses: int, gap: float) -> Traits:
+    """The traits of what several conversations share, passed so often and so long ago before."""
+    by_uses = _FIRST_USES + min(_USES - 1, uses.bit_length() - 1)
+    by_gap = _FIRST_SHARED_GAP + doubling(gap, 1.0, 2, 7)
+    return (by_uses, _NONE, by_gap, _NONE, _NONE, _NONE)
+
+
+def with_answer(traits: Traits, num_tokens: int) -> Traits:
+    """The same, once its answer is known."""
+    return (traits[0], int(_STARTS[1]) + answer_bin(num_tokens), *traits[2:])
+
+
+def with_told(traits: Traits, told: Said) -> Traits:
+    """The same, once something was said of it."""
+    return (*traits[:-1], int(_STARTS[5]) + int(told))
+
+
+def is_shared(traits: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """For each row of traits: 1 if it is of a shared part, else 0."""
+    return (traits[:, 0] >= _FIRST_USES).astype(np.int64)
+
+
+def prior() -> npt.NDArray[np.float64]:
+    """What each bin adds to the chance before anything is learned, as a logit."""
+    weights: npt.NDArray[Any] = np.zeros(NUM_BINS)
+    told = int(_STARTS[5])
+    weights[told + Said.OVER] = -5.0
+    weights[told + Said.GOES_ON] = 2.0
+    return weights
