@@ -29,6 +29,8 @@ from kvferry.setting_kinds import (
     PORT,
     RATE,
     SECONDS,
+    SECRET,
+    SHARE,
     SIZE,
     SIZE_OR_ZERO,
     Auto,
@@ -58,8 +60,9 @@ T = TypeVar("T")
 
 
 def setting(default: T, kind: Kind[T], help: str) -> T:
-    """One field of :class:`Config`."""
-    return field(default=default, metadata={"kind": kind, "help": help})
+    """One field of :class:`Config`; a secret is left out where a configuration is shown."""
+    is_shown = "file:PATH" not in kind.words
+    return field(default=default, repr=is_shown, metadata={"kind": kind, "help": help})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +188,18 @@ class Config:
     metrics_host: str = setting(
         "127.0.0.1", ADDRESS, "The address to serve them on; others than loopback can be reached."
     )
+    keep_share: float = setting(
+        0.25, SHARE, "The part of each level that pins, keeps and priorities may hold, at most."
+    )
+    control: str = setting(
+        "off",
+        one_of("off", "local", "anywhere"),
+        "Let others pin, prefetch and drop over HTTP, on metrics_port: nobody, who is on this "
+        "machine, whoever reaches it; always with control_token.",
+    )
+    control_token: str | None = setting(
+        None, optional(SECRET), "What they must know for that; at least 16 characters."
+    )
     log_level: str = setting(
         "warning", one_of("debug", "info", "warning", "error", "critical"), "What is logged."
     )
@@ -192,6 +207,11 @@ class Config:
     def __post_init__(self) -> None:
         for f in fields(self):
             object.__setattr__(self, f.name, _kind(f.name).read(f.name, getattr(self, f.name)))
+        if self.control != "off" and self.control_token is None:
+            raise ConfigError(
+                f"control: {self.control} needs a control_token, or whoever reaches the port could "
+                "drop every block; give one (file:PATH of a file with it will do)"
+            )
         if self.disk and any(level.name == DISK for level in self.levels):
             raise ConfigError(
                 f"levels: one is called {DISK}, as the level is that the setting disk makes; give "

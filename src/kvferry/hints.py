@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from kvferry.errors import ConfigError, InputError
@@ -116,6 +116,11 @@ class Hints:
             else:
                 raise InputError(f"there is no hint {quoted(name)}{_nearest(name)}")
         return cls(**said)
+
+    def as_dict(self) -> dict[str, object]:
+        """What was said, as plain data."""
+        every = asdict(self)
+        return {f.name: every[f.name] for f in fields(self) if getattr(self, f.name) != f.default}
 
     @property
     def shapes_what_stays(self) -> bool:

@@ -41,6 +41,10 @@ class Holds:
         self._told = np.zeros(num_slots)
         self._next_end = FOREVER
 
+    def bound(self, share: float) -> None:
+        """At most this part of the slots is held from now on; what is held already stays."""
+        self.most = int(len(self._firm) * share)
+
     def held(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
         """For each slot, whether it is held."""
         return np.maximum(self._firm.take(slots), self._soft.take(slots)) > 0

@@ -238,6 +238,7 @@ class Pool(PoolWishes):
             evicted=self._num_evicted,
             unready=self.num_slots - self.num_ready,
             held=self._holds.count,
+            refused_holds=self._holds.num_refused,
         )
 
     @property

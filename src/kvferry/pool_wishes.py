@@ -18,14 +18,14 @@ GOES_ON_PRIORITY = 50
 class PoolWishes(PoolRoom):
     """Wishes about blocks, within their bound. Slots in a call are one chain's, in its order."""
 
-    def hold(self, slots: SlotArray, until: float, priority: int | None = None) -> int:
-        """Let cached slots, a chain from its first on, stay until then; how many of them do.
+    def hold(self, slots: SlotArray, seconds: float, priority: int | None = None) -> int:
+        """Let cached slots, a chain from its first on, stay so long; how many of them do.
 
         Softly, by ``priority``, where one is given. As many as the bound allows, the first first.
         """
         now = self._clock()
         self._unclaim(self._holds.expire(now))
-        came, gave_way = self._holds.add(slots, until, now, priority)
+        came, gave_way = self._holds.add(slots, now + seconds, now, priority)
         self._unclaim(gave_way)
         readers = self._readers.take(came)
         self._num_idle -= len(came) - int(np.count_nonzero(readers))
@@ -70,11 +70,14 @@ class PoolWishes(PoolRoom):
         elif evidence.goes_on:
             within = evidence.within if evidence.within is not None else GOES_ON_SECONDS
             self._first.forget(slots)
-            self.hold(slots, self._clock() + within, GOES_ON_PRIORITY)
+            self.hold(slots, within, GOES_ON_PRIORITY)
 
-    def go_first(self, slots: SlotArray, priority: int) -> None:
-        """Of a chain's slots, those that nobody else follows go before what matters more."""
+    def go_first(self, slots: SlotArray, priority: int, *, first: int = 0) -> None:
+        """Of a chain's slots from the ``first``, those that no other chain goes on from go before
+        all that matters more.
+        """
         own = self._chains.own_end(slots)
+        own = own[max(0, first - (len(slots) - len(own))) :]
         self._first.add(np.ascontiguousarray(own[::-1]), priority)
 
     def drop(self, slots: SlotArray) -> int:

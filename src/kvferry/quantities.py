@@ -1,4 +1,4 @@
-"""Sizes, times, counts and rates as people write them."""
+"""Sizes, times, counts, rates and shares as people write them."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ _QUANTITY = re.compile(
 )
 _COUNT = re.compile(r"\s*[+-]?[0-9]{1,30}\s*", re.ASCII)
 _RATE = re.compile(r"\s*[+-]?[0-9]{1,40}(\.[0-9]{1,40})?(e[+-]?[0-9]{1,3})?\s*", re.ASCII | re.I)
+_SHARE = re.compile(r"([0-9]{1,10}(?:\.[0-9]{1,20})?)\s*(%?)", re.ASCII)
 _MOST_BYTES = 2**63 - 1
 _MOST_SECONDS = 1e9
 _LEAST_RATE, _MOST_RATE = 1e-6, 1e15
@@ -111,6 +112,28 @@ def parse_rate(value: object, *, name: str = "rate") -> float:
             f"got {shown(value)}"
         )
     return rate
+
+
+def parse_share(value: object, *, name: str = "share", most: float = 1.0) -> float:
+    """A part of a whole, 0 to ``most``: from "25%", 0.25 or "0.25"."""
+    text = value.strip() if isinstance(value, str) else ""
+    match = _SHARE.fullmatch(text)
+    share = math.nan
+    if match is not None:
+        share = float(match[1]) / (100.0 if match[2] else 1.0)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        share = float(value) if abs(value) <= 1 else math.inf
+    if not 0 <= share <= most:
+        raise ConfigError(
+            f"{name}: expected a share such as 25% or 0.25, at most {show_share(most)}, "
+            f"got {shown(value)}"
+        )
+    return share
+
+
+def show_share(share: float) -> str:
+    """A share as :func:`parse_share` reads it."""
+    return f"{share * 100:.6g}%"
 
 
 def format_size(size: int) -> str:

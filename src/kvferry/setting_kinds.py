@@ -23,9 +23,12 @@ from kvferry.quantities import (
     parse_count,
     parse_rate,
     parse_seconds,
+    parse_share,
     parse_size,
+    show_share,
     shown,
 )
+from kvferry.secrets_read import read_secret
 
 _LONGEST_NAME = 64
 
@@ -57,6 +60,10 @@ SIZE_OR_ZERO = Kind(
 SECONDS = Kind("seconds", lambda name, value: parse_seconds(value, name=name), "{:g}s".format)
 RATE = Kind("number", lambda name, value: parse_rate(value, name=name), "{:g}".format)
 COUNT = Kind("count", lambda name, value: parse_count(value, name=name))
+
+
+SHARE = Kind("share", lambda name, value: parse_share(value, name=name), show_share)
+SECRET = Kind("text or file:PATH", read_secret, lambda value: "(not shown)")
 
 
 PORT = Kind("port", lambda name, value: parse_count(value, name=name, maximum=65535))

@@ -21,7 +21,7 @@ class PoolCounts:
     """How the slots of a pool are used; ``free + cached + leased + unready == total``, always.
 
     ``unready`` slots exist, but their memory cannot be used yet. ``held`` ones, which are among the
-    leased, stay because somebody asked for that.
+    leased, stay because somebody asked for that; ``refused_holds`` blocks were to be, and are not.
     """
 
     free: int
@@ -31,3 +31,4 @@ class PoolCounts:
     evicted: int
     unready: int = 0
     held: int = 0
+    refused_holds: int = 0

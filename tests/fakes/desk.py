@@ -41,7 +41,7 @@ class Desk:
         **settings: object,
     ) -> None:
         self.now = 0.0
-        self.pool = Pool(slots)
+        self.pool = Pool(slots, clock=lambda: self.now)
         self.groups = groups or (FULL,)
         self.ranks = range(ranks)
         self.scheduler = ByName(

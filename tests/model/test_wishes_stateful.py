@@ -129,7 +129,7 @@ class Wishes(RuleBasedStateMachine):
     def pin(self, chain, length, seconds):
         slots = self.slots(chain, length)
         until = self.now + seconds
-        count = self.pool.hold(slots, until)
+        count = self.pool.hold(slots, seconds)
         assert count <= len(slots)
         firmly = self.pool.holds.firmly(slots)
         for number, slot_is_firm in zip(chain, firmly, strict=False):
@@ -143,7 +143,7 @@ class Wishes(RuleBasedStateMachine):
     @rule(chain=chains, length=lengths, seconds=times, priority=st.integers(36, 100))
     def rank_high(self, chain, length, seconds, priority):
         slots = self.slots(chain, length)
-        assert self.pool.hold(slots, self.now + seconds, priority) <= len(slots)
+        assert self.pool.hold(slots, seconds, priority) <= len(slots)
 
     @rule(chain=chains, length=lengths, priority=st.integers(0, 34))
     def rank_low(self, chain, length, priority):

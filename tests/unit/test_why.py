@@ -10,6 +10,7 @@ from tests.fakes.pools import evict
 
 from kvferry import reach
 from kvferry.answers import MatchState
+from kvferry.hints import Hints
 from kvferry.policy import Verdict
 from kvferry.pool import Pool
 from kvferry.scheduler.level import PlacedLevel, WriteMode
@@ -97,6 +98,15 @@ def level_away() -> Desk:
     return desk
 
 
+def told_not_to() -> Desk:
+    desk = Desk()
+    desk.keep("a", story(1, 4), 16)
+    hints = Hints(max_load_tokens=0)
+    desk.scheduler.named["q"] = desk.scheduler.open("q", story(1, 4), hints)
+    desk.match("q", story(1, 4))
+    return desk
+
+
 MAKERS = {
     Reason.NOTHING_MISSED: nothing_missed,
     Reason.EVICTED: evicted,
@@ -107,6 +117,7 @@ MAKERS = {
     Reason.STILL_BELOW: still_below,
     Reason.LEVEL_AWAY: level_away,
     Reason.LOAD_SLOWER: load_slower,
+    Reason.TOLD_NOT_TO: told_not_to,
 }
 
 

@@ -105,6 +105,9 @@ EXPIRED_HITS = _counter("expired_hits", "Hits let go because nobody loaded them 
 STALE_RECEIPTS = _counter("stale_receipts", "Answers that came twice or too late.")
 SHED_STORES = _counter("shed_stores", "Times that stores waited because too many were under way.")
 EVICTED = _counter("evicted_blocks", "Blocks dropped to make room.", _TIER)
+REFUSED_HOLDS = _counter(
+    "refused_holds", "Blocks to be held that were not: keep_share of the level was.", _TIER
+)
 ASKED_BLOCKS = _counter(
     "asked_blocks", "Blocks that a level was asked for, where it finds them by keys.", _LEVEL
 )
@@ -116,6 +119,9 @@ RESETS = _counter("resets", "Times that everything was forgotten.")
 
 SLOTS = _gauge(
     "slots", "Places for one block, by what they hold.", _TIER, Label("state", ", ".join(STATES))
+)
+HELD_SLOTS = _gauge(
+    "held_slots", "Those of them that stay because somebody pinned, keeps or ranked them.", _TIER
 )
 SLOT_BYTES = _gauge("slot_bytes", "Bytes of one slot on one rank.", _TIER)
 LEASES = _gauge("leases", "Claims on slots while bytes move.", _TIER)

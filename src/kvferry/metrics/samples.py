@@ -103,5 +103,7 @@ def _plain(snapshot: Snapshot) -> dict[Metric, float]:
 
 def _tier(tier: str, counts: PoolCounts) -> Iterator[Sample]:
     yield Sample(names.EVICTED, (tier,), counts.evicted)
+    yield Sample(names.HELD_SLOTS, (tier,), counts.held)
+    yield Sample(names.REFUSED_HOLDS, (tier,), counts.refused_holds)
     for state in names.STATES:
         yield Sample(names.SLOTS, (tier, state), getattr(counts, state))

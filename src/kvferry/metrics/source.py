@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from importlib import metadata
 from typing import Any, Protocol
@@ -94,7 +94,7 @@ class Source:
     def _entry(self, request_id: RequestId) -> Entry | None:
         """A copy: the journal's own goes on changing."""
         entry = self._scheduler.journal(request_id)
-        return None if entry is None else Entry(entry.explanation, entry.copies.copy())
+        return None if entry is None else replace(entry, copies=entry.copies.copy())
 
     def _latest(self, most: int) -> list[tuple[RequestId, Explanation | None]]:
         found = []
@@ -120,6 +120,8 @@ def plain(request_id: RequestId, entry: Entry, why_path: WhyPath) -> dict[str, A
     return {
         "request_id": request_id,
         "explanation": why.as_dict() if why is not None else None,
+        "hints": entry.hints.as_dict() if entry.hints is not None else None,
+        "refused": list(entry.refused),
         "copies": [{**asdict(copy), "why": why_path(copy)} for copy in entry.copies],
     }
 

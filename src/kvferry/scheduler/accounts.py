@@ -64,6 +64,10 @@ class Accounts:
             ),
         )
 
+    def told(self, request: Request, explanation: Explanation) -> None:
+        """A request was answered without a look, for this reason."""
+        self._explained(request, explanation)
+
     def _explained(self, request: Request, explanation: Explanation) -> None:
         is_new = not request.is_explained
         if is_new:

@@ -41,6 +41,8 @@ def assemble(
 ) -> Parts:
     """As :class:`Scheduler` is asked for."""
     lower = LowerLevels(pool, levels, outbox, clock)
+    for each in (pool, *(level.pool for level in levels if level.pool is not None)):
+        each.holds.bound(config.keep_share)
     matcher = Matcher(groups, pool, lower, hash_tokens)
     stores = Stores(
         matcher,

@@ -10,6 +10,7 @@ from kvferry.types import TransferId
 
 if TYPE_CHECKING:
     from kvferry.scheduler.parts import Parts
+    from kvferry.scheduler.prefetch import Prefetch
     from kvferry.scheduler.request import Request
 
 
@@ -29,11 +30,11 @@ class Below:
         self._has_asked = False
         self._has_promoted = False
 
-    def fetch(self, request: Request, look: Look, parts: Parts) -> bool:
+    def fetch(self, request: Request | Prefetch, look: Look, parts: Parts) -> bool:
         """Ask for what is not known, or bring up what is; True if the request should wait."""
         return self._ask(request, look, parts) or self._promote(request, look, parts)
 
-    def _ask(self, request: Request, look: Look, parts: Parts) -> bool:
+    def _ask(self, request: Request | Prefetch, look: Look, parts: Parts) -> bool:
         if self._has_asked or not parts.lower.can_be_asked:
             return False
         keys = parts.matcher.to_ask(look)
@@ -43,7 +44,7 @@ class Below:
         self.num_asked = len(keys) if self._has_asked else 0
         return self._has_asked
 
-    def _promote(self, request: Request, look: Look, parts: Parts) -> bool:
+    def _promote(self, request: Request | Prefetch, look: Look, parts: Parts) -> bool:
         if look.all_tokens <= look.host_tokens or self._has_promoted:
             return False
         look = parts.matcher.within(look, parts.lower.room)
@@ -56,7 +57,7 @@ class Below:
             parts.accounts.counts.promoted_tokens += look.all_tokens - look.host_tokens
         return self._has_promoted
 
-    def drop(self, request: Request, parts: Parts) -> None:
+    def drop(self, request: Request | Prefetch, parts: Parts) -> None:
         """It waits for nothing any more, and may ask anew."""
         parts.waits.remove(request, self.waits)
         self.waits = set()

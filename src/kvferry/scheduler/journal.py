@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvferry.hints import Hints
 from kvferry.scheduler.flight import Flight
 from kvferry.scheduler.why import Explanation
 from kvferry.types import RequestId, Transfer
@@ -66,6 +68,9 @@ class Entry:
     """What is remembered of one request."""
 
     explanation: Explanation | None = None
+    hints: Hints | None = None
+    refused: tuple[str, ...] = ()
+    """What of the hints could not be heeded, and why."""
     copies: list[Copy] = field(default_factory=list)
 
 
@@ -95,6 +100,11 @@ class Journal:
             copies = self._touch(request_id).copies
             copies.append(copy)
             del copies[:-MOST_COPIES]
+
+    def wished(self, request_id: RequestId, hints: Hints, refused: Sequence[str]) -> None:
+        """Something was said of a request's blocks, and this could not be heeded."""
+        entry = self._touch(request_id)
+        entry.hints, entry.refused = hints, tuple(refused)
 
     def entry(self, request_id: RequestId) -> Entry | None:
         return self._entries.get(request_id)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from kvferry.answers import DeviceBlocks, Match, MatchState
 from kvferry.errors import InputError
+from kvferry.hints import Hints
 from kvferry.keys import KeyChain, Keys
 from kvferry.scheduler.below import Below
 from kvferry.scheduler.flight import Flight
@@ -31,6 +32,7 @@ class Request:
     may grow; where its keys become others, what was found for the old ones no longer counts.
     """
 
+    hints: Hints | None = None  # what was said of it; see HintedRequest
     __slots__ = (
         "_below",
         "_computed",
@@ -53,9 +55,8 @@ class Request:
         self.chain = chain
         self.state = State.UNKNOWN
         self.progress = Progress(parts)
-        """How far it is stored."""
         self.loading: set[TransferId] = set()
-        """The transfers it waits for to be loaded."""
+        """Its loads under way; ``progress`` is how far it is stored."""
         self.is_counted = self.is_explained = False
         self._parts = parts
         self._below = Below() if parts.lower.levels else None
@@ -82,7 +83,7 @@ class Request:
                 f"request {self.id!r}: computed_tokens and max_tokens must not be negative, got "
                 f"{computed_tokens} and {max_tokens}"
             )
-        if self.loading or (self._below is not None and self._below.waits):
+        if self.loading or self.waits_below:
             return Match(MatchState.WAIT, computed_tokens, computed_tokens)
         if self._owed is not None:
             self.tell()
@@ -359,8 +360,7 @@ class Request:
         if self._owed is not None:
             self.tell()
         self._let_go()
-        is_waiting = self._below is not None and self._below.waits
-        if self.state in (State.MATCHED, State.WAITING) and not is_waiting:
+        if self.state in (State.MATCHED, State.WAITING) and not self.waits_below:
             self.state = State.UNKNOWN
         self.progress.is_outdated = True
 

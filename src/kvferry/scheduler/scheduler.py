@@ -19,10 +19,13 @@ from kvferry import reach
 from kvferry.answers import DeviceBlocks
 from kvferry.config import Config
 from kvferry.errors import ClosedError, InputError
+from kvferry.hints import Hints
 from kvferry.keys import KeyChain, Keys
 from kvferry.pool import Pool
 from kvferry.scheduler.assembly import assemble
+from kvferry.scheduler.control import Control
 from kvferry.scheduler.flight import Flights
+from kvferry.scheduler.hinted import HintedRequest
 from kvferry.scheduler.journal import Entry
 from kvferry.scheduler.leaving import store_left
 from kvferry.scheduler.level import Level
@@ -112,20 +115,26 @@ class Scheduler:
             self._transit,
             stores_in_order=not self._parts.stores.is_lazy,
         )
+        self.control = Control(self._parts)
+        """What is done with blocks from outside."""
         self.onlooker = Onlooker(self._snapshot, self._parts.journal)
         """What others may see of it, from any thread."""
 
     # -- requests -------------------------------------------------------------------------------
 
-    def open(self, request_id: RequestId, chain: KeyChain) -> Request:
+    def open(self, request_id: RequestId, chain: KeyChain, hints: Hints | None = None) -> Request:
         """A request has come; its verbs are those of :class:`Request`, until it ends.
 
         ``chain`` names its blocks and may grow. Names are for people: two requests that live at
-        the same time may have the same, and are told apart all the same.
+        the same time may have the same, and are told apart all the same. ``hints`` say what its
+        sender knows of it.
         """
         if self._closed:
             raise ClosedError(_CLOSED)
-        request = Request(request_id, chain, self._parts)
+        if hints is None:
+            request = Request(request_id, chain, self._parts)
+        else:
+            request = HintedRequest(request_id, chain, self._parts, hints)
         self._parts.live[request] = None
         return request
 
@@ -226,6 +235,8 @@ class Scheduler:
         if self._parts.owing:
             self._parts.tell_owing()
         if self._parts.lower.levels:
+            if self.control.is_busy:
+                self.control.advance()
             self._parts.lower.spill()
         return self._outbox.launch(self._clock())
 
@@ -260,6 +271,7 @@ class Scheduler:
                 rest.request.end_left()
         for request in parts.live:
             request.forget()
+        self.control.reset()
         self.pool.reset()
         parts.lower.reset()
         self._num_resets += 1
@@ -269,6 +281,7 @@ class Scheduler:
     def close(self) -> None:
         """End every request, flight and lease. Close the workers first. Safe to call twice."""
         if not self._closed:
+            self.control.reset()
             for request in self.requests:
                 request.end()
             self._outbox.discard()

@@ -83,6 +83,8 @@ class Settling:
             self._transit.store(transfer.group, -len(transfer.src_slots))
         for request in flight.served:
             parts.journal.ended(request.id, flight)
+            if request.hints is not None:
+                request.stored()
         if parts.lower.levels and not flight.reason:
             self._write_through(flight, transfer.group)
 

@@ -1,0 +1,200 @@
+"""What is done with blocks from outside, not by a request: look up, pin, unpin, prefetch, drop.
+
+All of it by a request's keys, from the first on. Pins and keeps are bounded on every level and
+forgotten with a reset or a restart.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from kvferry import reach
+from kvferry.holds import FOREVER
+from kvferry.keys import Keys
+from kvferry.pool import Pool
+from kvferry.scheduler.hinted import bound_words, found
+from kvferry.scheduler.parts import Parts
+from kvferry.scheduler.prefetch import Prefetch
+from kvferry.types import HOST, RequestId, SlotArray, TierName
+
+MOST_PREFETCHES = 64
+_MOST_REMEMBERED = 1024
+_MOST_KEYS = 1 << 20
+"""Of all remembered requests together: 32 MiB."""
+
+
+@dataclass(frozen=True)
+class Acted:
+    """What an action found and did. Blocks are counted over all groups of layers.
+
+    ``tokens`` were named, of which ``host_tokens`` could be loaded now and ``lower_tokens`` more
+    after they were brought up; ``unknown_blocks`` some level would have to be asked for. ``blocks``
+    were pinned, let go or dropped; for a prefetch ``is_under_way`` says that more is coming.
+    ``held_blocks`` stay for now. ``refused`` says what was not done, and why.
+    """
+
+    tokens: int
+    host_tokens: int
+    lower_tokens: int
+    unknown_blocks: int = 0
+    blocks: int = 0
+    held_blocks: int = 0
+    is_under_way: bool = False
+    refused: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+class Control:
+    """Does it. Owns the prefetches under way, and the keys of the latest requests where told to."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._prefetches: list[Prefetch] = []
+        self._num_prefetches = 0
+        self._remembered: OrderedDict[RequestId, Keys] = OrderedDict()
+        self._num_keys = 0
+
+    # -- actions --------------------------------------------------------------------------------
+
+    def lookup(self, keys: Keys) -> Acted:
+        """What of these keys is where. Changes nothing, and asks no level."""
+        return self._done(keys)
+
+    def pin(self, keys: Keys, seconds: float | None = None) -> Acted:
+        """Let these blocks stay, each on the highest level that has them: so long, or for good."""
+        count, refused = 0, []
+        for pool, name, slots in self._places(keys):
+            held = pool.hold(slots, FOREVER if seconds is None else seconds)
+            count += held
+            if held < len(slots):
+                refused.append(bound_words(name, pool, len(slots) - held))
+        return self._done(keys, blocks=count, refused=refused)
+
+    def unpin(self, keys: Keys) -> Acted:
+        """They may go as all others, but for those that others, which are pinned, go on from."""
+        count = 0
+        for pool, _, slots in self._places(keys, everywhere=True):
+            count += pool.let_go(slots)
+        return self._done(keys, blocks=count)
+
+    def prefetch(self, keys: Keys, keep_seconds: float | None = None) -> Acted:
+        """Bring up to the host what lies below it, and keep it there so long once it has come."""
+        if len(self._prefetches) >= MOST_PREFETCHES:
+            words = f"{MOST_PREFETCHES} prefetches are under way already; try again later"
+            return self._done(keys, refused=[words])
+        self._num_prefetches += 1
+        prefetch = Prefetch(f"prefetch-{self._num_prefetches}", keys, keep_seconds, self._parts)
+        self._prefetches.append(prefetch)
+        self.advance()
+        return self._done(keys, is_under_way=prefetch in self._prefetches)
+
+    def drop(self, keys: Keys) -> Acted:
+        """Forget these blocks on every level, but for those that others go on from."""
+        count, refused = 0, []
+        for pool, name, slots in self._places(keys, everywhere=True):
+            gone = pool.drop(slots)
+            count += gone
+            if gone < len(slots):
+                rest = len(slots) - gone
+                refused.append(f"{rest} blocks stay on {name}: other requests go on from them")
+        keyed = [level.name for level in self._parts.lower.levels if level.pool is None]
+        refused += [f"level {name} cannot forget single blocks" for name in keyed]
+        return self._done(keys, blocks=count, refused=refused)
+
+    # -- in passing -----------------------------------------------------------------------------
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether prefetches are under way, which want to be advanced with every plan."""
+        return bool(self._prefetches)
+
+    def advance(self) -> None:
+        """Order what comes next of every prefetch, and keep what has come."""
+        for prefetch in tuple(self._prefetches):
+            if not prefetch.advance():
+                self._prefetches.remove(prefetch)
+                if prefetch.keep_seconds is not None:
+                    self.pin(prefetch.keys, prefetch.keep_seconds)
+
+    def reset(self) -> None:
+        """What was to be fetched is gone; so is all that was pinned, with the pools."""
+        for prefetch in self._prefetches:
+            prefetch.drop()
+        self._prefetches.clear()
+
+    # -- requests by name -----------------------------------------------------------------------
+
+    def remember(self, request_id: RequestId, keys: Keys) -> None:
+        """So that it can be named once it has ended."""
+        self._num_keys -= len(self._remembered.pop(request_id, ()))
+        self._remembered[request_id] = keys
+        self._num_keys += len(keys)
+        while self._num_keys > _MOST_KEYS or len(self._remembered) > _MOST_REMEMBERED:
+            self._num_keys -= len(self._remembered.popitem(last=False)[1])
+
+    def request_ids(self) -> tuple[RequestId, ...]:
+        """The requests that can be named, the latest last."""
+        return (*self._remembered, *(request.id for request in self._parts.live))
+
+    def keys_of(self, request_id: RequestId) -> Keys | None:
+        """The keys of a request that lives or is remembered."""
+        for request in reversed(tuple(self._parts.live)):
+            if request.id == request_id:
+                keys: Keys = request.chain.keys()
+                return keys
+        return self._remembered.get(request_id)
+
+    # -- the parts ------------------------------------------------------------------------------
+
+    def _places(
+        self, keys: Keys, *, everywhere: bool = False
+    ) -> Iterator[tuple[Pool, TierName, SlotArray]]:
+        """Where these blocks are, group by group: on the highest level that has most of them."""
+        parts = self._parts
+        pools: list[tuple[Pool, TierName]] = [(parts.pool, HOST)]
+        pools += [(lv.pool, lv.name) for lv in parts.lower.levels if lv.pool is not None]
+        for g, group in enumerate(parts.matcher.groups):
+            chain = parts.matcher.all_keys(g, keys)
+            is_chained = isinstance(group, reach.FullAttention)
+            most = 0
+            for pool, name in pools:
+                slots = found(pool, chain, is_chained=is_chained)
+                if len(slots) > most or (everywhere and len(slots)):
+                    most = len(slots)
+                    yield pool, name, slots
+
+    def _done(
+        self,
+        keys: Keys,
+        *,
+        blocks: int = 0,
+        is_under_way: bool = False,
+        refused: list[str] | None = None,
+    ) -> Acted:
+        parts = self._parts
+        num_tokens = len(keys) * parts.matcher.hash_tokens
+        look = parts.matcher.look(keys, 0, num_tokens)
+        held = unknown = 0
+        for pool, _, slots in self._places(keys, everywhere=True):
+            held += int(np.count_nonzero(pool.holds.held(slots)))
+        if parts.lower.can_be_asked:
+            for g in range(len(parts.matcher.groups)):
+                chain = parts.matcher.all_keys(g, keys)
+                lacking = parts.lower.unknown(chain) & ~parts.pool.cached(chain)
+                unknown += int(np.count_nonzero(lacking))
+        return Acted(
+            num_tokens,
+            look.host_tokens,
+            look.all_tokens - look.host_tokens,
+            unknown,
+            blocks,
+            held,
+            is_under_way,
+            tuple(refused or ()),
+        )

@@ -1,0 +1,155 @@
+"""A request that somebody said something about: it heeds that, and passes it on to the pools."""
+
+from __future__ import annotations
+
+from kvferry import reach
+from kvferry.answers import Match, MatchState
+from kvferry.hints import DEFAULT_PRIORITY, Hints, TokenPriority
+from kvferry.holds import FOREVER
+from kvferry.keys import KeyChain, Keys
+from kvferry.policy import Evidence
+from kvferry.pool import Pool
+from kvferry.scheduler.leaving import Held
+from kvferry.scheduler.parts import Parts
+from kvferry.scheduler.progress import Progress
+from kvferry.scheduler.request import Request
+from kvferry.scheduler.request_state import OVER
+from kvferry.scheduler.why import Explanation, Reason
+from kvferry.types import HOST, RequestId, SlotArray
+
+_NEVER = 1 << 60  # tokens: more than any request has
+
+
+class CappedProgress(Progress):
+    """The same, of which only the first ``most_tokens`` are ever stored."""
+
+    __slots__ = ("_most_tokens", "_since")
+
+    def __init__(self, parts: Parts, most_tokens: int) -> None:
+        self._most_tokens = most_tokens - most_tokens % parts.least_tokens
+        super().__init__(parts)
+
+    def storable(self, chain: KeyChain, num_tokens: int) -> int:
+        return min(super().storable(chain, num_tokens), self._most_tokens)
+
+    @property
+    def since(self) -> int:
+        """Never worth another call, once all that may be is stored."""
+        return _NEVER if self.tokens >= self._most_tokens else self._since
+
+    @since.setter
+    def since(self, num_tokens: int) -> None:
+        self._since = num_tokens
+
+
+class HintedRequest(Request):
+    """Heeds bounds on what is loaded and stored; tells the pools, once it is over, the rest.
+
+    What is stored late is told of when it lands (:meth:`stored`).
+    """
+
+    __slots__ = ("hints",)
+
+    hints: Hints
+
+    def __init__(self, request_id: RequestId, chain: KeyChain, parts: Parts, hints: Hints) -> None:
+        super().__init__(request_id, chain, parts)
+        self.hints = hints
+        if hints.max_store_tokens is not None:
+            self.progress = CappedProgress(parts, hints.max_store_tokens)
+
+    def match(self, *, computed_tokens: int = 0, max_tokens: int | None = None) -> Match:
+        most = self.hints.max_load_tokens
+        if most is None or self.state in OVER or computed_tokens < 0:
+            return super().match(computed_tokens=computed_tokens, max_tokens=max_tokens)
+        if most <= computed_tokens and not self.loading:
+            return self._decline(computed_tokens, max_tokens)
+        most = most if max_tokens is None else min(most, max_tokens)
+        return super().match(computed_tokens=computed_tokens, max_tokens=most)
+
+    def _decline(self, computed_tokens: int, max_tokens: int | None) -> Match:
+        """It was said that nothing more is to be loaded for it."""
+        if self._owed is not None:
+            self.tell()
+        self._let_go()
+        covered = len(self.chain) * self._parts.matcher.hash_tokens
+        asked = covered if max_tokens is None else min(max_tokens, covered)
+        if not self.is_counted:
+            self._parts.accounts.asked(self, self.chain.keys(), asked - computed_tokens)
+            told = Explanation(
+                self.id, asked, computed_tokens, 0, 0, Reason.TOLD_NOT_TO, computed_tokens
+            )
+            self._parts.accounts.told(self, told)
+        self.progress.past = self.progress.since = computed_tokens
+        return Match(MatchState.MISS, computed_tokens, computed_tokens)
+
+    def end(self) -> None:
+        was_over = self.state in OVER
+        super().end()
+        if not was_over:
+            self.stored()
+
+    def leave(self, num_tokens: int) -> Held:
+        was_over = self.state in OVER
+        held = super().leave(num_tokens)
+        if not was_over:
+            self.stored()
+        return held
+
+    def stored(self) -> None:
+        """It is over, or more of it was stored since: what was said holds for that as well."""
+        if self.state in OVER and self.hints.shapes_what_stays:
+            words = tell_pools(self.hints, self.chain.keys(), self._parts)
+            self._parts.journal.wished(self.id, self.hints, words)
+
+
+def tell_pools(hints: Hints, keys: Keys, parts: Parts) -> list[str]:
+    """Pass on what was said of a request's blocks, level by level; what was refused, in words."""
+    refused: list[str] = []
+    pools = {HOST: parts.pool}
+    pools |= {level.name: level.pool for level in parts.lower.levels if level.pool is not None}
+    for g, group in enumerate(parts.matcher.groups):
+        chain = parts.matcher.all_keys(g, keys)
+        is_chained = isinstance(group, reach.FullAttention)
+        for name, pool in pools.items():
+            slots = found(pool, chain, is_chained=is_chained)
+            if not len(slots):
+                continue
+            if hints.over or hints.goes_on:
+                pool.hint(chain, Evidence(hints.over, hints.goes_on, hints.within))
+            for each in hints.priorities if is_chained else ():
+                _rank(pool, slots, each, group.block_tokens)
+            if hints.keep_seconds is not None:
+                count = pool.hold(slots, hints.keep_seconds)
+                if count == len(slots):
+                    break  # a level below need not keep it, too
+                refused.append(bound_words(name, pool, len(slots) - count))
+    return refused
+
+
+def _rank(pool: Pool, slots: SlotArray, told: TokenPriority, block_tokens: int) -> None:
+    start = told.token_start // block_tokens
+    stop = len(slots) if told.token_end is None else -(-told.token_end // block_tokens)
+    if told.priority < DEFAULT_PRIORITY:
+        pool.go_first(slots[:stop], told.priority, first=start)
+    elif told.priority > DEFAULT_PRIORITY and start < len(slots):
+        # With what comes before it: nobody could reach it without.
+        seconds = FOREVER if told.duration_ms is None else told.duration_ms / 1000
+        pool.hold(slots[:stop], seconds, told.priority)
+
+
+def found(pool: Pool, keys: Keys, *, is_chained: bool) -> SlotArray:
+    """The slots of a request's blocks that can be read: the leading ones of a chain."""
+    if is_chained:
+        return pool.leading(keys)
+    slots = pool.find_cached(keys)
+    return slots[slots >= 0]
+
+
+def bound_words(level: str, pool: Pool, num_blocks: int) -> str:
+    """Why so many blocks are not held."""
+    most = pool.holds.most
+    return (
+        f"{num_blocks} blocks are not kept on {level}: pins and keeps hold {pool.holds.count} of "
+        f"at most {most} blocks there (keep_share)"
+    )

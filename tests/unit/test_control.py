@@ -1,0 +1,188 @@
+"""Actions from outside, through the scheduler: look up, pin, unpin, prefetch, drop."""
+
+from __future__ import annotations
+
+from tests.fakes.desk import Desk, story
+
+from kvferry.pool import Pool
+from kvferry.scheduler import KeyedLevel, PlacedLevel, WriteMode
+from kvferry.scheduler.control import MOST_PREFETCHES
+from kvferry.types import TierName
+
+DISK = TierName("disk")
+
+
+def below(desk_slots: int = 8) -> Desk:
+    """A small host above a level that has everything that was stored."""
+    disk = PlacedLevel(DISK, Pool(64), WriteMode.THROUGH)
+    return Desk(slots=desk_slots, levels=[disk])
+
+
+def let_all_land(desk: Desk) -> None:
+    for _ in range(50):
+        desk.run()
+        scheduler = desk.scheduler
+        if not (scheduler.num_in_flight or scheduler.num_queued or scheduler.control.is_busy):
+            return
+
+
+def test_a_look_up_says_what_is_where_and_changes_nothing():
+    desk = below()
+    desk.keep("a", story(1, 6), 24)
+    let_all_land(desk)
+    desk.keep("b", story(2, 8), 32)
+    let_all_land(desk)
+    before = desk.scheduler.stats()
+    told = desk.scheduler.control.lookup(story(1, 6))
+    assert (told.tokens, told.host_tokens, told.lower_tokens) == (24, 0, 24)
+    assert desk.scheduler.control.lookup(story(2, 8)).host_tokens == 32
+    assert desk.scheduler.control.lookup(story(7, 3)).host_tokens == 0
+    assert desk.scheduler.stats() == before
+
+
+def test_a_pin_stays_within_its_bound_until_it_is_let_go():
+    desk = Desk(slots=16)
+    desk.keep("a", story(1, 3), 12)
+    control = desk.scheduler.control
+    assert control.pin(story(1, 3)).blocks == 3
+    desk.keep("b", story(2, 3), 12)
+    told = control.pin(story(2, 3), 60.0)
+    assert told.blocks == 1
+    assert "at most 4 blocks" in told.refused[0]
+    for number in range(3, 9):
+        desk.keep(f"r{number}", story(number, 6), 24)
+    assert desk.pool.match(story(1, 3)) == 3
+    assert control.lookup(story(1, 3)).held_blocks == 3
+    assert control.unpin(story(1, 3)).blocks == 3
+    for number in range(9, 14):
+        desk.keep(f"r{number}", story(number, 6), 24)
+    assert desk.pool.match(story(1, 3)) == 0
+    desk.check_empty()
+
+
+def test_a_pin_is_on_the_level_that_has_it():
+    desk = below()
+    desk.keep("a", story(1, 6), 24)
+    let_all_land(desk)
+    desk.keep("b", story(2, 8), 32)
+    let_all_land(desk)
+    told = desk.scheduler.control.pin(story(1, 6))
+    assert (told.blocks, told.refused) == (6, ())
+    assert desk.pool.counts.held == 0
+    disk = desk.scheduler._parts.lower.levels[0].pool
+    assert disk is not None
+    assert disk.counts.held == 6
+
+
+def test_a_prefetch_brings_all_of_it_to_the_host_before_anybody_asks():
+    desk = below(desk_slots=16)
+    desk.keep("a", story(1, 10), 40)
+    let_all_land(desk)
+    for number in (2, 3):
+        desk.keep(f"r{number}", story(number, 8), 32)
+        let_all_land(desk)
+    control = desk.scheduler.control
+    assert control.lookup(story(1, 10)).host_tokens < 40
+    told = control.prefetch(story(1, 10), 60.0)
+    assert told.is_under_way
+    let_all_land(desk)  # four at a time
+    assert not control.is_busy
+    found = control.lookup(story(1, 10))
+    assert found.host_tokens == 40
+    assert found.held_blocks == 4  # as many as the bound lets it keep
+    assert desk.match("q", story(1, 10)).num_tokens == 40  # without waiting
+    desk.scheduler.finish("q")
+    assert control.prefetch(story(1, 10)).is_under_way is False
+    desk.check_empty()
+
+
+def test_a_prefetch_asks_a_level_that_finds_blocks_by_their_keys():
+    desk = Desk(slots=32, levels=[KeyedLevel(DISK)])
+    control = desk.scheduler.control
+    assert control.lookup(story(1, 4)).unknown_blocks == 4
+    assert control.prefetch(story(1, 4)).is_under_way
+    desk.plan()
+    desk.say(story(1, 4))
+    let_all_land(desk)
+    assert not control.is_busy
+    assert control.lookup(story(1, 4)).host_tokens == 16
+    assert control.prefetch(story(2, 4)).is_under_way
+    desk.plan()
+    desk.say(story(9, 1))  # it has nothing of it
+    let_all_land(desk)
+    assert not control.is_busy
+    desk.check_empty()
+
+
+def test_a_prefetch_that_fails_or_is_forgotten_leaves_nothing():
+    desk = below(desk_slots=16)
+    desk.keep("a", story(1, 10), 40)
+    let_all_land(desk)
+    desk.keep("b", story(2, 16), 64)
+    let_all_land(desk)
+    control = desk.scheduler.control
+    assert control.prefetch(story(1, 10)).is_under_way
+    desk.plan()
+    desk.land(failed="the disk is gone")
+    let_all_land(desk)
+    assert not control.is_busy
+    control.prefetch(story(1, 10))
+    desk.plan()
+    desk.scheduler.reset()
+    assert not control.is_busy
+    let_all_land(desk)
+    desk.check_empty()
+
+
+def test_no_more_prefetches_than_the_bound():
+    desk = Desk(slots=32, levels=[KeyedLevel(DISK)])
+    control = desk.scheduler.control
+    for number in range(MOST_PREFETCHES):
+        assert control.prefetch(story(number, 2)).is_under_way
+    assert "under way already" in control.prefetch(story(99, 2)).refused[0]
+
+
+def test_a_drop_forgets_what_nobody_else_goes_on_from():
+    desk = below(desk_slots=32)
+    shared = story(1, 2)
+    desk.keep("a", shared + story(2, 3), 20)
+    let_all_land(desk)
+    desk.keep("b", shared + story(3, 3), 20)
+    let_all_land(desk)
+    told = desk.scheduler.control.drop(shared + story(2, 3))
+    assert told.blocks == 6  # three in the host, three below
+    assert told.refused == (
+        "2 blocks stay on host: other requests go on from them",
+        "2 blocks stay on disk: other requests go on from them",
+    )
+    assert desk.pool.match(shared + story(2, 3)) == 2
+    assert desk.pool.match(shared + story(3, 3)) == 5
+    desk.check_empty()
+
+
+def test_a_drop_of_what_is_being_loaded_ends_with_its_claim():
+    desk = Desk()
+    desk.keep("a", story(1, 4), 16)
+    assert desk.match("q", story(1, 4)).num_tokens == 16
+    told = desk.scheduler.control.drop(story(1, 4))
+    assert told.blocks == 4
+    assert desk.pool.match(story(1, 4)) == 0
+    desk.load("q", 16)
+    desk.run()
+    desk.scheduler.finish("q")
+    assert desk.pool.counts.free == 16
+    desk.check_empty()
+
+
+def test_requests_can_be_named_while_they_are_remembered():
+    desk = Desk()
+    control = desk.scheduler.control
+    live = desk.scheduler.open("live", story(1, 2))
+    assert control.keys_of("live") == story(1, 2)
+    live.end()
+    assert control.keys_of("live") is None
+    for number in range(1030):
+        control.remember(f"r{number}", story(number, 1))
+    assert control.keys_of("r0") is None
+    assert control.keys_of("r1029") == story(1029, 1)
+    assert len(control.request_ids()) == 1024

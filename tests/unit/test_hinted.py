@@ -1,0 +1,190 @@
+"""What a request's hints do, through the scheduler: loads, stores, and what stays."""
+
+from __future__ import annotations
+
+import pytest
+from tests.fakes.desk import Desk, story
+
+from kvferry import reach
+from kvferry.answers import MatchState
+from kvferry.hints import Hints
+from kvferry.pool import Pool
+from kvferry.scheduler import PlacedLevel, Reason, WriteMode
+from kvferry.types import TierName
+
+
+def say(desk: Desk, name: str, number: int, num_blocks: int, **hints: object) -> None:
+    """A whole life with hints: compute, store, finish, land."""
+    keys = story(number, num_blocks)
+    opened = desk.scheduler.open(name, keys, Hints.read(hints))
+    desk.scheduler.named[name] = opened
+    desk.keep(name, keys, 4 * num_blocks)
+
+
+def kept(desk: Desk, *numbers: int) -> dict[int, int]:
+    """How many tokens of each story can still be had."""
+    return {number: desk.pool.match(story(number, 16)) for number in numbers}
+
+
+def test_nothing_is_stored_of_one_that_says_so():
+    desk = Desk()
+    say(desk, "a", 1, 4, do_not_store=True)
+    assert desk.pool.counts.free == 16
+    say(desk, "b", 2, 4, max_store_tokens=10)  # two whole blocks
+    assert kept(desk, 1, 2) == {1: 0, 2: 2}
+    desk.check_empty()
+
+
+def test_a_request_that_stores_nothing_is_never_worth_a_store():
+    desk = Desk()
+    request = desk.scheduler.open("a", story(1, 8), Hints(max_store_tokens=0))
+    request.match()
+    request.run()
+    assert not request.is_worth_storing(1 << 30)
+    assert request.store(desk.tables(32), 32) == ()
+    half = desk.scheduler.open("b", story(1, 8), Hints(max_store_tokens=16))
+    half.match()
+    half.run()
+    assert half.is_worth_storing(32)
+    assert len(half.store(desk.tables(32), 32)[0].blocks) == 4
+    assert not half.is_worth_storing(1 << 30)
+    half.end()
+    request.end()
+    desk.run()
+    desk.check_empty()
+
+
+def test_nothing_is_loaded_for_one_that_says_so():
+    desk = Desk()
+    desk.keep("a", story(1, 4), 16)
+    request = desk.scheduler.open("q", story(1, 4), Hints(max_load_tokens=0))
+    assert request.match(max_tokens=16).state is MatchState.MISS
+    assert request.match(max_tokens=16).state is MatchState.MISS
+    why = desk.scheduler.explain("q")
+    assert why is not None
+    assert why.reason is Reason.TOLD_NOT_TO
+    assert desk.scheduler.stats().queries == 1
+    some = desk.scheduler.open("r", story(1, 4), Hints(max_load_tokens=9))
+    assert some.match(max_tokens=16).num_tokens == 8
+    assert some.match(computed_tokens=12, max_tokens=16).state is MatchState.MISS
+    request.end()
+    some.end()
+    desk.check_empty()
+
+
+def test_kept_so_long_whoever_needs_room_and_no_longer():
+    desk = Desk(slots=16)
+    say(desk, "a", 1, 4, keep_seconds=60)
+    for number in range(2, 8):
+        desk.keep(f"r{number}", story(number, 6), 24)
+    assert kept(desk, 1) == {1: 4}
+    assert desk.scheduler.stats().pool.held == 4
+    desk.now += 61
+    for number in range(8, 12):
+        desk.keep(f"r{number}", story(number, 6), 24)
+    assert kept(desk, 1) == {1: 0}
+    assert desk.scheduler.stats().pool.held == 0
+    desk.check_empty()
+
+
+def test_what_is_kept_is_bounded_and_the_refusal_says_why():
+    desk = Desk(slots=16)  # four of which may be held
+    say(desk, "a", 1, 3, keep_seconds=60)
+    say(desk, "b", 2, 3, keep_seconds=60)
+    assert desk.scheduler.stats().pool.held == 4
+    entry = desk.scheduler.journal("b")
+    assert entry is not None
+    assert entry.refused == (
+        "2 blocks are not kept on host: pins and keeps hold 4 of at most 4 blocks there "
+        "(keep_share)",
+    )
+    assert entry.hints == Hints(keep_seconds=60.0)
+
+
+def test_a_conversation_that_is_over_goes_first_but_not_what_others_share():
+    desk = Desk(slots=16)
+    desk.keep("old", story(5, 4), 16)
+    shared = story(1, 2)
+    desk.keep("a", shared + story(2, 2), 16)
+    other = shared + story(3, 4)
+    request = desk.scheduler.open("b", other, Hints(over=True))
+    desk.scheduler.named["b"] = request
+    desk.keep("b", other, 24)
+    desk.keep("new", story(6, 8), 32)  # needs four: those of b
+    assert desk.pool.match(other) == 2
+    assert kept(desk, 5, 6) == {5: 4, 6: 8}
+
+
+def test_who_goes_on_after_all_is_no_longer_first():
+    desk = Desk(slots=12)
+    say(desk, "a", 1, 4, over=True)
+    desk.keep("b", story(2, 4), 16)
+    assert desk.hit(story(1, 4)) == 16  # used: it was not over
+    desk.keep("new", story(3, 8), 32)
+    assert kept(desk, 1, 2) == {1: 4, 2: 0}
+
+
+@pytest.mark.parametrize("seconds", [None, 30.0])
+def test_what_goes_on_stays_softly_until_then(seconds):
+    desk = Desk(slots=16)
+    say(desk, "a", 1, 4, goes_on=True if seconds is None else seconds)
+    for number in range(2, 6):
+        desk.keep(f"r{number}", story(number, 6), 24)
+    assert kept(desk, 1) == {1: 4}
+    say(desk, "k", 9, 4, keep_seconds=5)  # firm: what is soft gives way
+    desk.keep("big", story(10, 12), 48)
+    assert kept(desk, 1, 9) == {1: 0, 9: 4}
+
+
+def test_priorities_order_who_goes():
+    desk = Desk(slots=16)
+    for number, priority in ((1, 30), (2, 10), (3, 90), (4, 35)):
+        say(desk, f"r{number}", number, 4, priorities=[{"priority": priority}])
+    gone = []
+    for number in (5, 6, 7):
+        before = kept(desk, 1, 2, 3, 4)
+        desk.keep(f"n{number}", story(number, 4), 16)
+        gone += [n for n, count in kept(desk, 1, 2, 3, 4).items() if count < before[n]]
+    assert gone == [2, 1, 4]
+    assert kept(desk, 3) == {3: 4}
+
+
+def test_a_priority_lasts_for_its_duration_and_covers_what_comes_before():
+    desk = Desk(slots=32)
+    ranges = [{"token_start": 8, "token_end": 16, "priority": 80, "duration_ms": 10_000}]
+    say(desk, "a", 1, 8, priorities=ranges)
+    assert desk.scheduler.stats().pool.held == 4  # blocks 2 and 3, and what they follow
+    desk.keep("b", story(2, 28), 112)
+    assert kept(desk, 1) == {1: 4}
+    desk.now += 11
+    desk.keep("c", story(3, 32), 128)
+    assert kept(desk, 1) == {1: 0}
+
+
+def test_hints_reach_the_level_below_where_the_host_has_it_no_longer():
+    disk = PlacedLevel(TierName("disk"), Pool(64), WriteMode.THROUGH)
+    desk = Desk(slots=8, levels=[disk])  # two may be held in the host, sixteen below
+    say(desk, "a", 1, 6, keep_seconds=60)
+    desk.run()
+    request = desk.scheduler.open("again", story(1, 6), Hints(keep_seconds=60))
+    request.end()
+    assert desk.pool.counts.held == 2
+    assert disk.pool.counts.held == 6
+
+
+def test_groups_with_windows_take_hints_too():
+    desk = Desk(reach.FullAttention(4), reach.SlidingWindow(4, window=8), slots=32)
+    say(desk, "a", 1, 6, keep_seconds=60)
+    assert 0 < desk.pool.counts.held <= 8
+    say(desk, "b", 2, 6, over=True)
+    desk.keep("c", story(3, 8), 32)
+    desk.scheduler.check_integrity()
+
+
+def test_a_reset_forgets_what_was_kept():
+    desk = Desk()
+    say(desk, "a", 1, 4, keep_seconds=60)
+    desk.scheduler.reset()
+    assert desk.pool.counts.held == 0
+    assert desk.pool.counts.free == 16
+    desk.check_empty()
