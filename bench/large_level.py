@@ -50,7 +50,7 @@ def main() -> None:
     told = [(Keys(words), places)] * options.ranks
     before = resident()
     start = time.perf_counter()
-    level = PlacedLevel(TierName("disk"), Pool(num_places))
+    level = PlacedLevel(TierName("disk"), Pool(num_places, side_by_side=True))
     made = time.perf_counter() - start
     empty = resident() - before
     start = time.perf_counter()

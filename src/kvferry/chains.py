@@ -28,7 +28,7 @@ class Chains:
 
     def parents_of(self, slots: SlotArray) -> SlotArray:
         """The slot before each, ``NO_SLOT`` where there is none."""
-        return self._parent.take(slots)
+        return self._parent.take(slots).astype(np.int64, copy=False)
 
     def own_end(self, slots: SlotArray) -> SlotArray:
         """The last of a chain's slots: those that no other chain goes on from."""

@@ -32,8 +32,8 @@ class FreeSlots:
         self._stack[self.count : end] = ascending[::-1]
         self.count = end
 
-    def take(self, count: int) -> SlotArray:
-        """As many slots, of which there are enough."""
+    def take(self, count: int, beside: object = None) -> SlotArray:
+        """As many slots, of which there are enough; wherever they are."""
         self.count -= count
         return self._stack[self.count : self.count + count][::-1].astype(np.int64)
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from kvferry.duplicates import Duplicates
 from kvferry.errors import InputError, LeaseError
+from kvferry.free_runs import Neighbours
 from kvferry.keys import Keys, require_key
 from kvferry.lease import Ending, Lease, Purpose
 from kvferry.policy import Arriving, EvictionPolicyMaker, Lru
@@ -48,16 +49,18 @@ class Pool(PoolWishes):
         *,
         num_ready: int | None = None,
         keep_share: float = KEEP_SHARE,
+        side_by_side: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """All slots, of which the first ``num_ready`` (default: all) can be used from the start.
 
         ``policy`` makes what says who goes first; ``clock`` is the time it sees, in seconds.
-        ``keep_share`` of the slots, at most, are held for who asks for that.
+        ``keep_share`` of the slots, at most, are held for who asks for that. ``side_by_side`` gives
+        out slots as neighbours, for a medium that is read in runs.
         """
         if num_slots <= 0:
             raise InputError(f"a pool needs at least one slot, got {num_slots}")
-        super().__init__(num_slots, policy, keep_share, clock)
+        super().__init__(num_slots, policy, keep_share, clock, side_by_side)
         self.num_ready = 0
         """Slots from the first on that can be used; the others wait for :meth:`grow`."""
         self.num_reserved = 0
@@ -109,13 +112,19 @@ class Pool(PoolWishes):
         return lease
 
     def reserve(
-        self, keys: Keys, *, parent: Key | None = None, chained: bool = True
+        self,
+        keys: Keys,
+        *,
+        parent: Key | None = None,
+        chained: bool = True,
+        beside: Neighbours | None = None,
     ) -> Lease | None:
         """Claim slots to write the keys that are neither cached nor on their way in.
 
         Evicts as needed. What does not fit is not stored: the lease covers the leading missing
         keys that got a slot (see ``Lease.positions``), None if there are none. ``parent`` is the
         key before the first; ``chained=False`` says that the keys do not depend on each other.
+        ``beside`` says where they should lie, in a pool that is ``side_by_side``.
         """
         if self._duplicates.any_in(keys):
             raise InputError(f"{len(keys)} keys to reserve are not distinct; a chain never repeats")
@@ -131,11 +140,13 @@ class Pool(PoolWishes):
         own = missing[:0] if all_new else np.concatenate(([above], found))
         own = own[own != NO_SLOT]
         if len(missing) > self._free.count:
-            self._make_room(len(missing), own, Arriving(keys, found, above, chained))
+            count = len(missing) + self._num_spare
+            self._make_room(count, own, Arriving(keys, found, above, chained))
         if len(own):
             self._use(own[self._state.take(own) == _CACHED])
         positions = missing[: self._free.count]
-        slots = self._give_out(keys, positions)
+        near = beside.at(positions) if beside is not None else None
+        slots = self._give_out(keys, positions, near)
         if len(slots) and self._policy.wants_chains:
             chains = self._chains if chained else None
             self._conversations.arrive(slots, positions, found, above, chains)
@@ -261,10 +272,10 @@ class Pool(PoolWishes):
             num_doomed=self._num_doomed,
         ).check()
 
-    def _give_out(self, keys: Keys, positions: SlotArray) -> SlotArray:
+    def _give_out(self, keys: Keys, positions: SlotArray, beside: Neighbours | None) -> SlotArray:
         """Slots for the keys at these positions, which are in the index from now on."""
         count = len(positions)
-        slots = self._free.take(count)
+        slots = self._free.take(count, beside)
         if count:
             self.num_reserved += count
             self._state[slots] = _WRITING

@@ -45,6 +45,10 @@ class PoolFind:
         slot = self._index.find_one(key)
         return SlotState(self._state.item(slot)) if slot != NO_SLOT else SlotState.FREE
 
+    def slot_of(self, key: Key) -> int:
+        """Where one key's block is or will be; ``NO_SLOT`` if nowhere."""
+        return self._index.find_one(key)
+
     def news_since(self, generation: int) -> npt.NDArray[np.uint64] | None:
         """The first words of the keys committed after a generation; None if too long ago."""
         count = self.generation - generation

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from kvferry.chains import Chains
 from kvferry.conversations import Conversations
 from kvferry.errors import IntegrityError
+from kvferry.free_runs import SPARE_SHARE, FreeRuns
 from kvferry.free_slots import FreeSlots
 from kvferry.goes_first import GoesFirst
 from kvferry.holds import Holds
@@ -17,7 +18,7 @@ from kvferry.keys import Keys
 from kvferry.policy import Arriving, EvictionPolicyMaker, HearsRequests, Residents
 from kvferry.pool_find import PoolFind
 from kvferry.slot_states import SlotState
-from kvferry.types import SlotArray
+from kvferry.types import NO_SLOT, Key, SlotArray
 from kvferry.victims import victims
 
 _FREE, _CACHED, _DOOMED = int(SlotState.FREE), int(SlotState.CACHED), int(SlotState.DOOMED)
@@ -39,6 +40,7 @@ class PoolRoom(PoolFind):
         policy: EvictionPolicyMaker,
         keep_share: float,
         clock: Callable[[], float],
+        side_by_side: bool,
     ) -> None:
         super().__init__(num_slots)
         self.num_slots = num_slots
@@ -62,7 +64,9 @@ class PoolRoom(PoolFind):
         self._clock = clock
         self._holds = Holds(num_slots, int(num_slots * keep_share))
         self._first = GoesFirst(num_slots)
-        self._free = FreeSlots(num_slots)
+        self._free: FreeRuns | FreeSlots
+        self._free = FreeRuns(num_slots) if side_by_side else FreeSlots(num_slots)
+        self._num_spare = num_slots // SPARE_SHARE if side_by_side else 0
         self._num_idle = 0  # cached, and nobody reads them
         self._num_doomed = self._num_evicted = 0
 
@@ -70,6 +74,18 @@ class PoolRoom(PoolFind):
         """The keys of up to ``count`` blocks that would be evicted first, in that order."""
         slots = self._policy.peek(count + self._holds.count)
         return self._index.keys_of(slots[self._readers.take(slots) == 0][:count])
+
+    def runs_of(self, keys: Keys) -> tuple[SlotArray, tuple[Key | None, ...]]:
+        """Where runs of blocks that follow each other begin among these, which are here.
+
+        And the key of the block before each of the runs, if that is here.
+        """
+        slots = self._index.find(keys)
+        parents = self._chains.parents_of(slots)
+        starts = np.flatnonzero(np.append(True, parents[1:] != slots[:-1]))
+        firsts = parents[starts].tolist()
+        before = [self._index.key_of(slot) if slot != NO_SLOT else None for slot in firsts]
+        return starts, tuple(before)
 
     def _make_room(self, count: int, own: SlotArray, arriving: Arriving) -> None:
         """Evict until ``count`` slots are free or nothing more can go."""

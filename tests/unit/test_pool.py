@@ -369,7 +369,8 @@ def breaks(pool: Pool, how: str) -> None:
     elif how == "a free slot in use":
         pool._state[int(pool._free.slots[0])] = SlotState.CACHED
     elif how == "a slot free twice":
-        pool._free._stack[0] = pool._free._stack[1]
+        stack = pool._free._stack  # type: ignore[union-attr]
+        stack[0] = stack[1]
     elif how == "a wrong key":
         # Not bit 0, which is no part of a tag: the key would be found where it was.
         pool._index._keys[int(pool._index.find(keys([1]))[0])] ^= np.uint64(2)
@@ -481,7 +482,7 @@ def test_counting_looks_at_no_slot() -> None:
     writing, reading = pool.reserve(keys([4])), pool.pin(keys([1, 2]))
     counts = pool.counts
     assert (counts.free, counts.cached, counts.leased) == (4, 1, 3)
-    del pool._state, pool._readers, pool._free._stack
+    del pool._state, pool._readers, pool._free._stack  # type: ignore[union-attr]
     assert pool.counts == counts
     assert writing is not None
     assert reading is not None

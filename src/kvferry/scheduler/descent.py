@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from kvferry.keys import Keys
 from kvferry.lease import Purpose
 from kvferry.policy import Watermark
 from kvferry.pool import Pool
 from kvferry.scheduler.level import Level, WriteMode
 from kvferry.scheduler.outbox import End, Outbox
+from kvferry.scheduler.side_by_side import Runs
 from kvferry.types import HOST, Key, TransferId
 
 _CLEAN_SHARE = 8
@@ -23,6 +26,10 @@ _CLEAN_SHARE = 8
 
 _CLEAN_SECONDS = 0.1
 """Where nothing came, went or ended, what was touched or let go since is looked at this often."""
+
+_WHOLE_BLOCKS = 256
+_WHOLE_SHARE = 32
+"""So many more, and no more than one slot in so many, are spilled with a conversation's end."""
 
 _MOST_EARLY = 1024
 """So many stores may wait for the block before them; what would be more is left out."""
@@ -49,6 +56,7 @@ class Descent:
         self._watermark = Watermark(
             least=host.num_slots // _CLEAN_SHARE, most=max(1, host.num_slots // 2)
         )
+        self._most_more = min(_WHOLE_BLOCKS, host.num_slots // _WHOLE_SHARE)
         self._num_reserved = host.num_reserved
         self._num_changes = 0  # moves that ended, and levels that went or came back
         self._clean = (-1, -1, -1)  # how things stood when nothing was left to spill
@@ -111,16 +119,37 @@ class Descent:
         has_sent = False
         for level in levels:
             if level.write is WriteMode.SPILL:
-                coldest = self._host.coldest(wanted)[::-1]
-                missing = coldest.take(~level.known(coldest, self._clock()))
-                # No chain: ends come before beginnings here, as they should go later on.
-                has_sent |= self._send(level, missing, parent=None, chained=False)
+                has_sent |= self._spill_to(level, wanted)
         if not has_sent:
             self._clean, self._clean_until = standing, now + _CLEAN_SECONDS
 
-    def _send(self, level: Level, keys: Keys, *, parent: Key | None, chained: bool) -> bool:
+    def _spill_to(self, level: Level, wanted: int) -> bool:
+        coldest = self._host.coldest(wanted + self._most_more)
+        missing = coldest.take(~level.known(coldest, self._clock()))
+        num_asked = int(np.count_nonzero(~level.known(coldest[:wanted], self._clock())))
+        if not num_asked:
+            return False
+        # No chain: ends come before beginnings here, as they should go later on.
+        missing = missing[::-1]
+        starts, before = self._host.runs_of(missing)
+        # But the whole of what was begun: its rest is as cold, and should lie beside it.
+        first = int(np.searchsorted(starts, len(missing) - num_asked, side="right")) - 1
+        cut = starts.item(first)
+        runs = (starts[first:] - cut, before[first:])
+        return self._send(level, missing[cut:], parent=None, chained=False, runs=runs)
+
+    def _send(
+        self,
+        level: Level,
+        keys: Keys,
+        *,
+        parent: Key | None,
+        chained: bool,
+        runs: Runs | None = None,
+    ) -> bool:
         """Copy those of the host's blocks to a level that it lacks and has room for."""
-        room = level.reserve(keys, parent=parent, chained=chained, now=self._clock())
+        now = self._clock()
+        room = level.reserve(keys, parent=parent, chained=chained, now=now, runs=runs)
         if room is None:
             return False
         going = keys.take(room.positions)

@@ -26,10 +26,13 @@ from kvferry.pool import Pool
 from kvferry.scheduler.outbox import End
 from kvferry.scheduler.recovered import agreed
 from kvferry.scheduler.remembered import Remembered
+from kvferry.scheduler.side_by_side import Runs, SideBySide
 from kvferry.slot_states import PoolCounts
 from kvferry.types import NO_SLOTS, Key, Rank, SlotArray, TierName
 
 log = logging.getLogger(__name__)
+
+_FIRST = np.zeros(1, dtype=np.int64)
 
 Flags = npt.NDArray[np.bool_]
 
@@ -102,8 +105,13 @@ class Level(ABC):
         """Where to read these blocks, which are there; claims them."""
 
     @abstractmethod
-    def reserve(self, keys: Keys, *, parent: Key | None, chained: bool, now: float) -> Room | None:
-        """Where those of these blocks can go that it lacks and has room for; claims that."""
+    def reserve(
+        self, keys: Keys, *, parent: Key | None, chained: bool, now: float, runs: Runs | None = None
+    ) -> Room | None:
+        """Where those of these blocks can go that it lacks and has room for; claims that.
+
+        ``runs`` tells what follows what among them where they are no chain.
+        """
 
     def answered(self, keys: Keys, there: Flags, now: float) -> None:  # noqa: B027  may be no news
         """It was asked about these keys."""
@@ -135,6 +143,7 @@ class PlacedLevel(Level):
     def __init__(self, name: TierName, pool: Pool, write: WriteMode = WriteMode.SPILL) -> None:
         super().__init__(name, write)
         self.pool = pool
+        self._beside = SideBySide(pool)
         self.num_restored = 0
         """Blocks that were here from an earlier life."""
 
@@ -177,11 +186,23 @@ class PlacedLevel(Level):
         assert len(lease) == len(keys)
         return End.of(self.name, lease)
 
-    def reserve(self, keys: Keys, *, parent: Key | None, chained: bool, now: float) -> Room | None:
-        lease = self.pool.reserve(keys, parent=parent, chained=chained)
-        return Room(lease.positions, End.of(self.name, lease)) if lease is not None else None
+    def reserve(
+        self, keys: Keys, *, parent: Key | None, chained: bool, now: float, runs: Runs | None = None
+    ) -> Room | None:
+        beside = None
+        if runs is None and chained:
+            runs = (_FIRST, (parent,))
+        if runs is not None and len(keys):
+            beside = self._beside.wish(keys, runs, grows_down=not chained)
+        lease = self.pool.reserve(keys, parent=parent, chained=chained, beside=beside)
+        if lease is None:
+            return None
+        if runs is not None and not chained:
+            self._beside.note(keys, runs, lease)
+        return Room(lease.positions, End.of(self.name, lease))
 
     def reset(self) -> None:
+        self._beside.clear()
         self.pool.reset()
 
 
@@ -222,7 +243,9 @@ class KeyedLevel(Level):
     def read(self, keys: Keys) -> End:
         return End(self.name, NO_SLOTS)
 
-    def reserve(self, keys: Keys, *, parent: Key | None, chained: bool, now: float) -> Room | None:
+    def reserve(
+        self, keys: Keys, *, parent: Key | None, chained: bool, now: float, runs: Runs | None = None
+    ) -> Room | None:
         positions = np.flatnonzero(~self.known(keys, now))[: self._answers.capacity]
         if not len(positions):
             return None
@@ -266,7 +289,7 @@ def level_of(
     """
     if num_places is None:
         return KeyedLevel(name, write)
-    level = PlacedLevel(name, Pool(num_places, policy), write)
+    level = PlacedLevel(name, Pool(num_places, policy, side_by_side=True), write)
     if any(len(places) for _, places in recovered):
         try:
             level.restore(recovered)
