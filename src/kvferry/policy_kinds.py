@@ -41,6 +41,21 @@ POLICIES = (
         "learns when conversations return, and keeps those most likely to, for as long as it pays",
         "kvferry.policy.returns:Returns",
     ),
+    PolicyKind(
+        "slru",
+        "what was used again outlives what came only once",
+        "kvferry.policy.slru:Slru",
+    ),
+    PolicyKind(
+        "arc",
+        "recency and frequency share the memory as misses say they should",
+        "kvferry.policy.arc:Arc",
+    ),
+    PolicyKind(
+        "s3fifo",
+        "queues in order of arrival; a small one sifts out what comes only once",
+        "kvferry.policy.s3fifo:S3Fifo",
+    ),
 )
 
 BY_NAME = {kind.name: kind for kind in POLICIES}

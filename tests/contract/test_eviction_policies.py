@@ -30,14 +30,20 @@ from tests.model.pool_lives import Disown, End, Event, Grow, Pin, Reserve, Reset
 from kvferry.errors import IntegrityError
 from kvferry.keys import Keys
 from kvferry.lease import Lease, Purpose
-from kvferry.policy import Arriving, EvictionPolicy, EvictionPolicyMaker, Lru, Residents
-from kvferry.policy.returns import Returns
+from kvferry.policy import (
+    Arriving,
+    EvictionPolicy,
+    EvictionPolicyMaker,
+    Lru,
+    Residents,
+    policy_named,
+)
+from kvferry.policy_kinds import POLICIES as KINDS
 from kvferry.pool import Pool
 from kvferry.types import NO_SLOT, SlotArray, as_slots
 
 POLICIES: dict[str, EvictionPolicyMaker] = {
-    "lru": Lru,
-    "returns": Returns,
+    **{kind.name: policy_named(kind.name) for kind in KINDS},
     "fifo": Fifo,
     "tails": Tails,
     "odd": Odd,
