@@ -108,7 +108,8 @@ class SchedulerStats:
     failed alone in transfers that otherwise succeeded; ``ailments`` has a word for every level,
     empty while it can be used; ``asked`` says of levels that know keys themselves how many keys
     they were asked for and how many of them were there; ``restored`` says of levels with places how
-    many blocks of an earlier life they began with.
+    many blocks of an earlier life they began with; ``level_bandwidth`` is what each brought up, in
+    bytes per second of one rank while it had something to bring.
     """
 
     pool: PoolCounts
@@ -139,3 +140,4 @@ class SchedulerStats:
     ailments: Mapping[str, str] = field(default_factory=dict)
     asked: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     restored: Mapping[str, int] = field(default_factory=dict)
+    level_bandwidth: Mapping[str, float | None] = field(default_factory=dict)

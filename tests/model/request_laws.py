@@ -121,7 +121,7 @@ def _loads(scheduler: Scheduler) -> list[tuple[int, Request]]:
 
 def waits_of(request: Request) -> set[TransferId]:
     """What it waits for from below the host."""
-    return request._below.waits if request._below is not None else set()
+    return request.below.waits if request.below is not None else set()
 
 
 def _check_waits(scheduler: Scheduler) -> None:

@@ -296,7 +296,7 @@ class World:
         missed = None
         if request._missed is not None:
             missed = request._missed[0] == self.scheduler.pool.generation
-        below = request._below._has_promoted if request._below is not None else False
+        below = request.below._has_promoted if request.below is not None else False
         progress = request.progress
         return (
             *(request.state, tuple(progress._stored), progress.is_outdated, found, missed),

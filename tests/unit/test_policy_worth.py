@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import pytest
 from tests.fakes.desk import Desk, story
+from tests.fakes.pools import evict
 
 from kvferry.answers import MatchState
-from kvferry.policy import LoadOrCompute, Verdict
-from kvferry.types import FIRST_RANK, Outcome, Receipt
+from kvferry.policy import BusyTime, LoadOrCompute, Verdict
+from kvferry.pool import Pool
+from kvferry.scheduler.level import PlacedLevel, WriteMode
+from kvferry.types import FIRST_RANK, Outcome, Receipt, TierName
+
+DISK = TierName("disk")
 
 
 def measured(*, bandwidth: float, prefill: float) -> LoadOrCompute:
@@ -159,3 +164,94 @@ def test_bytes_waiting_on_the_link_count_against_a_load() -> None:
     desk.run()
     desk.scheduler.preempt("b")
     assert desk.match("b", story(2, 4)).state is MatchState.HIT
+
+
+# -- from a level below ----------------------------------------------------------------------------
+
+
+def test_each_link_has_a_speed_of_its_own() -> None:
+    worth = measured(bandwidth=1000, prefill=100)
+    assert worth.decide(100, 900, 0, DISK).verdict is Verdict.LOAD_UNMEASURED
+    worth.note_load(10, 1.0, DISK)
+    assert worth.bandwidth == 1000
+    assert worth.bandwidth_of(DISK) == 10
+    assert worth.decide(100, 900, 0).load
+    assert not worth.decide(100, 900, 0, DISK).load
+    decision = worth.decide(100, 5, 4, DISK)  # its own way, and the one to the device
+    assert decision.load_seconds == pytest.approx(0.9 + 0.005)
+
+
+def test_now_and_then_a_slow_level_is_tried_again() -> None:
+    worth = measured(bandwidth=1e9, prefill=100)
+    worth.note_load(1, 1.0, DISK)
+    verdicts = [worth.decide(10, 1000, 0, DISK).verdict for _ in range(64)]
+    assert verdicts.count(Verdict.LOAD_TO_MEASURE) == 2
+
+
+def test_transfers_beside_each_other_count_once() -> None:
+    busy = BusyTime()
+    for _ in range(4):
+        busy.begin(10.0)
+    assert busy.end(100, 11.0) == (100, 1.0)
+    assert busy.end(100, 11.0) == (0, 0.0)
+    assert busy.end(100, 11.5) == (200, 0.5)
+    assert busy.end(0, 12.0) == (0, 0.5)
+    busy.begin(50.0)  # it had nothing to do meanwhile
+    assert busy.end(7, 51.0) == (7, 1.0)
+
+
+def below(**settings: object) -> Desk:
+    """A conversation on a level, and nothing of it in the host."""
+    level = PlacedLevel(DISK, Pool(64), WriteMode.THROUGH)
+    desk = Desk(
+        levels=[level], slots=64, block_bytes=[1000], load_policy="auto", prefill_rate=1000.0
+    )
+    desk.keep("a", story(1, 8), 32)
+    desk.run()
+    evict(desk.pool, 64)
+    return desk
+
+
+def test_a_level_slower_than_computing_is_not_read() -> None:
+    """Eight blocks of four tokens: 0.032 s to compute, at first nobody knows how long to read."""
+    desk = below()
+    assert desk.match("b", story(1, 8)).state is MatchState.WAIT
+    desk.plan()
+    desk.now += 8.0  # a thousand bytes a second
+    desk.land()
+    assert desk.scheduler.stats().level_bandwidth[DISK] == pytest.approx(1000.0)
+    assert desk.match("b", story(1, 8)).num_tokens == 32
+    desk.scheduler.finish("b")
+    evict(desk.pool, 64)
+    match = desk.match("c", story(1, 8))
+    assert match.state is MatchState.MISS
+    assert not desk.plan()
+    why = desk.scheduler.explain("c")
+    assert why is not None
+    assert why.reason.value == "load_slower"
+    assert why.lower_tokens == 32
+    assert why.decision is not None
+    assert why.decision.load_seconds == pytest.approx(8.0)
+    assert why.decision.compute_seconds == pytest.approx(0.032)
+    desk.scheduler.finish("c")
+    desk.check_empty()
+
+
+def test_a_fast_level_is_read_though_others_wait_for_it() -> None:
+    desk = below()
+    desk.match("b", story(1, 8))
+    desk.plan()
+    desk.now += 0.01
+    desk.land()
+    desk.scheduler.finish("b")
+    evict(desk.pool, 64)
+    assert desk.match("c", story(1, 8)).state is MatchState.WAIT
+    desk.run()
+    desk.scheduler.finish("c")
+
+
+def test_pieces_are_cut_by_bytes() -> None:
+    level = PlacedLevel(DISK, Pool(2000), WriteMode.THROUGH)
+    for num_bytes, pieces in ((0, 7), (100_000, 2), (1 << 20, 17), (64 << 20, 50)):
+        desk = Desk(levels=[level], slots=1000, block_bytes=[num_bytes])
+        assert -(-200 // desk.scheduler._parts.lower._piece_slots) == pieces

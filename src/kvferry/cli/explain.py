@@ -30,7 +30,8 @@ REASONS: dict[str, str] = {
     Reason.OTHER_NAMESPACE.value: "It was stored before a reset or a change of weights.",
     Reason.STILL_BELOW.value: "It lay below the host and was not brought up in time.",
     Reason.LEVEL_AWAY.value: "It lay on a level that could not be used at that time.",
-    Reason.LOAD_SLOWER.value: "It was there, but computing it was judged faster than loading it.",
+    Reason.LOAD_SLOWER.value: "It was there, in host memory or below, but computing it was judged "
+    "faster than loading it.",
     Reason.TOLD_NOT_TO.value: "A hint said that nothing is to be loaded for this request.",
 }
 

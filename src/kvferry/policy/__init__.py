@@ -13,10 +13,11 @@ from kvferry.policy.eviction import (
 )
 from kvferry.policy.lru import Lru
 from kvferry.policy.names import policy_named
-from kvferry.policy.worth import Decision, LoadOrCompute, Verdict
+from kvferry.policy.worth import BusyTime, Decision, LoadOrCompute, Verdict
 
 __all__ = [
     "Arriving",
+    "BusyTime",
     "Decision",
     "EvictionPolicy",
     "EvictionPolicyMaker",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
+from kvferry.types import HOST, TierName
+
 _WEIGHT = 0.2  # of the newest measurement in a running average
 _MIN_TOKENS = 16  # a measurement over fewer tokens is mostly overhead
 _MEASURE_EVERY = 32  # hits declined in a row before one is loaded to see: only loads measure
@@ -34,18 +36,19 @@ class Decision(NamedTuple):
 
 
 class LoadOrCompute:
-    """Decides per request. Owns two running averages: the link's bandwidth, the prefill rate.
+    """Decides per request. Owns running averages: the prefill rate, and each link's bandwidth.
 
-    One bad first measurement would end all loads, and with them all measurements: so a hit is
-    loaded now and then although computing it looks faster.
+    The link to the device is one; each level below the host has another. One bad first measurement
+    would end all loads, and with them all measurements: so a hit is loaded now and then although
+    computing it looks faster.
     """
 
     def __init__(self, policy: str, *, prefill_rate: float | None = None) -> None:
         self._policy = policy
         self._given_rate = prefill_rate
         self._learned_rate: float | None = None
-        self._bandwidth: float | None = None
-        self._num_declined = 0
+        self._bandwidths: dict[TierName, float] = {}
+        self._num_declined: dict[TierName, int] = {}
 
     @property
     def prefill_rate(self) -> float | None:
@@ -54,36 +57,77 @@ class LoadOrCompute:
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes per second of loads, as measured."""
-        return self._bandwidth
+        """Bytes per second of loads to the device, as measured."""
+        return self.bandwidth_of(HOST)
 
-    def note_load(self, num_bytes: int, seconds: float) -> None:
+    def bandwidth_of(self, link: TierName) -> float | None:
+        """Bytes per second from the host to the device, or from a level to the host."""
+        return self._bandwidths.get(link)
+
+    def note_load(self, num_bytes: int, seconds: float, link: TierName = HOST) -> None:
         """A load of this size took this long on the link."""
         if num_bytes > 0 and seconds > 0:
-            self._bandwidth = _average(self._bandwidth, num_bytes / seconds)
+            old = self._bandwidths.get(link)
+            self._bandwidths[link] = _average(old, num_bytes / seconds)
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """The engine computed this many prompt tokens in this time."""
         if num_tokens >= _MIN_TOKENS and seconds > 0:
             self._learned_rate = _average(self._learned_rate, num_tokens / seconds)
 
-    def decide(self, num_tokens: int, num_bytes: int, queued_bytes: int) -> Decision:
-        """For a hit of ``num_tokens`` in ``num_bytes``, behind ``queued_bytes`` on the link."""
+    def decide(
+        self, num_tokens: int, num_bytes: int, queued_bytes: int, link: TierName = HOST
+    ) -> Decision:
+        """For a hit of ``num_tokens`` in ``num_bytes``, behind ``queued_bytes`` on the link.
+
+        What comes from a level has the link to the device before it still.
+        """
         if self._policy == "always":
             return Decision(Verdict.LOAD_ALWAYS)
         if self._policy == "never":
             return Decision(Verdict.COMPUTE_ALWAYS)
-        if self._bandwidth is None or self.prefill_rate is None or not num_bytes:
+        bandwidth = self._bandwidths.get(link)
+        if bandwidth is None or self.prefill_rate is None or not num_bytes:
             return Decision(Verdict.LOAD_UNMEASURED)
-        load = (num_bytes + queued_bytes) / self._bandwidth
+        load = (num_bytes + queued_bytes) / bandwidth
+        if link != HOST:
+            load += num_bytes / self._bandwidths.get(HOST, float("inf"))
         compute = num_tokens / self.prefill_rate
         if load <= compute:
-            self._num_declined = 0
+            self._num_declined[link] = 0
             return Decision(Verdict.LOAD_FASTER, load, compute)
-        self._num_declined += 1
-        if self._num_declined % _MEASURE_EVERY == 0 and not queued_bytes:
+        self._num_declined[link] = self._num_declined.get(link, 0) + 1
+        if self._num_declined[link] % _MEASURE_EVERY == 0 and not queued_bytes:
             return Decision(Verdict.LOAD_TO_MEASURE, load, compute)
         return Decision(Verdict.COMPUTE_FASTER, load, compute)
+
+
+class BusyTime:
+    """How long a link has something to do, counted where results come in. Owns three numbers.
+
+    The time of a transfer alone would not do: many are under way at once, and wait for each other.
+    """
+
+    def __init__(self) -> None:
+        self._num_under_way = 0
+        self._since = 0.0
+        self._num_bytes = 0
+
+    def begin(self, now: float) -> None:
+        """A transfer is on its way."""
+        if not self._num_under_way:
+            self._since, self._num_bytes = now, 0
+        self._num_under_way += 1
+
+    def end(self, num_bytes: int, now: float) -> tuple[int, float]:
+        """It ended with so many bytes; returns what came in which time since there was news."""
+        self._num_under_way -= 1
+        self._num_bytes += num_bytes
+        if now <= self._since:  # several came at once: they count with the next
+            return 0, 0.0
+        came, seconds = self._num_bytes, now - self._since
+        self._since, self._num_bytes = now, 0
+        return came, seconds
 
 
 def _average(old: float | None, new: float) -> float:

@@ -50,8 +50,9 @@ class Accounts:
         decision = hit.decision
         if decision is not None:
             self.counts.verdicts[decision.verdict.value] += 1
-        asked_blocks = request.asked_blocks if self._explainer.has_levels else 0
-        self._explained(request, self._explainer.explain(request.id, hit, asked_blocks))
+        below = request.below
+        asked = (below.num_asked, below.declined) if below is not None else (0, None)
+        self._explained(request, self._explainer.explain(request.id, hit, *asked))
 
     def missed(
         self, request: Request, missing: Missing, *, computed_tokens: int, max_tokens: int

@@ -40,7 +40,7 @@ def assemble(
     clock: Callable[[], float],
 ) -> Parts:
     """As :class:`Scheduler` is asked for."""
-    lower = LowerLevels(pool, levels, outbox, clock)
+    lower = LowerLevels(pool, levels, outbox, clock, slot_bytes=max(block_bytes))
     for each in (pool, *(level.pool for level in levels if level.pool is not None)):
         each.holds.bound(config.keep_share)
     matcher = Matcher(groups, pool, lower, hash_tokens)

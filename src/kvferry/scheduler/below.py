@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvferry import reach
+from kvferry.policy import Decision
 from kvferry.scheduler.look import Look
 from kvferry.types import TransferId
 
@@ -21,12 +22,14 @@ class Below:
     then is computed.
     """
 
-    __slots__ = ("_has_asked", "_has_promoted", "num_asked", "waits")
+    __slots__ = ("_has_asked", "_has_promoted", "declined", "num_asked", "waits")
 
     def __init__(self) -> None:
         self.num_asked = 0
         """Blocks that levels were asked for, at the last look that asked."""
         self.waits: set[TransferId] = set()
+        self.declined: Decision | None = None
+        """Why what lay below was not brought up at the last look: computing it was faster."""
         self._has_asked = False
         self._has_promoted = False
 
@@ -48,7 +51,16 @@ class Below:
         if look.all_tokens <= look.host_tokens or self._has_promoted:
             return False
         look = parts.matcher.within(look, parts.lower.room)
-        for g, keys, parent in parts.matcher.to_promote(look):
+        wanted = list(parts.matcher.to_promote(look))
+        self.declined = None
+        if wanted:
+            num_tokens = look.all_tokens - look.host_tokens
+            each = [keys for _, keys, _ in wanted]
+            decision = parts.lower.worth_bringing(each, num_tokens, parts.hits.worth)
+            if not decision.load:
+                self.declined = decision
+                return False
+        for g, keys, parent in wanted:
             chained = isinstance(parts.matcher.groups[g], reach.FullAttention)
             self.waits |= parts.lower.promote(keys, parent=parent, chained=chained)
         parts.waits.add(request, self.waits)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.identity import scope
 from kvferry.keys import Keys, masked_key
-from kvferry.policy import SeenOften
+from kvferry.policy import Decision, SeenOften
 from kvferry.pool import Pool
 from kvferry.scheduler.ghosts import Ghosts
 from kvferry.scheduler.hit import PinnedHit
@@ -32,12 +32,21 @@ class Explainer:
     def close(self) -> None:
         self._pool.listeners.remove(self._ghosts.add)
 
-    def explain(self, request_id: RequestId, hit: PinnedHit, asked_blocks: int = 0) -> Explanation:
-        """``asked_blocks`` of it levels were asked for."""
+    def explain(
+        self,
+        request_id: RequestId,
+        hit: PinnedHit,
+        asked_blocks: int = 0,
+        declined: Decision | None = None,
+    ) -> Explanation:
+        """``asked_blocks`` of it levels were asked for; ``declined`` what they had, for speed."""
         look, decision = hit.look, hit.decision
         missing = look.missing
         if decision is not None and hit.is_declined:
             reason, group, token = Reason.LOAD_SLOWER, None, look.computed_tokens
+        elif declined is not None and missing is not None:
+            reason, group, token = Reason.LOAD_SLOWER, missing.group, missing.token
+            decision = declined
         elif missing is None:
             reason, group, token = Reason.NOTHING_MISSED, None, None
         else:

@@ -24,15 +24,20 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.keys import Keys
+from kvferry.policy import BusyTime, Decision, LoadOrCompute
 from kvferry.pool import Pool
 from kvferry.scheduler.descent import Descent
 from kvferry.scheduler.flight import Flight
 from kvferry.scheduler.level import KeyedLevel, Level
 from kvferry.scheduler.outbox import End, Outbox
-from kvferry.types import HOST, Health, Key, Question, TransferId
+from kvferry.types import HOST, Health, Key, Question, TierName, TransferId
+
+_PIECE_BYTES = 12 << 20
+"""A promotion travels in pieces of this size, so that the first can be used before the last: long
+enough for a drive to be fast, and small blocks travel together."""
 
 _PIECE_SLOTS = 32
-"""A promotion travels in pieces of this size, so that the first can be used before the last."""
+"""And in so many blocks where nobody says how large they are."""
 
 _PROMOTING_SHARE = 4
 """Promotions under way may claim one slot in so many of the host: they must not flush it."""
@@ -61,8 +66,14 @@ class LowerLevels:
         levels: Sequence[Level],
         outbox: Outbox,
         clock: Callable[[], float],
+        *,
+        slot_bytes: int = 0,
     ) -> None:
+        """``slot_bytes`` is the size of a block, as one rank has it; 0 where it is not known."""
         self.levels = tuple(levels)
+        self._slot_bytes = slot_bytes
+        self._piece_slots = max(4, _PIECE_BYTES // slot_bytes) if slot_bytes else _PIECE_SLOTS
+        self._busy = {level.name: BusyTime() for level in self.levels}
         self._host = host
         self._outbox = outbox
         self._clock = clock
@@ -150,7 +161,7 @@ class LowerLevels:
         transfers = self._bringing(keys)
         start = 0
         while start < len(keys):
-            ahead = keys[start : start + min(self.room, _PIECE_SLOTS)]
+            ahead = keys[start : start + min(self.room, self._piece_slots)]
             if len(ahead) and self._host.known(ahead).all():
                 parent = ahead[len(ahead) - 1]
                 start += len(ahead)
@@ -197,7 +208,26 @@ class LowerLevels:
         coming = keys.take(writing.positions)
         transfer_id = self._outbox.move(level.read(coming), End.of(HOST, writing), coming)
         self._moves[transfer_id] = _Move(level, coming, upward=True)
+        self._busy[level.name].begin(self._clock())
         return transfer_id
+
+    def worth_bringing(
+        self, keys: Sequence[Keys], num_tokens: int, worth: LoadOrCompute
+    ) -> Decision:
+        """Whether these blocks, of so many tokens, come up sooner than they are computed.
+
+        By the speed of the level that has most of them.
+        """
+        now = self._clock()
+        lacking = [each.take(~self._host.known(each)) for each in keys]
+        found = {
+            level: sum(int(np.count_nonzero(level.there(each, now))) for each in lacking)
+            for level in self._open()
+        }
+        level = max(found, key=lambda level: found[level])
+        queued = sum(len(m.keys) for m in self._moves.values() if m.upward and m.level is level)
+        num_bytes = sum(map(len, lacking)) * self._slot_bytes
+        return worth.decide(num_tokens, num_bytes, queued * self._slot_bytes, level.name)
 
     # -- down ---------------------------------------------------------------------------------
 
@@ -231,17 +261,25 @@ class LowerLevels:
         elif flight.transfer.id in self._moves:
             self._moves[flight.transfer.id].late = True
 
-    def landed(self, flight: Flight) -> None:
-        """A transfer or a question below the host ended."""
+    def landed(self, flight: Flight) -> tuple[TierName, int, float] | None:
+        """A transfer or a question below the host ended.
+
+        Returns what a level has brought up, in bytes of one rank, in which time, if it has.
+        """
         self._descent.note_change()
         now = self._clock()
         if isinstance(flight.transfer, Question):
             level, _ = self._asking.pop(flight.transfer.id)
             level.answered(Keys(flight.transfer.keys), ~flight.lost, now)
-            return
+            return None
         move = self._moves.pop(flight.transfer.id, None)
         if move is not None:
             move.level.moved(move.keys, ~flight.lost, upward=move.upward, now=now)
+            if move.upward:
+                num_moved = int(np.count_nonzero(~flight.lost)) if not flight.overdue else 0
+                took = self._busy[move.level.name].end(num_moved * self._slot_bytes, now)
+                return move.level.name, *took
+        return None
 
     def reset(self) -> None:
         """Forget every block on every level; the ranks are told with the next plan."""

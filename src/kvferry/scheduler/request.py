@@ -34,13 +34,13 @@ class Request:
 
     hints: Hints | None = None  # what was said of it; see HintedRequest
     __slots__ = (
-        "_below",
         "_computed",
         "_hit",
         "_missed",
         "_owed",
         "_parts",
         "_promised",
+        "below",
         "chain",
         "id",
         "is_counted",
@@ -59,7 +59,8 @@ class Request:
         """Its loads under way; ``progress`` is how far it is stored."""
         self.is_counted = self.is_explained = False
         self._parts = parts
-        self._below = Below() if parts.lower.levels else None
+        self.below = Below() if parts.lower.levels else None
+        """What it asked of the levels."""
         self._hit: PinnedHit | None = None
         self._promised: Match | None = None  # what its load brings
         self._missed: tuple[int, int, int, Missing] | None = None  # when, what was asked and lacked
@@ -121,7 +122,7 @@ class Request:
         if not self.is_counted:
             parts.accounts.asked(self, keys, max_tokens - computed_tokens)
         look = parts.matcher.look(keys, computed_tokens, max_tokens, parts.spare_tokens)
-        if self._below is not None and self._below.fetch(self, look, parts):
+        if self.below is not None and self.below.fetch(self, look, parts):
             self.state = State.WAITING
             return Match(MatchState.WAIT, computed_tokens, computed_tokens)
         hit = self._hit = parts.hits.pin(look)
@@ -147,14 +148,9 @@ class Request:
         return Match(MatchState.MISS, computed_tokens, computed_tokens)
 
     @property
-    def asked_blocks(self) -> int:
-        """Blocks of it that levels were asked for."""
-        return self._below.num_asked if self._below is not None else 0
-
-    @property
     def waits_below(self) -> bool:
         """Whether it waits for a level's answer, or for blocks that come up from one."""
-        return self._below is not None and bool(self._below.waits)
+        return self.below is not None and bool(self.below.waits)
 
     def tell(self) -> None:
         """Count and explain a miss that was answered at once."""
@@ -201,8 +197,8 @@ class Request:
         look, pieces = hit.look, hit.pieces(self.id, tables)
         self._hit = None
         del parts.pinned[self]
-        if self._below is not None:
-            self._below.renew()
+        if self.below is not None:
+            self.below.renew()
         ordered = []
         for g, lease, device_blocks in pieces:
             transfer_id = parts.outbox.load(self, g, lease, device_blocks)
@@ -246,10 +242,10 @@ class Request:
 
     def came(self, flight: Flight) -> None:
         """Blocks it waits for have come up from a lower level, or will not."""
-        assert self._below is not None
+        assert self.below is not None
         self._parts.journal.ended(self.id, flight)
-        self._below.waits.discard(flight.transfer.id)
-        if not self._below.waits and self.state is State.WAITING:
+        self.below.waits.discard(flight.transfer.id)
+        if not self.below.waits and self.state is State.WAITING:
             self.state = State.UNKNOWN
 
     # -- run and store --------------------------------------------------------------------------
@@ -321,7 +317,7 @@ class Request:
         if self.state is State.LEFT and self._parts.rests is not None:
             for rest in self._parts.rests.drop(self):
                 self._parts.released.extend(rest.held)
-        if self._hit is not None or self.loading or self._owed or self._below is not None:
+        if self._hit is not None or self.loading or self._owed or self.below is not None:
             self._drop()
         self.end_left()
 
@@ -386,8 +382,8 @@ class Request:
                 parts.released.append(DeviceBlocks(transfer.group, transfer.dst_slots))
             self.loading.clear()
             self._promised = None
-        if self._below is not None:
-            self._below.drop(self, parts)
+        if self.below is not None:
+            self.below.drop(self, parts)
 
     def _let_go(self) -> None:
         hit = self._hit

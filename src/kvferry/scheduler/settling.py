@@ -89,7 +89,10 @@ class Settling:
             self._write_through(flight, transfer.group)
 
     def _end_move(self, flight: Flight) -> None:
-        self._parts.lower.landed(flight)
+        brought = self._parts.lower.landed(flight)
+        if brought is not None:
+            level, num_bytes, seconds = brought
+            self._parts.hits.worth.note_load(num_bytes, seconds, level)
         for request in self._parts.waits.take(flight.transfer.id):
             request.came(flight)
 

@@ -76,6 +76,9 @@ def snapshot(
         ),
         bandwidth=hits.worth.bandwidth,
         prefill_rate=hits.worth.prefill_rate,
+        level_bandwidth=MappingProxyType(
+            {level.name: hits.worth.bandwidth_of(level.name) for level in lower.levels}
+        ),
     )
 
 

@@ -20,7 +20,7 @@ class Reason(Enum):
     OTHER_NAMESPACE = "other_namespace"  # stored before a reset or a change of weights
     STILL_BELOW = "still_below"  # on a lower level, and not brought up in time
     LEVEL_AWAY = "level_away"  # on a lower level that cannot be used now
-    LOAD_SLOWER = "load_slower"  # it is here, but computing it was judged faster
+    LOAD_SLOWER = "load_slower"  # it is here or below, but computing it was judged faster
     TOLD_NOT_TO = "told_not_to"  # a hint said that nothing is to be loaded for this request
 
 
