@@ -1,0 +1,271 @@
+"""A drive process: one store on one drive, served to one engine over a line.
+
+It is a process of its own because its threads call the kernel and the hash for every few megabytes:
+inside the engine each of these calls would wait for the engine's interpreter. And what hangs in the
+kernel can keep its own process from ending, but not the engine. It ends when the engine does, or
+hangs up; it takes no signals of its own, because what an interrupt means is the engine's to say.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from kvferry.errors import KvferryError, StoreError
+from kvferry.tiers.base import Way
+from kvferry.tiers.disk.block_file import BlockFile, pitch_of
+from kvferry.tiers.disk.carriers import DriveParts, DriveThread
+from kvferry.tiers.disk.channel import Channel
+from kvferry.tiers.disk.committer import Committer
+from kvferry.tiers.disk.engine_memory import EngineMemory
+from kvferry.tiers.disk.health import DriveHealth
+from kvferry.tiers.disk.lanes import Lanes
+from kvferry.tiers.disk.messages import (
+    FrameKind,
+    ReadyMessage,
+    pack_number,
+    pack_ready,
+    pack_result,
+    pack_says,
+    pack_text,
+    unpack_number,
+    unpack_order,
+)
+from kvferry.tiers.disk.proofs import Digests, Seals, key_check, open_prover
+from kvferry.tiers.disk.room import DiskBound
+from kvferry.tiers.disk.setup import DriveSetup
+from kvferry.tiers.disk.shelf import Shelf
+from kvferry.tiers.disk.status import MOST_THREADS, Count, Status
+from kvferry.tiers.disk.store import Store
+from kvferry.tiers.disk.store_identity import StoreIdentity
+
+BEAT_SECONDS = 0.1
+"""How often a drive says that it is alive, and looks for what is late."""
+
+LEAST_JOB_BYTES = 1 << 20
+"""A job is not made smaller than this to give every thread one."""
+
+_CLOSE_SECONDS = 5.0
+
+
+class DriveServer:
+    """Everything of one drive process, put together and taken apart in order."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        status: Status,
+        mem_fd: int | None = None,
+        *,
+        open_file: Callable[..., BlockFile] = BlockFile,
+    ) -> None:
+        self._channel = channel
+        self._status = status
+        self._mem_fd = mem_fd
+        self._open_file = open_file
+        self._threads: list[DriveThread] = []
+
+    def serve(self) -> None:
+        """From the engine's first word to its last."""
+        setup = self._hello()
+        if setup is None:
+            return
+        try:
+            self._open(setup)
+        except Exception as error:
+            is_known = isinstance(error, (KvferryError, OSError))
+            said = str(error) if is_known else f"{type(error).__name__}: {error}"
+            self._channel.send(pack_text(FrameKind.REFUSED, said))
+            self._channel.wait(1.0)
+            return
+        try:
+            self._listen(setup.pid)
+        finally:
+            self._close()
+
+    def _hello(self) -> DriveSetup | None:
+        while not self._channel.is_ended:
+            self._channel.wait(1.0)
+            for _, body in self._channel.receive():
+                return DriveSetup.unpack(body)
+        return None
+
+    def _open(self, setup: DriveSetup) -> None:
+        self._store = store = open_store(setup)
+        pitch = store.superblock.identity.pitch
+        prover = open_prover(setup.block_bytes, store.store_id, setup.key)
+        file = self._open_file(str(store.blocks_path), pitch, direct=setup.direct)
+        most_blocks = max(1, setup.job_bytes // pitch)
+        self._lanes = Lanes(
+            lambda result: self._channel.send(pack_result(result)),
+            most_blocks=most_blocks,
+            least_blocks=min(most_blocks, max(1, LEAST_JOB_BYTES // pitch)),
+            num_threads=setup.num_threads,
+            deadline=setup.deadline,
+        )
+        self._health = DriveHealth(
+            self._lanes,
+            file,
+            lambda reason: self._channel.send(pack_text(FrameKind.AILS, reason)),
+            path=setup.path,
+            keep_free=setup.keep_free,
+            check_seconds=setup.check_seconds,
+        )
+        self._deadline = setup.deadline
+        self._file = file
+        self._shelf = Shelf(store.ledger, self._status, setup.commit_seconds)
+        self._shelf.start_at(setup.generation)
+        self._committer = Committer(
+            self._shelf,
+            store.ledger,
+            file,
+            self._health,
+            self._status,
+            check_seconds=setup.check_seconds,
+            forgot=lambda number: self._channel.send(pack_number(FrameKind.FORGOT, number)),
+        )
+        self._committer.start_at(setup.generation)
+        count = store.ledger.num_blocks if setup.device is None else 0
+        if count:
+            self._status.put_blocks(count, store.ledger.pieces())
+        self._status.put(Count.DIRECT, file.is_direct)
+        parts = DriveParts(
+            self._lanes,
+            self._shelf,
+            file,
+            EngineMemory(setup.pid, self._mem_fd),
+            prover,
+            self._health,
+            self._status,
+            pitch,
+            most_blocks,
+        )
+        for number in range(min(setup.num_threads, MOST_THREADS // 2)):
+            self._threads.append(DriveThread(parts, Way.READ, 2 * number))
+            self._threads.append(DriveThread(parts, Way.WRITE, 2 * number + 1))
+        self._committer.start()
+        report = "; ".join((*store.notes, str(store.ledger.report)))
+        ready = ReadyMessage(store.num_places, os.stat(setup.path).st_dev, count, report)
+        self._channel.send(pack_ready(ready))
+
+    def _listen(self, pid: int) -> None:
+        """Take orders until the engine hangs up or is gone."""
+        engine = _watch(pid)
+        beats = 0
+        sweep_at = 0.0
+        while not self._channel.is_ended:
+            is_gone = self._channel.wait(BEAT_SECONDS, *([] if engine is None else [engine]))
+            for kind, body in self._channel.receive():
+                self._obey(kind, body)
+            if is_gone:
+                return
+            now = time.monotonic()
+            if now >= sweep_at:
+                beats += 1
+                sweep_at = now + BEAT_SECONDS / 2
+                self._status.put(Count.HEARTBEAT, beats)
+                self._status.put(Count.DIRECT, self._file.is_direct)
+                self._sweep(now)
+
+    def _obey(self, kind: FrameKind, body: bytes) -> None:
+        if kind is FrameKind.ORDER:
+            self._lanes.submit(unpack_order(body))
+        elif kind is FrameKind.CANCEL:
+            self._lanes.cancel(unpack_number(body))
+        elif kind is FrameKind.FORGET:
+            self._shelf.forget(unpack_number(body))
+
+    def _sweep(self, now: float) -> None:
+        hung = self._lanes.sweep()
+        began = self._committer.began
+        if began and now - began > self._deadline:
+            hung = hung or f"no answer for {self._deadline:g} s"
+        self._health.ail("hung", hung)
+
+    def abandon(self) -> None:
+        """Touch the engine's memory no more, and end. For who cannot end us by a signal."""
+        self._lanes.close(0.0, "killed")
+        self._channel.end()
+        self._channel.is_ended = True
+        self._channel.wake()
+
+    def _close(self) -> None:
+        """Commit what is there and go. What hangs is left: the process ends all the same."""
+        end = time.monotonic() + _CLOSE_SECONDS
+        self._lanes.close(_CLOSE_SECONDS, "the tier was closed")
+        if self._committer.close(max(0.1, end - time.monotonic())):
+            self._file.close()
+            self._store.close()
+
+
+def open_store(setup: DriveSetup) -> Store:
+    """The store that a drive is told to serve."""
+    if setup.device is not None and os.stat(setup.path).st_dev != setup.device:
+        raise StoreError(f"{setup.path} is on another file system than it was: is it mounted?")
+    key = setup.key
+    identity = StoreIdentity(
+        namespace=setup.namespace,
+        block_bytes=setup.block_bytes,
+        pitch=pitch_of(setup.block_bytes),
+        proof_bytes=(Digests if key is None else Seals).proof_bytes,
+        is_sealed=key is not None,
+        rank=setup.rank,
+        num_ranks=setup.num_ranks,
+        stripe=setup.stripe,
+        num_stripes=setup.num_stripes,
+        family=setup.family,
+        label=setup.label,
+    )
+    return Store.open(
+        Path(setup.path),
+        identity,
+        DiskBound(setup.size, setup.keep_free, setup.num_ranks_here),
+        key_check=None if key is None else partial(key_check, key),
+        may_create=setup.device is None,
+        on_behalf_of=setup.pid,
+    )
+
+
+def _watch(pid: int) -> int | None:
+    """A descriptor that speaks up when this process is gone, also where others hold our line."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:  # a kernel before 5.3, or it is gone: then the line is dead too
+        return None
+
+
+class _Line(logging.Handler):
+    """What a drive process logs, the engine logs."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__(logging.INFO)
+        self._channel = channel
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._channel.send(pack_says(record.levelno, record.getMessage()))
+
+
+def main(serve: Callable[[Channel, Status, int | None], None] | None = None) -> None:
+    """The process: descriptors of line, page and the engine's memory are its arguments."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    line, page, memory = (int(text) for text in sys.argv[1:4])
+    channel = Channel(socket.socket(fileno=line))
+    log = logging.getLogger("kvferry")
+    log.setLevel(logging.INFO)
+    log.addHandler(_Line(channel))
+    mem_fd = None if memory < 0 else memory
+    status = Status(page)
+    if serve is None:
+        DriveServer(channel, status, mem_fd).serve()
+    else:
+        serve(channel, status, mem_fd)
+    # A thread that hangs in the kernel must not keep the rest: no waiting, no clearing up.
+    os._exit(0)

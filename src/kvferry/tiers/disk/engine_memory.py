@@ -1,0 +1,116 @@
+"""The engine's memory as a drive process reaches it: by address, from outside.
+
+``process_vm_readv`` and ``process_vm_writev`` copy between two processes at the speed of memory.
+Where the kernel forbids them (Yama, a container's rules), the engine's own ``/proc/self/mem``,
+opened by itself and handed over, does the same more slowly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.tiers.disk.messages import Numbers
+
+_IOV_MAX = 1024
+_REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+for _name in ("process_vm_readv", "process_vm_writev"):
+    _call = getattr(_libc, _name)
+    _call.argtypes = (ctypes.c_int,) + (ctypes.c_void_p, ctypes.c_ulong) * 2 + (ctypes.c_ulong,)
+    _call.restype = ctypes.c_ssize_t
+for _name in ("pread", "pwrite"):
+    _call = getattr(_libc, _name)
+    _call.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64)
+    _call.restype = ctypes.c_ssize_t
+
+
+class EngineMemory:
+    """Copies pieces from and to the process ``pid``. Any thread may."""
+
+    def __init__(self, pid: int, mem_fd: int | None = None) -> None:
+        self._pid = pid
+        self._mem_fd = mem_fd
+        self._is_refused = False
+
+    @property
+    def way(self) -> str:
+        return "/proc/self/mem" if self._is_refused else "process_vm"
+
+    def fetch(self, here: Numbers, there: Numbers, sizes: Numbers) -> npt.NDArray[np.bool_]:
+        """Copy pieces from there to here; which of them are whole."""
+        return self._move(_libc.process_vm_readv, _libc.pread, here, there, sizes)
+
+    def deliver(self, here: Numbers, there: Numbers, sizes: Numbers) -> npt.NDArray[np.bool_]:
+        """Copy pieces from here to there; which of them are whole."""
+        return self._move(_libc.process_vm_writev, _libc.pwrite, here, there, sizes)
+
+    def _move(
+        self,
+        vectored: ctypes._NamedFuncPointer,
+        plain: ctypes._NamedFuncPointer,
+        here: Numbers,
+        there: Numbers,
+        sizes: Numbers,
+    ) -> npt.NDArray[np.bool_]:
+        vectors = np.empty((2, len(sizes), 2), dtype=np.int64)
+        vectors[0, :, 0], vectors[1, :, 0] = here, there
+        vectors[:, :, 1] = sizes
+        ok = np.zeros(len(sizes), dtype=bool)
+        at = 0
+        while at < len(sizes):
+            count = min(_IOV_MAX, len(sizes) - at)
+            if self._is_refused:
+                count, moved = 1, self._plain(plain, vectors[:, at])
+            else:
+                moved = vectored(
+                    self._pid,
+                    vectors[0, at].ctypes.data,
+                    count,
+                    vectors[1, at].ctypes.data,
+                    count,
+                    0,
+                )
+                if moved < 0 and self._refuses(ctypes.get_errno()):
+                    continue
+            whole = _whole(vectors[0, at : at + count, 1], moved)
+            ok[at : at + whole] = True
+            at += whole
+            if whole < count and moved <= 0:
+                at += 1  # this piece cannot be reached; those after it may be
+            elif whole < count:
+                # It stopped at a page that is not there. What is left of this piece begins the
+                # next call, which says so by moving nothing.
+                rest = moved - int(vectors[0, at - whole : at, 1].sum())
+                vectors[:, at, 0] += rest
+                vectors[:, at, 1] -= rest
+        return ok
+
+    def _plain(self, call: ctypes._NamedFuncPointer, vector: Numbers) -> int:
+        (here, size), (there, _) = vector.tolist()
+        return int(call(self._mem_fd, here, size, there))
+
+    def _refuses(self, code: int) -> bool:
+        """Whether the kernel forbids the fast way, and there is the other."""
+        if code in _REFUSED and self._mem_fd is not None and not self._is_refused:
+            self._is_refused = True
+            return True
+        return code == errno.EINTR
+
+
+def _whole(sizes: Numbers, moved: int) -> int:
+    """How many pieces from the first on ``moved`` bytes cover."""
+    return int(np.searchsorted(np.cumsum(sizes), max(moved, 0), side="right"))
+
+
+def open_own_memory() -> int | None:
+    """This process's memory as a file, for a child; None where that is not allowed."""
+    try:
+        return os.open("/proc/self/mem", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None

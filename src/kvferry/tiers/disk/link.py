@@ -1,0 +1,291 @@
+"""One drive as its engine sees it: a process that is started, listened to, and started again.
+
+::
+
+    starting ──> up <──> ails ──┐
+       ^                        │ it died, or does not answer: killed
+       └────── away, a while ───┘
+
+A thread does the waiting. Whatever was under way on a drive that is gone has failed, and its memory
+is ours again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from kvferry.errors import KvferryError
+from kvferry.tiers.disk.channel import Channel
+from kvferry.tiers.disk.messages import (
+    FrameKind,
+    Numbers,
+    OrderMessage,
+    ReadyMessage,
+    ResultMessage,
+    Words,
+    pack_number,
+    pack_order,
+    unpack_number,
+    unpack_ready,
+    unpack_result,
+    unpack_says,
+    unpack_text,
+)
+from kvferry.tiers.disk.process import DriveProcess
+from kvferry.tiers.disk.setup import DriveSetup
+from kvferry.tiers.disk.status import Count, DiskFigures, Status, add_up
+
+log = logging.getLogger(__name__)
+
+_TICK_SECONDS = 0.25
+_FIRST_REST, _LONGEST_REST = 0.1, 30.0
+_PATIENCE = 3600.0
+"""Recovery of the largest store takes seconds; a drive that says nothing for so long is killed."""
+
+
+class Child(Protocol):
+    """A drive that was started: a process, or in tests what stands in for one."""
+
+    channel: Channel
+    status: Status
+    pid: int
+
+    def kill(self) -> bool: ...
+    def wait(self, timeout: float) -> bool: ...
+    @property
+    def ending(self) -> str: ...
+    def close(self) -> None: ...
+
+
+Launch = Callable[[DriveSetup], Child]
+
+
+class DriveLink:
+    """Owns the process and a thread. ``changed`` is the tier's lock, and guards all but the thread.
+
+    ``ended`` is called with it held, with what became of each order.
+    """
+
+    def __init__(
+        self,
+        setup: DriveSetup,
+        changed: threading.Condition,
+        ended: Callable[[ResultMessage], None],
+        launch: Launch = DriveProcess,
+    ) -> None:
+        self.path = setup.path
+        self.ready: ReadyMessage | None = None
+        """What it said when it was first up; None until then."""
+        self.ailment = "starting"
+        self.refusal = ""
+        """Why it could not be opened, the last time."""
+        self.recovered: tuple[Numbers, Words] | None = None
+        self._setup = setup
+        self._changed = changed
+        self._ended = ended
+        self._launch = launch
+        self._device: int | None = None
+        self._child: Child | None = None
+        self._orders: dict[int, int] = {}
+        self._left_behind: set[int] = set()
+        self._generation = setup.generation
+        self._forgotten = setup.generation
+        """The last generation that the drive has made durable."""
+        self._past: list[DiskFigures] = []
+        self._num_starts = 0
+        self._is_closing = False
+        self._is_given_up = False
+        self._thread = threading.Thread(
+            target=self._run, name=f"kvferry-disk-{setup.stripe}", daemon=True
+        )
+        self._thread.start()
+
+    # -- for the tier, with the lock held ---------------------------------------------------------
+
+    def submit(self, order: OrderMessage) -> str:
+        """Send an order; returns why it cannot be, or nothing."""
+        if self.ailment:
+            return self.ailment
+        assert self._child is not None
+        self._orders[order.id] = len(order.places)
+        self._child.channel.send(pack_order(order))
+        return ""
+
+    def cancel(self, order_id: int) -> None:
+        if order_id in self._orders and self._child is not None:
+            self._child.channel.send(pack_number(FrameKind.CANCEL, order_id))
+
+    def forget(self, generation: int) -> None:
+        """Whoever is away hears of it when it is back, before anything else."""
+        self._generation = generation
+        if self._child is not None and self.ready is not None:
+            self._child.channel.send(pack_number(FrameKind.FORGET, generation))
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it was opened, or refused."""
+        return self.ready is not None or bool(self.refusal)
+
+    @property
+    def has_forgotten(self) -> bool:
+        return self._forgotten == self._generation
+
+    def figures(self) -> DiskFigures:
+        parts = list(self._past)
+        if self._child is not None:
+            parts.append(self._child.status.figures())
+        whole = add_up(parts) if parts else DiskFigures()
+        return replace(
+            whole,
+            direct=parts[-1].direct if parts else False,
+            restarts=max(0, self._num_starts - 1),
+            drives_away=int(bool(self.ailment)),
+        )
+
+    # -- closing ----------------------------------------------------------------------------------
+
+    def hang_up(self) -> None:
+        """Ask the drive to end: it commits and goes."""
+        with self._changed:
+            self._is_closing = True
+            child = self._child
+        if child is not None:
+            child.channel.end()
+            child.channel.wake()
+
+    def join(self, timeout: float) -> tuple[int, ...]:
+        """Wait for that, then end it by force; returns orders whose memory it may still touch."""
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            self._is_given_up = True
+            with self._changed:
+                if self._child is not None:
+                    self._child.channel.wake()
+            self._thread.join()  # it waits for nothing any more
+        return tuple(self._left_behind)
+
+    # -- the thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        rest = _FIRST_REST
+        while True:
+            began = time.monotonic()
+            self._live()
+            with self._changed:
+                if time.monotonic() - began > _LONGEST_REST:
+                    rest = _FIRST_REST
+                if self._changed.wait_for(lambda: self._is_closing, rest):
+                    return
+            rest = min(2 * rest, _LONGEST_REST)
+
+    def _live(self) -> None:
+        """One life of the process, from its start until it is gone and its orders have failed."""
+        try:
+            child = self._launch(
+                replace(self._setup, generation=self._forgotten, device=self._device)
+            )
+        except KvferryError as error:
+            self._refuse(str(error))
+            return
+        with self._changed:
+            self._child = child
+            self._num_starts += 1
+            if self._is_closing:
+                child.channel.end()
+        is_safe = True
+        try:
+            reason = self._listen(child)
+            if not child.wait(0 if reason else 1.0):
+                is_safe = child.kill()
+            self._lose(child, reason or f"the drive process {child.ending}", is_safe)
+        finally:
+            child.close()
+
+    def _listen(self, child: Child) -> str:
+        """Until the process is gone, or answers no more: then why it must be killed."""
+        beat, missed = -1, 0.0
+        while not child.channel.is_ended:
+            if self._is_given_up:
+                return "the tier was closed"
+            before = time.monotonic()
+            child.channel.wait(_TICK_SECONDS)
+            for kind, body in child.channel.receive():
+                self._hear(child, kind, body)
+            now_beat = child.status.get(Count.HEARTBEAT)
+            # Time that we ourselves were stopped does not count: only ticks that we saw pass.
+            missed = 0.0 if now_beat != beat else missed + min(time.monotonic() - before, 1.0)
+            beat = now_beat
+            patience = self._setup.deadline + 1.0 if self.ready is not None else _PATIENCE
+            if missed > patience:
+                return f"the drive process did not answer for {missed:.0f} s"
+        return ""
+
+    def _hear(self, child: Child, kind: FrameKind, body: bytes) -> None:
+        if kind is FrameKind.SAYS:
+            level, text = unpack_says(body)
+            log.log(level, "%s: %s", self.path, text)
+            return
+        with self._changed:
+            if kind is FrameKind.RESULT:
+                result = unpack_result(body)
+                if self._orders.pop(result.id, None) is not None:
+                    self._ended(result)
+            elif kind is FrameKind.AILS:
+                self._ail(unpack_text(body))
+            elif kind is FrameKind.FORGOT:
+                self._forgotten = unpack_number(body)
+            elif kind is FrameKind.READY:
+                self._be_ready(child, unpack_ready(body))
+            elif kind is FrameKind.REFUSED:
+                self._refuse(unpack_text(body))
+            self._changed.notify_all()
+
+    def _be_ready(self, child: Child, ready: ReadyMessage) -> None:
+        if self.ready is None:
+            self.recovered = child.status.take_blocks(ready.num_recovered)
+            self.ready = ready
+            self._device = ready.device
+        if self._forgotten != self._generation:
+            child.channel.send(pack_number(FrameKind.FORGET, self._generation))
+        self.refusal = ""
+        self._ail("")
+
+    def _ail(self, reason: str) -> None:
+        with self._changed:
+            if reason and not self.ailment:
+                log.warning("disk %s cannot be used: %s", self.path, reason)
+            elif self.ailment and not reason and self._num_starts > 1:
+                log.warning("disk %s can be used again", self.path)
+            self.ailment = f"{self.path}: {reason}" if reason else ""
+            self._changed.notify_all()
+
+    def _refuse(self, reason: str) -> None:
+        with self._changed:
+            self.refusal = reason
+            self._ail(reason)
+
+    def _lose(self, child: Child, reason: str, is_safe: bool) -> None:
+        """The process is gone: so are its orders."""
+        with self._changed:
+            self._past = [add_up([*self._past, child.status.figures()])]
+            self._child = None
+            if self.ready is None:
+                self.refusal = self.refusal or reason
+            if not self._is_closing:
+                self._ail(self.refusal or reason)
+            if is_safe:
+                for order_id, count in self._orders.items():
+                    ok = np.zeros(count, dtype=bool)
+                    reasons = dict.fromkeys(range(count), reason)
+                    self._ended(ResultMessage(order_id, ok, reasons, 0, 0.0))
+                self._orders.clear()
+            else:
+                self._left_behind |= set(self._orders)
+            self._changed.notify_all()

@@ -1,0 +1,180 @@
+"""What an engine and its drive processes say to each other: numbers and arrays as they are.
+
+Every frame is a head (bytes that follow, kind) and a body. Both ends are of one release and on one
+machine, so nothing here is kept for others to read::
+
+    engine ──> HELLO, ORDER, CANCEL, FORGET ──> drive
+    engine <── READY | REFUSED, RESULT, AILS, FORGOT, SAYS <── drive
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.tiers.base import Way
+
+HEAD = struct.Struct("<IB3x")
+_NUMBER = struct.Struct("<q")
+_ORDER = struct.Struct("<qqdIIB7x")
+_RESULT = struct.Struct("<qqdII")
+_REASON = struct.Struct("<II")
+_READY = struct.Struct("<qqq")
+_SAYS = struct.Struct("<I")
+_WAYS = (Way.READ, Way.WRITE)
+
+Words = npt.NDArray[np.uint64]
+Numbers = npt.NDArray[np.int64]
+
+
+class FrameKind(IntEnum):
+    """What a frame is."""
+
+    HELLO = 1  # engine: what to serve; see setup.py
+    READY = 2  # drive: open, and so many blocks are still here
+    REFUSED = 3  # drive: this cannot be opened, and why
+    ORDER = 4  # engine: blocks to read or to write
+    CANCEL = 5  # engine: nobody wants this order any more
+    RESULT = 6  # drive: what became of an order
+    FORGET = 7  # engine: nothing written before this may be read again
+    FORGOT = 8  # drive: and that is on the medium now
+    AILS = 9  # drive: why it cannot be used; empty when it can again
+    SAYS = 10  # drive: a line for the log
+
+
+@dataclass(frozen=True, eq=False)
+class OrderMessage:
+    """A part of a batch, for one drive: as ``tiers.Batch``, with the drive's own places."""
+
+    id: int
+    way: Way
+    generation: int
+    deadline: float
+    places: Numbers
+    keys: Words
+    sizes: Numbers
+    addresses: Numbers
+
+
+@dataclass(frozen=True, eq=False)
+class ResultMessage:
+    """What became of it: ``ok`` by position; ``reasons`` are grouped, most have one."""
+
+    id: int
+    ok: npt.NDArray[np.bool_]
+    reasons: Mapping[int, str]
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ReadyMessage:
+    """A drive is open: its places, its file system, how many blocks lie in the shared memory."""
+
+    num_places: int
+    device: int
+    num_recovered: int
+    report: str
+
+
+def frame(kind: FrameKind, body: bytes = b"") -> bytes:
+    return HEAD.pack(len(body), kind) + body
+
+
+def pack_order(order: OrderMessage) -> bytes:
+    head = _ORDER.pack(
+        order.id,
+        order.generation,
+        order.deadline,
+        len(order.places),
+        len(order.sizes),
+        _WAYS.index(order.way),
+    )
+    arrays = (order.sizes, order.places, order.keys, order.addresses)
+    return frame(
+        FrameKind.ORDER, b"".join((head, *(np.ascontiguousarray(a).tobytes() for a in arrays)))
+    )
+
+
+def unpack_order(body: bytes) -> OrderMessage:
+    number, generation, deadline, count, pieces, way = _ORDER.unpack_from(body)
+    at = _ORDER.size
+    sizes = np.frombuffer(body, np.int64, pieces, at)
+    at += sizes.nbytes
+    places = np.frombuffer(body, np.int64, count, at)
+    at += places.nbytes
+    keys = np.frombuffer(body, np.uint64, 4 * count, at).reshape(count, 4)
+    at += keys.nbytes
+    addresses = np.frombuffer(body, np.int64, count * pieces, at).reshape(count, pieces)
+    return OrderMessage(number, _WAYS[way], generation, deadline, places, keys, sizes, addresses)
+
+
+def pack_result(result: ResultMessage) -> bytes:
+    groups: dict[str, list[int]] = {}
+    for position, reason in result.reasons.items():
+        groups.setdefault(reason, []).append(position)
+    parts = [
+        _RESULT.pack(result.id, result.num_bytes, result.seconds, len(result.ok), len(groups)),
+        result.ok.tobytes(),
+    ]
+    for reason, positions in groups.items():
+        text = reason.encode(errors="replace")
+        parts += [_REASON.pack(len(positions), len(text)), text]
+        parts.append(np.array(positions, dtype=np.uint32).tobytes())
+    return frame(FrameKind.RESULT, b"".join(parts))
+
+
+def unpack_result(body: bytes) -> ResultMessage:
+    number, num_bytes, seconds, count, groups = _RESULT.unpack_from(body)
+    at = _RESULT.size
+    ok = np.frombuffer(body, np.bool_, count, at).copy()
+    at += count
+    reasons: dict[int, str] = {}
+    for _ in range(groups):
+        num_positions, length = _REASON.unpack_from(body, at)
+        at += _REASON.size
+        text = body[at : at + length].decode(errors="replace")
+        at += length
+        for position in np.frombuffer(body, np.uint32, num_positions, at).tolist():
+            reasons[position] = text
+        at += 4 * num_positions
+    return ResultMessage(number, ok, reasons, num_bytes, seconds)
+
+
+def pack_number(kind: FrameKind, number: int) -> bytes:
+    return frame(kind, _NUMBER.pack(number))
+
+
+def unpack_number(body: bytes) -> int:
+    return int(_NUMBER.unpack(body)[0])
+
+
+def pack_ready(ready: ReadyMessage) -> bytes:
+    head = _READY.pack(ready.num_places, ready.device, ready.num_recovered)
+    return frame(FrameKind.READY, head + ready.report.encode())
+
+
+def unpack_ready(body: bytes) -> ReadyMessage:
+    num_places, device, num_recovered = _READY.unpack_from(body)
+    return ReadyMessage(num_places, device, num_recovered, body[_READY.size :].decode())
+
+
+def pack_text(kind: FrameKind, text: str) -> bytes:
+    return frame(kind, text.encode(errors="replace"))
+
+
+def unpack_text(body: bytes) -> str:
+    return body.decode(errors="replace")
+
+
+def pack_says(level: int, text: str) -> bytes:
+    return frame(FrameKind.SAYS, _SAYS.pack(level) + text.encode(errors="replace"))
+
+
+def unpack_says(body: bytes) -> tuple[int, str]:
+    return int(_SAYS.unpack_from(body)[0]), body[_SAYS.size :].decode(errors="replace")

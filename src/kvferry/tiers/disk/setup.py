@@ -1,0 +1,60 @@
+"""What a drive process is told when it starts: plain data, over the line between the two."""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import asdict, dataclass, field
+
+COMMIT_SECONDS = 0.5
+"""How long a block that was written may wait for the commit that makes it durable to begin."""
+
+
+@dataclass(frozen=True)
+class DriveSetup:
+    """One store on one drive, and how to work on it. ``key`` is never shown."""
+
+    path: str
+    """The directory the user named; the store lies below it."""
+    block_bytes: int
+    size: int
+    """What everything of this host under ``path`` may take."""
+    pid: int
+    """The engine's, whose memory the blocks are in."""
+    namespace: bytes = bytes(32)
+    family: bytes = b""
+    label: str = ""
+    rank: int = 0
+    num_ranks: int = 1
+    num_ranks_here: int = 1
+    stripe: int = 0
+    num_stripes: int = 1
+    keep_free: int = 0
+    key: bytes | None = field(default=None, repr=False)
+    direct: bool = True
+    deadline: float = 10.0
+    num_threads: int = 4
+    job_bytes: int = 8 << 20
+    commit_seconds: float = COMMIT_SECONDS
+    check_seconds: float = 1.0
+    generation: int = 0
+    """Orders count from here; what is found at the start belongs to it."""
+    device: int | None = None
+    """The file system it was on when it was first started. A directory that vanished is not made
+    anew, least of all on what lies below a mount that is gone.
+    """
+
+    def pack(self) -> bytes:
+        told = asdict(self)
+        for name in ("namespace", "family", "key"):
+            if told[name] is not None:
+                told[name] = base64.b64encode(told[name]).decode()
+        return json.dumps(told).encode()
+
+    @classmethod
+    def unpack(cls, data: bytes) -> DriveSetup:
+        told = json.loads(data)
+        for name in ("namespace", "family", "key"):
+            if told[name] is not None:
+                told[name] = base64.b64decode(told[name])
+        return cls(**told)

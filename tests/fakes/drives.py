@@ -1,0 +1,114 @@
+"""Drives that run in a thread of the test, and files that do what a bad drive does."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+from tests.fakes.crafted_keys import key
+
+from kvferry.tiers import Way
+from kvferry.tiers.disk.block_file import BlockFile
+from kvferry.tiers.disk.channel import Channel
+from kvferry.tiers.disk.drive import DriveServer
+from kvferry.tiers.disk.messages import FrameKind, frame
+from kvferry.tiers.disk.setup import DriveSetup
+from kvferry.tiers.disk.status import Status
+from kvferry.tiers.disk.stripes import Stripes
+from kvferry.types import Key
+
+
+@dataclass(eq=False)
+class Weather:
+    """What the drives of one tier are like today. Block ``n`` has key and place ``n``."""
+
+    stripes: Stripes | None = None
+    fault: Callable[[Way, Key], None] | None = None
+    ailment: str = ""
+    files: list[WeatheredFile] = field(default_factory=list)
+
+    def launch(self, setup: DriveSetup) -> ThreadDrive:
+        return ThreadDrive(setup, partial(WeatheredFile, weather=self, stripe=setup.stripe))
+
+
+class WeatheredFile(BlockFile):
+    """The real file; each block's fault comes before each call that concerns it."""
+
+    def __init__(
+        self, path: str, pitch: int, *, direct: bool, weather: Weather, stripe: int
+    ) -> None:
+        super().__init__(path, pitch, direct=direct)
+        self.path = path
+        self.weather = weather
+        self.stripe = stripe
+        weather.files.append(self)
+
+    def read(self, place: int, data: memoryview) -> None:
+        self._suffer(Way.READ, place, data)
+        super().read(place, data)
+
+    def write(self, place: int, data: memoryview) -> None:
+        self._suffer(Way.WRITE, place, data)
+        super().write(place, data)
+
+    def check(self) -> None:
+        if self.weather.ailment:
+            raise OSError(5, self.weather.ailment)
+        super().check()
+
+    def _suffer(self, way: Way, place: int, data: memoryview) -> None:
+        fault, stripes = self.weather.fault, self.weather.stripes
+        if fault is not None and stripes is not None:
+            there = np.arange(place, place + max(1, len(data) // self._pitch))
+            for number in stripes.join(self.stripe, there)[1].tolist():
+                fault(way, key(number))
+
+    def flip(self, place: int, offset: int = 0) -> None:
+        """Change one bit of a block on the medium, behind everybody's back."""
+        fd = os.open(self.path, os.O_RDWR)
+        at = place * self._pitch + offset
+        (byte,) = os.pread(fd, 1, at)
+        os.pwrite(fd, bytes([byte ^ 4]), at)
+        os.close(fd)
+
+
+class ThreadDrive:
+    """A drive that is a thread: as a process, but that killing it cannot end a call under way."""
+
+    def __init__(self, setup: DriveSetup, open_file: Callable[..., BlockFile] = BlockFile) -> None:
+        ours, theirs = socket.socketpair()
+        self.status = Status()
+        self.pid = os.getpid()
+        self._theirs = Channel(theirs)
+        self._page = Status(os.dup(self.status.fd))
+        self._server = DriveServer(self._theirs, self._page, open_file=open_file)
+        self.channel = Channel(ours)
+        self.channel.send(frame(FrameKind.HELLO, setup.pack()))
+        self._thread = threading.Thread(target=self._serve, name="drive", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        self._server.serve()
+        self._theirs.close()
+        self._page.close()
+
+    def kill(self) -> bool:
+        self._server.abandon()
+        return True
+
+    def wait(self, timeout: float) -> bool:
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    @property
+    def ending(self) -> str:
+        return "ended"
+
+    def close(self) -> None:
+        self.channel.close()
+        self.status.close()
