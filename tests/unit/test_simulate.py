@@ -13,10 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import ConfigError, InputError
-from kvferry.policy import Evidence, Lru
-from kvferry.simulate import Simulation, TracePart, Trial, simulate
+from kvferry.policy import Evidence, Lru, policy_named
+from kvferry.simulate import ALL_KNOWING, Simulation, TracePart, Trial, simulate
 from kvferry.simulate.bound import all_knowing
 from kvferry.simulate.future import Future
+from kvferry.simulate.replay import PoolReplay
+from kvferry.simulate.scheduled import SchedulerReplay
+from kvferry.simulate.serving import count, run_bound
 from kvferry.traces import TraceRequest
 from kvferry.types import SlotArray
 
@@ -110,6 +113,54 @@ def test_processes_find_the_same(tmp_path: Path) -> None:
         simulate(replace(one, jobs=2, trials=(Trial("no_module_x:y", (5,)),) * 2))
 
 
+# -- levels ---------------------------------------------------------------------------------------
+
+
+def chats(count: int, seed: int = 3) -> list[TraceRequest]:
+    """Conversations that come back in turn, with a block or two more each time."""
+    rng = np.random.default_rng(seed)
+    lengths = dict.fromkeys(range(25), 3)
+    requests = []
+    for n in range(count):
+        talk = int(rng.integers(25))
+        lengths[talk] += int(rng.integers(1, 3))
+        ids = [0, *range(1000 * talk + 1, 1000 * talk + lengths[talk])]
+        requests.append(request(30.0 * n, ids, partial=n % 3 == 0))
+    return requests
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+def test_the_scheduler_does_what_the_pool_alone_does(policy: str) -> None:
+    """So that figures for one level and for several can stand side by side."""
+    alone = PoolReplay(60, policy_named(policy))
+    whole = SchedulerReplay((60,), policy_named(policy), write="spill", block_tokens=512)
+    for each in chats(150):
+        assert alone.serve(each.keys(), each.num_full, each.at, None) == whole.serve(
+            each.keys(), each.num_full, each.at, None
+        )
+        whole.host.check_integrity()
+    assert (alone.stored, alone.evicted) == (whole.stored, whole.evicted)
+    assert alone.evicted > 100
+
+
+@pytest.mark.parametrize("write", ["spill", "through"])
+def test_what_the_host_drops_is_found_below(tmp_path: Path, write: str) -> None:
+    path = written(tmp_path, *chats(150))
+    capacities = ((40,), (40, 60), (40, 60, 400), (500,))
+    trials = tuple(Trial("lru", capacity, write) for capacity in capacities)
+    simulated = simulate(asked(path, trials=trials, halves=True))
+    host, two, three, all_fits = (score.whole for score in simulated.scores)
+    assert [len(each.hits) for each in (host, two, three)] == [1, 2, 3]
+    assert abs(two.hits[0] - host.hits[0]) < 0.1 * host.hits[0], "about what the host alone has"
+    assert two.hits[1] > 50
+    assert three.hits[2] > 50
+    assert sum(host.hits) < sum(two.hits) < sum(three.hits) <= sum(all_fits.hits)
+    assert sum(three.hits) > 0.9 * sum(all_fits.hits)
+    assert [score.trial.capacity for score in simulated.bounds] == [(40,), (100,), (500,)]
+    for score in simulated.scores:
+        assert sum(part.hits[-1] for part in score.parts.values()) == score.whole.hits[-1]
+
+
 # -- the bound ------------------------------------------------------------------------------------
 
 
@@ -132,7 +183,7 @@ def best_by_search(requests: list[list[int]], capacity: int) -> int:
 PATHS = ([0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 4], [0, 4, 5], [6], [6, 7], [6, 7, 8])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     requests=st.lists(st.sampled_from(PATHS), min_size=1, max_size=8),
     capacity=st.integers(1, 4),
@@ -144,7 +195,9 @@ def test_the_bound_is_the_best_there_is(requests: list[list[int]], capacity: int
 
 @pytest.mark.skipif(not PUBLISHED.exists(), reason="the published trace is not here")
 def test_the_bound_on_the_published_trace() -> None:
-    best = simulate(asked(PUBLISHED, 1000, 3000, 10_000, 30_000, keep_partial=True)).bounds
+    whole = asked(PUBLISHED, keep_partial=True)
+    bounds = [Trial(ALL_KNOWING, (capacity,)) for capacity in (1000, 3000, 10_000, 30_000)]
+    best = run_bound(whole, bounds, count(whole))
     ratios = [round(score.whole.hit_ratio, 3) for score in best]
     assert ratios == [0.191, 0.294, 0.366, 0.366]
 

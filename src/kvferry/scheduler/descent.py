@@ -97,7 +97,7 @@ class Descent:
         """Send what landed before these, which it follows; then what follows that."""
         firsts = {int(word) for word in keys.array[:, 0]}
         for parent in [key for key in self._early if int.from_bytes(key[:8], "little") in firsts]:
-            for early in self._early.pop(parent):
+            for early in self._early.pop(parent, ()):  # one sent before may have sent it along
                 here = self._host.match(early)  # some may be gone by now, and what follows is vain
                 self.stored(early[:here], levels, parent=parent, chained=True)
 

@@ -16,6 +16,7 @@ from kvferry.policy import Evidence, policy_named
 from kvferry.simulate.bound import all_knowing
 from kvferry.simulate.future import Future
 from kvferry.simulate.replay import PoolReplay, Replay, Tokens
+from kvferry.simulate.scheduled import SchedulerReplay
 from kvferry.simulate.trials import Score, Tally, Trial
 from kvferry.traces import TraceReader, TraceRequest
 
@@ -116,8 +117,11 @@ def _drawn(seed: int, conversation: int) -> float:
     return int.from_bytes(digest, "little") / 2**64
 
 
-def _replay(trial: Trial) -> Replay:
-    return PoolReplay(trial.capacity[0], policy_named(trial.policy))
+def _replay(trial: Trial, block_tokens: int) -> Replay:
+    policy = policy_named(trial.policy)
+    if len(trial.capacity) == 1:
+        return PoolReplay(trial.capacity[0], policy)
+    return SchedulerReplay(trial.capacity, policy, write=trial.write, block_tokens=block_tokens)
 
 
 def run_trials(
@@ -128,7 +132,7 @@ def run_trials(
     tell: Callable[[int], None],
 ) -> list[Score]:
     """Serve every request of the trace to every one of these trials."""
-    replays = [_replay(trial) for trial in trials]
+    replays = [_replay(trial, counted.block_tokens) for trial in trials]
     scores = [Score(trial, Tally(), _parts(asked)) for trial in trials]
     num_served = 0
     for at, request in enumerate(_chosen(_reader(asked), asked.span, counted.num_all)):
