@@ -16,13 +16,13 @@ from kvferry.closing import Closing, close_if_dropped
 from kvferry.config import Config
 from kvferry.device.layout import GroupLayout
 from kvferry.errors import DeadlineError, InputError
-from kvferry.ferry_metrics import open_endpoint
+from kvferry.ferry_control import FerryControl, Said, read_hints
+from kvferry.ferry_metrics import FerryLooks
 from kvferry.hits import Hit, PendingHits, not_a_hit
 from kvferry.identity import Extra, Namespace, chain
 from kvferry.integers import Integers, integer
 from kvferry.keys import Keys
 from kvferry.left_out import why_left_out
-from kvferry.metrics import DEFAULT_PORT
 from kvferry.metrics.inbox import Inbox
 from kvferry.ownership import OneThread
 from kvferry.policy import policy_named
@@ -30,10 +30,7 @@ from kvferry.pool import Pool
 from kvferry.rank import RankMemory
 from kvferry.reach import Group
 from kvferry.scheduler import Ordered, Scheduler, State, WriteMode, level_of
-from kvferry.scheduler.why import Explanation
-from kvferry.stats import SchedulerStats
 from kvferry.tickets import Done, Ticket, Tickets
-from kvferry.tiers import GrowthStats
 from kvferry.types import DEVICE, FIRST_RANK, HOST, Key
 from kvferry.worker import Worker
 
@@ -49,7 +46,7 @@ _names = itertools.count()
 """For all ferries of the process, so that what is explained of one names no hit of another."""
 
 
-class Ferry(Closing):
+class Ferry(FerryLooks, FerryControl, Closing):
     """Blocks of one engine, kept in host memory. Owns both halves and the memory; ends in close.
 
     It belongs to the first thread that uses it, until that thread ends or calls :meth:`hand_over`;
@@ -136,13 +133,14 @@ class Ferry(Closing):
         """
         return chain(self.namespace, tokens, parent, salt=salt, extra=extra)
 
-    def match(self, keys: Keys, *, on_device: int = 0) -> Hit:
+    def match(self, keys: Keys, *, on_device: int = 0, hints: Said = None) -> Hit:
         """How many of a request's blocks, after the ``on_device`` first ones, can be loaded now.
 
         None while more than ``Config.max_bytes_in_flight`` are on their way already, or where
         computing them is expected to be faster (see :meth:`note_prefill`). Blocks are counted by
         their keys, ``block_tokens`` tokens each. With levels below host memory a hit may be pending
-        (:attr:`Hit.is_pending`): see :meth:`again`.
+        (:attr:`Hit.is_pending`): see :meth:`again`. ``hints`` are a :class:`Hints`, or a mapping
+        that :meth:`Hints.read` takes; they hold for what is loaded of this request.
         """
         self._owner.require()
         if not isinstance(keys, Keys):
@@ -150,7 +148,7 @@ class Ferry(Closing):
         on_device = on_device if type(on_device) is int else integer(on_device, "on_device")
         if not 0 <= on_device <= len(keys):
             raise InputError(f"{on_device} blocks on the device do not fit {len(keys)} keys")
-        request = self._scheduler.open(f"hit-{next(_names)}", keys)
+        request = self._scheduler.open(f"hit-{next(_names)}", keys, read_hints(hints))
         tokens = self.namespace.block_tokens
         match = request.match(computed_tokens=on_device * tokens)
         if match.state is not MatchState.HIT:
@@ -231,14 +229,17 @@ class Ferry(Closing):
             self._pending.drop(hit.request)
             hit.request.end()
 
-    def store(self, keys: Keys, device_blocks: Tables, *, first: int = 0) -> Ticket:
+    def store(
+        self, keys: Keys, device_blocks: Tables, *, first: int = 0, hints: Said = None
+    ) -> Ticket:
         """Keep ``device_blocks``, which hold the blocks of ``keys`` from number ``first`` on.
 
         What is kept already is not copied again, and what finds no room is left out; ``Done`` says
         how many blocks were copied, and why not all. Blocks that follow one that is not kept could
         never be found, so they are left out too. Do not overwrite the device blocks until it ended.
         With several groups these are whole block tables, one for each group; ``NO_BLOCK`` where the
-        engine keeps no block (any more).
+        engine keeps no block (any more). ``hints``, as for :meth:`match`, say how long all blocks
+        of this request should stay.
         """
         self._owner.require()
         if not isinstance(keys, Keys):
@@ -254,7 +255,7 @@ class Ferry(Closing):
             )
         self._rank.note_step()
         ticket = self._tickets.give()
-        request = self._scheduler.open(f"store-{next(_names)}", keys)
+        request = self._scheduler.open(f"store-{next(_names)}", keys, read_hints(hints))
         try:
             ordered = request.store(tables, num_keys * self.namespace.block_tokens)
         finally:
@@ -360,33 +361,6 @@ class Ferry(Closing):
                 request.end()
         if self._has_levels:
             self._send_plan()  # a level may outlive us: it must hear of this
-
-    def stats(self) -> SchedulerStats:
-        """A snapshot of everything counted so far."""
-        self._owner.require()
-        return self._scheduler.stats()
-
-    def host_stats(self) -> GrowthStats:
-        """How much of the host memory is usable by now, and what became of the rest."""
-        return self._rank.host.stats()
-
-    def explain(self, hit: Hit) -> Explanation | None:
-        """Why a hit is no longer than it is; None if that was too long ago."""
-        self._owner.require()
-        return self._scheduler.explain(hit.request.id)
-
-    def serve_metrics(self, port: int = DEFAULT_PORT, host: str = "127.0.0.1") -> str:
-        """Serve ``/metrics`` and ``/explain`` until closed; returns the address.
-
-        Port 0 takes any that is free. What others ask is answered in :meth:`poll`. Called again, it
-        says where it already serves.
-        """
-        self._owner.require()
-        if self._endpoint is None:
-            onlooker = self._scheduler.onlooker  # not us, or we are never dropped
-            self._endpoint = open_endpoint(onlooker, self._inbox, self._rank, host=host, port=port)
-            self._parts.callback(self._endpoint.close)
-        return self._endpoint.url
 
     def close(self) -> None:
         """Finish the copies in flight and give the memory back. Safe to call twice.

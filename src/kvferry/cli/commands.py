@@ -82,6 +82,9 @@ kvferry = LazyGroup(
         "explain": CommandEntry(
             "kvferry.cli.explain", "explain", "Say why a request hit or missed."
         ),
+        "control": CommandEntry(
+            "kvferry.cli.control", "control", "Pin, prefetch and drop blocks of a running server."
+        ),
         "simulate": CommandEntry(
             "kvferry.cli.simulate", "simulate_command", "See what a policy or a size would hit."
         ),

@@ -7,6 +7,7 @@ from http import HTTPStatus
 from kvferry.closing import Closing
 from kvferry.metrics import DEFAULT_PORT
 from kvferry.metrics.http import LOOPBACK, HttpServer, Reply
+from kvferry.metrics.http_messages import Orders
 from kvferry.metrics.source import Source
 from kvferry.metrics.text import CONTENT_TYPE, exposition
 
@@ -18,12 +19,20 @@ _WELCOME = """kvferry
 
 
 class Endpoint(Closing):
-    """Serves what a source knows, read-only. Owns its server; leaves the source to its owner."""
+    """Serves what a source knows, and lets orders through its door. Owns its server and no more."""
 
-    def __init__(self, source: Source, *, host: str = LOOPBACK, port: int = DEFAULT_PORT) -> None:
-        """``port`` 0 takes any that is free; ``url`` says which."""
+    def __init__(
+        self,
+        source: Source,
+        *,
+        host: str = LOOPBACK,
+        port: int = DEFAULT_PORT,
+        door: Orders | None = None,
+    ) -> None:
+        """``port`` 0 takes any that is free; ``url`` says which. A ``door`` takes orders."""
         self._source = source
-        self._server = HttpServer(self._answer, host=host, port=port)
+        self._door = door
+        self._server = HttpServer(self._answer, host=host, port=port, orders=door)
 
     @property
     def url(self) -> str:
@@ -53,4 +62,6 @@ class Endpoint(Closing):
 
     def close(self) -> None:
         """Stop serving. Safe to call twice."""
+        if self._door is not None:
+            self._door.close()
         self._server.close()

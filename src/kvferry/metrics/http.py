@@ -1,4 +1,4 @@
-"""A small read-only HTTP server: GET and HEAD, a table of answers, nothing that changes state.
+"""A small HTTP server: GET and HEAD, a table of answers that change nothing, and orders if wanted.
 
 It lives in an engine's process, so it takes little of it whoever comes: one thread for all
 connections, a few for answers, a bound on connections, a deadline for each of them, and a rest
@@ -20,7 +20,15 @@ from http import HTTPStatus
 
 from kvferry.errors import ConfigError
 from kvferry.metrics.http_connection import Connection, ConnectionState
-from kvferry.metrics.http_messages import LOOPBACK, HttpRequest, Reply, is_loopback, read_request
+from kvferry.metrics.http_messages import (
+    LOOPBACK,
+    HttpOrder,
+    HttpRequest,
+    Orders,
+    Reply,
+    is_loopback,
+    read_request,
+)
 
 __all__ = ["LOOPBACK", "MOST_CONNECTIONS", "Answer", "HttpServer", "Reply"]
 
@@ -29,6 +37,7 @@ log = logging.getLogger(__name__)
 MOST_CONNECTIONS = 64
 MOST_PORT = 65535
 _MOST_ANSWERING = 4
+_MOST_ORDERS = 8
 _BACKLOG = 128
 _PATIENCE_SECONDS = 5.0
 _LEAVING_SECONDS = 1.0
@@ -62,12 +71,19 @@ class HttpServer:
         host: str = LOOPBACK,
         port: int = 0,
         patience: float = _PATIENCE_SECONDS,
+        orders: Orders | None = None,
     ) -> None:
-        """``patience`` is for a whole request, and again for a whole reply."""
+        """``patience`` is for a whole request, and again for a whole reply.
+
+        Whoever takes ``orders`` gets what is posted, one at a time, on a thread of its own: one
+        that waits for the engine keeps no answer from anybody.
+        """
         self.host = host.removeprefix("[").removesuffix("]")
         self._listener = _listen(self.host, port)
         self.port = int(self._listener.getsockname()[1])
         self._answer = answer
+        self._orders = orders
+        self._ordered: queue.Queue[tuple[HttpOrder, Connection] | None] = queue.Queue(_MOST_ORDERS)
         self._patience = patience
         self._local_only = is_loopback(self.host)
         self._selector = selectors.DefaultSelector()
@@ -84,6 +100,8 @@ class HttpServer:
         self._threads = [self._thread(self._serve, "")] + [
             self._thread(self._work, f"-{number}") for number in range(_MOST_ANSWERING)
         ]
+        if orders is not None:
+            self._threads.append(self._thread(self._obey, "-orders"))
         for thread in self._threads:
             thread.start()
 
@@ -112,6 +130,11 @@ class HttpServer:
         self._rouse()
         for _ in range(_MOST_ANSWERING):
             self._asked.put(None)
+        if self._orders is not None:
+            with suppress(queue.Empty):
+                while True:  # what nobody has begun with is not done any more
+                    self._ordered.get_nowait()
+            self._ordered.put(None)
         for thread in self._threads:
             thread.join()
         self._wake.close()
@@ -126,8 +149,18 @@ class HttpServer:
             self._answered.append((connections, reply.encoded(with_body=request.wants_body)))
             self._rouse()
 
-    def _reply(self, request: HttpRequest) -> Reply:
+    def _obey(self) -> None:
+        while ordered := self._ordered.get():
+            order, connection = ordered
+            reply = self._reply(order)
+            self._answered.append(([connection], reply.encoded()))
+            self._rouse()
+
+    def _reply(self, request: HttpRequest | HttpOrder) -> Reply:
         try:
+            if isinstance(request, HttpOrder):
+                assert self._orders is not None
+                return self._orders.carry_out(request.path, request.body)
             reply = self._answer(request.path)
         except Exception as error:  # whoever asked must get an answer
             log.warning("/%s could not be answered", "/".join(request.path), exc_info=True)
@@ -238,7 +271,15 @@ class HttpServer:
             self._drop(connection)
 
     def _read(self, connection: Connection) -> None:
-        asked = read_request(connection.receive(), local_only=self._local_only)
+        orders = self._orders
+        asked = read_request(
+            connection.receive(),
+            local_only=self._local_only,
+            orders=orders,
+            is_local=orders is not None and connection.is_local,
+        )
+        if isinstance(asked, HttpOrder):
+            asked = self._take_order(asked, connection)
         if isinstance(asked, HttpRequest):
             connection.answering()
             self._selector.unregister(connection.socket)
@@ -250,6 +291,17 @@ class HttpServer:
         elif asked is not None:
             self._selector.unregister(connection.socket)
             self._begin_reply(connection, asked.encoded())
+
+    def _take_order(self, order: HttpOrder, connection: Connection) -> Reply | None:
+        """Let it wait for its turn; or say that too many wait."""
+        try:
+            self._ordered.put_nowait((order, connection))
+        except queue.Full:
+            words = f"{_MOST_ORDERS} orders wait already; nothing was done, try again later"
+            return Reply.refusal(HTTPStatus.SERVICE_UNAVAILABLE, words)
+        connection.answering()
+        self._selector.unregister(connection.socket)
+        return None
 
     def _deliver(self) -> None:
         """Begin to write what was answered."""

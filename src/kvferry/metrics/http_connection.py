@@ -6,7 +6,7 @@ import socket
 from contextlib import suppress
 from enum import Enum
 
-from kvferry.metrics.http_messages import MOST_HEAD_BYTES
+from kvferry.metrics.http_messages import is_loopback
 
 _CHUNK = 64 << 10
 
@@ -32,13 +32,18 @@ class Connection:
         self.socket = sock
         self.state = ConnectionState.READING
         self.deadline = deadline
-        self._received = b""
+        self._received = bytearray()
         self._unsent = memoryview(b"")
 
-    def receive(self) -> bytes:
+    @property
+    def is_local(self) -> bool:
+        """Whether the client is on this machine."""
+        return is_loopback(str(self.socket.getpeername()[0]))
+
+    def receive(self) -> bytearray:
         """All that was said so far."""
         with suppress(BlockingIOError):
-            chunk = self.socket.recv(MOST_HEAD_BYTES)
+            chunk = self.socket.recv(_CHUNK)
             if not chunk:
                 raise ConnectionResetError("the client left before it had asked")
             self._received += chunk
@@ -46,7 +51,7 @@ class Connection:
 
     def answering(self) -> None:
         """The request is whole."""
-        self.state, self._received = ConnectionState.ANSWERING, b""
+        self.state, self._received = ConnectionState.ANSWERING, bytearray()
 
     def reply(self, data: bytes, deadline: float) -> None:
         """Begin to write this."""

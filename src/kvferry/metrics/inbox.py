@@ -1,12 +1,16 @@
-"""Questions from other threads to objects that belong to the engine's thread."""
+"""Questions and orders from other threads to objects that belong to the engine's thread."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from itertools import islice
 from typing import Any, TypeVar
+
+from kvferry.errors import DeadlineError, StateError
 
 T = TypeVar("T")
 
@@ -19,7 +23,17 @@ PAUSE_SECONDS = 0.05
 MOST_A_STEP = 4
 """Questions that one step answers; each of them only picks up facts, and takes microseconds."""
 
+ORDER_SECONDS = 5.0
+"""So long an order waits for the engine; a step of a busy one takes less."""
+
+ORDER_PAUSE_SECONDS = 0.01
+MOST_ORDERS = 16
+
 _LOOKS = 10
+
+
+def _nobody() -> None:
+    """An engine that comes by on its own needs nobody to wake it."""
 
 
 class _Question:
@@ -46,6 +60,16 @@ class _Question:
             self.error = error
         finally:
             self._gate.release()
+
+    def fail(self, error: Exception) -> None:
+        """It will not be done, unless somebody has begun with it."""
+        if self.cancel():
+            self.error = error
+            self._gate.release()
+
+    def cancel(self) -> bool:
+        """Whether nobody has begun with it, and now nobody will."""
+        return self._claim.acquire(blocking=False)
 
     def wait(self, seconds: float = -1) -> bool:
         """Whether it is settled, by then."""
@@ -79,6 +103,66 @@ class Inbox:
         self._lock = threading.Lock()
         self._open: dict[Hashable, _Question] = {}  # the longest waiting first
         self._next_at = float("-inf")
+        self._orders: deque[_Question] = deque()
+        self._next_order_at = float("-inf")
+        self._ended = ""
+        self.wake: Callable[[], None] = _nobody
+        """Called when an order was given, so that an idle engine comes by."""
+
+    # -- orders ---------------------------------------------------------------------------------
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether somebody waits for the engine to do something."""
+        return bool(self._orders)
+
+    def order(self, work: Callable[[], T], patience: float = ORDER_SECONDS) -> T:
+        """The result of ``work()``, done on the engine's thread and on no other.
+
+        StateError if too many wait, DeadlineError if the engine did not come by: nothing was done
+        then, nor will it be.
+        """
+        order = _Question(work)
+        with self._lock:
+            if self._ended:
+                raise StateError(self._ended)
+            if len(self._orders) >= MOST_ORDERS:
+                raise StateError(f"{MOST_ORDERS} orders wait for the engine already")
+            self._orders.append(order)
+        self.wake()
+        if not order.wait(patience):
+            with self._lock, suppress(ValueError):
+                self._orders.remove(order)
+            if order.cancel():
+                raise DeadlineError(f"the engine did not come by within {patience:g} s")
+            order.wait()
+        if order.error is not None:
+            raise order.error
+        done: T = order.answer
+        return done
+
+    def abandon(self, reason: str) -> None:
+        """The engine will not come by any more: who waits is told, and so is who orders later."""
+        with self._lock:
+            self._ended = reason
+            orders = list(self._orders)
+            self._orders.clear()
+        for order in orders:
+            order.fail(StateError(reason))
+
+    def _obey(self) -> None:
+        """One order at a time, with a pause: whoever orders must not keep the engine."""
+        if self._clock() < self._next_order_at or not self._lock.acquire(blocking=False):
+            return
+        try:
+            order = self._orders.popleft() if self._orders else None
+        finally:
+            self._lock.release()
+        if order is not None:
+            order.settle(on_engine=True)
+            self._next_order_at = self._clock() + ORDER_PAUSE_SECONDS
+
+    # -- questions ------------------------------------------------------------------------------
 
     def ask(self, work: Callable[..., T], *args: Hashable, patience: float = PATIENCE_SECONDS) -> T:
         """The result of ``work(*args)``, run on the engine's thread if it comes by in time."""
@@ -98,6 +182,8 @@ class Inbox:
 
     def answer(self) -> None:
         """Once a step, on the engine's thread: a look at an empty dictionary, nearly always."""
+        if self._orders:
+            self._obey()
         if not self._open or self._clock() < self._next_at:
             return
         if not self._lock.acquire(blocking=False):

@@ -13,10 +13,11 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from kvferry import reach
+from kvferry.hints import Hints
 from kvferry.holds import FOREVER
 from kvferry.keys import Keys
 from kvferry.pool import Pool
-from kvferry.scheduler.hinted import bound_words, found
+from kvferry.scheduler.hinted import bound_words, found, tell_pools
 from kvferry.scheduler.parts import Parts
 from kvferry.scheduler.prefetch import Prefetch
 from kvferry.types import HOST, RequestId, SlotArray, TierName
@@ -65,6 +66,10 @@ class Control:
     def lookup(self, keys: Keys) -> Acted:
         """What of these keys is where. Changes nothing, and asks no level."""
         return self._done(keys)
+
+    def hint(self, keys: Keys, hints: Hints) -> Acted:
+        """Somebody says something about these blocks, after their request or without one."""
+        return self._done(keys, refused=tell_pools(hints, keys, self._parts))
 
     def pin(self, keys: Keys, seconds: float | None = None) -> Acted:
         """Let these blocks stay, each on the highest level that has them: so long, or for good."""

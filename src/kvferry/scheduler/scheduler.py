@@ -138,6 +138,10 @@ class Scheduler:
         self._parts.live[request] = None
         return request
 
+    def note_unheeded(self, request_id: RequestId, hints: Hints, words: str) -> None:
+        """Why hints that came with a request are not heeded, for whoever asks for it."""
+        self._parts.journal.wished(request_id, hints, [words])
+
     def __contains__(self, request: Request) -> bool:
         """Whether this request is one of ours and has not ended."""
         return request in self._parts.live

@@ -5,18 +5,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvferry.config import Config
 from kvferry.metrics.inbox import Inbox
 from kvferry.metrics.reasons import why_path
 from kvferry.metrics.samples import Snapshot
 from kvferry.metrics.source import Source, installed_version
-from kvferry.scheduler import Ordered, Scheduler
+from kvferry.scheduler import Ordered, Request, Scheduler
 from kvferry.types import HOST, Rank
 from kvferry.vllm.events import EventLog
 from kvferry.vllm.figures import between, figures
 from kvferry.vllm.messages import RankShape
+from kvferry.vllm.outside import EngineBell, VllmTokens
+
+if TYPE_CHECKING:
+    from kvferry.metrics.control_door import ControlDoor
 
 log = logging.getLogger("vllm.kvferry")
 
@@ -24,7 +28,7 @@ _STATS_SECONDS = 1.0
 
 
 class Reports:
-    """Tells; never changes anything. Owns the endpoint and what was told so far.
+    """Tells, and lets orders in. Owns the endpoint and what was told so far.
 
     ``pinned`` is the scheduler side's own: what each rank last said. ``engine_here`` counts the
     engines of a data-parallel server on this host: each has a port of its own.
@@ -41,6 +45,7 @@ class Reports:
         engine_here: int,
         has_listeners: bool,
         hash_tokens: int,
+        tokens: VllmTokens,
     ) -> None:
         self._scheduler = scheduler
         self._choices = shape.choices
@@ -54,10 +59,40 @@ class Reports:
         self._told: dict[str, float] = {}
         self._told_at = 0.0
         self.inbox = Inbox()
-        """What the endpoint was asked: answered once a step."""
+        """What the endpoint was asked and ordered: seen to once a step."""
+        self.bell = EngineBell()
         self._endpoint: Any = None
+        self._door = self._control_door(config, tokens)
         if config.metrics_port is not None:
             self._serve(config.metrics_host, config.metrics_port + engine_here)
+        elif self._door is not None:
+            log.warning("kvferry takes no orders: control is served on metrics_port; give one")
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether somebody outside waits for a step."""
+        return self.inbox.has_orders or self._scheduler.control.is_busy
+
+    def finished(self, request: Request) -> None:
+        """A request ends that orders may name later."""
+        if self._door is not None:
+            self._scheduler.control.remember(request.id, request.chain.keys())
+
+    def _control_door(self, config: Config, tokens: VllmTokens) -> ControlDoor | None:
+        """Who carries out orders, where the settings let anybody give them."""
+        if config.control == "off" or config.control_token is None:
+            return None
+        from kvferry.metrics.control_door import ControlDoor
+
+        self.inbox.wake = self.bell
+        self.bell.find()
+        return ControlDoor(
+            self._scheduler.control,
+            self.inbox,
+            config.control_token,
+            keys_of_tokens=tokens,
+            local_only=config.control == "local",
+        )
 
     def _serve(self, host: str, port: int) -> None:
         """Metrics, and why a request missed."""
@@ -71,7 +106,7 @@ class Reports:
             why_path=lambda copy: why_path(copy, self._choices, num_sharing=self._num_sharing),
         )
         try:
-            self._endpoint = Endpoint(source, host=host, port=port)
+            self._endpoint = Endpoint(source, host=host, port=port, door=self._door)
         except Exception as error:
             log.warning("kvferry serves no metrics of its own: %s", error)
 

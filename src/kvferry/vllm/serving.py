@@ -23,13 +23,14 @@ from kvferry.pool import Pool
 from kvferry.scheduler import Ordered, Request, Scheduler, State
 from kvferry.types import Health, Plan, Rank, Receipt, TransferId
 from kvferry.vllm.blocks import VllmBlocks, table_of
-from kvferry.vllm.chain import RequestKeys
 from kvferry.vllm.free_queue import next_to_go, num_allocated
 from kvferry.vllm.levels import levels_of
 from kvferry.vllm.messages import RankShape, StepOrders
+from kvferry.vllm.outside import VllmTokens
 from kvferry.vllm.pace import LONG_TOKENS, Pace
 from kvferry.vllm.promise import Promise
 from kvferry.vllm.reports import Reports
+from kvferry.vllm.said import opened
 from kvferry.vllm.setup import Setup
 from kvferry.vllm.tracked import Tracked
 
@@ -86,6 +87,7 @@ class Serving:
             engine_here=setup.engine_here,
             has_listeners=setup.has_listeners,
             hash_tokens=blocks.hash_tokens,
+            tokens=VllmTokens(self._namespace, setup.hash_algorithm, blocks.hash_tokens),
         )
         rests = self.scheduler.rests
         assert rests is not None  # the scheduler was given vLLM's blocks
@@ -164,8 +166,7 @@ class Serving:
     def _track(self, request: Any) -> Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            chain = RequestKeys(request, self._namespace)
-            ferried = self.scheduler.open(request.request_id, chain)
+            ferried = opened(self.scheduler, request, self._namespace)
             tracked = self._tracked[request.request_id] = Tracked(request, ferried)
         elif request.num_preemptions != tracked.preemptions:
             tracked.note_preemption()
@@ -353,6 +354,7 @@ class Serving:
         self._pace.disturb()
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is not None:
+            self.reports.finished(tracked.ferried)
             self._hold(tracked.ferried.leave(request.num_computed_tokens))
 
     def reset(self) -> None:
@@ -368,7 +370,8 @@ class Serving:
     @property
     def has_work(self) -> bool:
         """Whether the engine should keep stepping, so that copies under way can be told."""
-        return bool(self._rests or self.scheduler.num_queued or self.scheduler.num_awaited)
+        is_moving = self._rests or self.scheduler.num_queued or self.scheduler.num_awaited
+        return bool(is_moving or self.reports.is_ordered)
 
     @property
     def frees_soon(self) -> bool:

@@ -19,7 +19,8 @@ class Setup:
 
     ``namespace`` is for hash blocks of one token: how many vLLM's have its block pool says.
     ``told_tokens`` are those of a block of the first group, by which vLLM is told of failed loads.
-    ``engine_here`` counts the engines of a data-parallel server on this host.
+    ``engine_here`` counts the engines of a data-parallel server on this host. vLLM names blocks by
+    ``hash_algorithm``.
     """
 
     config: Config
@@ -30,6 +31,7 @@ class Setup:
     uses_drafts: bool
     has_listeners: bool
     engine_here: int
+    hash_algorithm: str
 
     @property
     def groups(self) -> tuple[reach.Group, ...]:
@@ -53,4 +55,5 @@ class Setup:
             uses_drafts=translate.uses_draft_layers(vllm_config),
             has_listeners=translate.wants_events(vllm_config),
             engine_here=int(parallel.data_parallel_rank_local or 0),
+            hash_algorithm=translate.hash_algorithm(vllm_config),
         )

@@ -133,6 +133,11 @@ def wants_events(vllm_config: Any) -> bool:
     return events is not None and bool(events.enable_kv_cache_events)
 
 
+def hash_algorithm(vllm_config: Any) -> str:
+    """By what vLLM names blocks."""
+    return str(getattr(vllm_config.cache_config, "prefix_caching_hash_algo", "sha256"))
+
+
 def namespace_of(vllm_config: Any, kv_cache_config: Any, hash_tokens: int) -> Namespace:
     """Everything besides the tokens that decides a block's bytes.
 

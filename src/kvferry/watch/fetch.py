@@ -1,4 +1,4 @@
-"""One GET, with a bound on all of it: the time of the whole reply, its bytes, its words to us."""
+"""One GET or POST, with a bound on all of it: the time of the whole reply, its bytes, its words."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from kvferry.watch.words import said
 
 DEFAULT_URL = f"http://127.0.0.1:{DEFAULT_PORT}"
 DEADLINE_SECONDS = 5.0
+POST_SECONDS = 15.0
+"""An order waits for the engine to come by; the endpoint says so before our patience ends."""
 MOST_BYTES = 32 << 20
 _MOST_WORDS = 500
 
@@ -58,32 +60,56 @@ def fetch(url: str) -> bytes:
 
     It goes straight there: by no proxy, and nowhere else if the answer points elsewhere.
     """
-    with _Alarm(DEADLINE_SECONDS) as alarm:
+    return _exchange(url, "GET", DEADLINE_SECONDS)
+
+
+def post(url: str, data: object, token: str) -> bytes:
+    """The answer to an order; the token goes nowhere else."""
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    return _exchange(url, "POST", POST_SECONDS, json.dumps(data).encode(), headers)
+
+
+def _exchange(
+    url: str,
+    method: str,
+    seconds: float,
+    body: bytes | None = None,
+    headers: dict[str, str] | None = None,
+) -> bytes:
+    with _Alarm(seconds) as alarm:
         try:
-            return _get(urlsplit(url), url, alarm)
+            connection = _connect(urlsplit(url), alarm)
+            try:
+                return _answer(connection, url, alarm, method, body, headers or {})
+            finally:
+                connection.close()
         except (OSError, http.client.HTTPException, ValueError) as error:
             if isinstance(error, UnreachableError) and not alarm.rang:
                 raise
-            raise UnreachableError(_why_not(url, error, alarm)) from error
+            raise UnreachableError(_why_not(url, error, alarm, seconds)) from error
 
 
-def _get(parts: SplitResult, url: str, alarm: _Alarm) -> bytes:
-    connection = _connect(parts, alarm)
-    try:
-        target = f"{parts.path or '/'}{f'?{parts.query}' if parts.query else ''}"
-        connection.request("GET", target, headers={"Accept": "text/plain"})
-        with connection.getresponse() as reply:
-            if reply.status != HTTPStatus.OK:
-                detail = reply.read(_MOST_WORDS).decode(errors="replace").strip()
-                raise AnswerError(url, reply.status, detail or _points_to(reply))
-            body = reply.read(MOST_BYTES + 1)
-            if len(body) > MOST_BYTES:
-                raise UnreachableError(f"{url} answered more than {MOST_BYTES >> 20} MiB; not ours")
-            if alarm.rang or reply.length:
-                raise http.client.IncompleteRead(body, reply.length)
-            return body
-    finally:
-        connection.close()
+def _answer(
+    connection: http.client.HTTPConnection,
+    url: str,
+    alarm: _Alarm,
+    method: str,
+    body: bytes | None,
+    headers: dict[str, str],
+) -> bytes:
+    parts = urlsplit(url)
+    target = f"{parts.path or '/'}{f'?{parts.query}' if parts.query else ''}"
+    connection.request(method, target, body, {"Accept": "text/plain", **headers})
+    with connection.getresponse() as reply:
+        if reply.status != HTTPStatus.OK:
+            detail = reply.read(_MOST_WORDS).decode(errors="replace").strip()
+            raise AnswerError(url, reply.status, detail or _points_to(reply))
+        read = reply.read(MOST_BYTES + 1)
+        if len(read) > MOST_BYTES:
+            raise UnreachableError(f"{url} answered more than {MOST_BYTES >> 20} MiB; not ours")
+        if alarm.rang or reply.length:
+            raise http.client.IncompleteRead(read, reply.length)
+        return read
 
 
 def _connect(parts: SplitResult, alarm: _Alarm) -> http.client.HTTPConnection:
@@ -111,9 +137,9 @@ def _points_to(reply: http.client.HTTPResponse) -> str:
     return f"it points to {where}; ask there" if where else reply.reason
 
 
-def _why_not(url: str, error: Exception, alarm: _Alarm) -> str:
+def _why_not(url: str, error: Exception, alarm: _Alarm, seconds: float) -> str:
     if alarm.rang or isinstance(error, TimeoutError):
-        return f"{url} did not answer within {DEADLINE_SECONDS:g} s"
+        return f"{url} did not answer within {seconds:g} s"
     if isinstance(error, http.client.IncompleteRead):
         return f"{url} cannot be read: its answer was cut short"
     reason = said(error) or type(error).__name__

@@ -1,0 +1,179 @@
+"""Control over HTTP: who may order, what an order says, and what is answered.
+
+::
+
+    POST /control/pin    Authorization: Bearer TOKEN
+    {"request_id": "cmpl-5f2c", "seconds": 3600}
+    {"tokens": [1, 2, 3, ...], "salt": ""}  or  {"keys": ["9f...", ...]}
+
+The work is done on the engine's thread, one order at a time; nothing is read of an order whose
+sender may not give it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from typing import Any
+
+from kvferry.errors import ConfigError, DeadlineError, InputError, StateError
+from kvferry.hints import Hints
+from kvferry.keys import Keys
+from kvferry.metrics.http_messages import Reply
+from kvferry.metrics.inbox import Inbox
+from kvferry.metrics.source import is_part
+from kvferry.quantities import parse_seconds, quoted, shown
+from kvferry.scheduler.control import Acted, Control
+
+KeysOfTokens = Callable[[list[int], str], Keys]
+"""From token ids and a salt to the keys that a request with them has."""
+
+ACTIONS = ("lookup", "hint", "pin", "unpin", "prefetch", "drop")
+_NAMED_BY = ("request_id", "tokens", "keys")
+_ALSO = {"hint": ("hints",), "pin": ("seconds",), "prefetch": ("seconds",)}
+MOST_KEYS = 1 << 16
+MOST_TOKENS = 1 << 20
+_MOST_TOKEN = 2**63 - 1
+
+
+class ControlDoor:
+    """Reads orders and has them carried out. Owns the token; what is done is the scheduler's."""
+
+    def __init__(
+        self,
+        control: Control,
+        inbox: Inbox,
+        token: str,
+        *,
+        keys_of_tokens: KeysOfTokens,
+        local_only: bool,
+    ) -> None:
+        self._control = control
+        self._inbox = inbox
+        self._token = token.encode()
+        self._keys_of_tokens = keys_of_tokens
+        self._local_only = local_only
+
+    def refuse(self, path: tuple[str, ...], token: str | None, *, is_local: bool) -> Reply | None:
+        """Why this client may not order that; None if it may."""
+        if self._local_only and not is_local:
+            return _no(HTTPStatus.FORBIDDEN, "orders are taken from this machine only (control)")
+        if token is None:
+            return _no(HTTPStatus.UNAUTHORIZED, "an order needs Authorization: Bearer TOKEN")
+        given = token.encode(errors="replace")
+        if not hmac.compare_digest(given, self._token):  # takes as long wherever they differ
+            return _no(HTTPStatus.FORBIDDEN, "this is not the token (control_token)")
+        if len(path) != 2 or path[0] != "control" or path[1] not in ACTIONS:
+            return _no(HTTPStatus.NOT_FOUND, f"orders are {', '.join(ACTIONS)}, under /control/")
+        return None
+
+    def carry_out(self, path: tuple[str, ...], body: bytes) -> Reply:
+        """Do it, and say what was done; what cannot be is refused, and nothing is done."""
+        try:
+            work = self._read(path[-1], body)
+            done = self._inbox.order(work)
+        except (InputError, ConfigError) as error:
+            return _no(HTTPStatus.BAD_REQUEST, str(error))
+        except LookupError as error:
+            return _no(HTTPStatus.NOT_FOUND, str(error.args[0]))
+        except (StateError, DeadlineError) as error:
+            return _no(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}; nothing was done")
+        return Reply.json(done.as_dict())
+
+    def close(self) -> None:
+        """Who waits for the engine is told that it will not come."""
+        self._inbox.abandon("the engine closes")
+
+    def _read(self, action: str, body: bytes) -> Callable[[], Acted]:
+        """All that can be done before the engine's turn."""
+        said = _object(body)
+        allowed = (*_NAMED_BY, "salt", *_ALSO.get(action, ()))
+        unknown = [name for name in said if name not in allowed]
+        if unknown:
+            raise InputError(f"{action} has no {quoted(unknown[0])}; it has {', '.join(allowed)}")
+        find = self._finder(said)
+        act = self._action(action, said)
+        return lambda: act(find())
+
+    def _action(self, action: str, said: Mapping[str, Any]) -> Callable[[Keys], Acted]:
+        control = self._control
+        if action == "hint":
+            hints = Hints.read(said.get("hints", {}))
+            return lambda keys: control.hint(keys, hints)
+        if action in ("pin", "prefetch"):
+            given = said.get("seconds")
+            seconds = None if given is None else parse_seconds(given, name="seconds")
+            do = control.pin if action == "pin" else control.prefetch
+            return lambda keys: do(keys, seconds)
+        plain: Callable[[Keys], Acted] = getattr(control, action)
+        return plain
+
+    def _finder(self, said: Mapping[str, Any]) -> Callable[[], Keys]:
+        """What finds the keys, once it is the engine's turn; hashing is done here, before."""
+        named = [name for name in _NAMED_BY if name in said]
+        if len(named) != 1:
+            raise InputError(f"say which blocks, by one of {', '.join(_NAMED_BY)}")
+        if "salt" in said and named != ["tokens"]:
+            raise InputError("a salt goes with tokens: keys and requests have theirs already")
+        if named == ["request_id"]:
+            name = said["request_id"]
+            if not isinstance(name, str) or not name:
+                raise InputError(f"request_id must be a request's name, got {shown(name)}")
+            return lambda: self._of_request(name)
+        if named == ["tokens"]:
+            keys = self._keys_of_tokens(_tokens(said["tokens"]), _salt(said.get("salt", "")))
+        else:
+            keys = _keys(said["keys"])
+        return lambda: keys
+
+    def _of_request(self, name: str) -> Keys:
+        """On the engine's thread: by its engine's name for it, or the one its client has."""
+        control = self._control
+        keys = control.keys_of(name)
+        if keys is None:
+            ids = [found for found in reversed(control.request_ids()) if is_part(name, found)]
+            keys = control.keys_of(ids[0]) if ids else None
+        if keys is None:
+            raise LookupError(f"request {quoted(name)} is not remembered; name its tokens or keys")
+        return keys
+
+
+def _no(status: HTTPStatus, words: str) -> Reply:
+    return Reply.json({"error": words}, status)
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        said = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"an order is a JSON object: {quoted(str(error))}") from None
+    if not isinstance(said, dict):
+        raise InputError(f"an order is a JSON object, got {shown(said)}")
+    return said
+
+
+def _tokens(value: object) -> list[int]:
+    if not isinstance(value, list) or len(value) > MOST_TOKENS:
+        raise InputError(f"tokens must be a list of at most {MOST_TOKENS} token ids")
+    if not {int}.issuperset(map(type, value)) or not all(0 <= t <= _MOST_TOKEN for t in value):
+        raise InputError("tokens must be whole numbers, none negative")
+    return value
+
+
+def _salt(value: object) -> str:
+    if not isinstance(value, str):
+        raise InputError(f"salt must be text, got {shown(value)}")
+    return value
+
+
+def _keys(value: object) -> Keys:
+    if not isinstance(value, list) or len(value) > MOST_KEYS:
+        raise InputError(f"keys must be a list of at most {MOST_KEYS} keys in hexadecimal")
+    try:
+        return Keys.from_bytes([bytes.fromhex(key) for key in value])
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"keys must be hexadecimal, 64 digits each: {quoted(str(error))}"
+        ) from None

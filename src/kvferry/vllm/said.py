@@ -1,0 +1,53 @@
+"""What a client of vLLM said of a request, in our words: hints in ``kv_transfer_params``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from kvferry.errors import InputError
+from kvferry.hints import Hints
+from kvferry.identity import Namespace
+from kvferry.scheduler import Request, Scheduler
+from kvferry.vllm.chain import RequestKeys
+from kvferry.vllm.quiet import Seldom
+
+log = logging.getLogger("vllm.kvferry")
+
+OURS = "kvferry"
+"""The key of our hints in ``kv_transfer_params``; vLLM's own offloading reads two beside it."""
+
+_VLLMS = {"max_offload_tokens": "max_store_tokens", "max_load_tokens": "max_load_tokens"}
+
+_complaint = Seldom(seconds=60.0)
+
+
+def opened(scheduler: Scheduler, request: Any, namespace: Namespace) -> Request:
+    """Open a request of vLLM's, as the parameters that came with it say."""
+    chain = RequestKeys(request, namespace)
+    if getattr(request, "kv_transfer_params", None) is None:
+        return scheduler.open(request.request_id, chain)
+    hints, words = hints_of(request.kv_transfer_params)
+    hinted = scheduler.open(request.request_id, chain, hints)
+    if words:
+        scheduler.note_unheeded(request.request_id, hints, words)
+    return hinted
+
+
+def hints_of(params: Mapping[str, Any]) -> tuple[Hints, str]:
+    """The hints among a request's parameters, and why some were not understood.
+
+    A request is served all the same: who sent it may be one of many, and the server is everybody's.
+    """
+    try:
+        given = params.get(OURS, {})
+        if not isinstance(given, Mapping):
+            raise InputError(f"{OURS} must be a mapping of hints, got {type(given).__name__}")
+        said = {ours: params[name] for name, ours in _VLLMS.items() if name in params}
+        return Hints.read({**said, **given}), ""
+    except InputError as error:
+        words = f"the hints of this request are not heeded: {error}"
+        if _complaint.is_due():
+            log.warning("kv_transfer_params: %s (said once a minute)", words)
+        return Hints(), words
