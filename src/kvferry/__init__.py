@@ -9,6 +9,7 @@ from kvferry.api import attach
 from kvferry.config import Config
 from kvferry.errors import KvferryError
 from kvferry.ferry import Ferry
+from kvferry.hints import Hints
 from kvferry.hits import Hit
 from kvferry.identity import Namespace, chain
 from kvferry.keys import Keys
@@ -27,6 +28,7 @@ __all__ = [
     "Explanation",
     "Ferry",
     "FullAttention",
+    "Hints",
     "Hit",
     "Keys",
     "KvferryError",

@@ -72,19 +72,24 @@ class Control:
         return self._done(keys, refused=tell_pools(hints, keys, self._parts))
 
     def pin(self, keys: Keys, seconds: float | None = None) -> Acted:
-        """Let these blocks stay, each on the highest level that has them: so long, or for good."""
-        count, refused = 0, []
-        for pool, name, slots in self._places(keys):
-            held = pool.hold(slots, FOREVER if seconds is None else seconds)
-            count += held
-            if held < len(slots):
-                refused.append(bound_words(name, pool, len(slots) - held))
-        return self._done(keys, blocks=count, refused=refused)
+        """Let these blocks stay, each on the highest level that may hold it: so long, or for good.
+
+        ``blocks`` counts those that are held on some level.
+        """
+        held: dict[int, int] = {}
+        refused = []
+        for g, pool, name, slots in self._places(keys):
+            if len(slots) > held.get(g, 0):
+                count = pool.hold(slots, FOREVER if seconds is None else seconds)
+                held[g] = max(count, held.get(g, 0))
+                if count < len(slots):
+                    refused.append(bound_words(name, pool, len(slots) - count))
+        return self._done(keys, blocks=sum(held.values()), refused=refused)
 
     def unpin(self, keys: Keys) -> Acted:
         """They may go as all others, but for those that others, which are pinned, go on from."""
         count = 0
-        for pool, _, slots in self._places(keys, everywhere=True):
+        for _, pool, _, slots in self._places(keys):
             count += pool.let_go(slots)
         return self._done(keys, blocks=count)
 
@@ -102,7 +107,7 @@ class Control:
     def drop(self, keys: Keys) -> Acted:
         """Forget these blocks on every level, but for those that others go on from."""
         count, refused = 0, []
-        for pool, name, slots in self._places(keys, everywhere=True):
+        for _, pool, name, slots in self._places(keys):
             gone = pool.drop(slots)
             count += gone
             if gone < len(slots):
@@ -157,22 +162,18 @@ class Control:
 
     # -- the parts ------------------------------------------------------------------------------
 
-    def _places(
-        self, keys: Keys, *, everywhere: bool = False
-    ) -> Iterator[tuple[Pool, TierName, SlotArray]]:
-        """Where these blocks are, group by group: on the highest level that has most of them."""
+    def _places(self, keys: Keys) -> Iterator[tuple[int, Pool, TierName, SlotArray]]:
+        """Where these blocks are: by group, level by level from the host down."""
         parts = self._parts
         pools: list[tuple[Pool, TierName]] = [(parts.pool, HOST)]
         pools += [(lv.pool, lv.name) for lv in parts.lower.levels if lv.pool is not None]
         for g, group in enumerate(parts.matcher.groups):
             chain = parts.matcher.all_keys(g, keys)
             is_chained = isinstance(group, reach.FullAttention)
-            most = 0
             for pool, name in pools:
                 slots = found(pool, chain, is_chained=is_chained)
-                if len(slots) > most or (everywhere and len(slots)):
-                    most = len(slots)
-                    yield pool, name, slots
+                if len(slots):
+                    yield g, pool, name, slots
 
     def _done(
         self,
@@ -186,7 +187,7 @@ class Control:
         num_tokens = len(keys) * parts.matcher.hash_tokens
         look = parts.matcher.look(keys, 0, num_tokens)
         held = unknown = 0
-        for pool, _, slots in self._places(keys, everywhere=True):
+        for _, pool, _, slots in self._places(keys):
             held += int(np.count_nonzero(pool.holds.held(slots)))
         if parts.lower.can_be_asked:
             for g in range(len(parts.matcher.groups)):

@@ -31,7 +31,7 @@ class Setup:
     uses_drafts: bool
     has_listeners: bool
     engine_here: int
-    hash_algorithm: str
+    hash_algorithm: str = "sha256"
 
     @property
     def groups(self) -> tuple[reach.Group, ...]:

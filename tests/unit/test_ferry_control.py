@@ -1,0 +1,115 @@
+"""Hints and actions of the library: what is said with a request, and what is done without one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kvferry
+from kvferry.errors import InputError
+
+TOKENS, SLOT = 4, 3 * 2 * 4 * 8
+
+
+@pytest.fixture
+def ferry():
+    rng = np.random.default_rng(11)
+    kv = [rng.integers(0, 255, (64, 2, TOKENS, 8), np.uint8) for _ in range(3)]
+    with kvferry.attach(
+        kv,
+        model="m",
+        block_tokens=TOKENS,
+        host=16 * SLOT,
+        levels="memory:1MiB",
+        level_write="through",
+    ) as ferry:
+        ferry.kv = kv  # type: ignore[attr-defined]
+        yield ferry
+
+
+def chat(ferry: kvferry.Ferry, number: int, num_blocks: int = 4) -> kvferry.Keys:
+    return ferry.keys(range(1000 * number, 1000 * number + num_blocks * TOKENS))
+
+
+def keep(ferry: kvferry.Ferry, number: int, num_blocks: int = 4, **options) -> kvferry.Keys:
+    keys = chat(ferry, number, num_blocks)
+    blocks = list(range(number % 10 * 4, number % 10 * 4 + num_blocks))
+    ferry.wait(ferry.store(keys, blocks, **options))
+    settle(ferry)
+    return keys
+
+
+def settle(ferry: kvferry.Ferry) -> None:
+    for _ in range(2000):
+        ferry.poll()
+        stats = ferry.stats()
+        if not stats.in_flight and not stats.queued:
+            return
+
+
+def test_hints_come_with_a_store_or_a_match(ferry):
+    keys = keep(ferry, 1, hints={"keep_seconds": "1h"})
+    assert ferry.stats().pool.held == 4
+    nothing = keep(ferry, 2, hints=kvferry.Hints(max_store_tokens=0))
+    assert ferry.lookup(nothing).host_tokens == 0
+    hit = ferry.match(keys, hints={"do_not_load": True})
+    assert len(hit) == 0
+    why = ferry.explain(hit)
+    assert why is not None
+    assert why.reason.value == "told_not_to"
+    with pytest.raises(InputError, match="did you mean 'keep_seconds'"):
+        ferry.match(keys, hints={"keep_second": 3})
+
+
+def test_what_is_said_later_counts_as_well(ferry):
+    keys = keep(ferry, 1)
+    assert ferry.hint(keys, {"goes_on": "30s"}).held_blocks == 8  # in the host and below
+    assert ferry.unpin(keys).blocks == 8
+    ferry.hint(keys, {"over": True})
+    for number in range(2, 5):
+        keep(ferry, number)
+    assert ferry.stats().pool.free == 0
+    keep(ferry, 5)
+    assert ferry.lookup(keys).host_tokens == 0
+    assert all(ferry.lookup(chat(ferry, number)).host_tokens == 16 for number in range(2, 6))
+
+
+def test_a_prefetch_brings_the_right_bytes_up_before_the_match(ferry):
+    keys = keep(ferry, 1)
+    wanted = b"".join(tensor[4:8].tobytes() for tensor in ferry.kv)
+    for number in range(2, 8):
+        keep(ferry, number)
+    assert ferry.lookup(keys).lower_tokens == 16
+    assert ferry.prefetch(keys, keep="1min").is_under_way
+    settle(ferry)
+    told = ferry.lookup(keys)
+    assert (told.host_tokens, told.held_blocks) == (16, 4)
+    hit = ferry.match(keys)
+    assert (len(hit), hit.is_pending) == (4, False)
+    for tensor in ferry.kv:
+        tensor[40:44] = 0xEE
+    assert ferry.wait(ferry.load(hit, [40, 41, 42, 43])).ok
+    assert b"".join(tensor[40:44].tobytes() for tensor in ferry.kv) == wanted
+
+
+def test_pins_are_bounded_and_drops_are_complete(ferry):
+    first, second = keep(ferry, 1), keep(ferry, 2)
+    assert ferry.pin(first).blocks == 4
+    told = ferry.pin(second, "10s")
+    assert told.blocks == 4  # below, where there is room
+    assert "at most 4 blocks there (keep_share)" in told.refused[0]
+    assert ferry.drop(first).blocks == 8
+    assert ferry.lookup(first).lower_tokens == 0
+    assert len(ferry.match(first)) == 0
+    for action in (ferry.lookup, ferry.pin, ferry.unpin, ferry.prefetch, ferry.drop):
+        with pytest.raises(InputError, match=r"keys must come from ferry\.keys"):
+            action([b"x"])
+
+
+def test_a_reset_and_a_close_forget_every_pin(ferry):
+    keys = keep(ferry, 1)
+    ferry.pin(keys)
+    ferry.reset()
+    assert ferry.stats().pool.held == 0
+    assert ferry.lookup(keys).host_tokens == 0
+    ferry.pin(keep(ferry, 1))
