@@ -18,6 +18,7 @@ from kvferry.device.engine.base import CopyEngine
 from kvferry.device.engine.cpu import CpuEngine
 from kvferry.device.engine.stream import Stream
 from kvferry.device.layout import GroupLayout, describe
+from kvferry.hints import Hints, TokenPriority
 from kvferry.identity import Namespace, adopt, chain
 from kvferry.keys import KeyChain, Keys, Recovered
 from kvferry.policy import (
@@ -25,6 +26,8 @@ from kvferry.policy import (
     Decision,
     EvictionPolicy,
     EvictionPolicyMaker,
+    Evidence,
+    HearsHints,
     Lru,
     Residents,
     Verdict,
@@ -59,6 +62,7 @@ from kvferry.scheduler import (
     WriteMode,
     level_of,
 )
+from kvferry.scheduler.control import Acted
 from kvferry.slot_states import PoolCounts
 from kvferry.stats import SchedulerStats
 from kvferry.tiers import (
@@ -106,6 +110,7 @@ __all__ = [
     "FIRST_RANK",
     "HOST",
     "NO_BLOCK",
+    "Acted",
     "Arriving",
     "Batch",
     "BatchId",
@@ -120,12 +125,15 @@ __all__ = [
     "EngineBlocks",
     "EvictionPolicy",
     "EvictionPolicyMaker",
+    "Evidence",
     "Explanation",
     "FailedLoad",
     "FullAttention",
     "Group",
     "GroupLayout",
     "Health",
+    "HearsHints",
+    "Hints",
     "HostMemory",
     "HostTier",
     "Key",
@@ -177,6 +185,7 @@ __all__ = [
     "TierMover",
     "TierName",
     "TierSetup",
+    "TokenPriority",
     "Transfer",
     "TransferId",
     "Verdict",
