@@ -9,6 +9,7 @@ from kvferry.policy import SeenOften
 from kvferry.scheduler.explainer import Explainer
 from kvferry.scheduler.hit import PinnedHit
 from kvferry.scheduler.journal import Journal
+from kvferry.scheduler.levels import LowerLevels
 from kvferry.scheduler.look import Missing
 from kvferry.scheduler.matching import Matcher
 from kvferry.scheduler.why import Explanation
@@ -22,13 +23,20 @@ class Accounts:
     """Owns what was counted of look-ups; the journal remembers what was said of each."""
 
     def __init__(
-        self, matcher: Matcher, explainer: Explainer, journal: Journal, admission: SeenOften
+        self,
+        matcher: Matcher,
+        explainer: Explainer,
+        journal: Journal,
+        admission: SeenOften,
+        lower: LowerLevels,
     ) -> None:
         self.counts = MatchCounts()
         self._matcher = matcher
         self._explainer = explainer
         self._journal = journal
         self._admission = admission
+        self._lower = lower
+        self._counts_below = lower.counts_asked
 
     def close(self) -> None:
         self._explainer.close()
@@ -41,9 +49,11 @@ class Accounts:
         request.is_counted = True
         self.counts.queries += 1
         self.counts.asked_tokens += max(0, num_tokens)
-        if keys is not None and self._admission.counts:
+        if keys is not None and (self._admission.counts or self._counts_below):
             for g in range(len(self._matcher.groups)):
-                self._admission.see(self._matcher.all_keys(g, keys))
+                slot_keys = self._matcher.all_keys(g, keys)
+                self._admission.see(slot_keys)
+                self._lower.asked(slot_keys)
 
     def found(self, request: Request, hit: PinnedHit) -> None:
         """A request was looked up, and this is all of it that is here."""

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 
 from kvferry import reach
 from kvferry.config import Config
+from kvferry.level_kinds import DISK
 from kvferry.pool import Pool
 from kvferry.scheduler.accounts import Accounts
 from kvferry.scheduler.explainer import Explainer
+from kvferry.scheduler.gate import gate_of
 from kvferry.scheduler.hit import Hits
 from kvferry.scheduler.journal import Journal
 from kvferry.scheduler.level import Level
@@ -31,6 +33,7 @@ def assemble(
     config: Config,
     *,
     hash_tokens: int,
+    num_ranks: int,
     num_device_blocks: int | None,
     block_bytes: Sequence[int],
     spare_tokens: int,
@@ -40,6 +43,11 @@ def assemble(
     clock: Callable[[], float],
 ) -> Parts:
     """As :class:`Scheduler` is asked for."""
+    for level in levels:
+        if level.name == DISK:
+            num_keys = pool.num_slots + (level.pool.num_slots if level.pool is not None else 0)
+            size = max(block_bytes) * num_ranks
+            level.gate = gate_of(config, num_keys=num_keys, block_bytes=size, now=clock())
     lower = LowerLevels(pool, levels, outbox, clock, slot_bytes=max(block_bytes))
     for each in (pool, *(level.pool for level in levels if level.pool is not None)):
         each.holds.bound(config.keep_share)
@@ -75,7 +83,7 @@ def assemble(
         lower=lower,
         waits=Waits(),
         journal=journal,
-        accounts=Accounts(matcher, explainer, journal, admission),
+        accounts=Accounts(matcher, explainer, journal, admission, lower),
         sizes=sizes,
         least_tokens=min(sizes),
         spare_tokens=spare_tokens,

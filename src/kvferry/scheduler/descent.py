@@ -80,16 +80,20 @@ class Descent:
         What follows a block that no level has would serve nobody alone. Stores of one chain land in
         any order, so it waits for that block, which may land next.
         """
+        now = self._clock()
         through = [level for level in levels if level.write is WriteMode.THROUGH]
         if not through or not len(keys):
             return
-        now = self._clock()
         if parent is not None and not any(level.may_follow(parent, now) for level in levels):
             if len(self._early) < _MOST_EARLY:
                 self._early.setdefault(parent, []).append(keys)
             return
         for level in through:
-            self._send(level, keys, parent=parent, chained=chained)
+            going = keys
+            if level.gate is not None and not (lets := level.gate.lets(keys, now)).all():
+                level.gate.num_held_back += int(np.count_nonzero(~lets))
+                going = keys[: int(lets.argmin())] if chained else keys.take(lets)
+            self._send(level, going, parent=parent, chained=chained)
         if chained and self._early:
             self._stored_before(keys, levels)
 
@@ -131,6 +135,13 @@ class Descent:
             return False
         # No chain: ends come before beginnings here, as they should go later on.
         missing = missing[::-1]
+        if level.gate is not None:
+            lets = level.gate.lets(missing, self._clock())
+            level.gate.num_held_back += int(np.count_nonzero(~lets[-num_asked:]))
+            num_asked = int(np.count_nonzero(lets[-num_asked:]))
+            missing = missing.take(lets)
+            if not num_asked:
+                return False
         starts, before = self._host.runs_of(missing)
         # But the whole of what was begun: its rest is as cold, and should lie beside it.
         first = int(np.searchsorted(starts, len(missing) - num_asked, side="right")) - 1
@@ -153,6 +164,8 @@ class Descent:
         if room is None:
             return False
         going = keys.take(room.positions)
+        if level.gate is not None:
+            level.gate.wrote(len(going))
         reading = self._host.pin(going, Purpose.COPY)
         assert reading is not None
         transfer_id = self._outbox.move(End.of(HOST, reading), room.end, going)

@@ -23,6 +23,7 @@ from kvferry.errors import InputError
 from kvferry.keys import Keys, Recovered
 from kvferry.policy import EvictionPolicyMaker, Lru
 from kvferry.pool import Pool
+from kvferry.scheduler.gate import Gate
 from kvferry.scheduler.outbox import End
 from kvferry.scheduler.recovered import agreed
 from kvferry.scheduler.remembered import Remembered
@@ -71,6 +72,8 @@ class Level(ABC):
     def __init__(self, name: TierName, write: WriteMode = WriteMode.SPILL) -> None:
         self.name = name
         self.write = write
+        self.gate: Gate | None = None
+        """What may be written to it; None where that is everything."""
         self._ailing: dict[Rank, str] = {}
 
     @property

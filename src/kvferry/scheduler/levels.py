@@ -118,6 +118,17 @@ class LowerLevels:
         return any(level.ailment and level.there(keys, now)[0] for level in self.levels)
 
     @property
+    def counts_asked(self) -> bool:
+        """Whether it matters to a level how often a block is asked for."""
+        return any(level.gate is not None for level in self.levels)
+
+    def asked(self, keys: Keys) -> None:
+        """A request asked for these blocks."""
+        for level in self.levels:
+            if level.gate is not None:
+                level.gate.see(keys)
+
+    @property
     def can_be_asked(self) -> bool:
         """Whether there is a level that finds blocks by their keys."""
         return any(isinstance(level, KeyedLevel) and not level.ailment for level in self.levels)

@@ -101,6 +101,7 @@ class Scheduler:
             self._transit,
             config,
             hash_tokens=hash_tokens,
+            num_ranks=num_ranks,
             num_device_blocks=num_device_blocks,
             block_bytes=block_bytes,
             spare_tokens=spare_tokens,
