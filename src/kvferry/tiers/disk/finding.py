@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvferry.tiers.disk.entries import Entries
 from kvferry.tiers.disk.files import JournalFile, read_whole, write_whole
-from kvferry.tiers.disk.header import HEADER_BYTES, Header, erase_header, read_header
+from kvferry.tiers.disk.header import HEADER_BYTES, Header, erase_header, read_header, write_header
 from kvferry.tiers.disk.journal import DiskJournal
 from kvferry.tiers.disk.pages import Shape
 from kvferry.tiers.disk.recovery import Found, recover
@@ -35,16 +35,16 @@ def find_journal(
     if newest is None:
         return _begin(files, shape, store_id, num_places)
     file, header = newest
-    # What a killed process left in the page cache is read here: make sure it stays.
-    file.sync()
     found = recover(file, header, shape, num_places)
+    # A killed process may leave in the page cache what never reached the medium, and after a failed
+    # sync the kernel would not write it any more. What is believed here is written again.
+    size = shape.page_bytes
+    tail = read_whole(file, found.base * size, (found.end - found.base) * size)
+    write_whole(file, found.base * size, tail + bytes((found.junk_end - found.end) * size))
+    write_header(file, header, shape, store_id)
     for other in files:
         if other is not file:
             erase_header(other)
-    if found.junk_end > found.end:
-        size = shape.page_bytes
-        write_whole(file, found.end * size, bytes((found.junk_end - found.end) * size))
-        file.sync()
     return DiskJournal(file, shape, header.seal, found.end, found.before), found
 
 
@@ -56,7 +56,7 @@ def _begin(
         erase_header(file)
     journal = DiskJournal.begin(files[0], shape, 1)
     journal.declare(store_id)
-    found = Found(Entries(num_places, shape), journal.end, journal.before, journal.end)
+    found = Found(Entries(num_places, shape), journal.end, journal.end, journal.before, journal.end)
     if not is_new:
         found.report.words = "no journal could be read: everything is left out"
     return journal, found

@@ -112,6 +112,8 @@ class Ledger:
             self.report: RecoveryReport = found.report
             if found.is_untidy or found.end * shape.page_bytes > journal_bytes(shape, num_places):
                 self._compact(None)
+            if len(found.doubled):
+                self.note_lost(found.doubled)
         except OSError as error:
             raise JournalError(f"the journal cannot be opened: {error}") from error
 

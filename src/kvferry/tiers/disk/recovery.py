@@ -41,7 +41,7 @@ from kvferry.tiers.disk.pages import (
     ours,
     unpack,
 )
-from kvferry.types import SlotArray
+from kvferry.types import NO_SLOTS, SlotArray
 
 Words = npt.NDArray[np.uint64]
 
@@ -89,12 +89,16 @@ class Found:
     """A journal as it was found: where it ends, what it says, and what is to be mended."""
 
     entries: Entries
+    base: int
+    """Pages before this one were on the medium once."""
     end: int
     """The page after the last that is believed: where the next one goes."""
     before: Places
     """The places in the last page, for the next one to repeat."""
     junk_end: int
     """Behind the last whole page; what lies between ``end`` and this must be erased."""
+    doubled: SlotArray = field(default_factory=lambda: NO_SLOTS)
+    """Places left out because their block is elsewhere: they must be noted as lost."""
     report: RecoveryReport = field(default_factory=RecoveryReport)
 
     @property
@@ -112,7 +116,7 @@ def recover(file: JournalFile, header: Header, shape: Shape, num_places: int) ->
     whole, base = _scan(file, header, shape)
     end = base + _num_leading(whole[base:])
     junk_end = int(np.flatnonzero(whole).max(initial=end - 1)) + 1
-    found = Found(Entries(num_places, shape), end, header.last, junk_end)
+    found = Found(Entries(num_places, shape), base, end, header.last, junk_end)
     report = found.report
     report.num_pages = end - shape.first_page
     report.torn_pages = int(np.count_nonzero(whole[end:]))
@@ -238,8 +242,8 @@ def _leave_out_doubled(file: JournalFile, shape: Shape, first_words: Words, foun
     keys, places = keys[order], places[order]
     older = places[:-1][(keys[1:] == keys[:-1]).all(axis=1)]
     found.report.doubled_blocks = len(older)
+    found.doubled = older
     entries.present[older] = False
-    entries.newest[older] = 0
 
 
 def _num_leading(flags: Flags) -> int:

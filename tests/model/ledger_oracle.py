@@ -1,0 +1,105 @@
+"""What a ledger may say after a crash: the history of notes, and which of them were promised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvferry.tiers.disk.ledger import Ledger
+from kvferry.types import Key
+
+Content = dict[int, tuple[Key, bytes]]
+"""Place to key and proof."""
+
+
+@dataclass(frozen=True)
+class Wrote:
+    """One block to one place. Proofs are never used twice, so they name the note."""
+
+    place: int
+    key: Key
+    proof: bytes
+
+
+@dataclass(frozen=True)
+class Lost:
+    place: int
+
+
+class Forgot:
+    pass
+
+
+Event = Wrote | Lost | Forgot
+
+
+@dataclass
+class History:
+    """All notes in their order; those before ``promised`` were answered for by a commit."""
+
+    events: list[Event] = field(default_factory=list)
+    promised: int = 0
+
+    @property
+    def last_forgotten(self) -> int:
+        """How many events there were when last everything was forgotten."""
+        return max(
+            (at + 1 for at, event in enumerate(self.events) if isinstance(event, Forgot)), default=0
+        )
+
+    def moment(self) -> tuple[int, int]:
+        return len(self.events), self.promised
+
+    def check(self, content: Content, noted: int, promised: int, *, damaged: bool = False) -> None:
+        """Hold what was recovered against a moment of this history.
+
+        Nothing that was never noted, nothing forgotten, nothing that a promised note contradicts;
+        and everything promised that no later note touches, unless the medium was damaged.
+        """
+        events = self.events[:noted]
+        gone = max(
+            (at for at, event in enumerate(events[:promised]) if isinstance(event, Forgot)),
+            default=-1,
+        )
+        assert len({key for key, _ in content.values()}) == len(content), "a key at two places"
+        for place, (key, proof) in content.items():
+            wrote = Wrote(place, key, proof)
+            assert wrote in events, f"never noted: {wrote}"
+            at = events.index(wrote)
+            assert at > gone, f"forgotten: {wrote}"
+            assert not any(_is_about(event, place) for event in events[at + 1 : promised]), (
+                f"contradicted: {wrote}"
+            )
+        if not damaged:
+            self._check_promises(content, events, gone, promised)
+
+    def _check_promises(
+        self, content: Content, events: list[Event], gone: int, promised: int
+    ) -> None:
+        for at in range(gone + 1, promised):
+            event = events[at]
+            if not isinstance(event, Wrote):
+                continue
+            later = events[at + 1 :]
+            if any(_is_about(other, event.place) for other in later):
+                continue
+            if any(isinstance(other, Wrote) and other.key == event.key for other in later):
+                continue
+            assert content.get(event.place) == (event.key, event.proof), f"lost: {event}"
+
+
+def _is_about(event: Event, place: int) -> bool:
+    return isinstance(event, Forgot) or event.place == place
+
+
+def content_of(ledger: Ledger) -> Content:
+    """What a ledger that was just opened has recovered; its parts must agree."""
+    content: Content = {}
+    for some, places, proofs in ledger.pieces():
+        for key, place, proof in zip(some, places.tolist(), proofs, strict=True):
+            assert place not in content
+            content[place] = (key, proof.tobytes())
+    assert set(content) == set(ledger.present.nonzero()[0].tolist())
+    for place, (_, proof_bytes) in content.items():
+        assert ledger.proofs[place].tobytes() == proof_bytes
+    assert ledger.report.num_blocks == len(content)
+    return content

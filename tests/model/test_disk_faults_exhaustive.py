@@ -1,0 +1,177 @@
+"""Every single call to the medium fails once, in its turn; then every crash, or the process ends.
+
+A failed sync is the worst of it: some of what was written is on the medium, all of it can be read,
+and the kernel will never write the rest. Neither the ledger that goes on nor the next one to open
+the files may take such bytes for kept.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+from collections.abc import Callable
+
+import pytest
+from tests.fakes.sim_disk import images
+from tests.model.ledger_oracle import Event, History, Wrote, content_of
+from tests.model.test_disk_crashes import NUM_PLACES, SMALL, STORE_ID, Life, recovered
+
+from kvferry.errors import JournalError
+from kvferry.tiers.disk import finding, ledger
+from kvferry.tiers.disk.ledger import Ledger
+
+
+@pytest.fixture(autouse=True)
+def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "_LEAST_SLACK_PAGES", 6)
+    monkeypatch.setattr(ledger, "COPY_PAGES", 2)
+
+
+class OneFault:
+    """Fails one call of all that are made to both files."""
+
+    def __init__(self, turn: int, seed: int) -> None:
+        self.turn, self.seed, self.calls = turn, seed, 0
+
+    def __call__(self, what: str, offset: int, count: int) -> int | None:
+        self.calls += 1
+        if self.calls == self.turn:
+            raise OSError(errno.EIO if self.turn % 2 else errno.ENOSPC, f"injected at {what}")
+        return None
+
+
+def faulty_life(fault: OneFault, failed: Callable[[Life], bool]) -> Life:
+    """Commits, losses, a forgetting, two compactions; ``failed`` says whether to go on."""
+    life = Life.new(SMALL)
+    for at, file in enumerate(life.disk.files):
+        file.fault = fault
+        file.rng = random.Random(4 * fault.turn + 2 * fault.seed + at)
+    for turn in range(24):
+        life.write((turn % NUM_PLACES, turn), ((turn + 1) % NUM_PLACES, turn + 100))
+        if turn == 4:
+            life.lose(2)
+        if turn == 12:
+            life.forget()
+            life.write((5, 50))
+        try:
+            life.commit()
+        except JournalError:
+            if not failed(life):
+                break
+        if fault.calls >= fault.turn and life.ledger.trouble and not failed(life):
+            break
+    return life
+
+
+def check_crashes_after(turn: int, seed: int) -> bool:
+    """Whether there was a call to fail at this turn."""
+    rng = random.Random(turn)
+    fault = OneFault(turn, seed)
+    life = faulty_life(fault, lambda life: True)
+    for file in life.disk.files:
+        file.fault = None
+    life.commit()
+    assert life.ledger.trouble == ""
+    for files, (noted, promised) in life.disk.moments[
+        max(0, turn - 2) :
+    ]:  # what came before is the same
+        for image in images(files, rng, 3):
+            content, _ = recovered(SMALL, image)
+            life.history.check(content, noted, promised)
+    return fault.calls >= turn
+
+
+def check_end_of_process_after(turn: int, seed: int) -> bool:
+    """The process ends at the fault. The next one reads what the kernel has, and the power goes."""
+    rng = random.Random(turn)
+    fault = OneFault(turn, seed)
+    life = faulty_life(fault, lambda life: False)
+    for file in life.disk.files:
+        file.fault = None
+    second = Life(SMALL, life.disk, serial=life.serial)
+    second.ledger = Ledger(life.disk.files, STORE_ID, NUM_PLACES, SMALL)
+    content = content_of(second.ledger)
+    life.history.check(content, *life.history.moment())
+    events: list[Event] = [Wrote(place, *what) for place, what in content.items()]
+    second.history = History(events, len(events))
+    life.disk.moments.clear()
+    life.disk.tell = second.history.moment
+    life.disk.remember()
+    second.write((0, 200))
+    second.commit()
+    for files, (noted, promised) in life.disk.moments:
+        for image in images(files, rng, 8):
+            content, _ = recovered(SMALL, image)
+            second.history.check(content, noted, promised)
+    return fault.calls >= turn
+
+
+def every_turn(check: Callable[[int, int], bool], num_seeds: int = 3) -> int:
+    turn = 1
+    while all(check(turn, seed) for seed in range(num_seeds)):
+        turn += 1
+    return turn
+
+
+def test_every_fault_and_then_every_crash() -> None:
+    assert every_turn(check_crashes_after, 1) > 60
+
+
+def test_every_fault_and_then_the_end_of_the_process() -> None:
+    assert every_turn(check_end_of_process_after) > 60
+
+
+# -- without the barriers ------------------------------------------------------------------------
+
+
+def forgets_a_header_that_may_be_there(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Ledger, "_mend", lambda self: None)
+
+
+def believes_the_page_cache(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(finding, "write_whole", lambda file, offset, data: None)
+
+
+def believes_the_cached_header(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(finding, "write_header", lambda file, *rest: file.sync())
+
+
+@pytest.mark.parametrize(
+    ("take_away", "check"),
+    [
+        (forgets_a_header_that_may_be_there, check_crashes_after),
+        (believes_the_page_cache, check_end_of_process_after),
+        (believes_the_cached_header, check_end_of_process_after),
+    ],
+    ids=["header erased after a fault", "tail written again", "header written again"],
+)
+def test_without_its_barrier_a_fault_is_told(
+    take_away: Callable[[pytest.MonkeyPatch], None],
+    check: Callable[[int, int], bool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    take_away(monkeypatch)
+    with pytest.raises(AssertionError):
+        every_turn(check)
+
+
+def test_a_dead_medium_promises_nothing_and_keeps_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    life = Life.new(SMALL)
+    life.write((1, 1))
+    life.commit()
+    for file in life.disk.files:
+        file.fault = lambda what, offset, count: (_ for _ in ()).throw(OSError(errno.EIO, what))
+    for turn in range(5):
+        life.write((2, turn))
+        with pytest.raises(JournalError, match="could not be written"):
+            life.commit()
+    assert life.ledger.num_unsaved == 5
+    for file in life.disk.files:
+        file.fault = None
+    life.commit()
+    assert life.ledger.num_unsaved == 0
+    content, _ = recovered(SMALL, (life.disk.files[0].medium, life.disk.files[1].medium))
+    life.history.check(content, *life.history.moment())
+    assert set(content) == {1, 2}
