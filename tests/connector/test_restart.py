@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from tests.connector.test_levels import (
     CHAT_BLOCKS,
+    HOST_BLOCKS,
+    ask,
     chat,
     hashes,
     loaded,
@@ -20,7 +22,7 @@ from tests.connector.test_levels import (
 )
 from tests.connector.test_levels import make as make  # a fixture
 from tests.fakes import lasting
-from tests.fakes.sides import Sides
+from tests.fakes.sides import BLOCK_TOKENS, Sides, request_of
 
 from kvferry.config import Config
 from kvferry.identity import adopt
@@ -236,3 +238,23 @@ def test_weights_that_came_after_the_store_was_named_are_noticed(
     assert scheduler_of(sides).epoch
     step(sides)
     assert not any(names(sides, 1) & {key for key, _ in shelf.values()} for shelf in shelves())
+
+
+def test_a_request_in_the_queue_has_its_blocks_when_its_turn_comes(make: Make) -> None:
+    sides, wanted = live(make, 2)
+    end(sides)
+    sides = make(2, levels=SHELF, level_write="through")
+    request = request_of("reader", hashes(3))
+    sides.side.expect(request)
+    for _ in range(20):
+        step(sides)
+        if scheduler_of(sides).pool.counts.cached >= 2:
+            break
+    # The host is small: an eighth of it is for those who wait, the rest comes when it asks.
+    assert scheduler_of(sides).pool.counts.cached == HOST_BLOCKS // 8
+    num_tokens, _ = ask(sides, request)
+    assert num_tokens == CHAT_BLOCKS * BLOCK_TOKENS
+    sides.side.finished(request)
+    settle(sides)
+    assert not scheduler_of(sides)._ahead.is_busy
+    assert wanted

@@ -33,9 +33,23 @@ class Below:
         self._has_asked = False
         self._has_promoted = False
 
-    def fetch(self, request: Request | Prefetch, look: Look, parts: Parts) -> bool:
-        """Ask for what is not known, or bring up what is; True if the request should wait."""
-        return self._ask(request, look, parts) or self._promote(request, look, parts)
+    def fetch(
+        self,
+        request: Request | Prefetch,
+        look: Look,
+        parts: Parts,
+        most_slots: int | None = None,
+    ) -> bool:
+        """Ask for what is not known, or bring up what is; True if the request should wait.
+
+        ``most_slots`` bounds what is brought up, beside the bound on all promotions.
+        """
+        if self._ask(request, look, parts):
+            return True
+        room = parts.lower.room
+        return self._promote(
+            request, look, parts, room if most_slots is None else min(room, most_slots)
+        )
 
     def _ask(self, request: Request | Prefetch, look: Look, parts: Parts) -> bool:
         if self._has_asked or not parts.lower.can_be_asked:
@@ -47,10 +61,10 @@ class Below:
         self.num_asked = len(keys) if self._has_asked else 0
         return self._has_asked
 
-    def _promote(self, request: Request | Prefetch, look: Look, parts: Parts) -> bool:
+    def _promote(self, request: Request | Prefetch, look: Look, parts: Parts, room: int) -> bool:
         if look.all_tokens <= look.host_tokens or self._has_promoted:
             return False
-        look = parts.matcher.within(look, parts.lower.room)
+        look = parts.matcher.within(look, room)
         wanted = list(parts.matcher.to_promote(look))
         self.declined = None
         if wanted:

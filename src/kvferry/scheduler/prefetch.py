@@ -22,11 +22,16 @@ class Prefetch:
         self.keys = keys
         self.keep_seconds = keep_seconds
         self._parts = parts
+        self.num_slots = 0
+        """Host slots that were claimed for it so far."""
         self._below = Below()
         self._reached = -1
 
-    def advance(self) -> bool:
-        """Order the next of it; False once there is no more to order."""
+    def advance(self, most_slots: int | None = None) -> bool:
+        """Order the next of it; False once there is no more to order.
+
+        No more than so many slots are claimed for that.
+        """
         parts = self._parts
         if self._below.waits:
             return True
@@ -34,7 +39,10 @@ class Prefetch:
         if look.host_tokens > self._reached:  # what came may let more come
             self._reached = look.host_tokens
             self._below.renew()
-        return self._below.fetch(self, look, parts)
+        num_claimed = parts.pool.num_reserved
+        is_coming = self._below.fetch(self, look, parts, most_slots)
+        self.num_slots += parts.pool.num_reserved - num_claimed
+        return is_coming
 
     def came(self, flight: Flight) -> None:
         """Blocks it waits for have come up, or will not."""

@@ -22,6 +22,7 @@ from kvferry.errors import ClosedError, InputError
 from kvferry.hints import Hints
 from kvferry.keys import KeyChain, Keys
 from kvferry.pool import Pool
+from kvferry.scheduler.ahead import Ahead
 from kvferry.scheduler.assembly import assemble
 from kvferry.scheduler.control import Control
 from kvferry.scheduler.flight import Flights
@@ -117,6 +118,7 @@ class Scheduler:
             stores_in_order=not self._parts.stores.is_lazy,
         )
         self.control = Control(self._parts)
+        self._ahead = Ahead(self._parts, clock)
         """What is done with blocks from outside."""
         self.onlooker = Onlooker(self._snapshot, self._parts.journal)
         """What others may see of it, from any thread."""
@@ -142,6 +144,14 @@ class Scheduler:
     def note_unheeded(self, request_id: RequestId, hints: Hints, words: str) -> None:
         """Why hints that came with a request are not heeded, for whoever asks for it."""
         self._parts.journal.wished(request_id, hints, [words])
+
+    def prefetch(self, request: Request) -> None:
+        """This request waits in the engine's queue: bring up what levels have of it, meanwhile.
+
+        Within a share of the host, and no sooner than the next plan. What came up and is not asked
+        for in time goes before anything else.
+        """
+        self._ahead.ask(request)
 
     def __contains__(self, request: Request) -> bool:
         """Whether this request is one of ours and has not ended."""
@@ -242,6 +252,8 @@ class Scheduler:
         if self._parts.lower.levels:
             if self.control.is_busy:
                 self.control.advance()
+            if self._ahead.is_busy:
+                self._ahead.advance()
             self._parts.lower.spill()
         return self._outbox.launch(self._clock())
 
@@ -277,6 +289,7 @@ class Scheduler:
         for request in parts.live:
             request.forget()
         self.control.reset()
+        self._ahead.reset()
         self.pool.reset()
         parts.lower.reset()
         self._num_resets += 1
@@ -287,6 +300,7 @@ class Scheduler:
         """End every request, flight and lease. Close the workers first. Safe to call twice."""
         if not self._closed:
             self.control.reset()
+            self._ahead.reset()
             for request in self.requests:
                 request.end()
             self._outbox.discard()

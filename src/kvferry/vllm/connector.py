@@ -139,6 +139,9 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         self._at_scheduler.meet_ranks(list(metadata.values()))
 
+    def on_new_request(self, request: Any) -> None:
+        self._at_scheduler.expect(request)
+
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:

@@ -123,6 +123,13 @@ class SchedulerSide:
 
     # -- vLLM's hooks -----------------------------------------------------------------------------
 
+    def expect(self, request: Any) -> None:
+        if self.serving is not None and self.setup.config.all_levels:
+            try:
+                self.serving.expect(request)
+            except Exception as error:
+                self._trip("expect", error)
+
     def match(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         serving = self.serving
         if serving is None:

@@ -105,6 +105,12 @@ class Serving:
 
     # -- a request comes ------------------------------------------------------------------------
 
+    def expect(self, request: Any) -> None:
+        """It has come to vLLM's queue: what levels have of it may come up meanwhile."""
+        if not getattr(request, "skip_reading_prefix_cache", False):
+            self.scheduler.prefetch(self._track(request).ferried)
+            self._pace.look_next()
+
     def match(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens after ``computed_tokens`` we can load; None to be asked again later."""
         if getattr(request, "skip_reading_prefix_cache", False):
@@ -321,12 +327,8 @@ class Serving:
     def note_health(self, changes: Iterable[Health]) -> None:
         """Levels went away on a rank, or came back; who waits for one that is away goes on."""
         for change in changes:
-            if change.reason:
-                log.warning(
-                    "level %s is away on rank %d: %s", change.level, change.rank, change.reason
-                )
-            else:
-                log.warning("level %s is back on rank %d", change.level, change.rank)
+            state = f"is away on rank {change.rank}: {change.reason}" if change.reason else ""
+            log.warning("level %s %s", change.level, state or f"is back on rank {change.rank}")
             self.scheduler.note_health(change)
 
     def settle(self, receipts: Sequence[Receipt]) -> None:
