@@ -38,8 +38,8 @@ SIM_READY := $(VENV)/.ready-gpu-sim-$(TORCH_VERSION)-$(TRITON_VERSION)
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(CLI_READY) ## show KV blocks leave a small device cache, come back and save prefill
-	@$(BIN)/kvferry demo $(ARGS)
+demo: $(CLI_READY) ## show KV blocks leave a small device cache, come back and save prefill; and outlive a restart
+	@$(BIN)/kvferry demo --restart $(ARGS)
 
 test: $(DEV_READY) gpu-sim ## run every test that needs no GPU
 	@$(BIN)/python -m pytest --durations=10 $(ARGS)

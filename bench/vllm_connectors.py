@@ -126,7 +126,8 @@ def main() -> int:
 
 def run_all(args: argparse.Namespace) -> dict[str, Any]:
     """Shape after shape. After each measurement the file is written: a cut loses nothing."""
-    data: dict[str, Any] = {"provenance": provenance(), "runs": [], "left_out": []}
+    facts = provenance("bench/vllm_connectors.py")
+    data: dict[str, Any] = {"provenance": facts, "runs": [], "left_out": []}
 
     def keep() -> None:
         if args.json:
@@ -151,7 +152,7 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
     return data
 
 
-def what_is_missing() -> str:
+def what_is_missing(*, needs_gpu: bool = True) -> str:
     for name, remedy in (
         ("torch", "install vLLM, which brings it"),
         ("vllm", "pip install 'vllm>=0.26,<0.33', or run this with the Python that has it"),
@@ -159,6 +160,8 @@ def what_is_missing() -> str:
     ):
         if importlib.util.find_spec(name) is None:
             return f"there is no {name} in {sys.executable}: {remedy}"
+    if not needs_gpu:
+        return ""
     try:
         subprocess.run(["nvidia-smi"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
@@ -187,17 +190,19 @@ def case_of(args: argparse.Namespace, shape: str) -> Case:
     return case
 
 
-def provenance() -> dict[str, str]:
+def provenance(script: str, *, needs_gpu: bool = True) -> dict[str, str]:
     """From a process of its own: this one must not hold the card."""
     code = (
         "import json, vllm; from kvferry.device.planning.calibrate import provenance; "
         "from kvferry.device.driver.opening import open_driver; d = open_driver(0); "
         "print('PROVENANCE' + json.dumps(provenance(d) | {'vllm': vllm.__version__}))"
     )
+    if not needs_gpu:
+        code = "import json, vllm; print('PROVENANCE' + json.dumps({'vllm': vllm.__version__}))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     line = next(x for x in found.stdout.splitlines() if x.startswith("PROVENANCE"))
     facts: dict[str, str] = json.loads(line.removeprefix("PROVENANCE"))
-    return facts | {"command": " ".join(["bench/vllm_connectors.py", *sys.argv[1:]])}
+    return facts | {"command": " ".join([script, *sys.argv[1:]])}
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,12 +47,16 @@ class Shape:
         return 2 * LAYERS * self.kv_heads * HEAD_SIZE * 2
 
     @property
-    def block_bytes(self) -> int:
-        return self.token_bytes * BLOCK_TOKENS
+    def block_tokens(self) -> int:
+        return BLOCK_TOKENS
 
-    def write(self, folder: str) -> str:
-        """A Hugging Face config without weights; vLLM fills them in by ``load_format="dummy"``."""
-        config = {
+    @property
+    def block_bytes(self) -> int:
+        return self.token_bytes * self.block_tokens
+
+    def config(self) -> dict[str, Any]:
+        """As Hugging Face writes it."""
+        return {
             "architectures": ["Qwen2ForCausalLM"],
             "model_type": "qwen2",
             "hidden_size": HEADS * HEAD_SIZE,
@@ -74,9 +78,12 @@ class Shape:
             "eos_token_id": 2,
             "dtype": "bfloat16",
         }
+
+    def write(self, folder: str) -> str:
+        """The config without weights; vLLM fills them in by ``load_format="dummy"``."""
         os.makedirs(folder, exist_ok=True)
         with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
-            json.dump(config, file)
+            json.dump(self.config(), file)
         return folder
 
 
@@ -84,8 +91,10 @@ def shape_of(name: str) -> Shape:
     return Shape(name, KV_HEADS[name])
 
 
-def transfer_config(connector: str, pool_bytes: int) -> dict[str, Any] | None:
-    """Each connector with its own defaults and the same host memory."""
+def transfer_config(
+    connector: str, pool_bytes: int, settings: Mapping[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """Each connector with its own defaults and the same host memory; ``settings`` are kvferry's."""
     if connector == "none":
         return None
     config: dict[str, Any] = {"kv_role": "kv_both"}
@@ -93,7 +102,7 @@ def transfer_config(connector: str, pool_bytes: int) -> dict[str, Any] | None:
         return config | {
             "kv_connector": "KvferryConnector",
             "kv_connector_module_path": "kvferry.vllm.connector",
-            "kv_connector_extra_config": {"host": pool_bytes},
+            "kv_connector_extra_config": {"host": pool_bytes, **(settings or {})},
         }
     if connector == "idle":
         return config | {
@@ -121,30 +130,43 @@ class Live:
 class Engine:
     """Owns vLLM's engine. ``start_seconds`` is what making it took, imports left out."""
 
-    def __init__(self, shape: Shape, connector: str, *, pool_bytes: int, device_bytes: int) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        connector: str,
+        *,
+        pool_bytes: int,
+        device_bytes: int,
+        settings: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``settings`` are kvferry's, ``options`` vLLM's, over those below."""
         from vllm import LLM
 
         # Not by XDG_CACHE_HOME: vLLM's compile cache is keyed by that, too.
         profile_files.cache_directory = lambda: Path(os.environ[PROFILES])
         folder = os.path.join(tempfile.gettempdir(), f"bench-{shape.name}")
         began = time.perf_counter()
+        usual: dict[str, Any] = {
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "dtype": "bfloat16",
+            "seed": 0,
+            "attention_config": {"backend": "FLASH_ATTN"},
+            "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
+            "max_model_len": 20480,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 8192,
+            "block_size": shape.block_tokens,
+            "gpu_memory_utilization": 0.5,
+            "kv_cache_memory_bytes": device_bytes,
+            "enable_prefix_caching": True,
+            "disable_log_stats": False,
+        }
         self.llm = LLM(
             model=shape.write(folder),
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            seed=0,
-            attention_config={"backend": "FLASH_ATTN"},
-            compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
-            max_model_len=20480,
-            max_num_seqs=16,
-            max_num_batched_tokens=8192,
-            block_size=BLOCK_TOKENS,
-            gpu_memory_utilization=0.5,
-            kv_cache_memory_bytes=device_bytes,
-            enable_prefix_caching=True,
-            disable_log_stats=False,
-            kv_transfer_config=transfer_config(connector, pool_bytes),
+            kv_transfer_config=transfer_config(connector, pool_bytes, settings),
+            **(usual | dict(options or {})),
         )
         self.start_seconds = time.perf_counter() - began
         self.shape = shape
@@ -185,9 +207,7 @@ class Engine:
 
     def run(self, prompt: list[int], max_tokens: int) -> Live:
         """One request alone, from a quiet GPU to its last token."""
-        import torch
-
-        torch.cuda.synchronize()
+        _synchronize()
         live = self.add(prompt, max_tokens)
         while not live.done:
             self.step()
@@ -229,7 +249,7 @@ class Engine:
         for tensor in self.kv_tensors():
             raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
             raw.set_(tensor.untyped_storage()).fill_(_POISON)
-        torch.cuda.synchronize()
+        _synchronize()
 
     def digests(self, prompt: list[int]) -> list[tuple[int, ...]]:
         """One number per layer of every whole block of this prompt that the GPU's cache has."""
@@ -294,3 +314,10 @@ class Engine:
         group = get_kv_transfer_group() if has_kv_transfer_group() else None
         memory = getattr(getattr(group, "_worker", None), "_memory", None)
         return memory.host if memory is not None else None
+
+
+def _synchronize() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -107,7 +107,7 @@ class Run:
         self, command: list[str], data: Result, *, keep: Callable[[], None], seconds: float
     ) -> None:
         self._command = command
-        self._environment = _environment()
+        self._environment = environment()
         self._data = data
         self._keep = keep
         self._seconds = seconds
@@ -280,7 +280,7 @@ def _first_tokens(rounds: int) -> Iterator[Callable[[Seat], Any]]:
     yield end
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """For all processes of a run: kvferry's first start in it finds no profile of this card."""
     return os.environ | {
         PROFILES: tempfile.mkdtemp(prefix="bench-vllm-profiles-"),

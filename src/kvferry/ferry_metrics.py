@@ -25,6 +25,7 @@ from kvferry.types import HOST
 
 if TYPE_CHECKING:
     from kvferry.metrics.endpoint import Endpoint
+    from kvferry.tiers.disk.status import DiskFigures
 
 
 class FerryLooks:
@@ -97,6 +98,7 @@ def open_endpoint(
         slot_bytes=dict.fromkeys((HOST, *rank.levels), rank.host.tier.slot_bytes),
         pinned_bytes=partial(_pinned_bytes, memory),
         why_path=partial(_why_path, memory),
+        disks=partial(_disks, memory),
     )
     door = None
     if config.control_token is not None and config.control != "off":
@@ -117,6 +119,11 @@ def _keys_of_tokens(namespace: Namespace, tokens: list[int], salt: str) -> Keys:
 def _pinned_bytes(rank: weakref.ref[RankMemory]) -> int | None:
     found = rank()
     return found.host.stats().pinned_bytes if found is not None else None
+
+
+def _disks(rank: weakref.ref[RankMemory]) -> dict[str, DiskFigures]:
+    found = rank()
+    return found.disks() if found is not None else {}
 
 
 def _why_path(rank: weakref.ref[RankMemory], copy: Copy) -> str:

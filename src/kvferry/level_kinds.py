@@ -97,7 +97,7 @@ def default_name(kind: str) -> str:
 
 def disk_level(directories: Sequence[str]) -> LevelSpec:
     """The disk as a level: its settings are settings of their own, not options."""
-    return LevelSpec(DISK, DISK, ", ".join(directories), "kvferry.tiers.disk:open_disk")
+    return LevelSpec(DISK, DISK, ", ".join(directories), "kvferry.tiers.disk.tier:open_disk")
 
 
 def read_levels(name: str, value: object) -> tuple[LevelSpec, ...]:

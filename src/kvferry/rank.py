@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from kvferry.config import Config
 from kvferry.contents import Contents, tier_setup
@@ -36,6 +37,9 @@ from kvferry.tiers import (
     open_levels,
 )
 from kvferry.types import FIRST_RANK, Rank, TierName
+
+if TYPE_CHECKING:
+    from kvferry.tiers.disk.status import DiskFigures
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +95,11 @@ class RankMemory:
     def ready_slots(self) -> int:
         """Slots, from the first on, that can be used; for ``Scheduler.note_ready``."""
         return self.host.ready_slots
+
+    def disks(self) -> dict[str, DiskFigures]:
+        """What the drives below this rank's memory did so far, by level."""
+        found = {name: level.figures() for name, level in self.levels.items()}
+        return {name: figures for name, figures in found.items() if figures is not None}
 
     def note_step(self) -> None:
         """The model was given work: while it has some, host memory grows slowly."""

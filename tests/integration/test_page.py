@@ -17,6 +17,7 @@ from tests.fakes.endpoint import FakeEndpoint, stats
 from tests.integration.test_endpoint import ask
 
 from kvferry.metrics.samples import Snapshot
+from kvferry.tiers.disk.status import DiskFigures
 from kvferry.watch.server import PageServer
 from kvferry.watch.view import Watch
 
@@ -97,13 +98,16 @@ def test_levels_are_drawn_and_one_that_is_away_says_why(endpoint, server, tmp_pa
         ailments={"disk": "rank 1: full", "store": ""},
         asked={"store": (4000, 999)},
     )
-    endpoint.show(Snapshot(counted, "1.2.3", {"host": 1_000_000}))
+    disk = DiskFigures(5 << 30, 2 << 30, failed={"damaged": 2}, pending=3, durable_lag=0.4)
+    endpoint.show(Snapshot(counted, "1.2.3", {"host": 1_000_000}, disks={"disk": disk}))
     endpoint.levels_away = {"disk": f"rank 1: full {EVIL}"}
     dom = browse(server.url, tmp_path)
     text = re.sub(r"<[^>]+>", " ", dom)
     assert "away: rank 1: full &lt;img" in text
     assert "6,000 of 10,000 slots" in text
     assert "asked for 4,000 blocks, 999 found" in text
+    assert "3 blocks not durable yet (the oldest for 0.4 s)" in text
+    assert "failed blocks: 2 damaged" in text
     assert "<img" not in dom
 
 

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from kvferry.config import Config, describe
+from kvferry.disk_settings import KEY_ENV
 from kvferry.metrics.catalog import FIGURES, Label, Metric, MetricKind, catalog
 from kvferry.quantities import parse_size
 
@@ -222,9 +223,15 @@ def container() -> dict[str, Any]:
     return dict(only)
 
 
-def test_the_manifest_sets_settings_that_exist():
+def our_variables() -> dict[str, str]:
+    """Those that say a setting; the disk's key is none, and comes from a secret."""
     env = {item["name"]: item.get("value") for item in container()["env"]}
-    ours = {name: value for name, value in env.items() if name.startswith("KVFERRY_")}
+    assert env.pop(KEY_ENV, "absent") is None
+    return {name: value for name, value in env.items() if name.startswith("KVFERRY_")}
+
+
+def test_the_manifest_sets_settings_that_exist():
+    ours = our_variables()
     assert set(ours) <= {setting.env for setting in describe()}
     config = Config.from_env(ours)
     limit = parse_size(container()["resources"]["limits"]["memory"] + "B")
@@ -240,9 +247,7 @@ def test_the_manifest_sets_settings_that_exist():
 
 def test_what_names_requests_stays_inside_the_pod():
     """``/explain`` is on kvferry's own endpoint: on loopback, no port of pod or service."""
-    env = {item["name"]: item.get("value") for item in container()["env"]}
-    ours = {name: value for name, value in env.items() if name.startswith("KVFERRY_")}
-    config = Config.from_env(ours)
+    config = Config.from_env(our_variables())
     assert config.metrics_port is not None
     assert config.metrics_host == "127.0.0.1"
     (service,) = [d for d in manifest() if d["kind"] == "Service"]
@@ -252,11 +257,25 @@ def test_what_names_requests_stays_inside_the_pod():
 
 def test_what_is_made_once_is_kept():
     """The model's files and kvferry's profile are on the claim that the manifest makes."""
-    (claim,) = [d for d in manifest() if d["kind"] == "PersistentVolumeClaim"]
-    (kept,) = [v for v in pod()["volumes"] if "persistentVolumeClaim" in v]
-    assert kept["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
-    places = {m["mountPath"] for m in container()["volumeMounts"] if m["name"] == kept["name"]}
-    assert places == {"/root/.cache/huggingface", "/root/.cache/kvferry"}
+    claims = {d["metadata"]["name"]: d for d in manifest() if d["kind"] == "PersistentVolumeClaim"}
+    kept = {v["name"]: v["persistentVolumeClaim"]["claimName"] for v in pod()["volumes"][1:]}
+    assert set(kept.values()) == set(claims)
+    places = {m["mountPath"]: kept.get(m["name"]) for m in container()["volumeMounts"]}
+    assert places["/root/.cache/huggingface"] == places["/root/.cache/kvferry"] == "vllm-kvferry"
+
+
+def test_the_disk_has_a_volume_of_its_own_and_fits_it():
+    config = Config.from_env(our_variables())
+    (directory,) = config.disk
+    volumes = {m["mountPath"]: m["name"] for m in container()["volumeMounts"]}
+    (claimed,) = [v for v in pod()["volumes"] if v["name"] == volumes[directory]]
+    name = claimed["persistentVolumeClaim"]["claimName"]
+    (claim,) = [d for d in manifest() if d["metadata"]["name"] == name]
+    size = parse_size(claim["spec"]["resources"]["requests"]["storage"] + "B")
+    assert config.disk_size + config.disk_keep_free < 0.95 * size, "file systems need room, too"
+    assert config.level_write == "through", "or a restart finds only what was evicted before"
+    (key,) = [item for item in container()["env"] if item["name"] == KEY_ENV]
+    assert key["valueFrom"]["secretKeyRef"]["optional"], "encryption is for who wants it"
 
 
 def test_the_pod_is_watched_by_vllms_own_health():

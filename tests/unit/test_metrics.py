@@ -35,6 +35,7 @@ from kvferry.scheduler import PlacedLevel
 from kvferry.scheduler.journal import Copy
 from kvferry.scheduler.why import Reason
 from kvferry.stats import OTHER, SIZE_BOUNDS, Distribution, Histogram, TrafficCounts
+from kvferry.tiers.disk.status import FAILURES, DiskFigures
 from kvferry.types import FIRST_RANK, Outcome, Receipt, TierName
 
 ROOT = Path(__file__).parents[2]
@@ -63,10 +64,26 @@ def settle(scheduler: ByName, *, path: str, seconds: float) -> None:
     )
 
 
+DISK = DiskFigures(
+    read_bytes=3000,
+    written_bytes=4000,
+    read_seconds=0.5,
+    write_seconds=0.25,
+    failed={"damaged": 2, "late": 1},
+    pending=7,
+    durable_lag=0.5,
+    restarts=1,
+    drives_away=1,
+)
+
+
 @pytest.fixture
 def snapshot() -> Snapshot:
     stats = replace(busy_scheduler().stats(), asked={"store": (4, 3)})
-    return Snapshot(stats, "1.2.3", {"host": 100}, pinned_bytes=800, held_blocks=2, idle="")
+    disks = {"disk": DISK}
+    return Snapshot(
+        stats, "1.2.3", {"host": 100}, pinned_bytes=800, held_blocks=2, idle="", disks=disks
+    )
 
 
 def test_the_page_equals_the_code():
@@ -105,9 +122,19 @@ def test_values_are_those_of_the_scheduler(snapshot):
     assert values[names.SLOTS, ("host", "cached")] == 4
     assert values[names.SLOTS, ("disk", "free")] == 8
     assert values[names.PINNED_BYTES, ()] == 800
+    assert values[names.RESTORED_BLOCKS, ("disk",)] == 0
+    assert values[names.DRIVE_BYTES, ("disk", "read")] == 3000
+    assert values[names.DRIVE_SECONDS, ("disk", "write")] == 0.25
+    assert values[names.DRIVE_FAILED, ("disk", "damaged")] == 2
+    assert values[names.DRIVE_FAILED, ("disk", "absent")] == 0
+    assert values[names.DURABLE_LAG, ("disk",)] == 0.5
     sizes = values[names.TRANSFER_BYTES, ("host", "device", "kernel")]
     assert isinstance(sizes, Distribution)
     assert sizes.counts[0] == sum(sizes.counts) == 1
+
+
+def test_a_drive_fails_for_reasons_that_are_listed():
+    assert set(FAILURES.values()) == set(names.FAILED_WHY)
 
 
 def test_all_reasons_and_verdicts_are_there_before_they_happen(snapshot):

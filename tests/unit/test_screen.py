@@ -16,7 +16,7 @@ from kvferry.metrics.samples import Snapshot
 from kvferry.metrics.text import exposition
 from kvferry.watch.scrape import parse
 from kvferry.watch.told import Copied, RecentRequest, Told, Why
-from kvferry.watch.view import View, Watch
+from kvferry.watch.view import DrivesView, View, Watch
 
 
 def look(**changes: object) -> View:
@@ -68,6 +68,22 @@ def test_there_is_more_to_see_where_there_is_room():
     narrow, wide = lines(look(), 60), lines(look(), 200)
     assert len(narrow) > len(wide)
     assert max(line.count("█") for line in wide) > max(line.count("█") for line in narrow)
+
+
+def test_drives_have_a_line_and_their_troubles_another():
+    view = look()
+    drives = DrivesView(10, 20, 3.5e9, 1.2e9, {"damaged": 2, "late": 1}, 5, 0.4, 1, 0)
+    tiers = [*view.tiers[:-1], replace(view.tiers[-1], drives=drives, restored=1200)]
+    said = "\n".join(lines(replace(view, tiers=tiers), 200))
+    assert (
+        "Drives of disk: 3.5 GB/s read, 1.2 GB/s written, 5 blocks not durable yet (the oldest for "
+        "0.4 s), began with 1,200 blocks" in said
+    )
+    assert "failed blocks: 2 damaged, 1 late; 1 drive away" in said
+    well = replace(drives, failed={}, num_away=0, pending=0)
+    said = "\n".join(lines(replace(view, tiers=[replace(view.tiers[-1], drives=well)]), 200))
+    assert "0 blocks not durable yet\n" in said
+    assert "failed blocks" not in said
 
 
 @pytest.mark.parametrize(("leases", "words"), [(0, "0 leases"), (1, "1 lease"), (2, "2 leases")])

@@ -13,6 +13,7 @@ from kvferry.metrics.http import HttpServer
 from kvferry.metrics.samples import Snapshot
 from kvferry.metrics.source import installed_version
 from kvferry.metrics.text import exposition
+from kvferry.tiers.disk.status import DiskFigures
 from kvferry.vllm.figures import SEPARATOR, idle_figures
 from kvferry.watch.fetch import base_url
 from kvferry.watch.scrape import explain, parse, read
@@ -76,6 +77,28 @@ def test_levels_are_tiers_with_what_they_were_asked_for_and_why_they_are_away(en
     assert tiers["disk"].is_away
     assert not tiers["store"].is_away
     assert tiers["store"].asked == 16
+
+
+def test_drives_say_what_they_do_what_fails_and_what_is_not_durable(endpoint):
+    counted = replace(stats(queries=1), restored={"disk": 120})
+    disk = DiskFigures(1000, 5000, failed={"damaged": 2}, pending=3, durable_lag=0.25, restarts=1)
+    watch = Watch(endpoint.url)
+    endpoint.show(Snapshot(counted, "1", disks={"disk": disk}))
+    first = {tier.name: tier for tier in watch.look().tiers}
+    assert first["host"].drives is None
+    endpoint.show(Snapshot(counted, "1", disks={"disk": replace(disk, read_bytes=9000)}))
+    tier = {tier.name: tier for tier in watch.look().tiers}["disk"]
+    assert tier.restored == 120
+    assert tier.drives is not None
+    assert (tier.drives.read_bytes, tier.drives.written_bytes) == (9000, 5000)
+    assert tier.drives.read_rate > 0
+    assert tier.drives.write_rate == 0
+    assert tier.drives.failed == {"damaged": 2}
+    assert (tier.drives.pending, tier.drives.durable_lag) == (3, 0.25)
+    endpoint.show_as_vllm(Snapshot(counted, "1", disks={"disk": disk}))  # two engines
+    told = {tier.name: tier for tier in Watch(endpoint.url).look().tiers}["disk"].drives
+    assert told is not None
+    assert (told.read_bytes, told.durable_lag) == (2000, 0.25), "ages are not added up"
 
 
 @pytest.mark.parametrize("why", ["refused", "failed"])

@@ -77,6 +77,9 @@ kvferry = LazyGroup(
         "calibrate": CommandEntry(
             "kvferry.cli.calibrate", "calibrate", "Time the copy paths on this machine."
         ),
+        "disk": CommandEntry(
+            "kvferry.cli.disk", "disk", "Look after what is kept on disk: ls, verify, purge."
+        ),
         "doctor": CommandEntry("kvferry.cli.doctor", "doctor", "See whether this machine is fit."),
         "top": CommandEntry("kvferry.cli.top", "top", "See what a running kvferry does, now."),
         "explain": CommandEntry(

@@ -13,7 +13,15 @@ from rich.table import Table
 
 from kvferry.cli.json_output import is_stdout, json_option, put
 from kvferry.cli.report import NAMES, ROWS, gain, render, show_seconds, verdict
-from kvferry.errors import ConfigError, InputError
+from kvferry.cli.restart_report import (
+    LIVES,
+    columns,
+    restart_gain,
+    restart_section,
+    restart_verdict,
+)
+from kvferry.cli.restart_report import ROWS as RESTART_ROWS
+from kvferry.errors import ConfigError, InputError, KvferryError
 from kvferry.level_kinds import LevelSpec, read_levels, show_levels
 from kvferry.playground.compare import (
     Answers,
@@ -21,11 +29,13 @@ from kvferry.playground.compare import (
     Figures,
     Scenario,
     ServingWay,
+    Turn,
     compare,
     run,
 )
 from kvferry.playground.model import Decoder, ModelShape
 from kvferry.playground.request import ServedRequest
+from kvferry.playground.restart import Restart, run_restart
 from kvferry.playground.threads import limit_matrix_threads
 from kvferry.playground.workload import Chat
 from kvferry.quantities import parse_size
@@ -109,6 +119,12 @@ FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
     show_default="none",
 )
 @click.option(
+    "--restart",
+    is_flag=True,
+    help="Then also stop the server and start it again, as processes of their own with a disk "
+    "(a temporary directory) below host memory: its first turns are found there.",
+)
+@click.option(
     "--window",
     type=COUNT,
     metavar="N",
@@ -143,6 +159,7 @@ def demo(
     device_blocks: int | None,
     host: int,
     levels: tuple[LevelSpec, ...],
+    restart: bool,
     window: int | None,
     seed: int,
     html: Path,
@@ -154,6 +171,8 @@ def demo(
     device that holds them all, on one that is several times too small, and on the small one with
     kvferry, which keeps in host memory what the device must forget. Then it proves that all three
     gave the same tokens and shows what each of them cost. Takes less than a minute, needs no GPU.
+    With --restart it also shows a server that stops, and a new process that goes on where it
+    stopped, with what the first one left on disk.
 
     The exit code is 0 when all tokens agree and 1 when they do not.
     """
@@ -188,18 +207,24 @@ def demo(
     except (InputError, ConfigError) as error:
         raise click.UsageError(str(error), ctx) from error
     _require_folder(html, None if is_stdout(json_file) else json_file)
+    again: Restart | None = None
     try:
         result = _run_all(setting, console)
+        _show(result, console)
+        if restart:
+            again = run_restart(setting, _LifeProgress(console))
+            _show_restart(again, console)
     except KeyboardInterrupt:
         console.print("Interrupted. Nothing was written.")
         ctx.exit(INTERRUPTED)
-    _show(result, console)
-    html.write_text(render(result), encoding="utf-8")
+    except KvferryError as error:
+        raise click.ClickException(str(error)) from error
+    html.write_text(render(result, restart_section(again) if again else ""), encoding="utf-8")
     console.print(f"Report: {html}", highlight=False, soft_wrap=True)
-    put(result.to_dict(), json_file)
+    put(result.to_dict() | ({"restart": again.to_dict()} if again else {}), json_file)
     if json_file is not None and not is_stdout(json_file):
         console.print(f"Figures: {json_file}", highlight=False, soft_wrap=True)
-    if not result.tokens_equal:
+    if not (result.tokens_equal and (again is None or again.tokens_equal)):
         ctx.exit(TOKENS_DIFFER)
 
 
@@ -279,6 +304,36 @@ class _PlainProgress:
                 f"first token {_wait(request)}",
                 highlight=False,
             )
+
+
+class _LifeProgress:
+    """A line for every process, once it has answered its first turn."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._life = ""
+
+    def __call__(self, life: str, turn: Turn) -> None:
+        if life != self._life:
+            self._life = life
+            wait = show_seconds(turn.first_token_seconds)
+            self._console.print(f"{LIVES[life]}: first token {wait}", highlight=False)
+
+
+def _show_restart(again: Restart, console: Console) -> None:
+    table = Table(title=None, header_style="bold")
+    table.add_column("")
+    lives = columns(again)
+    for name, life in lives:
+        widest = max(len(show(life)) for _, show in RESTART_ROWS)
+        style = "cyan" if life is again.warm else None
+        table.add_column(name, justify="right", style=style, min_width=widest)
+    for name, show in RESTART_ROWS:
+        table.add_row(name, *(show(life) for _, life in lives))
+    console.print(table)
+    style, mark = ("green", "OK") if again.tokens_equal else ("bold red", "FAILED")
+    console.print(f"[{style}]{mark}[/] {restart_verdict(again)}", highlight=False)
+    console.print(restart_gain(again), highlight=False)
 
 
 def _wait(request: ServedRequest) -> str:

@@ -73,8 +73,8 @@ def gain(result: Comparison) -> str:
     )
 
 
-def render(result: Comparison) -> str:
-    """The whole page."""
+def render(result: Comparison, more: str = "") -> str:
+    """The whole page; ``more`` stands before the table of all figures."""
     return _PAGE.format(
         css=_CSS,
         version=__version__,
@@ -95,6 +95,7 @@ def render(result: Comparison) -> str:
             ]
         ),
         table=_table(result),
+        more=more,
     )
 
 
@@ -274,7 +275,7 @@ svg text.name{font-size:12px;fill:var(--ink)}svg text.inside{fill:#fff;font-weig
 .legend{list-style:none;display:flex;flex-wrap:wrap;gap:4px 18px;padding:0;margin:8px 0 0;
 font-size:13px;color:var(--soft)}
 .legend span{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:7px}
-.scroll{overflow-x:auto}
+.scroll{overflow-x:auto}figure+figure{margin-top:16px}.plots figure+figure{margin-top:0}
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 th,td{padding:7px 10px;text-align:right;border-bottom:1px solid var(--edge)}
 td{white-space:nowrap}
@@ -305,6 +306,7 @@ again; with kvferry it forgets, and loads.</p>
 <figure><h2>Prefill work</h2>
 <p>Tokens computed so that answers could start.</p>{work}{legend}</figure>
 </div>
+{more}
 <figure><h2>All figures</h2><div class="scroll">{table}</div></figure>
 <footer><p>{setting}</p><p>kvferry {version}. Times are from this one run on this one machine;
 on a shared machine expect them to vary.</p></footer>

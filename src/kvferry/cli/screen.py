@@ -55,6 +55,7 @@ class Screen:
             yield Text(clean(self.error), style="bold red")
         yield _tiers(self.view, room)
         yield from _away(self.view)
+        yield from _drives(self.view)
         yield _routes(self.view, room)
         yield _counts(self.view, room)
         yield _foot(self.view)
@@ -112,6 +113,29 @@ def _away(view: View) -> Iterable[Text]:
         if tier.is_away:
             why = f": {said(tier.why_away, _MOST_WHY)}" if tier.why_away else ""
             yield Text(f"Level {_name(tier.name)} cannot be used{why}", style="bold red")
+
+
+def _drives(view: View) -> Iterable[Text]:
+    """A line for each level that has drives: what they do now, and whether all is well."""
+    for tier in view.tiers:
+        drives = tier.drives
+        if drives is None:
+            continue
+        words = (
+            f"Drives of {_name(tier.name)}: {show_bytes(drives.read_rate)}/s read, "
+            f"{show_bytes(drives.write_rate)}/s written, "
+            f"{counted(drives.pending, 'block')} not durable yet"
+        )
+        if drives.pending:
+            words += f" (the oldest for {drives.durable_lag:.1f} s)"
+        if tier.restored:
+            words += f", began with {counted(tier.restored, 'block')}"
+        yield Text(words)
+        failed = ", ".join(f"{count:,} {why}" for why, count in drives.failed.items())
+        troubles = [f"failed blocks: {failed}"] * bool(failed)
+        troubles += [f"{counted(drives.num_away, 'drive')} away"] * bool(drives.num_away)
+        if troubles:
+            yield Text("  " + "; ".join(troubles), style="bold red")
 
 
 def _tier(tier: TierView, room: TerminalRoom) -> RenderableType:

@@ -13,6 +13,7 @@ from kvferry.config import Config
 from kvferry.device.driver.base import BatchForm, DeviceIdentity, Driver, Priority
 from kvferry.device.driver.opening import open_driver
 from kvferry.device.planning.profile_files import load_profile, profile_file
+from kvferry.doctor.drive import DriveFacts, look_at_drive
 from kvferry.quantities import MiB
 from kvferry.tiers.limits import Machine
 
@@ -42,7 +43,7 @@ class Environment:
 
     ``gpu`` raises OSError or DriverError where there is none. ``package`` answers a package's
     version, ``plugins`` the names under an entry point, ``room`` the total and free bytes of a
-    file system, each None where there is none.
+    file system, each None where there is none. ``drive`` measures the drive under a directory.
     """
 
     machine: Machine = field(default_factory=Machine)
@@ -52,6 +53,7 @@ class Environment:
     package: Callable[[str], str | None] = lambda name: package_version(name)
     plugins: Callable[[str], tuple[str, ...]] = lambda group: plugin_names(group)
     room: Callable[[str], tuple[int, int] | None] = lambda path: room_of(path)
+    drive: Callable[[str], DriveFacts] = lambda directory: look_at_drive(directory)
     processors: Callable[[], frozenset[int]] = lambda: frozenset(os.sched_getaffinity(0))
     has_profile: Callable[[DeviceIdentity, Collection[str]], bool] = lambda gpu, paths: (
         load_profile(profile_file(gpu, paths), paths) is not None

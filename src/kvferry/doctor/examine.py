@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from kvferry.doctor.disk_checks import check_disk
 from kvferry.doctor.environment import Environment
 from kvferry.doctor.finding import Finding, warn
 from kvferry.doctor.gpu_checks import check_gpu
@@ -19,8 +20,9 @@ def examine(env: Environment) -> list[Finding]:
     checks: tuple[tuple[str, Callable[[], Iterable[Finding]]], ...] = (
         ("gpu", lambda: check_gpu(env)),
         ("host memory", lambda: check_memory(env, config)),
+        ("disk", lambda: check_disk(env, config)),
         ("levels", lambda: check_levels(config)),
-        ("vllm", lambda: check_vllm(env)),
+        ("vllm", lambda: check_vllm(env, config)),
     )
     for name, check in checks:
         try:

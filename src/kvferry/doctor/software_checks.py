@@ -32,7 +32,7 @@ def check_settings(env: Environment) -> tuple[Finding, Config]:
     return ok("settings", "all can be read; kvferry config shows them"), config
 
 
-def check_vllm(env: Environment) -> Iterator[Finding]:
+def check_vllm(env: Environment, config: Config) -> Iterator[Finding]:
     """Whether vLLM would load our connector, and whether that connector knows this vLLM."""
     version = env.package("vllm")
     if version is None:
@@ -40,7 +40,7 @@ def check_vllm(env: Environment) -> Iterator[Finding]:
         return
     yield _version(version)
     yield _connector(env)
-    yield _hash_seed(env, version)
+    yield _hash_seed(env, version, config)
 
 
 def _version(version: str) -> Finding:
@@ -77,7 +77,7 @@ def _connector(env: Environment) -> Finding:
     return ok("connector", "vLLM finds it")
 
 
-def _hash_seed(env: Environment, version: str) -> Finding:
+def _hash_seed(env: Environment, version: str, config: Config) -> Finding:
     """vLLM takes any text for a seed, and without one makes its own: see its ``NONE_HASH``."""
     seed = env.env.get("PYTHONHASHSEED")
     if seed is not None:
@@ -87,6 +87,13 @@ def _hash_seed(env: Environment, version: str) -> Finding:
             "hash seed",
             "not needed: this vLLM names blocks alike in every process, unless you chose xxhash "
             "for --prefix-caching-hash-algo",
+        )
+    if config.disk:
+        return fail(
+            "hash seed",
+            "PYTHONHASHSEED is not set, and this vLLM then names the same blocks differently in "
+            "every process: after a restart it finds nothing of what is on disk",
+            "export PYTHONHASHSEED=0 for the server",
         )
     return warn(
         "hash seed",

@@ -16,6 +16,9 @@ VERDICTS = tuple(verdict.value for verdict in Verdict)
 IDLE_REASONS = ("refused", "failed")
 """It does not serve this model or these settings; or something of ours went wrong."""
 STATES = ("free", "cached", "leased", "unready")
+FAILED_WHY = ("absent", "damaged", "drive", "late", "unreachable", "other")
+"""Why a block on disk could not be read or written: it was not there, its bytes were not those that
+were written, the drive said so, its time was up, the engine's memory could not be reached."""
 
 _TIERS = "device, host and the tiers configured below it"
 _PATHS = (
@@ -59,6 +62,8 @@ class Metric:
 
 _TIER = Label("tier", _TIERS)
 _LEVEL = Label("level", "the tiers configured below the host")
+_WAY = Label("way", "read, write")
+_FAILURE = Label("reason", ", ".join(FAILED_WHY))
 _ROUTE = (Label("src", _TIERS), Label("dst", _TIERS), Label("path", _PATHS))
 
 
@@ -114,6 +119,24 @@ ASKED_BLOCKS = _counter(
 FOUND_BLOCKS = _counter("found_blocks", "Those of them that were there.", _LEVEL)
 LOST_BLOCKS = _counter(
     "lost_blocks", "Blocks that failed alone in copies below the host that brought others."
+)
+RESTORED_BLOCKS = _gauge(
+    "restored_blocks", "Blocks of an earlier life that a level with places began with.", _LEVEL
+)
+DRIVE_BYTES = _counter("drive_bytes", "Bytes read from and written to drives.", _LEVEL, _WAY)
+DRIVE_SECONDS = _counter(
+    "drive_seconds", "Seconds spent in calls to drives, summed over their threads.", _LEVEL, _WAY
+)
+DRIVE_FAILED = _counter(
+    "drive_failed_blocks", "Blocks that could not be read or written, by why.", _LEVEL, _FAILURE
+)
+DRIVE_RESTARTS = _counter(
+    "drive_restarts", "Times that the process of a drive had to be started again.", _LEVEL
+)
+DRIVES_AWAY = _gauge("drives_away", "Directories that cannot be used now, on all ranks.", _LEVEL)
+PENDING_BLOCKS = _gauge("pending_blocks", "Blocks written and not yet durable.", _LEVEL)
+DURABLE_LAG = _gauge(
+    "durable_lag_seconds", "Age of the oldest block that is written and not yet durable.", _LEVEL
 )
 RESETS = _counter("resets", "Times that everything was forgotten.")
 
@@ -202,6 +225,7 @@ FIGURES = {
         "histogram_quantile(0.95, sum by (le, src, dst) "
         "(rate(kvferry_transfer_seconds_bucket[5m])))"
     ),
+    "Speed of the drives": ("sum by (level, way) (rate(kvferry_drive_bytes_total[5m]))"),
     "Bytes of blocks in each tier": (
         'kvferry_slots{state=~"cached\\|leased"} '
         "* on (instance, tier) group_left kvferry_slot_bytes"

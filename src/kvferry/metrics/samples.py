@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvferry.metrics import catalog as names
 from kvferry.metrics.catalog import Metric
@@ -13,13 +13,17 @@ from kvferry.slot_states import PoolCounts
 from kvferry.stats import Distribution, SchedulerStats
 from kvferry.types import HOST
 
+if TYPE_CHECKING:
+    from kvferry.tiers.disk.status import DiskFigures
+
 
 @dataclass(frozen=True)
 class Snapshot:
     """All that one process can say of itself: what the scheduler counted, and its memory.
 
     None is what this process does not know: in a server the workers pin memory, not the scheduler.
-    ``idle`` is one of the catalog's reasons, empty while it serves.
+    ``idle`` is one of the catalog's reasons, empty while it serves. ``disks`` has what drives did,
+    by level, of all ranks together.
     """
 
     stats: SchedulerStats
@@ -28,6 +32,7 @@ class Snapshot:
     pinned_bytes: int | None = None
     held_blocks: int | None = None
     idle: str | None = None
+    disks: Mapping[str, DiskFigures] = field(default_factory=dict)
 
 
 class Sample(NamedTuple):
@@ -64,8 +69,25 @@ def samples(snapshot: Snapshot) -> Iterator[Sample]:
     for level, (num_asked, num_found) in stats.asked.items():
         yield Sample(names.ASKED_BLOCKS, (level,), num_asked)
         yield Sample(names.FOUND_BLOCKS, (level,), num_found)
+    for level, num_restored in stats.restored.items():
+        yield Sample(names.RESTORED_BLOCKS, (level,), num_restored)
+    for level, disk in snapshot.disks.items():
+        yield from _disk(level, disk)
     for tier, num_bytes in snapshot.slot_bytes.items():
         yield Sample(names.SLOT_BYTES, (tier,), num_bytes)
+
+
+def _disk(level: str, disk: DiskFigures) -> Iterator[Sample]:
+    yield Sample(names.DRIVE_BYTES, (level, "read"), disk.read_bytes)
+    yield Sample(names.DRIVE_BYTES, (level, "write"), disk.written_bytes)
+    yield Sample(names.DRIVE_SECONDS, (level, "read"), disk.read_seconds)
+    yield Sample(names.DRIVE_SECONDS, (level, "write"), disk.write_seconds)
+    for reason in names.FAILED_WHY:
+        yield Sample(names.DRIVE_FAILED, (level, reason), disk.failed.get(reason, 0))
+    yield Sample(names.DRIVE_RESTARTS, (level,), disk.restarts)
+    yield Sample(names.DRIVES_AWAY, (level,), disk.drives_away)
+    yield Sample(names.PENDING_BLOCKS, (level,), disk.pending)
+    yield Sample(names.DURABLE_LAG, (level,), disk.durable_lag)
 
 
 def idle(why: str) -> Iterator[Sample]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import cache
 from importlib import metadata
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvferry.metrics.inbox import Inbox
 from kvferry.metrics.reasons import why_path
@@ -16,6 +16,9 @@ from kvferry.scheduler.journal import Copy, Entry
 from kvferry.scheduler.why import Explanation
 from kvferry.stats import SchedulerStats
 from kvferry.types import RequestId
+
+if TYPE_CHECKING:
+    from kvferry.tiers.disk.status import DiskFigures
 
 _SAMPLE = re.compile(r"^\d+_")
 
@@ -44,16 +47,24 @@ class Source:
         slot_bytes: Mapping[str, int] | None = None,
         pinned_bytes: Callable[[], int | None] = lambda: None,
         why_path: WhyPath = lambda copy: why_path(copy, None),
+        disks: Callable[[], Mapping[str, DiskFigures]] = dict,
     ) -> None:
         self._scheduler = scheduler
         self._inbox = inbox
         self._slot_bytes = dict(slot_bytes or {})
         self._pinned_bytes = pinned_bytes
         self._why_path = why_path
+        self._disks = disks
 
     def snapshot(self) -> Snapshot:
         stats = self._inbox.ask(self._scheduler.stats)
-        return Snapshot(stats, installed_version(), self._slot_bytes, self._pinned_bytes())
+        return Snapshot(
+            stats,
+            installed_version(),
+            self._slot_bytes,
+            self._pinned_bytes(),
+            disks=self._disks(),
+        )
 
     def explain(self, request_id: RequestId) -> dict[str, Any] | None:
         """What is remembered of a request, as plain data; None if nothing is.

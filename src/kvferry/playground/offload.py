@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from kvferry.closing import Closing
 from kvferry.config import Config
@@ -22,6 +23,9 @@ from kvferry.stats import SchedulerStats
 from kvferry.tiers import HostTier, Mover, Tier, TierMover, open_levels
 from kvferry.types import DEVICE, HOST, RequestId
 from kvferry.worker import Route, Worker
+
+if TYPE_CHECKING:
+    from kvferry.tiers.disk.status import DiskFigures
 
 
 class Offloader(Closing):
@@ -80,7 +84,7 @@ class Offloader(Closing):
         copies: CopyEngine = CpuEngine(layouts, self.host.rows, compute=runner.compute)
         movers: dict[Route, Mover] = {(DEVICE, HOST): copies, (HOST, DEVICE): copies}
         self.worker = Worker(movers, levels=below)
-        self._levels = tuple(below)
+        self._levels = below
 
     @property
     def has_pending(self) -> bool:
@@ -127,7 +131,11 @@ class Offloader(Closing):
     def source(self) -> Source:
         """What a metrics endpoint can ask."""
         slot_bytes: dict[str, int] = dict.fromkeys((HOST, *self._levels), self.host.slot_bytes)
-        return Source(self.scheduler.onlooker, self.inbox, slot_bytes=slot_bytes)
+        return Source(self.scheduler.onlooker, self.inbox, slot_bytes=slot_bytes, disks=self._disks)
+
+    def _disks(self) -> dict[str, DiskFigures]:
+        found = {name: level.figures() for name, level in self._levels.items()}
+        return {name: figures for name, figures in found.items() if figures is not None}
 
     def close(self) -> None:
         """Finish what moves, then end both halves. Safe to call twice."""

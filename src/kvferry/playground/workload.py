@@ -100,11 +100,23 @@ class Served:
 
 
 def serve(
-    engine: Engine, chat: Chat, on_finish: Callable[[ServedRequest], None] | None = None
+    engine: Engine,
+    chat: Chat,
+    on_finish: Callable[[ServedRequest], None] | None = None,
+    *,
+    rounds: range | None = None,
+    histories: list[list[int]] | None = None,
 ) -> Served:
-    """Run all turns through the engine; a turn is asked once its user has the previous answer."""
-    histories = [chat.opening(number) for number in range(chat.num_conversations)]
-    turns = deque((number, turn) for turn, order in enumerate(chat.rounds()) for number in order)
+    """Run all turns through the engine; a turn is asked once its user has the previous answer.
+
+    Only those of ``rounds``, if given; ``histories`` then has what was said before, and takes up
+    what is said now.
+    """
+    if histories is None:
+        histories = [chat.opening(number) for number in range(chat.num_conversations)]
+    orders = list(enumerate(chat.rounds()))
+    orders = orders if rounds is None else [orders[turn] for turn in rounds]
+    turns = deque((number, turn) for turn, order in orders for number in order)
     under_way: dict[str, int] = {}
     done: list[ServedRequest] = []
     start = engine.clock()

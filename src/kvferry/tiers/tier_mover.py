@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -25,6 +26,9 @@ from kvferry.types import (
     Transfer,
     TransferId,
 )
+
+if TYPE_CHECKING:
+    from kvferry.tiers.disk.status import DiskFigures
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +124,11 @@ class TierMover:
             return None
         self._ailment = ailment
         return Health(self._rank, self._tier.name, ailment)
+
+    def figures(self) -> DiskFigures | None:
+        """What the drives below did so far, if there are any; never waits for one."""
+        figures = getattr(self._tier, "figures", None)
+        return cast("DiskFigures", figures()) if callable(figures) else None
 
     def close(self) -> None:
         """Finish what was submitted and close the tier; never waits long for one that hangs."""

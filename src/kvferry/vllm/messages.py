@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.device.planning.path_choices import PathChoices
+from kvferry.tiers.disk.status import DiskFigures
 from kvferry.types import (
     KEY_BYTES,
     Health,
@@ -98,7 +99,7 @@ class StepReceipts:
     vLLM lets the ranks tell the scheduler's side by handshake. ``drained`` names the ranks that
     were asked to drain and have: a rank with nothing to say is not in the sum at all. ``stale`` are
     epochs whose blocks no longer fit the model's weights. ``health`` tells of levels that went away
-    or came back.
+    or came back. ``disks`` has what the drives of a rank did so far, by level, about once a second.
     """
 
     receipts: tuple[Receipt, ...] = ()
@@ -108,6 +109,7 @@ class StepReceipts:
     pinned: tuple[tuple[Rank, int], ...] = ()
     stale: tuple[int, ...] = ()
     health: tuple[Health, ...] = ()
+    disks: tuple[tuple[Rank, str, DiskFigures], ...] = ()
 
     def aggregate(self, other: StepReceipts) -> StepReceipts:
         return StepReceipts(
@@ -118,4 +120,5 @@ class StepReceipts:
             self.pinned + other.pinned,
             self.stale + other.stale,
             self.health + other.health,
+            self.disks + other.disks,
         )

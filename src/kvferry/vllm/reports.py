@@ -13,6 +13,7 @@ from kvferry.metrics.reasons import why_path
 from kvferry.metrics.samples import Snapshot
 from kvferry.metrics.source import Source, installed_version
 from kvferry.scheduler import Ordered, Request, Scheduler
+from kvferry.tiers.disk.status import DiskFigures, add_up
 from kvferry.types import HOST, Rank
 from kvferry.vllm.events import EventLog
 from kvferry.vllm.figures import between, figures
@@ -30,8 +31,8 @@ _STATS_SECONDS = 1.0
 class Reports:
     """Tells, and lets orders in. Owns the endpoint and what was told so far.
 
-    ``pinned`` is the scheduler side's own: what each rank last said. ``engine_here`` counts the
-    engines of a data-parallel server on this host: each has a port of its own.
+    ``pinned`` and ``disks`` are the scheduler side's own: what each rank last said. ``engine_here``
+    counts the engines of a data-parallel server on this host: each has a port of its own.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Reports:
         shape: RankShape,
         num_ranks: int,
         pinned: Mapping[Rank, int],
+        disks: Mapping[tuple[Rank, str], DiskFigures],
         engine_here: int,
         has_listeners: bool,
         hash_tokens: int,
@@ -53,6 +55,7 @@ class Reports:
         tiers = (HOST, *(level.name for level in shape.levels))
         self._slot_bytes: dict[str, int] = dict.fromkeys(tiers, shape.slot_bytes)
         self._pinned = pinned
+        self._disks = disks
         self.events = (
             EventLog(scheduler.pool, scheduler.groups, hash_tokens) if has_listeners else None
         )
@@ -104,6 +107,7 @@ class Reports:
             slot_bytes=self._slot_bytes,
             pinned_bytes=self._pinned_bytes,
             why_path=lambda copy: why_path(copy, self._choices, num_sharing=self._num_sharing),
+            disks=self._summed_disks,
         )
         try:
             self._endpoint = Endpoint(source, host=host, port=port, door=self._door)
@@ -134,6 +138,7 @@ class Reports:
                 self._pinned_bytes(),
                 num_held,
                 idle="",
+                disks=self._summed_disks(),
             )
         )
         before, self._told, self._told_at = self._told, counted, time.monotonic()
@@ -141,6 +146,13 @@ class Reports:
 
     def _pinned_bytes(self) -> int:
         return sum(list(self._pinned.values()))  # a copy: an endpoint's thread may ask
+
+    def _summed_disks(self) -> dict[str, DiskFigures]:
+        """Of all ranks."""
+        found: dict[str, list[DiskFigures]] = {}
+        for (_, level), told in list(self._disks.items()):
+            found.setdefault(level, []).append(told)
+        return {level: add_up(parts) for level, parts in found.items()}
 
     def close(self) -> None:
         if self._endpoint is not None:

@@ -180,6 +180,8 @@ class SchedulerSide:
                 if report.ready:
                     serving.note_ready(report.ready)
                     serving.pinned |= dict(report.pinned)
+                for rank, level, figures in report.disks:
+                    serving.disks[rank, level] = figures
                 if report.health:
                     serving.note_health(report.health)
                 serving.hear(report.receipts, report.stale)

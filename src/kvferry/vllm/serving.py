@@ -21,6 +21,7 @@ from kvferry.answers import DeviceBlocks, MatchState
 from kvferry.policy import policy_named
 from kvferry.pool import Pool
 from kvferry.scheduler import Ordered, Request, Scheduler, State
+from kvferry.tiers.disk.status import DiskFigures
 from kvferry.types import Health, Plan, Rank, Receipt, TransferId
 from kvferry.vllm.blocks import VllmBlocks, table_of
 from kvferry.vllm.free_queue import next_to_go, num_allocated
@@ -53,6 +54,7 @@ class Serving:
         groups = setup.groups
         self.blocks = blocks
         self.pinned: dict[Rank, int] = {}
+        self.disks: dict[tuple[Rank, str], DiskFigures] = {}
         self._setup = setup
         self._namespace = replace(setup.namespace, block_tokens=blocks.hash_tokens)
         self._least_block = min(group.block_tokens for group in groups)
@@ -62,12 +64,9 @@ class Serving:
         # The last block a draft model wrote may be of tokens that were then refused.
         step = reach.hit_alignment(groups, hash_block_tokens=blocks.hash_tokens)
         self._spare_tokens = step if setup.uses_drafts else 0
+        num_slots = min(shape.num_slots for shape in shapes.values())
         self.scheduler = Scheduler(
-            Pool(
-                min(shape.num_slots for shape in shapes.values()),
-                policy_named(setup.config.policy),
-                num_ready=0,
-            ),
+            Pool(num_slots, policy_named(setup.config.policy), num_ready=0),
             groups,
             config=setup.config,
             num_ranks=setup.num_ranks,
@@ -84,6 +83,7 @@ class Serving:
             shape=shapes[0],
             num_ranks=setup.num_ranks,
             pinned=self.pinned,
+            disks=self.disks,
             engine_here=setup.engine_here,
             has_listeners=setup.has_listeners,
             hash_tokens=blocks.hash_tokens,

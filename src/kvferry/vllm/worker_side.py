@@ -27,7 +27,6 @@ from kvferry.types import (
     Outcome,
     Plan,
     Question,
-    Rank,
     Receipt,
     Transfer,
     TransferId,
@@ -38,6 +37,7 @@ from kvferry.vllm.guard import Guard
 from kvferry.vllm.lasting import LASTING_EPOCH, LastingWrites
 from kvferry.vllm.levels import level_movers, shapes_of
 from kvferry.vllm.messages import NO_PLAN, RankShape, StepOrders, StepReceipts
+from kvferry.vllm.news import MemoryNews
 from kvferry.vllm.ranks import Place, mover_of, open_rank
 from kvferry.vllm.weights import Freshness, weights_of_caller
 from kvferry.worker import Worker
@@ -45,8 +45,6 @@ from kvferry.worker import Worker
 log = logging.getLogger(__name__)
 
 _STALE = "the model's weights have changed"
-
-Told = tuple[tuple[Rank, int], ...]
 
 
 _IDLE_SECONDS = 0.5e-3
@@ -82,8 +80,7 @@ class WorkerSide:
         self._memory: RankMemory | None = None
         self._worker: Worker | None = None
         self._told_shape = False
-        self._told_ready = 0
-        self._is_grown = True  # there is nothing left to tell of the host memory
+        self._news: MemoryNews | None = None
         self._later: Plan = NO_PLAN
         self._computes = False
         self._loads: dict[TransferId, AwaitedLoad] = {}  # one for each transfer it waits for
@@ -124,8 +121,8 @@ class WorkerSide:
             contents = replace(contents, weights=weights.sums_of_all())
             first = weights.begin().result()
         self._freshness = Freshness(weights, first)
-        self._is_grown = False
         memory = self._memory = open_rank(device, layouts, self._config, self._place, contents)
+        self._news = MemoryNews(self.rank, memory)
         mover = mover_of(memory, self._place)
         self._worker = Worker(
             {(DEVICE, HOST): mover, (HOST, DEVICE): mover},
@@ -143,6 +140,11 @@ class WorkerSide:
             choices=getattr(memory.engine, "choices", None),
             levels=shapes_of(memory),
         )
+
+    @property
+    def _is_grown(self) -> bool:
+        """Whether nothing is left to tell of the host memory."""
+        return self._news is None or self._news.is_grown
 
     def introduce(self) -> RankShape:
         """vLLM asks for this once, when it has captured its graphs and before the first step."""
@@ -371,7 +373,8 @@ class WorkerSide:
     def take_receipts(self) -> StepReceipts | None:
         """What the scheduler's side does not know yet; None if that is nothing."""
         stale = self._freshness.take_stale()
-        has_news = self._receipts or self._drained or stale or self._health
+        disks = self._news.disks() if self._news is not None else ()
+        has_news = self._receipts or self._drained or stale or self._health or disks
         if self._is_grown and self._told_shape and not has_news:
             return None
         receipts, self._receipts = tuple(self._receipts), []
@@ -380,19 +383,7 @@ class WorkerSide:
         shapes = () if self._told_shape else (self.shape,)
         if not self._told_shape:
             self._told_shape, self.shape = True, self.shape.without_blocks()
-        ready, pinned = self._take_ready()
-        if receipts or ready or shapes or drained or stale or health:
-            return StepReceipts(receipts, ready, shapes, drained, pinned, stale, health)
+        ready, pinned = self._news.ready() if self._news is not None else ((), ())
+        if receipts or ready or shapes or drained or stale or health or disks:
+            return StepReceipts(receipts, ready, shapes, drained, pinned, stale, health, disks)
         return None
-
-    def _take_ready(self) -> tuple[Told, Told]:
-        """Usable slots and pinned bytes of this rank, if there are more of them than was told."""
-        if self._memory is None or self._is_grown:
-            return (), ()
-        num_ready = self._memory.ready_slots
-        if num_ready == self._told_ready:
-            return (), ()
-        self._told_ready = num_ready
-        self._is_grown = num_ready == self.shape.num_slots
-        pinned_bytes = self._memory.host.stats().pinned_bytes
-        return ((self.rank, num_ready),), ((self.rank, pinned_bytes),)

@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 from kvferry.errors import UnreachableError
 from kvferry.metrics.catalog import (
+    DURABLE_LAG,
     LOAD_RATE,
     PREFILL_RATE,
     SLOT_BYTES,
@@ -28,7 +29,9 @@ MOST_SERIES = 4096
 
 _VLLM = "vllm:"
 
-_NEVER_SUMMED = frozenset(metric.name for metric in (SLOT_BYTES, LOAD_RATE, PREFILL_RATE))
+_NEVER_SUMMED = frozenset(
+    metric.name for metric in (SLOT_BYTES, LOAD_RATE, PREFILL_RATE, DURABLE_LAG)
+)
 
 _LABELS = {
     name: tuple(label.name for label in metric.labels)

@@ -33,11 +33,27 @@ TROUBLES = {
 
 
 @dataclass(frozen=True)
+class DrivesView:
+    """The drives of one level: what they did, what failed by why, what is not durable yet."""
+
+    read_bytes: int
+    written_bytes: int
+    read_rate: float
+    write_rate: float
+    failed: dict[str, int]
+    pending: int
+    durable_lag: float
+    num_away: int
+    restarts: int
+
+
+@dataclass(frozen=True)
 class TierView:
     """One tier: its slots by state, and bytes where the size of a slot is known.
 
     A level that finds blocks by their keys has no slots; it was ``asked`` for blocks and ``found``
-    some. One that ``is_away`` cannot be used now.
+    some. One that ``is_away`` cannot be used now. One with places began with ``restored`` blocks of
+    an earlier life.
     """
 
     name: str
@@ -51,6 +67,8 @@ class TierView:
     found: int | None = None
     is_away: bool = False
     why_away: str = ""
+    restored: int | None = None
+    drives: DrivesView | None = None
 
     @property
     def total(self) -> int:
@@ -168,7 +186,7 @@ class Watch:
             full_hits=_count(now, names.FULL_HITS),
             misses=_counts(now, names.MISSED),
             decisions=_counts(now, names.DECISIONS),
-            tiers=_tiers(now, away),
+            tiers=_tiers(before, now, away),
             routes=[self._route(src, dst, before, now) for src, dst in _routes(now)],
             in_flight=_count(now, names.IN_FLIGHT),
             queued=_count(now, names.QUEUED),
@@ -256,11 +274,42 @@ def _routes(reading: Reading) -> list[tuple[str, str]]:
     return sorted(routes)[:MOST_ROUTES]
 
 
-def _tiers(reading: Reading, why_away: dict[str, str]) -> list[TierView]:
+def _drives(level: str, before: Reading, now: Reading) -> DrivesView | None:
+    moved = now.by_label(names.DRIVE_BYTES)
+    if (level, "read") not in moved:
+        return None
+    was = before.by_label(names.DRIVE_BYTES)
+    rates = {
+        way: _per_second(
+            max(0.0, moved.get((level, way), 0.0) - was.get((level, way), 0.0)), before, now
+        )
+        for way in ("read", "write")
+    }
+    failed = now.by_label(names.DRIVE_FAILED)
+
+    def one(metric: Metric) -> float:
+        return now.by_label(metric).get((level,), 0.0)
+
+    return DrivesView(
+        read_bytes=int(moved[level, "read"]),
+        written_bytes=int(moved.get((level, "write"), 0)),
+        read_rate=rates["read"],
+        write_rate=rates["write"],
+        failed={
+            why: int(failed[level, why]) for why in names.FAILED_WHY if failed.get((level, why))
+        },
+        pending=int(one(names.PENDING_BLOCKS)),
+        durable_lag=one(names.DURABLE_LAG),
+        num_away=int(one(names.DRIVES_AWAY)),
+        restarts=int(one(names.DRIVE_RESTARTS)),
+    )
+
+
+def _tiers(before: Reading, reading: Reading, why_away: dict[str, str]) -> list[TierView]:
     slots = reading.by_label(names.SLOTS)
     evicted, sizes = reading.by_label(names.EVICTED), reading.by_label(names.SLOT_BYTES)
     asked, found = reading.by_label(names.ASKED_BLOCKS), reading.by_label(names.FOUND_BLOCKS)
-    away = reading.by_label(names.LEVEL_AWAY)
+    away, restored = reading.by_label(names.LEVEL_AWAY), reading.by_label(names.RESTORED_BLOCKS)
     every = dict.fromkeys([tier for tier, _ in slots] + [level for (level,) in away])
     tiers = list(every)[:MOST_TIERS]
     return [
@@ -273,6 +322,8 @@ def _tiers(reading: Reading, why_away: dict[str, str]) -> list[TierView]:
             found=_maybe(found.get((tier,))),
             is_away=bool(away.get((tier,), 0)),
             why_away=why_away.get(tier, ""),
+            restored=_maybe(restored.get((tier,))),
+            drives=_drives(tier, before, reading),
         )
         for tier in tiers
     ]

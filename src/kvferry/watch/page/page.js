@@ -74,7 +74,20 @@ function tier(view) {
     bar.append(part(state, view[state], total));
   }
   box.append(label, bar);
+  if (view.drives) box.append(...drives(view, view.drives));
   return box;
+}
+
+function drives(view, told) {
+  const lag = told.pending ? ` (the oldest for ${told.durable_lag.toFixed(1)} s)` : "";
+  const began = view.restored ? `, began with ${counted(view.restored, "block")}` : "";
+  const lines = [make("p", `drives: ${bytes(told.read_rate)}/s read, ${bytes(told.write_rate)}/s `
+    + `written, ${counted(told.pending, "block")} not durable yet${lag}${began}`, "drives")];
+  const failed = Object.entries(told.failed).map(([why, count]) => `${number(count)} ${why}`);
+  const troubles = failed.length ? [`failed blocks: ${failed.join(", ")}`] : [];
+  if (told.num_away) troubles.push(`${counted(told.num_away, "drive")} away`);
+  if (troubles.length) lines.push(make("p", troubles.join("; "), "drives bad"));
+  return lines;
 }
 
 function route(view) {

@@ -1,0 +1,215 @@
+"""``doctor`` about the disk: each line that is not ok is brought about once, and one real drive."""
+
+from __future__ import annotations
+
+import base64
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.config import Config
+from kvferry.disk_settings import KEY_ENV
+from kvferry.doctor import drive
+from kvferry.doctor.disk_checks import check_disk
+from kvferry.doctor.drive import DriveFacts, file_system, look_at_drive, measure
+from kvferry.doctor.environment import Environment
+from kvferry.doctor.finding import Finding, Grade
+from kvferry.doctor.software_checks import check_vllm
+from kvferry.quantities import GiB, MiB
+from kvferry.tiers.limits import Machine
+
+MOUNTS = """\
+22 1 254:0 / / rw,relatime - {root} /dev/vda rw
+30 22 0:27 / /far\\040away rw - nfs4 server:/x rw
+31 22 259:0 / {mount} rw - {kind} /dev/nvme0n1 rw
+"""
+FAST = DriveFacts("", True, 3.5 * GiB, 3.0 * GiB)
+
+
+def machine(kind: str = "ext4", mount: str = "/mnt", **env: str) -> Machine:
+    files = {"/proc/self/mountinfo": MOUNTS.format(root=kind, mount=mount, kind=kind)}
+    return Machine(read=files.get, memlock=lambda: None, env=env)
+
+
+FIT = Environment(
+    machine=machine(),
+    package={"xxhash": "4.1.0", "cryptography": "50"}.get,
+    room=lambda path: (200 * GiB, 100 * GiB),
+    drive=lambda directory: FAST,
+)
+
+
+def findings(env: Environment, **settings: Any) -> dict[str, Finding]:
+    config = Config.from_dict({"disk": "/", **settings})
+    return {finding.name: finding for finding in check_disk(env, config)}
+
+
+def test_no_disk_is_no_line() -> None:
+    assert not list(check_disk(FIT, Config()))
+
+
+def test_a_fit_drive_is_ok_in_every_line() -> None:
+    found = findings(FIT)
+    assert {finding.grade for finding in found.values()} == {Grade.OK}
+    assert "3.5GiB/s read, 3GiB/s written, past the page cache" in found["disk /: drive"].words
+    assert "100GiB free of 200GiB; up to 64GiB will be used" in found["disk /: space"].words
+
+
+@pytest.mark.parametrize(
+    ("env", "settings", "line", "grade", "words"),
+    [
+        ({"machine": machine("tmpfs")}, {}, "disk /", Grade.WARN, "is memory"),
+        ({"machine": machine("nfs4")}, {}, "disk /", Grade.WARN, "on another machine"),
+        ({"machine": machine("overlay")}, {}, "disk /", Grade.WARN, "container's own layer"),
+        ({}, {"disk": "/no/such"}, "disk /no/such", Grade.WARN, "would be made in /, on ext4"),
+        ({"room": lambda path: None}, {}, "disk /: space", Grade.FAIL, "cannot be looked at"),
+        ({"room": lambda path: (GiB, GiB)}, {}, "disk /: space", Grade.FAIL, "nothing can be kept"),
+        (
+            {"room": lambda path: (90 * GiB, 40 * GiB)},
+            {},
+            "disk /: space",
+            Grade.WARN,
+            "disk_size is 64GiB here",
+        ),
+        (
+            {"drive": lambda directory: DriveFacts(error="Permission denied")},
+            {},
+            "disk /: drive",
+            Grade.FAIL,
+            "Permission denied",
+        ),
+        (
+            {"drive": lambda directory: replace(FAST, is_direct=False)},
+            {},
+            "disk /: drive",
+            Grade.WARN,
+            "through the page cache",
+        ),
+        (
+            {"drive": lambda directory: replace(FAST, read_rate=90.0 * MiB)},
+            {},
+            "disk /: drive",
+            Grade.WARN,
+            "90MiB/s read",
+        ),
+        ({"package": {}.get}, {}, "disk checksums", Grade.FAIL, "xxhash is not installed"),
+        (
+            {"machine": machine(**{KEY_ENV: "nonsense"})},
+            {},
+            "disk encryption",
+            Grade.FAIL,
+            f"{KEY_ENV} holds no key",
+        ),
+        (
+            {
+                "machine": machine(**{KEY_ENV: base64.b64encode(bytes(32)).decode()}),
+                "package": {"xxhash": "4"}.get,
+            },
+            {},
+            "disk encryption",
+            Grade.FAIL,
+            "cryptography is not installed",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_with_a_remedy(
+    env: dict[str, Any], settings: dict[str, Any], line: str, grade: Grade, words: str
+) -> None:
+    found = findings(replace(FIT, **env), **settings)[line]
+    assert found.grade is grade
+    assert words in found.words
+    assert found.remedy
+
+
+def test_a_key_is_used_and_not_shown() -> None:
+    key = base64.b64encode(os.urandom(32)).decode()
+    found = findings(replace(FIT, machine=machine(**{KEY_ENV: key})))["disk encryption"]
+    assert found.words == f"on, AES-GCM with the key of {KEY_ENV}"
+
+
+def test_two_directories_share_the_size() -> None:
+    found = findings(FIT, disk=["/proc", "/sys"])
+    assert "up to 32GiB" in found["disk /sys: space"].words
+
+
+def test_nothing_is_measured_where_there_is_no_room() -> None:
+    asked: list[str] = []
+
+    def note(directory: str) -> DriveFacts:
+        asked.append(directory)
+        return FAST
+
+    findings(replace(FIT, drive=note, room=lambda path: (GiB, 400 * MiB)), disk_keep_free=0)
+    assert not asked
+
+
+def test_a_server_that_names_blocks_at_random_finds_none_after_a_restart() -> None:
+    env = replace(
+        FIT, package={"vllm": "0.28.0"}.get, plugins=lambda group: ("kvferry",), machine=machine()
+    )
+    for disk, grade in (("/", Grade.FAIL), ("none", Grade.WARN)):
+        found = list(check_vllm(env, Config.from_dict({"disk": disk})))[-1]
+        assert (found.name, found.grade) == ("hash seed", grade)
+
+
+def test_the_nearest_mount_says_the_file_system() -> None:
+    mounts = MOUNTS.format(root="ext4", mount="/mnt/nvme", kind="xfs")
+    assert file_system("/mnt/nvme/blocks", mounts) == "xfs"
+    assert file_system("/mnt/nvme2", mounts) == "ext4"
+    assert file_system("/far away/x", mounts) == "nfs4"
+    assert file_system("/x", "") == ""
+
+
+# -- a real one -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drive, "MOST_BYTES", 16 * MiB)
+
+
+@pytest.mark.usefixtures("short")
+def test_a_drive_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
+    found = measure(str(tmp_path))
+    assert not found.error
+    assert found.read_rate
+    assert found.write_rate
+    assert not list(tmp_path.iterdir())
+
+
+def test_it_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
+    found = look_at_drive(str(tmp_path))
+    assert found.read_rate
+    assert look_at_drive(str(tmp_path / "none")).error
+
+
+def test_a_drive_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    real: Callable[..., Any] = subprocess.Popen
+    sleeps = [sys.executable, "-c", "import time; time.sleep(60)"]
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **how: real(sleeps, **how))
+    monkeypatch.setattr(drive, "HANGS_AFTER", 0.2)
+    assert "not answered" in look_at_drive(str(tmp_path)).error
+
+
+@pytest.mark.usefixtures("short")
+def test_a_file_system_that_knows_no_nameless_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real = os.open
+
+    def refuse(path: Any, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(95, "Operation not supported")
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    found = measure(str(tmp_path))
+    assert found.read_rate
+    assert not found.is_direct
+    assert not list(tmp_path.iterdir())
