@@ -25,6 +25,10 @@ VLLM_NEWEST := 0.32.0
 VLLM_OLDEST := 0.27.1
 VLLM_TESTS  := tests/integration/vllm tests/connector
 
+# Mooncake's wheel needs libraries of Debian's: the system's, or fetched into .cache. auto, required,
+# off: as above.
+MOONCAKE ?= auto
+
 CLI_READY := $(VENV)/.ready-cli
 DEV_READY := $(VENV)/.ready-dev
 VLLM_READY  := .venv-vllm/.ready-$(VLLM_NEWEST)
@@ -33,7 +37,7 @@ SIM_READY := $(VENV)/.ready-gpu-sim-$(TORCH_VERSION)-$(TRITON_VERSION)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-vllm test-vllm-matrix check docs format soak bench env gpu-sim hooks clean
+.PHONY: help demo mooncake-libs test test-vllm test-vllm-matrix check docs format soak bench env gpu-sim hooks clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,8 +45,8 @@ help: ## list the targets
 demo: $(CLI_READY) ## show KV blocks leave a small device cache, come back and save prefill; and outlive a restart
 	@$(BIN)/kvferry demo --restart $(ARGS)
 
-test: $(DEV_READY) gpu-sim ## run every test that needs no GPU
-	@$(BIN)/python -m pytest --durations=10 $(ARGS)
+test: $(DEV_READY) gpu-sim mooncake-libs ## run every test that needs no GPU
+	@MOONCAKE=$(MOONCAKE) $(BIN)/python -m pytest --durations=10 $(ARGS)
 	@$(MAKE) --no-print-directory test-vllm
 
 # Status 5 is "no test selected": fine where ARGS select tests of the other part.
@@ -124,6 +128,12 @@ gpu-sim: $(DEV_READY)
 	echo "torch $(TORCH_VERSION) (CPU) and triton $(TRITON_VERSION) could not be installed:" \
 	     "tests of the GPU code will be skipped. TORCH_INDEX names another index." >&2; \
 	[ "$(GPU_SIM)" != required ]
+
+mooncake-libs: $(DEV_READY)
+	@if [ "$(MOONCAKE)" = off ]; then exit 0; fi; \
+	if $(BIN)/python tools/mooncake_libs.py >/dev/null; then exit 0; fi; \
+	echo "tests of the Mooncake store will be skipped" >&2; \
+	[ "$(MOONCAKE)" != required ]
 
 # A CPU build that pip can already see goes first (a mirror, PIP_FIND_LINKS): it fails at once where
 # there is none, while plain `torch` on Linux would bring gigabytes of CUDA. Then PyTorch's own

@@ -16,9 +16,10 @@ from typing import Any, TypeVar, cast
 from kvferry.copy_paths import AUTO_PATH, BY_NAME
 from kvferry.disk_settings import KEY_ENV, DiskSettings
 from kvferry.errors import ConfigError, UnknownSettingError
-from kvferry.level_kinds import DISK, LevelSpec, disk_level
+from kvferry.level_kinds import DISK, REMOTE, LevelSpec, disk_level, remote_level
 from kvferry.policy_kinds import DEFAULT_POLICY
 from kvferry.quantities import GiB, MiB, quoted
+from kvferry.remote_settings import RemoteSettings, read_remote
 from kvferry.setting_kinds import (
     ADDRESS,
     COUNT,
@@ -33,6 +34,7 @@ from kvferry.setting_kinds import (
     SHARE,
     SIZE,
     SIZE_OR_ZERO,
+    STORE,
     Auto,
     Kind,
     nearest,
@@ -125,6 +127,17 @@ class Config:
         "memory-by-key:SIZE (ordinary memory, for each rank), or package.module:factory of your "
         "own.",
     )
+    remote: str | None = setting(
+        None,
+        optional(STORE),
+        "A store that servers share, below all levels: s3://BUCKET/PREFIX or "
+        "mooncake://MASTER:PORT.",
+    )
+    remote_bandwidth: int | None = setting(
+        None,
+        optional(SIZE),
+        "The most bytes a second to and from that store, for each rank and both ways together.",
+    )
     level_write: str = setting(
         "spill",
         one_of("spill", "through"),
@@ -212,16 +225,26 @@ class Config:
                 f"control: {self.control} needs a control_token, or whoever reaches the port could "
                 "drop every block; give one (file:PATH of a file with it will do)"
             )
-        if self.disk and any(level.name == DISK for level in self.levels):
-            raise ConfigError(
-                f"levels: one is called {DISK}, as the level is that the setting disk makes; give "
-                f"it another name, such as far={DISK}..."
-            )
+        for own, is_set in ((DISK, bool(self.disk)), (REMOTE, self.remote is not None)):
+            if is_set and any(level.name == own for level in self.levels):
+                raise ConfigError(
+                    f"levels: one is called {own}, as the level is that the setting {own} makes; "
+                    f"give it another name, such as far={own}..."
+                )
 
     @property
     def all_levels(self) -> tuple[LevelSpec, ...]:
-        """What lies below host memory, nearest first: the disk if there is one, then ``levels``."""
-        return (disk_level(self.disk), *self.levels) if self.disk else self.levels
+        """What lies below host memory, nearest first: the disk, ``levels``, the shared store."""
+        disk = (disk_level(self.disk),) if self.disk else ()
+        remote = (remote_level(self.remote),) if self.remote is not None else ()
+        return (*disk, *self.levels, *remote)
+
+    @property
+    def remote_settings(self) -> RemoteSettings | None:
+        """What the tier in a shared store is told; None where there is none."""
+        if self.remote is None:
+            return None
+        return RemoteSettings(read_remote("remote", self.remote), self.remote_bandwidth)
 
     @property
     def disk_settings(self) -> DiskSettings | None:

@@ -40,11 +40,12 @@ def tier_setup(
     slot_bytes = max(layout.block_bytes for layout in layouts)
     here = num_ranks_here or num_ranks
     if contents is None:
-        if config.disk:
-            raise ConfigError(
-                "disk: blocks on disk outlive this process, so say what they are: open the rank "
-                "with contents=Contents(namespace)"
-            )
+        for setting, where in (("disk", config.disk), ("remote", config.remote)):
+            if where:
+                raise ConfigError(
+                    f"{setting}: blocks there outlive this process, so say what they are: open the "
+                    "rank with contents=Contents(namespace)"
+                )
         return TierSetup(TierName(""), slot_bytes, rank, num_ranks, num_ranks_here=here)
     formats = [layout.format for layout in layouts]
     server = (num_ranks, contents.engine)
@@ -60,4 +61,8 @@ def tier_setup(
         family=store_fingerprint(contents.namespace, server),
         label=contents.namespace.model,
         disk=config.disk_settings,
+        shared_namespace=store_fingerprint(
+            contents.namespace, num_ranks, formats, slot_bytes, rank, contents.weights
+        ),
+        remote=config.remote_settings,
     )

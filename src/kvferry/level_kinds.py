@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from kvferry.errors import ConfigError
 from kvferry.quantities import format_size, parse_size, quoted, shown
+from kvferry.remote_settings import STORE_KINDS
 from kvferry.types import DEVICE, HOST, TierName
 
 _MOST_LEVELS = 8
@@ -27,6 +28,8 @@ _NAMED = re.compile(r"([^:=]*)=(.*)", re.DOTALL)
 _OWN = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*)(?::(.*))?", re.ASCII | re.DOTALL)
 DISK = TierName("disk")
 """The level that the setting ``disk`` makes, and its kind."""
+REMOTE = TierName("remote")
+"""The level that the setting ``remote`` makes, and its kind."""
 
 _TAKEN = (DEVICE, HOST, "other")
 """Names that mean something else in figures and transfers."""
@@ -100,6 +103,11 @@ def disk_level(directories: Sequence[str]) -> LevelSpec:
     return LevelSpec(DISK, DISK, ", ".join(directories), "kvferry.tiers.disk.tier:open_disk")
 
 
+def remote_level(address: str) -> LevelSpec:
+    """A shared store as a level."""
+    return LevelSpec(REMOTE, REMOTE, address, "kvferry.tiers.remote:open_remote")
+
+
 def read_levels(name: str, value: object) -> tuple[LevelSpec, ...]:
     """Levels, nearest first, from one text with commas or from a list of texts."""
     if value is None or (isinstance(value, str) and value.strip().lower() in ("", "none")):
@@ -167,6 +175,8 @@ def _read_own(setting: str, told: str, own_name: str) -> LevelSpec:
         hint = f"; did you mean {near[0]}?" if near else ""
         if word == DISK:
             hint = "; a disk has a setting of its own, disk = PATH;"
+        if word == REMOTE or word in STORE_KINDS:
+            hint = "; a shared store has a setting of its own, remote = URL;"
         raise ConfigError(
             f"{setting}: there is no kind of level {quoted(told)}{hint or ';'} kinds: "
             f"{', '.join(f'{kind.name}:{kind.options}' for kind in KINDS)}; or a factory of your "

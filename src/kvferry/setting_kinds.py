@@ -28,6 +28,7 @@ from kvferry.quantities import (
     show_share,
     shown,
 )
+from kvferry.remote_settings import read_remote
 from kvferry.secrets_read import read_secret
 
 _LONGEST_NAME = 64
@@ -95,6 +96,8 @@ LEVELS = Kind("KIND:OPTIONS, ...|none", read_levels, show_levels)
 POLICY = Kind(ACCEPTS, read_policy)
 DIRECTORIES = Kind("PATH, ...|none", read_directories, show_directories)
 FILE_NAME = Kind("PATH", read_file_name)
+
+STORE = Kind("URL", lambda name, value: str(read_remote(name, value)))
 
 
 def one_of(*choices: str) -> Kind[str]:

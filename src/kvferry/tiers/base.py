@@ -25,6 +25,7 @@ import numpy.typing as npt
 from kvferry.disk_settings import DiskSettings
 from kvferry.errors import InputError
 from kvferry.keys import Keys, Recovered
+from kvferry.remote_settings import RemoteSettings
 from kvferry.types import FIRST_RANK, Rank, SlotArray, TierName
 
 Rows = npt.NDArray[np.uint8]
@@ -48,8 +49,9 @@ class TierSetup:
 
     What outlives the process must know whose blocks these are. ``namespace`` is a digest of
     everything that decides a block's bytes on this rank: whatever was written under another one is
-    not ours to read. ``family`` is the same for all ranks of one server, whatever its weights.
-    ``label`` says it for people, and proves nothing. All three are empty where nobody told us.
+    not ours to read. ``shared_namespace`` is that without which engine of its server this is: what
+    servers may share. ``family`` is the same for all ranks of one server, whatever its weights.
+    ``label`` says it for people, and proves nothing. All of them are empty where nobody told us.
     """
 
     name: TierName
@@ -62,6 +64,8 @@ class TierSetup:
     family: bytes = b""
     label: str = ""
     disk: DiskSettings | None = None
+    shared_namespace: bytes = b""
+    remote: RemoteSettings | None = None
 
 
 class Way(Enum):

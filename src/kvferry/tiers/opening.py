@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any, cast
 
 from kvferry.errors import ConfigError, KvferryError
-from kvferry.level_kinds import DISK, LevelSpec
+from kvferry.level_kinds import DISK, REMOTE, LevelSpec
 from kvferry.tiers.base import Tier, TierSetup
 from kvferry.tiers.host import HostTier
 from kvferry.tiers.tier_mover import TierMover
@@ -70,7 +70,8 @@ def open_tier(spec: LevelSpec, setup: TierSetup) -> Tier:
 
 def _named(spec: LevelSpec) -> str:
     """A level by the setting that made it."""
-    return f"{DISK}: {spec.options}" if spec.kind == DISK else f"levels: {spec}"
+    own = spec.kind in (DISK, REMOTE)
+    return f"{spec.kind}: {spec.options}" if own else f"levels: {spec}"
 
 
 def _factory(spec: LevelSpec) -> Callable[[TierSetup], Any]:

@@ -26,7 +26,7 @@ _RESULT = struct.Struct("<qqdII")
 _REASON = struct.Struct("<II")
 _READY = struct.Struct("<qqq")
 _SAYS = struct.Struct("<I")
-_WAYS = (Way.READ, Way.WRITE)
+_WAYS = (Way.READ, Way.WRITE, Way.FIND)
 
 Words = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int64]

@@ -1,0 +1,126 @@
+"""What is said about the shared store: where it is, and how fast we may go.
+
+::
+
+    s3://bucket/prefix?endpoint=http://127.0.0.1:9000    everything behind ? may be left out
+    mooncake://master:50051?metadata=P2PHANDSHAKE&protocol=tcp&segment=4GiB
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
+
+from kvferry.errors import ConfigError
+from kvferry.quantities import format_size, parse_size, quoted, shown
+
+S3 = "s3"
+MOONCAKE = "mooncake"
+STORE_KINDS = (S3, MOONCAKE)
+
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII)
+_PREFIX = re.compile(r"[A-Za-z0-9._=-]+(/[A-Za-z0-9._=-]+)*", re.ASCII)
+_MOST_PREFIX = 512
+_OPTIONS = {
+    S3: ("endpoint", "region"),
+    MOONCAKE: ("metadata", "protocol", "device", "segment", "host"),
+}
+
+
+@dataclass(frozen=True)
+class RemoteAddress:
+    """A store's address, checked: ``place`` is a bucket, or a master's host:port.
+
+    No secret is ever part of it: it is shown to people.
+    """
+
+    kind: str
+    place: str
+    prefix: str = ""
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        path = f"/{self.prefix}" if self.prefix else ""
+        query = f"?{urlencode(self.options, safe=':/[]')}" if self.options else ""
+        return f"{self.kind}://{self.place}{path}{query}"
+
+
+@dataclass(frozen=True)
+class RemoteSettings:
+    """What a tier in a shared store is told: plain data, checked."""
+
+    address: RemoteAddress
+    bandwidth: int | None = None
+
+
+def read_remote(name: str, value: object) -> RemoteAddress:
+    """The address of a shared store; ConfigError that says what to write instead."""
+    if isinstance(value, RemoteAddress):
+        return value
+    if not isinstance(value, str) or not value.isprintable():
+        raise ConfigError(f"{name}: expected {_EXAMPLES}, got {shown(value)}")
+    try:
+        parts = urlsplit(value.strip())
+        options = dict(parse_qsl(parts.query, strict_parsing=bool(parts.query)))
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"{name}: {quoted(value)} is no address ({error})") from error
+    if parts.scheme not in _OPTIONS:
+        raise ConfigError(f"{name}: expected {_EXAMPLES}, got {shown(value)}")
+    if parts.username is not None or parts.password is not None:
+        raise ConfigError(
+            f"{name}: an address carries no credentials, it is shown to people; give them to S3 in "
+            "the ordinary ways (AWS_ACCESS_KEY_ID, a profile, an instance's role)"
+        )
+    for option in options:
+        if option not in _OPTIONS[parts.scheme]:
+            raise ConfigError(
+                f"{name}: {parts.scheme}:// has no option {quoted(option)}; options: "
+                f"{', '.join(_OPTIONS[parts.scheme])}"
+            )
+    path = unquote(parts.path).strip("/")
+    if parts.scheme == S3:
+        return _s3(name, parts.netloc, path, options)
+    return _mooncake(name, parts.hostname or "", port, path, options)
+
+
+_EXAMPLES = "s3://BUCKET/PREFIX or mooncake://MASTER:PORT"
+
+
+def _s3(name: str, bucket: str, prefix: str, options: Mapping[str, str]) -> RemoteAddress:
+    if not _BUCKET.fullmatch(bucket):
+        raise ConfigError(
+            f"{name}: {quoted(bucket)} cannot be a bucket; names are 3 to 63 small letters, "
+            "digits, dots and hyphens"
+        )
+    if prefix and (len(prefix) > _MOST_PREFIX or not _PREFIX.fullmatch(prefix)):
+        raise ConfigError(
+            f"{name}: {quoted(prefix)} cannot be a prefix here; use letters, digits, . _ = - "
+            f"and single slashes between them, at most {_MOST_PREFIX}"
+        )
+    endpoint = options.get("endpoint")
+    if endpoint is not None and urlsplit(endpoint).scheme not in ("http", "https"):
+        raise ConfigError(
+            f"{name}: endpoint: expected http://... or https://..., got {shown(endpoint)}"
+        )
+    return RemoteAddress(S3, bucket, prefix, options)
+
+
+def _mooncake(
+    name: str, host: str, port: int | None, path: str, options: dict[str, str]
+) -> RemoteAddress:
+    if not host or port is None:
+        raise ConfigError(f"{name}: expected mooncake://MASTER:PORT, got no host or no port")
+    if path:
+        raise ConfigError(f"{name}: mooncake:// has no path, got {quoted(path)}")
+    protocol = options.get("protocol", "tcp")
+    if protocol not in ("tcp", "rdma"):
+        raise ConfigError(f"{name}: protocol: expected tcp or rdma, got {shown(protocol)}")
+    if "segment" in options:
+        size = parse_size(options["segment"], name=f"{name}: segment", minimum=0)
+        options["segment"] = format_size(size)
+    return RemoteAddress(
+        MOONCAKE, f"[{host}]:{port}" if ":" in host else f"{host}:{port}", "", options
+    )

@@ -1,0 +1,241 @@
+"""Carries one order out: blocks between the engine's host slots and a store, each one proven.
+
+::
+
+    write   engine ── process_vm ──> staging ── seal ──> put
+    read    get ── is it whole, and ours? ── process_vm ──> engine
+
+Nothing reaches the engine's memory that has not been verified here. What has not come at the
+deadline is given up: from then on nobody touches the memory it was for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvferry.keys import Keys
+from kvferry.tiers.base import Way
+from kvferry.tiers.disk.engine_memory import EngineMemory
+from kvferry.tiers.disk.messages import OrderMessage, ResultMessage
+from kvferry.tiers.remote.bandwidth import Bandwidth
+from kvferry.tiers.remote.breaker import Breaker
+from kvferry.tiers.remote.client import Fault, NotThere, StoreClient
+from kvferry.tiers.remote.names import Whose
+from kvferry.tiers.remote.staging import address_of
+
+_MOST_SUSPECTS = 4096
+_NOT_BEGUN = "not begun in time"
+_NOT_COME = Fault("the store has not answered in time")
+
+_End = NotThere | Fault | None
+"""What became of one block; None: it moved, or is there."""
+
+
+@dataclass(eq=False)
+class Errand:
+    """An order under way. Owns what became of each block so far."""
+
+    order: OrderMessage
+    names: list[str]
+    keys: Sequence[bytes]
+    is_cancelled: bool = False
+    ends: list[_End] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ends = [NotThere(_NOT_BEGUN)] * len(self.names)
+
+    @property
+    def left(self) -> float:
+        """Seconds until its deadline."""
+        return self.order.deadline - time.monotonic()
+
+
+class Carrier:
+    """Owns the limits on what is under way, and which objects turned out not to be ours."""
+
+    def __init__(
+        self,
+        client: StoreClient,
+        whose: Whose,
+        memory: EngineMemory,
+        bandwidth: Bandwidth,
+        breaker: Breaker,
+        tell: Callable[[str], None],
+    ) -> None:
+        """``tell`` hears why the store cannot be used, whenever that changes."""
+        self._client = client
+        self._staging = client.staging
+        self._whose = whose
+        self._memory = memory
+        self._bandwidth = bandwidth
+        self._breaker = breaker
+        self._tell = tell
+        self._calls = {way: asyncio.Semaphore(client.num_calls) for way in Way}
+        self._suspects: dict[str, None] = {}
+        self._does = {Way.FIND: self._find, Way.READ: self._read, Way.WRITE: self._write}
+
+    def errand(self, order: OrderMessage) -> Errand:
+        keys = list(Keys(order.keys))
+        return Errand(order, self._whose.names(keys, order.generation), keys)
+
+    async def carry(self, errand: Errand) -> ResultMessage:
+        """All of it, until its deadline."""
+        start = time.perf_counter()
+        step, count = self._client.names_per_call(errand.order.way), len(errand.names)
+        tasks = [
+            asyncio.create_task(self._some(errand, range(at, min(at + step, count))))
+            for at in range(0, count, step)
+        ]
+        try:
+            await asyncio.wait(tasks, timeout=max(0.0, errand.left))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        self._judge(errand)
+        return _result(errand, self._whose.block_bytes, time.perf_counter() - start)
+
+    async def _some(self, errand: Errand, positions: range) -> None:
+        way = errand.order.way
+        async with self._calls[way]:
+            if way is not Way.FIND:
+                num_bytes = len(positions) * self._whose.block_bytes
+                await asyncio.sleep(self._bandwidth.wait(num_bytes, time.monotonic()))
+            reason = self._stopped(errand)
+            if reason:
+                errand.ends[positions.start : positions.stop] = [NotThere(reason)] * len(positions)
+                return
+            errand.ends[positions.start : positions.stop] = [_NOT_COME] * len(positions)
+            try:
+                ends = await self._does[way](errand, positions)
+            except Exception as error:  # a bug of ours or of a client: these blocks have failed
+                ends = [Fault(f"{type(error).__name__}: {error}")] * len(positions)
+            errand.ends[positions.start : positions.stop] = ends
+
+    def _stopped(self, errand: Errand) -> str:
+        """Why no further block of it should begin; empty while they should."""
+        if errand.is_cancelled:
+            return "cancelled"
+        return self._breaker.ailment or (_NOT_BEGUN if errand.left <= 0 else "")
+
+    async def _find(self, errand: Errand, positions: range) -> list[_End]:
+        names = errand.names[positions.start : positions.stop]
+        ends = await self._client.find(names, self._whose.object_bytes)
+        for name, end in zip(names, ends, strict=True):
+            if isinstance(end, NotThere) and end.reason != NotThere.reason:
+                self._suspect(name)
+        # What we know to be no block of ours is not there, whatever the store says.
+        return [
+            NotThere("it is not what it should be")
+            if end is None and name in self._suspects
+            else end
+            for name, end in zip(names, ends, strict=True)
+        ]
+
+    async def _read(self, errand: Errand, positions: range) -> list[_End]:
+        names = errand.names[positions.start : positions.stop]
+        ends: list[_End] = []
+        given = await self._client.get(names, self._whose.object_bytes)
+        for at, name, stored in zip(positions, names, given, strict=True):
+            if not isinstance(stored, memoryview):
+                ends.append(stored)
+                continue
+            try:
+                ends.append(self._deliver(errand, at, name, stored))
+            finally:
+                self._staging.give_back(stored)
+        return ends
+
+    def _deliver(self, errand: Errand, at: int, name: str, stored: memoryview) -> _End:
+        if not self._whose.is_whole(stored, errand.keys[at]):
+            self._suspect(name)
+            return NotThere("what is there is no block of ours: it fails its proof")
+        here, there, sizes = self._pieces(errand.order, at, stored)
+        if not self._memory.deliver(here, there, sizes).all():
+            return NotThere("the engine's memory cannot be written")
+        return None
+
+    async def _write(self, errand: Errand, positions: range) -> list[_End]:
+        rooms = self._staging.lend(len(positions))
+        if not rooms:
+            return [Fault("too many calls to the store hang")] * len(positions)
+        block_bytes = self._whose.block_bytes
+        for at, room in zip(positions, rooms, strict=True):
+            here, there, sizes = self._pieces(errand.order, at, room)
+            if not self._memory.fetch(here, there, sizes).all():
+                for each in rooms:
+                    self._staging.give_back(each)
+                return [NotThere("the engine's memory cannot be read")] * len(positions)
+            room[block_bytes:] = self._whose.seal(room[:block_bytes], errand.keys[at])
+        names = errand.names[positions.start : positions.stop]
+        replace = [name in self._suspects for name in names]
+        ends = await self._client.put(names, rooms, replace=replace)
+        for name, end in zip(names, ends, strict=True):
+            if end is None:
+                self._suspects.pop(name, None)
+        return list(ends)
+
+    @staticmethod
+    def _pieces(order: OrderMessage, at: int, room: memoryview) -> tuple[Any, Any, Any]:
+        """A block's pieces: where they are here, where in the engine, and their sizes."""
+        offsets = np.cumsum(order.sizes) - order.sizes
+        return address_of(room) + offsets, order.addresses[at], order.sizes
+
+    def _suspect(self, name: str) -> None:
+        """What lies under this name is not ours. The next write replaces it, where it may."""
+        while len(self._suspects) >= _MOST_SUSPECTS:
+            del self._suspects[next(iter(self._suspects))]
+        self._suspects[name] = None
+
+    # -- health -------------------------------------------------------------------------------
+
+    def _judge(self, errand: Errand) -> None:
+        """What an order tells of the store: all faults and no answer, and it is left alone."""
+        faults = [end for end in errand.ends if isinstance(end, Fault)]
+        answers = sum(end is None for end in errand.ends)
+        if errand.order.way is not Way.WRITE:
+            answers += sum(isinstance(end, NotThere) for end in errand.ends)
+        if faults and not answers and not self._breaker.ailment:
+            self._breaker.failed(faults[0].reason, time.monotonic())
+            self._tell(self._breaker.ailment)
+        elif answers and not faults:
+            self._breaker.worked()
+
+    async def watch(self, within: float, first: Callable[[], None]) -> None:
+        """For ever: probe the store once, and then whenever it is out of order.
+
+        ``first`` is called when the first probe has ended, however it did.
+        """
+        await self._probe(within)
+        first()
+        while True:
+            await asyncio.sleep(0.02)
+            if self._breaker.ailment and time.monotonic() >= self._breaker.probe_at:
+                await self._probe(within)
+
+    async def _probe(self, within: float) -> None:
+        probing: Coroutine[Any, Any, Fault | None] = self._client.probe()
+        try:
+            fault = await asyncio.wait_for(probing, within)
+        except asyncio.TimeoutError:
+            fault = Fault(f"the store has not answered for {within:g} s")
+        before = self._breaker.ailment
+        if fault is not None:
+            self._breaker.failed(fault.reason, time.monotonic())
+        else:
+            self._breaker.probed()
+        if self._breaker.ailment != before:
+            self._tell(self._breaker.ailment)
+
+
+def _result(errand: Errand, block_bytes: int, seconds: float) -> ResultMessage:
+    ok = np.array([end is None for end in errand.ends], dtype=bool)
+    reasons = {at: end.reason for at, end in enumerate(errand.ends) if end is not None}
+    moved = 0 if errand.order.way is Way.FIND else int(ok.sum()) * block_bytes
+    return ResultMessage(errand.order.id, ok, reasons, moved, seconds)

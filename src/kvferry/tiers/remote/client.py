@@ -1,0 +1,69 @@
+"""What the process of a store needs of an engine: names to objects, many at a time, and why not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvferry.tiers.base import Way
+from kvferry.tiers.remote.staging import Staging
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The store's fault: it did not answer, or not with what it should."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class NotThere:
+    """It answered: this is not here, or what is here cannot be ours."""
+
+    reason: str = "not here"
+
+
+Stored = memoryview | NotThere | Fault
+"""What a store gave for one name."""
+
+
+class StoreClient(Protocol):
+    """One engine's client. Objects are immutable, so whoever wrote a name first wrote it well.
+
+    Every call answers for each name, and raises nothing but bugs. What is cancelled may still
+    happen in the store, and touches nothing here any more.
+    """
+
+    staging: Staging
+    """Memory for objects on their way; a client that needs it registered has registered it."""
+
+    num_calls: int
+    """How many calls of one kind are best under way at once."""
+
+    def names_per_call(self, way: Way) -> int:
+        """How many names are best given at once."""
+
+    async def probe(self) -> Fault | None:
+        """Whether objects can be written and read back."""
+
+    async def find(self, names: Sequence[str], size: int) -> list[NotThere | Fault | None]:
+        """Which are there, as objects of this size (None: it is)."""
+
+    async def get(self, names: Sequence[str], size: int) -> list[Stored]:
+        """Objects of this size. Whoever takes one gives its memory back to the staging."""
+
+    async def put(
+        self, names: Sequence[str], objects: Sequence[memoryview], *, replace: Sequence[bool]
+    ) -> list[NotThere | Fault | None]:
+        """Write them; one that is there already stays as it is, unless it is to be replaced.
+
+        ``objects`` are lent from the staging: the client gives them back once nobody reads them,
+        which may be long after it was cancelled. ``NotThere``: it has no room for it.
+        """
+
+    async def forget(self, folder: str) -> None:
+        """Remove what begins with this, as far as it can be."""
+
+    def close(self) -> None:
+        """Let go of the store. Calls under way fail or are left behind."""

@@ -1,0 +1,55 @@
+"""Opens a shared store as a tier: what must be there is looked for before a process is started."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+
+from kvferry.errors import ConfigError
+from kvferry.remote_settings import MOONCAKE, S3, RemoteSettings, read_remote
+from kvferry.tiers.base import TierSetup
+from kvferry.tiers.remote.tier import OPEN_SECONDS, RemoteTier
+
+log = logging.getLogger(__name__)
+
+_NEEDS = {
+    S3: (("obstore", "xxhash"), "pip install 'kvferry[s3]'"),
+    MOONCAKE: (("mooncake", "xxhash"), "pip install 'kvferry[mooncake]'"),
+}
+_HINTS = {
+    MOONCAKE: " (Mooncake needs Debian's libibverbs1, libnuma1 and liburing2, or what they are "
+    "called where you are)"
+}
+
+
+def open_remote(setup: TierSetup) -> RemoteTier:
+    """The level ``remote``. A store that cannot be reached now is no reason not to start."""
+    settings = setup.remote or RemoteSettings(read_remote("remote", setup.options))
+    address = settings.address
+    if not setup.shared_namespace:
+        raise ConfigError(
+            "blocks in a shared store outlive this process and are read by others, so say what "
+            "they are: open the rank with contents=Contents(namespace)"
+        )
+    modules, remedy = _NEEDS[address.kind]
+    lacking = [name for name in modules if importlib.util.find_spec(name) is None]
+    if lacking:
+        raise ConfigError(f"{address} needs {' and '.join(lacking)}: {remedy}")
+    hello = {
+        "address": str(address),
+        "bandwidth": settings.bandwidth,
+        "namespace": setup.shared_namespace.hex(),
+        "block_bytes": setup.block_bytes,
+        "rank": int(setup.rank),
+        "num_ranks": setup.num_ranks,
+    }
+    tier = RemoteTier(setup.name, setup.block_bytes, hello)
+    tier.start(OPEN_SECONDS)
+    if tier.refusal:
+        tier.close()
+        raise ConfigError(f"{tier.refusal}{_HINTS.get(address.kind, '')}")
+    if tier.ailment:
+        log.warning(
+            "level %s, %s: %s; it is used as soon as it can be", setup.name, address, tier.ailment
+        )
+    return tier

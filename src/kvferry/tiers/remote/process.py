@@ -1,0 +1,169 @@
+"""The process beside the engine that speaks with a shared store.
+
+A process and not a thread: hashing and sending a block takes no interpreter lock for long, but to
+get it back beside a thread that computes takes 5 ms each time, which for blocks of 1 MiB is 0.2
+GB/s. Here nobody else wants it. It also means that a client that crashes, or hangs, is a process
+that can be ended, with the engine unharmed and its memory untouched.
+
+It ends when the line to the engine does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvferry.remote_settings import MOONCAKE, RemoteAddress, read_remote
+from kvferry.tiers.disk.channel import Channel, Frame
+from kvferry.tiers.disk.engine_memory import EngineMemory
+from kvferry.tiers.disk.messages import (
+    FrameKind,
+    frame,
+    pack_result,
+    pack_says,
+    pack_text,
+    unpack_number,
+    unpack_order,
+)
+from kvferry.tiers.remote.bandwidth import Bandwidth
+from kvferry.tiers.remote.breaker import Breaker
+from kvferry.tiers.remote.carrier import Carrier, Errand
+from kvferry.tiers.remote.client import StoreClient
+from kvferry.tiers.remote.names import Whose
+
+PROBE_SECONDS = 2.0
+
+
+def open_client(address: RemoteAddress, whose: Whose, env: Mapping[str, str]) -> StoreClient:
+    """The client of one engine; nothing of another is imported."""
+    if address.kind == MOONCAKE:
+        from kvferry.tiers.remote.mooncake import open_mooncake
+
+        return open_mooncake(address, whose.object_bytes, whose.folder(), env)
+    from kvferry.tiers.remote.s3 import S3Client
+
+    return S3Client(address, whose.object_bytes, whose.folder(), env)
+
+
+OpenClient = Callable[[RemoteAddress, Whose, Mapping[str, str]], StoreClient]
+
+
+class StoreProcess:
+    """Takes orders from the line and answers them. Owns the line's end, the client and the loop."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        hello: Mapping[str, Any],
+        mem_fd: int | None = None,
+        open_client: OpenClient = open_client,
+    ) -> None:
+        self._channel = channel
+        self._errands: dict[int, Errand] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        address = read_remote("remote", hello["address"])
+        whose = Whose(
+            bytes.fromhex(hello["namespace"]),
+            hello["block_bytes"],
+            hello["rank"],
+            hello["num_ranks"],
+        )
+        self._client = open_client(address, whose, os.environ)
+        self._whose = whose
+        self._carrier = Carrier(
+            self._client,
+            whose,
+            EngineMemory(hello["pid"], mem_fd),
+            Bandwidth(hello["bandwidth"]),
+            Breaker(),
+            lambda ailment: channel.send(pack_text(FrameKind.AILS, ailment)),
+        )
+
+    def serve(self, frames: list[Frame]) -> None:
+        """Until the engine's end of the line is gone; ``frames`` have come already."""
+        self._thread.start()
+        self._call(self._begin)
+        while True:
+            for kind, body in frames:
+                self._take(kind, body)
+            if self._channel.is_ended:
+                return
+            self._channel.wait(1.0)
+            frames = self._channel.receive()
+
+    def _call(self, function: Any, *args: Any) -> None:
+        self._loop.call_soon_threadsafe(function, *args)
+
+    def _take(self, kind: FrameKind, body: bytes) -> None:
+        if kind is FrameKind.ORDER:
+            errand = self._carrier.errand(unpack_order(body))
+            self._errands[errand.order.id] = errand
+            self._call(self._spawn, self._carry(errand))
+        elif kind is FrameKind.CANCEL:
+            errand_or_none = self._errands.get(unpack_number(body))
+            if errand_or_none is not None:
+                errand_or_none.is_cancelled = True
+        elif kind is FrameKind.FORGET:
+            folder = self._whose.folder(unpack_number(body))
+            self._call(self._spawn, self._client.forget(folder))
+
+    def _begin(self) -> None:
+        ready = frame(FrameKind.READY)
+        self._spawn(self._carrier.watch(PROBE_SECONDS, lambda: self._channel.send(ready)))
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            error = task.exception()
+            text = f"{type(error).__name__}: {error}"
+            self._channel.send(pack_says(logging.ERROR, text))
+
+    async def _carry(self, errand: Errand) -> None:
+        result = await self._carrier.carry(errand)
+        del self._errands[errand.order.id]
+        self._channel.send(pack_result(result))
+
+    def close(self) -> None:
+        """What is still under way is given up."""
+        self._call(self._loop.stop)
+        self._thread.join()
+        for task in self._tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+        self._loop.close()
+        self._client.close()
+
+
+def main() -> None:
+    """Arguments are descriptors: the line to the engine, and its memory where it may be had."""
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    mem_fd = int(sys.argv[2]) if len(sys.argv) > 2 else None
+    frames: list[Frame] = []
+    while not frames and not channel.is_ended:
+        channel.wait(1.0)
+        frames = channel.receive()
+    if not frames:
+        return
+    try:
+        process = StoreProcess(channel, json.loads(frames[0][1]), mem_fd)
+    except Exception as error:  # whoever started us must hear why
+        channel.send(pack_text(FrameKind.REFUSED, f"{type(error).__name__}: {error}"))
+        channel.wait(0.1)
+        return
+    process.serve(frames[1:])
+    process.close()
+    os._exit(0)  # threads in calls that hang must not keep it

@@ -1,0 +1,166 @@
+"""S3 and what speaks like it: an object for each block, many requests at once.
+
+Servers differ. Some honour a conditional put, some ignore it and overwrite, some refuse it; some
+answer a missing bucket as a missing object. Nothing here rests on that: an object proves itself
+when it is read, and whoever overwrites writes the same bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+import obstore
+from obstore import exceptions
+from obstore.store import S3Store
+
+from kvferry.remote_settings import RemoteAddress
+from kvferry.tiers.base import Way
+from kvferry.tiers.remote.aws import s3_config
+from kvferry.tiers.remote.client import Fault, NotThere, Stored
+from kvferry.tiers.remote.staging import Staging
+
+_CALLS = 32
+_MOST_BYTES = 256 << 20
+"""Objects under way one way, at most, however large they are."""
+
+_REQUEST_SECONDS = 60.0
+_PROBE = b"kvferry was here"
+_LONGEST_REASON = 300
+_SAID = re.compile(r"Error performing (\w+) \S+ in .*? - (.*)")
+
+
+class S3Client:
+    """Objects of one bucket. Owns the connections.
+
+    Requests that fail for a moment are sent again by the client below, later and later, with
+    jitter; the batch's deadline ends that.
+    """
+
+    def __init__(
+        self, address: RemoteAddress, object_bytes: int, folder: str, env: Mapping[str, str]
+    ) -> None:
+        config = s3_config(address.options, env)
+        self._prefix = f"{address.prefix}/" if address.prefix else ""
+        self._probe_name = f"{self._prefix}{folder}/probe"
+        self._can_create = True
+        self.num_calls = max(4, min(_CALLS, _MOST_BYTES // object_bytes))
+        self.staging = Staging(object_bytes, 2 * self.num_calls)
+        self._store = S3Store(
+            address.place,
+            config=cast(Any, config),
+            client_options={
+                "allow_http": config.get("endpoint", "").startswith("http://"),
+                "connect_timeout": timedelta(seconds=2),
+                "timeout": timedelta(seconds=_REQUEST_SECONDS),
+                "pool_idle_timeout": timedelta(seconds=30),
+            },
+            retry_config={
+                "max_retries": 3,
+                "retry_timeout": timedelta(seconds=30),
+                "backoff": {
+                    "base": 2,
+                    "init_backoff": timedelta(milliseconds=50),
+                    "max_backoff": timedelta(seconds=2),
+                },
+            },
+        )
+
+    def names_per_call(self, way: Way) -> int:
+        return 1
+
+    async def probe(self) -> Fault | None:
+        """Write a small object and read it back."""
+        try:
+            await self._put(self._probe_name, _PROBE, "overwrite")
+            got = await obstore.get_async(self._store, self._probe_name)
+            if bytes(await got.bytes_async()) != _PROBE:
+                return Fault("what it was given it does not give back")
+        except Exception as error:  # whatever it is, the store cannot be used
+            return Fault(_reason(error))
+        return None
+
+    async def find(self, names: Sequence[str], size: int) -> list[NotThere | Fault | None]:
+        return list(await asyncio.gather(*(self._find(name, size) for name in names)))
+
+    async def _find(self, name: str, size: int) -> NotThere | Fault | None:
+        try:
+            there = await obstore.head_async(self._store, self._prefix + name)
+        except FileNotFoundError:
+            return NotThere()
+        except Exception as error:
+            return Fault(_reason(error))
+        return None if there["size"] == size else NotThere(_wrong(there["size"], size))
+
+    async def get(self, names: Sequence[str], size: int) -> list[Stored]:
+        return list(await asyncio.gather(*(self._get(name, size) for name in names)))
+
+    async def _get(self, name: str, size: int) -> Stored:
+        try:
+            got = await obstore.get_async(self._store, self._prefix + name)
+            if got.meta["size"] != size:  # before its body, which may be anything
+                return NotThere(_wrong(got.meta["size"], size))
+            return memoryview(await got.bytes_async())
+        except FileNotFoundError:
+            return NotThere("holds nothing")
+        except Exception as error:
+            return Fault(_reason(error))
+
+    async def put(
+        self, names: Sequence[str], objects: Sequence[memoryview], *, replace: Sequence[bool]
+    ) -> list[NotThere | Fault | None]:
+        try:
+            ends = await asyncio.gather(*map(self._put_one, names, objects, replace))
+        except asyncio.CancelledError:
+            # The request may go on reading them below; no longer than a request may take.
+            asyncio.get_running_loop().call_later(_REQUEST_SECONDS, self._give_back, objects)
+            raise
+        self._give_back(objects)
+        return list(ends)
+
+    def _give_back(self, objects: Sequence[memoryview]) -> None:
+        for each in objects:
+            self.staging.give_back(each)
+
+    async def _put_one(
+        self, name: str, stored: memoryview, replace: bool
+    ) -> NotThere | Fault | None:
+        try:
+            if self._can_create and not replace:
+                try:
+                    await self._put(self._prefix + name, stored, "create")
+                    return None
+                except exceptions.AlreadyExistsError:
+                    return None  # by us or by another server: the same bytes
+                except (exceptions.NotSupportedError, NotImplementedError):
+                    self._can_create = False
+            await self._put(self._prefix + name, stored, "overwrite")
+        except Exception as error:
+            return Fault(_reason(error))
+        return None
+
+    async def _put(self, path: str, stored: Any, mode: Any) -> None:
+        await obstore.put_async(self._store, path, stored, mode=mode, use_multipart=False)
+
+    async def forget(self, folder: str) -> None:
+        async for page in obstore.list(self._store, prefix=self._prefix + folder):
+            await obstore.delete_async(self._store, [each["path"] for each in page])
+
+    def close(self) -> None:
+        """Connections end with the process."""
+
+
+def _wrong(got: int, wanted: int) -> str:
+    return f"{got} bytes are there where {wanted} should be"
+
+
+def _reason(error: Exception) -> str:
+    """What the server said, without the object's long name and the client's inner workings."""
+    text = " ".join(str(error).partition("\n\nDebug source")[0].split())
+    found = _SAID.search(text)
+    if found:
+        text = f"{found[1]}: {found[2]}"
+    return text[:_LONGEST_REASON] or type(error).__name__

@@ -1,0 +1,160 @@
+"""Tiers in shared stores, as tests open them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import obstore
+from obstore.store import S3Store
+from tests.fakes import s3_servers
+from tests.fakes.crafted_keys import keys
+
+from kvferry.tiers import Batch, BatchId, Result, TierSetup, Way
+from kvferry.tiers.remote import RemoteTier, open_remote
+from kvferry.tiers.remote.names import Whose
+from kvferry.types import Rank, TierName
+
+SIZE = 4096
+LONG = 30.0
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": s3_servers.ACCESS,
+    "AWS_SECRET_ACCESS_KEY": s3_servers.SECRET,
+    "AWS_REGION": "us-east-1",
+}
+
+
+@contextmanager
+def environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """These variables for as long; processes started meanwhile have them for ever."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def hello(address: str, whose: Whose) -> dict[str, object]:
+    """What a process is told, where no factory tells it."""
+    return {
+        "address": address,
+        "bandwidth": None,
+        "namespace": whose.namespace.hex(),
+        "block_bytes": whose.block_bytes,
+        "rank": whose.rank,
+        "num_ranks": whose.num_ranks,
+    }
+
+
+def open_s3(
+    endpoint: str,
+    block_bytes: int,
+    *,
+    namespace: bytes | None = None,
+    bucket: str = s3_servers.BUCKET,
+    credentials: Mapping[str, str] = CREDENTIALS,
+    rank: int = 0,
+    num_ranks: int = 1,
+) -> RemoteTier:
+    """A tier in a namespace of its own, unless told which."""
+    setup = TierSetup(
+        TierName("remote"),
+        block_bytes,
+        Rank(rank),
+        num_ranks,
+        options=f"s3://{bucket}/tests?endpoint={endpoint}",
+        shared_namespace=namespace or secrets.token_bytes(32),
+    )
+    with environment(credentials):
+        return open_remote(setup)
+
+
+def remove(kind: str, names: Sequence[str]) -> None:
+    """These objects are gone from the server, as far as they were there."""
+    for name in names:
+        obstore.delete(bucket(kind), f"tests/{name}")
+
+
+def bucket(kind: str) -> S3Store:
+    """The server's own view, past everything of ours."""
+    server = s3_servers.server(kind)
+    return S3Store(
+        s3_servers.BUCKET,
+        endpoint=server.endpoint,
+        access_key_id=s3_servers.ACCESS,
+        secret_access_key=s3_servers.SECRET,
+        region="us-east-1",
+        client_options={"allow_http": True},
+    )
+
+
+class Store:
+    """A tier, and blocks of random bytes to move through it. Block ``n`` has key ``n``."""
+
+    def __init__(self, tier: RemoteTier, namespace: bytes) -> None:
+        self.tier = tier
+        self.whose = Whose(namespace, SIZE)
+        self.rows = np.random.default_rng().integers(0, 256, (8, SIZE), dtype=np.uint8)
+        self.into = np.full((8, SIZE), 0xEE, dtype=np.uint8)
+        self._next_id = 0
+
+    def send(self, way: Way, numbers: list[int], within: float = LONG) -> None:
+        self._next_id += 1
+        memory = self.rows if way is Way.WRITE else self.into
+        addresses = (memory.ctypes.data + np.array(numbers, dtype=np.int64) * SIZE)[:, None]
+        sizes = np.array([SIZE], dtype=np.int64)
+        end = time.monotonic() + within
+        batch = Batch(BatchId(self._next_id), way, keys(numbers), end)
+        if way is not Way.FIND:
+            batch = Batch(batch.id, way, batch.keys, end, addresses, sizes)
+        self.tier.submit(batch)
+
+    def do(self, way: Way, numbers: list[int], within: float = LONG) -> Result:
+        self.send(way, numbers, within)
+        (result,) = self.tier.drain(LONG)
+        return result
+
+    def write(self, numbers: list[int]) -> None:
+        result = self.do(Way.WRITE, numbers)
+        assert result.ok.all(), result.reasons
+
+    def reads(self, numbers: list[int]) -> list[bool]:
+        """Which come; those that do come right."""
+        self.into[:] = 0xEE
+        result = self.do(Way.READ, numbers)
+        for at, number in enumerate(numbers):
+            assert not result.ok[at] or (self.into[number] == self.rows[number]).all()
+        return result.ok.tolist()
+
+    def wait(self, what: Callable[[], bool]) -> None:
+        give_up = time.monotonic() + LONG
+        while not what():
+            assert time.monotonic() < give_up, self.tier.ailment
+            self.tier.poll()
+            time.sleep(0.01)
+
+    def wait_healed(self) -> None:
+        self.wait(lambda: not self.tier.ailment)
+
+
+def open_mooncake_tier(
+    place: str, options: str = "", *, namespace: bytes, environment_: Mapping[str, str]
+) -> RemoteTier:
+    """In a process of its own, as servers have it."""
+    setup = TierSetup(
+        TierName("remote"),
+        SIZE,
+        options=f"mooncake://{place}{options}",
+        shared_namespace=namespace,
+    )
+    with environment(environment_):
+        return open_remote(setup)

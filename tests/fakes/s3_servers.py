@@ -1,0 +1,253 @@
+"""Real S3 servers on this machine, and a door before them at which a test can be cruel.
+
+``moto`` honours conditional puts; ``rclone serve s3`` ignores them, and ranges too. Both run as
+processes of their own and end with the tests.
+"""
+
+from __future__ import annotations
+
+import atexit
+import http.client
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import lru_cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from kvferry.tiers import Way
+from kvferry.types import Key
+
+ACCESS, SECRET, BUCKET = "kvferrytestaccess", "kvferrytestsecret", "kvferry-blocks"
+SERVERS = ("rclone", "moto")
+
+_WAYS = {"HEAD": Way.FIND, "GET": Way.READ, "PUT": Way.WRITE}
+_NAME = re.compile(r"/([0-9a-f]{64})$")
+_START_SECONDS = 60.0
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class S3Server:
+    """One server process. What it holds is gone with it, or (rclone) stays on disk."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.port = free_port()
+        self._folder = Path(tempfile.mkdtemp(prefix="kvferry-s3-"))
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        bin_dir = Path(sys.executable).parent
+        if self.kind == "rclone":
+            self.make_bucket(BUCKET)
+            command = [str(bin_dir / "rclone"), "serve", "s3", "--auth-key", f"{ACCESS},{SECRET}"]
+            command += [
+                "--dir-cache-time",
+                "10ms",
+                "--addr",
+                f"127.0.0.1:{self.port}",
+                str(self._folder),
+            ]
+        else:
+            command = [str(bin_dir / "moto_server"), "-H", "127.0.0.1", "-p", str(self.port)]
+        environment = {**os.environ, "RCLONE_CONFIG": "/dev/null"}
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
+        )
+        end = time.monotonic() + _START_SECONDS
+        while not self._answers():
+            assert self._process.poll() is None, f"{self.kind} ended at once"
+            assert time.monotonic() < end, f"{self.kind} does not answer"
+            time.sleep(0.05)
+
+    def make_bucket(self, name: str) -> None:
+        """Of an rclone: its buckets are folders."""
+        (self._folder / name).mkdir(exist_ok=True)
+
+    def _answers(self) -> bool:
+        try:
+            line = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
+            # moto makes the bucket; rclone, which wants a signature, refuses in so many words.
+            line.request("PUT", f"/{BUCKET}")
+            line.getresponse().read()
+            line.close()
+        except OSError:
+            return False
+        return True
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+    def close(self) -> None:
+        self.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@lru_cache
+def server(kind: str) -> S3Server:
+    """One for all tests."""
+    made = S3Server(kind)
+    made.start()
+    atexit.register(made.close)
+    return made
+
+
+class Door:
+    """Stands before a server and passes every request on, after ``fault`` had its say.
+
+    ``fault`` is called with what is asked for which block; what it raises is the server's error.
+    ``garble`` may change what the server answers with.
+    """
+
+    def __init__(self, behind: S3Server) -> None:
+        self.fault: Callable[[Way, Key], None] | None = None
+        self.garble: Callable[[bytes], bytes] | None = None
+        self.num_requests = 0
+        door = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def _pass_on(self) -> None:
+                door.num_requests += 1
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                found = _NAME.search(self.path.partition("?")[0])
+                try:
+                    if door.fault is not None and found:
+                        door.fault(_WAYS[self.command], Key(bytes.fromhex(found[1])))
+                except Exception as error:
+                    self._answer(500, {}, str(error).encode())
+                    return
+                line = http.client.HTTPConnection("127.0.0.1", behind.port, timeout=60)
+                line.request(self.command, self.path, body, dict(self.headers))
+                answer = line.getresponse()
+                content = answer.read()
+                if door.garble is not None and self.command == "GET" and found:
+                    content = door.garble(content)
+                self._answer(answer.status, dict(answer.getheaders()), content)
+                line.close()
+
+            do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = _pass_on  # noqa: N815
+
+            def _answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
+                self.send_response_only(status)
+                length = headers.get("Content-Length") if self.command == "HEAD" else None
+                for name, value in headers.items():
+                    if name.lower() not in ("content-length", "transfer-encoding", "connection"):
+                        self.send_header(name, value)
+                self.send_header("Content-Length", length or str(len(body)))
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(body)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+            def handle(self) -> None:
+                with suppress(OSError):  # whoever asked has gone
+                    super().handle()
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._server.block_on_close = False
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.01,), daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_port}"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class Wire:
+    """A stretch of network before a server: it can be cut, held up, or slowed."""
+
+    def __init__(self, to_port: int) -> None:
+        self._to_port = to_port
+        self.delay = 0.0
+        self.is_held = False
+        self.cut_after: int | None = None
+        """Bytes of each answer after which the line is cut."""
+        self._open: set[socket.socket] = set()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def cut(self) -> None:
+        """End what is connected now."""
+        for sock in list(self._open):
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._join, args=(near,), daemon=True).start()
+
+    def _join(self, near: socket.socket) -> None:
+        try:
+            far = socket.create_connection(("127.0.0.1", self._to_port), timeout=60)
+        except OSError:
+            near.close()
+            return
+        self._open |= {near, far}
+        for source, sink, answers in ((near, far, False), (far, near, True)):
+            threading.Thread(target=self._pump, args=(source, sink, answers), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, answers: bool) -> None:
+        passed = 0
+        try:
+            while data := source.recv(65536):
+                time.sleep(self.delay)
+                while self.is_held:
+                    time.sleep(0.01)
+                if answers and self.cut_after is not None and passed + len(data) > self.cut_after:
+                    break
+                sink.sendall(data)
+                passed += len(data)
+        except OSError:
+            pass
+        for sock in (source, sink):  # who reads the other way must wake up too
+            self._open.discard(sock)
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits for somebody to come
+        self._listener.close()
+        self.is_held = False
+        self.cut()

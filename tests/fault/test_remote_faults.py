@@ -1,0 +1,282 @@
+"""A shared store on bad days: a fault is a miss for the blocks it touched, and ends by itself."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import obstore
+import pytest
+from tests.fakes import remote, s3_servers
+from tests.fakes.crafted_keys import keys
+from tests.fakes.remote import LONG, SIZE, Store
+
+from kvferry.tiers import Way
+from kvferry.tiers.remote import RemoteTier
+from kvferry.tiers.remote import tier as tier_module
+from kvferry.tiers.remote.names import Whose
+
+every_server = pytest.mark.parametrize("kind", s3_servers.SERVERS)
+
+
+Open = Callable[..., Store]
+
+
+@pytest.fixture
+def open_store() -> Iterator[Open]:
+    opened: list[RemoteTier] = []
+
+    def open_one(endpoint: str, **more) -> Store:
+        namespace = secrets.token_bytes(32)
+        opened.append(remote.open_s3(endpoint, SIZE, namespace=namespace, **more))
+        return Store(opened[-1], namespace)
+
+    yield open_one
+    for tier in opened:
+        tier.close()
+
+
+@pytest.fixture
+def own_server() -> Iterator[s3_servers.S3Server]:
+    """One that a test may kill. It keeps its objects on disk."""
+    server = s3_servers.S3Server("rclone")
+    server.start()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def wire() -> Iterator[s3_servers.Wire]:
+    made = s3_servers.Wire(s3_servers.server("rclone").port)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def door() -> Iterator[s3_servers.Door]:
+    made = s3_servers.Door(s3_servers.server("rclone"))
+    yield made
+    made.fault = None
+    made.close()
+
+
+# -- what is stored --------------------------------------------------------------------------------
+
+
+def _damages(store: Store, good: list[bytes]) -> dict[int, bytes]:
+    flipped = bytearray(good[0])
+    flipped[SIZE // 2] ^= 4
+    in_seal = bytearray(good[5])
+    in_seal[-1] ^= 1
+    stranger = Whose(secrets.token_bytes(32), SIZE)
+    block = memoryview(good[6])[:SIZE]
+    return {
+        0: bytes(flipped),
+        1: good[1][:-1],
+        2: b"",
+        3: good[4],  # another block of ours, whole
+        5: bytes(in_seal),
+        6: bytes(block) + stranger.seal(block, store.whose.namespace),  # another namespace's
+        7: secrets.token_bytes(len(good[7])),
+    }
+
+
+@every_server
+def test_a_damaged_object_is_a_miss_and_is_replaced(kind: str, open_store: Open) -> None:
+    store = open_store(s3_servers.server(kind).endpoint)
+    store.write(list(range(8)))
+    bucket = remote.bucket(kind)
+    names = [f"tests/{name}" for name in store.whose.names(keys(range(8)))]
+    good = [bytes(obstore.get(bucket, name).bytes()) for name in names]
+    damages = _damages(store, good)
+    for number, content in damages.items():
+        obstore.put(bucket, names[number], content)
+    assert store.reads(list(range(8))) == [number not in damages for number in range(8)]
+    assert not store.tier.ailment, "the store answered: nothing is wrong with it"
+    found = store.do(Way.FIND, list(range(8)))
+    assert found.ok.tolist() == [number not in damages for number in range(8)]
+    store.write(list(range(8)))
+    assert store.reads(list(range(8))) == [True] * 8, "what was known to be bad is written anew"
+
+
+def test_a_store_that_answers_with_garbage_costs_a_miss(
+    open_store: Open, door: s3_servers.Door
+) -> None:
+    store = open_store(door.endpoint)
+    store.write([0, 1, 2])
+    door.garble = lambda content: bytes(reversed(content))
+    assert store.reads([0, 1, 2]) == [False] * 3
+    assert (store.into == 0xEE).all(), "nothing unproven reaches the engine's memory"
+    door.garble = None
+    store.write([0, 1, 2])
+    assert store.reads([0, 1, 2]) == [True] * 3
+
+
+@every_server
+def test_others_cannot_address_our_blocks(kind: str, open_store: Open) -> None:
+    endpoint = s3_servers.server(kind).endpoint
+    ours, other = open_store(endpoint), open_store(endpoint)
+    other_rank = Store(
+        remote.open_s3(endpoint, SIZE, namespace=ours.whose.namespace, rank=1, num_ranks=2),
+        ours.whose.namespace,
+    )
+    ours.write([0, 1])
+    for stranger in (other, other_rank):
+        assert not stranger.do(Way.FIND, [0, 1]).ok.any()
+        assert stranger.reads([0, 1]) == [False, False]
+    other_rank.tier.close()
+
+
+# -- the server ------------------------------------------------------------------------------------
+
+
+def test_wrong_credentials_are_said_and_fail_at_once(open_store: Open) -> None:
+    wrong = {**remote.CREDENTIALS, "AWS_SECRET_ACCESS_KEY": "not-the-secret-at-all"}
+    store = open_store(s3_servers.server("rclone").endpoint, credentials=wrong)
+    assert "403" in store.tier.ailment
+    assert "not-the-secret" not in store.tier.ailment
+    store.send(Way.WRITE, [0])
+    (result,) = store.tier.poll()
+    assert not result.ok.any()
+
+
+def test_a_missing_bucket_is_said_and_used_once_it_is_there(
+    open_store: Open, own_server: s3_servers.S3Server
+) -> None:
+    store = open_store(own_server.endpoint, bucket="not-here-yet")
+    assert "NoSuchBucket" in store.tier.ailment
+    own_server.make_bucket("not-here-yet")
+    store.wait_healed()
+    store.write([0])
+    assert store.reads([0]) == [True]
+
+
+def test_a_server_killed_and_started_again(
+    open_store: Open, own_server: s3_servers.S3Server
+) -> None:
+    store = open_store(own_server.endpoint)
+    store.write([0, 1])
+    own_server.kill()
+    assert store.reads([0, 1]) == [False, False]
+    store.wait(lambda: bool(store.tier.ailment))
+    store.send(Way.READ, [0])
+    (result,) = store.tier.poll()
+    assert not result.ok.any(), "nobody waits for a store that is away"
+    own_server.start()
+    store.wait_healed()
+    assert store.reads([0, 1]) == [True, True]
+
+
+def test_a_store_that_is_away_at_the_start_is_used_when_it_comes(
+    open_store: Open, own_server: s3_servers.S3Server
+) -> None:
+    own_server.kill()
+    store = open_store(own_server.endpoint)
+    assert store.tier.ailment
+    own_server.start()
+    store.wait_healed()
+    store.write([0])
+    assert store.reads([0]) == [True]
+
+
+# -- the network -----------------------------------------------------------------------------------
+
+
+def test_a_held_up_network_costs_one_deadline(open_store: Open, wire: s3_servers.Wire) -> None:
+    store = open_store(wire.endpoint)
+    store.write([0, 1])
+    wire.is_held = True
+    store.into[:] = 0xEE
+    result = store.do(Way.READ, [0, 1], within=0.3)
+    assert not result.ok.any()
+    assert "in time" in result.reasons[0]
+    store.wait(lambda: bool(store.tier.ailment))
+    store.send(Way.FIND, [0])
+    assert len(store.tier.poll()) == 1, "the second pays nothing"
+    wire.is_held = False
+    store.wait_healed()
+    assert (store.into == 0xEE).all(), "what came late touched nothing"
+    assert store.reads([0, 1]) == [True, True]
+
+
+def test_lines_cut_in_the_middle_of_answers(open_store: Open, wire: s3_servers.Wire) -> None:
+    store = open_store(wire.endpoint)
+    store.write([0, 1, 2])
+    wire.cut_after = SIZE // 2
+    wire.cut()
+    store.into[:] = 0xEE
+    result = store.do(Way.READ, [0, 1, 2], within=3.0)
+    assert not result.ok.any()
+    assert (store.into == 0xEE).all()
+    wire.cut_after = None
+    store.wait_healed()
+    assert store.reads([0, 1, 2]) == [True] * 3
+
+
+def test_a_slow_network_is_only_slow(open_store: Open, wire: s3_servers.Wire) -> None:
+    store = open_store(wire.endpoint)
+    wire.delay = 0.05
+    store.write([0, 1])
+    assert store.reads([0, 1]) == [True, True]
+
+
+# -- our own process -------------------------------------------------------------------------------
+
+
+def test_a_killed_process_is_started_again(open_store: Open, door: s3_servers.Door) -> None:
+    store = open_store(door.endpoint)
+    store.write([0, 1])
+    _hang(door)
+    store.into[:] = 0xEE
+    store.send(Way.READ, [0])
+    store.wait(lambda: door.num_requests > 4)
+    os.kill(_pid(store.tier), signal.SIGKILL)
+    (result,) = store.tier.drain(LONG)
+    assert not result.ok.any()
+    assert "process" in store.tier.ailment
+    door.fault = None
+    store.wait_healed()
+    assert (store.into == 0xEE).all()
+    assert store.reads([0, 1]) == [True, True]
+
+
+def test_a_process_that_hangs_is_ended_and_touches_nothing_later(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_module, "GRACE_SECONDS", 0.1)
+    store = open_store(s3_servers.server("rclone").endpoint)
+    store.write([0, 1])
+    stopped = _pid(store.tier)
+    os.kill(stopped, signal.SIGSTOP)
+    store.into[:] = 0xEE
+    result = store.do(Way.READ, [0, 1], within=0.2)
+    assert not result.ok.any()
+    with pytest.raises(ProcessLookupError):
+        os.kill(stopped, signal.SIGCONT)
+    assert (store.into == 0xEE).all()
+    store.wait_healed()
+    assert store.reads([0, 1]) == [True, True]
+
+
+def test_the_process_ends_with_the_engine(open_store: Open) -> None:
+    store = open_store(s3_servers.server("rclone").endpoint)
+    pid = _pid(store.tier)
+    store.tier.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def _hang(door: s3_servers.Door) -> None:
+    def fault(way: Way, at: object) -> None:
+        while door.fault is not None:
+            time.sleep(0.01)
+
+    door.fault = fault
+
+
+def _pid(tier: RemoteTier) -> int:
+    assert tier._child is not None
+    return tier._child.pid

@@ -1,0 +1,241 @@
+"""The parts of a tier in a shared store that need no store: names and proofs, limits, settings."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.fakes.crafted_keys import key
+
+from kvferry.config import Config
+from kvferry.errors import ConfigError
+from kvferry.tiers import TierSetup, open_tier
+from kvferry.tiers.remote import open_remote
+from kvferry.tiers.remote.aws import s3_config
+from kvferry.tiers.remote.bandwidth import Bandwidth
+from kvferry.tiers.remote.breaker import FIRST_WAIT, LONGEST_WAIT, Breaker
+from kvferry.tiers.remote.names import SEAL_BYTES, Whose
+from kvferry.tiers.remote.staging import Staging, address_of
+from kvferry.types import TierName
+
+OURS = Whose(bytes(range(32)), 64, rank=1, num_ranks=2)
+
+
+def sealed(whose: Whose = OURS, number: int = 7) -> bytearray:
+    stored = bytearray(secrets.token_bytes(whose.block_bytes) + bytes(SEAL_BYTES))
+    view = memoryview(stored)
+    view[whose.block_bytes :] = whose.seal(view[: whose.block_bytes], key(number))
+    return stored
+
+
+# -- proofs ----------------------------------------------------------------------------------------
+
+
+def test_a_block_proves_itself_and_any_changed_bit_does_not() -> None:
+    stored = sealed()
+    assert OURS.is_whole(memoryview(stored), key(7))
+    for at in range(len(stored)):
+        for bit in (1, 128):
+            stored[at] ^= bit
+            assert not OURS.is_whole(memoryview(stored), key(7)), f"byte {at}"
+            stored[at] ^= bit
+    assert OURS.is_whole(memoryview(stored), key(7))
+
+
+@given(st.binary(max_size=300))
+def test_garbage_is_never_a_block(garbage: bytes) -> None:
+    assert not OURS.is_whole(memoryview(garbage), key(7))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(OURS, namespace=bytes(32)),
+        replace(OURS, rank=0),
+        replace(OURS, num_ranks=3),
+        replace(OURS, block_bytes=63),
+        replace(OURS, block_bytes=65),
+    ],
+)
+def test_what_is_anothers_is_neither_found_nor_taken(other: Whose) -> None:
+    assert not OURS.is_whole(memoryview(sealed(other)), key(7))
+    if other.block_bytes == OURS.block_bytes:
+        assert not set(OURS.names([key(7)])) & set(other.names([key(7)]))
+    assert not OURS.is_whole(memoryview(sealed(number=8)), key(7)), "another block of ours"
+
+
+def test_a_generation_of_its_own_shares_no_name() -> None:
+    assert not set(OURS.names([key(7)], 1)) & set(OURS.names([key(7)], 2))
+    assert not set(OURS.names([key(7)])) & set(OURS.names([key(7)], 1))
+
+
+# -- limits ----------------------------------------------------------------------------------------
+
+
+def test_a_breaker_waits_ever_longer_until_blocks_move() -> None:
+    breaker, now, waits = Breaker(jitter=lambda: 1.0), 100.0, []
+    for _ in range(12):
+        breaker.failed("dead", now)
+        waits.append(breaker.probe_at - now)
+        now = breaker.probe_at
+    assert waits[0] == FIRST_WAIT
+    assert waits == sorted(waits)
+    assert waits[-1] == LONGEST_WAIT
+    breaker.probed()
+    assert breaker.ailment == ""
+    breaker.failed("dead again", now)
+    assert breaker.probe_at - now == LONGEST_WAIT, "a probe that comes through is not yet a store"
+    breaker.probed()
+    breaker.worked()
+    breaker.failed("later", now)
+    assert breaker.probe_at - now == FIRST_WAIT
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**6), st.floats(0, 1)), min_size=1, max_size=50))
+def test_a_cap_is_kept_over_any_stretch(moves: list[tuple[int, float]]) -> None:
+    rate, now, sent = 10**6, 1000.0, []
+    cap = Bandwidth(rate)
+    for num_bytes, pause in moves:
+        now += pause
+        sent.append((now + cap.wait(num_bytes, now), num_bytes))
+    for first in range(len(sent)):
+        for last in range(first, len(sent)):
+            passed = sum(n for _, n in sent[first:last])  # the last has only begun
+            assert passed <= rate * (sent[last][0] - sent[first][0] + 0.05) + 1
+
+
+def test_no_cap_waits_for_nothing() -> None:
+    assert Bandwidth(None).wait(1 << 40, 0.0) == 0.0
+
+
+def test_staging_lends_each_room_once_and_ignores_what_is_not_its_own() -> None:
+    staging = Staging(5000, 3)
+    rooms = staging.lend(3)
+    assert len({address_of(room) for room in rooms}) == 3
+    assert {len(room) for room in rooms} == {5000}
+    assert staging.lend(1) == []
+    staging.give_back(memoryview(bytearray(10)))
+    assert staging.lend(1) == []
+    staging.give_back(rooms[1])
+    assert address_of(staging.lend(1)[0]) == address_of(rooms[1])
+    assert np.frombuffer(rooms[0], np.uint8).size == 5000
+
+
+# -- settings --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "normal"),
+    [
+        ("s3://bucket", "s3://bucket"),
+        (" s3://bucket/a/b/ ", "s3://bucket/a/b"),
+        (
+            "s3://bucket?endpoint=http://127.0.0.1:9000",
+            "s3://bucket?endpoint=http://127.0.0.1:9000",
+        ),
+    ],
+)
+def test_addresses_in_normal_form(text: str, normal: str) -> None:
+    assert Config(remote=text).remote == normal
+    assert Config(remote=normal).remote == normal
+    (level,) = Config(remote=text).all_levels
+    assert (level.name, level.options) == ("remote", normal)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("http://host/bucket", "expected s3://"),
+        ("s3://", "cannot be a bucket"),
+        ("s3://Bad_Bucket", "cannot be a bucket"),
+        ("s3://bucket/a//b", "cannot be a prefix"),
+        ("s3://bucket/a b", "cannot be a prefix"),
+        ("s3://key:secret@bucket/x", "carries no credentials"),
+        ("s3://bucket?endpoint=ftp://x", "endpoint: expected http"),
+        ("s3://bucket?secret=x", "no option 'secret'"),
+        ("s3://bucket?endpoint", "is no address"),
+        (7, "expected s3://"),
+        ("s3://buck\net", "expected s3://"),
+    ],
+)
+def test_addresses_that_cannot_be(text: object, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        Config.from_dict({"remote": text})
+
+
+def test_the_store_is_the_last_level_and_its_name_is_taken() -> None:
+    config = Config.from_dict({"levels": "memory:1MiB", "remote": "s3://bucket"})
+    assert [level.name for level in config.all_levels] == ["memory", "remote"]
+    with pytest.raises(ConfigError, match="one is called remote"):
+        Config.from_dict({"levels": "remote=memory:1MiB", "remote": "s3://bucket"})
+    with pytest.raises(ConfigError, match="remote = URL"):
+        Config.from_dict({"levels": "s3://bucket"})
+    assert Config.from_dict({"remote": "none"}).all_levels == ()
+
+
+def test_a_rank_that_does_not_say_what_its_blocks_are_is_refused() -> None:
+    with pytest.raises(ConfigError, match="say what they are"):
+        open_remote(TierSetup(TierName("remote"), 64, options="s3://bucket"))
+
+
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (spec,) = Config(remote="s3://bucket").all_levels
+    setup = TierSetup(TierName("remote"), 64, options=spec.options, shared_namespace=bytes(32))
+    with pytest.raises(ConfigError, match=r"remote: s3://bucket .* needs obstore .*kvferry\[s3\]"):
+        open_tier(spec, setup)
+
+
+# -- credentials -----------------------------------------------------------------------------------
+
+
+def test_credentials_come_from_where_tools_of_aws_look(tmp_path) -> None:
+    config, credentials = tmp_path / "config", tmp_path / "credentials"
+    config.write_text(
+        "[default]\nregion = eu-1\n[profile x]\nregion = eu-2\nendpoint_url = http://x\n"
+    )
+    credentials.write_text(
+        "[default]\naws_access_key_id = a\naws_secret_access_key = b\n"
+        "[x]\naws_access_key_id = c\naws_secret_access_key = d%\naws_session_token = t\n"
+    )
+    files = {"AWS_CONFIG_FILE": str(config), "AWS_SHARED_CREDENTIALS_FILE": str(credentials)}
+    assert s3_config({}, files) == {
+        "access_key_id": "a",
+        "secret_access_key": "b",
+        "region": "eu-1",
+    }
+    assert s3_config({}, {**files, "AWS_PROFILE": "x"}) == {
+        "access_key_id": "c",
+        "secret_access_key": "d%",
+        "session_token": "t",
+        "region": "eu-2",
+        "endpoint": "http://x",
+    }
+    env = {**files, "AWS_ACCESS_KEY_ID": "e", "AWS_SECRET_ACCESS_KEY": "f", "AWS_REGION": "r"}
+    assert s3_config({}, {**env, "AWS_PROFILE": "x"}) == {
+        "access_key_id": "e",
+        "secret_access_key": "f",
+        "region": "r",
+        "endpoint": "http://x",
+    }, "a token of one source never goes with keys of another"
+    role = {**files, "AWS_WEB_IDENTITY_TOKEN_FILE": "/token"}
+    assert s3_config({"endpoint": "http://y"}, role) == {"region": "eu-1", "endpoint": "http://y"}
+
+
+def test_without_files_the_client_looks_for_itself(tmp_path) -> None:
+    assert s3_config({}, {"HOME": str(tmp_path)}) == {"region": "us-east-1"}
+    broken = tmp_path / "config"
+    broken.write_text("not a table")
+    env = {"HOME": str(tmp_path), "AWS_CONFIG_FILE": str(broken)}
+    assert s3_config({}, env) == {"region": "us-east-1"}
+
+
+def test_where_no_role_may_be_asked_missing_credentials_are_said(tmp_path) -> None:
+    env = {"HOME": str(tmp_path), "AWS_EC2_METADATA_DISABLED": "true"}
+    with pytest.raises(ConfigError, match="no credentials"):
+        s3_config({}, env)
+    assert s3_config({}, {**env, "AWS_ACCESS_KEY_ID": "a"})["access_key_id"] == "a"
