@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 from tests.fakes.by_name import ByName, SettledByName
+from tests.fakes.lasting import ShelfTier
 from tests.model.stage import (
     LONG_AGO,
     STAIN,
@@ -44,11 +45,26 @@ from kvferry.identity import scope
 from kvferry.keys import Keys
 from kvferry.pool import Pool
 from kvferry.scheduler import NO_BLOCK
-from kvferry.scheduler.level import level_of
+from kvferry.scheduler.level import PlacedLevel, WriteMode, level_of
 from kvferry.slot_states import SlotState
+from kvferry.stats import SchedulerStats
 from kvferry.tiers import Batch, BatchId, HostTier, KeyedMemoryTier, MemoryTier, TierMover, Way
 from kvferry.tiers.threaded import Task
-from kvferry.types import DEVICE, HOST, Outcome, Plan, Question, Rank, Receipt, TierName, Transfer
+from kvferry.types import (
+    DEVICE,
+    HOST,
+    Key,
+    Outcome,
+    Plan,
+    Question,
+    Rank,
+    Receipt,
+    TierName,
+    Transfer,
+)
+
+Shelves = dict[TierName, dict[int, tuple[Key, bytes]]]
+"""What one rank's placed levels hold, by place."""
 
 
 class Serving:
@@ -63,11 +79,6 @@ class Serving:
         self.alignment = reach.hit_alignment(
             self.device_groups, hash_block_tokens=setup.hash_tokens
         )
-        self.pool = Pool(setup.num_slots)
-        self.levels = tuple(
-            level_of(TierName(f"lower{at}"), num_slots, write)
-            for at, (num_slots, write) in enumerate(setup.levels)
-        )
         self.config = Config.from_dict(
             {
                 "load_deadline": 5.0,
@@ -80,6 +91,51 @@ class Serving:
                 "load_policy": setup.load_policy,
                 **settings,
             }
+        )
+        self.rank_salts = np.array([salt(LONG_AGO + r) for r in range(setup.num_ranks)])
+        self.num_lives = 0
+        self.past: list[SchedulerStats] = []
+        self.num_restored = 0
+        self._newest_weights = 0
+        self._begin_life([{} for _ in range(setup.num_ranks)])
+        self.num_arrived = 0
+        self.num_finished = 0
+        self.num_loads = 0
+        self.num_failed = 0
+        self._allocated = 0
+        self._known: dict[tuple[int, int], tuple[int, int]] = {}
+        for story, keys in enumerate(self.stories.keys):
+            for g, group in enumerate(self.groups):
+                ratio = group.block_tokens // setup.hash_tokens
+                for slot, key in enumerate(keys[ratio - 1 :: ratio]):
+                    self._known[int.from_bytes(key, "little"), g] = (story, slot)
+
+    def _begin_life(self, shelves: Sequence[Shelves]) -> None:
+        """A process with nothing but its settings, the weights as they are loaded, and what is on
+        each rank's shelves.
+        """
+        setup = self.setup
+        self.num_lives += 1
+        self.weights = 0
+        self.pool = Pool(setup.num_slots)
+        self.ranks = [self._new_rank(number, shelves[number]) for number in range(setup.num_ranks)]
+        self.levels = tuple(
+            level_of(
+                name,
+                num_places,
+                write,
+                recovered=[rank.movers[name].recovered() for rank in self.ranks],
+            )
+            for name, num_places, write in self._specs
+        )
+        for level in self.levels:
+            if level.pool is not None:
+                slots = np.flatnonzero(level.pool._state == SlotState.CACHED)
+                for slot, key in zip(slots.tolist(), level.pool._index.keys_of(slots), strict=True):
+                    for shelf in (each[level.name] for each in shelves):
+                        assert shelf[slot][0] == key, "a rank does not have what was restored"
+        self.num_restored += sum(
+            level.num_restored for level in self.levels if isinstance(level, PlacedLevel)
         )
         self.scheduler = ByName(
             self.pool,
@@ -94,37 +150,48 @@ class Serving:
             clock=lambda: self.now,
         )
         self.devices = [Device(setup.num_blocks, setup.num_ranks) for _ in setup.groups]
-        self.ranks = [self._new_rank(number) for number in range(setup.num_ranks)]
         self.host = [rank.host.rows.view(np.uint64)[:, 0] for rank in self.ranks]
-        self.rank_salts = np.array([salt(LONG_AGO + r) for r in range(setup.num_ranks)])
         self.requests: dict[str, Served] = {}
         self.receipts: list[Receipt] = []
-        self.weights = 0
-        self.num_arrived = 0
-        self.num_finished = 0
-        self.num_loads = 0
-        self.num_failed = 0
-        self._allocated = 0
-        self._known: dict[tuple[int, int], tuple[int, int]] = {}
-        for story, keys in enumerate(self.stories.keys):
-            for g, group in enumerate(self.groups):
-                ratio = group.block_tokens // setup.hash_tokens
-                for slot, key in enumerate(keys[ratio - 1 :: ratio]):
-                    self._known[int.from_bytes(key, "little"), g] = (story, slot)
 
-    def _new_rank(self, number: int) -> RankSide:
+    @property
+    def _specs(self) -> list[tuple[TierName, int | None, WriteMode]]:
+        return [
+            (TierName(f"lower{at}"), num_places, write)
+            for at, (num_places, write) in enumerate(self.setup.levels)
+        ]
+
+    def _new_rank(self, number: int, shelves: Shelves) -> RankSide:
         rank = RankSide(Rank(number), HostTier(self.setup.num_slots, VALUE_BYTES))
-        for level in self.levels:
-            tier: MemoryTier | KeyedMemoryTier = (
-                KeyedMemoryTier(VALUE_BYTES, name=level.name, fault=rank.fault)
-                if level.pool is None
-                else MemoryTier(
-                    level.pool.num_slots, VALUE_BYTES, name=level.name, fault=rank.fault
-                )
-            )
-            rank.tiers[level.name] = tier
-            rank.movers[level.name] = TierMover(rank.host, tier, rank=rank.rank)
+        for name, num_places, _ in self._specs:
+            tier: MemoryTier | KeyedMemoryTier
+            if num_places is None:
+                tier = KeyedMemoryTier(VALUE_BYTES, name=name)
+            else:
+                tier = ShelfTier(shelves.setdefault(name, {}), num_places, VALUE_BYTES, name)
+            tier.fault = rank.fault
+            rank.tiers[name] = tier
+            rank.movers[name] = TierMover(rank.host, tier, rank=rank.rank)
         return rank
+
+    def restart(self, lose: Callable[[int], bool]) -> None:
+        """The server dies, whatever it was doing, and comes back with the weights it had at first.
+
+        ``lose`` says for each place of each rank whether what lay there did not reach the medium.
+        """
+        self.past.append(self.scheduler.stats())
+        shelves: list[Shelves] = []
+        for rank in self.ranks:
+            kept: Shelves = {}
+            for name, tier in rank.tiers.items():
+                if isinstance(tier, ShelfTier):
+                    kept[name] = {
+                        at: block
+                        for at, block in tier.shelf.items()
+                        if at in tier._blocks and not lose(at)
+                    }
+            shelves.append(kept)
+        self._begin_life(shelves)
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -239,7 +306,8 @@ class Serving:
 
     def reset(self) -> None:
         """New weights, in place. The engine forgets its own cache, and who runs is stained."""
-        self.weights += 1
+        self._newest_weights += 1
+        self.weights = self._newest_weights
         for pool in self.devices:
             pool.forget_all()
         for request in self.requests.values():
@@ -515,6 +583,8 @@ class Serving:
         for pool, name in hosts:
             slots = np.flatnonzero(pool._state == SlotState.CACHED)
             for slot, key in zip(slots.tolist(), pool._index.keys_of(slots), strict=True):
+                if name is not None and self.num_lives > 1 and not self._is_known(key):
+                    continue  # of another life's later weights: nobody can ask for it
                 expected = self._expected(key)
                 for rank, own in zip(self.ranks, self.rank_salts, strict=True):
                     if name is None:
@@ -537,6 +607,14 @@ class Serving:
                         for key, held in rank.tiers[level.name]._blocks.items():
                             found = np.frombuffer(held, dtype=np.uint64)[0]
                             assert found == self._expected(key) ^ own  # type: ignore[arg-type]
+
+    def _is_known(self, key: bytes) -> bool:
+        word = int.from_bytes(key, "little")
+        masks = [scope(self.scheduler.epoch, g) for g in range(len(self.groups))]
+        return any(
+            (word ^ int.from_bytes(mask, "little"), g) in self._known
+            for g, mask in enumerate(masks)
+        )
 
     def _expected(self, key: bytes) -> np.uint64:
         for g in range(len(self.groups)):

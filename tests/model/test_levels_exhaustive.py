@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from itertools import product
 
+import numpy as np
 import pytest
 from tests.fakes.desk import Desk, story
 from tests.fakes.pools import evict
@@ -17,8 +18,8 @@ from kvferry import reach
 from kvferry.answers import MatchState
 from kvferry.keys import Keys
 from kvferry.pool import Pool
-from kvferry.scheduler.level import KeyedLevel, Level, PlacedLevel, WriteMode
-from kvferry.types import Outcome, Rank, Receipt, TierName, Transfer
+from kvferry.scheduler.level import KeyedLevel, Level, PlacedLevel, WriteMode, level_of
+from kvferry.types import Outcome, Rank, Receipt, TierName, Transfer, as_slots
 
 NAME = TierName("below")
 NUM_BLOCKS = 3
@@ -157,4 +158,34 @@ def test_the_same_where_places_are_ours() -> None:
         assert desk.match("b", told).num_tokens == 4 * came
         assert not (level.pool.cached(keys) & lost).any(), "what failed is offered again"
         desk.scheduler.finish("b")
+        desk.check_empty()
+
+
+@pytest.mark.parametrize("moved", [None, 0, 1])
+def test_what_ranks_recovered_of_a_request_in_every_way(moved: int | None) -> None:
+    """A request gets what both ranks still have, at the same places, up to the first that lacks."""
+    for first, second in product(MASKS, MASKS):
+        told = story(1, NUM_BLOCKS)
+        sets = []
+        for rank, there in enumerate((first, second)):
+            at = [place for place in range(NUM_BLOCKS) if there[place]]
+            places = [place + 4 * (rank == 1 and place == moved) for place in at]
+            sets.append((told.take(np.array(at, dtype=np.int64)), as_slots(places)))
+        level = level_of(NAME, 8, WriteMode.THROUGH, recovered=sets)
+        both = [
+            a and b and at != moved for at, (a, b) in enumerate(zip(first, second, strict=True))
+        ]
+        assert level.pool is not None
+        assert level.pool.counts.cached == sum(both)
+        desk = Desk(levels=[level], ranks=2, slots=16)
+        hoped = longest(FULL, both)
+        assert (desk.match("b", told).state is MatchState.WAIT) == bool(hoped)
+        land(desk, desk.plan(), told, (MASKS[0], MASKS[0]), None)
+        assert desk.match("b", told).num_tokens == 4 * hoped
+        desk.scheduler.finish("b")
+        desk.run()
+        desk.check_empty()
+        desk.keep("c", told, 4 * NUM_BLOCKS)  # what was lost is written again, beside the rest
+        desk.run()
+        assert level.pool.cached(told).all()
         desk.check_empty()

@@ -128,6 +128,16 @@ class LevelsMachine(RuleBasedStateMachine):
         if not really:
             self.server.reset()
 
+    @rule(
+        really=st.integers(0, 3), lost=st.sets(st.integers(0, 59), max_size=12), half=st.booleans()
+    )
+    def restart(self, really: int, lost: set[int], half: bool) -> None:
+        """The server dies and comes back; with ``half``, only some ranks lost those places."""
+        if not really:
+            calls = iter(range(1 << 30))
+            self.server.restart(lambda place: place in lost and not (half and next(calls) % 2))
+            self.hung = None
+
     @precondition(lambda self: self.serving is not None and self.serving.levels)
     @rule(pick=picks, slots=st.lists(st.integers(0, 59), max_size=6))
     def lose_bytes(self, pick: int, slots: list[int]) -> None:
@@ -208,20 +218,22 @@ def test_the_weather_reaches_everything() -> None:
         weather.blow(3000)
         serving.quiesce()
         serving.drain()
-        stats = serving.scheduler.stats()
-        seen |= {"loaded"} if serving.num_loads else set()
+        seen |= {"restored"} if serving.num_restored else set()
         seen |= {"failed"} if serving.num_failed else set()
-        seen |= {"promoted"} if stats.promoted_tokens else set()
-        seen |= {"overdue"} if stats.overdue else set()
-        seen |= {"shed"} if stats.shed_stores else set()
-        seen |= {"lost block"} if stats.lost_blocks else set()
-        seen |= {"found" for asked, found in stats.asked.values() if 0 < found < asked}
-        seen |= {f"{src} to {dst}" for src, dst in stats.bytes_moved}
-        seen |= set(stats.missed)
+        seen |= {"loaded"} if serving.num_loads else set()
+        for stats in (*serving.past, serving.scheduler.stats()):
+            seen |= {"promoted"} if stats.promoted_tokens else set()
+            seen |= {"overdue"} if stats.overdue else set()
+            seen |= {"shed"} if stats.shed_stores else set()
+            seen |= {"lost block"} if stats.lost_blocks else set()
+            seen |= {"found" for asked, found in stats.asked.values() if 0 < found < asked}
+            seen |= {f"{src} to {dst}" for src, dst in stats.bytes_moved}
+            seen |= set(stats.missed)
     assert seen >= {
         "loaded",
         "failed",
         "promoted",
+        "restored",
         "overdue",
         "shed",
         "device to host",

@@ -25,6 +25,7 @@ ODDS = {
     "reset": 0.05,
     "lose_bytes": 0.1,
     "level_goes": 0.3,
+    "restart": 0.05,
 }
 
 
@@ -86,6 +87,11 @@ class Weather:
         receipts = list(self.serving.receipts)
         self.rng.shuffle(receipts)
         self.serving.settle(receipts[: self.rng.randint(0, len(receipts))])
+
+    def restart(self) -> None:
+        """The process dies; some of what it wrote never reached the medium, on some ranks."""
+        share = self.rng.choice([0.0, 0.0, 0.1, 0.5])
+        self.serving.restart(lambda place: self.rng.random() < share)
 
     def advance(self) -> None:
         self.serving.now += self.rng.random() / 4
