@@ -13,7 +13,7 @@ import numpy as np
 from tests.fakes.crafted_keys import key
 
 from kvferry.tiers import Way
-from kvferry.tiers.disk.block_file import BlockFile
+from kvferry.tiers.disk.block_file import SECTOR, BlockFile
 from kvferry.tiers.disk.channel import Channel
 from kvferry.tiers.disk.drive import DriveServer
 from kvferry.tiers.disk.messages import FrameKind, frame
@@ -30,6 +30,10 @@ class Weather:
     stripes: Stripes | None = None
     fault: Callable[[Way, Key], None] | None = None
     ailment: str = ""
+    is_short: bool = False
+    """Calls to the drive move a part of what they could."""
+    sync: Callable[[], object] | None = None
+    """Called before each sync."""
     files: list[WeatheredFile] = field(default_factory=list)
 
     def launch(self, setup: DriveSetup) -> ThreadDrive:
@@ -56,6 +60,16 @@ class WeatheredFile(BlockFile):
         self._suffer(Way.WRITE, place, data)
         super().write(place, data)
 
+    def sync(self) -> None:
+        if self.weather.sync is not None:
+            self.weather.sync()
+        super().sync()
+
+    def _call(self, call: Callable[..., int], at: int, data: memoryview) -> int:
+        if self.weather.is_short and len(data) > SECTOR:
+            data = data[: len(data) // 3 // SECTOR * SECTOR or SECTOR]
+        return super()._call(call, at, data)
+
     def check(self) -> None:
         if self.weather.ailment:
             raise OSError(5, self.weather.ailment)
@@ -74,6 +88,14 @@ class WeatheredFile(BlockFile):
         at = place * self._pitch + offset
         (byte,) = os.pread(fd, 1, at)
         os.pwrite(fd, bytes([byte ^ 4]), at)
+        os.close(fd)
+
+    def swap(self, one: int, other: int) -> None:
+        """Let two blocks lie in each other's place, as a drive does that mixes up addresses."""
+        fd = os.open(self.path, os.O_RDWR)
+        blocks = [os.pread(fd, self._pitch, place * self._pitch) for place in (one, other)]
+        for place, block in zip((other, one), blocks, strict=True):
+            os.pwrite(fd, block, place * self._pitch)
         os.close(fd)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from kvferry.errors import KvferryError, StoreError
+from kvferry.errors import KvferryError, StoreError, StoreInUseError
 from kvferry.tiers.base import Way
 from kvferry.tiers.disk.block_file import BlockFile, pitch_of
 from kvferry.tiers.disk.carriers import DriveParts, DriveThread
@@ -53,6 +53,7 @@ LEAST_JOB_BYTES = 1 << 20
 """A job is not made smaller than this to give every thread one."""
 
 _CLOSE_SECONDS = 5.0
+_PATIENCE = 2.0
 
 
 class DriveServer:
@@ -98,7 +99,7 @@ class DriveServer:
         return None
 
     def _open(self, setup: DriveSetup) -> None:
-        self._store = store = open_store(setup)
+        self._store = store = _open_patiently(setup)
         pitch = store.superblock.identity.pitch
         prover = open_prover(setup.block_bytes, store.store_id, setup.key)
         file = self._open_file(str(store.blocks_path), pitch, direct=setup.direct)
@@ -164,7 +165,7 @@ class DriveServer:
             is_gone = self._channel.wait(BEAT_SECONDS, *([] if engine is None else [engine]))
             for kind, body in self._channel.receive():
                 self._obey(kind, body)
-            if is_gone:
+            if is_gone or self._health.is_lost:
                 return
             now = time.monotonic()
             if now >= sweep_at:
@@ -231,6 +232,18 @@ def open_store(setup: DriveSetup) -> Store:
         may_create=setup.device is None,
         on_behalf_of=setup.pid,
     )
+
+
+def _open_patiently(setup: DriveSetup) -> Store:
+    """The drive process of an engine that was just killed may have its last commit still to do."""
+    end = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            return open_store(setup)
+        except StoreInUseError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.05)
 
 
 def _watch(pid: int) -> int | None:

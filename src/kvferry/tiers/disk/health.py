@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from kvferry.errors import TransferError
 from kvferry.quantities import format_size
 from kvferry.tiers.base import Way
 from kvferry.tiers.disk.block_file import SECTOR, BlockFile
@@ -51,6 +52,9 @@ class DriveHealth:
         self._in_a_row = {Way.READ: 0, Way.WRITE: 0}
         self._rest = check_seconds
         self._ask_at = 0.0
+        self._num_failed = 0
+        self.is_lost = False
+        """The file has not been there for long: whoever serves it should begin anew."""
         self._page = PrivateMemory(SECTOR).bytes.data
 
     def worked(self, way: Way) -> None:
@@ -98,12 +102,14 @@ class DriveHealth:
                 with self._lock:
                     self._in_a_row = {Way.READ: 0, Way.WRITE: 0}
                 self.ail("errors", "")
-        except OSError as error:
-            self.ail("check", f"{self._path}: {error.strerror or error}")
-            with self._lock:
-                self._ask_at = time.monotonic() + self._check_seconds
+        except (OSError, TransferError) as error:
+            said = error.strerror if isinstance(error, OSError) else str(error)
+            self.ail("check", said or str(error))
+            self._num_failed += 1
+            self.is_lost = self._num_failed > MANY_ERRORS
         else:
             self.ail("check", "")
+            self._num_failed = 0
 
     def _check_space(self) -> None:
         """A file that grows as it is written must leave the floor alone, and others some room."""

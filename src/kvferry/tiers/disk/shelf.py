@@ -40,6 +40,8 @@ class Shelf:
         self._written: list[Numbers] = []
         self._since = 0.0
         """When the oldest event that no commit covers happened; 0: there is none."""
+        self._committing: tuple[int, float] = (0, 0.0)
+        """How many blocks the commit under way is for, and the time of the first."""
         self._is_urgent = False
         self._is_closed = False
 
@@ -121,6 +123,7 @@ class Shelf:
         """What has happened until now. The next commit answers for it, or :meth:`put_back` does."""
         with self._changed:
             mark = Mark(self._ledger.num_noted, self._generation, self._written)
+            self._committing = (sum(map(len, self._written)), self._since)
             self._written = []
             self._since = 0.0
             self._is_urgent = False
@@ -134,16 +137,19 @@ class Shelf:
                     self._ledger.note_lost(places)
             else:
                 self._written[:0] = mark.places
-            self._since = self._since or time.monotonic()
+            self._since = self._committing[1] or self._since or time.monotonic()
+            self._committing = (0, 0.0)
             self._show()
 
     def committed(self) -> None:
         with self._changed:
+            self._committing = (0, 0.0)
             self._show()
 
     def _show(self) -> None:
-        self._status.put(Count.PENDING, sum(map(len, self._written)))
-        self._status.put(Count.PENDING_SINCE, int(self._since * 1e6))
+        count, since = self._committing
+        self._status.put(Count.PENDING, count + sum(map(len, self._written)))
+        self._status.put(Count.PENDING_SINCE, int((since or self._since) * 1e6))
 
     def close(self) -> None:
         """Let the thread that waits go on."""

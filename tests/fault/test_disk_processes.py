@@ -1,0 +1,251 @@
+"""Drive processes that die, stop, lose their directory, or outlive their engine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.fakes.disk_life import LONG, DiskLife, wait_until
+
+from kvferry.errors import ConfigError
+from kvferry.tiers import Way
+from kvferry.tiers.disk.engine_memory import EngineMemory, open_own_memory
+
+
+def pids(life: DiskLife) -> list[int]:
+    children = [link._child for link in life.tier._links]
+    return [child.pid for child in children if child is not None]
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state == "Z"
+
+
+def test_a_drive_that_was_killed_comes_back_with_what_was_durable(tmp_path: Path) -> None:
+    with DiskLife(tmp_path) as life:
+        rows = life.write(range(20))
+        life.wait_durable()
+        into = [np.full((20, life.block_bytes), 0xEE, dtype=np.uint8) for _ in range(4)]
+        (pid,) = pids(life)
+        os.kill(pid, signal.SIGSTOP)
+        for each in into:
+            life.send(Way.READ, range(20), each)
+        os.kill(pid, signal.SIGKILL)
+        results = life.tier.drain(LONG)
+        assert len(results) == 4, "what was under way has failed, and nothing waits for ever"
+        for result, each in zip(results, into, strict=True):
+            assert (each[result.ok] == rows[result.ok]).all()
+        life.wait_well()
+        life.expect(range(20), rows)
+        assert life.tier.figures().restarts >= 1
+        assert pids(life) != [pid]
+
+
+def test_a_drive_that_is_stopped_is_given_up_and_touches_nothing_later(tmp_path: Path) -> None:
+    with DiskLife(tmp_path, deadline=0.3) as life:
+        rows = life.write(range(20))
+        life.wait_durable()
+        (pid,) = pids(life)
+        os.kill(pid, signal.SIGSTOP)
+        into, result = life.read(range(20))
+        assert not result.ok.any()
+        into[:] = 0x11  # the result is here: the memory is ours again
+        wait_until(lambda: is_gone(pid))
+        assert (into == 0x11).all()
+        life.wait_well()
+        life.expect(range(20), rows)
+
+
+def test_closing_does_not_wait_for_a_drive_that_is_stopped(tmp_path: Path) -> None:
+    life = DiskLife(tmp_path)
+    life.write(range(4))
+    life.wait_durable()
+    (pid,) = pids(life)
+    os.kill(pid, signal.SIGSTOP)
+    sent = life.send(Way.READ, range(4), life.fresh(4))
+    start = time.monotonic()
+    assert life.tier.close(0.2) == (), "its memory is safe: nothing is left behind"
+    assert time.monotonic() - start < LONG / 3
+    assert [result.batch_id for result in life.tier.poll()] == [sent]
+    wait_until(lambda: is_gone(pid))
+
+
+def test_a_directory_that_vanishes_ails_and_heals_when_it_is_back(tmp_path: Path) -> None:
+    with DiskLife(tmp_path) as life:
+        rows = life.write(range(8))
+        life.wait_durable()
+        os.rename(tmp_path / "drive-0", tmp_path / "away")
+        life.wait_ailing()
+        assert not life.do(Way.READ, range(8), life.fresh(8)).ok.any()
+        os.rename(tmp_path / "away", tmp_path / "drive-0")
+        life.wait_well()
+        life.expect(range(8), rows)
+
+
+def test_one_of_two_drives_costs_its_own_places_alone(tmp_path: Path) -> None:
+    with DiskLife(tmp_path, num_drives=2) as life:
+        numbers = range(40)
+        rows = life.write(numbers)
+        life.wait_durable()
+        here = [n for d, at, _ in life.tier.stripes.split(np.arange(40)) if d == 1 for n in at]
+        shutil.rmtree(tmp_path / "drive-0")
+        wait_until(lambda: life.tier.figures().drives_away == 1)
+        assert not life.tier.ailment, "there is still a drive"
+        into, result = life.read(numbers)
+        assert np.flatnonzero(result.ok).tolist() == here
+        assert (into[here] == rows[here]).all()
+        start = time.monotonic()
+        assert not life.do(Way.WRITE, [0], life.fresh(1)).ok.any()
+        assert time.monotonic() - start < LONG / 3, "writes there fail fast"
+    with DiskLife(tmp_path, num_drives=2) as life:
+        assert sorted(life.tier.recovered()[1].tolist()) == here
+
+
+def test_what_was_forgotten_while_a_drive_was_away_stays_forgotten(tmp_path: Path) -> None:
+    with DiskLife(tmp_path) as life:
+        life.write(range(8))
+        life.wait_durable()
+        (pid,) = pids(life)
+        os.kill(pid, signal.SIGSTOP)
+        life.tier.forget()
+        os.kill(pid, signal.SIGKILL)
+        life.wait_ailing()
+        life.wait_well()
+        assert not life.read(range(8))[1].ok.any()
+        rows = life.write([3])
+        life.expect([3], rows)
+    with DiskLife(tmp_path) as life:
+        assert life.tier.recovered()[1].tolist() == [3]
+
+
+def test_a_wrong_key_and_a_second_engine_are_refused_by_name(tmp_path: Path) -> None:
+    with DiskLife(tmp_path, key=b"a" * 32) as life:
+        rows = life.write([0])
+        with pytest.raises(ConfigError, match=f"is open in process {os.getpid()}"):
+            DiskLife(tmp_path, key=b"a" * 32)
+        life.expect([0], rows)
+    with pytest.raises(ConfigError, match="encrypted with another key"):
+        DiskLife(tmp_path, key=b"b" * 32)
+    with pytest.raises(ConfigError, match="holds encrypted blocks, and no key was given"):
+        DiskLife(tmp_path)
+    with DiskLife(tmp_path, key=b"a" * 32) as life:
+        life.expect([0], rows)
+
+
+def test_no_plain_byte_is_on_the_drive_with_a_key(tmp_path: Path) -> None:
+    with DiskLife(tmp_path, key=b"a" * 32, block_bytes=5000) as life:
+        rows = life.fresh(6)
+        rows[:, :64] = np.frombuffer(b"a secret that nobody may read" * 3, np.uint8)[:64]
+        life.write(range(6), rows)
+        life.write(range(6), rows)
+        life.expect(range(6), rows)
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            assert b"a secret that" not in path.read_bytes(), path
+            assert path.stat().st_mode & 0o777 == 0o600, path
+        elif path.name.startswith("kvferry-"):
+            assert path.stat().st_mode & 0o777 == 0o700, path
+
+
+ENGINE = """
+import sys
+from pathlib import Path
+from tests.fakes.disk_life import DiskLife
+life = DiskLife(Path(sys.argv[1]))
+life.write(range(10))
+life.wait_durable()
+print(life.tier._links[0]._child.pid, flush=True)
+life.write(range(10, 20))
+print("written", flush=True)
+sys.stdin.read()
+"""
+
+
+def start_engine(folder: Path) -> tuple[subprocess.Popen[str], int]:
+    engine = subprocess.Popen(
+        [sys.executable, "-c", ENGINE, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert engine.stdout is not None
+    pid = int(engine.stdout.readline())
+    assert engine.stdout.readline() == "written\n"
+    return engine, pid
+
+
+def end(engine: subprocess.Popen[str]) -> None:
+    engine.kill()
+    engine.wait()
+    for pipe in (engine.stdin, engine.stdout):
+        assert pipe is not None
+        pipe.close()
+
+
+def test_a_drive_ends_with_its_engine_and_commits_what_was_answered(tmp_path: Path) -> None:
+    engine, pid = start_engine(tmp_path)
+    end(engine)
+    wait_until(lambda: is_gone(pid))
+    with DiskLife(tmp_path) as life:
+        assert sorted(life.tier.recovered()[1].tolist()) == list(range(20))
+
+
+def test_an_interrupt_is_the_engines_alone(tmp_path: Path) -> None:
+    engine, pid = start_engine(tmp_path)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(pid, number)
+    time.sleep(0.1)
+    assert not is_gone(pid)
+    end(engine)
+    wait_until(lambda: is_gone(pid))
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_memory_that_cannot_be_reached_fails_alone(is_refused: bool) -> None:
+    mem_fd = open_own_memory()
+    memory = EngineMemory(os.getpid(), mem_fd)
+    memory._is_refused = is_refused
+    here, there = np.zeros((5, 64), np.uint8), np.zeros((5, 64), np.uint8)
+    here[:] = np.random.default_rng().integers(0, 256, here.shape)
+    addresses = there.ctypes.data + np.arange(5) * 64
+    addresses[2] = 4096  # nobody has this page
+    starts = here.ctypes.data + np.arange(5) * 64
+    sizes = np.full(5, 64)
+    assert memory.deliver(starts, addresses, sizes).tolist() == [True, True, False, True, True]
+    assert (there[[0, 1, 3, 4]] == here[[0, 1, 3, 4]]).all()
+    here[:] = 0
+    assert memory.fetch(starts, addresses, sizes).tolist() == [True, True, False, True, True]
+    assert (there[[0, 1, 3, 4]] == here[[0, 1, 3, 4]]).all()
+    assert mem_fd is not None
+    os.close(mem_fd)
+
+
+def test_more_pieces_than_one_call_takes(tmp_path: Path) -> None:
+    memory = EngineMemory(os.getpid())
+    here = np.random.default_rng().integers(0, 256, (3000, 7), dtype=np.uint8)
+    there = np.zeros_like(here)
+    starts = np.arange(3000) * 7
+    ok = memory.deliver(
+        here.ctypes.data + starts, there.ctypes.data + starts[::-1], np.full(3000, 7)
+    )
+    assert ok.all()
+    assert (there == here[::-1]).all()
+
+
+def test_nobody_can_open_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "drive-0").write_text("a file is in the way")
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        DiskLife(tmp_path)
