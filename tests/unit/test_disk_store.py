@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import stat
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -341,3 +343,88 @@ def test_as_many_places_as_fit(num_bytes: int) -> None:
     fit = most_places(num_bytes, identity())
     assert fit == 0 or store_bytes(fit, identity()) <= num_bytes
     assert store_bytes(fit + 1, identity()) > num_bytes
+
+
+@pytest.mark.parametrize("step", range(12))
+@pytest.mark.parametrize("sizes", [(16, 8), (8, 16)], ids=["shrink", "grow"])
+def test_a_change_of_size_cut_short_anywhere_loses_nothing_that_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int], step: int
+) -> None:
+    before, after = (DiskBound(size * MiB) for size in sizes)
+    with Store.open(tmp_path, identity(), before) as store:
+        last = store.num_places - 1
+        fill(store, [0, 1, last])
+    calls = iter(range(1000))
+
+    def dying(real: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == step:
+                raise KeyboardInterrupt
+            return real(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in ("ftruncate", "fsync", "fdatasync", "replace"):
+            patch.setattr(os, name, dying(getattr(os, name)))
+        with suppress(KeyboardInterrupt):
+            Store.open(tmp_path, identity(), after).close()
+    for bound in (after, before):
+        with Store.open(tmp_path, identity(), bound) as store:
+            found = store.ledger.recovered.places.tolist()
+            assert found[:2] == [0, 1]
+            assert set(found) <= {0, 1, last}
+            if bound is after and sizes[1] > sizes[0]:
+                assert found == [0, 1, last]
+            assert store.blocks_path.stat().st_size == store.num_places * PITCH
+
+
+def test_servers_that_come_and_go_never_fill_more_than_the_bound(tmp_path: Path) -> None:
+    """Two models, two ranks each, at sizes that change; who is open is never touched."""
+    rng = random.Random(11)
+    bound = DiskBound(12 * MiB, num_ranks_here=2)
+    open_now: dict[tuple[int, int], Store] = {}
+    for _ in range(60):
+        model, rank = rng.randrange(2), rng.randrange(2)
+        mine = open_now.pop((model, rank), None)
+        if mine is not None:
+            mine.close()
+        else:
+            if not open_now and rng.random() < 0.3:
+                bound = DiskBound(rng.choice((8, 12, 16)) * MiB, num_ranks_here=2)
+            which = identity(
+                10 * model + rank, rank=rank, num_ranks=2, family=bytes([model]), label=str(model)
+            )
+            try:
+                open_now[model, rank] = Store.open(tmp_path, which, bound)
+            except StoreError:  # the other model has it all
+                assert any(other != model for other, _ in open_now)
+        for store in open_now.values():
+            assert apparent_bytes(store.folder) == sum(
+                -(-each.stat().st_size // 4096) * 4096 for each in store.folder.iterdir()
+            )
+            assert store.blocks_path.stat().st_size == store.num_places * PITCH
+        if open_now:
+            assert sum(each.num_bytes for each in stores_under(tmp_path)) <= bound.size
+    for store in open_now.values():
+        store.close()
+
+
+def test_recovery_says_what_it_did(tmp_path: Path) -> None:
+    with Store.open(tmp_path, identity(), BOUND) as store:
+        fill(store, [1])
+        store.ledger.commit()
+        fill(store, [2])
+    assert str(store.ledger.report).startswith("0 blocks from 0 pages")
+    path = store.folder / "journal-0"
+    data = bytearray(path.read_bytes())
+    data[4096 + 3000] ^= 1  # the first commit
+    data[3 * 4096 + 3000] ^= 1  # the word that the last one is complete
+    path.write_bytes(data)
+    with inspection.reading(store.folder) as content:
+        report = content.report
+    assert (report.num_blocks, report.bad_pages, report.torn_pages) == (1, 1, 1)
+    assert "1 pages had gone bad" in str(report)
+    assert "1 pages of a torn tail were cut" in str(report)
+    with Store.open(tmp_path, identity(), BOUND) as store:
+        assert store.ledger.recovered.places.tolist() == [2]

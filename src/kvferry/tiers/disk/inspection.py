@@ -21,7 +21,7 @@ import numpy.typing as npt
 from kvferry.errors import StoreError
 from kvferry.keys import Keys
 from kvferry.tiers.disk.entries import Proofs
-from kvferry.tiers.disk.files import DiskFile
+from kvferry.tiers.disk.files import DiskFile, JournalFile
 from kvferry.tiers.disk.finding import newest_header
 from kvferry.tiers.disk.folder import (
     BLOCKS_NAME,
@@ -30,14 +30,16 @@ from kvferry.tiers.disk.folder import (
     remove_store,
     stores_under,
 )
+from kvferry.tiers.disk.header import Header
 from kvferry.tiers.disk.ledger import FILE_NAMES
 from kvferry.tiers.disk.lock import StoreLock
-from kvferry.tiers.disk.pages import Shape
+from kvferry.tiers.disk.pages import Seal, Shape
 from kvferry.tiers.disk.recovery import RecoveryReport, read_live, recover
 from kvferry.tiers.disk.superblock import Superblock, read_superblock
 from kvferry.types import SlotArray
 
 _PIECE = 1024  # blocks that a checker is given at once
+_LOOKS = 3
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class StoreContent:
     report: RecoveryReport
     pieces: Callable[[], Iterator[tuple[Keys, SlotArray, Proofs]]]
     """Keys, places and proofs of all blocks, in the order written; can be asked again."""
+    is_current: Callable[[], bool]
+    """Whether this is still the store's journal; it is for ever while nobody has it open."""
 
 
 class BlockChecker(Protocol):
@@ -88,10 +92,18 @@ def list_stores(root: Path, *, count_blocks: bool = True) -> list[StoreSummary]:
     for folder in stores_under(root):
         num_blocks = None
         if count_blocks and folder.superblock is not None and not folder.trouble:
-            with contextlib.suppress(OSError, StoreError), _content(folder.path) as content:
-                num_blocks = content.report.num_blocks
+            num_blocks = _count_blocks(folder)
         summaries.append(StoreSummary(folder, num_blocks))
     return summaries
+
+
+def _count_blocks(folder: StoreFolder) -> int | None:
+    for _ in range(_LOOKS):
+        with contextlib.suppress(OSError, StoreError), _content(folder.path) as content:
+            # Of a journal that its server replaced while we read it we saw the half of two.
+            if content.is_current():
+                return content.report.num_blocks
+    return None
 
 
 @contextlib.contextmanager
@@ -170,6 +182,7 @@ def _content(path: Path) -> Iterator[StoreContent]:
                 path / BLOCKS_NAME,
                 RecoveryReport(words="no journal could be read"),
                 lambda: iter(()),
+                lambda: newest_header(files, shape, superblock.store_id) is None,
             )
             return
         file, header = newest
@@ -179,4 +192,9 @@ def _content(path: Path) -> Iterator[StoreContent]:
             path / BLOCKS_NAME,
             found.report,
             lambda: read_live(file, shape, found.entries, found.end),
+            lambda: _seal(newest_header(files, shape, superblock.store_id)) == header.seal,
         )
+
+
+def _seal(newest: tuple[JournalFile, Header] | None) -> Seal | None:
+    return None if newest is None else newest[1].seal

@@ -6,6 +6,7 @@ written in the file is only for people; when it was written says when the store 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -35,19 +36,19 @@ class StoreLock:
         ``on_behalf_of`` is the process to name, if it is not this one.
         """
         lock = try_lock(folder)
-        for _ in range(_TRIES):  # somebody may be looking who has it open
-            if lock is None:
-                time.sleep(_PAUSE_SECONDS)
-                lock = try_lock(folder)
         if lock is None:
             raise StoreInUseError(
                 f"{folder} is open in {holder(folder) or 'another process'}; two servers cannot "
                 "share a store: stop that one, or give this one another directory (setting disk)"
             )
-        lock.sign(on_behalf_of or os.getpid())
+        try:
+            lock._sign(on_behalf_of or os.getpid())
+        except BaseException:
+            lock.release()
+            raise
         return lock
 
-    def sign(self, pid: int) -> None:
+    def _sign(self, pid: int) -> None:
         """Say who holds it, and that the store is in use now."""
         words = {
             "pid": pid,
@@ -56,23 +57,32 @@ class StoreLock:
             "since": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
         }
         if self._fd is not None:
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, json.dumps(words).encode()[:_MOST_BYTES], 0)
+            with contextlib.suppress(OSError):  # a full disk: it is locked all the same
+                os.ftruncate(self._fd, 0)
+                os.pwrite(self._fd, json.dumps(words).encode()[:_MOST_BYTES], 0)
 
     def release(self) -> None:
         """Let it go. Safe to call twice."""
         fd, self._fd = self._fd, None
         if fd is not None:
-            try:
+            with contextlib.suppress(OSError):  # the drive may be gone; the lock goes all the same
                 os.ftruncate(fd, 0)
                 os.utime(fd)
-            except OSError:  # the drive may be gone; the lock goes all the same
-                pass
             os.close(fd)
 
 
 def try_lock(folder: Path) -> StoreLock | None:
     """The lock of a folder, or None while another process has it. Writes nothing."""
+    lock = _try_once(folder)
+    for _ in range(_TRIES):
+        if lock is not None:
+            break
+        time.sleep(_PAUSE_SECONDS)  # it may be somebody who only looks
+        lock = _try_once(folder)
+    return lock
+
+
+def _try_once(folder: Path) -> StoreLock | None:
     path = folder / FILE_NAME
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -58,7 +58,7 @@ class RecoveryReport:
     num_blocks: int = 0
     num_pages: int = 0
     torn_pages: int = 0
-    """Whole pages behind the cut: written, never promised."""
+    """Pages behind the cut, whole or half: written, never promised."""
     bad_pages: int = 0
     doubtful_blocks: int = 0
     """Left out because a bad page spoke of their places."""
@@ -120,6 +120,9 @@ def recover(file: JournalFile, header: Header, shape: Shape, num_places: int) ->
     report = found.report
     report.num_pages = end - shape.first_page
     report.torn_pages = int(np.count_nonzero(whole[end:]))
+    if end < len(whole):
+        half = unpack(shape, read_pages(file, shape, end, 1))
+        report.torn_pages += int(half["generation"][0] == header.seal.generation)
     first_words = np.zeros(num_places, dtype=np.uint64)
     report.blocks_beyond = _replay(file, whole[:end], shape, found.entries, first_words)
     _leave_out_doubtful(file, header, shape, whole, base, found)
@@ -202,23 +205,29 @@ def _leave_out_doubtful(
     file: JournalFile, header: Header, shape: Shape, whole: Flags, base: int, found: Found
 ) -> None:
     """Drop what pages that went bad may have contradicted."""
-    entries = found.entries
     bad = np.flatnonzero(~whole[shape.first_page : base]) + shape.first_page
     found.report.bad_pages = len(bad)
+    told = np.append(whole, False)[bad + 1] | (bad + 1 == header.copied_end)
+    for number in bad[~told][-1:].tolist():  # its neighbour is bad too: all that is older goes
+        _leave_out(found, np.arange(len(found.entries)), number * shape.per_page)
+        bad, told = bad[bad > number], told[bad > number]
     for number in bad.tolist():
         if number + 1 == header.copied_end:
             named = header.last
-        elif number + 1 < len(whole) and whole[number + 1]:
+        else:
             after = unpack(shape, read_pages(file, shape, number + 1, 1))[0]
             named = after["before"][: int(after["count_before"])]
-        else:
-            named = np.arange(len(entries), dtype=np.uint32)
         places = (named & PLACE).astype(np.int64)
-        places = places[places < len(entries)]
-        doubtful = places[entries.newest[places] < number * shape.per_page]
-        found.report.doubtful_blocks += int(np.count_nonzero(entries.present[doubtful]))
-        entries.present[doubtful] = False
-        entries.newest[doubtful] = 0
+        _leave_out(found, places[places < len(found.entries)], number * shape.per_page)
+
+
+def _leave_out(found: Found, places: SlotArray, number: int) -> None:
+    """Drop what these places held before the record of this number."""
+    entries = found.entries
+    doubtful = places[entries.newest[places] < number]
+    found.report.doubtful_blocks += int(np.count_nonzero(entries.present[doubtful]))
+    entries.present[doubtful] = False
+    entries.newest[doubtful] = 0
 
 
 def _leave_out_doubled(file: JournalFile, shape: Shape, first_words: Words, found: Found) -> None:

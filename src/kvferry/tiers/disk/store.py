@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,9 +105,10 @@ def _open(
 ) -> Store:
     if may_create:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with alone_in(root):
-        lock, superblock, notes = _claim(root, identity, key_check, on_behalf_of)
-        try:
+    with ExitStack() as undo:
+        with alone_in(root):
+            lock, superblock, notes = _claim(root, identity, key_check, on_behalf_of)
+            undo.callback(lock.release)
             room = DiskRoom(root, identity, bound, _shrink)
             num_places = room.make()
             if superblock is None:
@@ -114,12 +116,16 @@ def _open(
                 if key_check is not None:
                     check = key_check(superblock.store_id)
                     superblock = replace(superblock, key_check=check)
-            store = _lay_out(cls, lock, superblock, num_places)
-        except BaseException:
-            lock.release()
-            raise
+            size = _Sizing(lock.folder, superblock, num_places)
+            is_whole = size.lengthen()
+            # While it shrinks others would count its old size; else they need not wait for this.
+            ledger = size.shorten() if size.is_smaller else None
+        if ledger is None:
+            ledger = size.open_ledger()
+        undo.pop_all()
+    store = cls(lock, size.superblock, ledger, is_whole=is_whole)
     store.notes += [*notes, *room.notes]
-    log.info("%s: %d places; %s", lock.folder, num_places, store.ledger.report)
+    log.info("%s: %d places; %s", lock.folder, num_places, ledger.report)
     return store
 
 
@@ -173,42 +179,67 @@ def _require_same(
         )
 
 
-def _lay_out(cls: type[Store], lock: StoreLock, superblock: Superblock, num_places: int) -> Store:
-    """Bring the files to their size, and open the ledger. A crash in here loses nothing.
+class _Sizing:
+    """Brings a store's files to the size for so many places. A crash in between loses nothing.
 
     ::
 
         grow      files longer │ superblock │ ledger may name the new places
         shrink    ledger no longer names the last places, on the medium │ superblock │ files shorter
     """
-    folder, identity = lock.folder, superblock.identity
-    shape = Shape(identity.proof_bytes)
-    lengths = dict.fromkeys(FILE_NAMES, journal_bytes(shape, num_places))
-    lengths[BLOCKS_NAME] = num_places * identity.pitch
-    whole = {name: _lengthen(folder / name, length) for name, length in lengths.items()}
-    ledger = Ledger.open(folder, superblock.store_id, num_places, identity.proof_bytes)
-    try:
-        superblock = replace(superblock, num_places=num_places)
-        superblock.write(folder)
-        for name, length in lengths.items():
-            if (folder / name).stat().st_size > length:
-                allocate(folder / name, length)
-        sync_folder(folder)
-        sync_folder(folder.parent)
-    except BaseException:
-        ledger.close()
-        raise
-    return cls(lock, superblock, ledger, is_whole=all(whole.values()))
 
+    def __init__(self, folder: Path, superblock: Superblock, num_places: int) -> None:
+        self.superblock = replace(superblock, num_places=num_places)
+        self._folder = folder
+        identity = superblock.identity
+        length = journal_bytes(Shape(identity.proof_bytes), num_places)
+        self._lengths = dict.fromkeys(FILE_NAMES, length)
+        self._lengths[BLOCKS_NAME] = num_places * identity.pitch
+        self.is_smaller = any(self._length(name) > self._lengths[name] for name in self._lengths)
 
-def _lengthen(path: Path, length: int) -> bool:
-    """Make a file at least so long; whether all of it has its room on the file system."""
-    there = path.stat().st_size if path.exists() else 0
-    return allocate(path, max(there, length))
+    def lengthen(self) -> bool:
+        """Make every file at least as long as it must be; whether all have their room for it."""
+        whole = [
+            allocate(self._folder / name, max(self._length(name), length))
+            for name, length in self._lengths.items()
+        ]
+        if not self.is_smaller:
+            self._write_superblock()
+        return all(whole)
+
+    def open_ledger(self) -> Ledger:
+        mine = self.superblock
+        proof_bytes = mine.identity.proof_bytes
+        return Ledger.open(self._folder, mine.store_id, mine.num_places, proof_bytes)
+
+    def shorten(self) -> Ledger:
+        """Cut what is too long, once the ledger has let go of it."""
+        ledger = self.open_ledger()
+        try:
+            self._write_superblock()
+            for name, length in self._lengths.items():
+                if self._length(name) > length:
+                    allocate(self._folder / name, length)
+        except BaseException:
+            ledger.close()
+            raise
+        return ledger
+
+    def _write_superblock(self) -> None:
+        self.superblock.write(self._folder)
+        sync_folder(self._folder.parent)
+
+    def _length(self, name: str) -> int:
+        path = self._folder / name
+        return path.stat().st_size if path.exists() else 0
 
 
 def _shrink(other: StoreFolder, num_places: int) -> None:
     """Make a store that nobody has open smaller."""
     assert other.superblock is not None
-    with _lay_out(Store, StoreLock.take(other.path), other.superblock, num_places):
-        log.info("%s: made smaller, to %d places", other.path, num_places)
+    lock = StoreLock.take(other.path)
+    try:
+        _Sizing(other.path, other.superblock, num_places).shorten().close()
+    finally:
+        lock.release()
+    log.info("%s: made smaller, to %d places", other.path, num_places)

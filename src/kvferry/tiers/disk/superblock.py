@@ -5,6 +5,7 @@ It is replaced as a whole file, by rename: at every moment there is an old one o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import struct
@@ -125,10 +126,13 @@ class Superblock:
 
     def write(self, folder: Path) -> None:
         """Make this the store's superblock, at once or not at all; on the medium on return."""
+        data = (self.pack() * 2).ljust(FILE_BYTES, b"\0")
+        with contextlib.suppress(OSError):
+            if (folder / FILE_NAME).read_bytes() == data:
+                return  # on a disk that is full there would be no room for another
         temporary = folder / f"{FILE_NAME}.new"
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            data = (self.pack() * 2).ljust(FILE_BYTES, b"\0")
             if os.write(fd, data) != len(data):
                 raise OSError(f"{temporary} could not be written whole")
             os.fsync(fd)
