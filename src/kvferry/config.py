@@ -35,6 +35,7 @@ from kvferry.setting_kinds import (
     SIZE,
     SIZE_OR_ZERO,
     STORE,
+    TENANTS,
     Auto,
     Kind,
     nearest,
@@ -43,6 +44,7 @@ from kvferry.setting_kinds import (
     or_auto,
 )
 from kvferry.settings_file import read_table
+from kvferry.tenant_shares import TenantShare
 
 ENV_PREFIX = "KVFERRY_"
 CONFIG_FILE_ENV = "KVFERRY_CONFIG"
@@ -203,6 +205,12 @@ class Config:
     )
     keep_share: float = setting(
         0.25, SHARE, "The part of each level that pins, keeps and priorities may hold, at most."
+    )
+    tenants: tuple[TenantShare, ...] = setting(
+        (),
+        TENANTS,
+        "Which part of host memory each tenant keeps, and may have at most; * is every other one. "
+        "A request's tenant is a hint, or its cache salt in vLLM.",
     )
     control: str = setting(
         "off",

@@ -118,6 +118,7 @@ class Pool(PoolWishes):
         parent: Key | None = None,
         chained: bool = True,
         beside: Neighbours | None = None,
+        tenant: int = 0,
     ) -> Lease | None:
         """Claim slots to write the keys that are neither cached nor on their way in.
 
@@ -125,6 +126,7 @@ class Pool(PoolWishes):
         keys that got a slot (see ``Lease.positions``), None if there are none. ``parent`` is the
         key before the first; ``chained=False`` says that the keys do not depend on each other.
         ``beside`` says where they should lie, in a pool that is ``side_by_side``.
+        Where the pool is divided, they are the ``tenant``'s.
         """
         if self._duplicates.any_in(keys):
             raise InputError(f"{len(keys)} keys to reserve are not distinct; a chain never repeats")
@@ -139,6 +141,9 @@ class Pool(PoolWishes):
         all_new = above == NO_SLOT and len(missing) == len(found)
         own = missing[:0] if all_new else np.concatenate(([above], found))
         own = own[own != NO_SLOT]
+        if self._fair is not None:
+            arriving = Arriving(keys, found, above, chained)
+            missing = self._within_ceiling(missing, own, arriving, tenant)
         if len(missing) > self._free.count:
             count = len(missing) + self._num_spare
             self._make_room(count, own, Arriving(keys, found, above, chained))
@@ -147,6 +152,8 @@ class Pool(PoolWishes):
         positions = missing[: self._free.count]
         near = beside.at(positions) if beside is not None else None
         slots = self._give_out(keys, positions, near)
+        if self._fair is not None:
+            self._fair.own(slots, tenant)
         if len(slots) and self._policy.wants_chains:
             chains = self._chains if chained else None
             self._conversations.arrive(slots, positions, found, above, chains)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -15,13 +15,15 @@ from kvferry.free_slots import FreeSlots
 from kvferry.goes_first import GoesFirst
 from kvferry.holds import Holds
 from kvferry.keys import Keys
-from kvferry.policy import Arriving, EvictionPolicyMaker, HearsRequests, Residents
+from kvferry.policy import Arriving, EvictionPolicyMaker, Fair, HearsRequests, Residents
 from kvferry.pool_find import PoolFind
 from kvferry.slot_states import SlotState
 from kvferry.types import NO_SLOT, Key, SlotArray
 from kvferry.victims import victims
 
-_FREE, _CACHED, _DOOMED = int(SlotState.FREE), int(SlotState.CACHED), int(SlotState.DOOMED)
+_FREE, _WRITING, _CACHED, _DOOMED = (
+    int(s) for s in (SlotState.FREE, SlotState.WRITING, SlotState.CACHED, SlotState.DOOMED)
+)
 
 
 class PoolRoom(PoolFind):
@@ -59,8 +61,13 @@ class PoolRoom(PoolFind):
             num_followers_of=self._chains.num_children,
             is_idle=self._is_idle,
         )
+        self._residents = residents
+        self._make_policy = policy
         self._policy = policy(residents)
-        self._hears = self._policy if isinstance(self._policy, HearsRequests) else None
+        self._fair: Fair | None = None
+        self._ceilings: list[int] = []
+        self._hears: HearsRequests | None = None
+        self._listen()
         self._clock = clock
         self._holds = Holds(num_slots, int(num_slots * keep_share))
         self._first = GoesFirst(num_slots)
@@ -171,6 +178,47 @@ class PoolRoom(PoolFind):
             for listener in self.listeners:
                 listener(keys)
 
+    def divide(self, shares: Sequence[float | None], ceilings: Sequence[float]) -> None:
+        """From now on slots belong to tenants, by number, each with its part of all slots.
+
+        What is here already is nobody's: the first one's.
+        """
+        cached = np.flatnonzero(self._state[:-1] == _CACHED)
+        self._fair = Fair(self._make_policy, self._residents, shares)
+        self._ceilings = [int(self.num_slots * ceiling) for ceiling in ceilings]
+        self._fair.own(np.flatnonzero(np.isin(self._state[:-1], (_WRITING, _CACHED))), 0)
+        self._policy = self._fair
+        self._listen()
+        self._policy.insert(cached)
+
+    def _listen(self) -> None:
+        policy: object = self._policy
+        self._hears = policy if isinstance(policy, HearsRequests) else None
+
+    def slots_of_tenant(self, number: int) -> int:
+        """How many slots a tenant has."""
+        return int(self._fair.owned[number]) if self._fair is not None else 0
+
+    def _within_ceiling(
+        self, missing: SlotArray, own: SlotArray, arriving: Arriving, tenant: int
+    ) -> SlotArray:
+        """As many of what is missing as a tenant may have, once it has given up of its own."""
+        assert self._fair is not None
+        fair, ceiling = self._fair, self._ceilings[tenant]
+        over = int(fair.owned[tenant]) + len(missing) - ceiling
+        if over > 0:
+            self._readers[own] += 1
+            fair.only = tenant
+            try:
+                self._evict(victims(fair, self._chains, self._is_idle, over, arriving))
+            finally:
+                fair.only = None
+                self._readers[own] -= 1
+            missing = missing[: max(0, ceiling - int(fair.owned[tenant]))]
+        return missing
+
     def _push_free(self, ascending: SlotArray) -> None:
+        if self._fair is not None:
+            self._fair.left(ascending)
         self._state[ascending] = _FREE
         self._free.push(ascending)

@@ -30,6 +30,7 @@ from kvferry.quantities import (
 )
 from kvferry.remote_settings import read_remote
 from kvferry.secrets_read import read_secret
+from kvferry.tenant_shares import read_tenants, show_tenants
 
 _LONGEST_NAME = 64
 
@@ -94,6 +95,7 @@ def _is_ipv6(text: str) -> bool:
 ADDRESS = Kind("address", _read_address)
 LEVELS = Kind("KIND:OPTIONS, ...|none", read_levels, show_levels)
 POLICY = Kind(ACCEPTS, read_policy)
+TENANTS = Kind("NAME=SHARE[:CEILING], ...|none", read_tenants, show_tenants)
 DIRECTORIES = Kind("PATH, ...|none", read_directories, show_directories)
 FILE_NAME = Kind("PATH", read_file_name)
 

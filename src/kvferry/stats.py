@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from kvferry.slot_states import PoolCounts
+from kvferry.tenants import TenantCounts
 
 SIZE_BOUNDS = tuple(float(1 << shift) for shift in range(14, 33, 2))
 """Bytes, from 16 KiB to 4 GiB in steps of four."""
@@ -139,5 +140,6 @@ class SchedulerStats:
     lost_blocks: int = 0
     ailments: Mapping[str, str] = field(default_factory=dict)
     asked: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    tenants: Mapping[str, TenantCounts] = field(default_factory=dict)
     restored: Mapping[str, int] = field(default_factory=dict)
     level_bandwidth: Mapping[str, float | None] = field(default_factory=dict)

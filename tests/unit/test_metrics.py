@@ -35,6 +35,7 @@ from kvferry.scheduler import PlacedLevel
 from kvferry.scheduler.journal import Copy
 from kvferry.scheduler.why import Reason
 from kvferry.stats import OTHER, SIZE_BOUNDS, Distribution, Histogram, TrafficCounts
+from kvferry.tenants import TenantCounts
 from kvferry.tiers.disk.status import FAILURES, DiskFigures
 from kvferry.types import FIRST_RANK, Outcome, Receipt, TierName
 
@@ -79,7 +80,8 @@ DISK = DiskFigures(
 
 @pytest.fixture
 def snapshot() -> Snapshot:
-    stats = replace(busy_scheduler().stats(), asked={"store": (4, 3)})
+    tenants = {"none": TenantCounts(1, 2, 3, 4), "search": TenantCounts(5, 6, 7, 8)}
+    stats = replace(busy_scheduler().stats(), asked={"store": (4, 3)}, tenants=tenants)
     disks = {"disk": DISK}
     return Snapshot(
         stats, "1.2.3", {"host": 100}, pinned_bytes=800, held_blocks=2, idle="", disks=disks

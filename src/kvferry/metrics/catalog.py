@@ -37,7 +37,7 @@ class MetricKind(Enum):
 
 @dataclass(frozen=True)
 class Label:
-    """One label. Its values are few and known: no request, key or user ever becomes one."""
+    """One label. Its values are few: no request or key ever becomes one."""
 
     name: str
     values: str
@@ -64,6 +64,10 @@ _TIER = Label("tier", _TIERS)
 _LEVEL = Label("level", "the tiers configured below the host")
 _WAY = Label("way", "read, write")
 _FAILURE = Label("reason", ", ".join(FAILED_WHY))
+_TENANT = Label(
+    "tenant",
+    "none, those that the setting tenants names, up to 16 others as they come, other",
+)
 _ROUTE = (Label("src", _TIERS), Label("dst", _TIERS), Label("path", _PATHS))
 
 
@@ -140,6 +144,14 @@ DURABLE_LAG = _gauge(
 )
 RESETS = _counter("resets", "Times that everything was forgotten.")
 
+TENANT_QUERIES = _counter("tenant_queries", "Requests looked up, by whose they are.", _TENANT)
+TENANT_ASKED = _counter(
+    "tenant_asked_tokens", "Tokens that they lacked on the device, by whose.", _TENANT
+)
+TENANT_HITS = _counter(
+    "tenant_hit_tokens", "Those of them ordered from the host, by whose.", _TENANT
+)
+TENANT_SLOTS = _gauge("tenant_slots", "Slots of host memory that each tenant has.", _TENANT)
 SLOTS = _gauge(
     "slots", "Places for one block, by what they hold.", _TIER, Label("state", ", ".join(STATES))
 )
@@ -190,8 +202,9 @@ def page() -> str:
             "# Metrics",
             "",
             "What a kvferry endpoint serves under `/metrics` (see [operations](operations.md)). "
-            "Every label has few values, all known beforehand: no request, key or user becomes "
-            "one. On vLLM's own endpoint all of them appear as `vllm:kvferry_…`, with vLLM's "
+            "Every label has few values: no request or key becomes one, and of tenants "
+            "(where they are told apart at all) only a few. "
+            "On vLLM's own endpoint all of them appear as `vllm:kvferry_…`, with vLLM's "
             "labels beside ours; they are brought up to date once a second while requests run. "
             "`kvferry_held_blocks` is there only.",
             "",

@@ -73,6 +73,11 @@ def samples(snapshot: Snapshot) -> Iterator[Sample]:
         yield Sample(names.RESTORED_BLOCKS, (level,), num_restored)
     for level, disk in snapshot.disks.items():
         yield from _disk(level, disk)
+    for name, tenant in stats.tenants.items():
+        yield Sample(names.TENANT_QUERIES, (name,), tenant.queries)
+        yield Sample(names.TENANT_ASKED, (name,), tenant.asked_tokens)
+        yield Sample(names.TENANT_HITS, (name,), tenant.hit_tokens)
+        yield Sample(names.TENANT_SLOTS, (name,), tenant.slots)
     for tier, num_bytes in snapshot.slot_bytes.items():
         yield Sample(names.SLOT_BYTES, (tier,), num_bytes)
 

@@ -11,6 +11,7 @@ from kvferry.policy.eviction import (
     HearsRequests,
     Residents,
 )
+from kvferry.policy.fair import Fair
 from kvferry.policy.lru import Lru
 from kvferry.policy.names import policy_named
 from kvferry.policy.worth import BusyTime, Decision, LoadOrCompute, Verdict
@@ -22,6 +23,7 @@ __all__ = [
     "EvictionPolicy",
     "EvictionPolicyMaker",
     "Evidence",
+    "Fair",
     "HearsHints",
     "HearsRequests",
     "LoadOrCompute",

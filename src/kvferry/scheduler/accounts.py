@@ -14,6 +14,7 @@ from kvferry.scheduler.look import Missing
 from kvferry.scheduler.matching import Matcher
 from kvferry.scheduler.why import Explanation
 from kvferry.stats import MatchCounts
+from kvferry.tenants import Tenants
 
 if TYPE_CHECKING:
     from kvferry.scheduler.request import Request
@@ -29,6 +30,7 @@ class Accounts:
         journal: Journal,
         admission: SeenOften,
         lower: LowerLevels,
+        tenants: Tenants | None = None,
     ) -> None:
         self.counts = MatchCounts()
         self._matcher = matcher
@@ -37,6 +39,7 @@ class Accounts:
         self._admission = admission
         self._lower = lower
         self._counts_below = lower.counts_asked
+        self._tenants = tenants
 
     def close(self) -> None:
         self._explainer.close()
@@ -49,11 +52,21 @@ class Accounts:
         request.is_counted = True
         self.counts.queries += 1
         self.counts.asked_tokens += max(0, num_tokens)
+        if self._tenants is not None:
+            counts = self._tenants.counts(request.tenant)
+            counts.queries += 1
+            counts.asked_tokens += max(0, num_tokens)
         if keys is not None and (self._admission.counts or self._counts_below):
             for g in range(len(self._matcher.groups)):
                 slot_keys = self._matcher.all_keys(g, keys)
                 self._admission.see(slot_keys)
                 self._lower.asked(slot_keys)
+
+    def loaded(self, request: Request, num_tokens: int) -> None:
+        """So many tokens are brought to the device for a request."""
+        self.counts.hit_tokens += num_tokens
+        if self._tenants is not None:
+            self._tenants.counts(request.tenant).hit_tokens += num_tokens
 
     def found(self, request: Request, hit: PinnedHit) -> None:
         """A request was looked up, and this is all of it that is here."""

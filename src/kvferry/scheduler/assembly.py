@@ -23,6 +23,7 @@ from kvferry.scheduler.rests import Rests
 from kvferry.scheduler.storing import Stores
 from kvferry.scheduler.transit import Transit
 from kvferry.scheduler.waits import Waits
+from kvferry.tenants import Tenants
 
 
 def assemble(
@@ -71,6 +72,10 @@ def assemble(
         joins_loads=joins_loads,
         clock=clock,
     )
+    tenants = None
+    if config.tenants:
+        tenants = Tenants(config.tenants, pool.slots_of_tenant)
+        pool.divide(tenants.shares, tenants.ceilings)
     journal, admission = Journal(), stores.admission
     explainer = Explainer(matcher, pool, admission, lower)
     sizes = tuple(group.block_tokens for group in groups)
@@ -83,7 +88,8 @@ def assemble(
         lower=lower,
         waits=Waits(),
         journal=journal,
-        accounts=Accounts(matcher, explainer, journal, admission, lower),
+        accounts=Accounts(matcher, explainer, journal, admission, lower, tenants),
+        tenants=tenants,
         sizes=sizes,
         least_tokens=min(sizes),
         spare_tokens=spare_tokens,

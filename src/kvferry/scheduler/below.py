@@ -76,7 +76,9 @@ class Below:
                 return False
         for g, keys, parent in wanted:
             chained = isinstance(parts.matcher.groups[g], reach.FullAttention)
-            self.waits |= parts.lower.promote(keys, parent=parent, chained=chained)
+            self.waits |= parts.lower.promote(
+                keys, parent=parent, chained=chained, tenant=request.tenant
+            )
         parts.waits.add(request, self.waits)
         self._has_promoted = bool(self.waits)
         if self._has_promoted:

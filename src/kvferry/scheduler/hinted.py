@@ -48,13 +48,22 @@ class HintedRequest(Request):
     What is stored late is told of when it lands (:meth:`stored`).
     """
 
-    __slots__ = ("hints",)
+    __slots__ = ("_unheeded", "hints", "tenant")
 
     hints: Hints
 
-    def __init__(self, request_id: RequestId, chain: KeyChain, parts: Parts, hints: Hints) -> None:
+    def __init__(
+        self,
+        request_id: RequestId,
+        chain: KeyChain,
+        parts: Parts,
+        hints: Hints,
+        unheeded: str = "",
+    ) -> None:
         super().__init__(request_id, chain, parts)
         self.hints = hints
+        self._unheeded = [unheeded] if unheeded else []
+        self.tenant = 0 if parts.tenants is None else parts.tenants.number(hints.tenant)
         if hints.max_store_tokens is not None:
             self.progress = CappedProgress(parts, hints.max_store_tokens)
 
@@ -98,9 +107,11 @@ class HintedRequest(Request):
 
     def stored(self) -> None:
         """It is over, or more of it was stored since: what was said holds for that as well."""
-        if self.state in OVER and self.hints.shapes_what_stays:
-            words = tell_pools(self.hints, self.chain.keys(), self._parts)
-            self._parts.journal.wished(self.id, self.hints, words)
+        if self.state in OVER:
+            words = []
+            if self.hints.shapes_what_stays:
+                words = tell_pools(self.hints, self.chain.keys(), self._parts)
+            self._parts.journal.wished(self.id, self.hints, [*self._unheeded, *words])
 
 
 def tell_pools(hints: Hints, keys: Keys, parts: Parts) -> list[str]:

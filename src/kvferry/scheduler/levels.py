@@ -163,7 +163,9 @@ class LowerLevels:
             len(move.keys) for move in self._moves.values() if move.upward
         )
 
-    def promote(self, keys: Keys, *, parent: Key | None, chained: bool) -> set[TransferId]:
+    def promote(
+        self, keys: Keys, *, parent: Key | None, chained: bool, tenant: int = 0
+    ) -> set[TransferId]:
         """Bring up those of a run of blocks that the host lacks, as far as the budget goes.
 
         ``parent`` is the key before the run. Returns the transfers to wait for, also those that
@@ -178,7 +180,7 @@ class LowerLevels:
                 start += len(ahead)
                 continue
             piece = self._liftable(ahead)
-            transfer_id = self._lift(*piece, parent, chained) if piece is not None else None
+            transfer_id = self._lift(*piece, parent, chained, tenant) if piece is not None else None
             if piece is None or transfer_id is None:
                 break
             transfers.add(transfer_id)
@@ -211,9 +213,9 @@ class LowerLevels:
         return None
 
     def _lift(
-        self, level: Level, keys: Keys, parent: Key | None, chained: bool
+        self, level: Level, keys: Keys, parent: Key | None, chained: bool, tenant: int
     ) -> TransferId | None:
-        writing = self._host.reserve(keys, parent=parent, chained=chained)
+        writing = self._host.reserve(keys, parent=parent, chained=chained, tenant=tenant)
         if writing is None:
             return None
         coming = keys.take(writing.positions)

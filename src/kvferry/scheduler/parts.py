@@ -16,6 +16,7 @@ from kvferry.scheduler.outbox import Outbox
 from kvferry.scheduler.rests import Rests
 from kvferry.scheduler.storing import Stores
 from kvferry.scheduler.waits import Waits
+from kvferry.tenants import Tenants
 
 
 @dataclass(eq=False)
@@ -40,6 +41,7 @@ class Parts:
     sizes: tuple[int, ...]
     least_tokens: int
     spare_tokens: int = 0
+    tenants: Tenants | None = None
     rests: Rests | None = None
     live: dict[Any, None] = field(default_factory=dict)
     owing: dict[Any, None] = field(default_factory=dict)

@@ -15,6 +15,8 @@ class Prefetch:
     Piece by piece, within the bound on promotions, until all is there that can be had.
     """
 
+    tenant = 0  # nobody's yet: who asks for it later finds it all the same
+
     def __init__(
         self, name: RequestId, keys: Keys, keep_seconds: float | None, parts: Parts
     ) -> None:

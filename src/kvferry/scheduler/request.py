@@ -32,7 +32,8 @@ class Request:
     may grow; where its keys become others, what was found for the old ones no longer counts.
     """
 
-    hints: Hints | None = None  # what was said of it; see HintedRequest
+    hints: Hints | None = None  # what was said of it, and whose it is: see HintedRequest
+    tenant = 0
     __slots__ = (
         "_computed",
         "_hit",
@@ -212,7 +213,7 @@ class Request:
             return ()
         self._promised = Match(MatchState.HIT, look.host_tokens, look.computed_tokens)
         self.state = State.LOADING
-        parts.accounts.counts.hit_tokens += look.host_tokens - look.computed_tokens
+        parts.accounts.loaded(self, look.host_tokens - look.computed_tokens)
         if parts.rests is not None:
             go_on(self, self._computed, self._parts)
         return tuple(ordered)

@@ -118,32 +118,36 @@ class Scheduler:
             stores_in_order=not self._parts.stores.is_lazy,
         )
         self.control = Control(self._parts)
-        self._ahead = Ahead(self._parts, clock)
         """What is done with blocks from outside."""
+        self._ahead = Ahead(self._parts, clock)
+        self.has_tenants = self._parts.tenants is not None
         self.onlooker = Onlooker(self._snapshot, self._parts.journal)
         """What others may see of it, from any thread."""
 
     # -- requests -------------------------------------------------------------------------------
 
-    def open(self, request_id: RequestId, chain: KeyChain, hints: Hints | None = None) -> Request:
+    def open(
+        self,
+        request_id: RequestId,
+        chain: KeyChain,
+        hints: Hints | None = None,
+        *,
+        unheeded: str = "",
+    ) -> Request:
         """A request has come; its verbs are those of :class:`Request`, until it ends.
 
         ``chain`` names its blocks and may grow. Names are for people: two requests that live at
         the same time may have the same, and are told apart all the same. ``hints`` say what its
-        sender knows of it.
+        sender knows of it; ``unheeded``, why some that came with it are not among them.
         """
         if self._closed:
             raise ClosedError(_CLOSED)
         if hints is None:
             request = Request(request_id, chain, self._parts)
         else:
-            request = HintedRequest(request_id, chain, self._parts, hints)
+            request = HintedRequest(request_id, chain, self._parts, hints, unheeded)
         self._parts.live[request] = None
         return request
-
-    def note_unheeded(self, request_id: RequestId, hints: Hints, words: str) -> None:
-        """Why hints that came with a request are not heeded, for whoever asks for it."""
-        self._parts.journal.wished(request_id, hints, [words])
 
     def prefetch(self, request: Request) -> None:
         """This request waits in the engine's queue: bring up what levels have of it, meanwhile.
@@ -363,6 +367,7 @@ class Scheduler:
             parts.hits,
             parts.accounts.counts,
             resets=self._num_resets,
+            tenants=parts.tenants,
         )
 
     def check_integrity(self) -> None:

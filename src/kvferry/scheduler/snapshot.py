@@ -15,6 +15,7 @@ from kvferry.scheduler.outbox import Outbox
 from kvferry.scheduler.storing import Stores
 from kvferry.scheduler.transit import Transit
 from kvferry.stats import MatchCounts, SchedulerStats
+from kvferry.tenants import Tenants
 from kvferry.types import HOST, RequestId
 
 
@@ -29,6 +30,7 @@ def snapshot(
     matches: MatchCounts,
     *,
     resets: int,
+    tenants: Tenants | None = None,
 ) -> SchedulerStats:
     """As of now; nothing in it changes afterwards."""
     moved = flights.counts
@@ -58,6 +60,7 @@ def snapshot(
             {HOST: pool.num_leases, **{name: each.num_leases for name, each in below.items()}}
         ),
         resets=resets,
+        tenants=MappingProxyType(tenants.snapshot() if tenants is not None else {}),
         lost_blocks=moved.lost_blocks,
         ailments=MappingProxyType({level.name: level.ailment for level in lower.levels}),
         asked=MappingProxyType(

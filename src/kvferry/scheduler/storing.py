@@ -137,7 +137,7 @@ class Stores:
         parent = matcher.key_before(g, keys, todo.start) if chained else None
         if parent is not None and not matcher.has(parent):
             return None  # the same, and it would push out what can be reached
-        lease = self._pool.reserve(asked, parent=parent, chained=chained)
+        lease = self._pool.reserve(asked, parent=parent, chained=chained, tenant=request.tenant)
         if lease is None:
             return None
         at = lease.positions if chosen is None else chosen[lease.positions]

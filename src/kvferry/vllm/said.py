@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
+from hashlib import blake2b
 from typing import Any
 
 from kvferry.errors import InputError
@@ -26,13 +28,19 @@ _complaint = Seldom(seconds=60.0)
 def opened(scheduler: Scheduler, request: Any, namespace: Namespace) -> Request:
     """Open a request of vLLM's, as the parameters that came with it say."""
     chain = RequestKeys(request, namespace)
-    if getattr(request, "kv_transfer_params", None) is None:
+    params = getattr(request, "kv_transfer_params", None)
+    if params is None and not scheduler.has_tenants:
         return scheduler.open(request.request_id, chain)
-    hints, words = hints_of(request.kv_transfer_params)
-    hinted = scheduler.open(request.request_id, chain, hints)
-    if words:
-        scheduler.note_unheeded(request.request_id, hints, words)
-    return hinted
+    hints, words = hints_of(params or {})
+    salt = getattr(request, "cache_salt", None)
+    if scheduler.has_tenants and salt and not hints.tenant:
+        hints = replace(hints, tenant=tenant_of(salt))
+    return scheduler.open(request.request_id, chain, hints, unheeded=words)
+
+
+def tenant_of(salt: str) -> str:
+    """Who sends this salt, by a name that does not give it away: a salt may be a secret."""
+    return f"salt-{blake2b(salt.encode(errors='replace'), digest_size=4).hexdigest()}"
 
 
 def hints_of(params: Mapping[str, Any]) -> tuple[Hints, str]:

@@ -1,0 +1,309 @@
+"""Every hint and every action through a real `vllm serve`, over HTTP; answers never change.
+
+One server for all of it: 40 blocks of host memory, of which ten may be held, above a level that
+has room for everything. A prompt of 200 tokens is six whole blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.integration.vllm.engine import make_prompts
+from tests.integration.vllm.server import Server
+
+from kvferry.metrics.http import HttpServer
+from kvferry.watch.scrape import explain
+
+TOKEN = "the-token-of-these-tests"
+BLOCKS, TOKENS = 6, 6 * 32
+SEEDS = count(500)
+
+
+class Controlled(Server):
+    """A server, and whoever gives it orders."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        probe = HttpServer(lambda path: None)  # a port that is free
+        probe.close()
+        self.ours = f"http://127.0.0.1:{probe.port}"
+        (folder / "token").write_text(TOKEN)
+        self.token_file = folder / "token"
+        ferry = {
+            "host": f"{40 * 64}KiB",
+            "levels": "memory:64MiB",
+            "level_write": "through",
+            "load_policy": "always",
+            "max_storing_blocks": 1000,
+            "load_deadline": "5min",
+            "store_deadline": "5min",
+            "promote_deadline": "5min",
+            "metrics_port": probe.port,
+            "control": "local",
+            "control_token": f"file:{self.token_file}",
+        }
+        super().__init__(model, folder / "server.log", ferry=ferry)
+
+    def ask(self, prompt: list[int], hints: dict[str, Any] | None = None, **more: Any) -> Asked:
+        body = {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": 4,
+            "temperature": 0,
+            "ignore_eos": True,
+            **more,
+        }
+        if hints is not None:
+            body["kv_transfer_params"] = {"kvferry": hints}
+        answer = self.post("/v1/completions", body)
+        return Asked(answer["id"], answer["choices"][0]["text"])
+
+    def order(self, action: str, **order: Any) -> dict[str, Any]:
+        asked = urllib.request.Request(
+            f"{self.ours}/control/{action}",
+            json.dumps(order).encode(),
+            {"Authorization": f"Bearer {TOKEN}"},
+        )
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            done: dict[str, Any] = json.loads(answer.read())
+        return done
+
+    def figure(self, name: str, tier: str = "host") -> float:
+        with urllib.request.urlopen(f"{self.ours}/metrics", timeout=60) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(ln.split()[-1]) for ln in lines if ln.startswith(name) and tier in ln)
+
+    def why(self, asked: Asked) -> dict[str, Any]:
+        return explain(self.ours, asked.id)
+
+    def forget_device(self) -> None:
+        self.post("/reset_prefix_cache", {})
+
+    def fill(self, num_prompts: int = 7) -> None:
+        """As many others as push everything out of the host that nobody holds."""
+        for prompt in make_prompts(next(SEEDS), *[200] * num_prompts):
+            self.ask(prompt)
+        self.rest()
+
+    def rest(self) -> None:
+        """Until all that was computed is stored."""
+        before, give_up = (-1.0, -1.0), time.monotonic() + 60
+        while before != (now := self._moved()):
+            assert time.monotonic() < give_up, "the engine never rests"
+            before = now
+            time.sleep(0.3)
+
+    def _moved(self) -> tuple[float, float]:
+        return self.figure("kvferry_landed_transfers", ""), self.figure("kvferry_queued", "")
+
+
+class Asked:
+    """A request's id and its answer."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self.id = name
+        self.text = text
+
+
+@pytest.fixture(scope="module")
+def server(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Controlled]:
+    running = Controlled(llama, tmp_path_factory.mktemp("control"))
+    yield running
+    running.kill()
+
+
+@pytest.fixture
+def prompt() -> list[int]:
+    (made,) = make_prompts(next(SEEDS), 200)
+    return made
+
+
+def test_do_not_store(server, prompt):
+    plain = server.ask(make_prompts(next(SEEDS), 200)[0])
+    asked = server.ask(prompt, {"do_not_store": True})
+    server.rest()
+    assert server.order("lookup", request_id=plain.id)["host_tokens"] == TOKENS
+    told = server.order("lookup", request_id=asked.id)
+    assert (told["tokens"], told["host_tokens"], told["lower_tokens"]) == (TOKENS, 0, 0)
+    assert server.ask(prompt).text == asked.text
+    some = make_prompts(next(SEEDS), 200)[0]
+    params = {"kvferry": {}, "max_offload_tokens": 64}  # vLLM's own name for it
+    half = server.ask(some, kv_transfer_params=params)
+    server.rest()
+    assert server.order("lookup", request_id=half.id)["host_tokens"] == 64
+
+
+def test_do_not_load(server, prompt):
+    first = server.ask(prompt)
+    server.rest()
+    server.forget_device()
+    again = server.ask(prompt, {"do_not_load": True})
+    assert again.text == first.text
+    assert server.why(again)["explanation"]["reason"] == "told_not_to"
+    server.forget_device()
+    some = server.ask(prompt, kv_transfer_params={"max_load_tokens": 96})  # vLLM's own name
+    assert some.text == first.text
+    assert (
+        sum(copy["num_blocks"] for copy in server.why(some)["copies"] if copy["dst"] == "device")
+        == 3
+    )
+    server.forget_device()
+    last = server.ask(prompt)
+    assert last.text == first.text
+    assert server.why(last)["explanation"]["host_tokens"] > 96
+
+
+def test_keep_seconds_and_its_bound(server, prompt):
+    kept = server.ask(prompt, {"keep_seconds": "1h"})
+    server.rest()
+    assert server.order("lookup", request_id=kept.id)["held_blocks"] >= BLOCKS
+    assert server.figure("kvferry_held_slots") == BLOCKS
+    greedy = server.ask(make_prompts(next(SEEDS), 300)[0], {"keep_seconds": 3600})
+    server.rest()
+    assert server.figure("kvferry_held_slots") == 10
+    told = server.why(greedy)
+    assert told["hints"] == {"keep_seconds": 3600.0}
+    assert "at most 10 blocks there (keep_share)" in told["refused"][0]
+    assert server.figure("kvferry_refused_holds_total") > 0
+    server.fill()
+    found = server.order("lookup", request_id=kept.id)
+    assert found["host_tokens"] == TOKENS, "what is kept was pushed out"
+    server.forget_device()
+    assert server.ask(prompt).text == kept.text
+    for asked in (kept, greedy):
+        server.order("unpin", request_id=asked.id)
+    assert server.figure("kvferry_held_slots") == 0
+
+
+def test_over_goes_first(server, prompt):
+    server.fill()
+    over = server.ask(prompt, {"over": True})
+    server.rest()
+    assert server.order("lookup", request_id=over.id)["host_tokens"] == TOKENS
+    # The youngest of all, and yet the next one takes its place.
+    after = server.ask(make_prompts(next(SEEDS), 200)[0])
+    server.rest()
+    assert server.order("lookup", request_id=over.id)["host_tokens"] == 0
+    assert server.order("lookup", request_id=after.id)["host_tokens"] == TOKENS
+    server.forget_device()
+    assert server.ask(prompt).text == over.text
+
+
+@pytest.mark.parametrize(
+    "hints",
+    [
+        {"goes_on": True},
+        {"goes_on": "10min"},
+        {"priorities": [{"token_start": 0, "token_end": 192, "priority": 80}]},
+        {"priorities": [{"priority": 90, "duration_ms": 3_600_000}]},
+    ],
+    ids=["goes on", "goes on within", "priority of a range", "priority for a time"],
+)
+def test_what_stays_softly(server, prompt, hints):
+    asked = server.ask(prompt, hints)
+    server.rest()
+    server.fill()
+    assert server.order("lookup", request_id=asked.id)["host_tokens"] == TOKENS
+    server.forget_device()
+    assert server.ask(prompt).text == asked.text
+    server.order("unpin", request_id=asked.id)
+
+
+def test_a_low_priority_goes_first(server, prompt):
+    server.fill()
+    low = server.ask(prompt, {"priorities": [{"priority": 5}]})
+    server.rest()
+    server.ask(make_prompts(next(SEEDS), 200)[0])
+    server.rest()
+    assert server.order("lookup", request_id=low.id)["host_tokens"] == 0
+
+
+def test_hints_that_are_not_understood_cost_nobody_an_answer(server, prompt):
+    first = server.ask(prompt)
+    for params in ({"kvferry": {"keep_second": 3}}, {"kvferry": "keep"}, {"kvferry": {"over": 1}}):
+        asked = server.ask(prompt, kv_transfer_params=params)
+        assert asked.text == first.text
+        assert "are not heeded" in server.why(asked)["refused"][0]
+    others = {"do_remote_decode": False, "remote_engine_id": None}  # another connector's
+    assert server.ask(prompt, kv_transfer_params=others).text == first.text
+    assert "out of service" not in server.log
+
+
+def test_hints_after_the_answer(server, prompt):
+    asked = server.ask(prompt)
+    server.rest()
+    told = server.order("hint", request_id=asked.id, hints={"goes_on": "10min"})
+    assert told["held_blocks"] >= BLOCKS
+    server.order("hint", request_id=asked.id, hints={"over": True})
+    server.order("unpin", request_id=asked.id)
+    server.fill(1)
+    assert server.order("lookup", request_id=asked.id)["host_tokens"] == 0
+
+
+def test_pin_and_unpin_by_tokens_and_by_salt(server, prompt):
+    asked = server.ask(prompt, cache_salt="tenant-one")
+    server.rest()
+    assert server.order("lookup", tokens=prompt)["host_tokens"] == 0  # another's, without the salt
+    named = {"tokens": prompt, "salt": "tenant-one"}
+    assert server.order("lookup", **named)["host_tokens"] == TOKENS
+    assert server.order("pin", **named)["blocks"] == BLOCKS
+    server.fill()
+    assert server.order("lookup", **named)["host_tokens"] == TOKENS
+    assert server.order("unpin", **named)["blocks"] >= BLOCKS
+    server.forget_device()
+    assert server.ask(prompt, cache_salt="tenant-one").text == asked.text
+
+
+def test_prefetch_on_an_idle_engine_and_drop(server, prompt):
+    asked = server.ask(prompt)
+    server.rest()
+    server.fill()
+    told = server.order("lookup", tokens=prompt)
+    assert (told["host_tokens"], told["lower_tokens"]) == (0, TOKENS)
+    assert server.order("prefetch", request_id=asked.id, seconds=60)["is_under_way"]
+    give_up = time.monotonic() + 60
+    while (told := server.order("lookup", tokens=prompt))["host_tokens"] < TOKENS:
+        assert time.monotonic() < give_up, "nothing was fetched while the engine is idle"
+    assert told["held_blocks"] >= BLOCKS
+    server.forget_device()
+    again = server.ask(prompt)
+    assert again.text == asked.text
+    assert server.why(again)["explanation"]["lower_tokens"] == 0  # it waited for nothing
+    assert server.order("drop", tokens=prompt)["blocks"] >= 2 * BLOCKS  # here and below
+    told = server.order("lookup", tokens=prompt)
+    assert (told["host_tokens"], told["lower_tokens"]) == (0, 0)
+    server.forget_device()
+    assert server.ask(prompt).text == asked.text
+
+
+def test_the_command_line_and_who_may_not(server, prompt):
+    asked = server.ask(prompt)
+    server.rest()
+    command = [sys.executable, "-m", "kvferry", "control", "pin", "--request", asked.id]
+    where = ["--url", server.ours, "--token-file", str(server.token_file)]
+    told = subprocess.run([*command, *where], capture_output=True, text=True, timeout=120)
+    assert told.returncode == 0, told.stderr
+    assert "blocks pinned." in told.stdout
+    server.order("unpin", request_id=asked.id)
+    for token, code in ((None, 401), ("not-the-token-of-these-tests", 403)):
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        refused = urllib.request.Request(f"{server.ours}/control/drop", b"{}", headers)
+        with pytest.raises(urllib.error.HTTPError) as answer:
+            urllib.request.urlopen(refused, timeout=60)
+        assert answer.value.code == code
+    assert TOKEN not in server.log
+
+
+def test_at_the_end_nothing_is_wrong(server):
+    assert "out of service" not in server.log
+    assert server.figure("kvferry_failed_transfers_total", "") == 0
+    assert server.terminate() == 0

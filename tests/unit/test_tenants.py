@@ -1,0 +1,252 @@
+"""Tenants: shares and ceilings of host memory, who loses first, and what is counted of whom."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.fakes.crafted_keys import keys as numbered
+from tests.fakes.desk import Desk, story
+from tests.fakes.policies import Fifo
+
+from kvferry.config import Config, show
+from kvferry.errors import ConfigError
+from kvferry.hints import Hints
+from kvferry.policy import Fair, Lru
+from kvferry.pool import Pool
+from kvferry.tenant_shares import TenantShare, read_tenants
+from kvferry.tenants import MOST_OTHERS, Tenants
+from kvferry.vllm.said import tenant_of
+
+# -- as a setting says it -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("none", ()),
+        ("*", (TenantShare("*"),)),
+        (
+            "search=40%:60%, *=fair:50%",
+            (TenantShare("search", 0.4, 0.6), TenantShare("*", None, 0.5)),
+        ),
+        ({"a": "0.1"}, (TenantShare("a", 0.1),)),
+    ],
+)
+def test_shares_are_read_and_shown(said, meant):
+    config = Config(tenants=said)
+    assert config.tenants == meant
+    assert read_tenants("tenants", show("tenants", config.tenants)) == meant
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("a=60%, b=60%", "add up to 120%"),
+        ("a=1%, a=2%", "named twice"),
+        ("a=lots", "tenants: a: expected a share"),
+        ("a=10%:2", "ceiling of a: expected a share"),
+        ("=10%", "is no name"),
+        (7, r"expected NAME=SHARE\[:CEILING\]"),
+        (", ".join(f"t{n}" for n in range(33)), "at most 32"),
+    ],
+)
+def test_shares_that_cannot_be_meant_are_refused(said, words):
+    with pytest.raises(ConfigError, match=words):
+        Config(tenants=said)
+
+
+# -- through the scheduler ----------------------------------------------------------------------
+
+
+def keep(desk: Desk, name: str, number: int, num_blocks: int, tenant: str = "") -> None:
+    chain = story(number, num_blocks)
+    hints = Hints(tenant=tenant) if tenant else None
+    desk.scheduler.named[name] = desk.scheduler.open(name, chain, hints)
+    desk.keep(name, chain, 4 * num_blocks)
+
+
+def slots(desk: Desk) -> dict[str, int]:
+    return {name: each.slots for name, each in desk.scheduler.stats().tenants.items() if each.slots}
+
+
+def test_a_busy_tenant_does_not_push_out_a_quiet_one():
+    desk = Desk(slots=16, tenants="*")
+    keep(desk, "q", 1, 6, "quiet")
+    for number in range(2, 30):
+        keep(desk, f"b{number}", number, 4, "busy")
+    assert desk.pool.match(story(1, 6)) == 6
+    assert slots(desk) == {"quiet": 6, "busy": 10}
+    plain = Desk(slots=16)  # without shares the quiet one is gone
+    keep(plain, "q", 1, 6, "quiet")
+    for number in range(2, 30):
+        keep(plain, f"b{number}", number, 4, "busy")
+    assert plain.pool.match(story(1, 6)) == 0
+
+
+def test_who_is_above_its_share_loses_first_and_in_its_own_order():
+    desk = Desk(slots=20, tenants="big=75%, small=25%")
+    for number in range(1, 6):
+        keep(desk, f"s{number}", number, 4, "small")  # alone, it may have everything
+    assert slots(desk) == {"small": 20}
+    for number in range(6, 10):
+        keep(desk, f"b{number}", number, 4, "big")
+    assert slots(desk) == {"small": 4, "big": 16}
+    assert desk.pool.match(story(5, 4)) == 4  # the newest of them is what is left
+
+
+def test_a_ceiling_is_never_passed_even_while_there_is_room():
+    desk = Desk(slots=16, tenants="a=fair:50%")
+    for number in range(1, 6):
+        keep(desk, f"a{number}", number, 3, "a")
+        assert slots(desk)["a"] <= 8
+    assert desk.pool.match(story(5, 3)) == 3
+    assert desk.scheduler.stats().pool.free == 8
+    keep(desk, "long", 9, 12, "a")
+    assert desk.pool.match(story(9, 12)) == 8  # its beginning
+    keep(desk, "b", 10, 8, "b")
+    assert slots(desk) == {"a": 8, "b": 8}
+
+
+def test_what_is_counted_of_whom_is_bounded():
+    desk = Desk(slots=64, tenants="named=10%")
+    for number in range(MOST_OTHERS + 4):
+        keep(desk, f"r{number}", number, 2, f"t{number}")
+    keep(desk, "n", 90, 2, "named")
+    keep(desk, "x", 91, 2)
+    assert desk.match("q", story(90, 2)).num_tokens == 8
+    desk.scheduler.finish("q")
+    tenants = desk.scheduler.stats().tenants
+    assert len(tenants) == MOST_OTHERS + 3  # and none, named, other
+    assert tenants["other"].slots == 8
+    assert tenants["none"].queries == 1
+    assert slots(desk)["none"] == 2
+    hinted = desk.scheduler.open("h", story(90, 2), Hints(tenant="named"))
+    assert hinted.match().num_tokens == 8
+    hinted.load(desk.tables(8))
+    desk.run()
+    hinted.end()
+    told = desk.scheduler.stats().tenants["named"]
+    assert (told.queries, told.asked_tokens, told.hit_tokens) == (1, 8, 8)
+    desk.check_empty()
+
+
+def test_a_name_without_slots_gives_way_to_a_new_one_and_its_counts_stay_in_the_sum():
+    held = {1: 3}
+    tenants = Tenants((TenantShare("*"),), lambda number: held.get(number, 0))
+    first = tenants.number("t0")
+    tenants.counts(first).queries = 5
+    held[first] = 3
+    for number in range(1, MOST_OTHERS):
+        tenants.counts(tenants.number(f"t{number}")).queries = 1
+    newcomer = tenants.number("new")
+    assert newcomer not in (0, first)
+    assert tenants.number("t0") == first
+    assert tenants.snapshot()["other"].queries == 1
+    assert "t1" not in tenants.snapshot()
+
+
+def test_a_salt_is_not_given_away():
+    assert "secret" not in tenant_of("secret")
+    assert tenant_of("a") != tenant_of("b")
+    assert Hints(tenant=tenant_of("x" * 1000)).tenant.startswith("salt-")
+
+
+# -- a divided pool, whatever happens -----------------------------------------------------------
+
+NUM_TENANTS = 3
+
+
+class Divided(RuleBasedStateMachine):
+    """Seen to fail where: ``Fair.left`` forgets to count; ``Fair.take`` does not look at ``only``;
+    ``Pool.reserve`` does not look at ceilings; ``Fair.ranked`` sorts the other way round.
+    """
+
+    @initialize(
+        num_slots=st.integers(6, 20),
+        make=st.sampled_from((Lru, Fifo)),
+        ceilings=st.lists(st.sampled_from((0.5, 1.0)), min_size=3, max_size=3),
+        shares=st.sampled_from(((None, None, None), (None, 0.5, 0.2))),
+    )
+    def start(self, num_slots, make, ceilings, shares):
+        self.now = 0.0
+        self.pool = Pool(num_slots, make, clock=lambda: self.now)
+        self.pool.divide(shares, ceilings)
+        self.shares = shares
+        self.most = [int(num_slots * ceiling) for ceiling in ceilings]
+        self.leases = []
+
+    @rule(number=st.integers(0, 9), length=st.integers(1, 6), tenant=st.integers(0, 2))
+    def store(self, number, length, tenant):
+        pool = self.pool
+        before = [pool.slots_of_tenant(t) for t in range(NUM_TENANTS)]
+        chain = numbered(range(100 * number + 10 * tenant, 100 * number + 10 * tenant + length))
+        is_plain = not self.leases and not pool.counts.held
+        lease = pool.reserve(chain, tenant=tenant)
+        after = [pool.slots_of_tenant(t) for t in range(NUM_TENANTS)]
+        if lease is not None:
+            lease.commit()
+        if is_plain:  # who lost had more above its share than whoever did not
+            even = 1 / max(1, sum(count > 0 for count in before))
+            part = [even if share is None else share for share in self.shares]
+            lost = [t for t in range(NUM_TENANTS) if t != tenant and after[t] < before[t]]
+            for x in lost:
+                for y in set(range(NUM_TENANTS)) - {tenant, *lost}:
+                    assert (after[x] + 1) / part[x] >= after[y] / part[y]
+
+    @rule(number=st.integers(0, 9), tenant=st.integers(0, 2))
+    def read(self, number, tenant):
+        first = 100 * number + 10 * tenant
+        lease = self.pool.pin(numbered(range(first, first + 6)))
+        if lease is not None:
+            self.leases.append(lease)
+
+    @rule(spoil=st.booleans())
+    def end(self, spoil):
+        if self.leases:
+            lease = self.leases.pop()
+            lease.spoil() if spoil else lease.release()
+
+    @rule(number=st.integers(0, 9), tenant=st.integers(0, 2))
+    def hold(self, number, tenant):
+        first = 100 * number + 10 * tenant
+        self.pool.hold(self.pool.leading(numbered(range(first, first + 6))), 5.0)
+
+    @rule()
+    def wait(self):
+        self.now += 3.0
+
+    @rule()
+    def reset(self):
+        self.pool.reset()
+
+    @invariant()
+    def is_sound(self):
+        self.pool.check_integrity()
+        counts = self.pool.counts
+        owned = [self.pool.slots_of_tenant(t) for t in range(NUM_TENANTS)]
+        assert sum(owned) == counts.total - counts.free
+        assert all(o <= most for o, most in zip(owned, self.most, strict=True))
+
+    def teardown(self):
+        for lease in getattr(self, "leases", ()):
+            lease.release()
+
+
+TestDivided = Divided.TestCase
+
+
+def test_a_divided_pool_takes_over_what_is_there():
+    pool = Pool(8)
+    lease = pool.reserve(numbered(range(3)))
+    assert lease is not None
+    lease.commit()
+    pool.divide([None, None], [1.0, 1.0])
+    assert pool.slots_of_tenant(0) == 3
+    pool.check_integrity()
+    other = pool.reserve(numbered(range(50, 57)), tenant=1)
+    assert other is not None
+    assert pool.match(numbered(range(3))) == 1
+    other.commit()
+    pool.check_integrity()
+    assert isinstance(pool._policy, Fair)
