@@ -108,9 +108,9 @@ class Bench:
         raw = RawDrive(self._folder, size)
         self.data["is_direct"] = raw.is_direct
         try:
-            for shape in self._args.shape or KV_HEADS:
-                found = self.data["shapes"].setdefault(shape, {})
-                for section in self._args.section or SECTIONS:
+            for section in self._args.section or SECTIONS:
+                for shape in self._args.shape or KV_HEADS:
+                    found = self.data["shapes"].setdefault(shape, {})
                     self._part(shape, section, found, raw)
         finally:
             raw.close()
@@ -143,13 +143,11 @@ class Bench:
                 life.tell("load")
             for life in lives:
                 life.hear()
-            begun = first.ask("start")
-            first.ask("warm")
+            begun = first.ask("start") | first.ask("warm")
             computed = first.ask("fill")
             first.end()  # killed: what it wrote is there, or it was never promised
             forget_pages(Path(case.disk))
-            started = second.ask("start")
-            second.ask("warm")
+            started = second.ask("start") | second.ask("warm")
             rates = [raw.measure()]
             came = [second.ask("back", number) for number in range(case.num_prompts)]
             rates.append(raw.measure())
@@ -214,10 +212,10 @@ def case_of(args: argparse.Namespace, shape: str, section: str, store: Path) -> 
     case = DiskCase(
         shape=shape,
         is_cpu=args.cpu,
-        pool_bytes=int((16 if section == "restart" else 4.5) * GiB * share),
+        pool_bytes=int((8 if section == "restart" else 4.5) * GiB * share),
         device_bytes=int(3 * GiB * share),
         disk=str(store),
-        disk_bytes=min(int(40 * GiB * share), max(GiB, free_bytes(store) - 8 * GiB)),
+        disk_bytes=min(int(24 * GiB * share), max(GiB, free_bytes(store) - 8 * GiB)),
         write="through" if section == "restart" else "spill",
         prompt_tokens=16000,
         num_prompts=2 if args.quick else args.prompts,
@@ -228,8 +226,8 @@ def case_of(args: argparse.Namespace, shape: str, section: str, store: Path) -> 
         tiny = replace(load, num_conversations=8, first_tokens=600, turn_tokens=40)
         return replace(
             case,
-            pool_bytes=(16 if section == "restart" else 3) * MiB,
-            device_bytes=8 * MiB,
+            pool_bytes=int((16 if section == "restart" else 1.25) * MiB),
+            device_bytes=int(2.5 * MiB),
             disk_bytes=64 * MiB,
             prompt_tokens=960,
             num_prompts=2,

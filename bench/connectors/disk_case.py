@@ -12,6 +12,7 @@ from connectors.child import serve
 from connectors.engine import Engine, Shape, shape_of
 from connectors.first_tokens import ANSWER, others
 from connectors.loads import Load, new_tokens, run_load
+from kvferry.identity import adopt
 
 GROWN_AFTER = 30.0
 _WRITTEN_AFTER = 60.0
@@ -91,15 +92,15 @@ class DiskMeasurer:
             "seconds": engine.start_seconds,
             "num_gpu_blocks": engine.num_blocks,
             "block_bytes": shape.block_bytes,
-            "restored": self._stats().restored.get("disk", 0),
         }
 
-    def warm(self, _: None) -> str:
+    def warm(self, _: None) -> dict[str, Any]:
         warm_up(self.engine)
         end = time.monotonic() + GROWN_AFTER
         while not self.engine.has_grown and time.monotonic() < end:
             time.sleep(0.1)
-        return self.engine.host_memory()
+        restored = self._stats().restored.get("disk", 0)
+        return {"host_memory": self.engine.host_memory(), "restored": restored}
 
     # -- across a restart -------------------------------------------------------------------------
 
@@ -107,19 +108,16 @@ class DiskMeasurer:
         """Compute every prompt, and wait until all of it is on disk and durable."""
         found = []
         for prompt in self._prompts:
-            before = self._on_disk()
             cold = self.engine.run(prompt, ANSWER)
             digests = self.engine.digests(prompt)
             again = self.engine.run(prompt, ANSWER)
-            num_blocks = len(prompt) // self.engine.shape.block_tokens
-            num_written = self._await_disk(before + num_blocks)
             found.append(
                 {
                     "cold_ms": _ttft(cold),
                     "device_ms": _ttft(again),
                     "answers": [cold.tokens, again.tokens],
                     "digests": digests,
-                    "written": num_written - before,
+                    "written": self._await_disk(prompt),
                 }
             )
         time.sleep(_DURABLE_SECONDS)
@@ -157,22 +155,26 @@ class DiskMeasurer:
 
     # -- looking ----------------------------------------------------------------------------------
 
-    def _stats(self) -> Any:
+    def _serving(self) -> Any:
         side = self.engine.core.scheduler.connector._scheduler
         if side.serving is None:
             raise RuntimeError(f"kvferry does not serve: {side.idle_reason}")
-        return side.serving.scheduler.stats()
+        return side.serving
 
-    def _on_disk(self) -> int:
-        return int(self._stats().levels["disk"].cached)
+    def _stats(self) -> Any:
+        return self._serving().scheduler.stats()
 
     def _moved(self) -> int:
         return int(self._stats().bytes_moved.get(("disk", "host"), 0))
 
-    def _await_disk(self, wanted: int) -> int:
-        """Step, as a server does, until so many blocks are there; a partial one more or less."""
-        end = time.monotonic() + _WRITTEN_AFTER
-        while (there := self._on_disk()) < wanted and time.monotonic() < end:
+    def _await_disk(self, prompt: list[int]) -> int:
+        """Serve others, as a server does, until every block of this prompt is on disk."""
+        serving, end = self._serving(), time.monotonic() + _WRITTEN_AFTER
+        keys = adopt(serving._namespace, self.engine.hashes(prompt))
+        (disk, *_) = serving.scheduler._parts.lower.levels
+        while (there := int(disk.pool.cached(keys).sum())) < len(keys):
+            if time.monotonic() > end:
+                raise RuntimeError(f"{there} of {len(keys)} blocks are on disk; {disk.ailment}")
             self.engine.settle(others(1))
         return there
 

@@ -268,20 +268,23 @@ class Engine:
             columns.append((words * odd).sum(dim=1).tolist())
         return list(zip(*columns, strict=True))
 
-    def _blocks_of(self, prompt: list[int]) -> list[int]:
+    def hashes(self, prompt: list[int]) -> list[bytes]:
+        """What vLLM calls the blocks of a prompt."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
-        core = self.core
         request = Request(
             request_id="digest",
             prompt_token_ids=prompt,
             sampling_params=SamplingParams(max_tokens=1),
             pooling_params=None,
-            block_hasher=core.request_block_hasher,
+            block_hasher=self.core.request_block_hasher,
         )
-        pool = core.scheduler.kv_cache_manager.block_pool
-        found = [pool.get_cached_block(name, [0]) for name in request.block_hashes]
+        return list(request.block_hashes)
+
+    def _blocks_of(self, prompt: list[int]) -> list[int]:
+        pool = self.core.scheduler.kv_cache_manager.block_pool
+        found = [pool.get_cached_block(name, [0]) for name in self.hashes(prompt)]
         return [blocks[0].block_id for blocks in found if blocks]
 
     # -- what was counted -----------------------------------------------------------------------

@@ -20,6 +20,7 @@ from kvferry.doctor.disk_checks import check_disk
 from kvferry.doctor.drive import DriveFacts, file_system, look_at_drive, measure
 from kvferry.doctor.environment import Environment
 from kvferry.doctor.finding import Finding, Grade
+from kvferry.doctor.reach import look_at_reach
 from kvferry.doctor.software_checks import check_vllm
 from kvferry.quantities import GiB, MiB
 from kvferry.tiers.limits import Machine
@@ -42,6 +43,7 @@ FIT = Environment(
     package={"xxhash": "4.1.0", "cryptography": "50"}.get,
     room=lambda path: (200 * GiB, 100 * GiB),
     drive=lambda directory: FAST,
+    reach=lambda: "process_vm",
 )
 
 
@@ -98,6 +100,8 @@ def test_a_fit_drive_is_ok_in_every_line() -> None:
             Grade.WARN,
             "90MiB/s read",
         ),
+        ({"reach": lambda: ""}, {}, "disk processes", Grade.FAIL, "no block can be moved"),
+        ({"reach": lambda: "/proc/self/mem"}, {}, "disk processes", Grade.WARN, "forbidden here"),
         ({"package": {}.get}, {}, "disk checksums", Grade.FAIL, "xxhash is not installed"),
         (
             {"machine": machine(**{KEY_ENV: "nonsense"})},
@@ -195,6 +199,10 @@ def test_a_drive_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(subprocess, "Popen", lambda command, **how: real(sleeps, **how))
     monkeypatch.setattr(drive, "HANGS_AFTER", 0.2)
     assert "not answered" in look_at_drive(str(tmp_path)).error
+
+
+def test_a_child_reaches_our_memory_and_says_how() -> None:
+    assert look_at_reach() == "process_vm"
 
 
 @pytest.mark.usefixtures("short")

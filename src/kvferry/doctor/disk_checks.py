@@ -27,6 +27,7 @@ def check_disk(env: Environment, config: Config) -> Iterator[Finding]:
         yield from _directory(env, settings, directory)
     yield _key(env, settings)
     yield _packages(env)
+    yield _processes(env)
 
 
 def _directory(env: Environment, settings: DiskSettings, directory: str) -> Iterator[Finding]:
@@ -147,3 +148,22 @@ def _packages(env: Environment) -> Finding:
             "disk checksums", "the package xxhash is not installed", "pip install 'kvferry[disk]'"
         )
     return ok("disk checksums", "xxh3-128")
+
+
+def _processes(env: Environment) -> Finding:
+    way = env.reach()
+    if not way:
+        return fail(
+            "disk processes",
+            "a process that the engine starts cannot reach its memory, so no block can be moved",
+            "in a container, allow process_vm_readv and process_vm_writev (docker run "
+            "--cap-add SYS_PTRACE), or mount /proc without hidepid",
+        )
+    if way != "process_vm":
+        return warn(
+            "disk processes",
+            f"the engine's memory is reached through {way}: slower than process_vm_readv, which "
+            "is forbidden here",
+            "in a container, docker run --cap-add SYS_PTRACE, or a seccomp profile that allows it",
+        )
+    return ok("disk processes", "they reach the engine's memory by process_vm_readv")

@@ -14,6 +14,7 @@ from kvferry.device.driver.base import BatchForm, DeviceIdentity, Driver, Priori
 from kvferry.device.driver.opening import open_driver
 from kvferry.device.planning.profile_files import load_profile, profile_file
 from kvferry.doctor.drive import DriveFacts, look_at_drive
+from kvferry.doctor.reach import look_at_reach
 from kvferry.quantities import MiB
 from kvferry.tiers.limits import Machine
 
@@ -43,7 +44,8 @@ class Environment:
 
     ``gpu`` raises OSError or DriverError where there is none. ``package`` answers a package's
     version, ``plugins`` the names under an entry point, ``room`` the total and free bytes of a
-    file system, each None where there is none. ``drive`` measures the drive under a directory.
+    file system, each None where there is none. ``drive`` measures the drive under a directory,
+    ``reach`` says by which way a child reaches our memory (empty: by none).
     """
 
     machine: Machine = field(default_factory=Machine)
@@ -54,6 +56,7 @@ class Environment:
     plugins: Callable[[str], tuple[str, ...]] = lambda group: plugin_names(group)
     room: Callable[[str], tuple[int, int] | None] = lambda path: room_of(path)
     drive: Callable[[str], DriveFacts] = lambda directory: look_at_drive(directory)
+    reach: Callable[[], str] = lambda: look_at_reach()
     processors: Callable[[], frozenset[int]] = lambda: frozenset(os.sched_getaffinity(0))
     has_profile: Callable[[DeviceIdentity, Collection[str]], bool] = lambda gpu, paths: (
         load_profile(profile_file(gpu, paths), paths) is not None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvferry.config import Config
@@ -100,7 +100,7 @@ class SchedulerSide:
             f"{shared} {self.setup.num_ranks} rank(s), {len(scheduler.groups)} group(s) [{kinds}], "
             f"a block is {shape.layout}, stores {config.store_mode}, "
             f"copy path {config.copy_path}, loads {config.load_policy}, policy {config.policy}"
-            f"{_below(config)}"
+            f"{_below(config, scheduler.stats().restored)}"
         )
 
     @property
@@ -254,8 +254,10 @@ class SchedulerSide:
                 serving.close()
 
 
-def _below(config: Config) -> str:
-    """The levels, for the log."""
+def _below(config: Config, restored: Mapping[str, int]) -> str:
+    """The levels, for the log, and what they had from an earlier life."""
     if not config.all_levels:
         return ""
-    return f"; below it, {config.level_write}: {show_levels(config.all_levels)}"
+    found = [f"{count:,} blocks found on {name}" for name, count in restored.items() if count]
+    words = f"; below it, {config.level_write}: {show_levels(config.all_levels)}"
+    return ", ".join((words, *found))

@@ -38,11 +38,11 @@ class Engine:
         }
         self.llm = LLM(
             model=str(model),
-            dtype="float32",
-            block_size=BLOCK_TOKENS,
             enforce_eager=True,
             kv_transfer_config=connector if ferry is not None else None,
             **{
+                "dtype": "float32",
+                "block_size": BLOCK_TOKENS,
                 "num_gpu_blocks_override": 64,
                 "max_model_len": 512,
                 "max_num_seqs": 8,

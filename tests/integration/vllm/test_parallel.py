@@ -17,9 +17,9 @@ import json, sys, time
 from vllm import LLM, SamplingParams
 
 if __name__ == "__main__":
-    model, prompts = json.loads(sys.argv[1])
+    model, prompts, settings = json.loads(sys.argv[1])
     ferry = {"host": "64MiB", "load_policy": "always", "load_deadline": "5min",
-             "store_deadline": "5min"}
+             "store_deadline": "5min", **settings}
     llm = LLM(
         model=model, dtype="float32", block_size=32, num_gpu_blocks_override=64, max_model_len=512,
         enforce_eager=True, max_num_seqs=8, tensor_parallel_size=2, disable_log_stats=False,
@@ -32,7 +32,7 @@ if __name__ == "__main__":
         outputs = llm.generate(asked, sampling, use_tqdm=False)
         tokens = [list(o.outputs[0].token_ids) for o in outputs]
         return tokens, [o.num_cached_tokens for o in outputs]
-    first, _ = generate()
+    first, found = generate()
     time.sleep(3)  # a reset at once may come before what the last tokens left is stored
     for _ in range(600):  # the engine steps on by itself until its stores have landed
         if llm.reset_prefix_cache():
@@ -47,7 +47,7 @@ if __name__ == "__main__":
     figures = {}
     for metric in llm.get_metrics():
         figures[metric.name] = figures.get(metric.name, 0) + getattr(metric, "value", 0)
-    print("RESULT", json.dumps({"first": first, "again": again, "cached": cached,
+    print("RESULT", json.dumps({"first": first, "found": found, "again": again, "cached": cached,
                                 "figures": figures}))
 """
 
@@ -62,11 +62,11 @@ translate._num_replicas = lambda *configs: 2
 """
 
 
-def run_two_ranks(folder, model, prompts, **env):
+def run_two_ranks(folder, model, prompts, settings=None, **env):
     script = folder / "two_ranks.py"
     script.write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, str(script), json.dumps([str(model), prompts])],
+        [sys.executable, str(script), json.dumps([str(model), prompts, settings or {}])],
         env={**process_env(), **env},
         capture_output=True,
         text=True,

@@ -1,0 +1,261 @@
+"""A disk below host memory under a real vLLM: across restarts, crashes, changes and failures."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.integration.vllm import models
+from tests.integration.vllm.engine import BLOCK_TOKENS, Engine, make_prompts
+from tests.integration.vllm.server import Server
+from tests.integration.vllm.test_parallel import run_two_ranks
+
+LENGTHS = (300, 200, 100)
+BLOCKS = sum(length // BLOCK_TOKENS for length in LENGTHS)
+
+
+def ferry(folder: Path, **settings: Any) -> dict[str, Any]:
+    return {
+        "host": "64MiB",
+        "disk": str(folder),
+        "disk_size": "64MiB",
+        "disk_keep_free": 0,
+        "level_write": "through",
+        "max_storing_blocks": 1000,
+        "load_policy": "always",
+        "load_deadline": "5min",
+        "store_deadline": "5min",
+        "promote_deadline": "5min",
+        **settings,
+    }
+
+
+def await_disk(engine: Engine, num_blocks: int) -> None:
+    """Step until so many blocks are on disk, and durable."""
+    give_up = time.monotonic() + 60
+    while engine.stats.levels["disk"].cached < num_blocks or pending(engine):
+        assert time.monotonic() < give_up, engine.stats
+        engine.step()
+        time.sleep(0.002)
+
+
+def pending(engine: Engine) -> int:
+    return int(sum(disk.pending for disk in engine.worker._memory.disks().values()))
+
+
+def drive_pids(folder: Path) -> list[int]:
+    """The drive processes of this process that serve this directory."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            parent = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1]
+            fds = [os.readlink(fd) for fd in Path(f"/proc/{name}/fd").iterdir()]
+        except OSError:
+            continue
+        if int(parent) == os.getpid() and any(str(folder) in fd for fd in fds):
+            found.append(int(name))
+    return found
+
+
+# -- restarts --------------------------------------------------------------------------------------
+
+
+def test_a_restart_is_warm_and_says_the_same(start, expect, llama, tmp_path):
+    prompts = make_prompts(301, *LENGTHS)
+    expected = expect(llama, prompts)
+    engine = start(llama, ferry=ferry(tmp_path))
+    assert engine.generate(prompts) == expected
+    await_disk(engine, BLOCKS)
+    engine = start(llama, ferry=ferry(tmp_path))
+    assert engine.stats.restored == {"disk": engine.stats.levels["disk"].cached}
+    assert engine.stats.restored["disk"] >= BLOCKS
+    assert engine.generate(prompts) == expected
+    assert engine.stats.promoted_tokens == BLOCKS * BLOCK_TOKENS
+    assert engine.stats.hit_tokens == BLOCKS * BLOCK_TOKENS
+    assert engine.stats.lost_blocks == 0
+    engine.check_idle()
+
+
+def test_hybrid_models_are_warm_too(start, expect, gemma_hits, tmp_path):
+    prompts = make_prompts(302, *LENGTHS)
+    expected = expect(gemma_hits, prompts)
+    engine = start(gemma_hits, ferry=ferry(tmp_path), num_gpu_blocks_override=200)
+    assert engine.generate(prompts) == expected
+    engine.settle()
+    await_disk(engine, 1)
+    engine = start(gemma_hits, ferry=ferry(tmp_path), num_gpu_blocks_override=200)
+    assert engine.generate(prompts) == expected
+    assert engine.stats.promoted_tokens > 0
+    engine.check_idle()
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "dtype": {"dtype": "bfloat16"},
+    "block size": {"block_size": 2 * BLOCK_TOKENS},
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_what_was_stored_otherwise_is_never_read(start, llama, tmp_path, what):
+    prompts = make_prompts(303, *LENGTHS)
+    engine = start(llama, **OTHERS[what])
+    expected = engine.generate(prompts)
+    engine = start(llama, ferry=ferry(tmp_path))
+    engine.generate(prompts)
+    await_disk(engine, BLOCKS)
+    engine = start(llama, ferry=ferry(tmp_path, disk_size="128MiB"), **OTHERS[what])
+    assert engine.stats.restored == {"disk": 0}
+    assert engine.generate(prompts) == expected
+    assert engine.stats.hit_tokens == 0
+    engine.check_idle()
+
+
+def test_other_weights_under_the_same_name_find_nothing(start, expect, llama, tmp_path):
+    model = Path(shutil.copytree(llama, tmp_path / "model"))
+    prompts = make_prompts(304, *LENGTHS)
+    engine = start(model, ferry=ferry(tmp_path / "disk"))
+    assert engine.generate(prompts) == expect(llama, prompts)
+    await_disk(engine, BLOCKS)
+    trained = models.make_llama(tmp_path / "trained", seed=7)
+    shutil.rmtree(model)
+    shutil.copytree(trained, model)
+    engine = start(model, ferry=ferry(tmp_path / "disk"))
+    assert engine.stats.restored == {"disk": 0}
+    assert engine.generate(prompts) == expect(trained, prompts)
+    assert engine.stats.hit_tokens == 0
+    engine.check_idle()
+
+
+def test_weights_that_change_while_serving_are_forgotten_on_disk(start, expect, llama, tmp_path):
+    """And what the new ones compute is not taken for the old ones' after a restart."""
+    trained = models.make_llama(tmp_path / "trained", seed=7)
+    prompts = make_prompts(305, *LENGTHS)
+    engine = start(llama, ferry=ferry(tmp_path / "disk"))
+    engine.generate(prompts)
+    await_disk(engine, BLOCKS)
+    engine.forget_device()
+    engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(trained)})
+    for _ in range(2):
+        assert engine.generate(prompts) == expect(trained, prompts)
+        engine.forget_device()
+    assert engine.stats.resets == 1
+    engine = start(llama, ferry=ferry(tmp_path / "disk"))
+    assert engine.generate(prompts) == expect(llama, prompts)
+    assert engine.stats.hit_tokens == 0
+    engine.check_idle()
+
+
+@pytest.mark.timeout(900)
+def test_a_server_killed_and_started_again_hits_until_it_was_told_to_forget(
+    expect, llama, tmp_path
+):
+    prompts = make_prompts(306, *LENGTHS)
+    settings = ferry(tmp_path / "disk")
+    expected = expect(llama, prompts)
+
+    def serve(name: str) -> tuple[list[str], float, Server]:
+        server = Server(llama, tmp_path / f"{name}.log", ferry=settings)
+        said = [server.complete(prompt) for prompt in prompts]
+        server.settle()
+        return said, server.metric("vllm:kvferry_promoted_tokens_total"), server
+
+    first, promoted, server = serve("first")
+    assert promoted == 0
+    time.sleep(2)  # promised after one
+    server.kill()
+    second, promoted, server = serve("second")
+    assert second == first
+    assert promoted == BLOCKS * BLOCK_TOKENS
+    assert len(expected) == len(first)
+    server.post("/reset_prefix_cache?reset_external=true", {})
+    give_up = time.monotonic() + 30
+    while 'kvferry_slots{engine="0",model_name="tiny",state="cached",tier="disk"} 0.0' not in (
+        server.get("/metrics")
+    ):
+        server.complete([1, 2, 3])
+        assert time.monotonic() < give_up
+        time.sleep(0.2)
+    time.sleep(1)
+    server.kill()
+    third, promoted, server = serve("third")
+    server.kill()
+    assert third == first
+    assert promoted == 0
+
+
+# -- ranks -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(900)
+def test_ranks_that_kept_different_blocks_use_what_both_have(expect, llama, tmp_path):
+    prompts = make_prompts(307, *LENGTHS)
+    expected = expect(llama, prompts)
+    settings = ferry(tmp_path / "disk")
+    result, log = run_two_ranks(tmp_path, llama, prompts, settings)
+    assert result["first"] == expected, log
+    stores = sorted((tmp_path / "disk").glob("kvferry-*-r?of2-*"))
+    assert len(stores) == 2
+    _cut_journal(stores[1])
+    result, log = run_two_ranks(tmp_path, llama, prompts, settings)
+    assert result["first"] == expected, log
+    assert 0 < sum(result["found"]) < BLOCKS * BLOCK_TOKENS
+    assert result["again"] == expected
+
+
+def _cut_journal(store: Path) -> None:
+    """Lose the second half of what the journal says, as a drive might."""
+    journal = max(store.glob("journal-*"), key=lambda file: _last_page(file))
+    last = _last_page(journal)
+    assert last >= 2
+    with journal.open("r+b") as file:
+        file.seek((last + 1) // 2 * 4096)
+        file.write(bytes((last + 1 - (last + 1) // 2) * 4096))
+
+
+def _last_page(file: Path) -> int:
+    data = file.read_bytes()
+    return max((at for at in range(len(data) // 4096) if any(data[at * 4096 :][:4096])), default=0)
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+
+def vanish(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def die(folder: Path) -> None:
+    for pid in drive_pids(folder):
+        os.kill(pid, signal.SIGKILL)
+
+
+def hang(folder: Path) -> None:
+    for pid in drive_pids(folder):
+        os.kill(pid, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("how", [vanish, die, hang])
+def test_the_server_goes_on_without_its_disk(start, expect, llama, tmp_path, how):
+    prompts = make_prompts(308, *[200] * 10)
+    expected = expect(llama, prompts)
+    folder = tmp_path / "disk"
+    settings = ferry(folder, host=f"{24 * 64}KiB", disk_deadline=1, promote_deadline=5)
+    engine = start(llama, ferry=settings, num_gpu_blocks_override=24)
+    assert [engine.generate([prompt])[0] for prompt in prompts[:5]] == expected[:5]
+    pids = drive_pids(folder)
+    assert pids
+    try:
+        how(folder)
+        for _ in range(2):
+            assert [engine.generate([prompt])[0] for prompt in prompts] == expected
+            engine.forget_device()
+        assert engine.side.guard.reason == ""
+    finally:
+        for pid in pids:
+            if how is hang and Path(f"/proc/{pid}").exists():
+                os.kill(pid, signal.SIGCONT)
