@@ -49,8 +49,10 @@ def test_a_committed_block_is_there_again(folder: Path) -> None:
     del ledger  # as a crash would: nothing is closed
 
     ledger = opened(folder)
-    assert ledger.recovered.keys == keys([3, 1, 2])
-    assert ledger.recovered.places.tolist() == [3, 1, 2]
+    ((some, places, proofs),) = ledger.pieces()
+    assert some == keys([3, 1, 2])
+    assert places.tolist() == [3, 1, 2]
+    assert (proofs == made).all()
     assert (ledger.proofs[[3, 1, 2]] == made).all()
     assert np.flatnonzero(ledger.present).tolist() == [1, 2, 3]
     assert ledger.report.num_blocks == 3

@@ -124,7 +124,7 @@ class DriveThread:
         here, there, sizes = self._pieces(job, positions, np.arange(len(positions)))
         fetched = parts.memory.fetch(here, there, sizes).reshape(len(positions), -1).all(axis=1)
         self._fail_unreachable(positions[~fetched])
-        parts.shelf.begin(places)
+        begun = parts.shelf.begin(places)
         if not parts.lanes.begin_delivery(job):
             return  # given up meanwhile: the memory may have been used again while we read it
         parts.lanes.end_delivery(job)
@@ -134,9 +134,11 @@ class DriveThread:
         whole[at] = self._move(
             parts.file.write, positions[at], places[at], Count.WRITE_MICROSECONDS, at
         )
-        is_kept = parts.shelf.keep(places[whole], keys[whole], proofs[whole], order.generation)
-        if not is_kept:
-            self._fail(positions[whole], Count.OTHER_FAILURES, "told to forget it meanwhile")
+        why_not = parts.shelf.keep(
+            places[whole], keys[whole], proofs[whole], order.generation, begun
+        )
+        if why_not:
+            self._fail(positions[whole], Count.OTHER_FAILURES, why_not)
         parts.status.add(Count.WRITTEN_BYTES, int(whole.sum()) * self._block_bytes(job))
         parts.shelf.lose(places[~whole])
 

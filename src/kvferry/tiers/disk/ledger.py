@@ -21,7 +21,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -57,14 +56,6 @@ def journal_bytes(shape: Shape, num_places: int) -> int:
     """How long each of the two files must be."""
     pages = shape.first_page + shape.pages_for(num_places) + slack_pages(shape, num_places)
     return pages * shape.page_bytes
-
-
-@dataclass(frozen=True, eq=False)
-class RecoveredBlocks:
-    """What an earlier life left: keys and places, in the order in which they were written."""
-
-    keys: Keys
-    places: SlotArray
 
 
 class Ledger:
@@ -174,14 +165,6 @@ class Ledger:
         For whoever has just opened the ledger: a commit in between would change what is read.
         """
         return read_live(self._journal.file, self.shape, self._entries, self._journal.end)
-
-    @property
-    def recovered(self) -> RecoveredBlocks:
-        """As ``pieces``, all at once (40 bytes a block), read anew at every call."""
-        parts = list(self.pieces())
-        keys = np.concatenate([np.empty((0, 4), dtype="<u8"), *(part[0].array for part in parts)])
-        places = np.concatenate([np.empty(0, dtype=np.int64), *(part[1] for part in parts)])
-        return RecoveredBlocks(Keys(keys), places)
 
     # -- noting ---------------------------------------------------------------------------------
 

@@ -42,6 +42,7 @@ class Shelf:
         """When the oldest event that no commit covers happened; 0: there is none."""
         self._committing: tuple[int, float] = (0, 0.0)
         """How many blocks the commit under way is for, and the time of the first."""
+        self._num_failed_syncs = 0
         self._is_urgent = False
         self._is_closed = False
 
@@ -53,21 +54,27 @@ class Shelf:
                 here[:] = False
             return here, self._ledger.proofs[places]
 
-    def begin(self, places: Numbers) -> None:
-        """These are about to be overwritten."""
+    def begin(self, places: Numbers) -> int:
+        """These are about to be overwritten; the answer is for :meth:`keep`."""
         with self._changed:
             self._ledger.present[places] = False
+            return self._num_failed_syncs
 
-    def keep(self, places: Numbers, keys: Words, proofs: Proofs, generation: int) -> bool:
-        """These were written whole; False if all that was ordered before was to be forgotten."""
+    def keep(
+        self, places: Numbers, keys: Words, proofs: Proofs, generation: int, begun: int
+    ) -> str:
+        """These were written whole, since ``begun``; why they are not kept, or nothing."""
         with self._changed:
             if generation != self._generation:
-                return False
+                return "told to forget it meanwhile"
+            if begun != self._num_failed_syncs:
+                # The kernel may have dropped their bytes with the others', and says so only once.
+                return "the drive did not keep what was written meanwhile"
             if len(places):
                 self._ledger.note_written(places, Keys(keys), proofs)
                 self._written.append(places)
                 self._note()
-            return True
+            return ""
 
     def lose(self, places: Numbers) -> None:
         """Nothing at these places can be read any more."""
@@ -132,9 +139,11 @@ class Shelf:
     def put_back(self, mark: Mark, *, are_lost: bool) -> None:
         """The commit failed. ``are_lost``: so may be the bytes, whatever a later call says."""
         with self._changed:
-            if are_lost:
-                for places in mark.places:
+            if are_lost:  # and so may be those of writes that came or began meanwhile
+                self._num_failed_syncs += 1
+                for places in (*mark.places, *self._written):
                     self._ledger.note_lost(places)
+                self._written = []
             else:
                 self._written[:0] = mark.places
             self._since = self._committing[1] or self._since or time.monotonic()

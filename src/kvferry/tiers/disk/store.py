@@ -34,17 +34,13 @@ class Store(Closing):
     """One rank's blocks on one drive. Owns the lock, the size and the ledger of the store.
 
     Leaves the bytes of blocks, in ``blocks_path``, to others: place ``p`` is the ``pitch`` bytes
-    from ``p * pitch`` on. ``is_whole`` says that the file system has promised them all; where it
-    could not, the file grows as it is written. ``notes`` tells people what opening it did.
+    from ``p * pitch`` on. ``notes`` tells people what opening it did.
     """
 
-    def __init__(
-        self, lock: StoreLock, superblock: Superblock, ledger: Ledger, *, is_whole: bool
-    ) -> None:
+    def __init__(self, lock: StoreLock, superblock: Superblock, ledger: Ledger) -> None:
         self.folder = lock.folder
         self.superblock = superblock
         self.ledger = ledger
-        self.is_whole = is_whole
         self.notes: list[str] = []
         self._lock = lock
 
@@ -117,13 +113,16 @@ def _open(
                     check = key_check(superblock.store_id)
                     superblock = replace(superblock, key_check=check)
             size = _Sizing(lock.folder, superblock, num_places)
-            is_whole = size.lengthen()
+            if not size.lengthen():
+                notes.append(
+                    f"{root}: the file system cannot promise space; files grow as they fill"
+                )
             # While it shrinks others would count its old size; else they need not wait for this.
             ledger = size.shorten() if size.is_smaller else None
         if ledger is None:
             ledger = size.open_ledger()
         undo.pop_all()
-    store = cls(lock, size.superblock, ledger, is_whole=is_whole)
+    store = cls(lock, size.superblock, ledger)
     store.notes += [*notes, *room.notes]
     log.info("%s: %d places; %s", lock.folder, num_places, ledger.report)
     return store
