@@ -15,10 +15,11 @@ from kvferry.block_tables import Tables, whole_tables
 from kvferry.closing import Closing, close_if_dropped
 from kvferry.config import Config
 from kvferry.device.layout import GroupLayout
+from kvferry.early_loads import EarlyLoads
 from kvferry.errors import DeadlineError, InputError
 from kvferry.ferry_control import FerryControl, Said, read_hints
 from kvferry.ferry_metrics import FerryLooks
-from kvferry.hits import Hit, PendingHits, not_a_hit
+from kvferry.hits import Hit, PendingHits, not_a_hit, pending
 from kvferry.identity import Extra, Namespace, chain
 from kvferry.integers import Integers, integer
 from kvferry.keys import Keys
@@ -96,6 +97,7 @@ class Ferry(FerryLooks, FerryControl, Closing):
         self._has_levels = bool(rank.levels)
         self._pending = PendingHits(config.match_deadline)
         self._tickets = Tickets()
+        self._early = EarlyLoads(self._scheduler, self._tickets, namespace.block_tokens)
         self._inbox = Inbox()
         self._endpoint: Endpoint | None = None
         self._owner = OneThread("this ferry")
@@ -154,7 +156,7 @@ class Ferry(FerryLooks, FerryControl, Closing):
         if match.state is not MatchState.HIT:
             if request.waits_below:
                 self._pending.keep(request)
-                return Hit(request, 0, on_device, is_pending=True)
+                return pending(request, on_device, tokens)
             request.end()
         return Hit(request, (match.num_tokens - match.computed_tokens) // tokens, on_device)
 
@@ -189,13 +191,21 @@ class Ferry(FerryLooks, FerryControl, Closing):
 
         With several groups these are block tables, one for each group: the request's whole table,
         in which the places that ``hit.needed`` names are filled. Compute queued on the ``compute``
-        stream after this call comes after the load. A pending hit has no blocks yet: nothing is
-        loaded, and it is let go.
+        stream after this call comes after the load.
+
+        A pending hit is let go, given no blocks. Given ``hit.coming`` (of one group, with full
+        attention), they are filled as they come up, with :meth:`poll`: queue compute once the
+        ticket has ended, which says how many of the first are there.
         """
         self._owner.require()
         if not isinstance(hit, Hit):
             raise not_a_hit(hit)
         tables = whole_tables(self._layouts, device_blocks, before=hit.on_device)
+        if hit.is_pending and len(tables) == 1 and len(tables[0]) > hit.on_device:
+            ticket = self._early.begin(hit.request, tables[0], hit.on_device, hit.coming)
+            self._pending.drop(hit.request)
+            self._load_early()
+            return ticket
         if len(tables) == 1 and len(tables[0]) != hit.on_device + len(hit):
             raise InputError(
                 f"a hit of {len(hit)} blocks needs as many device blocks, "
@@ -280,6 +290,13 @@ class Ferry(FerryLooks, FerryControl, Closing):
         if plan.transfers or plan:
             self._worker.execute(plan)
 
+    def _load_early(self) -> None:
+        """Send on what has come up of hits that are loaded as they come, ahead of later compute."""
+        if self._early.advance():
+            self._rank.note_step()
+            self._send_plan()
+            self._rank.engine.order_compute_after_loads()
+
     def _send_plan(self) -> None:
         """Send off what was ordered for nobody's ticket."""
         plan = self._scheduler.plan()
@@ -327,12 +344,16 @@ class Ferry(FerryLooks, FerryControl, Closing):
         # A load that is overdue has failed, but its copy may still write: only landing ends it.
         for landing in settled.landed:
             self._tickets.land(landing.transfer_id, landing.reason)
+            if self._early:
+                self._early.land(landing.transfer_id, landing.reason)
         if self._has_levels:
             self._serve_levels(has_news=bool(settled.landed))
 
     def _serve_levels(self, *, has_news: bool) -> None:
         """Send on what goes up and down. What landed may have to go down, or be asked for next."""
         self._pending.expire()
+        if self._early:
+            self._load_early()
         if has_news or self._scheduler.num_queued:
             self._send_plan()
 

@@ -18,13 +18,15 @@ class Hit:
     They stay where they are until the hit is loaded, released, or left alone for
     ``Config.match_deadline`` seconds. ``needed`` says for each group which places of the request's
     block table a load fills. One that ``is_pending`` has no blocks yet: a level below host memory
-    was asked for them or brings them up. Ask again with ``Ferry.again``, or compute without.
+    was asked for them or brings them up. Ask again with ``Ferry.again``, or compute without; or,
+    where ``coming`` says how many are on their way, load them as they come.
     """
 
     request: Request
     num_blocks: int
     on_device: int
     is_pending: bool = False
+    coming: int = 0
 
     def __len__(self) -> int:
         return self.num_blocks
@@ -32,6 +34,12 @@ class Hit:
     @property
     def needed(self) -> tuple[range, ...]:
         return self.request.needed_blocks
+
+
+def pending(request: Request, on_device: int, block_tokens: int) -> Hit:
+    """The hit of a request that waits for a level."""
+    hoped = request.below.hoped_tokens // block_tokens if request.below is not None else 0
+    return Hit(request, 0, on_device, is_pending=True, coming=max(0, hoped - on_device))
 
 
 def not_a_hit(given: object) -> InputError:
@@ -68,7 +76,7 @@ class PendingHits:
         match = request.match(computed_tokens=on_device * block_tokens)
         if request.waits_below:
             self.keep(request)
-            return hit
+            return pending(request, on_device, block_tokens)
         self.drop(request)
         if match.state is not MatchState.HIT:
             request.end()

@@ -80,6 +80,15 @@ class Tickets:
         for part in ordered:
             self._moving[part.transfer] = (ticket, len(part.blocks))
 
+    def begin(self, ticket: Ticket) -> None:
+        """The ticket ends when somebody says so, by :meth:`finish`."""
+        self._underway[ticket] = _Underway(1, 0, "")
+
+    def finish(self, done: Done) -> None:
+        """End a ticket that was begun."""
+        del self._underway[done.ticket]
+        self.end(done)
+
     def land(self, transfer_id: TransferId, reason: str) -> None:
         """A transfer has ended; with a ``reason`` if it failed. Those of others are not ours."""
         ticket, num_blocks = self._moving.pop(transfer_id, (None, 0))

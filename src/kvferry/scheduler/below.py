@@ -22,12 +22,14 @@ class Below:
     then is computed.
     """
 
-    __slots__ = ("_has_asked", "_has_promoted", "declined", "num_asked", "waits")
+    __slots__ = ("_has_asked", "_has_promoted", "declined", "hoped_tokens", "num_asked", "waits")
 
     def __init__(self) -> None:
         self.num_asked = 0
         """Blocks that levels were asked for, at the last look that asked."""
         self.waits: set[TransferId] = set()
+        self.hoped_tokens = 0
+        """How many tokens its hit has if all comes up that was ordered at the last look."""
         self.declined: Decision | None = None
         """Why what lay below was not brought up at the last look: computing it was faster."""
         self._has_asked = False
@@ -81,6 +83,7 @@ class Below:
             )
         parts.waits.add(request, self.waits)
         self._has_promoted = bool(self.waits)
+        self.hoped_tokens = look.all_tokens if self._has_promoted else 0
         if self._has_promoted:
             parts.accounts.counts.promoted_tokens += look.all_tokens - look.host_tokens
         return self._has_promoted
@@ -89,6 +92,7 @@ class Below:
         """It waits for nothing any more, and may ask anew."""
         parts.waits.remove(request, self.waits)
         self.waits = set()
+        self.hoped_tokens = 0
         self.renew()
 
     def renew(self) -> None:

@@ -157,6 +157,10 @@ class Scheduler:
         """
         self._ahead.ask(request)
 
+    def num_loadable(self, keys: Keys, first: int, end: int) -> int:
+        """How many blocks of the first group, from this one on, are in the host now."""
+        return self.pool.match(self._parts.matcher.slot_keys(0, keys, range(first, end)))
+
     def __contains__(self, request: Request) -> bool:
         """Whether this request is one of ours and has not ended."""
         return request in self._parts.live
