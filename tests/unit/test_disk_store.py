@@ -15,17 +15,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.fakes.crafted_keys import keys
+from tests.fakes.crafted_keys import keys as numbered
 
 from kvferry.errors import StoreError, StoreInUseError
+from kvferry.keys import Keys
 from kvferry.quantities import MiB
 from kvferry.tiers.disk import allocation, inspection
+from kvferry.tiers.disk.entries import Proofs
 from kvferry.tiers.disk.folder import apparent_bytes, stores_under
+from kvferry.tiers.disk.pages import Flags
 from kvferry.tiers.disk.room import DiskBound, most_places, store_bytes
 from kvferry.tiers.disk.store import Store
 from kvferry.tiers.disk.store_identity import StoreIdentity
 from kvferry.tiers.disk.superblock import Superblock, SuperblockError, read_superblock
-from kvferry.types import as_slots
+from kvferry.types import SlotArray, as_slots
 
 PITCH = 64 << 10
 BOUND = DiskBound(16 * MiB)
@@ -45,7 +48,7 @@ def identity(name: int = 1, **changes: Any) -> StoreIdentity:
 
 def fill(store: Store, numbers: list[int]) -> None:
     rows = np.random.default_rng().integers(0, 256, (len(numbers), 16), dtype=np.uint8)
-    store.ledger.note_written(as_slots(numbers), keys(numbers), rows)
+    store.ledger.note_written(as_slots(numbers), numbered(numbers), rows)
 
 
 def placed(store: Store) -> list[int]:
@@ -311,17 +314,22 @@ def test_verifying_asks_for_every_block_once(tmp_path: Path) -> None:
         truth = store.ledger.proofs.copy()
     told: list[tuple[int, int]] = []
 
-    def checker(content: inspection.StoreContent) -> inspection.BlockChecker:
-        assert content.blocks_path == store.blocks_path
+    closed: list[bool] = []
 
-        def check(places: np.ndarray, some: object, proofs: np.ndarray) -> np.ndarray:
-            assert some == keys(places.tolist())
+    class Checker:
+        def __init__(self, content: inspection.StoreContent) -> None:
+            assert content.blocks_path == store.blocks_path
+
+        def __call__(self, places: SlotArray, keys: Keys, proofs: Proofs) -> Flags:
+            assert keys == numbered(places.tolist())
             assert (proofs == truth[places]).all()
             return places != 3
 
-        return check  # type: ignore[return-value]
+        def close(self) -> None:
+            closed.append(True)
 
-    report = inspection.verify_store(store.folder, checker, lambda *n: told.append(n))
+    report = inspection.verify_store(store.folder, Checker, lambda *n: told.append(n))
+    assert closed
     assert (report.num_blocks, report.num_checked, report.bad_places) == (3, 3, [3])
     assert not report.is_sound
     assert told == [(3, 3)]

@@ -80,6 +80,7 @@ class Committer:
         except (OSError, KvferryError) as error:
             return self._failed(mark, error, are_lost=False)
         self._health.refuse_writes("journal", "")
+        self._status.put(Count.JOURNAL_BYTES, self._ledger.num_journal_bytes)
         self._shelf.committed()
         if mark.generation != self._generation:
             self._generation = mark.generation

@@ -64,7 +64,9 @@ class StoreContent:
 
 
 class BlockChecker(Protocol):
-    """Reads blocks of a store and says which of them match their proofs."""
+    """Reads blocks of a store and says which of them match their proofs. Owns what it reads by."""
+
+    def close(self) -> None: ...
 
     def __call__(self, places: SlotArray, keys: Keys, proofs: Proofs) -> npt.NDArray[np.bool_]: ...
 
@@ -124,8 +126,8 @@ def verify_store(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> VerifyReport:
     """Hold every block against its proof; changes nothing. ``progress`` is told done and total."""
-    with reading(path) as content:
-        check = open_checker(content)
+    with reading(path) as content, contextlib.ExitStack() as undo:
+        check = undo.enter_context(contextlib.closing(open_checker(content)))
         total = content.report.num_blocks
         report = VerifyReport(total, 0, [], content.report)
         for keys, places, proofs in content.pieces():

@@ -155,6 +155,11 @@ class Ledger:
             return self._num_noted
 
     @property
+    def num_journal_bytes(self) -> int:
+        """How far the journal has grown; it is written anew before its file is full."""
+        return self._journal.end * self.shape.page_bytes
+
+    @property
     def is_compacting(self) -> bool:
         """Whether a commit soon would have something to do though nothing was noted."""
         return self._compaction is not None
