@@ -26,8 +26,13 @@ EXTENT = 64
 _LOOK_EXTENTS = 64
 """So many are looked at together for a run that is long enough."""
 
-SPARE_SHARE = 64
-"""One slot in so many is kept free where others must go: single slots are no runs."""
+_SPARE_SHARE = 64
+_MOST_SPARE = 4096
+
+
+def num_spare(num_slots: int) -> int:
+    """So many slots are made free beyond need where others must go: single slots are no runs."""
+    return min(num_slots // _SPARE_SHARE, _MOST_SPARE)
 
 
 class Neighbours(NamedTuple):

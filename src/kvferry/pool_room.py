@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kvferry.chains import Chains
 from kvferry.conversations import Conversations
 from kvferry.errors import IntegrityError
-from kvferry.free_runs import SPARE_SHARE, FreeRuns
+from kvferry.free_runs import FreeRuns, num_spare
 from kvferry.free_slots import FreeSlots
 from kvferry.goes_first import GoesFirst
 from kvferry.holds import Holds
@@ -73,7 +73,7 @@ class PoolRoom(PoolFind):
         self._first = GoesFirst(num_slots)
         self._free: FreeRuns | FreeSlots
         self._free = FreeRuns(num_slots) if side_by_side else FreeSlots(num_slots)
-        self._num_spare = num_slots // SPARE_SHARE if side_by_side else 0
+        self._num_spare = num_spare(num_slots) if side_by_side else 0
         self._num_idle = 0  # cached, and nobody reads them
         self._num_doomed = self._num_evicted = 0
 

@@ -128,9 +128,9 @@ class PoolMachine(RuleBasedStateMachine):
     writes = Bundle("writes")
     reads = Bundle("reads")
 
-    @initialize(num_slots=st.integers(1, 12))
-    def start(self, num_slots: int) -> None:
-        self.pool = Pool(num_slots)
+    @initialize(num_slots=st.integers(1, 12), side_by_side=st.booleans())
+    def start(self, num_slots: int, side_by_side: bool) -> None:
+        self.pool = Pool(num_slots, side_by_side=side_by_side)
         self.model = Model(num_slots)
         self.every = self.keys(EVERY)
 

@@ -106,3 +106,10 @@ def test_the_budget_ends_writing_and_time_brings_it_back() -> None:
     live(desk, 7, 8, 9)
     assert 10 < pool.counts.cached <= 20
     desk.check_empty()
+
+
+def test_what_must_be_asked_for_again_is_written_before_it_goes() -> None:
+    """As it is stored it was asked for once: written through, nothing would ever be there."""
+    level = PlacedLevel(DISK, Pool(200), WriteMode.THROUGH)
+    desk = Desk(levels=[level], slots=16, block_bytes=[1000], disk_after="asked-twice")
+    assert live(desk, 1, 1, 2, 3, 4, 5, 6) == {1}

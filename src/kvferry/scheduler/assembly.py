@@ -10,10 +10,10 @@ from kvferry.level_kinds import DISK
 from kvferry.pool import Pool
 from kvferry.scheduler.accounts import Accounts
 from kvferry.scheduler.explainer import Explainer
-from kvferry.scheduler.gate import gate_of
+from kvferry.scheduler.gate import TIMES, gate_of
 from kvferry.scheduler.hit import Hits
 from kvferry.scheduler.journal import Journal
-from kvferry.scheduler.level import Level
+from kvferry.scheduler.level import Level, WriteMode
 from kvferry.scheduler.levels import LowerLevels
 from kvferry.scheduler.matching import Matcher
 from kvferry.scheduler.orders import EngineBlocks
@@ -49,6 +49,8 @@ def assemble(
             num_keys = pool.num_slots + (level.pool.num_slots if level.pool is not None else 0)
             size = max(block_bytes) * num_ranks
             level.gate = gate_of(config, num_keys=num_keys, block_bytes=size, now=clock())
+            if TIMES[config.disk_after] > 1:  # as it is stored nobody has asked for it again
+                level.write = WriteMode.SPILL
     lower = LowerLevels(pool, levels, outbox, clock, slot_bytes=max(block_bytes))
     for each in (pool, *(level.pool for level in levels if level.pool is not None)):
         each.holds.bound(config.keep_share)

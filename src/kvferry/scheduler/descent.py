@@ -129,8 +129,9 @@ class Descent:
 
     def _spill_to(self, level: Level, wanted: int) -> bool:
         coldest = self._host.coldest(wanted + self._most_more)
-        missing = coldest.take(~level.known(coldest, self._clock()))
-        num_asked = int(np.count_nonzero(~level.known(coldest[:wanted], self._clock())))
+        lacks = ~level.known(coldest, self._clock())
+        missing = coldest.take(lacks)
+        num_asked = int(np.count_nonzero(lacks[:wanted]))
         if not num_asked:
             return False
         # No chain: ends come before beginnings here, as they should go later on.
