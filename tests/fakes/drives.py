@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 from tests.fakes.crafted_keys import key
 
+from kvferry.errors import ConfigError
 from kvferry.tiers import Way
 from kvferry.tiers.disk.block_file import SECTOR, BlockFile
 from kvferry.tiers.disk.channel import Channel
@@ -34,10 +35,23 @@ class Weather:
     """Calls to the drive move a part of what they could."""
     sync: Callable[[], object] | None = None
     """Called before each sync."""
+    is_over: bool = False
     files: list[WeatheredFile] = field(default_factory=list)
 
+    drives: list[ThreadDrive] = field(default_factory=list)
+
     def launch(self, setup: DriveSetup) -> ThreadDrive:
-        return ThreadDrive(setup, partial(WeatheredFile, weather=self, stripe=setup.stripe))
+        if self.is_over:
+            raise ConfigError("no drive is started any more")
+        opened = partial(WeatheredFile, weather=self, stripe=setup.stripe)
+        self.drives.append(ThreadDrive(setup, opened))
+        return self.drives[-1]
+
+    def kill(self) -> None:
+        """From here on nothing reaches the medium, and no drive comes back."""
+        self.is_over = True
+        for drive in self.drives:
+            drive.die()
 
 
 class WeatheredFile(BlockFile):
@@ -122,6 +136,14 @@ class ThreadDrive:
     def kill(self) -> bool:
         self._server.abandon()
         return True
+
+    def die(self) -> None:
+        """As a process does: the journal hears of nothing more, and the store is free."""
+        store = self._server._store
+        for file in store.ledger._files:
+            file.close()
+        store._lock.release()
+        self.kill()
 
     def wait(self, timeout: float) -> bool:
         self._thread.join(timeout)

@@ -241,6 +241,36 @@ def test_bytes_that_could_not_be_synced_are_not_promised(tmp_path: Path, weather
         life.expect([0, 1], rows)
 
 
+def test_a_commit_covers_no_block_whose_bytes_came_after_its_sync(
+    tmp_path: Path, weather: Weather
+) -> None:
+    """Nor any block at all whose sync failed: the drive is killed before it can take that back."""
+    reached, gate = threading.Event(), threading.Event()
+    syncs: list[int] = []
+
+    def sync() -> None:
+        syncs.append(len(syncs))
+        if len(syncs) == 1:
+            reached.set()
+            assert gate.wait(LONG)
+        else:
+            weather.kill()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with DiskLife(tmp_path, weather.launch, check_seconds=LONG) as life:
+        weather.stripes = life.tier.stripes
+        weather.sync = sync
+        rows = life.write([0])
+        assert reached.wait(LONG)
+        life.write([1])  # while the bytes before it are on their way to the medium
+        gate.set()
+        wait_until(lambda: len(syncs) > 1)
+        weather.sync = None
+    with DiskLife(tmp_path) as life:
+        assert life.tier.recovered()[1].tolist() == [0]
+        life.expect([0], rows)
+
+
 def test_a_sparse_file_leaves_the_floor_free(
     tmp_path: Path, weather: Weather, monkeypatch: pytest.MonkeyPatch
 ) -> None:

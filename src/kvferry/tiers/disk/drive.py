@@ -46,6 +46,8 @@ from kvferry.tiers.disk.status import MOST_THREADS, Count, Status
 from kvferry.tiers.disk.store import Store
 from kvferry.tiers.disk.store_identity import StoreIdentity
 
+log = logging.getLogger(__name__)
+
 BEAT_SECONDS = 0.1
 """How often a drive says that it is alive, and looks for what is late."""
 
@@ -203,7 +205,10 @@ class DriveServer:
         self._lanes.close(_CLOSE_SECONDS, "the tier was closed")
         if self._committer.close(max(0.1, end - time.monotonic())):
             self._file.close()
-            self._store.close()
+            try:
+                self._store.close()
+            except KvferryError as error:  # what was promised is on the medium all the same
+                log.warning("the last commit failed: %s", error)
 
 
 def open_store(setup: DriveSetup) -> Store:
@@ -271,9 +276,9 @@ def main(serve: Callable[[Channel, Status, int | None], None] | None = None) -> 
         signal.signal(number, signal.SIG_IGN)
     line, page, memory = (int(text) for text in sys.argv[1:4])
     channel = Channel(socket.socket(fileno=line))
-    log = logging.getLogger("kvferry")
-    log.setLevel(logging.INFO)
-    log.addHandler(_Line(channel))
+    ours = logging.getLogger("kvferry")
+    ours.setLevel(logging.INFO)
+    ours.addHandler(_Line(channel))
     mem_fd = None if memory < 0 else memory
     status = Status(page)
     if serve is None:
