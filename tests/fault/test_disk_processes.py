@@ -129,6 +129,39 @@ def test_what_was_forgotten_while_a_drive_was_away_stays_forgotten(tmp_path: Pat
         assert life.tier.recovered()[1].tolist() == [3]
 
 
+@pytest.mark.parametrize("is_back_at_once", [True, False])
+def test_a_drive_that_was_away_when_all_was_forgotten_forgets_when_it_is_back(
+    tmp_path: Path, is_back_at_once: bool
+) -> None:
+    with DiskLife(tmp_path, num_drives=2) as life:
+        life.write(range(40))
+        life.wait_durable()
+        os.rename(tmp_path / "drive-1", tmp_path / "away")
+        os.kill(pids(life)[1], signal.SIGKILL)
+        wait_until(lambda: life.tier.figures().drives_away == 1)
+        life.tier.forget()
+        there = {d: at.tolist() for d, at, _ in life.tier.stripes.split(np.arange(40))}
+        rows = life.write(there[0])
+        life.wait_durable()
+        if is_back_at_once:
+            os.rename(tmp_path / "away", tmp_path / "drive-1")
+            wait_until(lambda: not life.tier.figures().drives_away)
+            assert not life.read(there[1])[1].ok.any()
+            more = life.write(there[1][:3])
+            life.wait_durable()
+    if not is_back_at_once:
+        os.rename(tmp_path / "away", tmp_path / "drive-1")
+    with DiskLife(tmp_path, num_drives=2) as life:
+        found = sorted(life.tier.recovered()[1].tolist())
+        if is_back_at_once:
+            assert found == sorted(there[0] + there[1][:3])
+            life.expect(there[1][:3], more)
+        else:
+            assert found == there[0]
+            assert not life.read(there[1])[1].ok.any()
+        life.expect(there[0], rows)
+
+
 def test_a_wrong_key_and_a_second_engine_are_refused_by_name(tmp_path: Path) -> None:
     with DiskLife(tmp_path, key=b"a" * 32) as life:
         rows = life.write([0])

@@ -25,6 +25,7 @@ from kvferry.tiers.disk.carriers import DriveParts, DriveThread
 from kvferry.tiers.disk.channel import Channel
 from kvferry.tiers.disk.committer import Committer
 from kvferry.tiers.disk.engine_memory import EngineMemory
+from kvferry.tiers.disk.epoch import read_epoch, write_epoch
 from kvferry.tiers.disk.health import DriveHealth
 from kvferry.tiers.disk.lanes import Lanes
 from kvferry.tiers.disk.messages import (
@@ -35,6 +36,7 @@ from kvferry.tiers.disk.messages import (
     pack_result,
     pack_says,
     pack_text,
+    unpack_forget,
     unpack_number,
     unpack_order,
 )
@@ -73,6 +75,7 @@ class DriveServer:
         self._status = status
         self._mem_fd = mem_fd
         self._open_file = open_file
+        self._epoch = 0
         self._threads: list[DriveThread] = []
 
     def serve(self) -> None:
@@ -132,7 +135,7 @@ class DriveServer:
             self._health,
             self._status,
             check_seconds=setup.check_seconds,
-            forgot=lambda number: self._channel.send(pack_number(FrameKind.FORGOT, number)),
+            forgot=self._forgot,
         )
         self._committer.start_at(setup.generation)
         count = store.ledger.num_blocks if setup.device is None else 0
@@ -155,7 +158,13 @@ class DriveServer:
             self._threads.append(DriveThread(parts, Way.WRITE, 2 * number + 1))
         self._committer.start()
         report = "; ".join((*store.notes, str(store.ledger.report)))
-        ready = ReadyMessage(store.num_places, os.stat(setup.path).st_dev, count, report)
+        ready = ReadyMessage(
+            store.num_places,
+            read_epoch(store.folder),
+            os.stat(setup.path).st_dev,
+            count,
+            report,
+        )
         self._channel.send(pack_ready(ready))
 
     def _listen(self, pid: int) -> None:
@@ -183,7 +192,18 @@ class DriveServer:
         elif kind is FrameKind.CANCEL:
             self._lanes.cancel(unpack_number(body))
         elif kind is FrameKind.FORGET:
-            self._shelf.forget(unpack_number(body))
+            generation, epoch = unpack_forget(body)
+            self._epoch = epoch
+            self._shelf.forget(generation)
+
+    def _forgot(self, generation: int) -> None:
+        """All of it is gone for good, as the journal has it."""
+        if self._epoch:
+            try:
+                write_epoch(self._store.folder, self._epoch)
+            except OSError as error:  # at worst it will forget once more when it is next opened
+                log.warning("its epoch cannot be written: %s", error)
+        self._channel.send(pack_number(FrameKind.FORGOT, generation))
 
     def _sweep(self, now: float) -> None:
         hung = self._lanes.sweep()

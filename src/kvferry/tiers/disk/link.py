@@ -30,6 +30,7 @@ from kvferry.tiers.disk.messages import (
     ReadyMessage,
     ResultMessage,
     Words,
+    pack_forget,
     pack_number,
     pack_order,
     unpack_number,
@@ -95,7 +96,9 @@ class DriveLink:
         self._child: Child | None = None
         self._orders: dict[int, int] = {}
         self._left_behind: set[int] = set()
-        self._generation = setup.generation
+        self.generation = setup.generation
+        """How often it was told to forget everything; orders carry it."""
+        self._epoch = 0
         self._forgotten = setup.generation
         """The last generation that the drive has made durable."""
         self._past: list[DiskFigures] = []
@@ -122,11 +125,19 @@ class DriveLink:
         if order_id in self._orders and self._child is not None:
             self._child.channel.send(pack_number(FrameKind.CANCEL, order_id))
 
-    def forget(self, generation: int) -> None:
+    def forget(self, epoch: int) -> None:
         """Whoever is away hears of it when it is back, before anything else."""
-        self._generation = generation
+        self.generation += 1
+        self._epoch = epoch
+        self.recovered = None
         if self._child is not None and self.ready is not None:
-            self._child.channel.send(pack_number(FrameKind.FORGET, generation))
+            self._child.channel.send(pack_forget(self.generation, epoch))
+
+    def agree(self, epoch: int) -> None:
+        """All drives of the tier forgot by then: what is older here is stale."""
+        self._epoch = epoch
+        if self.ready is not None and self.ready.epoch < epoch:
+            self.forget(epoch)
 
     @property
     def is_settled(self) -> bool:
@@ -135,7 +146,7 @@ class DriveLink:
 
     @property
     def has_forgotten(self) -> bool:
-        return self._forgotten == self._generation
+        return self._forgotten == self.generation
 
     def figures(self) -> DiskFigures:
         parts = list(self._past)
@@ -252,8 +263,10 @@ class DriveLink:
             self.recovered = child.status.take_blocks(ready.num_recovered)
             self.ready = ready
             self._device = ready.device
-        if self._forgotten != self._generation:
-            child.channel.send(pack_number(FrameKind.FORGET, self._generation))
+        if ready.epoch < self._epoch:
+            self.generation += 1
+        if self._forgotten != self.generation:
+            child.channel.send(pack_forget(self.generation, self._epoch))
         self.refusal = ""
         self._ail("")
 

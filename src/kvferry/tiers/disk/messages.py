@@ -24,7 +24,8 @@ _NUMBER = struct.Struct("<q")
 _ORDER = struct.Struct("<qqdIIB7x")
 _RESULT = struct.Struct("<qqdII")
 _REASON = struct.Struct("<II")
-_READY = struct.Struct("<qqq")
+_READY = struct.Struct("<qqqq")
+_FORGET = struct.Struct("<qq")
 _SAYS = struct.Struct("<I")
 _WAYS = (Way.READ, Way.WRITE, Way.FIND)
 
@@ -74,9 +75,10 @@ class ResultMessage:
 
 @dataclass(frozen=True)
 class ReadyMessage:
-    """A drive is open: its places, its file system, how many blocks lie in the shared memory."""
+    """A drive is open: its places, its epoch, its file system, how many blocks it laid down."""
 
     num_places: int
+    epoch: int
     device: int
     num_recovered: int
     report: str
@@ -155,13 +157,23 @@ def unpack_number(body: bytes) -> int:
 
 
 def pack_ready(ready: ReadyMessage) -> bytes:
-    head = _READY.pack(ready.num_places, ready.device, ready.num_recovered)
+    head = _READY.pack(ready.num_places, ready.epoch, ready.device, ready.num_recovered)
     return frame(FrameKind.READY, head + ready.report.encode())
 
 
 def unpack_ready(body: bytes) -> ReadyMessage:
-    num_places, device, num_recovered = _READY.unpack_from(body)
-    return ReadyMessage(num_places, device, num_recovered, body[_READY.size :].decode())
+    num_places, epoch, device, num_recovered = _READY.unpack_from(body)
+    report = body[_READY.size :].decode()
+    return ReadyMessage(num_places, epoch, device, num_recovered, report)
+
+
+def pack_forget(generation: int, epoch: int) -> bytes:
+    return frame(FrameKind.FORGET, _FORGET.pack(generation, epoch))
+
+
+def unpack_forget(body: bytes) -> tuple[int, int]:
+    generation, epoch = _FORGET.unpack(body)
+    return generation, epoch
 
 
 def pack_text(kind: FrameKind, text: str) -> bytes:

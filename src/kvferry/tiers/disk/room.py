@@ -34,7 +34,7 @@ from kvferry.tiers.disk.store_identity import StoreIdentity
 
 log = logging.getLogger(__name__)
 
-_SMALL_FILES = 2 * 4096  # superblock and lock
+_SMALL_FILES = 3 * 4096  # superblock, lock and epoch
 _ASIDE = 4096  # the superblock that takes the place of the old one
 
 

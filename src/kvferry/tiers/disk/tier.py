@@ -72,7 +72,8 @@ class DiskTier:
         self._orders: dict[int, tuple[_Moving, Numbers]] = {}
         self._next_order = 0
         self._results: list[Result] = []
-        self._generation = 0
+        self._epoch = 0
+        """When all was forgotten last; counts only between several drives."""
         self._abandoned: tuple[BatchId, ...] = ()
         self._is_closing = False
         self._is_closed = False
@@ -83,6 +84,7 @@ class DiskTier:
             self.close(0.0)
             raise
         self.num_places = self.stripes.num_places
+        self._agree()
         self._recovered = self._gather()
 
     # -- opening ----------------------------------------------------------------------------------
@@ -110,6 +112,13 @@ class DiskTier:
                 else:
                     log.error("disk %s is left out for now: %s", link.path, link.ailment)
         return Stripes.lay_out(len(self._links), each, pitch_of(self.block_bytes))
+
+    def _agree(self) -> None:
+        """A drive that was away when the others forgot has what is stale: it forgets now."""
+        with self._changed:
+            self._epoch = max(link.ready.epoch for link in self._links if link.ready is not None)
+            for link in self._links:
+                link.agree(self._epoch)
 
     def _gather(self) -> tuple[Keys, SlotArray]:
         """What all drives still have, each drive's in the order written, side by side in time."""
@@ -162,21 +171,10 @@ class DiskTier:
             moving.orders.update(numbers)
             for number, (drive, positions, there) in zip(numbers, parts, strict=True):
                 self._orders[number] = (moving, positions)
-                reason = self._links[drive].submit(self._order(batch, number, positions, there))
+                link = self._links[drive]
+                reason = link.submit(_order(batch, number, link.generation, positions, there))
                 if reason:
                     self._hear(_all_failed(number, len(positions), reason))
-
-    def _order(self, batch: Batch, number: int, positions: Numbers, there: Numbers) -> OrderMessage:
-        return OrderMessage(
-            number,
-            batch.way,
-            self._generation,
-            batch.deadline,
-            there,
-            batch.keys.array[positions],
-            np.asarray(batch.sizes, dtype=np.int64),
-            np.asarray(batch.addresses, dtype=np.int64)[positions],
-        )
 
     def cancel(self, batch_id: BatchId) -> None:
         with self._changed:
@@ -197,9 +195,10 @@ class DiskTier:
 
     def forget(self) -> None:
         with self._changed:
-            self._generation += 1
+            if len(self._links) > 1:
+                self._epoch = max(self._epoch + 1, time.time_ns())
             for link in self._links:
-                link.forget(self._generation)
+                link.forget(self._epoch)
 
     def figures(self) -> DiskFigures:
         """What was moved, and what went wrong, so far."""
@@ -242,6 +241,21 @@ class DiskTier:
                 Result(moving.batch.id, moving.ok, moving.reasons, moving.num_bytes, seconds)
             )
             self._changed.notify_all()
+
+
+def _order(
+    batch: Batch, number: int, generation: int, positions: Numbers, there: Numbers
+) -> OrderMessage:
+    return OrderMessage(
+        number,
+        batch.way,
+        generation,
+        batch.deadline,
+        there,
+        batch.keys.array[positions],
+        np.asarray(batch.sizes, dtype=np.int64),
+        np.asarray(batch.addresses, dtype=np.int64)[positions],
+    )
 
 
 def _all_failed(number: int, count: int, reason: str) -> ResultMessage:
