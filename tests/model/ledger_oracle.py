@@ -61,10 +61,16 @@ class History:
             default=-1,
         )
         assert len({key for key, _ in content.values()}) == len(content), "a key at two places"
-        for place, (key, proof) in content.items():
-            wrote = Wrote(place, key, proof)
+        wrotes = [Wrote(place, *what) for place, what in content.items()]
+        for wrote in wrotes:
             assert wrote in events, f"never noted: {wrote}"
-            at = events.index(wrote)
+        numbers = [events.index(wrote) for wrote in wrotes]
+        if any(isinstance(event, Forgot) for event in events[: max(numbers, default=0)]):
+            # What came after it is there: then so is the forgetting, promised or not.
+            before = events[: max(numbers)]
+            gone = max(gone, max(n for n, event in enumerate(before) if isinstance(event, Forgot)))
+        for wrote, at in zip(wrotes, numbers, strict=True):
+            place = wrote.place
             assert at > gone, f"forgotten: {wrote}"
             assert not any(_is_about(event, place) for event in events[at + 1 : promised]), (
                 f"contradicted: {wrote}"

@@ -381,6 +381,31 @@ def forget_and_damage() -> None:
     check_damage(life)
 
 
+def forget_and_crash() -> None:
+    life = Life.new(SMALL)
+    life.write((1, 1))
+    life.commit()
+    life.forget()
+    life.commit()
+    life.write((2, 2))
+    life.commit()
+    life.forget()
+    life.write((3, 3))
+    life.commit()
+    check_all_crashes(life, 128, random.Random(6))
+
+
+def no_order_of_forgetting(patch: pytest.MonkeyPatch) -> None:
+    """What is noted after a forgetting goes to the old journal, and the forgetting comes later."""
+    forget_all = Ledger._forget_all
+
+    def late(self: Ledger) -> None:
+        self._append_unsaved()
+        forget_all(self)
+
+    patch.setattr(Ledger, "_forget_all", late)
+
+
 def second_lives() -> None:
     life = Life.new(SMALL)
     life.write(*((n % NUM_PLACES, n) for n in range(2 * SMALL.per_page)))
@@ -395,6 +420,8 @@ BARRIERS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Non
     "digest of a page": (no_digest, lambda: crash_small(WIDE)),
     "old header erased": (no_end_of_the_old_journal, damage_small),
     "forgotten header erased": (no_end_of_the_old_journal, forget_and_damage),
+    "sync of forgetting": (no_sync_of_headers, forget_and_crash),
+    "forgetting before what follows": (no_order_of_forgetting, forget_and_crash),
     "new salt": (no_new_salt, crash_small),
     "cut is erased": (no_erasing_of_what_was_cut, second_lives),
     "places repeated": (no_words_of_the_neighbour, damage_small),

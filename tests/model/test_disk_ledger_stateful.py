@@ -7,7 +7,6 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.fakes.crafted_keys import keys
@@ -180,6 +179,4 @@ class Failing:
         return None
 
 
-TestLedgerLife = LedgerLife.TestCase
-TestLedgerLife.settings = settings(max_examples=60, stateful_step_count=40)
-TestLedgerLife = pytest.mark.usefixtures("little_room")(TestLedgerLife)
+TestLedgerLife = pytest.mark.usefixtures("little_room")(LedgerLife.TestCase)
