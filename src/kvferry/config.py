@@ -221,6 +221,20 @@ class Config:
     control_token: str | None = setting(
         None, optional(SECRET), "What they must know for that; at least 16 characters."
     )
+    memory_curve: str = setting(
+        "on",
+        one_of("on", "off"),
+        "Estimate, beside the engine, what half, twice and four times the memory would hit.",
+    )
+    record: str | None = setting(
+        None,
+        optional(FILE_NAME),
+        "Write requests to this file as a trace for kvferry simulate, without their tokens; none: "
+        "do not.",
+    )
+    record_size: int = setting(
+        256 * MiB, SIZE, "Bytes of that file and the older ones beside it; the oldest goes first."
+    )
     log_level: str = setting(
         "warning", one_of("debug", "info", "warning", "error", "critical"), "What is logged."
     )

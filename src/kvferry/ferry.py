@@ -94,6 +94,7 @@ class Ferry(FerryLooks, FerryControl, Closing):
             ],
             joins_loads=False,
         )
+        self._scheduler.watch_requests()
         self._has_levels = bool(rank.levels)
         self._pending = PendingHits(config.match_deadline)
         self._tickets = Tickets()

@@ -110,7 +110,9 @@ class SchedulerStats:
     empty while it can be used; ``asked`` says of levels that know keys themselves how many keys
     they were asked for and how many of them were there; ``restored`` says of levels with places how
     many blocks of an earlier life they began with; ``level_bandwidth`` is what each brought up, in
-    bytes per second of one rank while it had something to bring.
+    bytes per second of one rank while it had something to bring. ``memory_curve`` estimates, by
+    tier, which share of prompt tokens it and those above it would have, had it so many times its
+    memory; empty while too little is known.
     """
 
     pool: PoolCounts
@@ -143,3 +145,4 @@ class SchedulerStats:
     tenants: Mapping[str, TenantCounts] = field(default_factory=dict)
     restored: Mapping[str, int] = field(default_factory=dict)
     level_bandwidth: Mapping[str, float | None] = field(default_factory=dict)
+    memory_curve: Mapping[str, Mapping[float, float]] = field(default_factory=dict)

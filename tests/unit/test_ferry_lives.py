@@ -330,8 +330,9 @@ def growth(work: Callable[[int], object], rounds: int = 50) -> int:
 
 @pytest.fixture
 def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The journal has a bound, which must be reached before anything can be counted."""
+    """Journal and observer have bounds, to be reached before anything can be counted."""
     monkeypatch.setattr("kvferry.scheduler.journal.MOST_REQUESTS", 4)
+    monkeypatch.setattr("kvferry.observed.observer._MOST_WAITING", 4)
 
 
 @pytest.mark.usefixtures("short_memory")

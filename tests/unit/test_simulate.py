@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from kvferry.errors import ConfigError, InputError
 from kvferry.policy import Evidence, Lru, policy_named
+from kvferry.replay import PoolReplay
 from kvferry.simulate import ALL_KNOWING, Simulation, TracePart, Trial, simulate
 from kvferry.simulate.bound import all_knowing
 from kvferry.simulate.future import Future
-from kvferry.simulate.replay import PoolReplay
 from kvferry.simulate.scheduled import SchedulerReplay
 from kvferry.simulate.serving import count, run_bound
 from kvferry.traces import TraceRequest

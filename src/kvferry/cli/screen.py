@@ -18,6 +18,7 @@ from kvferry.watch.view import RouteView, TierView, View
 from kvferry.watch.words import (
     clean,
     counted,
+    memory_words,
     said,
     show_bytes,
     show_share,
@@ -56,6 +57,7 @@ class Screen:
         yield _tiers(self.view, room)
         yield from _away(self.view)
         yield from _drives(self.view)
+        yield from _memory(self.view)
         yield _routes(self.view, room)
         yield _counts(self.view, room)
         yield _foot(self.view)
@@ -136,6 +138,16 @@ def _drives(view: View) -> Iterable[Text]:
         troubles += [f"{counted(drives.num_away, 'drive')} away"] * bool(drives.num_away)
         if troubles:
             yield Text("  " + "; ".join(troubles), style="bold red")
+
+
+def _memory(view: View) -> Iterable[Text]:
+    """What more memory would buy, tier by tier."""
+    for tier in view.tiers:
+        words = memory_words(_name(tier.name), tier.curve)
+        if words:
+            half, four = (tier.curve.get(times) for times in ("0.5", "4"))
+            more = f" (half: {show_share(half)}, four times: {show_share(four)})"
+            yield Text(words[0].upper() + words[1:] + more, style="dim")
 
 
 def _tier(tier: TierView, room: TerminalRoom) -> RenderableType:

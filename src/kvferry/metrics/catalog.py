@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from kvferry.observed import TIMES
 from kvferry.policy.worth import Verdict
 from kvferry.scheduler.why import Reason
 
@@ -15,6 +16,8 @@ MISSES = tuple(reason.value for reason in Reason if reason is not Reason.NOTHING
 VERDICTS = tuple(verdict.value for verdict in Verdict)
 IDLE_REASONS = ("refused", "failed")
 """It does not serve this model or these settings; or something of ours went wrong."""
+MEMORIES = tuple(f"{times:g}" for times in TIMES)
+"""How many times its memory a tier might have."""
 STATES = ("free", "cached", "leased", "unready")
 FAILED_WHY = ("absent", "damaged", "drive", "late", "unreachable", "other")
 """Why a block on disk could not be read or written: it was not there, its bytes were not those that
@@ -61,6 +64,7 @@ class Metric:
 
 
 _TIER = Label("tier", _TIERS)
+_MEMORY = Label("memory", ", ".join(MEMORIES))
 _LEVEL = Label("level", "the tiers configured below the host")
 _WAY = Label("way", "read, write")
 _FAILURE = Label("reason", ", ".join(FAILED_WHY))
@@ -175,6 +179,13 @@ IN_FLIGHT = _gauge("transfers_in_flight", "Transfers handed out and not yet answ
 QUEUED = _gauge("queued_transfers", "Copies ordered and not yet handed out.")
 BYTES_IN_FLIGHT = _gauge(
     "bytes_in_flight", "Bytes between device and host, handed out or about to be."
+)
+MEMORY_CURVE = _gauge(
+    "memory_curve_ratio",
+    "Share of prompt tokens that this tier and those above it would have, had it this many times "
+    "its memory; an estimate, absent while too little is known.",
+    _TIER,
+    _MEMORY,
 )
 LOAD_RATE = _gauge(
     "load_bytes_per_second", "Bandwidth of loads that decisions go by; absent while unknown."

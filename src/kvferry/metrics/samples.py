@@ -62,6 +62,9 @@ def samples(snapshot: Snapshot) -> Iterator[Sample]:
         yield Sample(names.TRANSFER_SECONDS, key, traffic.seconds)
     for tier, counts in ((HOST, stats.pool), *stats.levels.items()):
         yield from _tier(tier, counts)
+    for tier, points in stats.memory_curve.items():
+        for times, ratio in points.items():
+            yield Sample(names.MEMORY_CURVE, (tier, f"{times:g}"), ratio)
     for tier, num_leases in stats.leases.items():
         yield Sample(names.LEASES, (tier,), num_leases)
     for level, ailment in stats.ailments.items():

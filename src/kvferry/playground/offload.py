@@ -79,6 +79,7 @@ class Offloader(Closing):
                 for name, each in below.items()
             ],
         )
+        self.scheduler.watch_requests()
         self.inbox = Inbox()
         # Threads start here, so it comes last: nothing after it can fail and leave them behind.
         copies: CopyEngine = CpuEngine(layouts, self.host.rows, compute=runner.compute)

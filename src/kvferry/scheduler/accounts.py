@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvferry.config import Config
 from kvferry.keys import Keys
+from kvferry.observed.curve import Points
 from kvferry.policy import SeenOften
+from kvferry.pool import Pool
 from kvferry.scheduler.explainer import Explainer
 from kvferry.scheduler.hit import PinnedHit
 from kvferry.scheduler.journal import Journal
 from kvferry.scheduler.levels import LowerLevels
 from kvferry.scheduler.look import Missing
 from kvferry.scheduler.matching import Matcher
+from kvferry.scheduler.observing import Observing, observing
 from kvferry.scheduler.why import Explanation
 from kvferry.stats import MatchCounts
 from kvferry.tenants import Tenants
@@ -40,9 +45,22 @@ class Accounts:
         self._lower = lower
         self._counts_below = lower.counts_asked
         self._tenants = tenants
+        self.observing: Observing | None = None
+        """Who learns from requests, if anybody does."""
 
     def close(self) -> None:
         self._explainer.close()
+        if self.observing is not None:
+            self.observing.close()
+
+    def watch(self, config: Config, pool: Pool, clock: Callable[[], float]) -> None:
+        """Let others learn from every request, as the settings say."""
+        self.observing = observing(config, pool, self._lower.levels, self._matcher, clock)
+
+    @property
+    def memory_curve(self) -> Points:
+        """What other sizes of each tier would hit, as far as is known."""
+        return self.observing.curve if self.observing is not None else {}
 
     def asked(self, request: Request, keys: Keys | None, num_tokens: int) -> None:
         """A request asked for so many tokens more than it has, the first time that it asks.
@@ -97,4 +115,6 @@ class Accounts:
         if is_new:
             request.is_explained = True
             self.counts.missed[explanation.reason.value] += 1
+            if self.observing is not None:
+                self.observing.answered(request, explanation)
         self._journal.explained(explanation, is_new=is_new)

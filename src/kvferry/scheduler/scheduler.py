@@ -85,6 +85,7 @@ class Scheduler:
         hash_tokens = hash_block_tokens or min(group.block_tokens for group in groups)
         block_bytes = tuple(block_bytes) or (0,) * len(groups)
         self.pool = pool
+        self._config = config
         self.groups = tuple(groups)
         self.epoch = 0
         """0 until everything is forgotten, then another number that no other life ever had."""
@@ -316,6 +317,10 @@ class Scheduler:
             self._parts.accounts.close()
             self._closed = True
 
+    def watch_requests(self) -> None:
+        """Learn from requests, on a thread beside the engine: see the settings that say what."""
+        self._parts.accounts.watch(self._config, self.pool, self._clock)
+
     # -- looking ----------------------------------------------------------------------------------
 
     @property
@@ -372,6 +377,7 @@ class Scheduler:
             parts.accounts.counts,
             resets=self._num_resets,
             tenants=parts.tenants,
+            memory_curve=parts.accounts.memory_curve,
         )
 
     def check_integrity(self) -> None:

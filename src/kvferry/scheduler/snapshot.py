@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import MappingProxyType
 
+from kvferry.observed.curve import Points
 from kvferry.pool import Pool
 from kvferry.scheduler.flight import Flights
 from kvferry.scheduler.hit import Hits
@@ -31,6 +32,7 @@ def snapshot(
     *,
     resets: int,
     tenants: Tenants | None = None,
+    memory_curve: Points,
 ) -> SchedulerStats:
     """As of now; nothing in it changes afterwards."""
     moved = flights.counts
@@ -61,6 +63,7 @@ def snapshot(
         ),
         resets=resets,
         tenants=MappingProxyType(tenants.snapshot() if tenants is not None else {}),
+        memory_curve=memory_curve,
         lost_blocks=moved.lost_blocks,
         ailments=MappingProxyType({level.name: level.ailment for level in lower.levels}),
         asked=MappingProxyType(

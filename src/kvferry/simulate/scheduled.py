@@ -11,8 +11,8 @@ from kvferry.keys import Keys
 from kvferry.policy import EvictionPolicyMaker, Evidence
 from kvferry.pool import Pool
 from kvferry.reach import FullAttention
+from kvferry.replay import NO_TOKENS, Tokens
 from kvferry.scheduler import PlacedLevel, Scheduler, WriteMode
-from kvferry.simulate.replay import NO_TOKENS, Tokens
 from kvferry.simulate.trials import Capacity
 from kvferry.types import FIRST_RANK, Outcome, Receipt, TierName
 

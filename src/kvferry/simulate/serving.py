@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from kvferry.hints import Hints
 from kvferry.policy import Evidence, policy_named
+from kvferry.replay import PoolReplay, Replay, Tokens
 from kvferry.simulate.bound import all_knowing
 from kvferry.simulate.future import Future
-from kvferry.simulate.replay import PoolReplay, Replay, Tokens
 from kvferry.simulate.scheduled import SchedulerReplay
 from kvferry.simulate.trials import Score, Tally, Trial
 from kvferry.traces import TraceReader, TraceRequest

@@ -53,6 +53,8 @@ class TraceHeader:
 
     format: TraceFormat
     block_tokens: int
+    recording: str = ""
+    part: int = 0
 
 
 def parse_object(line: bytes) -> dict[str, Any]:
@@ -76,7 +78,13 @@ def read_header(first: dict[str, Any], block_tokens: int | None) -> TraceHeader:
         own = _count(first, "block_tokens", least=1)
         if block_tokens is not None and block_tokens != own:
             raise BadLineError(f"its blocks have {own} tokens, not the {block_tokens} you say")
-        return TraceHeader(TraceFormat.OURS, own)
+        recording = first.get("recording")
+        return TraceHeader(
+            TraceFormat.OURS,
+            own,
+            recording if isinstance(recording, str) else "",
+            _count(first, "part", default=0),
+        )
     if "hash_ids" in first:
         return TraceHeader(TraceFormat.MOONCAKE, block_tokens or MOONCAKE_BLOCK_TOKENS)
     raise BadLineError(

@@ -21,7 +21,9 @@ _GZIP = b"\x1f\x8b"
 
 
 class TraceReader:
-    """The requests of one trace, in as many files as it has, in order; read as often as you like.
+    """The requests of one trace, in as many files as it has; read as often as you like.
+
+    Files are read in the order given, those of one recording in the order they were written.
 
     Owns what was found wrong: ``num_bad`` lines that are no requests were left out, the first few
     of them are in ``complaints``, each with its file and line. Time never goes back: a request that
@@ -46,6 +48,10 @@ class TraceReader:
         self.num_late = 0
         self._block_tokens = block_tokens
         self._headers = [self._header(path) for path in self.paths]
+        if self._headers[0].recording and len({each.recording for each in self._headers}) == 1:
+            by_part = sorted(range(len(paths)), key=lambda at: self._headers[at].part)
+            self.paths = tuple(paths[at] for at in by_part)
+            self._headers = [self._headers[at] for at in by_part]
         sizes = {header.block_tokens for header in self._headers}
         if len(sizes) > 1:
             raise InputError(

@@ -50,6 +50,7 @@ class Reports:
         tokens: VllmTokens,
     ) -> None:
         self._scheduler = scheduler
+        scheduler.watch_requests()
         self._choices = shape.choices
         self._num_sharing = num_ranks if shape.is_shared else 1
         tiers = (HOST, *(level.name for level in shape.levels))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -69,6 +69,8 @@ class TierView:
     why_away: str = ""
     restored: int | None = None
     drives: DrivesView | None = None
+    curve: dict[str, float] = field(default_factory=dict)
+    """By how many times its memory: the share of prompt tokens it and those above it would have."""
 
     @property
     def total(self) -> int:
@@ -310,6 +312,7 @@ def _tiers(before: Reading, reading: Reading, why_away: dict[str, str]) -> list[
     evicted, sizes = reading.by_label(names.EVICTED), reading.by_label(names.SLOT_BYTES)
     asked, found = reading.by_label(names.ASKED_BLOCKS), reading.by_label(names.FOUND_BLOCKS)
     away, restored = reading.by_label(names.LEVEL_AWAY), reading.by_label(names.RESTORED_BLOCKS)
+    curve = reading.by_label(names.MEMORY_CURVE)
     every = dict.fromkeys([tier for tier, _ in slots] + [level for (level,) in away])
     tiers = list(every)[:MOST_TIERS]
     return [
@@ -324,6 +327,11 @@ def _tiers(before: Reading, reading: Reading, why_away: dict[str, str]) -> list[
             why_away=why_away.get(tier, ""),
             restored=_maybe(restored.get((tier,))),
             drives=_drives(tier, before, reading),
+            curve={
+                times: min(1.0, max(0.0, curve[tier, times]))
+                for times in names.MEMORIES
+                if (tier, times) in curve
+            },
         )
         for tier in tiers
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 _SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -57,3 +59,15 @@ _IDLE = {
 def why_idle(reason: str) -> str:
     """Why nothing is served, in words."""
     return _IDLE.get(reason, reason)
+
+
+def memory_words(name: str, curve: Mapping[str, float]) -> str:
+    """What twice the memory of a tier would buy, in a sentence; empty while that is not known."""
+    if "1" not in curve or "2" not in curve:
+        return ""
+    memory = "host memory" if name == "host" else name
+    now, twice = curve["1"], curve["2"]
+    return (
+        f"twice the {memory}: about {show_share(twice)} instead of {show_share(now)} of prompt "
+        "tokens"
+    )

@@ -1,4 +1,4 @@
-"""One trial's pool, and what a request does to it: look, use what is there, store the rest."""
+"""What a request does to a pool, without bytes: look, use what is there, store the rest."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import NamedTuple, Protocol
 from kvferry.keys import Keys
 from kvferry.policy import EvictionPolicyMaker, Evidence
 from kvferry.pool import Pool
-from kvferry.simulate.trials import Capacity
 from kvferry.types import NO_SLOTS
+
+LevelHits = tuple[int, ...]
+"""Blocks found, by level, host memory first."""
 
 
 class Tokens(NamedTuple):
@@ -39,7 +41,7 @@ class Replay(Protocol):
         at: float,
         evidence: Evidence | None,
         tokens: Tokens = NO_TOKENS,
-    ) -> Capacity:
+    ) -> LevelHits:
         """A request with these blocks came ``at`` so many seconds; returns what it found.
 
         Leading blocks, by the level that has them. The first ``num_storable`` of its blocks are
@@ -70,7 +72,7 @@ class PoolReplay:
         at: float,
         evidence: Evidence | None,
         tokens: Tokens = NO_TOKENS,
-    ) -> Capacity:
+    ) -> LevelHits:
         self._now = at
         reading = self.pool.pin(keys)
         found = reading.slots if reading is not None else NO_SLOTS

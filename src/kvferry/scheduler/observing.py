@@ -1,0 +1,116 @@
+"""Hands every request to who learns from it: once it was answered, and again when it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvferry import reach
+from kvferry.config import Config
+from kvferry.observed import TIMES, MemoryCurve, ObservedRequest, Observer, Recorder, TierSizes
+from kvferry.observed.curve import Points
+from kvferry.observed.observer import Student
+from kvferry.policy import policy_named
+from kvferry.pool import Pool
+from kvferry.scheduler.level import Level, WriteMode
+from kvferry.scheduler.matching import Matcher
+from kvferry.scheduler.why import Explanation
+from kvferry.types import HOST
+
+if TYPE_CHECKING:
+    from kvferry.scheduler.request import Request
+
+
+class Observing:
+    """Owns the observer, and which requests of those it was told of are under way."""
+
+    def __init__(
+        self,
+        observer: Observer,
+        curve: MemoryCurve | None,
+        *,
+        hash_tokens: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._observer = observer
+        self._curve = curve
+        self._hash_tokens = hash_tokens
+        self._clock = clock
+        self._open: dict[Request, ObservedRequest] = {}
+
+    @property
+    def curve(self) -> Points:
+        """What other sizes of each tier would hit, as far as is known."""
+        return self._curve.points if self._curve is not None else {}
+
+    def answered(self, request: Request, explanation: Explanation) -> None:
+        """A request was looked up for the first time, and this is what it was told."""
+        tokens = explanation.asked_tokens
+        seen = ObservedRequest(
+            self._clock(),
+            request.chain.keys()[: tokens // self._hash_tokens],
+            tokens,
+            explanation.device_tokens + explanation.host_tokens,
+            request.hints,
+        )
+        self._open[request] = seen
+        self._observer.see(seen)
+
+    def ended(self, request: Request) -> None:
+        """A request is over: what its chain has grown by is its answer."""
+        seen = self._open.pop(request, None)
+        if seen is not None:
+            seen.answer_tokens = max(0, len(request.chain) * self._hash_tokens - seen.tokens)
+
+    def close(self) -> None:
+        self._observer.close()
+
+
+def observing(
+    config: Config,
+    pool: Pool,
+    levels: Sequence[Level],
+    matcher: Matcher,
+    clock: Callable[[], float],
+) -> Observing | None:
+    """As the settings say; None where nobody wants to learn. ConfigError if a file cannot be."""
+    students: list[Student] = []
+    hash_tokens = matcher.hash_tokens
+    curve = None
+    if config.memory_curve == "on":
+        tiers = _tiers(pool, levels, matcher.groups, hash_tokens)
+        curve = MemoryCurve(tiers, policy_named(config.policy), block_tokens=hash_tokens)
+        students.append(curve)
+    if config.record is not None:
+        recorder = Recorder(
+            Path(config.record),
+            block_tokens=hash_tokens,
+            most_bytes=config.record_size,
+            now=clock(),
+        )
+        students.append(recorder)
+    if not students:
+        return None
+    return Observing(Observer(students), curve, hash_tokens=hash_tokens, clock=clock)
+
+
+def _tiers(
+    pool: Pool, levels: Sequence[Level], groups: Sequence[reach.Group], hash_tokens: int
+) -> list[TierSizes]:
+    """How many blocks of a chain each tier and those above it hold, by how large it is."""
+    slots_each = sum(hash_tokens / group.block_tokens for group in groups)
+    above = pool.num_slots / slots_each
+    tiers = [TierSizes(HOST, tuple(above * times for times in TIMES))]
+    for level in levels:
+        if level.pool is None:
+            continue  # it knows itself how much it holds
+        own = level.pool.num_slots / slots_each
+        # What is written through lies below as well; what is spilled hardly ever does.
+        sizes = [
+            max(above, own * times) if level.write is WriteMode.THROUGH else above + own * times
+            for times in TIMES
+        ]
+        tiers.append(TierSizes(level.name, tuple(sizes)))
+        above = sizes[TIMES.index(1.0)]
+    return tiers

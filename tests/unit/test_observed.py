@@ -1,0 +1,364 @@
+"""What is learned beside the engine: recordings, and the curve of what more memory would buy.
+
+One-line breaks that were tried; each made a test of this module fail.
+
+- ``MemoryCurve`` does not count what is missing of the sample; samples by place, not by key
+- ``Recorder`` writes the keys themselves; takes a new secret for every request
+- ``TraceWriter`` opens with the umask's mode; never rotates; writes over an earlier recording
+- ``Observer.see`` waits for the thread; a student that raises ends the thread
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.fakes.crafted_keys import keys
+
+import kvferry
+from kvferry.config import Config
+from kvferry.errors import ConfigError
+from kvferry.hints import Hints
+from kvferry.keys import Keys
+from kvferry.observed import MemoryCurve, ObservedRequest, Observer, Recorder, TierSizes
+from kvferry.observed.curve import TIMES
+from kvferry.playground.engine import Engine, Limits
+from kvferry.playground.model import Decoder, ModelShape
+from kvferry.playground.offload import Offloader
+from kvferry.playground.runner import Runner
+from kvferry.playground.workload import Chat, serve
+from kvferry.policy import policy_named
+from kvferry.replay import PoolReplay
+from kvferry.simulate import Simulation, Trial, simulate
+from kvferry.traces import TraceReader, keys_of_numbers
+from kvferry.traces.writing import TraceWriter
+
+PUBLISHED = Path("/work/shared/traces/mooncake_conversation.jsonl")
+
+
+def observed(
+    numbers: list[int], at: float = 0.0, found: int = 0, **more: object
+) -> ObservedRequest:
+    chain = keys_of_numbers(np.array(numbers, dtype=np.uint64))
+    return ObservedRequest(at, chain, 16 * len(numbers), found, None)
+
+
+# -- the observer ---------------------------------------------------------------------------------
+
+
+class Pupil:
+    def __init__(self, broken: bool = False) -> None:
+        self.learned: list[ObservedRequest] = []
+        self.threads: set[str] = set()
+        self.hurried = self.closed = 0
+        self.broken = broken
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+
+    def learn(self, request: ObservedRequest) -> None:
+        self.may_go_on.wait(10)
+        if self.broken:
+            raise ZeroDivisionError
+        self.threads.add(threading.current_thread().name)
+        self.learned.append(request)
+
+    def idle(self) -> None:
+        pass
+
+    def hurry(self) -> None:
+        self.hurried += 1
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_requests_are_looked_at_in_order_on_a_thread_of_its_own() -> None:
+    pupil = Pupil()
+    observer = Observer([pupil], pause=lambda seconds: None)
+    sent = [observed([n]) for n in range(100)]
+    for request in sent:
+        observer.see(request)
+    observer.close()
+    observer.close()
+    assert pupil.learned == sent
+    assert pupil.threads == {"kvferry-observer"}
+    assert pupil.closed == 1
+
+
+def test_whoever_raises_is_dropped_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    bad, good = Pupil(broken=True), Pupil()
+    observer = Observer([bad, good], pause=lambda seconds: None)
+    for n in range(20):
+        observer.see(observed([n]))
+    observer.close()
+    assert len(good.learned) == 20
+    assert caplog.text.count("Pupil stopped after a mistake of ours") == 1
+
+
+def test_the_engine_never_waits_and_nothing_grows() -> None:
+    pupil = Pupil()
+    pupil.may_go_on.clear()
+    observer = Observer([pupil], pause=lambda seconds: None)
+    request = observed([1])
+    for _ in range(10_000):  # the pupil is stuck with the first: this would hang if it waited
+        observer.see(request)
+    assert observer.num_missed > 5000
+    assert len(observer._waiting) <= 4096
+    pupil.may_go_on.set()
+    observer.close()
+    assert pupil.hurried >= 1
+
+
+def test_nobody_asked_no_thread() -> None:
+    pupil = Pupil()
+    observer = Observer([pupil])
+    assert observer._thread is None
+    observer.close()
+    observer.see(observed([1]))
+    assert observer._thread is None
+    assert pupil.closed == 1
+
+
+# -- recordings -----------------------------------------------------------------------------------
+
+
+def recorded(path: Path, *requests: ObservedRequest, **more: int) -> None:
+    recorder = Recorder(path, block_tokens=16, most_bytes=more.get("most_bytes", 1 << 20), now=0.0)
+    for request in requests:
+        recorder.learn(request)
+    recorder.close()
+
+
+def test_a_recording_has_no_keys_of_ours_and_equal_ones_stay_equal(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    chain = list(range(100, 140))
+    first, second = observed(chain, 1.0, 64), observed([*chain, *range(200, 216)], 2.0)
+    first.answer_tokens = 7
+    second.hints = Hints(goes_on=True, within=30.0, tenant="somebody")
+    recorded(path, first, second)
+    text = path.read_bytes()
+    assert b"somebody" not in text
+    reader = TraceReader([path])
+    assert reader.block_tokens == 128
+    a, b = reader
+    assert (a.input_tokens, a.output_tokens, a.hit_tokens, a.num_full) == (640, 7, 64, 5)
+    assert b.at == 1.0
+    assert b.hints == Hints(goes_on=True, within=30.0)
+    assert a.numbers.tolist() == b.numbers[:5].tolist()
+    assert len(set(b.numbers.tolist())) == 7
+    real = set(first.keys.array[:, 0].tolist()) | set(first.keys.array[:, 1].tolist())
+    assert not real & set(a.numbers.tolist())
+    recorded(tmp_path / "other.jsonl", observed(chain))
+    (again,) = TraceReader([tmp_path / "other.jsonl"])
+    assert not set(again.numbers.tolist()) & set(a.numbers.tolist()), "another secret"
+
+
+def test_it_is_written_in_the_order_of_arrival_once_the_answer_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    recorder = Recorder(path, block_tokens=128, most_bytes=1 << 20, now=0.0)
+    slow, quick = observed([1], 0.0), observed([2], 1.0)
+    recorder.learn(slow)
+    recorder.learn(quick)
+    quick.answer_tokens = 3
+    recorder._write(before=0.0)
+    assert recorder.writer._written < 200, "the first is not over"
+    slow.answer_tokens = 9
+    recorder._write(before=0.0)
+    late = observed([3], 10.0)
+    recorder.learn(late)
+    recorder.learn(observed([4], 500.0))  # nobody waits for ever
+    recorder.writer.flush()
+    assert [each.output_tokens for each in TraceReader([path])] == [9, 3, 0]
+    recorder.close()
+    assert len(list(TraceReader([path]))) == 4
+
+
+@pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
+def test_files_are_the_owners_alone_bounded_and_read_in_order(tmp_path: Path, name: str) -> None:
+    before = os.umask(0)
+    try:
+        path = tmp_path / name
+        requests = [observed(list(range(n, n + 16)), float(n)) for n in range(0, 3200, 16)]
+        recorded(path, *requests, most_bytes=12_000)
+    finally:
+        os.umask(before)
+    files = sorted(each for each in tmp_path.iterdir() if not each.name.startswith("."))
+    assert len(files) == 4
+    assert all(stat.S_IMODE(each.stat().st_mode) == 0o600 for each in files)
+    assert sum(each.stat().st_size for each in files) < 14_000
+    reader = TraceReader(files)
+    times = [each.at for each in reader]
+    assert reader.num_late == 0
+    assert len(times) > 50
+    assert times == sorted(times)
+
+
+def test_an_earlier_recording_is_kept_and_two_writers_do_not_meet(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    recorded(path, observed(list(range(16))))
+    one = TraceWriter(path, block_tokens=16, most_bytes=1 << 20)
+    two = TraceWriter(path, block_tokens=16, most_bytes=1 << 20)
+    assert (one.path.name, two.path.name) == ("trace.jsonl", "trace.jsonl-1")
+    one.close()
+    two.close()
+    assert len(list(TraceReader([tmp_path / "trace.jsonl.1"]))) == 1
+
+
+def test_what_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "elsewhere")
+    for path in (tmp_path / "no" / "folder", tmp_path, link):
+        with pytest.raises(ConfigError, match="record: cannot write"):
+            TraceWriter(path, block_tokens=16, most_bytes=1 << 20)
+    assert not (tmp_path / "elsewhere").exists()
+    with pytest.raises(ConfigError, match="record: expected a whole path"):
+        Config(record="trace.jsonl")
+
+
+def test_a_full_disk_ends_the_recording_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = TraceWriter(tmp_path / "trace.jsonl", block_tokens=16, most_bytes=1 << 20)
+    assert writer._raw is not None
+    os.close(writer._raw.fileno())  # whatever is written now fails
+    for _ in range(3):
+        writer.write(0.0, b"12345678", 16)
+        writer.flush()
+    writer.close()
+    assert caplog.text.count("recording to") == 1
+
+
+def test_a_server_records_what_simulates_to_what_it_counted(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    shape = ModelShape(
+        vocab=97, width=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, hidden=16
+    )
+    chat = Chat(
+        num_conversations=14, num_turns=4, opening_tokens=700, question_tokens=200,
+        answer_tokens=8, num_users=2, vocab=97,
+    )  # fmt: skip
+    config = Config(record=str(path), load_policy="always")
+    with (
+        Runner(Decoder(shape), num_blocks=220) as runner,
+        Offloader(runner, host_bytes=900 * 1024, config=config) as offloader,
+    ):
+        engine = Engine(runner, limits=Limits(), offloader=offloader)
+        serve(engine, chat)
+        engine.drain()
+        num_slots, evicted = offloader.host.num_slots, offloader.stats().pool.evicted
+    assert evicted > 100, "it must have had to choose"
+    requests = list(TraceReader([path]))
+    assert len(requests) == 56
+    asked = sum(each.input_tokens for each in requests)
+    found = sum(each.hit_tokens or 0 for each in requests) / asked
+    assert sum(each.output_tokens for each in requests) > 0
+    simulated = simulate(
+        Simulation(paths=(path,), trials=(Trial("lru", (num_slots // 8,)),), jobs=1, bound=False)
+    )
+    (score,) = simulated.scores
+    assert 0.2 < found < 0.9
+    assert abs(score.whole.token_ratio - found) < 0.12
+
+
+# -- the curve ------------------------------------------------------------------------------------
+
+
+def chats(count: int) -> list[ObservedRequest]:
+    """Conversations of a few hundred blocks behind one that all share; some come back soon."""
+    rng = np.random.default_rng(11)
+    lengths: dict[int, int] = {}
+    requests = []
+    for n in range(count):
+        talk = int(max(0, n - rng.geometric(0.02)))
+        lengths[talk] = lengths.get(talk, int(rng.integers(40, 200))) + 8
+        own = range(10_000 * (talk + 1), 10_000 * (talk + 1) + lengths[talk])
+        requests.append(observed([*range(20), *own], at=2.0 * n))
+    return requests
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+def test_small_pools_hit_as_large_ones(policy: str) -> None:
+    requests, blocks = chats(250), 3000
+    tier = TierSizes("host", tuple(blocks * times for times in TIMES))
+    curve = MemoryCurve([tier], policy_named(policy), block_tokens=16)
+    for request in requests:
+        curve.learn(request)
+    curve.idle()
+    told = curve.points["host"]
+    for times in TIMES:
+        whole = PoolReplay(round(blocks * times), policy_named(policy))
+        hits = sum(whole.serve(r.keys, len(r.keys), r.at, None)[0] for r in requests)
+        real = hits / sum(len(r.keys) for r in requests)
+        assert abs(told[times] - real) < 0.06, (times, told[times], real)
+    assert told[0.5] < told[4.0] - 0.1, "or there would be nothing to see"
+
+
+def test_the_curve_is_bounded_and_can_make_do_with_less() -> None:
+    tier = TierSizes("host", tuple(1e6 * times for times in TIMES))
+    curve = MemoryCurve([tier], policy_named("lru"), block_tokens=16)
+    (each,) = curve._tiers
+    assert [replay.pool.num_slots for replay in each._pools] == [256, 512, 1024, 2048]
+    for _ in range(20):
+        curve.hurry()
+    assert [replay.pool.num_slots for replay in each._pools] == [32, 64, 128, 256]
+    curve.learn(observed(list(range(50_000))))
+    curve.idle()
+    assert curve.points == {}, "too little to say anything"
+
+
+def test_nothing_shared_and_nothing_back_is_no_hit_at_any_size() -> None:
+    tier = TierSizes("host", tuple(100.0 * times for times in TIMES))
+    curve = MemoryCurve([tier], policy_named("lru"), block_tokens=16)
+    for n in range(100):
+        curve.learn(observed(list(range(1000 * n, 1000 * n + 30)), at=float(n)))
+    curve.idle()
+    assert curve.points["host"] == dict.fromkeys(TIMES, 0.0)
+
+
+def test_a_ferry_tells_its_curve_with_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.observed.observer._REST", 0)
+    kv = [np.zeros((64, 4096), dtype=np.float32)]
+    with kvferry.attach(kv, model="m", host="4MiB", levels="memory:2MiB", block_tokens=16) as ferry:
+        scheduler = ferry._scheduler
+        for n in range(80):
+            chain = keys(range(8 * (n % 10), 8 * (n % 10) + 8))
+            ferry.release(ferry.match(chain))
+            ferry.wait(ferry.store(chain, range(8)))
+        deadline = time.monotonic() + 60
+        while not scheduler.stats().memory_curve and time.monotonic() < deadline:
+            time.sleep(0.05)
+        curve = scheduler.stats().memory_curve
+        assert set(curve) == {"host", "memory"}
+        assert set(curve["host"]) == set(TIMES)
+        assert curve["host"][4.0] >= curve["host"][0.5]
+    names = [thread.name for thread in threading.enumerate()]
+    assert "kvferry-observer" not in names
+
+
+def test_it_can_be_turned_off() -> None:
+    kv = [np.zeros((8, 64), dtype=np.float32)]
+    with kvferry.attach(kv, model="m", host="1MiB", memory_curve="off") as ferry:
+        ferry.match(keys(range(4)))
+        assert ferry._scheduler._parts.accounts.observing is None
+
+
+def test_keys_are_not_copied_for_it() -> None:
+    """The engine's thread hands over what it has, however many blocks that is."""
+    chain = keys(range(2000))
+    part = chain[:1000]
+    assert np.shares_memory(part.array, chain.array)
+    assert isinstance(part, Keys)
+
+
+def test_lines_of_a_recording_are_plain(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    recorded(path, observed(list(range(8)), 5.0, 16))
+    header, line = (json.loads(each) for each in path.read_text().splitlines())
+    assert header["kvferry_trace"] == 1
+    assert set(line) == {"time", "keys", "input", "hit"}
