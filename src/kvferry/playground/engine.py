@@ -191,7 +191,7 @@ class Engine:
         num_tokens = num_cached
         if self.offloader:
             if request.ferried is None:
-                request.ferried = self.offloader.open(request.id, request.keys)
+                request.ferried = self.offloader.open(request.id, request.keys, request.hints)
             match = request.ferried.match(
                 computed_tokens=num_cached, max_tokens=len(usable) * self._block_tokens
             )

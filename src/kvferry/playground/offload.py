@@ -12,6 +12,7 @@ from kvferry.device.engine.base import CopyEngine
 from kvferry.device.engine.cpu import CpuEngine
 from kvferry.device.layout import describe
 from kvferry.errors import InputError
+from kvferry.hints import Hints
 from kvferry.keys import KeyChain, Keys
 from kvferry.metrics.inbox import Inbox
 from kvferry.metrics.source import Source
@@ -90,11 +91,12 @@ class Offloader(Closing):
     @property
     def has_pending(self) -> bool:
         """Whether transfers are under way or about to start."""
-        return self.scheduler.num_in_flight + self.scheduler.num_queued > 0
+        scheduler = self.scheduler
+        return scheduler.num_in_flight + scheduler.num_queued > 0 or scheduler.control.is_busy
 
-    def open(self, request_id: RequestId, chain: KeyChain) -> Request:
+    def open(self, request_id: RequestId, chain: KeyChain, hints: Hints | None = None) -> Request:
         """A request has come: what it matches, loads and stores it says itself."""
-        return self.scheduler.open(request_id, chain)
+        return self.scheduler.open(request_id, chain, hints)
 
     @property
     def offer_depth(self) -> int:

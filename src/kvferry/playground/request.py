@@ -9,6 +9,7 @@ from enum import Enum
 import numpy as np
 
 from kvferry.errors import InputError
+from kvferry.hints import Hints
 from kvferry.keys import Keys
 from kvferry.playground.model import Span
 from kvferry.playground.tables import Tables
@@ -42,6 +43,9 @@ class ServedRequest:
     max_new_tokens: int
     arrival: float = 0.0
     """When it may first be looked at, on the engine's clock."""
+
+    hints: Hints | None = None
+    """What is known of it by whoever sends it."""
 
     state: ServedState = ServedState.WAITING
     tokens: list[int] = field(default_factory=list)

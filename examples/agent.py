@@ -1,0 +1,138 @@
+"""Agents that wait for their tools while others keep the server busy: what two hints save.
+
+An agent's turn ends in a tool call. Its tool runs for a while, and meanwhile other requests come
+and push the agent's blocks out of a small host memory, because nobody used them lately. The agent
+knows better: it says that it *goes on*, until when at the latest, and once the tool has answered it
+has its blocks *fetched* while it still writes its next prompt.
+
+    turn ──> tool call: "goes on within 10 min" ──> the tool answers: prefetch ──> next turn
+
+The same agents are served four times: with host memory alone and with a level below it, each time
+without and with what they know. The tokens are the same every time.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvferry import Config, Hints, chain
+from kvferry.playground.engine import Engine
+from kvferry.playground.model import Decoder, ModelShape
+from kvferry.playground.offload import Offloader
+from kvferry.playground.request import ServedRequest
+from kvferry.playground.runner import Runner
+
+SHAPE = ModelShape(vocab=512, width=64, num_layers=2, num_heads=2, num_kv_heads=1, hidden=64)
+BLOCK_TOKENS, DEVICE_BLOCKS, HOST_BLOCKS = 16, 32, 48
+AGENTS, TURNS, CONTEXT, ANSWER, RESULT = 2, 3, 64, 8, 16
+OTHERS, OTHERS_TOKENS = 8, 128
+
+
+@dataclass
+class Agent:
+    """One agent's conversation so far."""
+
+    name: str
+    tokens: list[int]
+    said: list[int] = field(default_factory=list)
+
+
+class Serving:
+    """An engine with a small host memory, and what its agents' turns cost."""
+
+    def __init__(self, *, hints: bool, levels: str) -> None:
+        self.runner = Runner(Decoder(SHAPE), num_blocks=DEVICE_BLOCKS, block_tokens=BLOCK_TOKENS)
+        block_bytes = sum(tensor[0].nbytes for tensor in self.runner.kv)
+        config = Config.from_dict(
+            {
+                "policy": "lru",
+                "load_policy": "always",
+                "levels": levels,
+                "max_storing_blocks": HOST_BLOCKS,
+            }
+        )
+        self.offloader = Offloader(self.runner, host_bytes=HOST_BLOCKS * block_bytes, config=config)
+        self.engine = Engine(self.runner, offloader=self.offloader)
+        self.hints = hints
+        self.rng = np.random.default_rng(5)
+        self.num_prefilled = 0
+        self.first_token_seconds: list[float] = []
+
+    def serve(self, name: str, tokens: list[int]) -> ServedRequest:
+        request = ServedRequest(name, list(tokens), ANSWER, arrival=self.engine.clock())
+        self.engine.submit(request)
+        while self.engine.has_work or self.offloader.has_pending:
+            self.engine.step()
+        return request
+
+    def take_turn(self, agent: Agent) -> None:
+        """The agent's prompt is answered; the answer is a call of its tool."""
+        name = f"{agent.name}-{len(agent.said)}"
+        done = self.serve(name, agent.tokens)
+        if agent.said:  # the first turn is new to everybody
+            assert done.first_token_at is not None
+            self.num_prefilled += done.num_prefilled
+            self.first_token_seconds.append(done.first_token_at - done.arrival)
+        agent.said += done.generated
+        agent.tokens = list(done.tokens)
+        if self.hints:  # its tool runs now: it will be back within so long
+            self.offloader.scheduler.control.hint(done.keys, Hints(goes_on=True, within=600.0))
+
+    def tool_answers(self, agent: Agent) -> None:
+        """The tool is done. Its result is added to the prompt; meanwhile the blocks may come up."""
+        if self.hints:
+            keys = chain(self.runner.namespace, agent.tokens)
+            self.offloader.scheduler.control.prefetch(keys, keep_seconds=60.0)
+            while self.offloader.has_pending:  # in a server this is the time the client takes
+                self.engine.step()
+        agent.tokens += self.rng.integers(0, SHAPE.vocab, RESULT).tolist()
+
+    def run(self) -> list[list[int]]:
+        agents = [
+            Agent(f"agent{n}", self.rng.integers(0, SHAPE.vocab, CONTEXT).tolist())
+            for n in range(AGENTS)
+        ]
+        for turn in range(TURNS):
+            for agent in agents:
+                if turn:
+                    self.tool_answers(agent)
+                self.take_turn(agent)
+            for number in range(OTHERS):
+                prompt = self.rng.integers(0, SHAPE.vocab, OTHERS_TOKENS).tolist()
+                self.serve(f"other-{turn}-{number}", prompt)
+        return [agent.said for agent in agents]
+
+    def close(self) -> None:
+        self.offloader.close()
+        self.runner.close()
+
+
+def main() -> None:
+    began, answers, cost = time.monotonic(), [], {}
+    print(f"{AGENTS} agents of {TURNS} turns, {OTHERS} other requests during each tool call\n")
+    print(f"{'LRU, and':<46}{'agents prefill':>15}{'first token':>14}")
+    for words, levels in (("host memory alone", "none"), ("a level below it", "memory:64MiB")):
+        for hints in (False, True):
+            serving = Serving(hints=hints, levels=levels)
+            try:
+                answers.append(serving.run())
+            finally:
+                serving.close()
+            cost[levels, hints] = serving.num_prefilled
+            first = float(np.median(serving.first_token_seconds)) * 1000
+            known = "they say what they know" if hints else "nothing said"
+            row = f"{words}, {known}"
+            print(f"{row:<46}{serving.num_prefilled:>8} tokens{first:>11.1f} ms")
+    assert all(answer == answers[0] for answer in answers), "a hint changed an answer"
+    assert cost["none", True] * 2 <= cost["none", False], "the hints saved nothing"
+    assert cost["memory:64MiB", True] <= cost["memory:64MiB", False]
+    saved = cost["none", False] - cost["none", True]
+    print(f"\nThe same answers each time; the hints saved {saved} tokens of prefill", end="")
+    print(f" ({time.monotonic() - began:.1f} s in all).")
+
+
+if __name__ == "__main__":
+    main()
