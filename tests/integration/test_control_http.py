@@ -7,16 +7,21 @@ import json
 import socket
 import threading
 import time
+from io import StringIO
 from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 import kvferry
 from kvferry.cli.commands import kvferry as cli
+from kvferry.cli.screen import Screen
 from kvferry.metrics import inbox as inboxes
 from kvferry.metrics.http_messages import MOST_BODY_BYTES
+from kvferry.watch.told import read_told
+from kvferry.watch.view import Watch
 
 TOKEN = "a-token-of-sixteen-or-more"
 TOKENS = list(range(64))
@@ -268,5 +273,28 @@ def test_the_command_line_says_what_to_set_where_control_is_off(tmp_path):
         told = CliRunner().invoke(cli, words, env=env)
         assert told.exit_code == 1
         assert "set control and control_token" in told.output
+    finally:
+        running.close()
+
+
+def test_what_is_held_and_whose_is_shown():
+    running = Polled(control="local", control_token=TOKEN, tenants="search=50%, *")
+    try:
+        order(running.url, "pin", {"tokens": TOKENS, "seconds": 60})
+        view = Watch(running.url).look()
+        assert view.tiers[0].held == 4
+        assert [(tenant.name, tenant.slots) for tenant in view.tenants] == [("none", 4)]
+        with StringIO() as out:
+            Console(file=out, width=100).print(Screen(view))
+            assert "Held for who asked: 4 on host" in out.getvalue()
+            assert "Tenant none: 4 slots" in out.getvalue()
+        told = read_told(
+            {
+                "request_id": "a",
+                "hints": {"keep_seconds": 3},
+                "refused": ["2 blocks are not kept"],
+            }
+        )
+        assert (told.hints, told.refused) == ('{"keep_seconds": 3}', ("2 blocks are not kept",))
     finally:
         running.close()

@@ -94,6 +94,10 @@ def _tell(told: Told, console: Console) -> None:
         console.print("It was never looked up; it only stored.")
     else:
         _tell_why(told.why, console)
+    if told.hints not in ("", "{}"):
+        console.print(Text(f"Hints: {said(told.hints, _MOST_NAME)}"))
+    for words in told.refused:
+        console.print(Text(f"Not done: {said(words, _MOST_NAME)}", style="yellow"))
     if told.others:
         names = ", ".join(said(name, _MOST_NAME) for name in told.others)
         console.print(Text(f"Also of that name: {names}", style="dim"))

@@ -56,6 +56,7 @@ class Screen:
             yield Text(clean(self.error), style="bold red")
         yield _tiers(self.view, room)
         yield from _away(self.view)
+        yield from _tenants(self.view)
         yield from _drives(self.view)
         yield from _memory(self.view)
         yield _routes(self.view, room)
@@ -115,6 +116,18 @@ def _away(view: View) -> Iterable[Text]:
         if tier.is_away:
             why = f": {said(tier.why_away, _MOST_WHY)}" if tier.why_away else ""
             yield Text(f"Level {_name(tier.name)} cannot be used{why}", style="bold red")
+
+
+def _tenants(view: View) -> Iterable[Text]:
+    """What is held, and a line for each tenant, where there is anything of either."""
+    held = [f"{tier.held:,} on {_name(tier.name)}" for tier in view.tiers if tier.held]
+    if held:
+        yield Text(f"Held for who asked: {', '.join(held)}")
+    for tenant in view.tenants:
+        yield Text(
+            f"Tenant {_name(tenant.name)}: {counted(tenant.slots, 'slot')}, "
+            f"{counted(tenant.queries, 'request')}, hit rate {show_share(tenant.hit_rate)}"
+        )
 
 
 def _drives(view: View) -> Iterable[Text]:

@@ -67,6 +67,8 @@ class Told:
     why: Why | None
     others: tuple[str, ...]
     copies: tuple[Copied, ...]
+    hints: str = ""
+    refused: tuple[str, ...] = ()
 
 
 def read_json(body: bytes) -> dict[str, Any]:
@@ -110,6 +112,8 @@ def read_told(answer: Mapping[str, Any]) -> Told:
         why=None if why is None else _why(why),
         others=told.texts("others"),
         copies=tuple(_copied(copy) for copy in told.rows("copies")),
+        hints=told.as_text("hints"),
+        refused=told.texts("refused"),
     )
 
 
@@ -186,6 +190,11 @@ class _ToldFields:
         if not all(isinstance(value, str) for value in values):
             raise self._wrong(name, "a list of texts")
         return tuple(value[:_MOST_TEXT] for value in values)
+
+    def as_text(self, name: str) -> str:
+        """A member that is an object of any shape, to be read by people."""
+        value = self.fields(name)
+        return json.dumps(value._values)[:_MOST_TEXT] if value is not None else ""
 
     def all_texts(self) -> dict[str, str]:
         """Every member, where all are texts."""

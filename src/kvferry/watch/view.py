@@ -21,6 +21,7 @@ MOST_TIERS = MOST_ROUTES = 16
 """More than a kvferry has; what an endpoint makes up beyond that is not shown."""
 
 _MOST_RECENT = 20
+_MOST_TENANTS = 8
 
 TROUBLES = {
     "failed": names.FAILED,
@@ -53,7 +54,7 @@ class TierView:
 
     A level that finds blocks by their keys has no slots; it was ``asked`` for blocks and ``found``
     some. One that ``is_away`` cannot be used now. One with places began with ``restored`` blocks of
-    an earlier life.
+    an earlier life. ``held`` slots stay because somebody asked for that.
     """
 
     name: str
@@ -71,6 +72,7 @@ class TierView:
     drives: DrivesView | None = None
     curve: dict[str, float] = field(default_factory=dict)
     """By how many times its memory: the share of prompt tokens it and those above it would have."""
+    held: int = 0
 
     @property
     def total(self) -> int:
@@ -79,6 +81,16 @@ class TierView:
     @property
     def used(self) -> int:
         return self.cached + self.leased
+
+
+@dataclass(frozen=True)
+class TenantView:
+    """One tenant: its slots of host memory, and which part of what it asked for came from there."""
+
+    name: str
+    slots: int
+    queries: int
+    hit_rate: float | None
 
 
 @dataclass(frozen=True)
@@ -122,6 +134,7 @@ class View:
     load_rate: float | None
     prefill_rate: float | None
     recent: list[dict[str, Any]]
+    tenants: list[TenantView] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
@@ -199,6 +212,7 @@ class Watch:
             load_rate=now.one(names.LOAD_RATE),
             prefill_rate=now.one(names.PREFILL_RATE),
             recent=recent,
+            tenants=_tenants(now),
         )
 
     def _route(self, src: str, dst: str, before: Reading, now: Reading) -> RouteView:
@@ -307,10 +321,28 @@ def _drives(level: str, before: Reading, now: Reading) -> DrivesView | None:
     )
 
 
+def _tenants(reading: Reading) -> list[TenantView]:
+    """Those that have anything, who has most first."""
+    slots, queries = reading.by_label(names.TENANT_SLOTS), reading.by_label(names.TENANT_QUERIES)
+    asked, hits = reading.by_label(names.TENANT_ASKED), reading.by_label(names.TENANT_HITS)
+    found = [
+        TenantView(
+            label[0],
+            int(count),
+            int(queries.get(label, 0)),
+            _share(hits.get(label, 0.0), asked.get(label, 0.0)),
+        )
+        for label, count in slots.items()
+        if count or queries.get(label)
+    ]
+    return sorted(found, key=lambda tenant: -tenant.slots)[:_MOST_TENANTS]
+
+
 def _tiers(before: Reading, reading: Reading, why_away: dict[str, str]) -> list[TierView]:
     slots = reading.by_label(names.SLOTS)
     evicted, sizes = reading.by_label(names.EVICTED), reading.by_label(names.SLOT_BYTES)
     asked, found = reading.by_label(names.ASKED_BLOCKS), reading.by_label(names.FOUND_BLOCKS)
+    held = reading.by_label(names.HELD_SLOTS)
     away, restored = reading.by_label(names.LEVEL_AWAY), reading.by_label(names.RESTORED_BLOCKS)
     curve = reading.by_label(names.MEMORY_CURVE)
     every = dict.fromkeys([tier for tier, _ in slots] + [level for (level,) in away])
@@ -332,6 +364,7 @@ def _tiers(before: Reading, reading: Reading, why_away: dict[str, str]) -> list[
                 for times in names.MEMORIES
                 if (tier, times) in curve
             },
+            held=int(held.get((tier,), 0)),
         )
         for tier in tiers
     ]
