@@ -206,16 +206,26 @@ class PoolRoom(PoolFind):
         assert self._fair is not None
         fair, ceiling = self._fair, self._ceilings[tenant]
         over = int(fair.owned[tenant]) + len(missing) - ceiling
-        if over > 0:
-            self._readers[own] += 1
-            fair.only = tenant
-            try:
+        if over <= 0 or ceiling >= self.num_slots:
+            return missing
+
+        def is_its_own(slots: SlotArray) -> npt.NDArray[np.bool_]:
+            return self._is_idle(slots) & (fair.owner_of(slots) == tenant)
+
+        self._readers[own] += 1
+        fair.only = tenant
+        try:
+            if self._first:
+                going = self._first.take(over, self._chains, is_its_own)
+                self._policy.discard(going)
+                self._evict(going)
+                over -= len(going)
+            if over > 0:
                 self._evict(victims(fair, self._chains, self._is_idle, over, arriving))
-            finally:
-                fair.only = None
-                self._readers[own] -= 1
-            missing = missing[: max(0, ceiling - int(fair.owned[tenant]))]
-        return missing
+        finally:
+            fair.only = None
+            self._readers[own] -= 1
+        return missing[: max(0, ceiling - int(fair.owned[tenant]))]
 
     def _push_free(self, ascending: SlotArray) -> None:
         if self._fair is not None:

@@ -87,10 +87,13 @@ def _undescribed(module: str) -> set[str]:
 
 
 def test_examples_need_nothing_that_is_not_public() -> None:
+    """But for the playground's engine, which is there to be looked at and promises nothing."""
     for example in (ROOT / "examples").glob("*.py"):
         for node in ast.walk(ast.parse(example.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvferry"):
                 for alias in node.names:
+                    if (node.module or "").startswith("kvferry.playground"):
+                        continue
                     assert f"{node.module}.{alias.name}" in PUBLIC, f"{example.name}: {alias.name}"
 
 

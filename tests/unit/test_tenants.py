@@ -108,6 +108,22 @@ def test_a_ceiling_is_never_passed_even_while_there_is_room():
     assert slots(desk) == {"a": 8, "b": 8}
 
 
+@pytest.mark.parametrize("tenants", ["*", "a=fair:75%"])
+def test_what_is_over_goes_first_of_a_tenants_own_as_well(tenants):
+    desk = Desk(slots=16, tenants=tenants)
+    for number in (1, 2):
+        keep(desk, f"a{number}", number, 4, "a")
+    over = desk.scheduler.open("over", story(3, 4), Hints(tenant="a", over=True))
+    desk.scheduler.named["over"] = over
+    desk.keep("over", story(3, 4), 16)
+    if tenants == "*":
+        keep(desk, "a4", 4, 4, "a")
+    keep(desk, "new", 5, 4, "a")
+    assert desk.pool.match(story(3, 4)) == 0
+    assert all(desk.pool.match(story(number, 4)) == 4 for number in (1, 2, 5))
+    desk.check_empty()
+
+
 def test_what_is_counted_of_whom_is_bounded():
     desk = Desk(slots=64, tenants="named=10%")
     for number in range(MOST_OTHERS + 4):

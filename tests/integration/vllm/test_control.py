@@ -23,6 +23,7 @@ from tests.integration.vllm.server import Server
 
 from kvferry.metrics.http import HttpServer
 from kvferry.watch.scrape import explain
+from kvferry.watch.view import Watch
 
 TOKEN = "the-token-of-these-tests"
 BLOCKS, TOKENS = 6, 6 * 32
@@ -48,6 +49,7 @@ class Controlled(Server):
             "store_deadline": "5min",
             "promote_deadline": "5min",
             "metrics_port": probe.port,
+            "tenants": "agents=50%, *",
             "control": "local",
             "control_token": f"file:{self.token_file}",
         }
@@ -283,6 +285,29 @@ def test_prefetch_on_an_idle_engine_and_drop(server, prompt):
     assert (told["host_tokens"], told["lower_tokens"]) == (0, 0)
     server.forget_device()
     assert server.ask(prompt).text == asked.text
+
+
+def test_tenants_by_hint_and_by_salt(server, prompt):
+    hinted = server.ask(prompt, {"tenant": "agents"})
+    (other,) = make_prompts(next(SEEDS), 200)
+    salted = server.ask(other, cache_salt="a-secret-salt")
+    server.rest()
+    agents = 'tenant="agents"'
+    assert server.figure("kvferry_tenant_queries_total", agents) == 1
+    assert server.figure("kvferry_tenant_slots", agents) == BLOCKS
+    server.fill()  # by those who have no name: they are above their share and lose first
+    assert server.order("lookup", request_id=hinted.id)["host_tokens"] == TOKENS
+    assert server.figure("kvferry_tenant_slots", agents) == BLOCKS
+    assert server.figure("kvferry_tenant_slots", 'tenant="salt-') >= BLOCKS
+    server.forget_device()
+    assert server.ask(prompt, {"tenant": "agents"}).text == hinted.text
+    assert server.figure("kvferry_tenant_hit_tokens_total", agents) == TOKENS
+    assert server.ask(other, cache_salt="a-secret-salt").text == salted.text
+    with urllib.request.urlopen(f"{server.ours}/metrics", timeout=60) as answer:
+        assert b"a-secret-salt" not in answer.read()
+    view = Watch(server.ours).look()
+    assert "agents" in [tenant.name for tenant in view.tenants]
+    assert server.why(hinted)["hints"] == {"tenant": "agents"}
 
 
 def test_the_command_line_and_who_may_not(server, prompt):
