@@ -27,6 +27,7 @@ class SimFile:
         self.writes: list[tuple[int, bytes]] = []
         self.watch = watch
         self.fault: Fault | None = None
+        self.read_fault: Fault | None = None
         self.rng = random.Random(1)  # decides what a failed sync leaves
 
     @property
@@ -34,6 +35,8 @@ class SimFile:
         return len(self.cache)
 
     def read_at(self, offset: int, count: int) -> bytes:
+        if self.read_fault is not None:
+            self.read_fault("read", offset, count)
         return bytes(self.cache[offset : offset + count])
 
     def write_at(self, offset: int, data: memoryview) -> int:

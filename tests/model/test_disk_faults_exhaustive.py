@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from tests.fakes.sim_disk import images
+from tests.fakes.sim_disk import SimDisk, images
 from tests.model.ledger_oracle import Event, History, Wrote, content_of
 from tests.model.test_disk_crashes import NUM_PLACES, SMALL, STORE_ID, Life, recovered
 
@@ -175,3 +175,40 @@ def test_a_dead_medium_promises_nothing_and_keeps_everything(
     content, _ = recovered(SMALL, (life.disk.files[0].medium, life.disk.files[1].medium))
     life.history.check(content, *life.history.moment())
     assert set(content) == {1, 2}
+
+
+def unreadable(start: int, count: int) -> Callable[[str, int, int], int | None]:
+    def fail(what: str, offset: int, length: int) -> int | None:
+        if offset < start + count and start < offset + length:
+            raise OSError(errno.EIO, "injected at read")
+        return None
+
+    return fail
+
+
+def test_what_cannot_be_read_is_left_out_or_refused_but_never_wiped() -> None:
+    """A sector, a page or more of them; once the drive reads again the rest is still there."""
+    life = Life.new(SMALL)
+    for turn in range(12):
+        life.write((turn % NUM_PLACES, turn), (0, 100 + turn))
+        life.commit()
+    life.ledger.close()
+    told = len(life.history.events)
+    files = life.disk.files[0].medium, life.disk.files[1].medium
+    whole, _ = recovered(SMALL, files)
+    num_refused = 0
+    for which in (0, 1):
+        for start in range(0, len(files[which]), 512):
+            for count in (512, 1024, 2048):
+                disk = SimDisk.holding(files)
+                disk.files[which].read_fault = unreadable(start, count)
+                try:
+                    content = content_of(Ledger(disk.files, STORE_ID, NUM_PLACES, SMALL))
+                except JournalError:
+                    num_refused += 1
+                    now, _ = recovered(SMALL, (disk.files[0].medium, disk.files[1].medium))
+                    assert now == whole
+                    continue
+                promised = told if count == 512 else 0
+                life.history.check(content, told, promised, damaged=True)
+    assert num_refused > 0

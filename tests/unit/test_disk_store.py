@@ -20,9 +20,9 @@ from tests.fakes.crafted_keys import keys as numbered
 from kvferry.errors import StoreError, StoreInUseError
 from kvferry.keys import Keys
 from kvferry.quantities import MiB
-from kvferry.tiers.disk import allocation, inspection
+from kvferry.tiers.disk import allocation, inspection, room
 from kvferry.tiers.disk.entries import Proofs
-from kvferry.tiers.disk.folder import apparent_bytes, stores_under
+from kvferry.tiers.disk.folder import allocated_bytes, apparent_bytes, stores_under
 from kvferry.tiers.disk.pages import Flags
 from kvferry.tiers.disk.room import DiskBound, most_places, store_bytes
 from kvferry.tiers.disk.store import Store
@@ -441,3 +441,23 @@ def test_recovery_says_what_it_did(tmp_path: Path) -> None:
     assert "1 pages of a torn tail were cut" in str(report)
     with Store.open(tmp_path, identity(), BOUND) as store:
         assert placed(store) == [2]
+
+
+def test_ranks_share_what_the_floor_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file system is smaller than the bound: who comes first must not take it all."""
+    total = 20 * MiB
+
+    def free(root: Path) -> int:
+        return total - sum(allocated_bytes(each.path) for each in stores_under(tmp_path))
+
+    monkeypatch.setattr(room, "free_bytes", free)
+    bound = DiskBound(100 * MiB, keep_free=4 * MiB, num_ranks_here=2)
+    ranks = [identity(n, rank=n, num_ranks=2) for n in (0, 1)]
+    for _ in range(2):
+        with (
+            Store.open(tmp_path, ranks[0], bound) as one,
+            Store.open(tmp_path, ranks[1], bound) as two,
+        ):
+            assert abs(one.num_places - two.num_places) <= 1
+            assert one.num_places * PITCH > 4 * MiB
+            assert free(tmp_path) >= bound.keep_free

@@ -77,15 +77,25 @@ def _digest(store_id: bytes, rest: memoryview) -> bytes:
 
 
 def read_header(file: JournalFile, shape: Shape, store_id: bytes) -> Header | None:
-    """The file's journal, from whichever of the two sectors is whole."""
+    """The file's journal, from whichever of the two sectors is whole; None if there is none.
+
+    OSError where that cannot be told because a sector cannot be read: a drive that errs for a
+    moment must not cost everything it holds.
+    """
+    unreadable: OSError | None = None
+    is_erased = False
     for offset in (0, SECTOR_BYTES):
         try:
             sector = read_whole(file, offset, SECTOR_BYTES)
-        except OSError:  # an unreadable sector: the other one may be fine
+        except OSError as error:
+            unreadable = error
             continue
         header = Header.unpack(shape, store_id, sector)
         if header is not None:
             return header
+        is_erased = is_erased or not any(sector)
+    if unreadable is not None and not is_erased:
+        raise unreadable
     return None
 
 

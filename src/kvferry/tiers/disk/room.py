@@ -69,6 +69,12 @@ def most_places(num_bytes: int, identity: StoreIdentity) -> int:
     return low
 
 
+def free_bytes(root: Path) -> int:
+    """Free on the file system, for users that are not root."""
+    found = os.statvfs(root)
+    return found.f_bavail * found.f_frsize
+
+
 class DiskRoom:
     """The sharing out of one directory, for one store of ``identity`` that is about to be opened.
 
@@ -117,9 +123,11 @@ class DiskRoom:
         return self._bound.size - sum(other.num_bytes for other in self._others)
 
     def _above_floor(self) -> int:
-        found = os.statvfs(self._root)
-        free = found.f_bavail * found.f_frsize
-        return free + allocated_bytes(self._mine) - self._bound.keep_free
+        """What the file system has for us, if every rank of this server here gets as much of it."""
+        spare = free_bytes(self._root) - self._bound.keep_free
+        mine = allocated_bytes(self._mine)
+        kin = sum(allocated_bytes(o.path) for o in self._others if self._is_sibling(o))
+        return min(spare + mine, (spare + mine + kin) // self._bound.num_ranks_here)
 
     def _reachable(self, share: int) -> int:
         """What could be had if everything went that may go."""
