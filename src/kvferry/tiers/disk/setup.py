@@ -9,6 +9,13 @@ from dataclasses import asdict, dataclass, field
 COMMIT_SECONDS = 0.5
 """How long a block that was written may wait for the commit that makes it durable to begin."""
 
+NUM_THREADS, JOB_BYTES = 8, 4 << 20
+"""Threads for each way, and the longest call of one. While some wait for the drive the others copy
+and check: 4 x 8 MiB read 2.5 GB/s of a drive's 3.1, 8 x 4 MiB all of it; longer or more and the
+buffers leave the processor's cache: 8 x 8 MiB 2.6, 16 x 2 MiB 2.0. (16 vCPU, a virtual drive,
+Linux 6.18, 2026-11-16.)
+"""
+
 
 @dataclass(frozen=True)
 class DriveSetup:
@@ -33,8 +40,8 @@ class DriveSetup:
     key: bytes | None = field(default=None, repr=False)
     direct: bool = True
     deadline: float = 10.0
-    num_threads: int = 4
-    job_bytes: int = 8 << 20
+    num_threads: int = NUM_THREADS
+    job_bytes: int = JOB_BYTES
     commit_seconds: float = COMMIT_SECONDS
     check_seconds: float = 1.0
     generation: int = 0
