@@ -271,4 +271,4 @@ def default_bytes(folder: Path) -> int:
     """A few GiB, if there is room for several ways of it, one after another, on the drive."""
     found = os.statvfs(folder)
     free = found.f_bavail * found.f_frsize
-    return max(256 * MiB, min(4 * GiB, free // 8 // GiB * GiB))
+    return max(256 * MiB, min(2 * GiB, free // 8 // GiB * GiB))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-KILLS_EACH = int(os.environ.get("KILLS", 52))
+KILLS_EACH = 52
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -1,0 +1,180 @@
+"""Random lives of a drive's queue: every order is answered once, in time, and never touched after.
+
+The threads are played by the test, one step at a time, and so is the clock.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvferry.tiers import Way
+from kvferry.tiers.disk import lanes as lanes_module
+from kvferry.tiers.disk.lanes import Job, Lanes
+from kvferry.tiers.disk.messages import OrderMessage, ResultMessage
+
+DEADLINE = 10.0
+WAYS = [Way.READ, Way.WRITE]
+
+
+class LanesMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 100.0
+        clock = SimpleNamespace(monotonic=lambda: self.now)
+        self.clock = mock.patch.object(lanes_module, "time", clock)
+        self.clock.start()
+        self.lanes = Lanes(
+            self.answer, most_blocks=3, least_blocks=1, num_threads=2, deadline=DEADLINE
+        )
+        self.sent: dict[int, OrderMessage] = {}
+        self.answers: dict[int, ResultMessage] = {}
+        self.cancelled: set[int] = set()
+        self.jobs: list[Job] = []
+        self.delivering: list[Job] = []
+        self.good: dict[int, set[int]] = {}
+        self.ailment = ""
+        self.refusal = ""
+
+    def teardown(self) -> None:
+        self.clock.stop()
+
+    def answer(self, result: ResultMessage) -> None:
+        assert result.id not in self.answers, "answered twice"
+        assert all(job.order.message.id != result.id for job in self.delivering)
+        order = self.sent[result.id]
+        good = {at for at in range(len(order.places)) if result.ok[at]}
+        assert good <= self.good[result.id], "said to have moved, and has not"
+        assert set(result.reasons) == set(range(len(order.places))) - good
+        assert result.num_bytes == 8 * len(good)
+        self.answers[result.id] = result
+
+    @rule(
+        way=st.sampled_from(WAYS),
+        places=st.lists(st.integers(0, 30), min_size=1, max_size=9, unique=True),
+        within=st.sampled_from([-1.0, 0.5, 5.0, 100.0]),
+    )
+    def submit(self, way: Way, places: list[int], within: float) -> None:
+        number = len(self.sent)
+        order = OrderMessage(
+            number,
+            way,
+            0,
+            self.now + within,
+            np.array(places),
+            np.zeros((len(places), 4), np.uint64),
+            np.array([8]),
+            np.zeros((len(places), 1), np.int64),
+        )
+        self.sent[number] = order
+        self.good[number] = set()
+        self.lanes.submit(order)
+        refused = self.ailment or (self.refusal if way is Way.WRITE else "")
+        if within < 0 or refused:
+            assert not self.answers[number].ok.any(), "it must fail at once"
+
+    @rule(way=st.sampled_from(WAYS))
+    def take(self, way: Way) -> None:
+        if not self.lanes._may_take(way):
+            return
+        if way is Way.WRITE and self.lanes._waiting[Way.READ]:
+            assert not self.lanes._under_way[Way.WRITE], "reads go before writes"
+        with mock.patch.object(self.lanes._changed, "wait_for", self.wait_or_stop):
+            try:
+                job = self.lanes.take(way)
+            except StopIteration:
+                return  # all that waited had been given up
+        assert job is not None
+        order = job.order.message
+        assert self.now < order.deadline
+        assert order.id not in self.cancelled
+        assert not self.ailment
+        places = order.places[job.positions]
+        assert 1 <= len(places) <= 3
+        assert (np.diff(places) > 0).all()
+        self.jobs.append(job)
+
+    def wait_or_stop(self, is_so: object) -> bool:
+        assert callable(is_so)
+        if not is_so():
+            raise StopIteration
+        return True
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data())
+    def begin_delivery(self, data: st.DataObject) -> None:
+        job = data.draw(st.sampled_from(self.jobs))
+        is_over = job.order.message.id in self.answers
+        assert self.lanes.begin_delivery(job) == (not is_over), "its memory is not ours any more"
+        if not is_over:
+            self.delivering.append(job)
+
+    @precondition(lambda self: self.delivering)
+    @rule(data=st.data())
+    def end_delivery(self, data: st.DataObject) -> None:
+        job = data.draw(st.sampled_from(self.delivering))
+        self.delivering.remove(job)
+        self.lanes.end_delivery(job)
+
+    @precondition(lambda self: any(job not in self.delivering for job in self.jobs))
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        job = data.draw(st.sampled_from([job for job in self.jobs if job not in self.delivering]))
+        self.jobs.remove(job)
+        positions = job.positions.tolist()
+        bad = data.draw(st.sets(st.sampled_from(positions)))
+        number = job.order.message.id
+        is_over = number in self.answers
+        if not is_over:
+            self.good[number] |= set(positions) - bad
+        assert self.lanes.end(job, dict.fromkeys(bad, "broken")) == (not is_over)
+
+    @precondition(lambda self: self.sent)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.sent)))
+        self.cancelled.add(number)
+        self.lanes.cancel(number)
+        if all(job.order.message.id != number for job in self.jobs):
+            assert number in self.answers, "nothing of it is under way, and it waits"
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 11.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        hung = self.lanes.sweep()
+        late = [job for job in self.jobs if self.now - job.began > DEADLINE]
+        assert bool(hung) == bool(late)
+        for number, order in self.sent.items():
+            begun = any(job.order.message.id == number for job in self.jobs)
+            if self.now >= order.deadline and not begun:
+                assert number in self.answers, "it did not begin in time, and waits"
+        for job in late:
+            if job.order not in [other.order for other in self.delivering]:
+                assert job.order.message.id in self.answers, "nobody waits for what hangs"
+
+    @rule(reason=st.sampled_from(["", "cable pulled"]))
+    def ail(self, reason: str) -> None:
+        self.ailment = reason
+        self.lanes.ail(reason)
+
+    @rule(reason=st.sampled_from(["", "full"]))
+    def refuse_writes(self, reason: str) -> None:
+        self.refusal = reason
+        self.lanes.refuse_writes(reason)
+
+    @invariant()
+    def who_waits_can_still_be_served(self) -> None:
+        waiting = {job.order.message.id for jobs in self.lanes._waiting.values() for job in jobs}
+        busy = {job.order.message.id for job in self.jobs}
+        unanswered = self.sent.keys() - self.answers.keys()
+        assert unanswered <= waiting | busy, "an order that nobody has is never answered"
+        assert self.lanes.num_orders == len(unanswered)
+        if self.ailment:
+            assert not waiting & unanswered
+
+
+TestLanes = LanesMachine.TestCase

@@ -1,0 +1,177 @@
+"""The small parts of the tier on disk: places over drives, messages, the line, the file."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.errors import ConfigError
+from kvferry.tiers import TierSetup, Way
+from kvferry.tiers.disk import open_disk
+from kvferry.tiers.disk.block_file import SECTOR, BlockFile
+from kvferry.tiers.disk.channel import Channel
+from kvferry.tiers.disk.epoch import read_epoch, write_epoch
+from kvferry.tiers.disk.messages import (
+    FrameKind,
+    OrderMessage,
+    ResultMessage,
+    frame,
+    pack_order,
+    pack_result,
+    unpack_order,
+    unpack_result,
+)
+from kvferry.tiers.disk.setup import DriveSetup
+from kvferry.tiers.disk.stripes import Stripes
+from kvferry.tiers.mapping import PrivateMemory
+from kvferry.types import TierName
+
+
+@given(
+    drives=st.integers(1, 5),
+    each=st.integers(1, 200),
+    pitch=st.sampled_from([4096, 1 << 20, 1 << 25]),
+)
+def test_every_place_is_on_one_drive_and_no_two_are_the_same(
+    drives: int, each: int, pitch: int
+) -> None:
+    stripes = Stripes.lay_out(drives, each, pitch)
+    assert stripes.num_places <= drives * each
+    assert stripes.num_places > drives * each * 3 // 4 or each < 8
+    seen = set()
+    back = np.full(stripes.num_places, -1)
+    for drive, positions, there in stripes.split(np.arange(stripes.num_places)):
+        assert int(there.max()) < each
+        seen |= {(drive, place) for place in there.tolist()}
+        here, places = stripes.join(drive, there)
+        assert here.all()
+        back[positions] = places
+    assert len(seen) == stripes.num_places
+    assert (back == np.arange(stripes.num_places)).all()
+    here, _ = stripes.join(0, np.array([each + stripes.run]))
+    assert not here.any(), "a place beyond those of the tier is none of it"
+
+
+@given(
+    count=st.integers(1, 40),
+    pieces=st.integers(1, 3),
+    way=st.sampled_from([Way.READ, Way.WRITE]),
+    number=st.integers(0, 2**62),
+    data=st.data(),
+)
+def test_orders_and_results_arrive_as_they_were_sent(
+    count: int, pieces: int, way: Way, number: int, data: st.DataObject
+) -> None:
+    rng = np.random.default_rng(number)
+    order = OrderMessage(
+        number,
+        way,
+        3,
+        12.5,
+        rng.integers(0, 1 << 40, count),
+        rng.integers(0, 1 << 63, (count, 4), dtype=np.uint64),
+        rng.integers(1, 1 << 20, pieces),
+        rng.integers(0, 1 << 47, (count, pieces)),
+    )
+    got = unpack_order(pack_order(order)[8:])
+    assert (got.id, got.way, got.generation, got.deadline) == (number, way, 3, 12.5)
+    for name in ("places", "keys", "sizes", "addresses"):
+        assert np.array_equal(getattr(got, name), getattr(order, name))
+    bad = data.draw(st.dictionaries(st.integers(0, count - 1), st.text(max_size=20)))
+    ok = np.ones(count, dtype=bool)
+    ok[list(bad)] = False
+    result = unpack_result(pack_result(ResultMessage(number, ok, bad, 77, 0.25))[8:])
+    assert (result.id, result.num_bytes, result.seconds) == (number, 77, 0.25)
+    assert np.array_equal(result.ok, ok)
+    assert dict(result.reasons) == bad
+
+
+def test_frames_larger_than_the_sockets_room_arrive_whole_and_in_order() -> None:
+    one, other = map(Channel, socket.socketpair())
+    sent = [os.urandom(size) for size in (0, 1, 3_000_000, 10, 700_000)]
+    for body in sent:
+        one.send(frame(FrameKind.SAYS, body))  # none of these waits
+    got: list[bytes] = []
+    while len(got) < len(sent):
+        one.wait(0.0)
+        other.wait(0.01)
+        got += [body for _, body in other.receive()]
+    assert got == sent
+    one.end()
+    other.wait(1.0)
+    assert other.receive() == []
+    assert other.is_ended
+    one.close()
+    other.close()
+    one.send(b"to nobody")
+
+
+def test_a_setup_arrives_as_it_was_and_never_shows_its_key() -> None:
+    setup = DriveSetup("/x", 5, 6, 7, namespace=os.urandom(32), key=os.urandom(32), label="é")
+    assert DriveSetup.unpack(setup.pack()) == setup
+    assert repr(setup.key)[2:-1] not in repr(setup)
+
+
+@pytest.mark.parametrize("when", ["opening", "calling", "asked not to"])
+def test_a_file_system_without_direct_calls_is_used_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    path = tmp_path / "blocks"
+    path.write_bytes(bytes(8 * SECTOR))
+    really = os.open
+
+    def refuse(name: str, flags: int, *more: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no such flag here")
+        return really(name, flags, *more)
+
+    if when == "opening":
+        monkeypatch.setattr(os, "open", refuse)
+    file = BlockFile(str(path), SECTOR, direct=when != "asked not to")
+    memory = PrivateMemory(2 * SECTOR).bytes
+    if when == "calling":
+        assert file.is_direct
+        preadv = os.preadv
+        calls = []
+
+        def once(*arguments: object) -> int:
+            calls.append(arguments)
+            if len(calls) == 1:
+                raise OSError(errno.EINVAL, "not aligned as it likes")
+            return preadv(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(os, "preadv", once)
+        file.read(0, memory.data)
+    assert not file.is_direct
+    memory[:] = np.random.default_rng().integers(0, 256, len(memory))
+    file.write(3, memory.data)
+    file.sync()
+    again = PrivateMemory(2 * SECTOR).bytes
+    file.read(3, again.data)
+    assert (again == memory).all()
+    with pytest.raises(OSError, match="the file of blocks ends"):
+        file.read(7, again.data)
+    file.close()
+
+
+def test_an_epoch_that_cannot_be_believed_is_older_than_all(tmp_path: Path) -> None:
+    assert read_epoch(tmp_path) == 0
+    write_epoch(tmp_path, 12345)
+    assert read_epoch(tmp_path) == 12345
+    path = tmp_path / "epoch"
+    data = path.read_bytes()
+    for torn in (data[:7], data[:-1], bytes(16), data[:3] + b"x" + data[4:]):
+        path.write_bytes(torn)
+        assert read_epoch(tmp_path) == 0
+
+
+def test_blocks_of_nobody_are_not_kept() -> None:
+    with pytest.raises(ConfigError, match="no directory is named"):
+        open_disk(TierSetup(TierName("disk"), 4096))
