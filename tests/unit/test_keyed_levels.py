@@ -296,6 +296,8 @@ def test_a_failed_write_is_no_promise_and_is_sent_again() -> None:
     assert routes(moves) == [DOWN]
     first = len(moves[0])
     desk.land(*moves, failed="full")
+    assert not desk.plan(), "at once it would fail again"
+    desk.now += 0.1
     again = desk.plan()
     assert len(again[0]) >= first
     desk.land()

@@ -139,6 +139,25 @@ def test_spill_copies_nothing_while_the_host_has_room() -> None:
         assert desk.plan() == []
 
 
+def test_a_level_that_writes_nothing_is_left_alone_for_longer_and_longer() -> None:
+    """Seen red without a rest: the same blocks were sent down again with every step."""
+    desk = Desk(levels=[level(write=WriteMode.SPILL)], slots=16)
+    desk.keep("a", story(1, 16), 64)
+    sent = []
+    for _ in range(1000):
+        moves = desk.plan()
+        sent += [desk.now] if moves else []
+        desk.land(*moves, failed="read-only file system") if moves else None
+        desk.now += 0.01
+    assert 4 <= len(sent) <= 8, "at 0.1, 0.2, 0.4 ... seconds"
+    desk.now += 30.0
+    (move,) = desk.plan()
+    desk.land(move)
+    assert below_pool(desk).counts.cached == len(move)
+    assert not desk.scheduler._parts.lower._descent._rests
+    desk.check_empty()
+
+
 def test_spill_copies_the_coldest_ahead_of_need_and_no_more() -> None:
     desk = Desk(levels=[level(write=WriteMode.SPILL)], slots=16)
     desk.keep("a", story(1, 16), 64)

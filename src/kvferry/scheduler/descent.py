@@ -19,7 +19,7 @@ from kvferry.pool import Pool
 from kvferry.scheduler.level import Level, WriteMode
 from kvferry.scheduler.outbox import End, Outbox
 from kvferry.scheduler.side_by_side import Runs
-from kvferry.types import HOST, Key, TransferId
+from kvferry.types import HOST, Key, TierName, TransferId
 
 _CLEAN_SHARE = 8
 """With spilling, the coldest slot in so many of the host has a copy below before it is needed."""
@@ -30,6 +30,9 @@ _CLEAN_SECONDS = 0.1
 _WHOLE_BLOCKS = 256
 _WHOLE_SHARE = 32
 """So many more, and no more than one slot in so many, are spilled with a conversation's end."""
+
+_REST_SECONDS, _MOST_REST_SECONDS = 0.1, 30.0
+"""How long nothing is spilled to a level that could write nothing of the last."""
 
 _MOST_EARLY = 1024
 """So many stores may wait for the block before them; what would be more is left out."""
@@ -53,6 +56,7 @@ class Descent:
         self._clock = clock
         self._note_sent = note_sent
         self._early: dict[Key, list[Keys]] = {}  # stored before the block they follow, by that
+        self._rests: dict[TierName, tuple[float, float]] = {}  # until when, and for how long
         self._watermark = Watermark(
             least=host.num_slots // _CLEAN_SHARE, most=max(1, host.num_slots // 2)
         )
@@ -65,6 +69,18 @@ class Descent:
     def note_change(self) -> None:
         """A move ended, or a level went or came back: there may be more to spill."""
         self._num_changes += 1
+
+    def wrote(self, level: TierName, *, ok: bool) -> None:
+        """A spill has ended. While all of it fails, the next waits twice as long each time.
+
+        What could not be written is as cold as before: it would be sent again with every step.
+        """
+        if ok:
+            self._rests.pop(level, None)
+            return
+        _, seconds = self._rests.get(level, (0.0, _REST_SECONDS / 2))
+        seconds = min(2 * seconds, _MOST_REST_SECONDS)
+        self._rests[level] = (self._clock() + seconds, seconds)
 
     def reset(self) -> None:
         """Everything is forgotten."""
@@ -122,7 +138,8 @@ class Descent:
             return
         has_sent = False
         for level in levels:
-            if level.write is WriteMode.SPILL:
+            rests_until, _ = self._rests.get(level.name, (0.0, 0.0))
+            if level.write is WriteMode.SPILL and rests_until <= now:
                 has_sent |= self._spill_to(level, wanted)
         if not has_sent:
             self._clean, self._clean_until = standing, now + _CLEAN_SECONDS

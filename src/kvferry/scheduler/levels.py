@@ -292,6 +292,7 @@ class LowerLevels:
                 num_moved = int(np.count_nonzero(~flight.lost)) if not flight.overdue else 0
                 took = self._busy[move.level.name].end(num_moved * self._slot_bytes, now)
                 return move.level.name, *took
+            self._descent.wrote(move.level.name, ok=not flight.lost.all())
         return None
 
     def reset(self) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from kvferry.errors import InputError
 from kvferry.keys import Keys, Recovered
 from kvferry.types import NO_SLOT, SlotArray
+
+_PIECE = 1 << 18
 
 
 def agreed(recovered: Sequence[Recovered], num_places: int) -> Recovered:
@@ -21,14 +24,25 @@ def agreed(recovered: Sequence[Recovered], num_places: int) -> Recovered:
         _check(rank, keys, places, num_places)
     keys, places = recovered[0]
     for other_keys, other_places in recovered[1:]:
-        found = np.full(num_places, NO_SLOT, dtype=np.int32)
-        found[other_places] = np.arange(len(other_places), dtype=np.int32)
-        there = found.take(places)
-        both = np.flatnonzero(there != NO_SLOT)
-        same = keys.array[both] == other_keys.array[there[both]]
-        both = both[same.all(axis=1)]
-        keys, places = keys.take(both), places[both]
+        same = _same(keys, places, other_keys, other_places, num_places)
+        if not same.all():
+            keys, places = keys.take(same), places[same]
     return _newest(keys, places)
+
+
+def _same(
+    keys: Keys, places: SlotArray, other_keys: Keys, other_places: SlotArray, num_places: int
+) -> npt.NDArray[np.bool_]:
+    """For each block of one rank, whether another rank has the same at its place."""
+    found = np.full(num_places, NO_SLOT, dtype=np.int32)
+    found[other_places] = np.arange(len(other_places), dtype=np.int32)
+    same = np.zeros(len(keys), dtype=bool)
+    for start in range(0, len(keys), _PIECE):  # of ten million all at once would be gigabytes
+        there = found.take(places[start : start + _PIECE])
+        both = np.flatnonzero(there != NO_SLOT)
+        ours, theirs = keys.array[start + both], other_keys.array[there[both]]
+        same[start + both] = (ours == theirs).all(axis=1)
+    return same
 
 
 def united(recovered: Sequence[Recovered], num_places: int) -> Recovered:
