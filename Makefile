@@ -25,7 +25,7 @@ VLLM_NEWEST := 0.32.0
 VLLM_OLDEST := 0.27.1
 VLLM_TESTS  := tests/integration/vllm tests/connector
 
-# Mooncake's wheel needs libraries of Debian's: the system's, or fetched into .cache. auto, required,
+# Mooncake's wheel needs libraries of Debian's: the system's, or fetched into build. auto, required,
 # off: as above.
 MOONCAKE ?= auto
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 PACKAGES = ("libibverbs1", "libnuma1", "liburing2", "libnl-3-200", "libnl-route-3-200")
 LIBRARIES = ("libnl-3.so.200", "libnl-route-3.so.200", "libibverbs.so.1", "libnuma.so.1")
-FOLDER = Path(__file__).resolve().parents[1] / ".cache" / "mooncake-libs"
+FOLDER = Path(__file__).resolve().parents[1] / "build" / "mooncake-libs"
 
 
 def find() -> Path | None:
