@@ -86,10 +86,13 @@ def remove(kind: str, names: Sequence[str]) -> None:
 
 def bucket(kind: str) -> S3Store:
     """The server's own view, past everything of ours."""
-    server = s3_servers.server(kind)
+    return bucket_at(s3_servers.server(kind).endpoint)
+
+
+def bucket_at(endpoint: str) -> S3Store:
     return S3Store(
         s3_servers.BUCKET,
-        endpoint=server.endpoint,
+        endpoint=endpoint,
         access_key_id=s3_servers.ACCESS,
         secret_access_key=s3_servers.SECRET,
         region="us-east-1",

@@ -45,10 +45,10 @@ def free_port() -> int:
 class S3Server:
     """One server process. What it holds is gone with it, or (rclone) stays on disk."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, folder: str | None = None) -> None:
         self.kind = kind
         self.port = free_port()
-        self._folder = Path(tempfile.mkdtemp(prefix="kvferry-s3-"))
+        self._folder = Path(tempfile.mkdtemp(prefix="kvferry-s3-", dir=folder))
         self._process: subprocess.Popen[bytes] | None = None
 
     @property

@@ -24,8 +24,8 @@ from kvferry.tiers.remote.staging import Staging, address_of
 
 T = TypeVar("T")
 
-_CALLS = 3
-_CALL_BYTES = 16 << 20
+_CALLS = 2
+_CALL_BYTES = 33 << 20
 _MOST_NAMES = 512
 _LOCAL_BUFFER = 16 << 20
 _NUM_PROBES = 8

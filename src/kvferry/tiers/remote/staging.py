@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 import numpy as np
 
@@ -18,7 +19,7 @@ class Staging:
     def __init__(self, object_bytes: int, count: int) -> None:
         self.pitch = -(-object_bytes // _PAGE) * _PAGE
         self.num_bytes = self.pitch * count
-        memory = memoryview(mmap.mmap(-1, self.num_bytes))
+        memory = memoryview(_memory(self.num_bytes))
         self.address = address_of(memory)
         self._rooms = [
             memory[at : at + object_bytes] for at in range(0, self.num_bytes, self.pitch)
@@ -36,6 +37,14 @@ class Staging:
         offset = address_of(memory) - self.address
         if 0 <= offset < self.num_bytes:
             self._free.append(offset // self.pitch)
+
+
+def _memory(num_bytes: int) -> mmap.mmap:
+    """Pages of 2 MiB where they can be had: every copy here touches all of them."""
+    memory = mmap.mmap(-1, num_bytes)
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def address_of(memory: memoryview) -> int:
