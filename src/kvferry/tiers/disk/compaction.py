@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvferry.tiers.disk.entries import Entries, flatten, places_of
 from kvferry.tiers.disk.journal import DiskJournal
-from kvferry.tiers.disk.pages import Records, ours, unpack
+from kvferry.tiers.disk.pages import NO_PLACES, PLACE, Places, Records, ours, unpack
 from kvferry.tiers.disk.recovery import read_pages
 
 
@@ -29,7 +29,7 @@ class Compaction:
         self._next = source.shape.first_page
         self._began_at = source.end * source.shape.per_page
         self._rest: Records = np.empty(0, dtype=source.shape.record)
-        self._copied: list[npt.NDArray[np.int64]] = []
+        self._copied: list[Places] = []
 
     @property
     def is_level(self) -> bool:
@@ -60,7 +60,7 @@ class Compaction:
         self._write(len(self._rest))
         self.target.file.sync()
         newest = np.zeros(len(self.entries), dtype=np.uint32)
-        places = np.concatenate([np.empty(0, dtype=np.int64), *self._copied])
+        places = np.concatenate([NO_PLACES, *self._copied])
         # Full pages but for the last: records lie as close as their numbers say.
         first = self.target.shape.first_page * self.target.shape.per_page
         newest[places] = first + np.arange(len(places), dtype=np.uint32)
@@ -77,4 +77,4 @@ class Compaction:
         if count:
             records, self._rest = self._rest[:count], self._rest[count:]
             self.target.write(records)
-            self._copied.append(places_of(records)[0])
+            self._copied.append(records["place"] & PLACE)
