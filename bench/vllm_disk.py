@@ -148,6 +148,8 @@ class Bench:
             first.end()  # killed: what it wrote is there, or it was never promised
             forget_pages(Path(case.disk))
             started = second.ask("start") | second.ask("warm")
+            if not started["restored"]:
+                raise ChildError("the second life found nothing of the first one on disk")
             rates = [raw.measure()]
             came = [second.ask("back", number) for number in range(case.num_prompts)]
             rates.append(raw.measure())

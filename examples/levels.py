@@ -20,7 +20,7 @@ with kvferry.attach(
     model="my-model",
     block_tokens=BLOCK_TOKENS,
     host=24 * block_bytes,  # four conversations of ten
-    levels="memory:64MiB",  # a disk or a store of your own: levels="my_package.module:factory"
+    levels="memory:64MiB",  # a store of your own: levels="my_package.module:factory"
     load_policy="always",
 ) as ferry:
     first = list(range(CHAT_BLOCKS))

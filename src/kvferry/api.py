@@ -29,6 +29,8 @@ from kvferry.keywords import names_misspelt
 from kvferry.rank import RankMemory, open_on_cpu, open_on_gpu
 from kvferry.reach import FullAttention, Group
 
+log = logging.getLogger(__name__)
+
 Tensors = Mapping[str, Any] | Sequence[Any]
 """KV tensors of one group, in layer order, by name or not."""
 
@@ -77,6 +79,12 @@ def attach(
         overrides=overrides,
         salt=salt,
     )
+    if config.disk and not revision:
+        log.warning(
+            "disk: blocks there outlive this process and are told apart by the model's name, %s, "
+            "alone; give a revision that changes with the weights",
+            model,
+        )
     rank = _open_rank(attached, config, compute, Contents(namespace))
     layouts = tuple(each.layout for each in attached)
     with ExitStack() as undo:

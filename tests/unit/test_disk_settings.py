@@ -221,3 +221,16 @@ def test_the_library_tells_a_tier_whose_blocks_it_keeps() -> None:
     (first, _), (second, _) = fakes.opened
     assert first.namespace == second.namespace != b""
     assert first.label == "my-model"
+
+
+def test_a_disk_without_a_revision_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for revision in ("", "2"):
+        kv = [np.zeros((4, 2, 16, 8), np.float32)]
+        caplog.clear()
+        with kvferry.attach(
+            kv, model="m", revision=revision, host="1MiB", disk=str(tmp_path), disk_size="4MiB"
+        ) as ferry:
+            assert ferry.stats().restored == {"disk": 0}
+        assert ("give a revision" in caplog.text) == (not revision)

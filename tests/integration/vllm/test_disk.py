@@ -9,11 +9,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.integration.vllm import models
 from tests.integration.vllm.engine import BLOCK_TOKENS, Engine, make_prompts
 from tests.integration.vllm.server import Server
 from tests.integration.vllm.test_parallel import run_two_ranks
+
+from kvferry.tiers.disk.room import DiskBound
+from kvferry.tiers.disk.store import Store
+from kvferry.tiers.disk.superblock import read_superblock
 
 LENGTHS = (300, 200, 100)
 BLOCKS = sum(length // BLOCK_TOKENS for length in LENGTHS)
@@ -200,26 +205,24 @@ def test_ranks_that_kept_different_blocks_use_what_both_have(expect, llama, tmp_
     assert result["first"] == expected, log
     stores = sorted((tmp_path / "disk").glob("kvferry-*-r?of2-*"))
     assert len(stores) == 2
-    _cut_journal(stores[1])
+    _lose_half(stores[1])
     result, log = run_two_ranks(tmp_path, llama, prompts, settings)
     assert result["first"] == expected, log
+    found = sorted((tmp_path / "disk").glob("kvferry-*"))
+    assert found == stores, "each rank has found its own"
     assert 0 < sum(result["found"]) < BLOCKS * BLOCK_TOKENS
     assert result["again"] == expected
 
 
-def _cut_journal(store: Path) -> None:
-    """Lose the second half of what the journal says, as a drive might."""
-    journal = max(store.glob("journal-*"), key=lambda file: _last_page(file))
-    last = _last_page(journal)
-    assert last >= 2
-    with journal.open("r+b") as file:
-        file.seek((last + 1) // 2 * 4096)
-        file.write(bytes((last + 1 - (last + 1) // 2) * 4096))
-
-
-def _last_page(file: Path) -> int:
-    data = file.read_bytes()
-    return max((at for at in range(len(data) // 4096) if any(data[at * 4096 :][:4096])), default=0)
+def _lose_half(path: Path) -> None:
+    """Every second block is gone from this store, as a drive may lose them."""
+    superblock = read_superblock(path)
+    assert superblock is not None
+    bound = DiskBound(64 << 20, num_ranks_here=2)
+    with Store.open(path.parent, superblock.identity, bound) as store:
+        places = np.flatnonzero(store.ledger.present)
+        assert len(places) >= BLOCKS
+        store.ledger.note_lost(places[::2])
 
 
 # -- failures --------------------------------------------------------------------------------------
