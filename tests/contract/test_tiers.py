@@ -176,7 +176,7 @@ def on_disk(
     def be(reason: str) -> None:
         weather.ailment = reason
         give_up = time.monotonic() + LONG
-        while bool(tier.ailment) != bool(reason):
+        while tier.figures().drives_away != (num_drives if reason else 0):
             assert time.monotonic() < give_up
             time.sleep(0.001)
 
