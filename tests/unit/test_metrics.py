@@ -105,7 +105,12 @@ def test_names_follow_prometheus_habits():
 def test_every_metric_has_a_value(snapshot):
     text = exposition(snapshot).decode()
     found = {s.name for family in text_string_to_metric_families(text) for s in family.samples}
-    unknown = (names.LOAD_RATE, names.PREFILL_RATE, names.MEMORY_CURVE)  # absent while unknown
+    unknown = (
+        names.LOAD_RATE,
+        names.LEVEL_RATE,
+        names.PREFILL_RATE,
+        names.MEMORY_CURVE,
+    )  # absent while unknown
     rates = {metric.name for metric in unknown}
     for metric in catalog():
         missing = set(metric.series) - found

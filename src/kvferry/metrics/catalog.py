@@ -190,6 +190,11 @@ MEMORY_CURVE = _gauge(
 LOAD_RATE = _gauge(
     "load_bytes_per_second", "Bandwidth of loads that decisions go by; absent while unknown."
 )
+LEVEL_RATE = _gauge(
+    "level_bytes_per_second",
+    "What a level brings up while it has something to, that decisions go by; absent while unknown.",
+    _LEVEL,
+)
 PREFILL_RATE = _gauge(
     "prefill_tokens_per_second", "Prefill rate that decisions go by; absent while unknown."
 )

@@ -74,6 +74,9 @@ def samples(snapshot: Snapshot) -> Iterator[Sample]:
         yield Sample(names.FOUND_BLOCKS, (level,), num_found)
     for level, num_restored in stats.restored.items():
         yield Sample(names.RESTORED_BLOCKS, (level,), num_restored)
+    for level, rate in stats.level_bandwidth.items():
+        if rate is not None:
+            yield Sample(names.LEVEL_RATE, (level,), rate)
     for level, disk in snapshot.disks.items():
         yield from _disk(level, disk)
     for name, tenant in stats.tenants.items():

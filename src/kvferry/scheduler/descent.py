@@ -107,7 +107,6 @@ class Descent:
         for level in through:
             going = keys
             if level.gate is not None and not (lets := level.gate.lets(keys, now)).all():
-                level.gate.num_held_back += int(np.count_nonzero(~lets))
                 going = keys[: int(lets.argmin())] if chained else keys.take(lets)
             self._send(level, going, parent=parent, chained=chained)
         if chained and self._early:
@@ -155,7 +154,6 @@ class Descent:
         missing = missing[::-1]
         if level.gate is not None:
             lets = level.gate.lets(missing, self._clock())
-            level.gate.num_held_back += int(np.count_nonzero(~lets[-num_asked:]))
             num_asked = int(np.count_nonzero(lets[-num_asked:]))
             missing = missing.take(lets)
             if not num_asked:

@@ -59,8 +59,6 @@ class Gate:
         now: float = 0.0,
     ) -> None:
         """``block_bytes`` are those that a block costs on all ranks together."""
-        self.num_held_back = 0
-        """Blocks that were not written though they were about to go."""
         self._seen = SeenOften(times, num_keys=min(max(num_keys, _LEAST_KEYS), _MOST_KEYS))
         self._block_bytes = block_bytes
         self._budget = WriteBudget(bytes_per_day, now) if bytes_per_day is not None else None
