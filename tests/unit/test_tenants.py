@@ -108,6 +108,16 @@ def test_a_ceiling_is_never_passed_even_while_there_is_room():
     assert slots(desk) == {"a": 8, "b": 8}
 
 
+def test_at_its_ceiling_a_tenant_makes_room_among_its_own_whoever_else_has_more():
+    desk = Desk(slots=16, tenants="a=fair:25%")
+    keep(desk, "a", 1, 4, "a")
+    keep(desk, "b", 2, 12, "b")
+    keep(desk, "more", 3, 4, "a")
+    assert slots(desk) == {"a": 4, "b": 12}
+    assert desk.pool.match(story(2, 12)) == 12
+    assert desk.pool.match(story(3, 4)) == 4
+
+
 @pytest.mark.parametrize("tenants", ["*", "a=fair:75%"])
 def test_what_is_over_goes_first_of_a_tenants_own_as_well(tenants):
     desk = Desk(slots=16, tenants=tenants)
@@ -171,11 +181,12 @@ def test_a_salt_is_not_given_away():
 # -- a divided pool, whatever happens -----------------------------------------------------------
 
 NUM_TENANTS = 3
+LONGEST = 6  # blocks of a chain: a policy may have to look past as many that others follow
 
 
 class Divided(RuleBasedStateMachine):
-    """Seen to fail where: ``Fair.left`` forgets to count; ``Fair.take`` does not look at ``only``;
-    ``Pool.reserve`` does not look at ceilings; ``Fair.ranked`` sorts the other way round.
+    """Seen to fail where: ``Fair.left`` forgets to count; ``Pool.reserve`` looks at no ceiling;
+    ``Fair.ranked`` sorts the other way round.
     """
 
     @initialize(
@@ -192,7 +203,7 @@ class Divided(RuleBasedStateMachine):
         self.most = [int(num_slots * ceiling) for ceiling in ceilings]
         self.leases = []
 
-    @rule(number=st.integers(0, 9), length=st.integers(1, 6), tenant=st.integers(0, 2))
+    @rule(number=st.integers(0, 9), length=st.integers(1, LONGEST), tenant=st.integers(0, 2))
     def store(self, number, length, tenant):
         pool = self.pool
         before = [pool.slots_of_tenant(t) for t in range(NUM_TENANTS)]
@@ -202,13 +213,14 @@ class Divided(RuleBasedStateMachine):
         after = [pool.slots_of_tenant(t) for t in range(NUM_TENANTS)]
         if lease is not None:
             lease.commit()
-        if is_plain:  # who lost had more above its share than whoever did not
+        if is_plain:  # who keeps to its share loses nothing while another is well above its own
             even = 1 / max(1, sum(count > 0 for count in before))
             part = [even if share is None else share for share in self.shares]
-            lost = [t for t in range(NUM_TENANTS) if t != tenant and after[t] < before[t]]
-            for x in lost:
-                for y in set(range(NUM_TENANTS)) - {tenant, *lost}:
-                    assert (after[x] + 1) / part[x] >= after[y] / part[y]
+            most = [share * pool.num_slots for share in part]
+            for x in range(NUM_TENANTS):
+                if x != tenant and after[x] < before[x] <= most[x]:
+                    above = [y for y in range(NUM_TENANTS) if after[y] > most[y] + LONGEST]
+                    assert not above, f"{x} lost a block of its share to {above}"
 
     @rule(number=st.integers(0, 9), tenant=st.integers(0, 2))
     def read(self, number, tenant):

@@ -87,10 +87,12 @@ class Fair:
     # -- what every policy does -----------------------------------------------------------------
 
     def insert(self, slots: SlotArray) -> None:
+        self._give_back(slots)
         for policy, part in self._parts(slots):
             policy.insert(part)
 
     def use(self, slots: SlotArray) -> None:
+        self._give_back(slots)
         for policy, part in self._parts(slots):
             policy.use(part)
 
@@ -134,6 +136,7 @@ class Fair:
         return max(1, int(counts[tenant] - next_ratio * part(tenant)))
 
     def _give_back(self, slots: SlotArray) -> None:
+        """They were taken, perhaps, and are here again."""
         owners = self._owner.take(slots)
         back = np.bincount(owners[owners >= 0], minlength=len(self.owned))
         self._taken = np.maximum(0, self._taken - back)

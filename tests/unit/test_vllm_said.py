@@ -1,0 +1,111 @@
+"""What vLLM's clients say of requests, in our words; and how an idle engine loop is woken."""
+
+from __future__ import annotations
+
+import queue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.fakes.desk import Desk, story
+
+from kvferry.errors import InputError
+from kvferry.hints import Hints
+from kvferry.identity import Namespace
+from kvferry.scheduler.hinted import HintedRequest
+from kvferry.vllm import outside
+from kvferry.vllm.outside import EngineBell, VllmTokens
+from kvferry.vllm.said import hints_of, opened, tenant_of
+
+NAMESPACE = Namespace(model="m", dtype="f", layout="l", geometry="g", block_tokens=4)
+
+
+def request(**more: Any) -> SimpleNamespace:
+    return SimpleNamespace(request_id="r", block_hashes=[bytes(32)], **more)
+
+
+@pytest.mark.parametrize(
+    ("params", "meant"),
+    [
+        ({}, Hints()),
+        ({"do_remote_prefill": True}, Hints()),
+        (
+            {"max_load_tokens": 64, "max_offload_tokens": 0},
+            Hints(max_load_tokens=64, max_store_tokens=0),
+        ),
+        ({"kvferry": {"over": True}}, Hints(over=True)),
+        ({"kvferry": {"max_load_tokens": 8}, "max_load_tokens": 64}, Hints(max_load_tokens=8)),
+    ],
+)
+def test_hints_among_other_parameters(params, meant):
+    assert hints_of(params) == (meant, "")
+
+
+@pytest.mark.parametrize("params", [{"kvferry": 7}, {"kvferry": {"x": 1}}, {"max_load_tokens": -1}])
+def test_what_is_not_understood_is_not_heeded_and_said(params):
+    hints, words = hints_of(params)
+    assert hints == Hints()
+    assert "are not heeded" in words
+
+
+def test_a_request_without_parameters_is_opened_as_ever():
+    scheduler = Desk().scheduler
+    for plain in (request(), request(kv_transfer_params=None, cache_salt="s")):
+        assert type(opened(scheduler, plain, NAMESPACE)).__name__ == "Request"
+    hinted = opened(scheduler, request(kv_transfer_params={"kvferry": {"over": True}}), NAMESPACE)
+    assert isinstance(hinted, HintedRequest)
+
+
+def test_a_salt_is_a_tenant_where_tenants_are_told_apart():
+    scheduler = Desk(tenants="*").scheduler
+    salted = opened(scheduler, request(kv_transfer_params=None, cache_salt="s"), NAMESPACE)
+    assert salted.hints == Hints(tenant=tenant_of("s"))
+    named = {"kvferry": {"tenant": "search"}}
+    both = opened(scheduler, request(kv_transfer_params=named, cache_salt="s"), NAMESPACE)
+    assert both.hints == Hints(tenant="search")
+    assert salted.tenant != both.tenant
+    assert opened(scheduler, request(), NAMESPACE).tenant == 0
+
+
+def test_unheeded_hints_are_explained_once_the_request_is_over():
+    desk = Desk()
+    chain = story(1, 2)
+    asked = desk.scheduler.open("q", chain, Hints(), unheeded="not heeded: so and so")
+    asked.match()
+    asked.end()
+    entry = desk.scheduler.journal("q")
+    assert entry is not None
+    assert entry.refused == ("not heeded: so and so",)
+
+
+class Loop:
+    """As vLLM's engine loop: what it calls can find its queue."""
+
+    def __init__(self) -> None:
+        self.input_queue: queue.Queue[Any] = queue.Queue()
+
+    def run_busy_loop(self, bell: EngineBell) -> None:
+        bell.find()
+
+
+def test_the_bell_is_found_and_rung(monkeypatch):
+    monkeypatch.setattr(outside, "_wake_message", lambda: ("wake", None))
+    bell, loop = EngineBell(), Loop()
+    bell()  # found nobody yet: rings for nobody
+    loop.run_busy_loop(bell)
+    bell()
+    assert loop.input_queue.get_nowait() == ("wake", None)
+    alone = EngineBell()
+    alone.find()
+    alone()
+
+
+def test_tokens_of_an_unknown_vllm_are_refused_in_words(monkeypatch):
+    def fails(*_: object) -> Any:
+        raise ImportError("no such module")
+
+    monkeypatch.setattr(outside, "block_hasher", fails)
+    tokens = VllmTokens(NAMESPACE, "sha256", 4)
+    assert len(tokens([], "")) == 0
+    with pytest.raises(InputError, match="cannot be named by tokens"):
+        tokens([1, 2, 3, 4], "")
