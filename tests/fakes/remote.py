@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import obstore
@@ -14,6 +15,7 @@ from obstore.store import S3Store
 from tests.fakes import s3_servers
 from tests.fakes.crafted_keys import keys
 
+from kvferry.remote_settings import RemoteSettings, read_remote
 from kvferry.tiers import Batch, BatchId, Result, TierSetup, Way
 from kvferry.tiers.remote import RemoteTier, open_remote
 from kvferry.tiers.remote.names import Whose
@@ -64,8 +66,10 @@ def open_s3(
     credentials: Mapping[str, str] = CREDENTIALS,
     rank: int = 0,
     num_ranks: int = 1,
+    bandwidth: int | None = None,
+    is_well: bool = True,
 ) -> RemoteTier:
-    """A tier in a namespace of its own, unless told which."""
+    """A tier in a namespace of its own, unless told which; waited for if it should be well."""
     setup = TierSetup(
         TierName("remote"),
         block_bytes,
@@ -74,8 +78,16 @@ def open_s3(
         options=f"s3://{bucket}/tests?endpoint={endpoint}",
         shared_namespace=namespace or secrets.token_bytes(32),
     )
+    if bandwidth is not None:
+        address = read_remote("remote", setup.options)
+        setup = replace(setup, remote=RemoteSettings(address, bandwidth))
     with environment(credentials):
-        return open_remote(setup)
+        tier = open_remote(setup)
+    end = time.monotonic() + LONG
+    while is_well and tier.ailment and time.monotonic() < end:  # on a machine that is busy
+        time.sleep(0.01)
+        tier.poll()
+    return tier
 
 
 def remove(kind: str, names: Sequence[str]) -> None:

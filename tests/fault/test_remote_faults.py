@@ -135,7 +135,7 @@ def test_others_cannot_address_our_blocks(kind: str, open_store: Open) -> None:
 
 def test_wrong_credentials_are_said_and_fail_at_once(open_store: Open) -> None:
     wrong = {**remote.CREDENTIALS, "AWS_SECRET_ACCESS_KEY": "not-the-secret-at-all"}
-    store = open_store(s3_servers.server("rclone").endpoint, credentials=wrong)
+    store = open_store(s3_servers.server("rclone").endpoint, credentials=wrong, is_well=False)
     assert "403" in store.tier.ailment
     assert "not-the-secret" not in store.tier.ailment
     store.send(Way.WRITE, [0])
@@ -146,7 +146,7 @@ def test_wrong_credentials_are_said_and_fail_at_once(open_store: Open) -> None:
 def test_a_missing_bucket_is_said_and_used_once_it_is_there(
     open_store: Open, own_server: s3_servers.S3Server
 ) -> None:
-    store = open_store(own_server.endpoint, bucket="not-here-yet")
+    store = open_store(own_server.endpoint, bucket="not-here-yet", is_well=False)
     assert "NoSuchBucket" in store.tier.ailment
     own_server.make_bucket("not-here-yet")
     store.wait_healed()
@@ -174,7 +174,7 @@ def test_a_store_that_is_away_at_the_start_is_used_when_it_comes(
     open_store: Open, own_server: s3_servers.S3Server
 ) -> None:
     own_server.kill()
-    store = open_store(own_server.endpoint)
+    store = open_store(own_server.endpoint, is_well=False)
     assert store.tier.ailment
     own_server.start()
     store.wait_healed()
@@ -221,6 +221,14 @@ def test_a_slow_network_is_only_slow(open_store: Open, wire: s3_servers.Wire) ->
     wire.delay = 0.05
     store.write([0, 1])
     assert store.reads([0, 1]) == [True, True]
+
+
+def test_a_cap_on_bytes_is_kept_both_ways(open_store: Open) -> None:
+    store = open_store(s3_servers.server("rclone").endpoint, bandwidth=4 * SIZE)
+    for way in (Way.WRITE, Way.READ):
+        result = store.do(way, [0, 1, 2, 3])
+        assert result.ok.all()
+        assert result.seconds > 0.5, "three of four blocks had to wait, a quarter second each"
 
 
 # -- our own process -------------------------------------------------------------------------------
