@@ -16,10 +16,10 @@ from typing import Any, TypeVar, cast
 from kvferry.copy_paths import AUTO_PATH, BY_NAME
 from kvferry.disk_settings import KEY_ENV, DiskSettings
 from kvferry.errors import ConfigError, UnknownSettingError
-from kvferry.level_kinds import DISK, REMOTE, LevelSpec, disk_level, remote_level
+from kvferry.level_kinds import LevelSpec, join_levels
 from kvferry.policy_kinds import DEFAULT_POLICY
 from kvferry.quantities import GiB, MiB, quoted
-from kvferry.remote_settings import RemoteSettings, read_remote
+from kvferry.remote_settings import RemoteSettings
 from kvferry.setting_kinds import (
     ADDRESS,
     COUNT,
@@ -247,26 +247,17 @@ class Config:
                 f"control: {self.control} needs a control_token, or whoever reaches the port could "
                 "drop every block; give one (file:PATH of a file with it will do)"
             )
-        for own, is_set in ((DISK, bool(self.disk)), (REMOTE, self.remote is not None)):
-            if is_set and any(level.name == own for level in self.levels):
-                raise ConfigError(
-                    f"levels: one is called {own}, as the level is that the setting {own} makes; "
-                    f"give it another name, such as far={own}..."
-                )
+        join_levels(self.disk, self.levels, self.remote)  # refuses names that are taken
 
     @property
     def all_levels(self) -> tuple[LevelSpec, ...]:
         """What lies below host memory, nearest first: the disk, ``levels``, the shared store."""
-        disk = (disk_level(self.disk),) if self.disk else ()
-        remote = (remote_level(self.remote),) if self.remote is not None else ()
-        return (*disk, *self.levels, *remote)
+        return join_levels(self.disk, self.levels, self.remote)
 
     @property
     def remote_settings(self) -> RemoteSettings | None:
         """What the tier in a shared store is told; None where there is none."""
-        if self.remote is None:
-            return None
-        return RemoteSettings(read_remote("remote", self.remote), self.remote_bandwidth)
+        return RemoteSettings.of(self.remote, self.remote_bandwidth)
 
     @property
     def disk_settings(self) -> DiskSettings | None:

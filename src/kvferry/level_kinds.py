@@ -108,6 +108,21 @@ def remote_level(address: str) -> LevelSpec:
     return LevelSpec(REMOTE, REMOTE, address, "kvferry.tiers.remote:open_remote")
 
 
+def join_levels(
+    disk: Sequence[str], levels: Sequence[LevelSpec], remote: str | None
+) -> tuple[LevelSpec, ...]:
+    """All that the settings name, nearest first. ConfigError where two have one name."""
+    above = (disk_level(disk),) if disk else ()
+    below = (remote_level(remote),) if remote is not None else ()
+    for own in (*above, *below):
+        if any(level.name == own.name for level in levels):
+            raise ConfigError(
+                f"levels: one is called {own.name}, as the level is that the setting {own.name} "
+                f"makes; give it another name, such as far={own.name}..."
+            )
+    return (*above, *levels, *below)
+
+
 def read_levels(name: str, value: object) -> tuple[LevelSpec, ...]:
     """Levels, nearest first, from one text with commas or from a list of texts."""
     if value is None or (isinstance(value, str) and value.strip().lower() in ("", "none")):

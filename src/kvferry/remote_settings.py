@@ -54,6 +54,11 @@ class RemoteSettings:
     address: RemoteAddress
     bandwidth: int | None = None
 
+    @classmethod
+    def of(cls, address: str | None, bandwidth: int | None) -> RemoteSettings | None:
+        """From the settings; None where there is no store."""
+        return cls(read_remote("remote", address), bandwidth) if address is not None else None
+
 
 def read_remote(name: str, value: object) -> RemoteAddress:
     """The address of a shared store; ConfigError that says what to write instead."""
