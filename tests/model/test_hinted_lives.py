@@ -1,0 +1,136 @@
+"""Random lives of hinted requests and of orders from outside, with levels below: always sound.
+
+After every step the scheduler proves itself, nothing is held beyond the bound on any level, nothing
+is stored of who said so, and nothing is loaded for who said so. At the end nothing is left over.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from tests.fakes.desk import Desk, story
+
+from kvferry.answers import MatchState
+from kvferry.hints import Hints
+from kvferry.pool import Pool
+from kvferry.scheduler import PlacedLevel, Request, State, WriteMode
+from kvferry.types import TierName
+
+NUM_STORIES, LONGEST = 8, 6
+
+
+def any_hints(rng: Random) -> Hints | None:
+    choice = rng.choice(("", "", "keep", "over", "goes", "rank", "store", "load", "all"))
+    tenant = rng.choice(("", "a", "b"))
+    if choice == "keep":
+        return Hints(keep_seconds=rng.choice((0.5, 5.0)), tenant=tenant)
+    if choice == "over":
+        return Hints(over=True, tenant=tenant)
+    if choice == "goes":
+        return Hints(goes_on=True, within=rng.choice((None, 2.0)), tenant=tenant)
+    if choice == "rank":
+        first = 4 * rng.randrange(3)
+        said = {"token_start": first, "token_end": first + 8, "priority": rng.randrange(101)}
+        return Hints.read({"priorities": [said], "tenant": tenant})
+    if choice == "store":
+        return Hints(max_store_tokens=rng.choice((0, 8)))
+    if choice == "load":
+        return Hints(max_load_tokens=rng.choice((0, 8)))
+    return Hints(keep_seconds=1.0, max_load_tokens=4, max_store_tokens=12) if choice else None
+
+
+class Life:
+    """One scheduler and whatever happens to it."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = Random(seed)
+        self.levels = [
+            PlacedLevel(TierName(f"l{n}"), Pool(rng.choice((12, 60))), rng.choice(list(WriteMode)))
+            for n in range(rng.choice((0, 1, 2)))
+        ]
+        settings: dict[str, object] = {"keep_share": rng.choice((0.0, 0.25, 0.5))}
+        if rng.random() < 0.5:
+            settings["tenants"] = rng.choice(("*", "a=50%:60%, b=10%"))
+        slots = rng.choice((10, 24))
+        self.desk = Desk(slots=slots, levels=self.levels, **settings)  # type: ignore[arg-type]
+        self.live: list[Request] = []
+
+    def step(self) -> None:
+        rng, desk = self.rng, self.desk
+        what = rng.choice(("ask", "ask", "store", "end", "land", "land", "order", "time", "reset"))
+        if what == "ask":
+            self.ask()
+        elif what in ("store", "end") and self.live:
+            request = self.live.pop(rng.randrange(len(self.live)))
+            if what == "store" and request.state not in (State.LOADING, State.WAITING):
+                num_tokens = 4 * rng.randint(1, LONGEST)
+                request.store(desk.tables(num_tokens), num_tokens)
+            request.end()
+        elif what == "land":
+            desk.run()
+        elif what == "order":
+            keys, control = story(rng.randrange(NUM_STORIES), LONGEST), desk.scheduler.control
+            act = rng.choice(("lookup", "pin", "unpin", "prefetch", "drop", "hint"))
+            if act == "pin":
+                control.pin(keys, rng.choice((None, 1.0)))
+            elif act == "hint":
+                control.hint(keys, any_hints(rng) or Hints())
+            else:
+                getattr(control, act)(keys)
+        elif what == "time":
+            desk.now += rng.choice((0.1, 1.0, 20.0))
+        elif rng.random() < 0.1:
+            desk.scheduler.reset()
+
+    def ask(self) -> None:
+        number, hints = self.rng.randrange(NUM_STORIES), any_hints(self.rng)
+        request = self.desk.scheduler.open(f"r{number}", story(number, LONGEST), hints)
+        match = request.match()
+        most = hints.max_load_tokens if hints is not None else None
+        if most is not None:
+            assert match.num_tokens <= most
+        if match.state is MatchState.HIT:
+            request.load(self.desk.tables(match.num_tokens))
+        self.live.append(request)
+
+    def check(self) -> None:
+        self.desk.scheduler.check_integrity()
+        for pool in (self.desk.pool, *(level.pool for level in self.levels)):
+            assert pool.counts.held <= pool.holds.most
+
+    def close(self) -> None:
+        for request in self.live:
+            request.end()
+        for _ in range(60):
+            self.desk.run()
+        assert not self.desk.scheduler.control.is_busy
+        self.desk.scheduler.reset()
+        self.desk.run()
+        self.desk.check_empty()
+        assert self.desk.pool.counts.free == self.desk.pool.num_slots
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_life_with_hints_and_orders(seed):
+    life = Life(seed)
+    for _ in range(80):
+        life.step()
+        life.check()
+    life.close()
+
+
+def test_nothing_is_stored_of_who_said_so():
+    for seed in range(20):
+        rng, desk = Random(seed), Desk(slots=32)
+        hints = Hints(max_store_tokens=rng.choice((0, 4, 9)))
+        most = (hints.max_store_tokens or 0) // 4
+        request = desk.scheduler.open("a", story(1, LONGEST), hints)
+        request.match()
+        for num_tokens in sorted(rng.sample(range(1, 25), 4)):
+            request.store(desk.tables(num_tokens), num_tokens)
+            desk.run()
+        request.end()
+        desk.run()
+        assert desk.pool.match(story(1, LONGEST)) <= most
+        desk.check_empty()
