@@ -110,6 +110,8 @@ class DriveHealth:
         else:
             self.ail("check", "")
             self._num_failed = 0
+            if time.monotonic() > self._ask_at + _LONGEST_REST:
+                self._rest = self._check_seconds
 
     def _check_space(self) -> None:
         """A file that grows as it is written must leave the floor alone, and others some room."""

@@ -45,6 +45,7 @@ from kvferry.tiers.disk.status import Count, DiskFigures, Status, add_up
 
 log = logging.getLogger(__name__)
 
+STARTING = "starting"
 _TICK_SECONDS = 0.25
 _FIRST_REST, _LONGEST_REST = 0.1, 30.0
 _PATIENCE = 3600.0
@@ -84,7 +85,7 @@ class DriveLink:
         self.path = setup.path
         self.ready: ReadyMessage | None = None
         """What it said when it was first up; None until then."""
-        self.ailment = "starting"
+        self.ailment = STARTING
         self.refusal = ""
         """Why it could not be opened, the last time."""
         self.recovered: tuple[Numbers, Words] | None = None
@@ -274,7 +275,7 @@ class DriveLink:
         with self._changed:
             if reason and not self.ailment:
                 log.warning("disk %s cannot be used: %s", self.path, reason)
-            elif self.ailment and not reason and self._num_starts > 1:
+            elif self.ailment not in ("", STARTING) and not reason:
                 log.warning("disk %s can be used again", self.path)
             self.ailment = f"{self.path}: {reason}" if reason else ""
             self._changed.notify_all()

@@ -64,7 +64,7 @@ class DriveProcess:
                 env=_environment(),
                 start_new_session=True,  # an interrupt from the keyboard is for the engine
             )
-        except (OSError, ValueError) as error:
+        except (OSError, TypeError, ValueError) as error:
             ours.close()
             self.status.close()
             raise ConfigError(f"{sys.executable or 'Python'} cannot be started: {error}") from error
