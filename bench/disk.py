@@ -46,16 +46,26 @@ def timed(call: Callable[[], None], num_bytes: int) -> float:
 class Run:
     """Measures blocks of one size: owns the data and the folder."""
 
-    def __init__(self, folder: Path, num_bytes: int, block_bytes: int, rounds: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        num_bytes: int,
+        block_bytes: int,
+        rounds: int,
+        options: dict[str, int],
+    ) -> None:
         self.folder = folder
         self.blocks = Blocks(num_bytes, block_bytes)
         self.rounds = rounds
+        self.options = options
         self.speeds: dict[str, list[float]] = {}
 
     def ways(self, stack: ExitStack) -> dict[str, DiskWay]:
-        made: dict[str, DiskWay] = {"tier": Tier(self.folder, self.blocks)}
+        made: dict[str, DiskWay] = {"tier": Tier(self.folder, self.blocks, self.options)}
         if self.blocks.block_bytes == MiB:
-            made["tier, encrypted"] = Tier(self._sub("sealed"), self.blocks, key=os.urandom(32))
+            made["tier, encrypted"] = Tier(
+                self._sub("sealed"), self.blocks, self.options, os.urandom(32)
+            )
         made["file per block"] = FilePerBlock(self.folder, self.blocks)
         if importlib.util.find_spec("vllm") is not None:
             made["vLLM fs"] = VllmFs(self.folder, self.blocks)
@@ -145,17 +155,21 @@ def main() -> int:
     parser.add_argument("--size", type=parse_size, default=None, help="bytes moved each time")
     parser.add_argument("--blocks", default="1MiB,128KiB,4MiB")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=None, help="of the tier, each way")
+    parser.add_argument("--call", type=parse_size, default=None, help="longest call of the tier")
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     size = args.size or default_bytes(args.folder)
+    tried = {"num_threads": args.threads, "job_bytes": args.call}
+    options = {name: value for name, value in tried.items() if value is not None}
     rows: list[dict[str, Any]] = []
     print(f"{platform.node()}, Python {platform.python_version()}, kvferry {kvferry.__version__}")
     for text in args.blocks.split(","):
         folder = Path(tempfile.mkdtemp(prefix="kvferry-bench-", dir=args.folder))
         try:
             print(f"{format_size(size)} in blocks of {text}", flush=True)
-            run = Run(folder, size, parse_size(text), args.rounds)
+            run = Run(folder, size, parse_size(text), args.rounds, options)
             run.go()
             rows += run.table()
         except OSError as error:

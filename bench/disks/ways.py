@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,12 +116,16 @@ class Raw:
 class Tier:
     """kvferry's tier, through its contract."""
 
-    def __init__(self, folder: Path, blocks: Blocks, key: bytes | None = None) -> None:
+    def __init__(
+        self, folder: Path, blocks: Blocks, options: dict[str, int], key: bytes | None = None
+    ) -> None:
+        """``options``: of :class:`DriveSetup`, where not its own defaults are to be tried."""
         self._blocks = blocks
         rng = np.random.default_rng(7)
         self._keys = Keys(rng.integers(0, 1 << 63, (blocks.num_blocks, 4), dtype=np.uint64))
         size = blocks.num_bytes + blocks.num_blocks * 4096 + 64 * MiB
         setup = DriveSetup(str(folder), blocks.block_bytes, size, os.getpid(), key=key)
+        setup = replace(setup, **options)  # type: ignore[arg-type]
         self._tier = DiskTier(TierName("disk"), [setup])
         self._next = 0
 
