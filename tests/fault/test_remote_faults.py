@@ -14,6 +14,9 @@ from tests.fakes import remote, s3_servers
 from tests.fakes.crafted_keys import keys
 from tests.fakes.remote import LONG, SIZE, Store
 
+from kvferry.config import Config
+from kvferry.doctor.finding import Grade
+from kvferry.doctor.level_checks import check_levels
 from kvferry.tiers import Way
 from kvferry.tiers.remote import RemoteTier
 from kvferry.tiers.remote import tier as tier_module
@@ -180,6 +183,19 @@ def test_a_store_that_is_away_at_the_start_is_used_when_it_comes(
     store.wait_healed()
     store.write([0])
     assert store.reads([0]) == [True]
+
+
+def test_the_doctor_says_what_is_wrong_with_a_store() -> None:
+    server = s3_servers.server("rclone")
+    address = f"s3://{s3_servers.BUCKET}/doctor?endpoint={server.endpoint}"
+    wrong = {**remote.CREDENTIALS, "AWS_SECRET_ACCESS_KEY": "not-the-secret-at-all"}
+    for credentials, grade, words in (
+        (remote.CREDENTIALS, Grade.OK, "can be opened"),
+        (wrong, Grade.WARN, "403"),
+    ):
+        with remote.environment(credentials):
+            (finding,) = check_levels(Config(remote=address))
+        assert (finding.grade, words in finding.words) == (grade, True), finding
 
 
 # -- the network -----------------------------------------------------------------------------------
