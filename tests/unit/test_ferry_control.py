@@ -20,6 +20,7 @@ def ferry():
         model="m",
         block_tokens=TOKENS,
         host=16 * SLOT,
+        policy="lru",
         levels="memory:1MiB",
         level_write="through",
     ) as ferry:

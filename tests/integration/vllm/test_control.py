@@ -49,6 +49,7 @@ class Controlled(Server):
             "store_deadline": "5min",
             "promote_deadline": "5min",
             "metrics_port": probe.port,
+            "policy": "lru",  # what goes first can be told beforehand
             "tenants": "agents=50%, *",
             "control": "local",
             "control_token": f"file:{self.token_file}",
