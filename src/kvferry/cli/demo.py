@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvferry.cli import fleet_report, restart_report
+from kvferry.cli.demo_progress import FleetProgress, LifeProgress, following
 from kvferry.cli.json_output import is_stdout, json_option, put
-from kvferry.cli.report import NAMES, ROWS, gain, render, show_seconds, verdict
-from kvferry.cli.restart_report import (
-    LIVES,
-    columns,
-    restart_gain,
-    restart_section,
-    restart_verdict,
-)
-from kvferry.cli.restart_report import ROWS as RESTART_ROWS
+from kvferry.cli.report import NAMES, ROWS, gain, render, verdict
 from kvferry.errors import ConfigError, InputError, KvferryError
 from kvferry.level_kinds import LevelSpec, read_levels, show_levels
 from kvferry.playground.compare import (
@@ -29,18 +22,20 @@ from kvferry.playground.compare import (
     Figures,
     Scenario,
     ServingWay,
-    Turn,
     compare,
     run,
 )
+from kvferry.playground.fleet import FleetResult, run_fleet
 from kvferry.playground.model import Decoder, ModelShape
-from kvferry.playground.request import ServedRequest
+from kvferry.playground.mooncake_master import require_mooncake
 from kvferry.playground.restart import Restart, run_restart
 from kvferry.playground.threads import limit_matrix_threads
 from kvferry.playground.workload import Chat
 from kvferry.quantities import parse_size
 from kvferry.tiers import TierSetup, open_tier
 from kvferry.watch.words import show_bytes
+
+Shown = TypeVar("Shown")
 
 INTERRUPTED = 130
 TOKENS_DIFFER = 1
@@ -125,6 +120,20 @@ FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
     "(a temporary directory) below host memory: its first turns are found there.",
 )
 @click.option(
+    "--servers",
+    type=click.IntRange(min=2, max=16),
+    metavar="N",
+    default=None,
+    help="Then also serve with so many servers, each a process, and every turn by any of them: "
+    "with one Mooncake store for all, which is started for it, and each for itself.",
+    show_default="off",
+)
+@click.option(
+    "--kill",
+    is_flag=True,
+    help="With --servers: kill one of them at half of the turns, in the midst of one.",
+)
+@click.option(
     "--window",
     type=COUNT,
     metavar="N",
@@ -160,6 +169,8 @@ def demo(
     host: int,
     levels: tuple[LevelSpec, ...],
     restart: bool,
+    servers: int | None,
+    kill: bool,
     window: int | None,
     seed: int,
     html: Path,
@@ -172,7 +183,8 @@ def demo(
     kvferry, which keeps in host memory what the device must forget. Then it proves that all three
     gave the same tokens and shows what each of them cost. Takes less than a minute, needs no GPU.
     With --restart it also shows a server that stops, and a new process that goes on where it
-    stopped, with what the first one left on disk.
+    stopped, with what the first one left on disk; with --servers, how much less several servers
+    compute that share what they have computed.
 
     The exit code is 0 when all tokens agree and 1 when they do not.
     """
@@ -204,27 +216,39 @@ def demo(
             open_tier(
                 level, TierSetup(level.name, setting.block_bytes, options=level.options)
             ).close()
+        if kill and servers is None:
+            raise InputError("--kill kills one of several servers: give --servers too")
+        if servers is not None:
+            require_mooncake()
     except (InputError, ConfigError) as error:
         raise click.UsageError(str(error), ctx) from error
     _require_folder(html, None if is_stdout(json_file) else json_file)
     again: Restart | None = None
+    fleet: FleetResult | None = None
     try:
         result = _run_all(setting, console)
         _show(result, console)
         if restart:
-            again = run_restart(setting, _LifeProgress(console))
+            again = run_restart(setting, LifeProgress(console))
             _show_restart(again, console)
+        if servers is not None:
+            fleet = run_fleet(setting, servers, kill=kill, on_turn=FleetProgress(console))
+            _show_fleet(fleet, console)
     except KeyboardInterrupt:
         console.print("Interrupted. Nothing was written.")
         ctx.exit(INTERRUPTED)
     except KvferryError as error:
         raise click.ClickException(str(error)) from error
-    html.write_text(render(result, restart_section(again) if again else ""), encoding="utf-8")
+    more = restart_report.restart_section(again) if again else ""
+    more += fleet_report.fleet_section(fleet) if fleet else ""
+    html.write_text(render(result, more), encoding="utf-8")
     console.print(f"Report: {html}", highlight=False, soft_wrap=True)
-    put(result.to_dict() | ({"restart": again.to_dict()} if again else {}), json_file)
+    told = {"restart": again, "fleet": fleet}
+    told_too = {name: each.to_dict() for name, each in told.items() if each is not None}
+    put(result.to_dict() | told_too, json_file)
     if json_file is not None and not is_stdout(json_file):
         console.print(f"Figures: {json_file}", highlight=False, soft_wrap=True)
-    if not (result.tokens_equal and (again is None or again.tokens_equal)):
+    if not all(each.tokens_equal for each in (result, again, fleet) if each is not None):
         ctx.exit(TOKENS_DIFFER)
 
 
@@ -250,109 +274,50 @@ def _run_all(setting: Scenario, console: Console) -> Comparison:
     )
     decoder = Decoder(setting.shape)
     results: dict[ServingWay, tuple[Figures, Answers]] = {}
-    with _progress(console, chat.num_conversations * chat.num_turns) as follow:
+    with following(console, chat.num_conversations * chat.num_turns) as follow:
         for way in ServingWay:
             results[way] = run(setting, way, decoder, follow(way))
     return compare(setting, results)
 
 
-Follow = Callable[[ServingWay], Callable[[ServedRequest], None]]
-"""Begins to show one way's progress; the answer is told of every finished turn."""
-
-
-@contextmanager
-def _progress(console: Console, num_turns: int) -> Iterator[Follow]:
-    if not console.is_terminal:
-        yield lambda way: _PlainProgress(console, way, num_turns)
-        return
-    with Progress(
-        TextColumn("{task.description:<24}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("turns"),
-        TimeElapsedColumn(),
-        TextColumn("[dim]{task.fields[last]}"),
-        console=console,
-    ) as progress:
-
-        def follow(way: ServingWay) -> Callable[[ServedRequest], None]:
-            task = progress.add_task(NAMES[way], total=num_turns, last="")
-
-            def finished(request: ServedRequest) -> None:
-                progress.update(task, advance=1, last=f"first token {_wait(request)}")
-
-            return finished
-
-        yield follow
-
-
-class _PlainProgress:
-    """A line for every quarter of a run, for logs and pipes."""
-
-    def __init__(self, console: Console, way: ServingWay, num_turns: int) -> None:
-        self._console = console
-        self._way = way
-        self._num_turns = num_turns
-        self._num_done = 0
-
-    def __call__(self, request: ServedRequest) -> None:
-        quarter = 4 * self._num_done // self._num_turns
-        self._num_done += 1
-        if 4 * self._num_done // self._num_turns > quarter:
-            self._console.print(
-                f"{NAMES[self._way]}: {self._num_done} of {self._num_turns} turns, "
-                f"first token {_wait(request)}",
-                highlight=False,
-            )
-
-
-class _LifeProgress:
-    """A line for every process, once it has answered its first turn."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._life = ""
-
-    def __call__(self, life: str, turn: Turn) -> None:
-        if life != self._life:
-            self._life = life
-            wait = show_seconds(turn.first_token_seconds)
-            self._console.print(f"{LIVES[life]}: first token {wait}", highlight=False)
-
-
 def _show_restart(again: Restart, console: Console) -> None:
+    _put_table(restart_report.columns(again), restart_report.ROWS, console)
+    _put_words(again, restart_report.restart_verdict(again), console)
+    console.print(restart_report.restart_gain(again), highlight=False)
+
+
+def _show_fleet(fleet: FleetResult, console: Console) -> None:
+    _put_table(fleet_report.columns(fleet), fleet_report.ROWS, console)
+    _put_words(fleet, fleet_report.fleet_verdict(fleet), console)
+    console.print(fleet_report.fleet_gain(fleet), highlight=False)
+
+
+def _put_table(
+    columns: Sequence[tuple[str, Shown]],
+    rows: Sequence[tuple[str, Callable[[Shown], str]]],
+    console: Console,
+    coloured: int = 0,
+) -> None:
     table = Table(title=None, header_style="bold")
     table.add_column("")
-    lives = columns(again)
-    for name, life in lives:
-        widest = max(len(show(life)) for _, show in RESTART_ROWS)
-        style = "cyan" if life is again.warm else None
+    for at, (name, column) in enumerate(columns):
+        widest = max(len(show(column)) for _, show in rows)  # words may be broken, numbers not
+        style = "cyan" if at == coloured else None
         table.add_column(name, justify="right", style=style, min_width=widest)
-    for name, show in RESTART_ROWS:
-        table.add_row(name, *(show(life) for _, life in lives))
+    for name, show in rows:
+        table.add_row(name, *(show(column) for _, column in columns))
     console.print(table)
-    style, mark = ("green", "OK") if again.tokens_equal else ("bold red", "FAILED")
-    console.print(f"[{style}]{mark}[/] {restart_verdict(again)}", highlight=False)
-    console.print(restart_gain(again), highlight=False)
 
 
-def _wait(request: ServedRequest) -> str:
-    assert request.first_token_at is not None
-    return show_seconds(request.first_token_at - request.arrival)
+def _put_words(result: Comparison | Restart | FleetResult, words: str, console: Console) -> None:
+    style, mark = ("green", "OK") if result.tokens_equal else ("bold red", "FAILED")
+    console.print(f"[{style}]{mark}[/] {words}", highlight=False)
 
 
 def _show(result: Comparison, console: Console) -> None:
-    table = Table(title=None, header_style="bold")
-    table.add_column("")
-    for way, figures in result.figures.items():
-        widest = max(len(show(figures)) for _, show in ROWS)  # words may be broken, numbers not
-        style = "cyan" if way is ServingWay.KVFERRY else None
-        table.add_column(NAMES[way], justify="right", style=style, min_width=widest)
-    for name, show in ROWS:
-        table.add_row(name, *(show(figures) for figures in result.figures.values()))
-    console.print(table)
-    style, mark = ("green", "OK") if result.tokens_equal else ("bold red", "FAILED")
-    console.print(f"[{style}]{mark}[/] {verdict(result)}", highlight=False)
+    columns = [(NAMES[way], figures) for way, figures in result.figures.items()]
+    _put_table(columns, ROWS, console, list(result.figures).index(ServingWay.KVFERRY))
+    _put_words(result, verdict(result), console)
     console.print(gain(result), highlight=False)
     if result.setting.levels:
         ferried = result.figures[ServingWay.KVFERRY]

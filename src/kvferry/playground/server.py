@@ -1,0 +1,126 @@
+"""A playground server that is a process: takes turns from whoever started it, answers each.
+
+::
+
+    python -m kvferry.playground.server    lines of JSON on standard input: first what it is,
+                                           then turns; a line for each answer on standard output
+
+It ends when its input does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, TextIO
+
+from kvferry.config import Config
+from kvferry.errors import KvferryError
+from kvferry.level_kinds import REMOTE
+from kvferry.playground.engine import Engine, Limits
+from kvferry.playground.model import Decoder, ModelShape
+from kvferry.playground.offload import Offloader
+from kvferry.playground.request import ServedRequest
+from kvferry.playground.runner import Runner
+from kvferry.playground.threads import limit_matrix_threads
+from kvferry.types import HOST
+
+_IDLE_SECONDS = 0.02
+"""How long an idle server waits for a turn before it looks after its copies again."""
+
+
+@dataclass(frozen=True)
+class ServerSetup:
+    """What a server is. ``settings`` are kvferry's."""
+
+    shape: ModelShape
+    device_blocks: int
+    host_bytes: int
+    block_tokens: int
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def pack(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def unpack(cls, text: str) -> ServerSetup:
+        told = json.loads(text)
+        shape = told["shape"] | {"windows": tuple(told["shape"]["windows"])}
+        return cls(**(told | {"shape": ModelShape(**shape)}))
+
+
+Lines = queue.SimpleQueue[str | None]
+"""What was said to the server; None: nobody will say anything any more."""
+
+
+def serve_lines(setup: ServerSetup, source: TextIO) -> None:
+    """Answer every turn, until the lines end; a turn under way then is not answered."""
+    limit_matrix_threads(1)
+    lines: Lines = queue.SimpleQueue()
+    decoder = Decoder(setup.shape)
+    config = Config.from_dict(setup.settings)
+    with (
+        Runner(decoder, num_blocks=setup.device_blocks, block_tokens=setup.block_tokens) as runner,
+        Offloader(runner, host_bytes=setup.host_bytes, config=config) as offloader,
+    ):
+        engine = Engine(runner, limits=Limits(), offloader=offloader)
+        # Not before: a thread that waits for input would stand in the way of a refusal.
+        threading.Thread(target=_listen, args=(source, lines), daemon=True).start()
+        while True:
+            for line in _arrived(lines, 0 if engine.has_work else _IDLE_SECONDS):
+                if line is None:
+                    return
+                engine.submit(ServedRequest(**json.loads(line), arrival=engine.clock()))
+            for request in engine.step():
+                _tell(request, offloader)
+
+
+def _arrived(lines: Lines, seconds: float) -> Iterator[str | None]:
+    """What has come; waits so long for the first."""
+    with contextlib.suppress(queue.Empty):
+        yield lines.get(timeout=seconds) if seconds else lines.get_nowait()
+        while True:
+            yield lines.get_nowait()
+
+
+def _tell(request: ServedRequest, offloader: Offloader) -> None:
+    assert request.first_token_at is not None
+    stats = offloader.stats()
+    _say(
+        {
+            "turn": {
+                "id": request.id,
+                "answer": request.generated,
+                "prompt_tokens": len(request.prompt),
+                "device_tokens": request.num_device_hits,
+                "host_tokens": request.num_loaded,
+                "prefilled_tokens": request.num_prefilled,
+                "first_token_seconds": request.first_token_at - request.arrival,
+            },
+            "read_bytes": stats.bytes_moved.get((REMOTE, HOST), 0),
+            "ailment": "; ".join(filter(None, stats.ailments.values())),
+        }
+    )
+
+
+def _say(line: dict[str, Any]) -> None:
+    print(json.dumps(line), flush=True)
+
+
+def _listen(source: TextIO, lines: Lines) -> None:
+    for line in source:
+        lines.put(line)
+    lines.put(None)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
+        try:
+            serve_lines(ServerSetup.unpack(sys.stdin.readline()), sys.stdin)
+        except KvferryError as error:
+            sys.exit(f"Error: {error}")

@@ -1,0 +1,172 @@
+"""``kvferry demo --servers``: real processes on a real Mooncake store, killed and interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from tests.fakes import mooncake_store
+
+from kvferry.cli.commands import kvferry
+from kvferry.cli.fleet_report import fleet_gain, fleet_verdict
+from kvferry.errors import InputError, TransferError
+from kvferry.playground.compare import Turn
+from kvferry.playground.fleet import FleetFigures, FleetResult
+from kvferry.playground.model import ModelShape
+from kvferry.playground.mooncake_master import require_mooncake
+from kvferry.playground.server import ServerSetup
+from kvferry.playground.server_processes import ServerProcesses
+
+TINY = (
+    *("demo", "--servers", "3", "--conversations", "5", "--turns", "3", "--users", "2"),
+    *("--opening-tokens", "70", "--question-tokens", "9", "--answer-tokens", "5"),
+    *("--device-blocks", "14", "--host", "8MiB"),
+)
+MARK = "KVFERRY_TEST_MARK"
+
+needs_mooncake = pytest.mark.skipif(
+    bool(mooncake_store.lacking()), reason=mooncake_store.lacking() or "-"
+)
+
+
+@pytest.fixture
+def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Whoever is started by the test carries it, and nobody may be left who does."""
+    for name, value in mooncake_store.environment().items():
+        monkeypatch.setenv(name, value)
+    word = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, word)
+    yield word
+    end = time.monotonic() + 30
+    while (left := marked(word)) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not left
+
+
+def marked(word: str) -> list[str]:
+    """The processes that carry the mark, besides this one."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            is_ours = f"{MARK}={word}".encode() in (folder / "environ").read_bytes()
+            if is_ours and folder.name != str(os.getpid()):
+                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:  # it has ended, or is another's
+            continue
+    return found
+
+
+@needs_mooncake
+def test_servers_share_and_one_that_is_killed_harms_no_other(mark: str, tmp_path: Path) -> None:
+    html, figures = tmp_path / "report.html", tmp_path / "figures.json"
+    found = CliRunner().invoke(
+        kvferry, [*TINY, "--kill", "--html", str(html), "--json", str(figures)]
+    )
+    assert found.exit_code == 0, found.output
+    assert "answers of 3 servers are identical with the store and without" in " ".join(
+        found.output.split()
+    )
+    told = json.loads(figures.read_text())["fleet"]
+    assert told["tokens_equal"] is True
+    shared, alone = told["shared"], told["alone"]
+    assert shared["turns"] == alone["turns"] == 15
+    assert shared["read_bytes"] > 0 == alone["read_bytes"]
+    assert shared["prefill_tokens_computed"] < alone["prefill_tokens_computed"]
+    for way in (shared, alone):
+        assert way["killed_server"] is not None
+        assert way["resent_turns"], "it was killed in the midst of one"
+        assert len(way["turns_by_server"]) >= 2
+    page = html.read_text()
+    assert "3 servers, one store" in page
+    assert "was killed at half of the turns" in page
+
+
+@needs_mooncake
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_behind(mark: str, tmp_path: Path, how: signal.Signals) -> None:
+    html = tmp_path / "report.html"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvferry", *TINY, "--servers", "2", "--html", str(html)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stdout is not None
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if "One store for all" in line:
+            break
+    else:
+        pytest.fail(seen)
+    assert len(marked(mark)) >= 4, "the demo, its master, two servers"
+    os.killpg(process.pid, how)  # as a terminal does it
+    output, _ = process.communicate(timeout=60)
+    if how is signal.SIGINT:
+        assert process.returncode == 130
+        assert "Interrupted. Nothing was written." in output
+    assert "Traceback" not in output
+    assert not html.exists()
+
+
+def test_what_is_missing_is_said_before_anything_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"pip install 'kvferry\[mooncake\]'"):
+        require_mooncake()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    broken = tmp_path / "mooncake"
+    broken.mkdir()
+    (broken / "__init__.py").touch()
+    (broken / "store.py").write_text("raise ImportError('libibverbs.so.1: cannot open')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    html = tmp_path / "report.html"
+    found = CliRunner().invoke(kvferry, [*TINY, "--html", str(html)])
+    assert found.exit_code == 2
+    words = " ".join(found.output.split())
+    assert "libibverbs.so.1: cannot open" in words
+    assert "libibverbs1, libnuma1 and liburing2: apt-get install them" in words
+    assert not html.exists()
+
+
+def test_nobody_is_killed_of_one_server() -> None:
+    found = CliRunner().invoke(kvferry, ["demo", "--kill"])
+    assert found.exit_code == 2
+    assert "give --servers too" in found.output
+
+
+def test_a_server_that_cannot_serve_is_an_error(
+    mark: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shape = ModelShape(width=64, num_layers=2, num_heads=2, hidden=64)
+    setup = ServerSetup(shape, 8, 1 << 20, 16, {"no_such_setting": 1})
+    with ServerProcesses(setup, 1) as servers, pytest.raises(TransferError, match="ended with 1"):
+        servers.say(0, {"id": "a", "prompt": [1], "max_new_tokens": 1})
+        servers.hear()
+    assert "no_such_setting" in capfd.readouterr().err
+
+
+def test_wrong_answers_and_a_store_that_was_away_are_said() -> None:
+    turn = Turn(0, 0, 32, 0, 0, 32, 0.1)
+    fleet = FleetFigures([turn], {"a": [1, 2]}, {0: 1}, 0, None, (), "")
+    assert FleetResult(2, fleet, fleet).tokens_equal
+    other = replace(fleet, answers={"a": [1, 3]}, ailment="remote: the master is gone")
+    result = FleetResult(2, other, fleet)
+    assert not result.tokens_equal
+    assert fleet_verdict(result).startswith("1 of 1 answers differ")
+    assert "The store was away for a while: remote: the master is gone." in fleet_gain(result)
+    assert not FleetResult(2, replace(fleet, answers={}), fleet).tokens_equal
