@@ -15,17 +15,23 @@ import os
 import stat
 import threading
 import time
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 from tests.fakes.crafted_keys import keys
+from tests.fakes.endpoint import FakeEndpoint, stats
 
 import kvferry
+from kvferry.cli.screen import Screen
 from kvferry.config import Config
 from kvferry.errors import ConfigError
 from kvferry.hints import Hints
 from kvferry.keys import Keys
+from kvferry.metrics.samples import Snapshot
 from kvferry.observed import MemoryCurve, ObservedRequest, Observer, Recorder, TierSizes
 from kvferry.observed.curve import TIMES
 from kvferry.playground.engine import Engine, Limits
@@ -38,6 +44,8 @@ from kvferry.replay import PoolReplay
 from kvferry.simulate import Simulation, Trial, simulate
 from kvferry.traces import TraceReader, keys_of_numbers
 from kvferry.traces.writing import TraceWriter
+from kvferry.watch.view import Watch
+from kvferry.watch.words import memory_words
 
 PUBLISHED = Path("/work/shared/traces/mooncake_conversation.jsonl")
 
@@ -46,7 +54,7 @@ def observed(
     numbers: list[int], at: float = 0.0, found: int = 0, **more: object
 ) -> ObservedRequest:
     chain = keys_of_numbers(np.array(numbers, dtype=np.uint64))
-    return ObservedRequest(at, chain, 16 * len(numbers), found, None)
+    return ObservedRequest(at, chain, len(numbers), 16 * len(numbers), found, None)
 
 
 # -- the observer ---------------------------------------------------------------------------------
@@ -303,7 +311,7 @@ def test_the_curve_is_bounded_and_can_make_do_with_less() -> None:
     tier = TierSizes("host", tuple(1e6 * times for times in TIMES))
     curve = MemoryCurve([tier], policy_named("lru"), block_tokens=16)
     (each,) = curve._tiers
-    assert [replay.pool.num_slots for replay in each._pools] == [256, 512, 1024, 2048]
+    assert [replay.pool.num_slots for replay in each._pools] == [512, 1024, 2048, 4096]
     for _ in range(20):
         curve.hurry()
     assert [replay.pool.num_slots for replay in each._pools] == [32, 64, 128, 256]
@@ -362,3 +370,20 @@ def test_lines_of_a_recording_are_plain(tmp_path: Path) -> None:
     header, line = (json.loads(each) for each in path.read_text().splitlines())
     assert header["kvferry_trace"] == 1
     assert set(line) == {"time", "keys", "input", "hit"}
+
+
+def test_what_people_read_of_it() -> None:
+    curve = {"0.5": 0.31, "1": 0.44, "2": 0.61, "4": 0.7}
+    words = "twice the host memory: about 61% instead of 44% of prompt tokens"
+    assert memory_words("host", curve) == words
+    assert memory_words("disk", curve).startswith("twice the disk: ")
+    assert memory_words("host", {}) == memory_words("host", {"1": 0.4}) == ""
+    points = {"host": {float(times): share for times, share in curve.items()}}
+    endpoint = FakeEndpoint(Snapshot(replace(stats(queries=3), memory_curve=points), "1.2.3"))
+    view = Watch(endpoint.url).look()
+    endpoint.close()
+    (host,) = [tier for tier in view.tiers if tier.name == "host"]
+    assert host.curve == curve
+    console = Console(width=100, record=True, file=StringIO())
+    console.print(Screen(view))
+    assert "Twice the host memory: about 61% instead of 44%" in console.export_text()

@@ -84,7 +84,7 @@ def _drawn(data: dict[str, Any]) -> str:
     labels = {_x(score["capacity_blocks"]): score["capacity"] for score in data["scores"]}
     return line_plot(
         _lines(data),
-        x_label="capacity in blocks (each step to the right multiplies)",
+        x_label="capacity in blocks, on a logarithmic scale",
         y_label="hit ratio",
         show_y="{:.2f}".format,
         show_x=lambda x: escape(_short(labels.get(x, ""))),

@@ -24,7 +24,7 @@ from kvferry.replay import PoolReplay, Tokens
 TIMES = (0.5, 1.0, 2.0, 4.0)
 """How many times the memory there is."""
 
-_BLOCKS = 512
+_BLOCKS = 1024
 """Of the pool that stands for the memory there is. Fewer, and chance says more than the traffic."""
 _LEAST_BLOCKS = 64
 _FADE_BLOCKS = 1 << 16
@@ -102,9 +102,9 @@ class TierCurve:
             self._begin(self.share / 2)
 
     def learn(self, request: ObservedRequest) -> None:
-        self._asked += len(request.keys)
-        self._tokens += max(request.tokens, len(request.keys) * self._block_tokens)
         keys = request.keys
+        self._asked += len(keys)
+        self._tokens += max(request.tokens, len(keys) * self._block_tokens)
         if self.share < 1:
             chosen = (keys.array[:, 2] >> np.uint64(32)) < self._below
             keys = keys.take(np.flatnonzero(chosen))

@@ -13,14 +13,27 @@ class ObservedRequest:
     on the device, in host memory and below it. ``answer_tokens`` is None until it is over.
     """
 
-    __slots__ = ("answer_tokens", "at", "found_tokens", "hints", "keys", "tokens")
+    __slots__ = ("_keys", "_num_keys", "answer_tokens", "at", "found_tokens", "hints", "tokens")
 
     def __init__(
-        self, at: float, keys: Keys, tokens: int, found_tokens: int, hints: Hints | None
+        self,
+        at: float,
+        keys: Keys,
+        num_keys: int,
+        tokens: int,
+        found_tokens: int,
+        hints: Hints | None,
     ) -> None:
+        """The first ``num_keys`` of the keys are those of its prompt."""
         self.at = at
-        self.keys = keys
+        self._keys = keys
+        self._num_keys = num_keys
         self.tokens = tokens
         self.found_tokens = found_tokens
         self.hints = hints
         self.answer_tokens: int | None = None
+
+    @property
+    def keys(self) -> Keys:
+        """One for each whole block of its prompt. Cut by whoever asks, not by the engine."""
+        return self._keys[: self._num_keys]

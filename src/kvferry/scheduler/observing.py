@@ -30,9 +30,12 @@ class Observing:
         observer: Observer,
         curve: MemoryCurve | None,
         *,
+        wants_ends: bool,
         hash_tokens: int,
         clock: Callable[[], float],
     ) -> None:
+        """``wants_ends``: whether anybody wants to know how long answers are."""
+        self.wants_ends = wants_ends
         self._observer = observer
         self._curve = curve
         self._hash_tokens = hash_tokens
@@ -49,12 +52,14 @@ class Observing:
         tokens = explanation.asked_tokens
         seen = ObservedRequest(
             self._clock(),
-            request.chain.keys()[: tokens // self._hash_tokens],
+            request.chain.keys(),
+            tokens // self._hash_tokens,
             tokens,
             explanation.device_tokens + explanation.host_tokens,
             request.hints,
         )
-        self._open[request] = seen
+        if self.wants_ends:
+            self._open[request] = seen
         self._observer.see(seen)
 
     def ended(self, request: Request) -> None:
@@ -92,7 +97,13 @@ def observing(
         students.append(recorder)
     if not students:
         return None
-    return Observing(Observer(students), curve, hash_tokens=hash_tokens, clock=clock)
+    return Observing(
+        Observer(students),
+        curve,
+        wants_ends=config.record is not None,
+        hash_tokens=hash_tokens,
+        clock=clock,
+    )
 
 
 def _tiers(

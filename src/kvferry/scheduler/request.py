@@ -348,8 +348,9 @@ class Request:
         """Nothing of what it left is to be stored any more."""
         self.state = State.ENDED
         del self._parts.live[self]
-        if self._parts.accounts.observing is not None:
-            self._parts.accounts.observing.ended(self)
+        observing = self._parts.accounts.observing
+        if observing is not None and observing.wants_ends:
+            observing.ended(self)
 
     def forget(self) -> None:
         """Everything stored was forgotten: so was its hit, and what it has computed is of before.

@@ -14,6 +14,7 @@ from kvferry.errors import UnreachableError
 from kvferry.metrics.catalog import (
     DURABLE_LAG,
     LOAD_RATE,
+    MEMORY_CURVE,
     PREFILL_RATE,
     SLOT_BYTES,
     Metric,
@@ -30,7 +31,7 @@ MOST_SERIES = 4096
 _VLLM = "vllm:"
 
 _NEVER_SUMMED = frozenset(
-    metric.name for metric in (SLOT_BYTES, LOAD_RATE, PREFILL_RATE, DURABLE_LAG)
+    metric.name for metric in (SLOT_BYTES, LOAD_RATE, PREFILL_RATE, DURABLE_LAG, MEMORY_CURVE)
 )
 
 _LABELS = {

@@ -1,0 +1,126 @@
+"""``kvferry simulate`` as people use it: what it prints, draws, refuses, and where it says so."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvferry.cli.simulate import simulate_command
+from kvferry.cli.simulate_options import read_capacities, read_point, read_policies
+from kvferry.errors import ConfigError
+from kvferry.policy_kinds import POLICIES
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "<trace>.jsonl"
+    lines = [
+        {
+            "timestamp": 1000 * n,
+            "input_length": 512 * 6,
+            "output_length": 1,
+            "hash_ids": [0, *range(100 * (n % 7) + 1, 100 * (n % 7) + 6)],
+        }
+        for n in range(70)
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(simulate_command, [*map(str, arguments), "--jobs", "1"])
+
+
+def test_a_table_for_people(trace: Path) -> None:
+    done = run(trace, "--policy", "lru,arc", "--capacity", "10,20+20", "--halves")
+    assert done.exit_code == 0, done.output
+    words = done.output.split()
+    for word in ("70", "lru", "arc", "all-knowing", "20+20", "half"):
+        assert word in words or any(word in each for each in words), done.output
+    assert done.output.count("lru") == 2
+
+
+def test_json_and_a_picture(trace: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "out.svg"
+    done = run(trace, "--policy", "lru", "--capacity", "10,40", "--json", "--plot", picture)
+    assert done.exit_code == 0, done.output
+    data = json.loads(done.stdout)
+    small, large = data["scores"]
+    assert (small["policy"], small["capacity_blocks"]) == ("lru", [10])
+    assert small["hit_ratio"] < large["hit_ratio"] == large["bound_hit_ratio"]
+    assert data["requests"] == 70
+    drawn = ET.fromstring(picture.read_text())
+    assert drawn.tag.endswith("svg")
+    assert "all-knowing" in "".join(drawn.itertext())
+    page = tmp_path / "out.html"
+    assert run(trace, "--policy", "lru", "--capacity", "10", "--plot", page).exit_code == 0
+    assert "&lt;trace&gt;" in page.read_text()
+    assert "<trace>" not in page.read_text()
+    assert "http" not in page.read_text().replace("http://www.w3.org/2000/svg", "")
+
+
+def test_sizes_are_blocks_where_it_is_known_what_a_token_takes(trace: Path) -> None:
+    done = run(
+        trace, "--policy", "lru", "--token-bytes", "1KiB", "--capacity", "5MiB,10MiB", "--json"
+    )
+    assert [each["capacity_blocks"] for each in json.loads(done.stdout)["scores"]] == [[10], [20]]
+    done = run(trace, "--capacity", "64GiB")
+    assert done.exit_code == 1
+    assert "--token-bytes" in done.output
+
+
+def test_bad_lines_are_told(trace: Path) -> None:
+    trace.write_text(trace.read_text() + "\nnonsense\n")
+    done = run(trace, "--policy", "lru", "--capacity", "10")
+    assert done.exit_code == 0
+    assert "line 71: no JSON" in done.output
+    assert "1 lines in all were left out" in done.output
+    assert run(trace, "--strict").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--policy", "lur"], "did you mean 'lru'?"),
+        (["--policy", "no_such_module_y:z"], "cannot be imported"),
+        (["--policy", ","], "name at least one policy"),
+        (["--capacity", ","], "name at least one"),
+        (["--capacity", "0"], "must be at least 1"),
+        (["--capacity", "3000+"], "--capacity"),
+        (["--capacity", "99999999999"], "must be at most"),
+        (["--from", "200%"], "expected 0% to 100%"),
+        (["--from", "soon"], "--from: expected a time"),
+        (["--from", "1h"], "there is no request to simulate"),
+        (["--block-tokens", "2048"], "which are 2 blocks of 2048"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_in_one_line(
+    trace: Path, arguments: list[str], says: str
+) -> None:
+    done = run(trace, *arguments)
+    assert done.exit_code in (1, 2)
+    assert says in done.output
+    assert "Traceback" not in done.output
+
+
+def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "letter.txt"
+    path.write_text("Dear Sir\n")
+    done = run(path)
+    assert done.exit_code == 1
+    assert "line 1: no JSON" in done.output
+
+
+def test_options() -> None:
+    assert read_policies("all") == tuple(kind.name for kind in POLICIES)
+    assert read_policies("arc, lru ,arc") == ("arc", "lru")
+    assert read_capacities("3k, 100+2000,3000", None) == {(3000,): "3k", (100, 2000): "100+2000"}
+    assert read_point("--from", None, 0.0, 0.0) == (0.0, 0.0)
+    assert read_point("--from", "25%", 0.0, 0.0) == (0.25, 0.0)
+    assert read_point("--to", "2min", 1.0, 9.0) == (1.0, 120.0)
+    with pytest.raises(ConfigError):
+        read_point("--to", "-1", 1.0, 9.0)
