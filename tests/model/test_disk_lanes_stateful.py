@@ -28,9 +28,7 @@ class LanesMachine(RuleBasedStateMachine):
         clock = SimpleNamespace(monotonic=lambda: self.now)
         self.clock = mock.patch.object(lanes_module, "time", clock)
         self.clock.start()
-        self.lanes = Lanes(
-            self.answer, most_blocks=3, least_blocks=1, num_threads=2, deadline=DEADLINE
-        )
+        self.lanes = Lanes(self.answer, most_blocks=3, deadline=DEADLINE)
         self.sent: dict[int, OrderMessage] = {}
         self.answers: dict[int, ResultMessage] = {}
         self.cancelled: set[int] = set()

@@ -32,7 +32,7 @@ from kvferry.scheduler.level import KeyedLevel, Level
 from kvferry.scheduler.outbox import End, Outbox
 from kvferry.types import HOST, Health, Key, Question, TierName, TransferId
 
-_PIECE_BYTES = 12 << 20
+_PIECE_BYTES = 16 << 20
 """A promotion travels in pieces of this size, so that the first can be used before the last: long
 enough for a drive to be fast, and small blocks travel together."""
 

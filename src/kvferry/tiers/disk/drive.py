@@ -53,9 +53,6 @@ log = logging.getLogger(__name__)
 BEAT_SECONDS = 0.1
 """How often a drive says that it is alive, and looks for what is late."""
 
-LEAST_JOB_BYTES = 1 << 20
-"""A job is not made smaller than this to give every thread one."""
-
 _CLOSE_SECONDS = 5.0
 _PATIENCE = 2.0
 
@@ -112,8 +109,6 @@ class DriveServer:
         self._lanes = Lanes(
             lambda result: self._channel.send(pack_result(result)),
             most_blocks=most_blocks,
-            least_blocks=min(most_blocks, max(1, LEAST_JOB_BYTES // pitch)),
-            num_threads=setup.num_threads,
             deadline=setup.deadline,
         )
         self._health = DriveHealth(

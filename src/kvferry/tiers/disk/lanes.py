@@ -64,15 +64,14 @@ class Lanes:
         answer: Callable[[ResultMessage], None],
         *,
         most_blocks: int,
-        least_blocks: int,
-        num_threads: int,
         deadline: float,
     ) -> None:
-        """Jobs of ``least_blocks`` to ``most_blocks``; ``deadline`` seconds for one of them."""
+        """Jobs of up to ``most_blocks``, each with ``deadline`` seconds.
+
+        Not fewer to give every thread one: beside other orders short calls cost a drive more.
+        """
         self._answer = answer
         self._most_blocks = most_blocks
-        self._least_blocks = least_blocks
-        self._num_threads = num_threads
         self._deadline = deadline
         self._changed = threading.Condition()  # guards all below
         self._waiting: dict[Way, deque[Job]] = {Way.READ: deque(), Way.WRITE: deque()}
@@ -98,8 +97,7 @@ class Lanes:
 
     def _cut(self, order: Order) -> list[Job]:
         by_place = np.argsort(order.message.places, kind="stable")
-        even = -(-len(by_place) // self._num_threads)
-        size = min(self._most_blocks, max(self._least_blocks, even))
+        size = self._most_blocks
         return [Job(order, by_place[at : at + size]) for at in range(0, len(by_place), size)]
 
     def cancel(self, order_id: int) -> None:
