@@ -154,9 +154,10 @@ def test_a_server_that_cannot_serve_is_an_error(
 ) -> None:
     shape = ModelShape(width=64, num_layers=2, num_heads=2, hidden=64)
     setup = ServerSetup(shape, 8, 1 << 20, 16, {"no_such_setting": 1})
-    with ServerProcesses(setup, 1) as servers, pytest.raises(TransferError, match="ended with 1"):
+    with ServerProcesses(setup, 1) as servers:
         servers.say(0, {"id": "a", "prompt": [1], "max_new_tokens": 1})
-        servers.hear()
+        with pytest.raises(TransferError, match="ended with 1"):
+            servers.hear()
     assert "no_such_setting" in capfd.readouterr().err
 
 
