@@ -70,7 +70,7 @@ class Pupil:
         self.may_go_on.set()
 
     def learn(self, request: ObservedRequest) -> None:
-        self.may_go_on.wait(10)
+        self.may_go_on.wait(20)
         if self.broken:
             raise ZeroDivisionError
         self.threads.add(threading.current_thread().name)
@@ -114,8 +114,9 @@ def test_the_engine_never_waits_and_nothing_grows() -> None:
     pupil.may_go_on.clear()
     observer = Observer([pupil], pause=lambda seconds: None)
     request = observed([1])
-    for _ in range(10_000):  # the pupil is stuck with the first: this would hang if it waited
+    for _ in range(10_000):
         observer.see(request)
+    assert not pupil.learned, "the pupil is stuck with the first, and nobody waited for it"
     assert observer.num_missed > 5000
     assert len(observer._waiting) <= 4096
     pupil.may_go_on.set()
@@ -305,6 +306,19 @@ def test_small_pools_hit_as_large_ones(policy: str) -> None:
         real = hits / sum(len(r.keys) for r in requests)
         assert abs(told[times] - real) < 0.06, (times, told[times], real)
     assert told[0.5] < told[4.0] - 0.1, "or there would be nothing to see"
+
+
+def test_a_block_that_all_share_counts_once_for_each_of_them() -> None:
+    """It is one key, so it is sampled or it is not; either way it is a fifth of what is asked."""
+    tier = TierSizes("host", tuple(8192 * times for times in TIMES))
+    curve = MemoryCurve([tier], policy_named("lru"), block_tokens=16)
+    for shared in range(2):  # two blocks in turn: the chances that both are sampled are small
+        for n in range(1000):
+            own = 10 + 4 * (n + 1000 * shared)
+            curve.learn(observed([shared, *range(own, own + 4)], at=float(n)))
+    curve.idle()
+    for share in curve.points["host"].values():
+        assert abs(share - 0.2) < 0.08
 
 
 def test_the_curve_is_bounded_and_can_make_do_with_less() -> None:
