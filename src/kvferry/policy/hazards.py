@@ -4,8 +4,8 @@ Ages fall into buckets, two to a doubling. In each bucket a conversation that ha
 does so with a chance, the hazard: the logistic of a base for the bucket plus a weight for each of
 the conversation's traits, one for each group of buckets. Base and weights move by small steps, each
 the error over how much was seen so far, so that the first hundred records teach most. Before that a
-prior speaks: the same small chance in every bucket, which makes the older the less likely to return
-within a second, as LRU has it.
+prior speaks: about the same small chance in every bucket, which makes the older the less likely to
+return within a second, as LRU has it.
 
 The worth of a block at some age is Gittins' index: the best, over how long to wait, of the chance
 to return by then over the time that it is held.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.policy.traits import NUM_BINS, NUM_TRAITS, is_shared, prior
+from kvferry.policy.traits import NO_BIN, NUM_BASES, NUM_BINS, NUM_TRAITS, base_of, prior
 
 NUM_BUCKETS = 38
 FIRST_SECONDS = 0.25
@@ -32,7 +32,12 @@ _GROUPS: Ints = np.arange(NUM_BUCKETS) // _GROUP
 _NUM_GROUPS = int(_GROUPS[-1]) + 1
 _LATER = np.triu(np.ones((NUM_BUCKETS, NUM_BUCKETS)))
 
-_PRIOR_CHANCE = 0.05
+_SWITCH_SECONDS = 2.0
+"""What is evicted for a newcomer does not come back when the newcomer goes: so holding one for a
+moment is no bargain, however likely that moment."""
+
+_PRIOR_CHANCE: Floats = 0.05 * np.clip(ENDS / 16.0, 0.04, 1.0)
+"""Of returning in each bucket, before anything is known: people and tools take some seconds."""
 _PRIOR_SEEN = 1.0
 _PRIOR_SEEN_TRAIT = 2.0
 
@@ -41,15 +46,14 @@ class Hazards:
     """Owns the bases and the weights, and how much was seen of each. Knows no conversation."""
 
     def __init__(self) -> None:
-        start = float(np.log(_PRIOR_CHANCE / (1 - _PRIOR_CHANCE)))
-        self._base = np.full(2 * NUM_BUCKETS, start)
-        self._base_seen = np.full(2 * NUM_BUCKETS, _PRIOR_SEEN)
+        self._base = np.tile(np.log(_PRIOR_CHANCE / (1 - _PRIOR_CHANCE)), NUM_BASES)
+        self._base_seen = np.full(NUM_BASES * NUM_BUCKETS, _PRIOR_SEEN)
         self._weight = np.repeat(prior(), _NUM_GROUPS)
         self._weight_seen = np.full(NUM_BINS * _NUM_GROUPS, _PRIOR_SEEN_TRAIT)
 
     def learn(self, traits: Ints, buckets: Ints, returned: npt.NDArray[np.bool_]) -> None:
         """Each of these came to a bucket with these traits, and returned in it or did not."""
-        bases = buckets + NUM_BUCKETS * is_shared(traits)
+        bases = buckets + NUM_BUCKETS * base_of(traits)
         weights = (traits * _NUM_GROUPS + _GROUPS.take(buckets)[:, None]).reshape(-1)
         logits = self._base.take(bases) + self._weight.take(weights).reshape(traits.shape).sum(1)
         chance = 1 / (1 + np.exp(-logits))
@@ -60,11 +64,12 @@ class Hazards:
         self._weight_seen += np.bincount(weights, each, len(self._weight))
         each = np.repeat(error, NUM_TRAITS)
         self._weight += np.bincount(weights, each, len(self._weight)) / self._weight_seen
+        self._weight[NO_BIN * _NUM_GROUPS : (NO_BIN + 1) * _NUM_GROUPS] = 0.0
 
     def chances(self, traits: Ints) -> Floats:
         """For each row of traits the chance to return in each bucket, if not before."""
         by_group = self._weight.reshape(NUM_BINS, _NUM_GROUPS)[traits].sum(1)
-        base = self._base.reshape(2, NUM_BUCKETS)[is_shared(traits)]
+        base = self._base.reshape(NUM_BASES, NUM_BUCKETS)[base_of(traits)]
         return 1 / (1 + np.exp(-(base + by_group[:, _GROUPS])))
 
     def worth(self, traits: Ints) -> Floats:
@@ -80,6 +85,6 @@ class Hazards:
         # By row, age, and how long to wait.
         gain = (before[:, :, None] - there[:, None, :]) * _LATER
         cost = held[:, None, :] - waited[:, :, None]
-        np.maximum(cost, 1e-12, out=cost)
+        cost += _SWITCH_SECONDS
         worth: Floats = (gain / cost).max(axis=2)
         return worth

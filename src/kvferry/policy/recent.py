@@ -19,6 +19,7 @@ _DOUBLINGS = 24
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 Words = npt.NDArray[np.uint64]
+_END = np.zeros(1, dtype=np.uint64)
 
 
 def _listed() -> npt.NDArray[np.int64]:
@@ -34,18 +35,21 @@ LISTED = _listed()
 
 
 class Known(NamedTuple):
-    """What was known of a request's blocks when it came.
+    """What was known of a request's listed blocks when it came.
 
-    ``depth`` of its listed blocks are known, the deepest of which was last asked for by ``record``
-    (-1 where none is). Behind a block that ``is_shared`` several conversations went their own ways.
+    ``depth`` of them are known, the deepest of which was last asked for by ``record`` (-1 where
+    none is). Behind the first ``shared`` of them conversations went different ways, as many as
+    ``ways`` says beside the first; ``sharer`` is the record of this common part.
     """
 
-    depth: int
-    record: int
-    is_shared: bool
+    depth: int = 0
+    record: int = -1
+    shared: int = 0
+    sharer: int = -1
+    ways: int = 0
 
 
-_NOTHING = Known(0, -1, False)
+_NOTHING = Known()
 
 
 class RecentBlocks:
@@ -59,6 +63,8 @@ class RecentBlocks:
         self._record = np.full(1 << bits, -1, dtype=np.int64)
         self._next = np.zeros(1 << bits, dtype=np.uint64)
         self._shared = np.zeros(1 << bits, dtype=bool)
+        self._sharer = np.full(1 << bits, -1, dtype=np.int64)
+        self._ways = np.zeros(1 << bits, dtype=np.int32)
 
     @staticmethod
     def listed(keys: Keys) -> Words:
@@ -75,26 +81,54 @@ class RecentBlocks:
         if not len(known):
             return _NOTHING
         deepest = known.item(-1)
-        place = places.item(deepest)
-        return Known(deepest + 1, self._record.item(place), self._shared.item(place))
+        record = self._record.item(places.item(deepest))
+        shared = known[self._shared.take(places.take(known))]
+        if not len(shared):
+            return Known(deepest + 1, record)
+        return Known(deepest + 1, record, *self._sharing(places, shared.item(-1)))
 
-    def note(self, words: Words, record: int) -> None:
-        """A request with these listed words is what ``record`` says."""
+    def shared_up_to(self, words: Words, known: Known) -> Known:
+        """The same, where a request goes another way behind all that is known of it."""
+        if known.depth == known.shared:
+            return known
+        sharing = self._sharing(self._places(words), known.depth - 1)
+        return Known(known.depth, known.record, *sharing)
+
+    def _sharing(self, places: npt.NDArray[np.int64], at: int) -> tuple[int, int, int]:
+        place = places.item(at)
+        return at + 1, self._sharer.item(place), self._ways.item(place)
+
+    def note(self, words: Words, record: int, parts_at: int = 0) -> None:
+        """A request with these listed words is what ``record`` says.
+
+        It goes a way of its own behind the first ``parts_at`` of them, if any.
+        """
         if not len(words):
             return
         places = self._places(words)
-        before, after = places[:-1], words[1:]
-        known = self._word.take(before) == words[:-1]
-        followed = self._next.take(before)
-        self._shared[before] = known & (
-            self._shared.take(before) | ((followed != after) & (followed != 0))
-        )
-        self._next[before] = after
-        last = places.item(-1)
-        if self._word.item(last) != words.item(-1):
-            self._shared[last] = False
-            self._next[last] = 0
+        known = self._word.take(places) == words
+        followed = self._next.take(places)
+        after = np.concatenate((words[1:], _END))
+        parted = (followed != after) & (followed != 0) & (after != 0)
+        self._shared[places] = known & (self._shared.take(places) | parted)
+        self._next[places] = np.where(known & (after == 0), followed, after)
+        self._ways[places] = np.where(known, self._ways.take(places), 0)
+        self._sharer[places[~known]] = -1
+        if parts_at:
+            self._ways[places.item(parts_at - 1)] += 1
         self._word[places] = words
+        self._record[places] = record
+
+    def share(self, words: Words, shared: int, record: int) -> None:
+        """What is common up to this listed block was asked for, as a record of its own says."""
+        self._sharer[self._places(words[shared - 1 : shared])] = record
+
+    def renew(self, words: Words, record: int) -> None:
+        """The last request with these listed words, or the first of them, is another record now."""
+        places = self._places(words)
+        new = self._word.take(places) != words
+        if new.any():
+            self.note(words[int(new.argmax()) :], record)
         self._record[places] = record
 
     def records_of(self, keys: Keys) -> npt.NDArray[np.int64]:

@@ -34,6 +34,9 @@ class Records:
         self._turn = np.zeros(size, dtype=np.int64)
         self._tokens = np.zeros(size, dtype=np.int64)
         self.segment = np.zeros(size, dtype=np.int64)
+        self.shared = np.zeros(size, dtype=np.int64)
+        self.shared_row = np.zeros(size, dtype=np.int64)
+        self.shared_ways = np.zeros(size, dtype=np.int64)
         self._passed = np.zeros(NUM_BUCKETS, dtype=np.int64)
 
     def add(
@@ -51,6 +54,7 @@ class Records:
         self._turn[at] = turn
         self._tokens[at] = tokens
         self.segment[at] = -1
+        self.shared[at] = 0
         return self._first + at
 
     def place(self, record: int) -> int | None:
@@ -74,6 +78,17 @@ class Records:
         """More is known of it now."""
         self._traits[at] = traits
         self._length[at] = length
+
+    def renew(self, record: int, now: float, traits: Traits, length: int) -> int:
+        """Instead of a record, one that begins now; returns its number."""
+        self.lose(record)
+        at = record - self._first
+        turn, tokens = self._turn.item(at), self._tokens.item(at)
+        part = self.shared.item(at), self.shared_row.item(at), self.shared_ways.item(at)
+        number = self.add(now, traits, length=length, turn=turn, tokens=tokens)
+        at = number - self._first
+        self.shared[at], self.shared_row[at], self.shared_ways[at] = part
+        return number
 
     def returns(self, record: int, now: float) -> None:
         """Somebody went on with it now; the first time counts."""
@@ -118,6 +133,9 @@ class Records:
             self._turn,
             self._tokens,
             self.segment,
+            self.shared,
+            self.shared_row,
+            self.shared_ways,
         )
         for array in arrays:
             array[: self._capacity] = array[kept].copy()

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvferry.keys import Keys
 from kvferry.policy.eviction import Arriving, Evidence, Residents
 from kvferry.policy.hazards import ENDS, NUM_BUCKETS, Hazards
-from kvferry.policy.recent import RecentBlocks
+from kvferry.policy.recent import LISTED, Known, RecentBlocks, Words
 from kvferry.policy.records import Records
 from kvferry.policy.segments import Segments
 from kvferry.policy.traits import (
@@ -30,7 +30,7 @@ from kvferry.policy.traits import (
     with_answer,
     with_told,
 )
-from kvferry.policy.worth_table import WorthTable
+from kvferry.policy.worth_table import NO_ROW, WorthTable
 from kvferry.types import NO_SLOT, NO_SLOTS, SlotArray
 
 _SAMPLES = 64
@@ -45,7 +45,7 @@ _DRAWS = 4096
 class Returns:
     """The policy ``returns``. Owns segments, records and the model; the pool owns the slots."""
 
-    wants_chains = False
+    wants_chains = True
 
     def __init__(self, residents: Residents, seed: int = 0) -> None:
         num_slots = residents.num_slots
@@ -61,7 +61,8 @@ class Returns:
         self._time = np.full(num_slots, 0.0)
         self._row = np.full(num_slots, 0, dtype=np.int64)
         self._record = np.full(num_slots, _NO_RECORD, dtype=np.int64)
-        self._uses = np.full(num_slots, 0, dtype=np.int64)  # 0: not shared
+        self._common = np.full(num_slots, NO_ROW, dtype=np.int64)
+        self._ways = np.full(num_slots, 0, dtype=np.int64)  # 0: not shared
         self._factor = np.full(num_slots, 1.0)
         self._front = -1  # the segment of what was put back
         self._now = 0.0
@@ -82,18 +83,16 @@ class Returns:
         if not len(words):
             return
         record = self._recorded(words, num_tokens, now)
-        self._recent.note(words, record)
         self._latest = (record, keys.array.item(-1, 0))
         if len(slots):
             self._walk(slots, record, now)
 
-    def _recorded(self, words: npt.NDArray[np.uint64], num_tokens: int, now: float) -> int:
-        """A new record of a request: what it goes on with, if anything."""
+    def _recorded(self, words: Words, num_tokens: int, now: float) -> int:
+        """A new record of a request: what it goes on with, if anything, and what it shares."""
         known = self._recent.look(words)
         at = None
-        if known.record != _NO_RECORD and not known.is_shared:
+        if known.depth > known.shared:
             at = self._records.place(known.record)
-        length = len(words)
         turn, gap, grown, kind = 1, None, 0, TurnKind.NEW
         if at is not None:
             time, before, turns, tokens = self._records.facts(at)
@@ -101,8 +100,30 @@ class Returns:
                 self._records.returns(known.record, now)
                 turn, gap, grown = turns + 1, now - time, num_tokens - tokens
                 kind = TurnKind.GOES_ON if known.depth >= before else TurnKind.BRANCHES
+        if kind is not TurnKind.GOES_ON:
+            known = self._recent.shared_up_to(words, known)
         traits = conversation(turn=turn, gap=gap, grown=grown, kind=kind)
-        return self._records.add(now, traits, length=length, turn=turn, tokens=num_tokens)
+        record = self._records.add(now, traits, length=len(words), turn=turn, tokens=num_tokens)
+        self._recent.note(words, record, 0 if kind is TurnKind.GOES_ON else known.depth)
+        if known.shared:
+            self._share(words, record, known, now)
+        return record
+
+    def _share(self, words: Words, record: int, known: Known, now: float) -> None:
+        """Record that the part of a request which others have, too, was asked for again."""
+        by = self._records.place(known.sharer)
+        gap = 0.0
+        if by is not None:
+            gap = now - self._records.time.item(by)
+            self._records.returns(known.sharer, now)
+        ways = known.ways + 1
+        traits = shared(ways=ways, gap=gap)
+        self._recent.share(words, known.shared, self._records.add(now, traits))
+        at = self._records.place(record)
+        if at is not None:
+            self._records.shared[at] = LISTED.item(known.shared - 1) + 1
+            self._records.shared_row[at] = self._table.row(traits)
+            self._records.shared_ways[at] = ways
 
     def _walk(self, slots: SlotArray, record: int, now: float) -> None:
         """A request passes these slots: what it shares with others, and what is its own."""
@@ -112,6 +133,8 @@ class Returns:
             slots = slots[: int(held.argmin())]
             if not len(slots):
                 return
+        at = self._records.place(record)
+        num_shared = self._records.shared.item(at) if at is not None else 0
         each = segments.of_slots(slots)
         edges = (each[1:] != each[:-1]).nonzero()[0] + 1
         bounds = [0, *edges.tolist(), len(slots)]
@@ -120,42 +143,47 @@ class Returns:
             if segment == self._front:
                 continue
             is_last = end == len(slots)
+            ways = self._records.shared_ways.item(at) if at is not None and end == num_shared else 1
             if segments.end.item(segment) != last:  # the others of it went another way
                 part = slots[start:end]
                 segments.leave(part)
-                uses = max(1, self._uses.item(segment))
                 time = self._time.item(segment)
                 segment = self._begin(part, self._row.item(segment), time, _NO_RECORD)
-                self._uses[segment] = uses
-                self._pass(segment, now)
-            elif is_last and not self._residents.num_followers_of(slots[-1:]).item(0):
+                self._pass(segment, record, now, ways)
+            elif (
+                is_last
+                and end > num_shared
+                and not self._residents.num_followers_of(slots[-1:]).item(0)
+            ):
                 self._own(segment, record, now)
             else:
-                self._pass(segment, now)
+                self._pass(segment, record, now, ways)
 
     def _own(self, segment: int, record: int, now: float) -> None:
         """A conversation's end is what its last request says."""
         at = self._records.place(record)
         assert at is not None
-        if self._uses.item(segment):
-            self._records.lose(self._record.item(segment))
-            self._uses[segment] = 0
+        self._ways[segment] = 0
+        self._common[segment] = NO_ROW
         self._record[segment] = record
         self._row[segment] = self._table.row(self._records.traits(at))
         self._time[segment] = now
         self._factor[segment] = 1.0
         self._records.segment[at] = segment
 
-    def _pass(self, segment: int, now: float) -> None:
-        """Somebody passed a segment that several share."""
-        uses = self._uses.item(segment)
-        if uses:
-            self._records.returns(self._record.item(segment), now)
-        uses = max(uses, 1) + 1
-        traits = shared(uses=uses, gap=now - self._time.item(segment))
-        self._uses[segment] = uses
-        self._record[segment] = self._records.add(now, traits)
-        self._row[segment] = self._table.row(traits)
+    def _pass(self, segment: int, record: int, now: float, ways: int) -> None:
+        """A request passed a segment that several share, which go so many ways behind it.
+
+        It may return by that request's conversation, or by another one.
+        """
+        ways = max(ways, self._ways.item(segment), 1)
+        traits = shared(ways=ways, gap=now - self._time.item(segment))
+        at = self._records.place(record)
+        assert at is not None
+        self._ways[segment] = ways
+        self._common[segment] = self._table.row(traits)
+        self._record[segment] = _NO_RECORD
+        self._row[segment] = self._table.row(self._records.traits(at))
         self._time[segment] = now
 
     def answered(self, keys: Keys, num_tokens: int) -> None:
@@ -171,7 +199,7 @@ class Returns:
         at = self._records.place(record) if record != _NO_RECORD else None
         if at is None:
             return
-        time, length, turn, tokens = self._records.facts(at)
+        time, length, *_ = self._records.facts(at)
         traits = with_answer(self._records.traits(at), num_tokens)
         segment = self._records.segment.item(at)
         is_mine = segment >= 0 and self._record.item(segment) == record
@@ -180,12 +208,11 @@ class Returns:
         if time == now:
             self._records.amend(at, traits, length)
         else:  # it is from now on that nobody has gone on with it
-            self._records.lose(record)
-            record = self._records.add(now, traits, length=length, turn=turn, tokens=tokens)
+            record = self._records.renew(record, now, traits, length)
             words = self._recent.listed(keys) if words is None else words
             self._latest = (record, keys.array.item(-1, 0))
         if words is not None:
-            self._recent.note(words, record)
+            self._recent.renew(words, record)
         if is_mine:
             self._own(segment, record, now)
 
@@ -195,7 +222,7 @@ class Returns:
         segment = self._segments.of(slots.item(-1))
         record = self._record.item(segment)
         at = self._records.place(record) if record != _NO_RECORD else None
-        if at is None or self._uses.item(segment):
+        if at is None or self._ways.item(segment):
             return
         told = Said.OVER if evidence.over else Said.GOES_ON if evidence.goes_on else Said.NOTHING
         traits = with_told(self._records.traits(at), told)
@@ -257,15 +284,48 @@ class Returns:
             self._attach_run(slots[start:end], parents.item(start))
 
     def _attach_run(self, slots: SlotArray, parent: int) -> None:
+        """A run of a chain: first what others share, then what is one conversation's own."""
         segments = self._segments
+        behind = -1  # the segment that ends where the run begins
         if parent != NO_SLOT and segments.has(parent):
             segment = segments.of(parent)
             if segments.end.item(segment) == parent and segment != self._front:
-                followers = self._residents.num_followers_of(np.array([parent])).item(0)
-                if followers <= 1 and not self._uses.item(segment):
-                    segments.push(segment, slots)
-                    return
-        self._begin_by_keys(slots)
+                behind = segment
+        if (
+            behind >= 0
+            and not self._ways.item(behind)
+            and self._residents.num_followers_of(np.array([parent])).item(0) <= 1
+        ):
+            segments.push(behind, slots)
+            return
+        record = self._record_of(self._residents.keys_of(slots))
+        at = self._records.place(record)
+        num_shared = self._records.shared.item(at) if at is not None else 0
+        if num_shared:
+            num_shared -= self._residents.positions_of(slots[:1]).item(0)
+        if at is not None and num_shared > 0:
+            part, slots = slots[:num_shared], slots[num_shared:]
+            if behind >= 0:
+                segments.push(behind, part)
+            else:
+                self._begin_shared(part, at)
+        if len(slots):
+            self._begin_of(slots, record)
+
+    def _begin_shared(self, slots: SlotArray, at: int) -> None:
+        row = self._table.row(self._records.traits(at))
+        segment = self._begin(slots, row, self._records.time.item(at), _NO_RECORD)
+        self._common[segment] = self._records.shared_row.item(at)
+        self._ways[segment] = self._records.shared_ways.item(at)
+
+    def _record_of(self, keys: Keys) -> int:
+        """The last request that had the last of these blocks, as far as is known."""
+        record, last = self._latest
+        if last == keys.array.item(-1, 0):
+            return record
+        records = self._recent.records_of(keys)
+        records = records[records != _NO_RECORD]
+        return records.item(-1) if len(records) else _NO_RECORD
 
     def _attach_loose(self, slots: SlotArray) -> None:
         """Blocks that stand alone, or are parts of many chains: by whom they were asked for."""
@@ -274,15 +334,6 @@ class Returns:
         records = records.take(np.maximum.accumulate(known))  # those not listed, as those before
         for record in dict.fromkeys(records.tolist()):
             self._begin_of(slots[records == record], record)
-
-    def _begin_by_keys(self, slots: SlotArray) -> None:
-        keys = self._residents.keys_of(slots)
-        record, last = self._latest
-        if last != keys.array.item(-1, 0):
-            records = self._recent.records_of(keys)
-            records = records[records != _NO_RECORD]
-            record = records.item(-1) if len(records) else _NO_RECORD
-        self._begin_of(slots, record)
 
     def _begin_of(self, slots: SlotArray, record: int) -> None:
         at = self._records.place(record) if record != _NO_RECORD else None
@@ -298,15 +349,14 @@ class Returns:
         self._row[segment] = row
         self._time[segment] = time
         self._record[segment] = record
-        self._uses[segment] = 0
+        self._ways[segment] = 0
+        self._common[segment] = NO_ROW
         self._factor[segment] = 1.0
         return segment
 
     def _emptied(self, segment: int) -> None:
         if segment == self._front:
             self._front = -1
-        elif self._uses.item(segment):
-            self._records.lose(self._record.item(segment))
         self._record[segment] = _NO_RECORD
 
     # -- who goes -------------------------------------------------------------------------------
@@ -320,20 +370,28 @@ class Returns:
         if self._front >= 0:
             found = [self._segments.pop(self._front, count)]
         else:
-            found = self._least(count, self._worth_of(arriving), self._tick())
+            found = self._least(count, *self._bids(arriving), self._tick())
         taken = found[0] if len(found) == 1 else np.concatenate((NO_SLOTS, *found))
         self._lacking = count - len(taken)
         return taken
 
-    def _least(self, count: int, mine: float, now: float) -> list[SlotArray]:
-        """Let go of the ends of segments that are worth no more than ``mine``, least first."""
+    def _least(
+        self, count: int, own: float, common: float, num_own: int, now: float
+    ) -> list[SlotArray]:
+        """Let go of the ends of segments that are worth no more than the newcomer, least first.
+
+        ``num_own`` blocks of the newcomer are worth ``own``, those before them ``common``.
+        """
         found: list[SlotArray] = []
         while count > 0:
             segments, worths = self._look(now)
-            if not segments or worths[0] > mine:
+            if not segments or worths[0] > max(own, common):
                 break
             for segment, worth in zip(segments[:_VICTIMS], worths, strict=False):
-                if worth > mine or count <= 0:
+                if worth > own:  # its own blocks are refused
+                    count -= num_own
+                    num_own = 0
+                if count <= 0 or worth > max(own, common):
                     break
                 if self._segments.size.item(segment):
                     popped = self._segments.pop(segment, count)
@@ -367,20 +425,29 @@ class Returns:
     def _worths(self, segments: npt.NDArray[np.int64], now: float) -> npt.NDArray[np.float64]:
         buckets = ENDS.searchsorted(now - self._time.take(segments), "right")
         np.minimum(buckets, NUM_BUCKETS - 1, out=buckets)
-        table = self._table.worth
-        worths = table.reshape(-1).take(self._row.take(segments) * NUM_BUCKETS + buckets)
+        table = self._table.worth.reshape(-1)
+        worths = table.take(self._row.take(segments) * NUM_BUCKETS + buckets)
+        worths += table.take(self._common.take(segments) * NUM_BUCKETS + buckets)
         return worths * self._factor.take(segments)
 
-    def _worth_of(self, arriving: Arriving) -> float:
-        """What the newcomer is worth."""
-        record, last = self._latest
-        if last != arriving.keys.array.item(-1, 0):
-            records = self._recent.records_of(arriving.keys)
-            records = records[records != _NO_RECORD]
-            record = records.item(-1) if len(records) else _NO_RECORD
-        at = self._records.place(record) if record != _NO_RECORD else None
-        row = self._unknown if at is None else self._table.row(self._records.traits(at))
-        return self._table.worth.item(row, 0)
+    def _bids(self, arriving: Arriving) -> tuple[float, float, int]:
+        """What the newcomer's own blocks are worth, those it shares, and how many are its own."""
+        at = self._records.place(self._record_of(arriving.keys))
+        missing = arriving.slots == NO_SLOT
+        num_own = int(np.count_nonzero(missing))
+        if at is None:
+            return self._table.worth.item(self._unknown, 0), 0.0, num_own
+        row = self._table.row(self._records.traits(at))
+        worth = self._table.worth
+        own = worth.item(row, 0)
+        num_shared = self._records.shared.item(at)
+        if num_shared and arriving.parent != NO_SLOT:
+            parent = np.array([arriving.parent])
+            num_shared -= self._residents.positions_of(parent).item(0) + 1
+        if num_shared <= 0 or not arriving.chained:
+            return own, 0.0, num_own
+        num_own = int(np.count_nonzero(missing[num_shared:]))
+        return own, own + worth.item(self._records.shared_row.item(at), 0), num_own
 
     def peek(self, count: int) -> SlotArray:
         found: list[SlotArray] = []

@@ -23,13 +23,14 @@ import numpy as np
 import numpy.typing as npt
 
 _TURN, _ANSWER, _GAP, _GROWTH, _KIND, _TOLD = 8, 5, 8, 5, 3, 3
-_USES, _SHARED_GAP = 5, 8
+_WAYS, _SHARED_GAP = 5, 8
 _SIZES = (_TURN, _ANSWER, _GAP, _GROWTH, _KIND, _TOLD)
 NUM_TRAITS = len(_SIZES)
 _STARTS = np.concatenate(([0], np.cumsum(_SIZES)))
-_NONE = int(_STARTS[-1])  # one bin for what a shared part has no trait of
-_FIRST_USES = _NONE + 1
-_FIRST_SHARED_GAP = _FIRST_USES + _USES
+NO_BIN = int(_STARTS[-1])
+"""For traits that a shared part does not have: says nothing."""
+_FIRST_WAYS = NO_BIN + 1
+_FIRST_SHARED_GAP = _FIRST_WAYS + _WAYS
 NUM_BINS = _FIRST_SHARED_GAP + _SHARED_GAP
 
 Traits = tuple[int, ...]
@@ -76,11 +77,11 @@ def conversation(
     return tuple(int(start) + bin_ for start, bin_ in zip(_STARTS, bins, strict=False))
 
 
-def shared(*, uses: int, gap: float) -> Traits:
+def shared(*, ways: int, gap: float) -> Traits:
     """The traits of what several conversations share, passed so often and so long ago before."""
-    by_uses = _FIRST_USES + min(_USES - 1, uses.bit_length() - 1)
+    by_ways = _FIRST_WAYS + min(_WAYS - 1, max(0, ways.bit_length() - 1))
     by_gap = _FIRST_SHARED_GAP + doubling(gap, 1.0, 2, 7)
-    return (by_uses, _NONE, by_gap, _NONE, _NONE, _NONE)
+    return (by_ways, NO_BIN, by_gap, NO_BIN, NO_BIN, NO_BIN)
 
 
 def with_answer(traits: Traits, num_tokens: int) -> Traits:
@@ -93,9 +94,12 @@ def with_told(traits: Traits, told: Said) -> Traits:
     return (*traits[:-1], int(_STARTS[5]) + int(told))
 
 
-def is_shared(traits: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """For each row of traits: 1 if it is of a shared part, else 0."""
-    return (traits[:, 0] >= _FIRST_USES).astype(np.int64)
+NUM_BASES = 1 + _WAYS
+
+
+def base_of(traits: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """For each row of traits, which base it has: conversations 0, others by how many share them."""
+    return np.maximum(traits[:, 0] - _FIRST_WAYS + 1, 0)
 
 
 def prior() -> npt.NDArray[np.float64]:

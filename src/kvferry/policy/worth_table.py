@@ -8,6 +8,8 @@ from kvferry.policy.hazards import NUM_BUCKETS, Hazards
 from kvferry.policy.traits import NUM_TRAITS, Traits
 
 _FIRST_ROWS = 64
+NO_ROW = 0
+"""Is worth nothing."""
 _AT_ONCE = 16  # rows that are worked out again each time
 
 
@@ -19,9 +21,9 @@ class WorthTable:
 
     def __init__(self, hazards: Hazards) -> None:
         self._hazards = hazards
-        self._rows: dict[Traits, int] = {}
+        self._rows: dict[Traits, int] = {(): NO_ROW}
         self._traits = np.zeros((_FIRST_ROWS, NUM_TRAITS), dtype=np.int64)
-        self._next = 0
+        self._next = 1
         self.worth = np.zeros((_FIRST_ROWS, NUM_BUCKETS))
         """By row and bucket of age: returns a second that a block is held."""
 
@@ -40,9 +42,9 @@ class WorthTable:
     def follow(self) -> None:
         """Work some rows out again by what was learned since."""
         count = len(self._rows)
-        if not count:
+        if count == 1:
             return
-        start = self._next if self._next < count else 0
+        start = self._next if self._next < count else 1
         end = min(count, start + _AT_ONCE)
         self.worth[start:end] = self._hazards.worth(self._traits[start:end])
         self._next = end
