@@ -30,7 +30,9 @@ ENDS: Floats = FIRST_SECONDS * 2.0 ** (np.arange(NUM_BUCKETS) / 2)
 _SPANS: Floats = np.diff(ENDS, prepend=0.0)
 _GROUPS: Ints = np.arange(NUM_BUCKETS) // _GROUP
 _NUM_GROUPS = int(_GROUPS[-1]) + 1
-_LATER = np.triu(np.ones((NUM_BUCKETS, NUM_BUCKETS)))
+_WAITS = np.array([1, 2, 3, 4, 6, 8, 11, 15, 20, 27, NUM_BUCKETS])
+_UNTIL: Ints = np.minimum(np.arange(NUM_BUCKETS)[:, None] + _WAITS, NUM_BUCKETS)
+"""By bucket of age, the edges until which to wait: not every one, they lie close enough."""
 
 _SWITCH_SECONDS = 2.0
 """What is evicted for a newcomer does not come back when the newcomer goes: so holding one for a
@@ -75,16 +77,13 @@ class Hazards:
     def worth(self, traits: Ints) -> Floats:
         """For each row of traits, by bucket of age: returns a second that a block is held."""
         chance = self.chances(traits)
-        there = np.cumprod(1 - chance, axis=1)  # not returned by the end of each bucket
-        before = np.empty_like(there)
-        before[:, 0] = 1.0
-        before[:, 1:] = there[:, :-1]
-        held = np.cumsum(before * _SPANS * (1 - chance / 2), axis=1)
-        waited = np.zeros_like(held)
-        waited[:, 1:] = held[:, :-1]
+        there = np.empty((len(traits), NUM_BUCKETS + 1))  # not returned by each edge
+        there[:, 0] = 1.0
+        np.cumprod(1 - chance, axis=1, out=there[:, 1:])
+        held = np.zeros_like(there)
+        np.cumsum(there[:, :-1] * _SPANS * (1 - chance / 2), axis=1, out=held[:, 1:])
         # By row, age, and how long to wait.
-        gain = (before[:, :, None] - there[:, None, :]) * _LATER
-        cost = held[:, None, :] - waited[:, :, None]
-        cost += _SWITCH_SECONDS
+        gain = there[:, :-1, None] - there.take(_UNTIL, axis=1)
+        cost = held.take(_UNTIL, axis=1) - (held[:, :-1, None] - _SWITCH_SECONDS)
         worth: Floats = (gain / cost).max(axis=2)
         return worth

@@ -33,7 +33,6 @@ class Records:
         self._length = np.zeros(size, dtype=np.int64)
         self._turn = np.zeros(size, dtype=np.int64)
         self._tokens = np.zeros(size, dtype=np.int64)
-        self.segment = np.zeros(size, dtype=np.int64)
         self.shared = np.zeros(size, dtype=np.int64)
         self.shared_row = np.zeros(size, dtype=np.int64)
         self.shared_ways = np.zeros(size, dtype=np.int64)
@@ -53,8 +52,7 @@ class Records:
         self._length[at] = length
         self._turn[at] = turn
         self._tokens[at] = tokens
-        self.segment[at] = -1
-        self.shared[at] = 0
+        self.shared[at] = self.shared_row[at] = 0
         return self._first + at
 
     def place(self, record: int) -> int | None:
@@ -132,7 +130,6 @@ class Records:
             self._length,
             self._turn,
             self._tokens,
-            self.segment,
             self.shared,
             self.shared_row,
             self.shared_ways,

@@ -89,9 +89,9 @@ def with_answer(traits: Traits, num_tokens: int) -> Traits:
     return (traits[0], int(_STARTS[1]) + answer_bin(num_tokens), *traits[2:])
 
 
-def with_told(traits: Traits, told: Said) -> Traits:
+def with_said(traits: Traits, said: Said) -> Traits:
     """The same, once something was said of it."""
-    return (*traits[:-1], int(_STARTS[5]) + int(told))
+    return (*traits[:-1], int(_STARTS[5]) + int(said))
 
 
 NUM_BASES = 1 + _WAYS

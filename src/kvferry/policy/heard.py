@@ -1,0 +1,188 @@
+"""What was heard of requests: what each goes on with, and what that makes its blocks worth."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.keys import Keys
+from kvferry.policy.hazards import ENDS, NUM_BUCKETS, Hazards
+from kvferry.policy.recent import LISTED, Known, RecentBlocks, Words
+from kvferry.policy.records import Records
+from kvferry.policy.traits import (
+    Said,
+    TurnKind,
+    conversation,
+    shared,
+    with_answer,
+    with_said,
+)
+from kvferry.policy.worth_table import NO_ROW, WorthTable
+
+NO_RECORD = -1
+_LEARN_EVERY = 16  # requests
+_MOSTLY = 2  # a request goes on with one of whose blocks it has at least one in so many
+_RECORDS = 1 << 15
+_LEAST_BLOCKS, _MOST_BLOCKS = 1 << 14, 1 << 20
+
+
+class Heard:
+    """Requests and their answers, in records. Owns the recent blocks, the records and the model.
+
+    Knows no slots. ``now`` never goes back.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._recent = RecentBlocks(min(max(4 * num_slots, _LEAST_BLOCKS), _MOST_BLOCKS))
+        self._hazards = Hazards()
+        self._num_asked = 0
+        self._latest: tuple[int, int] = (NO_RECORD, 0)  # a record, and its last block's word
+        self.records = Records(_RECORDS)
+        self.table = WorthTable(self._hazards)
+        self.unknown = self.table.row(conversation(turn=1, gap=None, grown=0, kind=TurnKind.NEW))
+        """The row for what nothing is known of."""
+
+    @property
+    def anything(self) -> bool:
+        """Whether any request was heard of at all."""
+        return self._num_asked > 0
+
+    def asked(self, keys: Keys, num_tokens: int, now: float) -> int:
+        """A request came; returns its record."""
+        self._num_asked += 1
+        if self._num_asked % _LEARN_EVERY == 0 and self.records.teach(self._hazards, now):
+            self.table.learned()
+        record = self._recorded(self._recent.listed(keys), num_tokens, now)
+        self._latest = (record, keys.array.item(-1, 0))
+        return record
+
+    def _recorded(self, words: Words, num_tokens: int, now: float) -> int:
+        """A new record of a request: what it goes on with, if anything, and what it shares."""
+        known = self._recent.look(words)
+        at = None
+        if known.depth > known.shared:
+            at = self.records.place(known.record)
+        turn, gap, grown, kind = 1, None, 0, TurnKind.NEW
+        if at is not None:
+            time, before, turns, tokens = self.records.facts(at)
+            if known.depth * _MOSTLY >= before:
+                self.records.returns(known.record, now)
+                turn, gap, grown = turns + 1, now - time, num_tokens - tokens
+                kind = TurnKind.GOES_ON if known.depth >= before else TurnKind.BRANCHES
+        if kind is not TurnKind.GOES_ON:
+            known = self._recent.shared_up_to(words, known)
+        traits = conversation(turn=turn, gap=gap, grown=grown, kind=kind)
+        record = self.records.add(now, traits, length=len(words), turn=turn, tokens=num_tokens)
+        self._recent.note(words, record, 0 if kind is TurnKind.GOES_ON else known.depth)
+        if known.ways:  # the first to go another way tells little: an edited question does so
+            self._share(words, record, known, now)
+        return record
+
+    def _share(self, words: Words, record: int, known: Known, now: float) -> None:
+        """Record that the part of a request which others have, too, was asked for again."""
+        by = self.records.place(known.sharer)
+        gap = 0.0
+        if by is not None:
+            gap = now - self.records.time.item(by)
+            self.records.returns(known.sharer, now)
+        ways = known.ways + 1
+        traits = shared(ways=ways, gap=gap)
+        self._recent.share(words, known.shared, self.records.add(now, traits))
+        at = self.records.place(record)
+        if at is not None:
+            self.records.shared[at] = LISTED.item(known.shared - 1) + 1
+            self.records.shared_row[at] = self.table.row(traits)
+            self.records.shared_ways[at] = ways
+
+    def answered(self, keys: Keys, num_tokens: int, now: float) -> tuple[int, int]:
+        """A request was answered; returns its record as it was, and as it is from now on."""
+        record, last = self._latest
+        words = None
+        if last != keys.array.item(-1, 0):
+            words = self._recent.listed(keys)
+            record = self._recent.look(words).record
+        at = self.records.place(record)
+        if at is None:
+            return NO_RECORD, NO_RECORD
+        before = record
+        time, length, *_ = self.records.facts(at)
+        traits = with_answer(self.records.traits(at), num_tokens)
+        if words is not None:
+            length = len(words)
+        if time == now:
+            self.records.amend(at, traits, length)
+        else:  # it is from now on that nobody has gone on with it
+            record = self.records.renew(record, now, traits, length)
+            words = self._recent.listed(keys) if words is None else words
+            self._latest = (record, keys.array.item(-1, 0))
+        if words is not None:
+            self._recent.renew(words, record)
+        return before, record
+
+    def said(self, record: int, said: Said) -> None:
+        """Whoever sent a request knows more of its conversation."""
+        at = self.records.place(record)
+        if at is not None:
+            traits = with_said(self.records.traits(at), said)
+            self.records.amend(at, traits, self.records.facts(at)[1])
+
+    # -- what it makes of blocks ----------------------------------------------------------------
+
+    def record_of(self, keys: Keys) -> int:
+        """The last request that had the last of these blocks, as far as is known."""
+        record, last = self._latest
+        if last == keys.array.item(-1, 0):
+            return record
+        records = self._recent.records_of(keys)
+        records = records[records != NO_RECORD]
+        return records.item(-1) if len(records) else NO_RECORD
+
+    def records_of(self, keys: Keys) -> npt.NDArray[np.int64]:
+        """For each block its last request, as far as is known; else that of the one before it."""
+        records = self._recent.records_of(keys)
+        known = np.where(records >= 0, np.arange(len(keys)), 0)
+        return records.take(np.maximum.accumulate(known))
+
+    def row(self, record: int) -> int:
+        """Where the table says what a request's own blocks are worth."""
+        at = self.records.place(record)
+        return self.unknown if at is None else self.table.row(self.records.traits(at))
+
+    def time(self, record: int, now: float) -> float:
+        """When a request was last heard of; now, where that is not known."""
+        at = self.records.place(record)
+        return now if at is None else self.records.time.item(at)
+
+    def shared(self, record: int) -> tuple[int, int, int]:
+        """How many leading blocks of it others have too, their row, and the ways from there."""
+        at = self.records.place(record)
+        if at is None:
+            return 0, NO_ROW, 0
+        records = self.records
+        return records.shared.item(at), records.shared_row.item(at), records.shared_ways.item(at)
+
+    def common_row(self, ways: int, gap: float) -> int:
+        """The row of what several share, passed so long ago before."""
+        return self.table.row(shared(ways=ways, gap=gap))
+
+    def worths(
+        self,
+        rows: npt.NDArray[np.int64],
+        commons: npt.NDArray[np.int64],
+        ages: npt.NDArray[np.float64],
+    ) -> npt.NDArray[np.float64]:
+        """What blocks are worth at these ages: by their conversation, and by others."""
+        self.table.follow(rows)
+        buckets = ENDS.searchsorted(ages, "right")
+        np.minimum(buckets, NUM_BUCKETS - 1, out=buckets)
+        table = self.table.worth.reshape(-1)
+        worths = table.take(rows * NUM_BUCKETS + buckets)
+        worths += table.take(commons * NUM_BUCKETS + buckets)
+        return worths
+
+    def bids(self, record: int) -> tuple[float, float]:
+        """What a newcomer's own blocks are worth, and those that it shares."""
+        row, (_, common, _) = self.row(record), self.shared(record)
+        self.table.follow(np.array([row, common]))
+        own = self.table.worth.item(row, 0)
+        return own, own + self.table.worth.item(common, 0)
