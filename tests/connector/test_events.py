@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -35,12 +36,23 @@ class Removed:
 
 
 @pytest.fixture
-def sides(make_sides: Callable[..., Sides], monkeypatch: pytest.MonkeyPatch) -> Sides:
+def make(make_sides: Callable[..., Sides], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Sides]:
     """With room for eight blocks, and words for events that are not vLLM's."""
-    words = SimpleNamespace(stored=Stored, removed=Removed, medium="host", name=bytes.hex)
+    words = SimpleNamespace(
+        stored=Stored, removed=Removed, medium="host", storage="below", name=bytes.hex
+    )
     monkeypatch.setattr(events, "vllms_words", lambda: words)
     sizes = [f"{8 * SLOT_BYTES}B", f"{8 * SLOT_BYTES}B"]
-    return make_sides(["layer0"], ["layer1"], host=sizes, has_listeners=True)
+
+    def begin(**settings: Any) -> Sides:
+        return make_sides(["layer0"], ["layer1"], host=sizes, has_listeners=True, **settings)
+
+    return begin
+
+
+@pytest.fixture
+def sides(make: Callable[..., Sides]) -> Sides:
+    return make()
 
 
 def take(sides: Sides, kind: type) -> list[Any]:
@@ -104,3 +116,143 @@ def test_nobody_listens_nothing_is_kept(make_sides):
     sides.rest()
     assert sides.side.serving.reports.events is None
     assert list(sides.side.take_events()) == []
+
+
+# -- levels below ----------------------------------------------------------------------------------
+
+KINDS = ["memory:1MiB", "memory-by-key:1MiB"]
+
+
+def follow(sides: Sides, believed: dict[str, set[str]]) -> list[Any]:
+    """A router: takes what is told, and refuses what cannot be."""
+    told = list(sides.side.take_events())
+    for event in told:
+        (name,) = event.block_hashes
+        there = believed.setdefault(event.medium, set())
+        if isinstance(event, Stored):
+            assert name not in there, "told twice"
+            there.add(name)
+        else:
+            assert name in there, "taken back what was not told"
+            there.remove(name)
+    return told
+
+
+def settle(sides: Sides, believed: dict[str, set[str]]) -> None:
+    """Until nothing moves any more."""
+    serving = sides.side.serving
+    assert serving is not None
+    scheduler = serving.scheduler
+    for _ in range(3000):
+        sides.rest()
+        follow(sides, believed)
+        sides.run(sides.orders())
+        sides.answer(0, 1)
+        if not scheduler.num_in_flight and not scheduler.num_queued and not sides.side.has_work:
+            return
+        time.sleep(0.001)
+    raise AssertionError("copies do not end")
+
+
+def truth(sides: Sides, tags: range) -> dict[str, set[str]]:
+    """What really is where."""
+    serving = sides.side.serving
+    assert serving is not None
+    scheduler = serving.scheduler
+    (level,) = scheduler._parts.lower.levels
+    pairs = [
+        (serving._track(request_of(f"look{tag}", hashes_of(tag))), hashes_of(tag)) for tag in tags
+    ]
+    found: dict[str, set[str]] = {"host": set(), "below": set()}
+    for tracked, names in pairs:
+        keys = tracked.ferried.chain.keys()
+        for where, there in (
+            ("host", scheduler.pool.cached(keys)),
+            ("below", level.there(keys, 0.0)),
+        ):
+            found[where] |= {
+                name.hex() for name, is_there in zip(names, there, strict=True) if is_there
+            }
+    return found
+
+
+@pytest.mark.parametrize("write", ["spill", "through"])
+@pytest.mark.parametrize("levels", KINDS)
+def test_blocks_below_the_host_are_told_with_another_medium(make, levels, write):
+    sides = make(levels=levels, level_write=write, load_policy="always")
+    believed: dict[str, set[str]] = {}
+    for tag in range(1, 6):  # five times four blocks: the host holds eight
+        sides.end(sides.compute(f"r{tag}", hashes_of(tag)))
+        settle(sides, believed)
+    names = {name.hex() for tag in range(1, 6) for name in hashes_of(tag)}
+    assert believed == truth(sides, range(1, 6))
+    assert believed["host"] | believed["below"] == names, "nothing is lost, and all of it told"
+    first = {name.hex() for name in hashes_of(1)}
+    assert first <= believed["below"] - believed["host"]
+
+
+def ask(sides: Sides, tag: int, believed: dict[str, set[str]]) -> int:
+    """How many tokens of a conversation are in host memory once levels were asked and read."""
+    request = request_of(f"again{tag}", hashes_of(tag))
+    while (found := sides.side.match(request, 0))[0] is None:
+        sides.run(sides.orders())
+        sides.answer(0, 1)
+        follow(sides, believed)
+    sides.side.finished(request)
+    return found[0] or 0
+
+
+@pytest.mark.parametrize("levels", KINDS)
+def test_what_comes_up_again_is_told_again(make, levels):
+    sides = make(levels=levels, load_policy="always", ask_deadline="5min", promote_deadline="5min")
+    believed: dict[str, set[str]] = {}
+    for tag in range(1, 6):
+        sides.end(sides.compute(f"r{tag}", hashes_of(tag)))
+        settle(sides, believed)
+    first = {name.hex() for name in hashes_of(1)}
+    assert not first & believed["host"]
+    assert ask(sides, 1, believed) > 0
+    settle(sides, believed)
+    assert first & believed["host"]
+    assert first <= believed["below"]
+    assert believed == truth(sides, range(1, 6))
+    sides.side.reset()
+    settle(sides, believed)
+    assert believed == {"host": set(), "below": set()}
+
+
+def test_what_a_level_dropped_is_taken_back(make):
+    sides = make(levels=f"memory:{8 * SLOT_BYTES}B", level_write="through")
+    believed: dict[str, set[str]] = {}
+    for tag in range(1, 6):
+        sides.end(sides.compute(f"r{tag}", hashes_of(tag)))
+        settle(sides, believed)
+    assert believed == truth(sides, range(1, 6))
+    assert len(believed["below"]) == 8
+
+
+def test_what_a_store_has_lost_is_taken_back_when_it_says_so(make):
+    sides = make(levels=f"memory-by-key:{8 * SLOT_BYTES}B", level_write="through")
+    believed: dict[str, set[str]] = {}
+    for tag in range(1, 6):
+        sides.end(sides.compute(f"r{tag}", hashes_of(tag)))
+        settle(sides, believed)
+    first = {name.hex() for name in hashes_of(1)}
+    assert first <= believed["below"], "nobody has asked"
+    for level in sides.side.serving.scheduler._parts.lower.levels:
+        level._answers.doubt()
+    ask(sides, 1, believed)
+    settle(sides, believed)
+    assert hashes_of(1)[0].hex() not in believed["below"], "what follows is of no use without it"
+
+
+def test_routers_are_told_of_a_bounded_number_of_blocks_below(make, monkeypatch):
+    monkeypatch.setattr(events, "_MOST_BELOW", 10)
+    sides = make(levels="memory-by-key:1MiB", level_write="through")
+    believed: dict[str, set[str]] = {}
+    for tag in range(1, 6):
+        sides.end(sides.compute(f"r{tag}", hashes_of(tag)))
+        settle(sides, believed)
+    names = [name.hex() for tag in range(1, 6) for name in hashes_of(tag)]
+    assert believed["below"] == set(names[-10:]), "the newest"
+    assert len(sides.side.serving.reports.events._told) == 10

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +61,19 @@ class Room:
     end: End
 
 
+class LevelListener(Protocol):
+    """Who wants to know what a level has, as far as that is heard."""
+
+    def came(self, level: TierName, keys: Keys) -> None:
+        """These blocks can be read there."""
+
+    def went(self, level: TierName, keys: Keys | None) -> None:
+        """These cannot be read there any more; None: whatever was there."""
+
+    def rose(self, keys: Keys) -> None:
+        """These were copied up into the host."""
+
+
 class Level(ABC):
     """One level below the host, by its name on the workers' side.
 
@@ -74,6 +88,7 @@ class Level(ABC):
         self.write = write
         self.gate: Gate | None = None
         """What may be written to it; None where that is everything."""
+        self.listeners: list[LevelListener] = []
         self._ailing: dict[Rank, str] = {}
 
     @property
@@ -86,6 +101,10 @@ class Level(ABC):
         self._ailing.pop(rank, None)
         if reason:
             self._ailing[rank] = reason
+
+    def listen(self, listener: LevelListener) -> None:
+        """Tell it from now on what comes and goes."""
+        self.listeners.append(listener)
 
     @abstractmethod
     def there(self, keys: Keys, now: float) -> Flags:
@@ -119,8 +138,11 @@ class Level(ABC):
     def answered(self, keys: Keys, there: Flags, now: float) -> None:  # noqa: B027  may be no news
         """It was asked about these keys."""
 
-    def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:  # noqa: B027
+    def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:
         """Blocks were read from it or written to it: which of them really."""
+        if upward:
+            for listener in self.listeners:
+                listener.rose(keys.take(ok))
 
     def dropped(self, keys: Keys) -> None:  # noqa: B027
         """A write to it will not be sent after all."""
@@ -204,6 +226,16 @@ class PlacedLevel(Level):
             self._beside.note(keys, runs, lease)
         return Room(lease.positions, End.of(self.name, lease))
 
+    def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:
+        super().moved(keys, ok, upward=upward, now=now)
+        if not upward:
+            for listener in self.listeners:
+                listener.came(self.name, keys.take(ok))
+
+    def listen(self, listener: LevelListener) -> None:
+        super().listen(listener)
+        self.pool.listeners.append(lambda keys: listener.went(self.name, keys))
+
     def reset(self) -> None:
         self._beside.clear()
         self.pool.reset()
@@ -259,12 +291,15 @@ class KeyedLevel(Level):
         self.num_asked += len(keys)
         self.num_found += int(there.sum())
         self._answers.answer(keys, there, now + self._remember)
+        self._tell_found(keys, there)
 
     def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:
+        super().moved(keys, ok, upward=upward, now=now)
         # A "yes" that turned out false, or a write that failed, is a "no" for a while: whoever
         # asked the level again at once would be told the same, and wait for the same failure.
         if not upward or not ok.all():
             self._answers.answer(keys, ok, now + self._remember)
+            self._tell_found(keys, ok)
 
     def dropped(self, keys: Keys) -> None:
         self._answers.answer(keys, np.zeros(len(keys), dtype=bool), float("-inf"))
@@ -275,6 +310,13 @@ class KeyedLevel(Level):
 
     def reset(self) -> None:
         self._answers.clear()
+        for listener in self.listeners:
+            listener.went(self.name, None)
+
+    def _tell_found(self, keys: Keys, there: Flags) -> None:
+        for listener in self.listeners:
+            listener.came(self.name, keys.take(there))
+            listener.went(self.name, keys.take(~there))
 
 
 def level_of(

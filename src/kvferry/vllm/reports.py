@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvferry.config import Config
@@ -12,7 +12,7 @@ from kvferry.metrics.inbox import Inbox
 from kvferry.metrics.reasons import why_path
 from kvferry.metrics.samples import Snapshot
 from kvferry.metrics.source import Source, installed_version
-from kvferry.scheduler import Ordered, Request, Scheduler
+from kvferry.scheduler import Level, Ordered, Request, Scheduler
 from kvferry.tiers.disk.status import DiskFigures, add_up
 from kvferry.types import HOST, Rank
 from kvferry.vllm.events import EventLog
@@ -46,6 +46,7 @@ class Reports:
         disks: Mapping[tuple[Rank, str], DiskFigures],
         engine_here: int,
         has_listeners: bool,
+        levels: Sequence[Level],
         hash_tokens: int,
         tokens: VllmTokens,
     ) -> None:
@@ -57,9 +58,9 @@ class Reports:
         self._slot_bytes: dict[str, int] = dict.fromkeys(tiers, shape.slot_bytes)
         self._pinned = pinned
         self._disks = disks
-        self.events = (
-            EventLog(scheduler.pool, scheduler.groups, hash_tokens) if has_listeners else None
-        )
+        self.events: EventLog | None = None
+        if has_listeners:
+            self.events = EventLog(scheduler.pool, scheduler.groups, hash_tokens, levels=levels)
         self._told: dict[str, float] = {}
         self._told_at = 0.0
         self.inbox = Inbox()

@@ -65,6 +65,7 @@ class Serving:
         step = reach.hit_alignment(groups, hash_block_tokens=blocks.hash_tokens)
         self._spare_tokens = step if setup.uses_drafts else 0
         num_slots = min(shape.num_slots for shape in shapes.values())
+        levels = levels_of(shapes.values(), setup.config)
         self.scheduler = Scheduler(
             Pool(num_slots, policy_named(setup.config.policy), num_ready=0),
             groups,
@@ -74,7 +75,7 @@ class Serving:
             num_device_blocks=blocks.num_blocks,
             block_bytes=shapes[0].block_bytes,
             spare_tokens=self._spare_tokens,
-            levels=levels_of(shapes.values(), setup.config),
+            levels=levels,
             engine=blocks,
         )
         self.reports = Reports(
@@ -86,6 +87,7 @@ class Serving:
             disks=self.disks,
             engine_here=setup.engine_here,
             has_listeners=setup.has_listeners,
+            levels=levels,
             hash_tokens=blocks.hash_tokens,
             tokens=VllmTokens(self._namespace, setup.hash_algorithm, blocks.hash_tokens),
         )

@@ -80,6 +80,39 @@ def test_routers_hear_what_comes_and_goes(start, llama, monkeypatch):
     engine.check_idle()
 
 
+def test_routers_hear_of_blocks_below_host_memory(start, llama, monkeypatch, tmp_path):
+    """On disk, in vLLM's own events, which its own encoder can send."""
+    from vllm.distributed.kv_events import BlockStored, msgspec
+
+    engine = start(
+        llama,
+        ferry={**FERRY, "host": "2MiB", "disk": str(tmp_path), "disk_size": "64MiB"}
+        | {"disk_keep_free": 0, "level_write": "through"},
+        kv_events_config={"enable_kv_cache_events": True, "publisher": "null"},
+    )
+    believed: dict[str, set[object]] = {"CPU": set(), "STORAGE": set()}
+    real = engine.connector.take_events
+
+    def listen():
+        events = list(real())
+        for event in events:
+            msgspec.msgpack.encode(event)
+            there, names = believed[event.medium], set(event.block_hashes)
+            assert names.isdisjoint(there) if isinstance(event, BlockStored) else names <= there
+            there ^= names
+        return events
+
+    monkeypatch.setattr(engine.connector, "take_events", listen)
+    for prompt in make_prompts(65, *[300] * 8):
+        engine.generate([prompt])
+        engine.settle()
+    engine.generate(make_prompts(66, 20))  # a step more, to hear of the last copies
+    engine.settle()
+    assert len(believed["CPU"]) == engine.stats.pool.cached
+    assert len(believed["STORAGE"]) == engine.stats.levels["disk"].cached > len(believed["CPU"])
+    engine.check_idle()
+
+
 def test_one_of_several_connectors(start, expect, llama, monkeypatch):
     from vllm import LLM
 
