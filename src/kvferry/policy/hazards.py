@@ -4,7 +4,7 @@ Ages fall into buckets, two to a doubling. In each bucket a conversation that ha
 does so with a chance, the hazard: the logistic of a base for the bucket plus a weight for each of
 the conversation's traits, one for each group of buckets. Base and weights move by small steps, each
 the error over how much was seen so far, so that the first hundred records teach most. Before that a
-prior speaks: about the same small chance in every bucket, which makes the older the less likely to
+prior speaks: the same small chance in every bucket, which makes the older the less likely to
 return within a second, as LRU has it.
 
 The worth of a block at some age is Gittins' index: the best, over how long to wait, of the chance
@@ -38,8 +38,7 @@ _SWITCH_SECONDS = 2.0
 """What is evicted for a newcomer does not come back when the newcomer goes: so holding one for a
 moment is no bargain, however likely that moment."""
 
-_PRIOR_CHANCE: Floats = 0.05 * np.clip(ENDS / 16.0, 0.04, 1.0)
-"""Of returning in each bucket, before anything is known: people and tools take some seconds."""
+_PRIOR_CHANCE = 0.05
 _PRIOR_SEEN = 1.0
 _PRIOR_SEEN_TRAIT = 2.0
 
@@ -48,7 +47,8 @@ class Hazards:
     """Owns the bases and the weights, and how much was seen of each. Knows no conversation."""
 
     def __init__(self) -> None:
-        self._base = np.tile(np.log(_PRIOR_CHANCE / (1 - _PRIOR_CHANCE)), NUM_BASES)
+        start = float(np.log(_PRIOR_CHANCE / (1 - _PRIOR_CHANCE)))
+        self._base = np.full(NUM_BASES * NUM_BUCKETS, start)
         self._base_seen = np.full(NUM_BASES * NUM_BUCKETS, _PRIOR_SEEN)
         self._weight = np.repeat(prior(), _NUM_GROUPS)
         self._weight_seen = np.full(NUM_BINS * _NUM_GROUPS, _PRIOR_SEEN_TRAIT)
