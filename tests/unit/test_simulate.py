@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -111,6 +114,39 @@ def test_processes_find_the_same(tmp_path: Path) -> None:
     assert shares[-1] == 1.0
     with pytest.raises(ConfigError, match="cannot be imported"):
         simulate(replace(one, jobs=2, trials=(Trial("no_module_x:y", (5,)),) * 2))
+
+
+def test_processes_end_with_who_started_them(tmp_path: Path) -> None:
+    path = written(tmp_path, *[request(n, list(range(40 * n, 40 * n + 40))) for n in range(3000)])
+    arguments = [str(path), "--capacity", "100,200,300,400,500,600", "--jobs", "2"]
+    started = subprocess.Popen(
+        [sys.executable, "-m", "kvferry", "simulate", *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 60
+    children: list[str] = []
+    while len(children) < 2 and time.monotonic() < deadline and started.poll() is None:
+        time.sleep(0.05)
+        children = [each for each in children_of(started.pid) if "spawn_main" in told(each)]
+    assert len(children) == 2
+    started.kill()
+    started.wait()
+    while any("spawn_main" in told(each) for each in children) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [each for each in children if "spawn_main" in told(each)]
+
+
+def children_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def told(pid: str) -> str:
+    """The command line of a process, empty where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
 
 
 # -- levels ---------------------------------------------------------------------------------------

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future as Promise
 from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import chain
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,15 @@ def _end(pool: ProcessPoolExecutor) -> None:
 def _begin(done: Any) -> None:
     global _shared
     _shared = done
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Whoever wanted the result was killed: nobody would ever end this process otherwise."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _work(
