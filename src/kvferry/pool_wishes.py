@@ -45,6 +45,11 @@ class PoolWishes(PoolRoom):
         self._unclaim(held)
         return len(held)
 
+    @property
+    def hears_requests(self) -> bool:
+        """Whether the policy wants to be told of requests."""
+        return self._hears is not None
+
     def asked(self, keys: Keys, num_tokens: int, slots: SlotArray) -> None:
         """A request of so many tokens, with these whole blocks, found the leading ``slots``."""
         if self._hears is not None:

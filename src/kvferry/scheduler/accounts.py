@@ -11,6 +11,7 @@ from kvferry.observed.curve import Points
 from kvferry.policy import SeenOften
 from kvferry.pool import Pool
 from kvferry.scheduler.explainer import Explainer
+from kvferry.scheduler.hearing import Hearing
 from kvferry.scheduler.hit import PinnedHit
 from kvferry.scheduler.journal import Journal
 from kvferry.scheduler.levels import LowerLevels
@@ -36,6 +37,7 @@ class Accounts:
         admission: SeenOften,
         lower: LowerLevels,
         tenants: Tenants | None = None,
+        hearing: Hearing | None = None,
     ) -> None:
         self.counts = MatchCounts()
         self._matcher = matcher
@@ -45,6 +47,7 @@ class Accounts:
         self._lower = lower
         self._counts_below = lower.counts_asked
         self._tenants = tenants
+        self._hearing = hearing
         self.observing: Observing | None = None
         """Who learns from requests, if anybody does."""
 
@@ -106,6 +109,16 @@ class Accounts:
             ),
         )
 
+    def ended(self, request: Request) -> None:
+        """A request is over, whatever of it is still to be stored."""
+        if self._hearing is not None:
+            self._hearing.ended(request)
+
+    def gone(self, request: Request) -> None:
+        """Nothing of a request is to be stored any more."""
+        if self.observing is not None and self.observing.wants_ends:
+            self.observing.ended(request)
+
     def told(self, request: Request, explanation: Explanation) -> None:
         """A request was answered without a look, for this reason."""
         self._explained(request, explanation)
@@ -117,4 +130,6 @@ class Accounts:
             self.counts.missed[explanation.reason.value] += 1
             if self.observing is not None:
                 self.observing.answered(request, explanation)
+            if self._hearing is not None:
+                self._hearing.asked(request, explanation)
         self._journal.explained(explanation, is_new=is_new)

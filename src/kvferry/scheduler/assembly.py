@@ -11,6 +11,7 @@ from kvferry.pool import Pool
 from kvferry.scheduler.accounts import Accounts
 from kvferry.scheduler.explainer import Explainer
 from kvferry.scheduler.gate import TIMES, gate_of
+from kvferry.scheduler.hearing import listening
 from kvferry.scheduler.hit import Hits
 from kvferry.scheduler.journal import Journal
 from kvferry.scheduler.level import Level, WriteMode
@@ -90,7 +91,9 @@ def assemble(
         lower=lower,
         waits=Waits(),
         journal=journal,
-        accounts=Accounts(matcher, explainer, journal, admission, lower, tenants),
+        accounts=Accounts(
+            matcher, explainer, journal, admission, lower, tenants, listening(pool, levels, matcher)
+        ),
         tenants=tenants,
         sizes=sizes,
         least_tokens=min(sizes),

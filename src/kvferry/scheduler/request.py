@@ -315,6 +315,7 @@ class Request:
         """
         if self.state is State.ENDED:
             return
+        self._parts.accounts.ended(self)
         if self.state is State.LEFT and self._parts.rests is not None:
             for rest in self._parts.rests.drop(self):
                 self._parts.released.extend(rest.held)
@@ -332,6 +333,7 @@ class Request:
             return ()
         if self._owed is not None:
             self.tell()
+        self._parts.accounts.ended(self)
         rests = self._parts.rests
         if self.state is not State.RUNNING or rests is None:
             self.end()
@@ -348,9 +350,7 @@ class Request:
         """Nothing of what it left is to be stored any more."""
         self.state = State.ENDED
         del self._parts.live[self]
-        observing = self._parts.accounts.observing
-        if observing is not None and observing.wants_ends:
-            observing.ended(self)
+        self._parts.accounts.gone(self)
 
     def forget(self) -> None:
         """Everything stored was forgotten: so was its hit, and what it has computed is of before.
