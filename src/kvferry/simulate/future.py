@@ -21,7 +21,7 @@ _MOSTLY = 0.5
 
 @dataclass(frozen=True, eq=False)
 class Future:
-    """Who used each block before whom. Owns arrays; about 40 bytes for each block of the trace.
+    """Who used each block before whom. Owns arrays; about 55 bytes for each block of the trace.
 
     ``starts`` has where each request's blocks begin, and the end. ``before`` is, for each block,
     the last earlier request that has it, -1 where there is none: along a request it never grows.
