@@ -1,4 +1,4 @@
-"""What a policy hears of requests through the scheduler: each once, with its answer, by its keys."""
+"""What a policy hears of requests through the scheduler: each once, with its answer and keys."""
 
 from __future__ import annotations
 
