@@ -294,6 +294,69 @@ def test_the_pod_monitor_finds_the_pods_and_their_port():
     assert endpoint["port"] in [port["name"] for port in container()["ports"]]
 
 
+# -- the fleet -------------------------------------------------------------------------------------
+
+
+def fleet() -> dict[tuple[str, str], dict[str, Any]]:
+    """The manifest's documents by kind and name."""
+    text = (DEPLOY / "kubernetes" / "fleet.yaml").read_text()
+    return {(d["kind"], d["metadata"]["name"]): d for d in yaml.safe_load_all(text)}
+
+
+def fleet_pods() -> dict[str, dict[str, Any]]:
+    return {
+        kind: d["spec"]["template"] for (kind, _), d in fleet().items() if "template" in d["spec"]
+    }
+
+
+@pytest.mark.parametrize("version", ["1.29", "1.32", kubernetes_validate.latest_version()])
+def test_the_fleets_manifest_is_what_kubernetes_takes(version):
+    for document in fleet().values():
+        kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_the_fleets_servers_find_its_master_and_fit_their_pods():
+    pods = fleet_pods()
+    (server,) = pods["StatefulSet"]["spec"]["containers"]
+    (master,) = pods["Deployment"]["spec"]["containers"]
+    assert server["image"] == master["image"]
+    env = {item["name"]: item.get("value") for item in server["env"]}
+    ours = {name: value for name, value in env.items() if name.startswith("KVFERRY_")}
+    assert set(ours) <= {setting.env for setting in describe()}
+    config = Config.from_env(ours)
+    assert config.remote_settings is not None
+    address = config.remote_settings.address
+    name, port = address.place.split(":")
+    service = fleet()[("Service", name)]["spec"]
+    (rpc,) = service["ports"]
+    assert rpc["port"] == int(port)
+    assert service["selector"].items() <= pods["Deployment"]["metadata"]["labels"].items()
+    ports = {each["name"]: each["containerPort"] for each in master["ports"]}
+    assert f"--rpc_port={ports[rpc['targetPort']]}" in master["args"]
+    assert f"--metrics_port={ports['metrics']}" in master["args"]
+    volumes = {volume["name"]: volume for volume in pods["StatefulSet"]["spec"]["volumes"]}
+    shm = parse_size(volumes["shm"]["emptyDir"]["sizeLimit"] + "B")
+    limit = parse_size(server["resources"]["limits"]["memory"] + "B")
+    assert isinstance(config.host, int)
+    segment = parse_size(address.options["segment"])
+    assert segment > 0, "somebody must give memory"
+    assert config.host + segment + shm < limit
+    assert config.level_write == "through"
+    assert config.metrics_host == "127.0.0.1"
+
+
+def test_only_the_fleets_pods_reach_its_store():
+    policy = fleet()[("NetworkPolicy", "kvferry-fleet")]["spec"]
+    chosen = policy["podSelector"]["matchLabels"].items()
+    for pod_ in fleet_pods().values():
+        assert chosen <= pod_["metadata"]["labels"].items()
+    ours, anybody = policy["ingress"]
+    assert ours == {"from": [{"podSelector": policy["podSelector"]}]}
+    (server,) = fleet_pods()["StatefulSet"]["spec"]["containers"]
+    assert anybody == {"ports": [{"port": server["ports"][0]["containerPort"]}]}
+    assert "mooncake" in (DEPLOY / "docker" / "Dockerfile").read_text()
+
+
 def test_the_scrape_configuration_reads_one_endpoint_and_the_rules():
     config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
     (job,) = config["scrape_configs"]

@@ -73,6 +73,7 @@ class MooncakeMaster(Closing):
             env=_environment(),
             start_new_session=True,  # Ctrl-C is for us; the servers still say farewell to it
         )
+        self.pid = self._process.pid
         try:
             self._await(port)
         except BaseException:
