@@ -26,6 +26,7 @@ from kvferry.keys import Keys
 from kvferry.left_out import why_left_out
 from kvferry.metrics.inbox import Inbox
 from kvferry.ownership import OneThread
+from kvferry.pausing import pause
 from kvferry.policy import policy_named
 from kvferry.pool import Pool
 from kvferry.rank import RankMemory
@@ -37,11 +38,6 @@ from kvferry.worker import Worker
 
 if TYPE_CHECKING:
     from kvferry.metrics.endpoint import Endpoint
-
-_LEAST_PAUSE, _MOST_PAUSE = 2e-5, 5e-4
-_PAUSE_SHARE = 50
-"""Who waits looks again after a fiftieth of the time waited so far: so little is lost at the end,
-and the interpreter is left to the thread that queues the copy."""
 
 _names = itertools.count()
 """For all ferries of the process, so that what is explained of one names no hit of another."""
@@ -184,7 +180,7 @@ class Ferry(FerryLooks, FerryControl, Closing):
             waited = time.monotonic() - began
             if timeout is not None and waited >= timeout:
                 return self.again(hit)
-            _pause(waited)
+            pause(waited)
         return hit
 
     def load(self, hit: Hit, device_blocks: Tables) -> Ticket:
@@ -324,7 +320,7 @@ class Ferry(FerryLooks, FerryControl, Closing):
             waited = time.monotonic() - began
             if timeout is not None and waited >= timeout:
                 raise DeadlineError(f"ticket {ticket} did not end within {timeout} seconds")
-            _pause(waited)
+            pause(waited)
 
     def _advance(self) -> None:
         """Learn what ended, and answer who asks from other threads."""
@@ -395,7 +391,3 @@ class Ferry(FerryLooks, FerryControl, Closing):
         self._owner.close()
         self._dropped.detach()
         self._parts.close()
-
-
-def _pause(waited: float) -> None:
-    time.sleep(min(_MOST_PAUSE, max(_LEAST_PAUSE, waited / _PAUSE_SHARE)))

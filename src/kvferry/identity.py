@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
+from secrets import randbits
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ _SCOPE = b"kvferry.scope"
 _STORE = b"kvferry.store"
 
 _MOST_INT64 = 2**63 - 1
+_EPOCH_BITS = 63
 _MOST_PLAIN_INT = 10**1000  # Python writes integers of some thousand digits only if told to
 
 
@@ -232,6 +234,17 @@ def store_fingerprint(namespace: Namespace, *parts: Described | int | Sequence[i
     for part in parts:
         digest.update(_with_length(_canonical("store", [part]).encode()))
     return digest.digest()
+
+
+def new_epoch(before: int) -> int:
+    """Another than before, and than any of any life.
+
+    Not counted on: a level may outlive us, and the next life begins at 0 again. What that resets to
+    must never name blocks that this one stored.
+    """
+    while (epoch := randbits(_EPOCH_BITS)) in (0, before):
+        pass
+    return epoch
 
 
 def _joined(keys: list[bytes]) -> Keys:

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from secrets import randbits
 
 from kvferry import reach
 from kvferry.answers import DeviceBlocks
 from kvferry.config import Config
 from kvferry.errors import ClosedError, InputError
 from kvferry.hints import Hints
+from kvferry.identity import new_epoch
 from kvferry.keys import KeyChain, Keys
 from kvferry.pool import Pool
 from kvferry.scheduler.ahead import Ahead
@@ -42,7 +42,6 @@ from kvferry.scheduler.why import Explanation
 from kvferry.stats import SchedulerStats
 from kvferry.types import Health, Plan, Rank, Receipt, RequestId
 
-_EPOCH_BITS = 63
 _CLOSED = "the scheduler is closed"
 
 
@@ -384,17 +383,6 @@ class Scheduler:
         """Prove the bookkeeping, the pools' included; raises IntegrityError."""
         self.pool.check_integrity()
         self._parts.lower.check_integrity()
-
-
-def new_epoch(before: int) -> int:
-    """Another than before, and than any of any life.
-
-    Not counted on: a level may outlive us, and the next life begins at 0 again. What that resets to
-    must never name blocks that this one stored.
-    """
-    while (epoch := randbits(_EPOCH_BITS)) in (0, before):
-        pass
-    return epoch
 
 
 def _require_sizes(

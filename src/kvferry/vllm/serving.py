@@ -388,13 +388,13 @@ class Serving:
         """What was counted since the last call, if it is time to tell and there is something."""
         if self._pace.is_quiet:
             return None
-        will_rest = not self._tracked and not self.has_work  # then for long there is no other step
-        if not (will_rest or self.reports.is_due):
+        # With nothing left to do there is no other step for long.
+        if not (self.reports.is_due or (not self._tracked and not self.has_work)):
             return None
         return self.reports.take_stats(num_held=self.blocks.num_held)
 
     def close(self) -> None:
-        """Each part though another cannot: vLLM is on its way out and shall get there."""
+        """Each part though another cannot: vLLM shall get to its end."""
         for part in (self.reports, self.scheduler):
             try:
                 part.close()
