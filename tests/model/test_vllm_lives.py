@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -136,6 +137,11 @@ def _stores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def test_nobody_waits_for_ever_and_nothing_stays(seed: int, breaks: bool) -> None:
     rng = random.Random(seed)
     lives = Lives(rng)
+    with closing(lives.vllm.side):
+        live_on(lives, rng, breaks=breaks)
+
+
+def live_on(lives: Lives, rng: random.Random, *, breaks: bool) -> None:
     serving = lives.vllm.serving
     break_at = rng.randrange(100) if breaks else None
     for number in range(120):

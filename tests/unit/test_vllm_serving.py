@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from tests.fakes.vllm_side import BLOCK_TOKENS, FakeVllm
 
-from kvferry.reach import FullAttention, SlidingWindow
+from kvferry.reach import FullAttention, Group, SlidingWindow
 from kvferry.scheduler import rests
 from kvferry.vllm.events import EventLog
 
+Serve = Callable[..., FakeVllm]
+
 HASHES = [bytes([number]) * 32 for number in range(1, 9)]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Makes vLLMs that end with the test."""
+    with ExitStack() as ends:
+
+        def made(*groups: Group, **settings: Any) -> FakeVllm:
+            vllm = FakeVllm(*groups, **settings)
+            ends.callback(vllm.side.close)
+            return vllm
+
+        yield made
 
 
 def words() -> Any:
@@ -29,9 +47,9 @@ def listen(vllm: FakeVllm) -> EventLog:
     return log
 
 
-def test_routers_hear_of_blocks_that_are_stored_when_a_request_ends() -> None:
+def test_routers_hear_of_blocks_that_are_stored_when_a_request_ends(serve: Serve) -> None:
     """Seen red: what windows store at the end was stored, and no router ever told."""
-    vllm = FakeVllm(FullAttention(BLOCK_TOKENS), SlidingWindow(BLOCK_TOKENS, window=64))
+    vllm = serve(FullAttention(BLOCK_TOKENS), SlidingWindow(BLOCK_TOKENS, window=64))
     events = listen(vllm)
     request = vllm.request("a", HASHES[:3])
     assert vllm.side.match(request, 0) == (0, False)
@@ -50,9 +68,9 @@ def test_routers_hear_of_blocks_that_are_stored_when_a_request_ends() -> None:
     ]
 
 
-def test_whoever_asks_from_another_thread_changes_nothing() -> None:
+def test_whoever_asks_from_another_thread_changes_nothing(serve: Serve) -> None:
     """Seen red: a scrape counted misses, and went on with rests, beside the engine's thread."""
-    vllm = FakeVllm()
+    vllm = serve()
     serving = vllm.serving
     serving.reports._serve("127.0.0.1", 0)
     request = vllm.request("a", HASHES[:3])
@@ -96,8 +114,8 @@ def begin_load(vllm: FakeVllm, name: str, hashes: list[bytes]) -> Any:
     return request
 
 
-def test_a_load_taken_back_is_not_told_to_the_ranks() -> None:
-    vllm = FakeVllm()
+def test_a_load_taken_back_is_not_told_to_the_ranks(serve: Serve) -> None:
+    vllm = serve()
     keep(vllm, "a", HASHES[:3])
     request = begin_load(vllm, "b", HASHES[:3])
     vllm.free(request)
@@ -109,8 +127,10 @@ def test_a_load_taken_back_is_not_told_to_the_ranks() -> None:
     assert not vllm.side.has_work
 
 
-def test_what_vllm_was_promised_is_told_when_we_fail_and_nothing_is_held_for_ever() -> None:
-    vllm = FakeVllm(num_ranks=2)
+def test_what_vllm_was_promised_is_told_when_we_fail_and_nothing_is_held_for_ever(
+    serve: Serve,
+) -> None:
+    vllm = serve(num_ranks=2)
     keep(vllm, "a", HASHES[:2])
     keep(vllm, "a", HASHES[2:5])
     begin_load(vllm, "b", HASHES[:2])
@@ -147,8 +167,8 @@ def decoding(vllm: FakeVllm, name: str) -> Any:
     return request
 
 
-def test_a_reset_is_told_with_the_next_step_and_quiet_ones_stay_with_it() -> None:
-    vllm = FakeVllm()
+def test_a_reset_is_told_with_the_next_step_and_quiet_ones_stay_with_it(serve: Serve) -> None:
+    vllm = serve()
     decoding(vllm, "a")
     vllm.side.reset()
     orders = vllm.orders({"a": 1})
@@ -161,8 +181,8 @@ def test_a_reset_is_told_with_the_next_step_and_quiet_ones_stay_with_it() -> Non
     assert {each.epoch for each in quiet} == {epoch}
 
 
-def test_what_is_held_on_the_device_is_not_forgotten_in_quiet_steps() -> None:
-    vllm = FakeVllm(num_blocks=200)
+def test_what_is_held_on_the_device_is_not_forgotten_in_quiet_steps(serve: Serve) -> None:
+    vllm = serve(num_blocks=200)
     request = vllm.request("a", HASHES)
     vllm.side.match(request, 0)
     vllm.allocate(request)
