@@ -15,10 +15,10 @@ from kvferry.pool import Pool
 class GrowingPoolMachine(PoolMachine):
     """A slot that is not ready is never given out, and is used like any other from then on."""
 
-    @initialize(num_slots=st.integers(1, 12), ready=st.integers(0, 12))
-    def start(self, num_slots: int, ready: int = 0) -> None:
-        super().start(num_slots)
-        self.pool = Pool(num_slots, num_ready=min(ready, num_slots))
+    @initialize(num_slots=st.integers(1, 12), side_by_side=st.booleans(), ready=st.integers(0, 12))
+    def start(self, num_slots: int, side_by_side: bool, ready: int = 0) -> None:
+        super().start(num_slots, side_by_side)
+        self.pool = Pool(num_slots, num_ready=min(ready, num_slots), side_by_side=side_by_side)
         self.model.total = self.pool.num_ready
 
     @rule(ready=st.integers(0, 12))
