@@ -266,7 +266,7 @@ padding:16px 18px;margin:0}
 font-variant-numeric:tabular-nums}
 .card span{display:block}.card small{color:var(--soft);font-variant-numeric:tabular-nums}
 figure p{font-size:13px;margin:0 0 8px}
-svg{width:100%;height:auto;display:block}
+svg{width:100%;max-width:540px;height:auto;display:block}
 svg text{font-size:11px;fill:var(--soft);font-variant-numeric:tabular-nums}
 svg text.name{font-size:12px;fill:var(--ink)}svg text.inside{fill:#fff;font-weight:600}
 .grid{stroke:var(--grid);stroke-width:1}
