@@ -20,7 +20,9 @@ from kvferry.policy.traits import (
 from kvferry.policy.worth_table import NO_ROW, WorthTable
 
 NO_RECORD = -1
-_LEARN_EVERY = 16  # requests
+_LEARN_EVERY = 16  # requests, at first
+_LEARN_LATER = 64  # and once most is learned
+_FIRST = 1024
 _MOSTLY = 2  # a request goes on with one of whose blocks it has at least one in so many
 _RECORDS = 1 << 15
 _LEAST_BLOCKS, _MOST_BLOCKS = 1 << 14, 1 << 20
@@ -50,7 +52,8 @@ class Heard:
     def asked(self, keys: Keys, num_tokens: int, now: float) -> int:
         """A request came; returns its record."""
         self._num_asked += 1
-        if self._num_asked % _LEARN_EVERY == 0 and self.records.teach(self._hazards, now):
+        every = _LEARN_EVERY if self._num_asked < _FIRST else _LEARN_LATER
+        if self._num_asked % every == 0 and self.records.teach(self._hazards, now):
             self.table.learned()
         record = self._recorded(self._recent.listed(keys), num_tokens, now)
         self._latest = (record, keys.array.item(-1, 0))
@@ -183,6 +186,5 @@ class Heard:
     def bids(self, record: int) -> tuple[float, float]:
         """What a newcomer's own blocks are worth, and those that it shares."""
         row, (_, common, _) = self.row(record), self.shared(record)
-        self.table.follow(np.array([row, common]))
-        own = self.table.worth.item(row, 0)
-        return own, own + self.table.worth.item(common, 0)
+        own = self.table.fresh(row, 0)
+        return own, own + self.table.fresh(common, 0) if common != NO_ROW else own

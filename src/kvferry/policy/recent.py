@@ -19,7 +19,6 @@ _DOUBLINGS = 24
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 Words = npt.NDArray[np.uint64]
-_END = np.zeros(1, dtype=np.uint64)
 
 
 def _listed() -> npt.NDArray[np.int64]:
@@ -82,7 +81,7 @@ class RecentBlocks:
             return _NOTHING
         deepest = known.item(-1)
         record = self._record.item(places.item(deepest))
-        shared = known[self._shared.take(places.take(known))]
+        shared = self._shared.take(places[: deepest + 1]).nonzero()[0]
         if not len(shared):
             return Known(deepest + 1, record)
         return Known(deepest + 1, record, *self._sharing(places, shared.item(-1)))
@@ -91,8 +90,9 @@ class RecentBlocks:
         """The same, where a request goes another way behind all that is known of it."""
         if known.depth == known.shared:
             return known
-        sharing = self._sharing(self._places(words), known.depth - 1)
-        return Known(known.depth, known.record, *sharing)
+        at = known.depth - 1
+        sharing = self._sharing(self._places(words[at : at + 1]), 0)
+        return Known(known.depth, known.record, known.depth, *sharing[1:])
 
     def _sharing(self, places: npt.NDArray[np.int64], at: int) -> tuple[int, int, int]:
         place = places.item(at)
@@ -103,21 +103,23 @@ class RecentBlocks:
 
         It goes a way of its own behind the first ``parts_at`` of them, if any.
         """
-        if not len(words):
-            return
         places = self._places(words)
-        known = self._word.take(places) == words
-        followed = self._next.take(places)
-        after = np.concatenate((words[1:], _END))
-        parted = (followed != after) & (followed != 0) & (after != 0)
-        self._shared[places] = known & (self._shared.take(places) | parted)
-        self._next[places] = np.where(known & (after == 0), followed, after)
-        self._ways[places] = np.where(known, self._ways.take(places), 0)
-        self._sharer[places[~known]] = -1
+        new = (self._word.take(places) != words).nonzero()[0]
+        if len(new):
+            taken = places.take(new)
+            self._word[taken] = words.take(new)
+            self._shared[taken] = False
+            self._ways[taken] = self._next[taken] = 0
+            self._sharer[taken] = -1
+        self._record[places] = record
+        before, after = places[:-1], words[1:]
+        followed = self._next.take(before)
+        parted = (followed != after) & (followed != 0)
+        if np.count_nonzero(parted):
+            self._shared[before[parted]] = True
+        self._next[before] = after
         if parts_at:
             self._ways[places.item(parts_at - 1)] += 1
-        self._word[places] = words
-        self._record[places] = record
 
     def share(self, words: Words, shared: int, record: int) -> None:
         """What is common up to this listed block was asked for, as a record of its own says."""
@@ -126,9 +128,8 @@ class RecentBlocks:
     def renew(self, words: Words, record: int) -> None:
         """The last request with these listed words, or the first of them, is another record now."""
         places = self._places(words)
-        new = self._word.take(places) != words
-        if new.any():
-            self.note(words[int(new.argmax()) :], record)
+        if np.count_nonzero(self._word.take(places) != words):
+            self.note(words, record)
         self._record[places] = record
 
     def records_of(self, keys: Keys) -> npt.NDArray[np.int64]:

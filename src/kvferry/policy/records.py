@@ -15,7 +15,7 @@ from kvferry.policy.traits import NUM_TRAITS, Traits
 
 OPEN = -1
 _LOST = -2  # it cannot be seen any more whether it returns
-_AT_ONCE = 128  # of each bucket: after a long silence the rest is learned with the next requests
+_AT_ONCE = 256  # of each bucket: after a long silence the rest is learned with the next requests
 
 
 class Records:

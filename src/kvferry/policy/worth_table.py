@@ -11,14 +11,15 @@ from kvferry.policy.traits import NUM_TRAITS, Traits
 _FIRST_ROWS = 64
 NO_ROW = 0
 """Is worth nothing."""
-_AT_ONCE = 16  # rows that are worked out again each time
+_AT_ONCE = 16  # rows that are worked out again when they are looked at
+_MOST_AT_ONCE = 256  # and when the model has changed: a few hundred microseconds
 
 
 class WorthTable:
     """A row for each set of traits that was met. Owns the rows; the model learns elsewhere.
 
-    Rows follow the model when they are looked at, a few at a time. There are only so many sets of
-    traits.
+    When the model has changed, those rows that were of use lately follow it at once, others when
+    they are looked at. There are only so many sets of traits.
     """
 
     def __init__(self, hazards: Hazards) -> None:
@@ -27,6 +28,7 @@ class WorthTable:
         self._traits = np.zeros((_FIRST_ROWS, NUM_TRAITS), dtype=np.int64)
         self._version = np.zeros(_FIRST_ROWS, dtype=np.int64)
         self._learned = 0
+        self._of_use: set[int] = set()  # since the model last changed
         self.worth = np.zeros((_FIRST_ROWS, NUM_BUCKETS))
         """By row and bucket of age: returns a second that a block is held."""
 
@@ -42,17 +44,32 @@ class WorthTable:
             self._traits[row] = traits
             self._version[row] = self._learned
             self.worth[row] = self._hazards.worth(self._traits[row : row + 1])[0]
+        self._of_use.add(row)
         return row
 
     def learned(self) -> None:
         """The model has changed: what the rows say is of before."""
         self._learned += 1
         self._version[NO_ROW] = self._learned
+        rows = sorted(self._of_use)[:_MOST_AT_ONCE]
+        self._of_use.clear()
+        if rows:
+            self._renew(np.array(rows))
 
     def follow(self, rows: npt.NDArray[np.int64]) -> None:
         """Of these rows, work some out again that the model has changed since."""
         old = rows[self._version.take(rows) != self._learned]
         if len(old):
-            old = np.unique(old)[:_AT_ONCE]
-            self._version[old] = self._learned
-            self.worth[old] = self._hazards.worth(self._traits.take(old, axis=0))
+            some = sorted(set(old.tolist()))[:_AT_ONCE]
+            self._of_use.update(some)
+            self._renew(np.array(some))
+
+    def fresh(self, row: int, bucket: int) -> float:
+        """What a row says, by the model as it is."""
+        if self._version.item(row) != self._learned:
+            self._renew(np.array([row]))
+        return self.worth.item(row, bucket)
+
+    def _renew(self, rows: npt.NDArray[np.int64]) -> None:
+        self._version[rows] = self._learned
+        self.worth[rows] = self._hazards.worth(self._traits.take(rows, axis=0))
