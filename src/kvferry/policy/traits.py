@@ -59,7 +59,7 @@ def doubling(value: float, first: float, doublings: float, most: int) -> int:
     """0 below ``first``, then a bin more for each so many doublings, up to ``most``."""
     if not value >= first:
         return 0
-    return min(most, 1 + int(log2(value / first) / doublings))
+    return int(min(most, 1 + log2(value / first) / doublings))
 
 
 def answer_bin(num_tokens: int) -> int:

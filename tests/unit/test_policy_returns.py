@@ -1,0 +1,402 @@
+"""The policy that learns when conversations return: what it learns, keeps, refuses, and survives.
+
+One-line breaks that were tried; each made a test of this module fail.
+
+- ``Records.teach`` counts those that returned in an earlier bucket; ``Hazards.learn`` moves no base
+- ``Heard._recorded`` takes every request for a new one; ``WorthTable.fresh`` reads old rows
+- ``Returns.hint`` does not tell the record
+- ``Heard._share`` is not called; ``Returns._tick`` gives the time as it is
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.fakes.crafted_keys import keys
+
+from kvferry.policy import EvictionPolicyMaker, Evidence, Lru
+from kvferry.policy.hazards import ENDS, NUM_BUCKETS, Hazards
+from kvferry.policy.heard import Heard
+from kvferry.policy.recent import LISTED, RecentBlocks
+from kvferry.policy.records import Records
+from kvferry.policy.returns import Returns
+from kvferry.policy.segments import Segments
+from kvferry.policy.traits import NUM_BINS, TurnKind, conversation, shared
+from kvferry.policy.worth_table import WorthTable
+from kvferry.pool import Pool
+from kvferry.replay import PoolReplay, Tokens
+from kvferry.simulate import Simulation, Trial, simulate
+from kvferry.types import as_slots
+
+PUBLISHED = Path("/work/shared/traces/mooncake_conversation.jsonl")
+NEW = conversation(turn=1, gap=None, grown=0, kind=TurnKind.NEW)
+Request = tuple[float, list[int]]
+
+
+# -- what is learned ------------------------------------------------------------------------------
+
+
+def learned(age: float, chance: float, count: int = 2000) -> Hazards:
+    """From conversations of which so many return, all at about this age."""
+    hazards, records, rng = Hazards(), Records(1 << 14), Random(1)
+    now, waiting = 0.0, []
+    for _ in range(count):
+        now += 1.0
+        number = records.add(now, NEW)
+        if rng.random() < chance:
+            waiting.append((now + age * rng.uniform(0.9, 1.1), number))
+        while waiting and waiting[0][0] <= now:
+            at, returning = waiting.pop(0)
+            records.returns(returning, at)
+        records.teach(hazards, now)
+    return hazards
+
+
+@pytest.mark.parametrize(("age", "chance"), [(5.0, 0.3), (100.0, 0.5), (20.0, 0.9)])
+def test_it_learns_when_conversations_return(age: float, chance: float) -> None:
+    chances = learned(age, chance).chances(np.array([NEW]))[0]
+    returned = 1 - np.prod(1 - chances[: ENDS.searchsorted(4 * age)])
+    assert returned == pytest.approx(chance, abs=0.12)
+    assert 0.5 * age < ENDS[int(chances[: ENDS.searchsorted(4 * age)].argmax())] < 2.5 * age
+
+
+def test_what_is_about_to_return_is_worth_most() -> None:
+    worth = learned(100.0, 0.5).worth(np.array([NEW]))[0]
+    before, after = ENDS.searchsorted(60.0), ENDS.searchsorted(250.0)
+    assert worth[before] > 1.2 * worth[0]
+    assert worth[before] > 5 * worth[after]
+
+
+def test_before_anything_is_learned_the_older_is_worth_less() -> None:
+    worth = Hazards().worth(np.array([NEW, shared(ways=1, gap=1.0)]))
+    assert (np.diff(worth, axis=1) <= 0).all()
+
+
+def test_who_has_returned_is_no_longer_waited_for() -> None:
+    class Pupil(Hazards):
+        def learn(self, traits: Any, buckets: Any, returned: Any) -> None:
+            heard.extend(zip(buckets.tolist(), returned.tolist(), strict=True))
+
+    heard: list[tuple[int, bool]] = []
+    records = Records(16)
+    returning, lost = records.add(0.0, NEW), records.add(0.0, NEW)
+    records.returns(returning, float(ENDS[3]) - 0.01)
+    records.returns(returning, 50.0)  # of its answer, say: the first time counts
+    records.lose(lost)
+    assert records.teach(Pupil(), 100.0)
+    assert heard == [(0, False), (1, False), (2, False), (3, True)]
+    assert not records.teach(Pupil(), 100.0)
+
+
+def test_what_was_not_of_use_lately_is_worked_out_when_it_is() -> None:
+    hazards = Hazards()
+    table = WorthTable(hazards)
+    row = table.row(NEW)
+    before = table.fresh(row, 0)
+    table.learned()
+    traits = np.array([NEW] * 500)
+    hazards.learn(traits, np.zeros(500, dtype=np.int64), np.zeros(500, dtype=bool))
+    table.learned()
+    assert table.worth.item(row, 0) == before, "nobody has asked for it"
+    assert table.fresh(row, 0) < before
+
+
+def test_a_newcomer_that_is_worth_less_than_all_is_refused() -> None:
+    now = [0.0]
+    pool = Pool(8, Returns, clock=lambda: now[0])
+    for turn in range(300):  # one that returns every ten seconds, others that never do
+        now[0] += 5.0
+        one_shot = keys([1000 + turn, 5000 + turn])
+        for chat in (keys(range(6)), one_shot) if turn % 2 else (one_shot,):
+            pool.asked(chat, 512 * len(chat), pool.leading(chat))
+            lease = pool.reserve(chat)
+            if lease is not None:
+                lease.commit()
+    assert pool.match(keys(range(6))) == 6
+    big = keys(range(9000, 9008))
+    pool.asked(big, 4096, as_slots(()))
+    lease = pool.reserve(big)
+    assert lease is None or len(lease) <= 2
+    assert pool.match(keys(range(6))) == 6
+
+
+def test_a_long_silence_is_learned_of_bit_by_bit() -> None:
+    hazards, records = Hazards(), Records(4096)
+    for at in range(4000):
+        records.add(float(at), NEW)
+    steps = 0
+    while records.teach(hazards, 1e9):
+        steps += 1
+    assert 4000 / 256 <= steps < 40
+
+
+def test_records_are_bounded_and_the_last_are_remembered() -> None:
+    records = Records(100)
+    numbers = [records.add(float(at), NEW, length=at) for at in range(1000)]
+    assert records.place(numbers[0]) is None
+    for number in numbers[-100:]:
+        at = records.place(number)
+        assert at is not None
+        assert records.facts(at)[1] == number
+    records.returns(numbers[0], 2000.0)
+    records.lose(numbers[0])
+
+
+# -- what is told apart ---------------------------------------------------------------------------
+
+
+def test_long_requests_are_listed_in_few_places() -> None:
+    assert LISTED[:64].tolist() == list(range(64))
+    assert len(LISTED[: LISTED.searchsorted(8192)]) == 64 + 7 * 32
+    assert (np.diff(LISTED) > 0).all()
+
+
+def test_a_conversation_that_goes_on_is_known_also_where_nothing_of_it_is_here() -> None:
+    heard = Heard(64)
+    first = heard.asked(keys(range(1000, 1010)), 5000, 0.0)
+    second = heard.asked(keys(range(1000, 1014)), 7000, 30.0)
+    at = heard.records.place(second)
+    assert at is not None
+    assert heard.records.facts(at)[2] == 2, "its second turn"
+    third = heard.asked(keys([1000, *range(2000, 2010)]), 5000, 40.0)
+    at = heard.records.place(third)
+    assert at is not None
+    assert heard.records.facts(at)[2] == 1, "one that shares a block with it is another"
+    assert first < second < third
+
+
+def test_what_many_share_is_known_as_such() -> None:
+    heard = Heard(64)
+    for at in range(5):
+        record = heard.asked(keys([1, 2, 3, *range(100 * at + 10, 100 * at + 15)]), 4000, at * 10.0)
+    assert heard.shared(record)[0] == 3
+    own, common = heard.bids(record)
+    assert common > own
+
+
+def test_an_answer_begins_the_wait_anew() -> None:
+    heard = Heard(64)
+    record = heard.asked(keys(range(5)), 2500, 0.0)
+    before, after = heard.answered(keys(range(7)), 900, 20.0)
+    assert before == record != after
+    assert heard.time(after, 99.0) == 20.0
+    going_on = heard.asked(keys(range(9)), 4500, 25.0)
+    at = heard.records.place(going_on)
+    assert at is not None
+    assert heard.records.facts(at)[2] == 2
+
+
+def test_the_table_of_recent_blocks_is_bounded() -> None:
+    recent = RecentBlocks(16)
+    for at in range(500):
+        recent.note(recent.listed(keys([at * 3, at * 3 + 1, at * 3 + 2])), at)
+    assert recent.look(recent.listed(keys([1497, 1498, 1499]))).record == 499
+    assert recent.look(recent.listed(keys([0, 1, 2]))).record in (-1, *range(500))
+
+
+# -- segments -------------------------------------------------------------------------------------
+
+
+def test_segments_lose_their_ends_first_and_forget_what_left() -> None:
+    emptied: list[int] = []
+    segments = Segments(16, emptied.append)
+    one = segments.new(as_slots([0, 1, 2, 3]))
+    two = segments.new(as_slots([4, 5]))
+    segments.push(one, as_slots([6, 7]))
+    segments.leave(as_slots([7, 1]))
+    assert segments.end[one] == 6
+    assert segments.last(one, 9).tolist() == [6, 3, 2, 0]
+    assert segments.pop(one, 2).tolist() == [6, 3]
+    segments.leave(as_slots([4, 5]))
+    assert emptied == [two]
+    assert segments.count == 1
+    assert segments.new(as_slots([9])) == two
+    assert segments.num_held == 3
+
+
+def test_what_is_stale_does_not_pile_up() -> None:
+    segments = Segments(8, lambda segment: None)
+    kept = segments.new(as_slots([0]))
+    moving = segments.new(as_slots([1, 2, 3]))
+    for _ in range(1000):
+        segments.leave(as_slots([2, 3]))
+        segments.push(moving, as_slots([2, 3]))
+        segments.leave(as_slots([1]))
+        segments.push(kept, as_slots([1]))
+        segments.leave(as_slots([1]))
+        segments.push(moving, as_slots([1]))
+    assert sum(len(slots) for pieces in segments._pieces for _, slots in pieces) < 200
+
+
+# -- through a pool -------------------------------------------------------------------------------
+
+
+def chats(seed: int, count: int, gap: float, stay: float) -> Iterator[Request]:
+    """Conversations of a few blocks, of which a share comes back after about ``gap`` seconds."""
+    rng, fresh = Random(seed), iter(range(1, 10**9))
+    due: list[tuple[float, list[int], float]] = []
+    now = 0.0
+    for _ in range(count):
+        now += 1.0
+        kept = (
+            stay if rng.random() < 0.5 else 0.0
+        )  # half of them never do, as their first turn says
+        chat = [0, *(next(fresh) for _ in range(5))]
+        due.append((now, chat, kept))
+        due.sort(key=lambda each: each[0])
+        while due and due[0][0] <= now:
+            _, chat, kept = due.pop(0)
+            yield now, chat
+            if rng.random() < kept:
+                due.append((now + gap * rng.uniform(0.8, 1.2), [*chat, next(fresh)], 0.9))
+                due.sort(key=lambda each: each[0])
+
+
+def hit_ratio(
+    make: EvictionPolicyMaker,
+    requests: Iterator[Request],
+    num_slots: int,
+    said: Callable[[list[int]], Evidence | None] = lambda chat: None,
+) -> float:
+    replay, hits, blocks = PoolReplay(num_slots, make), 0, 0
+    for at, chat in requests:
+        hits += replay.serve(keys(chat), len(chat), at, said(chat), Tokens(512 * len(chat), 200))[0]
+        blocks += len(chat)
+    replay.pool.check_integrity()
+    return hits / blocks
+
+
+def test_it_keeps_those_that_return_where_lru_drops_all_just_before() -> None:
+    size = 600  # a second brings some 25 blocks, a return takes 60 seconds
+    lru = hit_ratio(Lru, chats(1, 800, 60.0, 0.9), size)
+    learning = hit_ratio(Returns, chats(1, 800, 60.0, 0.9), size)
+    assert learning > 1.5 * lru
+
+
+def test_what_is_said_to_be_over_goes_and_what_goes_on_stays() -> None:
+    going_on: set[int] = set()
+    last: dict[int, int] = {}
+    every = list(chats(2, 700, 60.0, 0.9))
+    for number, (_, chat) in enumerate(every):
+        if chat[1] in last:
+            going_on.add(last[chat[1]])
+        last[chat[1]] = number
+    numbers = iter(range(len(every)))
+
+    def said(chat: list[int]) -> Evidence:
+        number = next(numbers)
+        return Evidence(over=number not in going_on, goes_on=number in going_on)
+
+    plain = hit_ratio(Returns, iter(every), 400)
+    hinted = hit_ratio(Returns, iter(every), 400, said)
+    assert hinted > plain + 0.03
+
+
+def test_false_hints_are_seen_through() -> None:
+    every = list(chats(3, 700, 60.0, 0.9))
+    plain = hit_ratio(Returns, iter(every), 300)
+    lying = hit_ratio(Returns, iter(every), 300, lambda chat: Evidence(goes_on=True))
+    assert lying > plain - 0.05, "what is said of all says nothing"
+
+
+def test_a_scan_does_not_push_out_what_returns() -> None:
+    def requests() -> Iterator[Request]:
+        fresh = iter(range(10**6, 10**9))
+        for at, chat in chats(4, 700, 20.0, 0.9):
+            yield at, chat
+            if 300 < at < 500:
+                for _ in range(4):
+                    yield at, [next(fresh) for _ in range(20)]
+
+    assert hit_ratio(Returns, requests(), 300) > hit_ratio(Lru, requests(), 300) + 0.03
+
+
+def test_the_same_calls_make_the_same_choices() -> None:
+    def gone(seed: int) -> list[bytes]:
+        found: list[bytes] = []
+        replay = PoolReplay(600, lambda residents: Returns(residents, seed=seed))
+        replay.pool.listeners.append(lambda keys: found.extend(keys))
+        for at, chat in chats(5, 600, 30.0, 0.8):
+            replay.serve(keys(chat), len(chat), at, None, Tokens(512 * len(chat), 100))
+        return found
+
+    first = gone(1)
+    assert first == gone(1)
+    assert first
+    assert gone(2) != first, "another seed looks at others"
+
+
+# -- hostile --------------------------------------------------------------------------------------
+
+
+def test_a_clock_that_jumps_harms_nothing() -> None:
+    rng = Random(6)
+    now, latest = [0.0], 0.0
+    pool = Pool(60, Returns, clock=lambda: now[0])
+    for at, chat in chats(6, 600, 10.0, 0.9):
+        now[0] = rng.choice([at, -at, 0.0, 1e12, at, at])
+        pool.asked(keys(chat), 10**15, as_slots(()))
+        lease = pool.reserve(keys(chat))
+        pool.answered(keys(chat), 10**15)
+        if lease is not None:
+            lease.commit()
+        pool.check_integrity()
+        policy = pool._policy
+        assert isinstance(policy, Returns)
+        assert policy._now >= latest
+        latest = policy._now
+    worth = pool._policy._heard.table.worth  # type: ignore[attr-defined]
+    assert np.isfinite(worth).all()
+    assert (worth >= 0).all()
+
+
+def test_many_conversations_take_no_more_memory_than_few() -> None:
+    heard = Heard(1000)
+
+    def size() -> int:
+        records, recent, table = heard.records, heard._recent, heard.table
+        arrays = [
+            each
+            for part in (records, recent, table, heard._hazards)
+            for each in vars(part).values()
+            if isinstance(each, np.ndarray)
+        ]
+        return sum(array.nbytes for array in arrays)
+
+    rng = Random(7)
+    for at in range(3000):
+        heard.asked(keys([3 * at, 3 * at + 1, 3 * at + 2]), rng.randint(1, 10**6), at * 0.01)
+    before = size()
+    for at in range(3000, 20_000):
+        heard.asked(keys([3 * at, 3 * at + 1]), rng.randint(1, 10**6), at * 0.01)
+    assert size() <= 2 * before
+    assert len(heard.table._rows) < 20_000
+
+
+def test_every_trait_has_a_bin_whatever_its_value() -> None:
+    for turn in (1, 4, 5, 8, 9, 100, 10**9):
+        for gap in (None, 0.0, 1e-9, 1.0, 1e12, float("inf")):
+            for grown in (-(10**9), 0, 600, 10**12):
+                traits = conversation(turn=turn, gap=gap, grown=grown, kind=TurnKind.BRANCHES)
+                assert min(traits) >= 0
+                assert max(traits) < NUM_BINS
+    for ways in (0, 1, 7, 10**9):
+        assert max(shared(ways=ways, gap=-5.0)) < NUM_BINS
+    assert len(ENDS) == NUM_BUCKETS
+
+
+# -- the public trace -----------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not PUBLISHED.exists(), reason="the public trace is not here")
+def test_on_the_public_trace_it_is_as_far_ahead_as_it_is_said_to_be() -> None:
+    trials = (Trial("returns", (1000,)), Trial("returns", (3000,)))
+    simulated = simulate(Simulation(paths=(PUBLISHED,), trials=trials, bound=False, jobs=1))
+    small, large = (score.whole.hit_ratio for score in simulated.scores)
+    assert small >= 0.083, "LRU .045, ARC .053, S3-FIFO .056"
+    assert large >= 0.135, "LRU .067, ARC .086, S3-FIFO .094"
