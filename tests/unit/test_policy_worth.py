@@ -252,6 +252,6 @@ def test_a_fast_level_is_read_though_others_wait_for_it() -> None:
 
 def test_pieces_are_cut_by_bytes() -> None:
     level = PlacedLevel(DISK, Pool(2000), WriteMode.THROUGH)
-    for num_bytes, pieces in ((0, 7), (100_000, 2), (1 << 20, 17), (64 << 20, 50)):
+    for num_bytes, pieces in ((0, 7), (100_000, 2), (1 << 20, 13), (64 << 20, 50)):
         desk = Desk(levels=[level], slots=1000, block_bytes=[num_bytes])
         assert -(-200 // desk.scheduler._parts.lower._piece_slots) == pieces
