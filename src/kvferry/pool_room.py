@@ -48,6 +48,8 @@ class PoolRoom(PoolFind):
         self.num_slots = num_slots
         self.listeners: list[Callable[[Keys], None]] = []
         """Called with the keys of blocks that can no longer be matched, whatever took them away."""
+        self.feeds_below = False
+        """Whether what goes from here is copied to a level below."""
         self._readers = np.zeros(num_slots, dtype=np.int32)
         self._chains = Chains(num_slots)
         self._conversations = Conversations(num_slots)
@@ -60,6 +62,7 @@ class PoolRoom(PoolFind):
             parents_of=self._chains.parents_of,
             num_followers_of=self._chains.num_children,
             is_idle=self._is_idle,
+            feeds_below=lambda: self.feeds_below,
         )
         self._residents = residents
         self._make_policy = policy

@@ -146,6 +146,10 @@ class Heard:
         known = np.where(records >= 0, np.arange(len(keys)), 0)
         return records.take(np.maximum.accumulate(known))
 
+    def is_deeper(self, key: Keys, than: Keys) -> bool:
+        """Whether one block of a conversation comes behind another."""
+        return bool(self._recent.depths_of(key)[0] > self._recent.depths_of(than)[0])
+
     def row(self, record: int) -> int:
         """Where the table says what a request's own blocks are worth."""
         at = self.records.place(record)

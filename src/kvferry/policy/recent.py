@@ -63,6 +63,7 @@ class RecentBlocks:
         self._next = np.zeros(1 << bits, dtype=np.uint64)
         self._shared = np.zeros(1 << bits, dtype=bool)
         self._sharer = np.full(1 << bits, -1, dtype=np.int64)
+        self._depth = np.zeros(1 << bits, dtype=np.int32)
         self._ways = np.zeros(1 << bits, dtype=np.int32)
 
     @staticmethod
@@ -111,6 +112,7 @@ class RecentBlocks:
             self._shared[taken] = False
             self._ways[taken] = self._next[taken] = 0
             self._sharer[taken] = -1
+            self._depth[taken] = new
         self._record[places] = record
         before, after = places[:-1], words[1:]
         followed = self._next.take(before)
@@ -137,6 +139,10 @@ class RecentBlocks:
         words = keys.array[:, 0].copy()
         places = self._places(words)
         return np.where(self._word.take(places) == words, self._record.take(places), -1)
+
+    def depths_of(self, keys: Keys) -> npt.NDArray[np.int32]:
+        """How many listed blocks come before each of these, of those that are listed."""
+        return self._depth.take(self._places(keys.array[:, 0].copy()))
 
     def _places(self, words: Words) -> npt.NDArray[np.int64]:
         return ((words * _MIX) >> self._shift).astype(np.int64)

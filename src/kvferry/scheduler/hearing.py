@@ -38,7 +38,8 @@ class Hearing:
                 slots = self._host.leading(whole) if len(whole) else NO_SLOTS
                 self._host.asked(slot_keys, tokens, slots)
             for pool in self._below:
-                pool.asked(slot_keys, tokens, pool.leading(slot_keys))
+                # What it has of them is of use only where it is read.
+                pool.asked(slot_keys, tokens, NO_SLOTS)
 
     def ended(self, request: Request) -> None:
         """A request is over, if it was not already: what its chain has grown by is its answer."""

@@ -80,6 +80,7 @@ class LowerLevels:
         self._moves: dict[TransferId, _Move] = {}
         self._asking: dict[TransferId, tuple[Level, list[Keys]]] = {}
         self._most_promoting = max(1, host.num_slots // _PROMOTING_SHARE)
+        host.feeds_below = bool(self.levels)
         self._descent = Descent(host, outbox, clock, self._note_sent)
 
     def __bool__(self) -> bool:
