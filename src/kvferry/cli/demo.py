@@ -10,8 +10,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.cli import fleet_report, restart_report
-from kvferry.cli.demo_progress import FleetProgress, LifeProgress, following
+from kvferry.cli import fleet_report, policies_report, restart_report
+from kvferry.cli.demo_progress import FleetProgress, LifeProgress, PolicyProgress, following
 from kvferry.cli.json_output import is_stdout, json_option, put
 from kvferry.cli.report import NAMES, ROWS, gain, render, verdict
 from kvferry.errors import ConfigError, InputError, KvferryError
@@ -28,7 +28,9 @@ from kvferry.playground.compare import (
 from kvferry.playground.fleet import FleetResult, run_fleet
 from kvferry.playground.model import Decoder, ModelShape
 from kvferry.playground.mooncake_master import require_mooncake
+from kvferry.playground.policies import PoliciesResult, PolicyTrial, run_policies
 from kvferry.playground.restart import Restart, run_restart
+from kvferry.playground.returning import ReturningChat
 from kvferry.playground.threads import limit_matrix_threads
 from kvferry.playground.workload import Chat
 from kvferry.quantities import parse_size
@@ -120,6 +122,13 @@ FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
     "(a temporary directory) below host memory: its first turns are found there.",
 )
 @click.option(
+    "--policies",
+    is_flag=True,
+    help="Then also compare eviction policies (lru and returns): hundreds of short conversations "
+    "that return after minutes or never, as in a chat service, and host memory for few of them. "
+    "Has sizes of its own, and a service's clock: nobody waits for the minutes.",
+)
+@click.option(
     "--servers",
     type=click.IntRange(min=2, max=16),
     metavar="N",
@@ -169,6 +178,7 @@ def demo(
     host: int,
     levels: tuple[LevelSpec, ...],
     restart: bool,
+    policies: bool,
     servers: int | None,
     kill: bool,
     window: int | None,
@@ -183,8 +193,9 @@ def demo(
     kvferry, which keeps in host memory what the device must forget. Then it proves that all three
     gave the same tokens and shows what each of them cost. Takes less than a minute, needs no GPU.
     With --restart it also shows a server that stops, and a new process that goes on where it
-    stopped, with what the first one left on disk; with --servers, how much less several servers
-    compute that share what they have computed.
+    stopped, with what the first one left on disk; with --policies, what it changes which blocks
+    host memory keeps; with --servers, how much less several servers compute that share what they
+    have computed.
 
     The exit code is 0 when all tokens agree and 1 when they do not.
     """
@@ -224,6 +235,7 @@ def demo(
         raise click.UsageError(str(error), ctx) from error
     _require_folder(html, None if is_stdout(json_file) else json_file)
     again: Restart | None = None
+    kept: PoliciesResult | None = None
     fleet: FleetResult | None = None
     try:
         result = _run_all(setting, console)
@@ -231,6 +243,9 @@ def demo(
         if restart:
             again = run_restart(setting, LifeProgress(console))
             _show_restart(again, console)
+        if policies:
+            kept = run_policies(PolicyTrial(ReturningChat(seed=seed)), PolicyProgress(console))
+            _show_policies(kept, console)
         if servers is not None:
             fleet = run_fleet(setting, servers, kill=kill, on_turn=FleetProgress(console))
             _show_fleet(fleet, console)
@@ -240,15 +255,16 @@ def demo(
     except KvferryError as error:
         raise click.ClickException(str(error)) from error
     more = restart_report.restart_section(again) if again else ""
+    more += policies_report.policies_section(kept) if kept else ""
     more += fleet_report.fleet_section(fleet) if fleet else ""
     html.write_text(render(result, more), encoding="utf-8")
     console.print(f"Report: {html}", highlight=False, soft_wrap=True)
-    told = {"restart": again, "fleet": fleet}
+    told = {"restart": again, "policies": kept, "fleet": fleet}
     told_too = {name: each.to_dict() for name, each in told.items() if each is not None}
     put(result.to_dict() | told_too, json_file)
     if json_file is not None and not is_stdout(json_file):
         console.print(f"Figures: {json_file}", highlight=False, soft_wrap=True)
-    if not all(each.tokens_equal for each in (result, again, fleet) if each is not None):
+    if not all(each.tokens_equal for each in (result, again, kept, fleet) if each is not None):
         ctx.exit(TOKENS_DIFFER)
 
 
@@ -286,6 +302,13 @@ def _show_restart(again: Restart, console: Console) -> None:
     console.print(restart_report.restart_gain(again), highlight=False)
 
 
+def _show_policies(kept: PoliciesResult, console: Console) -> None:
+    columns = policies_report.columns(kept)
+    _put_table(columns, policies_report.ROWS, console, len(columns) - 1)
+    _put_words(kept, policies_report.policies_verdict(kept), console)
+    console.print(policies_report.policies_gain(kept), highlight=False)
+
+
 def _show_fleet(fleet: FleetResult, console: Console) -> None:
     _put_table(fleet_report.columns(fleet), fleet_report.ROWS, console)
     _put_words(fleet, fleet_report.fleet_verdict(fleet), console)
@@ -309,7 +332,9 @@ def _put_table(
     console.print(table)
 
 
-def _put_words(result: Comparison | Restart | FleetResult, words: str, console: Console) -> None:
+def _put_words(
+    result: Comparison | Restart | PoliciesResult | FleetResult, words: str, console: Console
+) -> None:
     style, mark = ("green", "OK") if result.tokens_equal else ("bold red", "FAILED")
     console.print(f"[{style}]{mark}[/] {words}", highlight=False)
 

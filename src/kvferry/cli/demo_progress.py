@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -77,6 +77,21 @@ class LifeProgress:
             self._life = life
             wait = show_seconds(turn.first_token_seconds)
             self._console.print(f"{LIVES[life]}: first token {wait}", highlight=False)
+
+
+class PolicyProgress:
+    """A line for every round of a policy."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def __call__(self, policy: str, number: int, turns: Sequence[Turn]) -> None:
+        computed = sum(turn.prefilled_tokens for turn in turns)
+        self._console.print(
+            f"Policy {policy}, round {number + 1}: {len(turns)} turns, "
+            f"{computed:,} prefill tokens computed",
+            highlight=False,
+        )
 
 
 class FleetProgress:

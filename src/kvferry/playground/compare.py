@@ -256,7 +256,7 @@ def _figures(
         way=way,
         device_blocks=engine.memory.num_blocks,
         seconds=served.seconds,
-        turns=[_turn(request) for request in served.requests],
+        turns=[turn_of(request) for request in served.requests],
         generated_tokens=sum(len(request.generated) for request in served.requests),
         prompt_tokens=sum(len(request.prompt) for request in served.requests),
         prefill_tokens=counts.num_prefill_tokens,
@@ -271,7 +271,8 @@ def _figures(
     )
 
 
-def _turn(request: ServedRequest) -> Turn:
+def turn_of(request: ServedRequest) -> Turn:
+    """What became of a request that is answered."""
     assert request.first_token_at is not None
     _, conversation, _, turn = request.id.split("-")
     return Turn(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvferry.closing import Closing
@@ -43,10 +44,11 @@ class Offloader(Closing):
         host_bytes: int,
         config: Config | None = None,
         lower: Mapping[Tier, WriteMode] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Below the host lie the levels that ``config`` names, or else the tiers in ``lower``.
 
-        Nearest first; they are ours to close.
+        Nearest first; they are ours to close. ``clock`` is what host memory's policy goes by.
         """
         config = config if config is not None else Config()
         lower = lower or {}
@@ -70,7 +72,7 @@ class Offloader(Closing):
             writes = dict.fromkeys(below, WriteMode(config.level_write))
         policy = policy_named(config.policy)
         self.scheduler = Scheduler(
-            Pool(self.host.num_slots, policy),
+            Pool(self.host.num_slots, policy, clock=clock),
             runner.groups,
             config=config,
             num_device_blocks=runner.num_blocks,
