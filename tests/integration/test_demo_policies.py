@@ -44,8 +44,8 @@ def turn(number: int, seconds: float, host: int = 0) -> Turn:
 
 def result(first: Sequence[Turn], last: Sequence[Turn], different: int = 0) -> PoliciesResult:
     figures = {
-        "lru": PolicyFigures("lru", [first]),
-        "returns": PolicyFigures("returns", [last]),
+        "lru": PolicyFigures("lru", first),
+        "returns": PolicyFigures("returns", last),
     }
     return PoliciesResult(small(), figures, different)
 
@@ -70,22 +70,17 @@ def test_returns_are_spread_like_a_services() -> None:
 
 
 def test_policies_serve_the_same_turns_in_turn_with_the_same_answers() -> None:
-    told: list[tuple[str, int, int]] = []
-    found = run_policies(
-        small(), lambda policy, number, turns: told.append((policy, number, len(turns)))
-    )
-    assert told == [("lru", 0, 40), ("returns", 0, 40), ("returns", 1, 40), ("lru", 1, 40)]
+    told: list[tuple[int, int]] = []
+    found = run_policies(small(), lambda number, total: told.append((number, total)))
+    assert told == [(number, 60) for number in range(1, 61)]
     assert found.tokens_equal
-    served = [(each.conversation, each.turn) for each in found.figures["lru"].rounds[0]]
-    assert served == [(number, turn) for _, number, turn in CHAT.arrivals()[20:]]
+    asked = [(number, turn) for _, number, turn in CHAT.arrivals()[20:]]
+    assert list(found.figures) == ["lru", "returns"]
     for figures in found.figures.values():
-        assert [len(turns) for turns in figures.rounds] == [40, 40]
-        for turns in figures.rounds:
-            assert [(each.conversation, each.turn) for each in turns] == served
+        assert [(each.conversation, each.turn) for each in figures.turns] == asked
         for each in figures.turns:  # every prompt token was found or computed, once
-            assert (
-                each.device_tokens + each.host_tokens + each.prefilled_tokens == each.prompt_tokens
-            )
+            found_tokens = each.device_tokens + each.host_tokens
+            assert found_tokens + each.prefilled_tokens == each.prompt_tokens
 
 
 def test_a_policy_goes_by_the_services_clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +101,7 @@ def test_a_policy_goes_by_the_services_clock(monkeypatch: pytest.MonkeyPatch) ->
     module = ModuleType("policy_that_watches")
     module.make = make  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    run_policies(small(policies=("policy_that_watches:make",), num_rounds=1))
+    run_policies(small(policies=("policy_that_watches:make",)))
     asked = {arrival.seconds for arrival in CHAT.arrivals()}
     assert len(seen) > len(asked) / 2
     assert seen <= asked
@@ -114,7 +109,7 @@ def test_a_policy_goes_by_the_services_clock(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_where_conversations_return_late_learning_when_computes_less() -> None:
     shape = replace(SHAPE, vocab=256)
-    found = run_policies(PolicyTrial(shape=shape, num_rounds=1))
+    found = run_policies(PolicyTrial(shape=shape))
     assert found.tokens_equal
     lru, returns = found.figures["lru"], found.figures["returns"]
     assert returns.prefill_tokens < lru.prefill_tokens
@@ -161,14 +156,14 @@ def test_the_report_has_them_and_wrong_answers_fail(
 
     bad = result([turn(1, 0.1)], [turn(1, 0.1)], different=2)
     assert "2 of 60 answers differ" in policies_verdict(bad)
-    monkeypatch.setattr(demo_module, "run_policies", lambda trial, on_round: bad)
+    monkeypatch.setattr(demo_module, "run_policies", lambda trial, on_served: bad)
     found = CliRunner().invoke(kvferry, command)
     assert found.exit_code == 1
     assert "FAILED 2 of 60 answers differ" in found.output
 
 
 def small_trial(chat: ReturningChat) -> PolicyTrial:
-    return small(replace(CHAT, seed=chat.seed), num_rounds=1)
+    return small(replace(CHAT, seed=chat.seed))
 
 
 def test_a_trial_in_which_nobody_returns_is_refused() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -80,18 +80,14 @@ class LifeProgress:
 
 
 class PolicyProgress:
-    """A line for every round of a policy."""
+    """A line for every quarter of the turns that policies are compared by."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
 
-    def __call__(self, policy: str, number: int, turns: Sequence[Turn]) -> None:
-        computed = sum(turn.prefilled_tokens for turn in turns)
-        self._console.print(
-            f"Policy {policy}, round {number + 1}: {len(turns)} turns, "
-            f"{computed:,} prefill tokens computed",
-            highlight=False,
-        )
+    def __call__(self, number: int, total: int) -> None:
+        if 4 * number // total > 4 * (number - 1) // total:
+            self._console.print(f"Policies: {number} of {total} turns", highlight=False)
 
 
 class FleetProgress:

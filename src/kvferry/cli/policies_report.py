@@ -66,8 +66,8 @@ def policies_section(result: PoliciesResult) -> str:
         (
             name,
             [
-                Part(*kinds[0], _mean(figures, [turn.device_tokens for turn in figures.turns])),
-                Part(*kinds[1], _mean(figures, [turn.host_tokens for turn in figures.turns])),
+                Part(*kinds[0], sum(turn.device_tokens for turn in figures.turns)),
+                Part(*kinds[1], sum(turn.host_tokens for turn in figures.turns)),
                 Part(*kinds[2], figures.prefill_tokens),
             ],
         )
@@ -95,15 +95,10 @@ def policies_section(result: PoliciesResult) -> str:
 def _how(result: PoliciesResult) -> str:
     trial = result.trial
     return (
-        f"Each policy served the same {trial.chat.num_turns:,} turns {trial.num_rounds} times, in "
-        f"turn, one request at a time, the pauses between them skipped; the first "
+        f"Each policy, on a server of its own, answered the same {trial.chat.num_turns:,} turns, "
+        "both in turn, one request at a time and the pauses between them skipped; the first "
         f"{trial.num_uncounted:,}, in which memory fills and a policy learns, are in no figure."
     )
-
-
-def _mean(figures: PolicyFigures, tokens: list[int]) -> float:
-    """Of one round."""
-    return sum(tokens) / len(figures.rounds)
 
 
 def _change(new: float, old: float, below: str, above: str) -> str:

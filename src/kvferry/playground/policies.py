@@ -1,38 +1,41 @@
-"""Eviction policies in turn, under the same conversations that return late or never.
+"""Eviction policies side by side, under the same conversations that return late or never.
 
 ::
 
-    round 1   lru      returns        each on a server of its own, with empty memory
-    round 2   returns  lru            the other way round: what drifts meanwhile meets both
+    turn 1   lru      returns        each on a server of its own, which begins with empty memory
+    turn 2   returns  lru            the other one first: what is slow just now meets both
+    turn 3   lru      returns
 
 A turn is asked when the one before it is answered and stored, and the service's clock, which the
-policy goes by, then shows when it came: nobody waits for the pauses. First tokens are in real
-seconds. Rounds of one policy differ by little: by how far a copy is when room is made for the next.
+policies go by, then shows when it came: nobody waits for the pauses. First tokens are in real
+seconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from kvferry.closing import Closing
 from kvferry.config import Config
 from kvferry.errors import InputError
-from kvferry.playground.compare import Answers, Turn, turn_of
+from kvferry.playground.compare import Turn, turn_of
 from kvferry.playground.engine import Engine, Limits
 from kvferry.playground.model import Decoder, ModelShape
 from kvferry.playground.offload import Offloader
 from kvferry.playground.request import ServedRequest
-from kvferry.playground.returning import ReturningChat
+from kvferry.playground.returning import Arrival, ReturningChat
 from kvferry.playground.runner import Runner
 from kvferry.types import DEVICE, HOST
 
 POLICIES_SHOWN = ("lru", "returns")
 
-OnRound = Callable[[str, int, Sequence[Turn]], None]
-"""Told of a policy, the round, and the turns that were counted in it."""
+OnServed = Callable[[int, int], None]
+"""Told how many turns all policies have served, and of how many."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,10 @@ class PolicyTrial:
     chat: ReturningChat = field(default_factory=ReturningChat)
     shape: ModelShape = field(
         default_factory=lambda: ModelShape(
-            vocab=256, width=96, num_layers=2, num_heads=4, head_dim=16, hidden=192
+            vocab=256, width=128, num_layers=3, num_heads=4, hidden=256
         )
     )
     policies: tuple[str, ...] = POLICIES_SHOWN
-    num_rounds: int = 2
     num_uncounted: int = 300
     """Turns from the first on in which memory fills and a policy learns: in no figure."""
     host_blocks: int = 130
@@ -70,14 +72,10 @@ class PolicyTrial:
 
 @dataclass(frozen=True)
 class PolicyFigures:
-    """What one policy cost, in all of its rounds."""
+    """What one policy cost, in the turns that are counted."""
 
     policy: str
-    rounds: Sequence[Sequence[Turn]]
-
-    @property
-    def turns(self) -> list[Turn]:
-        return [turn for each in self.rounds for turn in each]
+    turns: Sequence[Turn]
 
     @property
     def returns(self) -> list[Turn]:
@@ -100,8 +98,7 @@ class PolicyFigures:
 
     @property
     def prefill_tokens(self) -> int:
-        """Of one round, the mean."""
-        return round(sum(turn.prefilled_tokens for turn in self.turns) / len(self.rounds))
+        return sum(turn.prefilled_tokens for turn in self.turns)
 
     @property
     def host_hit_rate(self) -> float:
@@ -112,8 +109,7 @@ class PolicyFigures:
         return self._share(lambda turn: turn.device_tokens)
 
     def _share(self, tokens: Callable[[Turn], int]) -> float:
-        turns = self.turns
-        return sum(map(tokens, turns)) / sum(turn.prompt_tokens for turn in turns)
+        return sum(map(tokens, self.turns)) / sum(turn.prompt_tokens for turn in self.turns)
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data."""
@@ -134,7 +130,7 @@ class PoliciesResult:
     trial: PolicyTrial
     figures: dict[str, PolicyFigures]
     num_different_turns: int
-    """Answers that are not the same in every round of every policy."""
+    """Answers that are not the same with every policy."""
 
     @property
     def tokens_equal(self) -> bool:
@@ -149,7 +145,6 @@ class PoliciesResult:
             "setting": {
                 "turns": chat.num_turns,
                 "uncounted_turns": trial.num_uncounted,
-                "rounds": trial.num_rounds,
                 "new_conversations_per_second": chat.new_per_second,
                 "host_blocks": trial.host_blocks,
                 "device_blocks": trial.device_blocks,
@@ -161,66 +156,81 @@ class PoliciesResult:
 
 
 def run_policies(
-    trial: PolicyTrial, on_round: OnRound = lambda policy, number, turns: None
+    trial: PolicyTrial, on_served: OnServed = lambda number, total: None
 ) -> PoliciesResult:
-    """Every policy, as many times as there are rounds, in turn."""
+    """Every turn with every policy, before the next."""
     decoder = Decoder(trial.shape)
-    rounds: dict[str, list[list[Turn]]] = {policy: [] for policy in trial.policies}
-    everything: list[Answers] = []
-    for number in range(trial.num_rounds):
-        for policy in trial.policies[:: -1 if number % 2 else 1]:
-            served = _serve(trial, policy, decoder)
-            everything.append({request.id: request.generated for request in served})
-            rounds[policy].append([turn_of(request) for request in served[trial.num_uncounted :]])
-            on_round(policy, number, rounds[policy][-1])
+    arrivals = trial.chat.arrivals()
+    with ExitStack() as opened:
+        servers = [
+            opened.enter_context(_Server(trial, policy, decoder)) for policy in trial.policies
+        ]
+        for number, arrival in enumerate(arrivals, start=1):
+            for server in servers if number % 2 else servers[::-1]:
+                server.serve(arrival)
+            on_served(number, len(arrivals))
+        for server in servers:
+            server.check_integrity()
     num_different = sum(
-        any(answers.get(turn) != said for answers in everything)
-        for turn, said in everything[0].items()
+        any(request.generated != same[0].generated for request in same)
+        for same in zip(*(server.done for server in servers), strict=True)
     )
-    figures = {policy: PolicyFigures(policy, each) for policy, each in rounds.items()}
+    counted = {server.policy: server.done[trial.num_uncounted :] for server in servers}
+    figures = {
+        policy: PolicyFigures(policy, [turn_of(request) for request in requests])
+        for policy, requests in counted.items()
+    }
     return PoliciesResult(trial, figures, num_different)
 
 
-class _ServiceClock:
-    """The service's time: stands still until it is set."""
+class _Server(Closing):
+    """One policy's server. Owns its device, its host memory, and the clock that both go by."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-
-def _serve(trial: PolicyTrial, policy: str, decoder: Decoder) -> list[ServedRequest]:
-    """All turns on a server with nothing in memory, one after the other."""
-    texts = trial.chat.texts
-    clock = _ServiceClock()
-    # Loads are never weighed against computing: that goes by how busy this machine is just now. And
-    # nobody asks what other sizes would hit, which is learned in real time.
-    config = Config(policy=policy, load_policy="always", memory_curve="off")
-    histories: dict[int, list[int]] = {}
-    done: list[ServedRequest] = []
-    with (
-        Runner(decoder, num_blocks=trial.device_blocks, block_tokens=trial.block_tokens) as runner,
-        Offloader(runner, host_bytes=trial.host_bytes, config=config, clock=clock) as offloader,
-    ):
-        engine = Engine(runner, limits=Limits(), offloader=offloader)
-        for clock.seconds, number, turn in trial.chat.arrivals():
-            history = histories.get(number)
-            if history is None:
-                history = histories[number] = texts.opening(number)
-            history += texts.question(number, turn)
-            request = ServedRequest(
-                id=f"conversation-{number:03d}-turn-{turn:02d}",
-                prompt=tuple(history),
-                max_new_tokens=texts.answer_length(number, turn),
-                arrival=engine.clock(),
+    def __init__(self, trial: PolicyTrial, policy: str, decoder: Decoder) -> None:
+        self.policy = policy
+        self.done: list[ServedRequest] = []
+        self._texts = trial.chat.texts
+        self._histories: dict[int, list[int]] = {}
+        self._now = 0.0
+        # Loads are never weighed against computing: that goes by how busy this machine is just
+        # now. And nobody asks what other sizes would hit, which is learned in real time.
+        config = Config(policy=policy, load_policy="always", memory_curve="off")
+        with ExitStack() as opened:
+            runner = opened.enter_context(
+                Runner(decoder, num_blocks=trial.device_blocks, block_tokens=trial.block_tokens)
             )
-            engine.submit(request)
-            engine.run()
-            engine.drain()
-            history += request.generated
-            done.append(request)
-        engine.memory.check_integrity(num_held=0)
-        offloader.scheduler.check_integrity()
-    return done
+            self._offloader = opened.enter_context(
+                Offloader(
+                    runner, host_bytes=trial.host_bytes, config=config, clock=lambda: self._now
+                )
+            )
+            self._engine = Engine(runner, limits=Limits(), offloader=self._offloader)
+            self._opened = opened.pop_all()
+
+    def serve(self, arrival: Arrival) -> None:
+        """Answer one turn, and wait until all that it left is stored."""
+        self._now, number, turn = arrival
+        texts, engine = self._texts, self._engine
+        if number not in self._histories:
+            self._histories[number] = texts.opening(number)
+        history = self._histories[number]
+        history += texts.question(number, turn)
+        request = ServedRequest(
+            id=f"conversation-{number:03d}-turn-{turn:02d}",
+            prompt=tuple(history),
+            max_new_tokens=texts.answer_length(number, turn),
+            arrival=engine.clock(),
+        )
+        engine.submit(request)
+        engine.run()
+        engine.drain()
+        history += request.generated
+        self.done.append(request)
+
+    def check_integrity(self) -> None:
+        self._engine.memory.check_integrity(num_held=0)
+        self._offloader.scheduler.check_integrity()
+
+    def close(self) -> None:
+        """End the server. Safe to call twice."""
+        self._opened.close()
