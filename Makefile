@@ -42,7 +42,7 @@ SIM_READY := $(VENV)/.ready-gpu-sim-$(TORCH_VERSION)-$(TRITON_VERSION)
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(CLI_READY) ## show KV blocks leave a small device cache, come back and save prefill; outlive a restart; who is kept
+demo: $(CLI_READY) ## show KV blocks leave a small device, come back, save prefill, outlive a restart; compare policies
 	@$(BIN)/kvferry demo --restart --policies $(ARGS)
 
 test: $(DEV_READY) gpu-sim mooncake-libs ## run every test that needs no GPU
