@@ -60,7 +60,7 @@ POLICIES = (
 
 BY_NAME = {kind.name: kind for kind in POLICIES}
 
-DEFAULT_POLICY = "lru"
+DEFAULT_POLICY = "returns"
 
 ACCEPTS = "|".join((*BY_NAME, "package.module:factory"))
 
