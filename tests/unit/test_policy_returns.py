@@ -194,7 +194,8 @@ def test_an_answer_begins_the_wait_anew() -> None:
 def test_the_table_of_recent_blocks_is_bounded() -> None:
     recent = RecentBlocks(16)
     for at in range(500):
-        recent.note(recent.listed(keys([at * 3, at * 3 + 1, at * 3 + 2])), at)
+        words = recent.listed(keys([at * 3, at * 3 + 1, at * 3 + 2]))
+        recent.note(words, recent.places(words), at)
     assert recent.look(recent.listed(keys([1497, 1498, 1499]))).record == 499
     assert recent.look(recent.listed(keys([0, 1, 2]))).record in (-1, *range(500))
 

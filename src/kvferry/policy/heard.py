@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from kvferry.keys import Keys
 from kvferry.policy.hazards import ENDS, NUM_BUCKETS, Hazards
-from kvferry.policy.recent import LISTED, Known, RecentBlocks, Words
+from kvferry.policy.recent import LISTED, Known, Places, RecentBlocks, Words
 from kvferry.policy.records import Records
 from kvferry.policy.traits import (
     Said,
@@ -61,7 +61,8 @@ class Heard:
 
     def _recorded(self, words: Words, num_tokens: int, now: float) -> int:
         """A new record of a request: what it goes on with, if anything, and what it shares."""
-        known = self._recent.look(words)
+        places = self._recent.places(words)
+        known = self._recent.look(words, places)
         at = None
         if known.depth > known.shared:
             at = self.records.place(known.record)
@@ -73,15 +74,16 @@ class Heard:
                 turn, gap, grown = turns + 1, now - time, num_tokens - tokens
                 kind = TurnKind.GOES_ON if known.depth >= before else TurnKind.BRANCHES
         if kind is not TurnKind.GOES_ON:
-            known = self._recent.shared_up_to(words, known)
+            known = self._recent.shared_up_to(places, known)
         traits = conversation(turn=turn, gap=gap, grown=grown, kind=kind)
         record = self.records.add(now, traits, length=len(words), turn=turn, tokens=num_tokens)
-        self._recent.note(words, record, 0 if kind is TurnKind.GOES_ON else known.depth)
+        self.records.row[record - self.records.first] = self.table.row(traits)
+        self._recent.note(words, places, record, 0 if kind is TurnKind.GOES_ON else known.depth)
         if known.ways:  # the first to go another way tells little: an edited question does so
-            self._share(words, record, known, now)
+            self._share(places, record, known, now)
         return record
 
-    def _share(self, words: Words, record: int, known: Known, now: float) -> None:
+    def _share(self, places: Places, record: int, known: Known, now: float) -> None:
         """Record that the part of a request which others have, too, was asked for again."""
         by = self.records.place(known.sharer)
         gap = 0.0
@@ -90,7 +92,7 @@ class Heard:
             self.records.returns(known.sharer, now)
         ways = known.ways + 1
         traits = shared(ways=ways, gap=gap)
-        self._recent.share(words, known.shared, self.records.add(now, traits))
+        self._recent.share(places, known.shared, self.records.add(now, traits))
         at = self.records.place(record)
         if at is not None:
             self.records.shared[at] = LISTED.item(known.shared - 1) + 1
@@ -114,8 +116,10 @@ class Heard:
             length = len(words)
         if time == now:
             self.records.amend(at, traits, length)
+            self.records.row[at] = self.table.row(traits)
         else:  # it is from now on that nobody has gone on with it
             record = self.records.renew(record, now, traits, length)
+            self.records.row[record - self.records.first] = self.table.row(traits)
             words = self._recent.listed(keys) if words is None else words
             self._latest = (record, keys.array.item(-1, 0))
         if words is not None:
@@ -128,6 +132,7 @@ class Heard:
         if at is not None:
             traits = with_said(self.records.traits(at), said)
             self.records.amend(at, traits, self.records.facts(at)[1])
+            self.records.row[at] = self.table.row(traits)
 
     # -- what it makes of blocks ----------------------------------------------------------------
 
@@ -153,7 +158,7 @@ class Heard:
     def row(self, record: int) -> int:
         """Where the table says what a request's own blocks are worth."""
         at = self.records.place(record)
-        return self.unknown if at is None else self.table.row(self.records.traits(at))
+        return self.unknown if at is None else self.table.used(self.records.row.item(at))
 
     def time(self, record: int, now: float) -> float:
         """When a request was last heard of; now, where that is not known."""

@@ -19,6 +19,7 @@ _DOUBLINGS = 24
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 Words = npt.NDArray[np.uint64]
+Places = npt.NDArray[np.int64]
 
 
 def _listed() -> npt.NDArray[np.int64]:
@@ -74,9 +75,9 @@ class RecentBlocks:
             return keys.array[:, 0].copy()
         return keys.array[:, 0].take(LISTED[: LISTED.searchsorted(count)])
 
-    def look(self, words: Words) -> Known:
-        """What is known of a request, by its listed words."""
-        places = self._places(words)
+    def look(self, words: Words, places: Places | None = None) -> Known:
+        """What is known of a request, by its listed words; ``places`` where they are known."""
+        places = self.places(words) if places is None else places
         known = (self._word.take(places) == words).nonzero()[0]
         if not len(known):
             return _NOTHING
@@ -87,24 +88,21 @@ class RecentBlocks:
             return Known(deepest + 1, record)
         return Known(deepest + 1, record, *self._sharing(places, shared.item(-1)))
 
-    def shared_up_to(self, words: Words, known: Known) -> Known:
+    def shared_up_to(self, places: Places, known: Known) -> Known:
         """The same, where a request goes another way behind all that is known of it."""
         if known.depth == known.shared:
             return known
-        at = known.depth - 1
-        sharing = self._sharing(self._places(words[at : at + 1]), 0)
-        return Known(known.depth, known.record, known.depth, *sharing[1:])
+        return Known(known.depth, known.record, *self._sharing(places, known.depth - 1))
 
-    def _sharing(self, places: npt.NDArray[np.int64], at: int) -> tuple[int, int, int]:
+    def _sharing(self, places: Places, at: int) -> tuple[int, int, int]:
         place = places.item(at)
         return at + 1, self._sharer.item(place), self._ways.item(place)
 
-    def note(self, words: Words, record: int, parts_at: int = 0) -> None:
+    def note(self, words: Words, places: Places, record: int, parts_at: int = 0) -> None:
         """A request with these listed words is what ``record`` says.
 
         It goes a way of its own behind the first ``parts_at`` of them, if any.
         """
-        places = self._places(words)
         new = (self._word.take(places) != words).nonzero()[0]
         if len(new):
             taken = places.take(new)
@@ -123,26 +121,27 @@ class RecentBlocks:
         if parts_at:
             self._ways[places.item(parts_at - 1)] += 1
 
-    def share(self, words: Words, shared: int, record: int) -> None:
+    def share(self, places: Places, shared: int, record: int) -> None:
         """What is common up to this listed block was asked for, as a record of its own says."""
-        self._sharer[self._places(words[shared - 1 : shared])] = record
+        self._sharer[places.item(shared - 1)] = record
 
     def renew(self, words: Words, record: int) -> None:
         """The last request with these listed words, or the first of them, is another record now."""
-        places = self._places(words)
+        places = self.places(words)
         if np.count_nonzero(self._word.take(places) != words):
-            self.note(words, record)
+            self.note(words, places, record)
         self._record[places] = record
 
     def records_of(self, keys: Keys) -> npt.NDArray[np.int64]:
         """For each key, whatever its position, the record of its last request; -1 if not listed."""
         words = keys.array[:, 0].copy()
-        places = self._places(words)
+        places = self.places(words)
         return np.where(self._word.take(places) == words, self._record.take(places), -1)
 
     def depths_of(self, keys: Keys) -> npt.NDArray[np.int32]:
         """How many listed blocks come before each of these, of those that are listed."""
-        return self._depth.take(self._places(keys.array[:, 0].copy()))
+        return self._depth.take(self.places(keys.array[:, 0].copy()))
 
-    def _places(self, words: Words) -> npt.NDArray[np.int64]:
+    def places(self, words: Words) -> Places:
+        """Where in the table these words belong."""
         return ((words * _MIX) >> self._shift).astype(np.int64)

@@ -24,7 +24,7 @@ class Records:
     def __init__(self, capacity: int) -> None:
         """At least the last ``capacity`` are remembered."""
         self._capacity = capacity
-        self._first = 0  # number of the record at place 0
+        self.first = 0  # number of the record at place 0
         self._count = 0
         size = 2 * capacity
         self.time = np.zeros(size)
@@ -33,6 +33,7 @@ class Records:
         self._length = np.zeros(size, dtype=np.int64)
         self._turn = np.zeros(size, dtype=np.int64)
         self._tokens = np.zeros(size, dtype=np.int64)
+        self.row = np.zeros(size, dtype=np.int64)
         self.shared = np.zeros(size, dtype=np.int64)
         self.shared_row = np.zeros(size, dtype=np.int64)
         self.shared_ways = np.zeros(size, dtype=np.int64)
@@ -53,11 +54,11 @@ class Records:
         self._turn[at] = turn
         self._tokens[at] = tokens
         self.shared[at] = self.shared_row[at] = 0
-        return self._first + at
+        return self.first + at
 
     def place(self, record: int) -> int | None:
         """Where a record's facts are in the arrays, until the next is added; None if forgotten."""
-        at = record - self._first
+        at = record - self.first
         return at if at >= 0 else None
 
     def facts(self, at: int) -> tuple[float, int, int, int]:
@@ -80,24 +81,24 @@ class Records:
     def renew(self, record: int, now: float, traits: Traits, length: int) -> int:
         """Instead of a record, one that begins now; returns its number."""
         self.lose(record)
-        at = record - self._first
+        at = record - self.first
         turn, tokens = self._turn.item(at), self._tokens.item(at)
         part = self.shared.item(at), self.shared_row.item(at), self.shared_ways.item(at)
         number = self.add(now, traits, length=length, turn=turn, tokens=tokens)
-        at = number - self._first
+        at = number - self.first
         self.shared[at], self.shared_row[at], self.shared_ways[at] = part
         return number
 
     def returns(self, record: int, now: float) -> None:
         """Somebody went on with it now; the first time counts."""
-        at = record - self._first
+        at = record - self.first
         if at >= 0 and self._returned.item(at) == OPEN:
             age = now - self.time.item(at)
             self._returned[at] = min(NUM_BUCKETS - 1, int(ENDS.searchsorted(age, "right")))
 
     def lose(self, record: int) -> None:
         """Whether it returns will not be seen; what was seen so far counts."""
-        at = record - self._first
+        at = record - self.first
         if at >= 0 and self._returned.item(at) == OPEN:
             self._returned[at] = _LOST
 
@@ -130,12 +131,13 @@ class Records:
             self._length,
             self._turn,
             self._tokens,
+            self.row,
             self.shared,
             self.shared_row,
             self.shared_ways,
         )
         for array in arrays:
             array[: self._capacity] = array[kept].copy()
-        self._first += kept.start
+        self.first += kept.start
         self._count = self._capacity
         self._passed = np.maximum(self._passed - kept.start, 0)

@@ -26,8 +26,8 @@ _TURN, _ANSWER, _GAP, _GROWTH, _KIND, _TOLD = 8, 5, 8, 5, 3, 3
 _WAYS, _SHARED_GAP = 5, 8
 _SIZES = (_TURN, _ANSWER, _GAP, _GROWTH, _KIND, _TOLD)
 NUM_TRAITS = len(_SIZES)
-_STARTS = np.concatenate(([0], np.cumsum(_SIZES)))
-NO_BIN = int(_STARTS[-1])
+_STARTS = tuple(sum(_SIZES[:at]) for at in range(len(_SIZES) + 1))
+NO_BIN = _STARTS[-1]
 """For traits that a shared part does not have: says nothing."""
 _FIRST_WAYS = NO_BIN + 1
 _FIRST_SHARED_GAP = _FIRST_WAYS + _WAYS
@@ -73,8 +73,8 @@ def conversation(
     by_turn = turn - 1 if turn < 5 else 3 + doubling(turn - 1, 4, 1, 4)
     by_gap = 0 if gap is None else 1 + doubling(gap, 1.0, 2, 6)
     growth = 0 if gap is None else 1 + doubling(grown, 512, 1, 3)
-    bins = (by_turn, answer, by_gap, growth, int(kind), int(Said.NOTHING))
-    return tuple(int(start) + bin_ for start, bin_ in zip(_STARTS, bins, strict=False))
+    a, b, c, d, e, f, _ = _STARTS
+    return (a + by_turn, b + answer, c + by_gap, d + growth, e + kind, f)
 
 
 def shared(*, ways: int, gap: float) -> Traits:
@@ -86,12 +86,12 @@ def shared(*, ways: int, gap: float) -> Traits:
 
 def with_answer(traits: Traits, num_tokens: int) -> Traits:
     """The same, once its answer is known."""
-    return (traits[0], int(_STARTS[1]) + answer_bin(num_tokens), *traits[2:])
+    return (traits[0], _STARTS[1] + answer_bin(num_tokens), *traits[2:])
 
 
 def with_said(traits: Traits, said: Said) -> Traits:
     """The same, once something was said of it."""
-    return (*traits[:-1], int(_STARTS[5]) + int(said))
+    return (*traits[:-1], _STARTS[5] + int(said))
 
 
 NUM_BASES = 1 + _WAYS
@@ -105,7 +105,7 @@ def base_of(traits: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 def prior() -> npt.NDArray[np.float64]:
     """What each bin adds to the chance before anything is learned, as a logit."""
     weights: npt.NDArray[Any] = np.zeros(NUM_BINS)
-    told = int(_STARTS[5])
+    told = _STARTS[5]
     weights[told + Said.OVER] = -5.0
     weights[told + Said.GOES_ON] = 2.0
     return weights

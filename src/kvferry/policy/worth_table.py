@@ -47,6 +47,11 @@ class WorthTable:
         self._of_use.add(row)
         return row
 
+    def used(self, row: int) -> int:
+        """The same row, which is of use."""
+        self._of_use.add(row)
+        return row
+
     def learned(self) -> None:
         """The model has changed: what the rows say is of before."""
         self._learned += 1
