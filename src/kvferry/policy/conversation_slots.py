@@ -35,7 +35,7 @@ class ConversationSlots:
         self._segment_of: dict[int, int] = {}  # by record
         self._walks = False  # whether requests are told with what they found
         self._front = -1  # the segment of what was put back
-        self._queue: dict[int, None] = {}  # segments that somebody was told go next, in order
+        self._queue: dict[int, float] = {}  # segments that go next, and what they were worth
         self._now = 0.0
 
     # -- the slots ------------------------------------------------------------------------------

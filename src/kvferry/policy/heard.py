@@ -37,23 +37,18 @@ class Heard:
     def __init__(self, num_slots: int) -> None:
         self._recent = RecentBlocks(min(max(4 * num_slots, _LEAST_BLOCKS), _MOST_BLOCKS))
         self._hazards = Hazards()
-        self._num_asked = 0
+        self.num_asked = 0
         self._latest: tuple[int, int] = (NO_RECORD, 0)  # a record, and its last block's word
         self.records = Records(_RECORDS)
         self.table = WorthTable(self._hazards)
         self.unknown = self.table.row(conversation(turn=1, gap=None, grown=0, kind=TurnKind.NEW))
         """The row for what nothing is known of."""
 
-    @property
-    def anything(self) -> bool:
-        """Whether any request was heard of at all."""
-        return self._num_asked > 0
-
     def asked(self, keys: Keys, num_tokens: int, now: float) -> int:
         """A request came; returns its record."""
-        self._num_asked += 1
-        every = _LEARN_EVERY if self._num_asked < _FIRST else _LEARN_LATER
-        if self._num_asked % every == 0 and self.records.teach(self._hazards, now):
+        self.num_asked += 1
+        every = _LEARN_EVERY if self.num_asked < _FIRST else _LEARN_LATER
+        if self.num_asked % every == 0 and self.records.teach(self._hazards, now):
             self.table.learned()
         record = self._recorded(self._recent.listed(keys), num_tokens, now)
         self._latest = (record, keys.array.item(-1, 0))

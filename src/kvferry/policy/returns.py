@@ -27,7 +27,9 @@ from kvferry.policy.worth_table import NO_ROW
 from kvferry.types import NO_SLOT, NO_SLOTS, SlotArray
 
 _SAMPLES = 64
-_VICTIMS = 4  # of one look; then others are looked at
+_VICTIMS = 4  # at least, of one look; then others are looked at
+_PART = 8  # of those looked at, one in so many may go
+_LOOK_EVERY = 8  # requests, where those that were looked at last have not gone meanwhile
 _WIDE = 512  # segments looked at where somebody asks who goes next
 _LOOKS = 4
 _DRAWS = 4096
@@ -43,6 +45,7 @@ class Returns(ConversationSlots):
         self._drawn = 0
         self._asked_by: Arriving | None = None
         self._lacking = 0
+        self._look_again = 0
 
     # -- what is heard --------------------------------------------------------------------------
 
@@ -138,65 +141,58 @@ class Returns(ConversationSlots):
         if self._front >= 0:
             found = [self._segments.pop(self._front, count)]
         else:
-            now, (own, common, num_own) = self._tick(), self._bids(arriving)
-            found = self._announced(count, own, now) if self._queue else []
-            left = count - sum(map(len, found))
-            found += self._least(left, own, common, min(num_own, left), now)
+            found = self._least(count, *self._bids(arriving))
         taken = found[0] if len(found) == 1 else np.concatenate((NO_SLOTS, *found))
         self._lacking = count - len(taken)
         return taken
 
-    def _announced(self, count: int, most: float, now: float) -> list[SlotArray]:
-        """Let go first of what was said to go next: it may have been copied away by now."""
-        found: list[SlotArray] = []
-        segments = np.fromiter(self._queue, np.int64, len(self._queue))
-        segments = segments[self._can_lose(segments)]
-        worths = self._worths(segments, now).tolist()
-        for segment, worth in zip(segments.tolist(), worths, strict=True):
-            if count <= 0 or worth > most:
-                break
-            popped = self._segments.pop(segment, count)
-            count -= len(popped)
-            found.append(popped)
-        return found
-
-    def _can_lose(self, segments: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """For each segment, whether its end can go."""
-        ends = self._segments.end.take(segments)
-        return self._residents.is_idle(ends) & (self._residents.num_followers_of(ends) == 0)
-
-    def _least(
-        self, count: int, own: float, common: float, num_own: int, now: float
-    ) -> list[SlotArray]:
+    def _least(self, count: int, own: float, common: float, num_own: int) -> list[SlotArray]:
         """Let go of the ends of segments that are worth no more than the newcomer, least first.
 
-        ``num_own`` blocks of the newcomer are worth ``own``, those before them ``common``.
+        ``num_own`` blocks of the newcomer are worth ``own``, those before them ``common``. What was
+        said to go next goes first: it may have been copied away by now.
         """
         found: list[SlotArray] = []
+        if not self._residents.feeds_below() and self._heard.num_asked >= self._look_again:
+            self._queue.clear()
         while count > 0:
-            segments, worths = self._look(now)
-            if not segments or worths[0] > common:
+            if not self._queue:
+                self._fill(_SAMPLES, _VICTIMS)
+                self._look_again = self._heard.num_asked + _LOOK_EVERY
+            segment, worth = next(iter(self._queue.items()), (-1, inf))
+            if worth > own:  # its own blocks are refused
+                count -= num_own
+                num_own = 0
+            if segment < 0 or count <= 0 or worth > common:
                 break
-            for segment, worth in zip(segments[:_VICTIMS], worths, strict=False):
-                if worth > own:  # its own blocks are refused
-                    count -= num_own
-                    num_own = 0
-                if count <= 0 or worth > common:
-                    break
-                if self._segments.size.item(segment):
-                    popped = self._segments.pop(segment, count)
-                    count -= len(popped)
-                    found.append(popped)
+            if self._can_lose(self._segments.end[segment : segment + 1]).item(0):
+                popped = self._segments.pop(segment, count)
+                count -= len(popped)
+                found.append(popped)
+            else:
+                del self._queue[segment]
         return found
+
+    def _fill(self, samples: int, least: int) -> None:
+        """Look at some segments, and let at least so many of those worth least go next."""
+        segments, worths = self._look(self._tick(), samples)
+        count = max(least, len(segments) // _PART)
+        for segment, worth in zip(segments[:count], worths, strict=False):
+            if segment != self._front:
+                self._queue.setdefault(segment, worth)
+
+    def _can_lose(self, ends: SlotArray) -> npt.NDArray[np.bool_]:
+        """For each end of a segment, whether it can go."""
+        return self._residents.is_idle(ends) & (self._residents.num_followers_of(ends) == 0)
 
     def _look(self, now: float, samples: int = _SAMPLES) -> tuple[list[int], list[float]]:
         """Some segments whose end can go, the least worth first."""
         count = self._segments.count
         every = self._segments.ids[:count]
         picks = every if count <= samples else every.take(self._drawn_from(count, samples))
-        picks = picks[self._can_lose(picks)]
+        picks = picks[self._can_lose(self._segments.end.take(picks))]
         if not len(picks) and count > samples:
-            picks = every[self._can_lose(every)]
+            picks = every[self._can_lose(self._segments.end.take(every))]
         worths = self._worths(picks, now)
         order = worths.argsort(kind="stable")
         return picks.take(order).tolist(), worths.take(order).tolist()
@@ -253,17 +249,10 @@ class Returns(ConversationSlots):
     def _announce(self, count: int) -> None:
         """Say of enough segments that they go next; those of whom that was said stay in front."""
         size = self._segments.size
-        count -= sum(map(size.item, self._queue))
         for _ in range(_LOOKS):
-            if count <= 0:
+            if sum(map(size.item, self._queue)) >= count:
                 return
-            segments, _ = self._look(self._now, _WIDE)
-            for segment in segments[: max(_VICTIMS, len(segments) // 4)]:
-                if count <= 0:
-                    return
-                if segment not in self._queue and segment != self._front:
-                    self._queue[segment] = None
-                    count -= size.item(segment)
+            self._fill(_WIDE, _VICTIMS)
 
     def _ends(self, segments: Iterable[int], count: int) -> list[SlotArray]:
         """Up to ``count`` slots of segments, each from its end on."""
