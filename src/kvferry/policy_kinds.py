@@ -60,7 +60,7 @@ POLICIES = (
 
 BY_NAME = {kind.name: kind for kind in POLICIES}
 
-DEFAULT_POLICY = "returns"
+DEFAULT_POLICY = "lru"
 
 ACCEPTS = "|".join((*BY_NAME, "package.module:factory"))
 

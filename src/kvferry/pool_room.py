@@ -62,7 +62,7 @@ class PoolRoom(PoolFind):
             parents_of=self._chains.parents_of,
             num_followers_of=self._chains.num_children,
             is_idle=self._is_idle,
-            feeds_below=lambda: self.feeds_below,
+            feeds_below=self._does_feed_below,
         )
         self._residents = residents
         self._make_policy = policy
@@ -79,6 +79,9 @@ class PoolRoom(PoolFind):
         self._num_spare = num_spare(num_slots) if side_by_side else 0
         self._num_idle = 0  # cached, and nobody reads them
         self._num_doomed = self._num_evicted = 0
+
+    def _does_feed_below(self) -> bool:
+        return self.feeds_below
 
     def coldest(self, count: int) -> Keys:
         """The keys of up to ``count`` blocks that would be evicted first, in that order."""
