@@ -38,8 +38,6 @@ LEFT_TO_VLLM = {
     "get_external_cache_hit_sources",
     # events come from the scheduler's side
     "get_kv_connector_kv_cache_events",
-    # a request is known when it is first asked for
-    "on_new_request",
     # whole blocks and the states at their ends only
     "register_finished_partial_tail",
     "supports_divergent_local_hybrid_hits",
