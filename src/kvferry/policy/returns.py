@@ -153,11 +153,12 @@ class Returns(ConversationSlots):
         said to go next goes first: it may have been copied away by now.
         """
         found: list[SlotArray] = []
-        if not self._residents.feeds_below() and self._heard.num_asked >= self._look_again:
+        feeds_below = self._residents.feeds_below()
+        if not feeds_below and self._heard.num_asked >= self._look_again:
             self._queue.clear()
         while count > 0:
             if not self._queue:
-                self._fill(_SAMPLES, _VICTIMS)
+                self._fill(_WIDE if feeds_below else _SAMPLES, _VICTIMS)
                 self._look_again = self._heard.num_asked + _LOOK_EVERY
             segment, worth = next(iter(self._queue.items()), (-1, inf))
             if worth > own:  # its own blocks are refused
