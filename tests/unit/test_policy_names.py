@@ -76,8 +76,8 @@ def broken(residents: object) -> None:
     ("policy", "says"),
     [
         ("no_such_module_here:Policy", "no_such_module_here cannot be imported"),
-        ("tests.fakes.policies:Nobody", "has no Nobody that can be called"),
-        ("tests.fakes.policies:annotations", "has no annotations that can be called"),
+        ("tests.fakes.policies:Nobody", "has no factory Nobody that can be called"),
+        ("tests.fakes.policies:annotations", "has no factory annotations that can be called"),
         ("broken_module_here:Policy", "importing broken_module_here failed: ValueError: not now"),
     ],
 )

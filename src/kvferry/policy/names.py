@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any, cast
 
 from kvferry.errors import ConfigError
+from kvferry.factories import find_factory
 from kvferry.policy.eviction import EvictionPolicy, EvictionPolicyMaker, Residents
 from kvferry.policy_kinds import factory_of, read_policy
 
@@ -41,21 +41,7 @@ def policy_named(policy: str) -> EvictionPolicyMaker:
 
 
 def _found(policy: str) -> Callable[[Residents], Any]:
-    module, _, name = factory_of(policy).partition(":")
-    try:
-        found = getattr(import_module(module), name, None)
-    except ImportError as error:
-        raise ConfigError(
-            f"policy: {policy}: {module} cannot be imported ({error}); install it where the "
-            "engine's scheduler runs, or correct the setting"
-        ) from error
-    except Exception as error:  # whatever its code does on import
-        raise ConfigError(
-            f"policy: {policy}: importing {module} failed: {type(error).__name__}: {error}"
-        ) from error
-    if not callable(found):
-        raise ConfigError(f"policy: {policy}: {module} has no {name} that can be called")
-    return cast("Callable[[Residents], Any]", found)
+    return find_factory(factory_of(policy), what=f"policy: {policy}", where="scheduler runs")
 
 
 def _what_is_wrong(policy: Any) -> str:

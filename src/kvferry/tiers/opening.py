@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from importlib import import_module
 from typing import Any, cast
 
 from kvferry.errors import ConfigError, KvferryError
+from kvferry.factories import find_factory
 from kvferry.level_kinds import DISK, REMOTE, LevelSpec
 from kvferry.tiers.base import Tier, TierSetup
 from kvferry.tiers.host import HostTier
@@ -75,21 +75,7 @@ def _named(spec: LevelSpec) -> str:
 
 
 def _factory(spec: LevelSpec) -> Callable[[TierSetup], Any]:
-    module, _, name = spec.factory.partition(":")
-    try:
-        found = getattr(import_module(module), name, None)
-    except ImportError as error:
-        raise ConfigError(
-            f"{_named(spec)}: {module} cannot be imported ({error}); install it where the engine's "
-            "workers run, or correct the setting"
-        ) from error
-    except Exception as error:  # whatever its code does on import
-        raise ConfigError(
-            f"{_named(spec)}: importing {module} failed: {type(error).__name__}: {error}"
-        ) from error
-    if not callable(found):
-        raise ConfigError(f"{_named(spec)}: {module} has no factory {name} that can be called")
-    return cast("Callable[[TierSetup], Any]", found)
+    return find_factory(spec.factory, what=_named(spec), where="workers run")
 
 
 def _what_is_wrong(tier: Any, setup: TierSetup) -> str:
