@@ -336,6 +336,7 @@ def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short_memory")
+@pytest.mark.usefixtures("short_memory")
 def test_hits_left_alone_across_a_reset_leave_nothing(ferry: kvferry.Ferry) -> None:
     keys = ferry.keys(range(TOKENS))
 
