@@ -38,7 +38,7 @@ def attach(kv: Any = None, **more: Any) -> kvferry.Ferry:
 
 @pytest.fixture
 def ferry() -> Iterator[kvferry.Ferry]:
-    with attach() as ferry:
+    with attach(memory_curve="off") as ferry:
         yield ferry
 
 
@@ -335,7 +335,6 @@ def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.observed.observer._MOST_WAITING", 4)
 
 
-@pytest.mark.usefixtures("short_memory")
 @pytest.mark.usefixtures("short_memory")
 def test_hits_left_alone_across_a_reset_leave_nothing(ferry: kvferry.Ferry) -> None:
     keys = ferry.keys(range(TOKENS))
