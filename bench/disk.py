@@ -4,8 +4,8 @@
 
 Every way moves the same blocks between the same host memory and one folder, in turn, round after
 round: idle, and beside a thread that keeps the interpreter busy. The drive itself is long O_DIRECT
-calls at the best of a few depths, idle. Every other way is given as its share of that, the median
-of the rounds. All files are past the page cache (O_DIRECT) and were written once before. vLLM's own
+calls at the best of a few depths, idle. All write, then all read what they wrote. Every other way
+is given as its share of the drive, the median of the rounds. All files are past the page cache (O_DIRECT) and were written once before. vLLM's own
 ``fs`` tier is among them where vLLM can be imported. Needs a file system with O_DIRECT; exits with
 77 without.
 """
@@ -34,6 +34,9 @@ from kvferry.quantities import MiB, format_size, parse_size
 SKIPPED = 77
 DEPTHS = ((1, 16 * MiB), (2, 16 * MiB), (4, 8 * MiB), (8, 4 * MiB), (16, 1 * MiB))
 GOALS = {"read": 0.85, "write": 0.8}
+STATES = ("idle", "busy")
+REST_SECONDS = 2.0
+"""Between writing and reading: a drive that has just been written to reads slowly for a while."""
 
 
 def timed(call: Callable[[], None], num_bytes: int) -> float:
@@ -102,21 +105,28 @@ class Run:
             for way in ways.values():
                 way.write()  # the first writing of a file is another thing
             for _ in range(self.rounds):
-                self.note("drive, write", raw.write)
-                self.blocks.poison()
-                self.note("drive, read", raw.read)
-                self.blocks.check()
-                for name, way in ways.items():
-                    self.one(name, way)
+                self.all_write(raw, ways)
+                time.sleep(REST_SECONDS)
+                self.all_read(raw, ways)
 
-    def one(self, name: str, way: DiskWay) -> None:
-        for state in ("idle", "busy"):
-            with nullcontext() if state == "idle" else BusyThread():
-                self.note(f"{name}, write, {state}", way.write)
+    def all_write(self, raw: Raw, ways: dict[str, DiskWay]) -> None:
+        self.note("drive, write", raw.write)
+        for name, way in ways.items():
+            for state in STATES:
+                with nullcontext() if state == "idle" else BusyThread():
+                    self.note(f"{name}, write, {state}", way.write)
+                time.sleep(0.6)  # its last commit is not the next one's burden
+
+    def all_read(self, raw: Raw, ways: dict[str, DiskWay]) -> None:
+        self.blocks.poison()
+        self.note("drive, read", raw.read)
+        self.blocks.check()
+        for name, way in ways.items():
+            for state in STATES:
                 self.blocks.poison()
-                self.note(f"{name}, read, {state}", way.read)
-            self.blocks.check()
-            time.sleep(0.6)  # its last commit is not the next one's burden
+                with nullcontext() if state == "idle" else BusyThread():
+                    self.note(f"{name}, read, {state}", way.read)
+                self.blocks.check()
 
     def note(self, name: str, call: Callable[[], None]) -> None:
         self.speeds.setdefault(name, []).append(timed(call, self.blocks.num_bytes))
