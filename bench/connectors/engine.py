@@ -174,14 +174,21 @@ class Engine:
         self._number = 0
         self._live: dict[str, Live] = {}
         self.steps_ms: list[float] = []
+        self.params: Mapping[str, Any] | None = None
+        """What every request says to the connector (``kv_transfer_params``)."""
 
     # -- requests -------------------------------------------------------------------------------
 
     def add(self, prompt: list[int], max_tokens: int) -> Live:
         from vllm import SamplingParams
 
+        extra = {"kv_transfer_params": dict(self.params)} if self.params is not None else None
         sampling = SamplingParams(
-            temperature=0.0, max_tokens=max_tokens, detokenize=False, ignore_eos=True
+            temperature=0.0,
+            max_tokens=max_tokens,
+            detokenize=False,
+            ignore_eos=True,
+            extra_args=extra,
         )
         self._number += 1
         live = self._live[f"r{self._number}"] = Live(prompt, time.perf_counter())

@@ -1,0 +1,270 @@
+"""vLLM on a GPU: the share of its time in kvferry's hooks, plain and with all that can be on.
+
+    PYTHONPATH=src python bench/vllm_hooks.py --json hooks.json --report hooks.md
+
+A model shaped like Qwen2.5-7B with dummy weights serves conversations that fit the device's cache,
+so kvferry costs and cannot help. Several engines, a process each, side by side on the card; they
+serve the same rounds in turn, with every hook timed:
+
+  returns  policy ``returns`` and the memory curve, all else as the settings' defaults are
+  hints    the same, and with every request hints: it goes on, how much its beginning matters, whose
+           it is
+  plain    policy ``lru``, no memory curve, no hints
+  idle     a connector that does nothing: what timing the hooks takes
+
+The figure is the time in all hooks of scheduler and worker over that of the round, by engine: the
+median over its rounds, the first of which is not counted.
+
+--cpu tries it out with a tiny model and no GPU; its figures mean nothing. Needs a CUDA GPU (or
+--cpu) and a vLLM that kvferry supports; exits with 77 without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from connectors.case import warm_up
+from connectors.child import Child, ChildError, serve
+from connectors.disk_case import CPU_OPTIONS, TinyShape
+from connectors.engine import Engine, GiB, shape_of
+from connectors.first_tokens import others
+from connectors.hooks import summary, timed_hooks
+from connectors.loads import Load, run_load
+from connectors.order import environment
+from kvferry.cli.bench_copy_tables import table
+from vllm_connectors import FITS, provenance, what_is_missing
+
+SKIPPED = 77
+GROWN_AFTER = 30.0
+
+_ALL = {"policy": "returns", "memory_curve": "on"}
+_HINTS = {
+    "goes_on": "2m",
+    "priorities": [{"token_start": 0, "token_end": 512, "priority": 60}],
+    "tenant": "bench",
+}
+
+KINDS: dict[str, Mapping[str, Any]] = {
+    "returns": {"connector": "kvferry", "settings": _ALL, "params": None},
+    "hints": {"connector": "kvferry", "settings": _ALL, "params": {"kvferry": _HINTS}},
+    "plain": {
+        "connector": "kvferry",
+        "settings": {"policy": "lru", "memory_curve": "off"},
+        "params": None,
+    },
+    "idle": {"connector": "idle", "settings": {}, "params": None},
+}
+
+TINY = Load(
+    num_conversations=4,
+    num_turns=3,
+    num_clients=4,
+    first_tokens=200,
+    turn_tokens=40,
+    answer_tokens=16,
+)
+
+Result = dict[str, Any]
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured here")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write the tables here")
+    parser.add_argument("--rounds", type=int, default=6, help="of each engine (6)")
+    parser.add_argument("--pool", type=int, default=8, metavar="GIB", help="host memory each (8)")
+    parser.add_argument("--seconds", type=int, default=0, help="begin no round after so long")
+    parser.add_argument("--cpu", action="store_true", help="a tiny model without a GPU")
+    parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse()
+    if args.case:
+        Measurer(json.loads(args.case[0])).serve(int(args.case[1]))
+        sys.stdout.flush()
+        os._exit(0)  # an engine in the process makes the interpreter's own end slow
+    missing = what_is_missing(needs_gpu=not args.cpu)
+    if missing:
+        print(f"cannot measure here: {missing}", file=sys.stderr)
+        return SKIPPED
+    data = run(args)
+    text = report(data)
+    if args.report:
+        args.report.write_text(text, encoding="utf-8")
+    print(text)
+    return 1 if data["errors"] else 0
+
+
+# -- in each engine's process ---------------------------------------------------------------------
+
+
+class Measurer:
+    """Owns the engine of this process; each method is an order's answer."""
+
+    def __init__(self, case: Result) -> None:
+        self._case = case
+        self._engine: Engine | None = None
+
+    def serve(self, descriptor: int) -> None:
+        serve({"load": self.load, "start": self.start, "round": self.round}, descriptor)
+
+    def load(self, _: None) -> None:
+        from vllm import LLM  # noqa: F401
+
+    def start(self, _: None) -> float:
+        """Seconds to make the engine; then everything has run once and host memory is whole."""
+        case, kind = self._case, KINDS[self._case["kind"]]
+        engine = self._engine = Engine(
+            TinyShape("qwen7b") if case["is_cpu"] else shape_of("qwen7b"),
+            kind["connector"],
+            pool_bytes=case["pool_bytes"],
+            device_bytes=case["device_bytes"],
+            settings=kind["settings"],
+            options=CPU_OPTIONS if case["is_cpu"] else {"gpu_memory_utilization": 0.2},
+        )
+        warm_up(engine)
+        end = time.monotonic() + GROWN_AFTER
+        while not engine.has_grown and time.monotonic() < end:
+            time.sleep(0.1)
+        engine.params = kind["params"]
+        return engine.start_seconds
+
+    def round(self, number: int) -> Result:
+        """Conversations that fit, others in every round, with every hook timed."""
+        engine, load = self._engine, Load(**self._case["load"])
+        assert engine is not None
+        engine.forget(others(1))
+        with timed_hooks(engine) as times:
+            found = run_load(engine, load, seed=100 + number, fills=False)
+        return {
+            "seconds": found["seconds"],
+            "requests": found["requests"],
+            "cached_tokens": found["cached_tokens"],
+            "hooks": summary(times),
+        }
+
+
+# -- in the parent --------------------------------------------------------------------------------
+
+
+def run(args: argparse.Namespace) -> Result:
+    began = time.monotonic()
+    load = TINY if args.cpu else FITS
+    case = {
+        "is_cpu": args.cpu,
+        "pool_bytes": 16 << 20 if args.cpu else args.pool * GiB,
+        "device_bytes": int(2.5 * (1 << 20)) if args.cpu else 3 * GiB,
+        "load": vars(load),
+    }
+    data: Result = {
+        "provenance": provenance("bench/vllm_hooks.py", needs_gpu=not args.cpu),
+        "kinds": {name: dict(kind) for name, kind in KINDS.items()},
+        "case": case,
+        "rounds": {name: [] for name in KINDS},
+        "start_seconds": {},
+        "errors": [],
+    }
+    command = [sys.executable, str(Path(__file__).resolve()), "--case"]
+    children = {
+        name: Child([*command, json.dumps(case | {"kind": name})], environment()) for name in KINDS
+    }
+    try:
+        for child in children.values():
+            child.tell("load")
+        for child in children.values():
+            child.hear()
+        for name, child in children.items():
+            data["start_seconds"][name] = child.ask("start")
+        for number in range(-1, args.rounds):
+            if args.seconds and time.monotonic() - began > args.seconds:
+                data["errors"].append(f"rounds from {number} on were not run for want of time")
+                break
+            for name in list(KINDS) if number % 2 else list(KINDS)[::-1]:
+                found = children[name].ask("round", number)
+                if number >= 0:
+                    data["rounds"][name].append(found)
+            if args.json:
+                args.json.write_text(json.dumps(data, indent=1), encoding="utf-8")
+    except ChildError as error:
+        data["errors"].append(str(error))
+    finally:
+        for child in children.values():
+            child.end()
+    data["took_seconds"] = time.monotonic() - began
+    if args.json:
+        args.json.write_text(json.dumps(data, indent=1), encoding="utf-8")
+    return data
+
+
+def report(data: Result) -> str:
+    facts = data["provenance"]
+    words = ", ".join(f"{name} {value}" for name, value in facts.items() if name != "command")
+    parts = [
+        "# Time in kvferry's hooks on a load that fits the device",
+        f"{words}. One run of `{facts['command']}`, {data['took_seconds']:.0f} s.",
+        shares(data),
+        "## Microseconds a request, by hook, medians over the rounds",
+        by_hook(data),
+    ]
+    parts += [f"Failed: {error[-1500:]}" for error in data["errors"]]
+    return "\n\n".join(parts) + "\n"
+
+
+def side_seconds(one: Result, side: str = "") -> float:
+    return sum(hook["seconds"] for name, hook in one["hooks"].items() if name.startswith(side))
+
+
+def shares(data: Result) -> str:
+    rows = []
+    for name, rounds in data["rounds"].items():
+        if not rounds:
+            continue
+        each = [side_seconds(one) / one["seconds"] for one in rounds]
+        rows.append(
+            (
+                name,
+                f"{statistics.median(each):.2%}",
+                f"{min(each):.2%} to {max(each):.2%}",
+                *(
+                    f"{1e3 * statistics.median(side_seconds(one, side) for one in rounds):.1f}"
+                    for side in ("scheduler", "worker")
+                ),
+                f"{statistics.median(one['seconds'] for one in rounds):.3f}",
+                str(len(rounds)),
+            )
+        )
+    heads = ("", "of the round", "from to", "scheduler ms", "worker ms", "round s", "rounds")
+    return table(heads, rows) if rows else "Nothing was measured."
+
+
+def by_hook(data: Result) -> str:
+    names = sorted(
+        {hook for rounds in data["rounds"].values() for r in rounds for hook in r["hooks"]}
+    )
+    rows = []
+    for hook in names:
+        cells = []
+        for rounds in data["rounds"].values():
+            each = [
+                1e6 * one["hooks"].get(hook, {"seconds": 0.0})["seconds"] / one["requests"]
+                for one in rounds
+            ]
+            cells.append(f"{statistics.median(each):.0f}" if each else "-")
+        rows.append((hook, *cells))
+    return table(("", *data["rounds"]), rows) if rows else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
