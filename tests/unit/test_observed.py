@@ -57,6 +57,10 @@ def observed(
     return ObservedRequest(at, chain, len(numbers), 16 * len(numbers), found, None)
 
 
+def as_it_is(request: ObservedRequest) -> ObservedRequest:
+    return request
+
+
 # -- the observer ---------------------------------------------------------------------------------
 
 
@@ -88,7 +92,7 @@ class Pupil:
 
 def test_requests_are_looked_at_in_order_on_a_thread_of_its_own() -> None:
     pupil = Pupil()
-    observer = Observer([pupil], pause=lambda seconds: None)
+    observer = Observer([pupil], as_it_is, pause=lambda seconds: None)
     sent = [observed([n]) for n in range(100)]
     for request in sent:
         observer.see(request)
@@ -101,7 +105,7 @@ def test_requests_are_looked_at_in_order_on_a_thread_of_its_own() -> None:
 
 def test_whoever_raises_is_dropped_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
     bad, good = Pupil(broken=True), Pupil()
-    observer = Observer([bad, good], pause=lambda seconds: None)
+    observer = Observer([bad, good], as_it_is, pause=lambda seconds: None)
     for n in range(20):
         observer.see(observed([n]))
     observer.close()
@@ -112,7 +116,7 @@ def test_whoever_raises_is_dropped_and_the_others_go_on(caplog: pytest.LogCaptur
 def test_the_engine_never_waits_and_nothing_grows() -> None:
     pupil = Pupil()
     pupil.may_go_on.clear()
-    observer = Observer([pupil], pause=lambda seconds: None)
+    observer = Observer([pupil], as_it_is, pause=lambda seconds: None)
     request = observed([1])
     for _ in range(10_000):
         observer.see(request)
@@ -126,7 +130,7 @@ def test_the_engine_never_waits_and_nothing_grows() -> None:
 
 def test_nobody_asked_no_thread() -> None:
     pupil = Pupil()
-    observer = Observer([pupil])
+    observer = Observer([pupil], as_it_is)
     assert observer._thread is None
     observer.close()
     observer.see(observed([1]))

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from kvferry.observed.request import ObservedRequest
 
@@ -19,6 +19,10 @@ _REST = 19
 _MOST_REST = 1.0
 _MOST_WAITING = 4096
 _CLOSE_SECONDS = 5.0
+
+
+Noted = TypeVar("Noted")
+"""What the engine hands over of a request: as little work for it as can be."""
 
 
 class Student(Protocol):
@@ -37,7 +41,7 @@ class Student(Protocol):
         """No more will come."""
 
 
-class Observer:
+class Observer(Generic[Noted]):
     """Owns a thread, begun with the first request, and the students it calls.
 
     :meth:`see` is all that the engine's thread does. What is too much is left out and counted
@@ -45,22 +49,31 @@ class Observer:
     """
 
     def __init__(
-        self, students: Sequence[Student], *, pause: Callable[[float], object] | None = None
+        self,
+        students: Sequence[Student],
+        read: Callable[[Noted], ObservedRequest],
+        *,
+        pause: Callable[[float], object] | None = None,
     ) -> None:
-        """``pause`` is how it rests, given the seconds it has earned."""
+        """``read`` makes a request of what was noted of it, on the thread.
+
+        ``pause`` is how it rests, given the seconds it has earned.
+        """
         self.num_missed = 0
         self._students = list(students)
-        self._waiting: deque[ObservedRequest] = deque()
+        self._read = read
+        self._waiting: deque[Noted] = deque()
         self._stop = threading.Event()
         self._pause = pause if pause is not None else self._stop.wait
         self._thread: threading.Thread | None = None
 
-    def see(self, request: ObservedRequest) -> None:
+    def see(self, noted: Noted) -> None:
         """A request has come. Costs the caller next to nothing, and never waits."""
-        if len(self._waiting) >= _MOST_WAITING:
+        waiting = self._waiting
+        if len(waiting) >= _MOST_WAITING:
             self.num_missed += 1
             return
-        self._waiting.append(request)
+        waiting.append(noted)
         if self._thread is None and not self._stop.is_set():
             self._thread = threading.Thread(target=self._run, name="kvferry-observer", daemon=True)
             self._thread.start()
@@ -89,7 +102,7 @@ class Observer:
                 while len(self._waiting) > _MOST_WAITING // 4:
                     self._waiting.popleft()
                     self.num_missed += 1
-            request = self._waiting.popleft()
+            request = self._read(self._waiting.popleft())
             for student in tuple(self._students):
                 began = time.thread_time()
                 self._call(student, lambda student: student.learn(request))  # noqa: B023

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from kvferry import reach
 from kvferry.config import Config
+from kvferry.hints import Hints
+from kvferry.keys import Keys
 from kvferry.observed import TIMES, MemoryCurve, ObservedRequest, Observer, Recorder, TierSizes
 from kvferry.observed.curve import Points
 from kvferry.observed.observer import Student
@@ -22,12 +24,16 @@ if TYPE_CHECKING:
     from kvferry.scheduler.request import Request
 
 
+Noted = tuple[float, Keys, Explanation, Hints | None]
+"""When a request was answered, its keys, what it was told, and what was said of it."""
+
+
 class Observing:
     """Owns the observer, and which requests of those it was told of are under way."""
 
     def __init__(
         self,
-        observer: Observer,
+        students: Sequence[Student],
         curve: MemoryCurve | None,
         *,
         wants_ends: bool,
@@ -36,7 +42,8 @@ class Observing:
     ) -> None:
         """``wants_ends``: whether anybody wants to know how long answers are."""
         self.wants_ends = wants_ends
-        self._observer = observer
+        self._observer: Observer[Noted | ObservedRequest] = Observer(students, self._read)
+        self._see = self._observer.see
         self._curve = curve
         self._hash_tokens = hash_tokens
         self._clock = clock
@@ -49,18 +56,20 @@ class Observing:
 
     def answered(self, request: Request, explanation: Explanation) -> None:
         """A request was looked up for the first time, and this is what it was told."""
-        tokens = explanation.asked_tokens
-        seen = ObservedRequest(
-            self._clock(),
-            request.chain.keys(),
-            tokens // self._hash_tokens,
-            tokens,
-            explanation.device_tokens + explanation.host_tokens,
-            request.hints,
-        )
-        if self.wants_ends:
-            self._open[request] = seen
-        self._observer.see(seen)
+        noted = (self._clock(), request.chain.keys(), explanation, request.hints)
+        if self.wants_ends:  # how long its answer is will be written into what is handed over
+            seen = self._open[request] = self._read(noted)
+            self._see(seen)
+        else:
+            self._see(noted)
+
+    def _read(self, noted: Noted | ObservedRequest) -> ObservedRequest:
+        """On the observer's thread, mostly: the engine's has no time for it."""
+        if isinstance(noted, ObservedRequest):
+            return noted
+        at, keys, told, hints = noted
+        tokens, found = told.asked_tokens, told.device_tokens + told.host_tokens
+        return ObservedRequest(at, keys, tokens // self._hash_tokens, tokens, found, hints)
 
     def ended(self, request: Request) -> None:
         """A request is over: what its chain has grown by is its answer."""
@@ -98,7 +107,7 @@ def observing(
     if not students:
         return None
     return Observing(
-        Observer(students),
+        students,
         curve,
         wants_ends=config.record is not None,
         hash_tokens=hash_tokens,
