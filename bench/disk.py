@@ -5,9 +5,9 @@
 Every way moves the same blocks between the same host memory and one folder, in turn, round after
 round: idle, and beside a thread that keeps the interpreter busy. The drive itself is long O_DIRECT
 calls at the best of a few depths, idle. All write, then all read what they wrote. Every other way
-is given as its share of the drive, the median of the rounds. All files are past the page cache (O_DIRECT) and were written once before. vLLM's own
-``fs`` tier is among them where vLLM can be imported. Needs a file system with O_DIRECT; exits with
-77 without.
+is given as its share of the drive, the median of the rounds. All files are past the page cache
+(O_DIRECT) and were written once before. vLLM's own ``fs`` tier is among them where vLLM can be
+imported. Needs a file system with O_DIRECT; exits with 77 without.
 """
 
 from __future__ import annotations
