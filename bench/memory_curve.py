@@ -114,7 +114,7 @@ def overhead(requests: list[TraceRequest], blocks: int, block_tokens: int, num_s
         for call in calls:
             call(*arguments)
 
-    watched.answered = both  # type: ignore[method-assign]
+    watched.answered = both  # type: ignore[assignment,method-assign]
     whole = Timed(serve)
     for each in requests:
         whole(scheduler, each, block_tokens, num_steps)
