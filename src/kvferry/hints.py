@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from kvferry.errors import ConfigError, InputError
@@ -121,6 +121,18 @@ class Hints:
         """What was said, as plain data."""
         every = asdict(self)
         return {f.name: every[f.name] for f in fields(self) if getattr(self, f.name) != f.default}
+
+    def after(self, seconds: float) -> Hints:
+        """What is left of them so long after the request's end: times that have passed are over."""
+        if seconds <= 0 or (self.keep_seconds is None and self.within is None):
+            return self
+        keep, within = self.keep_seconds, self.within
+        return replace(
+            self,
+            keep_seconds=keep - seconds if keep is not None and keep > seconds else None,
+            goes_on=self.goes_on and (within is None or within > seconds),
+            within=within - seconds if within is not None and within > seconds else None,
+        )
 
     @property
     def shapes_what_stays(self) -> bool:

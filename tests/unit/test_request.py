@@ -13,6 +13,7 @@ from tests.model.request_verbs import Blocks
 
 from kvferry.answers import MatchState
 from kvferry.errors import InputError
+from kvferry.hints import Hints
 from kvferry.keys import Keys
 from kvferry.pool import Pool
 from kvferry.reach import FullAttention, SlidingWindow
@@ -225,6 +226,19 @@ def test_one_that_ran_before_its_miss_was_counted_goes_on_with_a_rest() -> None:
     assert left not in scheduler
     (ordered,) = request.store([[10, 11, 12]], 12)
     assert ordered.blocks.tolist() == [10, 11, 12]
+
+
+def test_one_that_may_not_be_stored_takes_nothing_from_those_that_may() -> None:
+    """Seen red: it took the rest of the turn before, and stored nothing of it."""
+    scheduler, left = with_a_rest()
+    request = scheduler.open("2", story(1, 3), Hints(max_store_tokens=0))
+    request.match(computed_tokens=8)
+    request.run()
+    scheduler.count_answered()
+    assert left in scheduler
+    (ordered,) = scheduler.store_left(is_idle=True)
+    assert len(ordered.blocks) == 2
+    request.end()
 
 
 def test_after_a_reset_one_that_starts_from_nothing_is_stored() -> None:

@@ -18,6 +18,7 @@ from kvferry.scheduler.levels import LowerLevels
 from kvferry.scheduler.look import Missing
 from kvferry.scheduler.matching import Matcher
 from kvferry.scheduler.observing import Observing, observing
+from kvferry.scheduler.on_device import OnDevice
 from kvferry.scheduler.why import Explanation
 from kvferry.stats import MatchCounts
 from kvferry.tenants import Tenants
@@ -38,6 +39,7 @@ class Accounts:
         lower: LowerLevels,
         tenants: Tenants | None = None,
         hearing: Hearing | None = None,
+        on_device: OnDevice | None = None,
     ) -> None:
         self.counts = MatchCounts()
         self._matcher = matcher
@@ -48,6 +50,7 @@ class Accounts:
         self._counts_below = lower.counts_asked
         self._tenants = tenants
         self._hearing = hearing
+        self._on_device = on_device
         self.observing: Observing | None = None
         """Who learns from requests, if anybody does."""
 
@@ -118,6 +121,8 @@ class Accounts:
         """Nothing of a request is to be stored any more."""
         if self.observing is not None and self.observing.wants_ends:
             self.observing.ended(request)
+        if self._on_device is not None:
+            self._on_device.ended(request)
 
     def told(self, request: Request, explanation: Explanation) -> None:
         """A request was answered without a look, for this reason."""

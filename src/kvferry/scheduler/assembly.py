@@ -17,6 +17,7 @@ from kvferry.scheduler.journal import Journal
 from kvferry.scheduler.level import Level, WriteMode
 from kvferry.scheduler.levels import LowerLevels
 from kvferry.scheduler.matching import Matcher
+from kvferry.scheduler.on_device import OnDevice
 from kvferry.scheduler.orders import EngineBlocks
 from kvferry.scheduler.outbox import Outbox
 from kvferry.scheduler.parts import Parts
@@ -25,6 +26,9 @@ from kvferry.scheduler.storing import Stores
 from kvferry.scheduler.transit import Transit
 from kvferry.scheduler.waits import Waits
 from kvferry.tenants import Tenants
+
+_MOST_ON_DEVICE = 1 << 20
+"""Keys, where nobody says how many blocks the device has."""
 
 
 def assemble(
@@ -56,6 +60,10 @@ def assemble(
     for each in (pool, *(level.pool for level in levels if level.pool is not None)):
         each.holds.bound(config.keep_share)
     matcher = Matcher(groups, pool, lower, hash_tokens)
+    on_device = None
+    if config.store_mode == "lazy":
+        most = _most_on_device(num_device_blocks, groups, hash_tokens)
+        on_device = OnDevice(most, hash_tokens)
     stores = Stores(
         matcher,
         pool,
@@ -64,6 +72,7 @@ def assemble(
         config,
         max_blocks=_bound(config.max_storing_blocks, num_device_blocks, 4),
         block_bytes=block_bytes,
+        on_device=on_device,
     )
     hits = Hits(
         matcher,
@@ -92,12 +101,20 @@ def assemble(
         waits=Waits(),
         journal=journal,
         accounts=Accounts(
-            matcher, explainer, journal, admission, lower, tenants, listening(pool, levels, matcher)
+            matcher,
+            explainer,
+            journal,
+            admission,
+            lower,
+            tenants,
+            listening(pool, levels, matcher),
+            on_device,
         ),
         tenants=tenants,
         sizes=sizes,
         least_tokens=min(sizes),
         spare_tokens=spare_tokens,
+        clock=clock,
     )
     if engine is not None:
         parts.rests = Rests(
@@ -115,3 +132,13 @@ def _bound(given: int | None, num_device_blocks: int | None, share: int) -> int 
     if given is not None or num_device_blocks is None:
         return given
     return max(1, num_device_blocks // share)
+
+
+def _most_on_device(
+    num_device_blocks: int | None, groups: Sequence[reach.Group], hash_tokens: int
+) -> int:
+    """How many keys of what the device has are remembered: twice as many as it can have."""
+    if num_device_blocks is None:
+        return _MOST_ON_DEVICE
+    largest = max(group.block_tokens for group in groups)
+    return max(1024, 2 * num_device_blocks * -(-largest // hash_tokens))

@@ -11,31 +11,29 @@ from kvferry.policy import Evidence
 from kvferry.pool import Pool
 from kvferry.scheduler.leaving import Held
 from kvferry.scheduler.parts import Parts
-from kvferry.scheduler.progress import Progress
+from kvferry.scheduler.progress import NEVER, Progress
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.request_state import OVER
 from kvferry.scheduler.why import Explanation, Reason
 from kvferry.types import HOST, RequestId, SlotArray
 
-_NEVER = 1 << 60  # tokens: more than any request has
-
 
 class CappedProgress(Progress):
     """The same, of which only the first ``most_tokens`` are ever stored."""
 
-    __slots__ = ("_most_tokens", "_since")
+    __slots__ = ("_since", "most_tokens")
 
     def __init__(self, parts: Parts, most_tokens: int) -> None:
-        self._most_tokens = most_tokens - most_tokens % parts.least_tokens
+        self.most_tokens = most_tokens - most_tokens % parts.least_tokens
         super().__init__(parts)
 
     def storable(self, chain: KeyChain, num_tokens: int) -> int:
-        return min(super().storable(chain, num_tokens), self._most_tokens)
+        return min(super().storable(chain, num_tokens), self.most_tokens)
 
     @property
     def since(self) -> int:
         """Never worth another call, once all that may be is stored."""
-        return _NEVER if self.tokens >= self._most_tokens else self._since
+        return NEVER if self.tokens >= self.most_tokens else self._since
 
     @since.setter
     def since(self, num_tokens: int) -> None:
@@ -48,7 +46,7 @@ class HintedRequest(Request):
     What is stored late is told of when it lands (:meth:`stored`).
     """
 
-    __slots__ = ("_unheeded", "hints", "tenant")
+    __slots__ = ("_ended_at", "_unheeded", "hints", "own_from", "tenant")
 
     hints: Hints
 
@@ -64,10 +62,21 @@ class HintedRequest(Request):
         self.hints = hints
         self._unheeded = [unheeded] if unheeded else []
         self.tenant = 0 if parts.tenants is None else parts.tenants.number(hints.tenant)
+        self.own_from: int | None = None
+        """From which token on nobody had its blocks when it came; None until it was answered."""
+        self._ended_at: float | None = None
         if hints.max_store_tokens is not None:
             self.progress = CappedProgress(parts, hints.max_store_tokens)
+            if parts.stores.on_device is not None:
+                parts.stores.on_device.opened(self)
 
     def match(self, *, computed_tokens: int = 0, max_tokens: int | None = None) -> Match:
+        match = self._match(computed_tokens, max_tokens)
+        if self.own_from is None and match.state is not MatchState.WAIT:
+            self.own_from = match.num_tokens
+        return match
+
+    def _match(self, computed_tokens: int, max_tokens: int | None) -> Match:
         most = self.hints.max_load_tokens
         if most is None or self.state in OVER or computed_tokens < 0:
             return super().match(computed_tokens=computed_tokens, max_tokens=max_tokens)
@@ -108,9 +117,12 @@ class HintedRequest(Request):
     def stored(self) -> None:
         """It is over, or more of it was stored since: what was said holds for that as well."""
         if self.state in OVER:
-            words = []
-            if self.hints.shapes_what_stays:
-                words = tell_pools(self.hints, self.chain.keys(), self._parts)
+            now = self._parts.clock()
+            if self._ended_at is None:
+                self._ended_at = now
+            words, hints = [], self.hints.after(now - self._ended_at)
+            if hints.shapes_what_stays:
+                words = tell_pools(hints, self.chain.keys(), self._parts)
             self._parts.journal.wished(self.id, self.hints, [*self._unheeded, *words])
 
 

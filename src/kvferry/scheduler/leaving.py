@@ -48,8 +48,13 @@ def leave(request: Request, num_tokens: int, parts: Parts, rests: Rests) -> Held
 
 
 def go_on(request: Request, computed_tokens: int, parts: Parts) -> None:
-    """Where a request goes on with what another left, it stores both, when it stores."""
+    """Where a request goes on with what another left, it stores both, when it stores.
+
+    Not one that may not store so much: what the other left would never be stored then.
+    """
     rests, num_keys = parts.rests, computed_tokens // parts.matcher.hash_tokens
+    if computed_tokens > request.progress.most_tokens:
+        return
     if rests is not None and num_keys and not request.progress.tokens:
         rest = rests.take_continued(request.chain, num_keys)
         if rest is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,7 @@ class Parts:
     accounts: Accounts
     sizes: tuple[int, ...]
     least_tokens: int
+    clock: Callable[[], float]
     spare_tokens: int = 0
     tenants: Tenants | None = None
     rests: Rests | None = None

@@ -11,6 +11,9 @@ from kvferry.scheduler.orders import BlockTable, Ordered
 if TYPE_CHECKING:
     from kvferry.scheduler.parts import Parts
 
+NEVER = 1 << 60
+"""Tokens: more than any request has."""
+
 
 class Progress:
     """What of one request needs no more storing. Owns that count; the blocks are the engine's.
@@ -20,6 +23,7 @@ class Progress:
     blocks from before a reset: nothing of them is stored.
     """
 
+    most_tokens = NEVER  # may be stored; see CappedProgress
     __slots__ = ("_parts", "_stored", "is_outdated", "past", "since", "tokens")
 
     def __init__(self, parts: Parts) -> None:

@@ -15,6 +15,7 @@ from kvferry.keys import Keys
 from kvferry.policy import SeenOften, Watermark
 from kvferry.pool import Pool
 from kvferry.scheduler.matching import Matcher
+from kvferry.scheduler.on_device import OnDevice
 from kvferry.scheduler.orders import NO_BLOCK, BlockTable, Ordered, checked_blocks
 from kvferry.scheduler.outbox import Outbox
 from kvferry.scheduler.transit import Transit
@@ -39,8 +40,11 @@ class Stores:
         *,
         max_blocks: int | None,
         block_bytes: Sequence[int],
+        on_device: OnDevice | None = None,
     ) -> None:
+        """``on_device`` knows what was said of blocks that are offered; None where none are."""
         self.is_lazy = config.store_mode == "lazy"
+        self.on_device = on_device
         self.admission = SeenOften(config.store_after, num_keys=pool.num_slots)
         self.num_shed = 0
         self._matcher = matcher
@@ -168,17 +172,23 @@ class Stores:
             return ()
         slot_keys = self._matcher.scoped(g, keys)
         wanted = ~self._pool.known(slot_keys) & self.admission.admits(slot_keys)
+        if self.on_device is not None:
+            wanted &= self.on_device.may_store(keys)
         # The queue may hold the same content twice.
         first = {key: at for at, key in reversed(list(enumerate(slot_keys)))}
         wanted &= np.isin(np.arange(len(keys)), list(first.values())) & (device != NO_BLOCK)
         # Soonest to go last: the pool keeps the front of a batch longest, as the front of a chain.
         chosen = np.flatnonzero(wanted)[: self._room(g)][::-1]
-        lease = self._pool.reserve(slot_keys.take(chosen), chained=False)
-        if lease is None:
-            return ()
-        at = chosen[lease.positions]
-        transfer = self._outbox.store(g, lease, device[at])
-        return (Ordered(g, device[at], transfer, at, slot_keys.take(at)),)
+        parts = self.on_device.by_request(keys, chosen) if self.on_device else [(None, chosen)]
+        ordered = []
+        for request, part in parts:
+            tenant = 0 if request is None else request.tenant
+            lease = self._pool.reserve(slot_keys.take(part), chained=False, tenant=tenant)
+            if lease is not None:
+                at = part[lease.positions]
+                transfer = self._outbox.store(g, lease, device[at], request)
+                ordered.append(Ordered(g, device[at], transfer, at, slot_keys.take(at)))
+        return tuple(ordered)
 
     # -- bounds ---------------------------------------------------------------------------------
 

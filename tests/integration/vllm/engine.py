@@ -60,11 +60,20 @@ class Engine:
         done = self.run()
         return [done[name] for name in names]
 
-    def add(self, prompt: Tokens, max_tokens: int = 16, *, salt: str | None = None) -> str:
+    def add(
+        self,
+        prompt: Tokens,
+        max_tokens: int = 16,
+        *,
+        salt: str | None = None,
+        hints: dict[str, Any] | None = None,
+    ) -> str:
         from vllm import SamplingParams
 
         name = f"request-{next(self._names)}"
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        if hints is not None:
+            sampling.extra_args = {"kv_transfer_params": {"kvferry": hints}}
         asked: dict[str, Any] = {"prompt_token_ids": prompt}
         if salt is not None:
             asked["cache_salt"] = salt

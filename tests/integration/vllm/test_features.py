@@ -26,6 +26,22 @@ def test_lazy_stores_keep_what_is_about_to_go(start, expect, llama):
     engine.check_idle()
 
 
+def test_lazy_stores_keep_nothing_of_requests_that_say_so(start, expect, llama):
+    """Seen red with blocks that are stored as they go, whoever they are of."""
+    prompts = make_prompts(64, *[300] * 8)
+    expected = expect(llama, prompts)
+    engine = start(llama, ferry={**FERRY, "store_mode": "lazy"}, num_gpu_blocks_override=32)
+    for _ in range(2):
+        asked = [engine.generate([each], hints={"do_not_store": True})[0] for each in prompts]
+        assert asked == expected
+    assert engine.stats.pool.cached == 0
+    assert engine.loaded_blocks == 0
+    for _ in range(2):  # others may be, though their tokens are the same
+        assert [engine.generate([prompt])[0] for prompt in prompts] == expected
+    assert engine.loaded_blocks > 0
+    engine.check_idle()
+
+
 def test_lazy_stores_cost_nothing_while_all_fits(start, llama):
     prompts = make_prompts(62, 100, 200)
     engine = start(llama, ferry={**FERRY, "store_mode": "lazy"}, num_gpu_blocks_override=512)
