@@ -4,10 +4,11 @@
 
 Every way moves the same blocks between the same host memory and one folder, in turn, round after
 round: idle, and beside a thread that keeps the interpreter busy. The drive itself is long O_DIRECT
-calls at the best of a few depths, idle. All write, then all read what they wrote. Every other way
-is given as its share of the drive, the median of the rounds. All files are past the page cache
-(O_DIRECT) and were written once before. vLLM's own ``fs`` tier is among them where vLLM can be
-imported. Needs a file system with O_DIRECT; exits with 77 without.
+calls at the best of a few depths, idle, once before and once after every other way: a drive is
+faster after a rest. All write, then all read what they wrote. Every other way is given as its share
+of the drive, the median of the rounds. All files are past the page cache (O_DIRECT) and were
+written once before. vLLM's own ``fs`` tier is among them where vLLM can be imported. Needs a file
+system with O_DIRECT; exits with 77 without.
 """
 
 from __future__ import annotations
@@ -55,13 +56,14 @@ class Run:
         num_bytes: int,
         block_bytes: int,
         rounds: int,
-        options: dict[str, int],
+        options: dict[str, float],
     ) -> None:
         self.folder = folder
         self.blocks = Blocks(num_bytes, block_bytes)
         self.rounds = rounds
         self.options = options
         self.speeds: dict[str, list[float]] = {}
+        self.shares: dict[str, list[float]] = {}
 
     def ways(self, stack: ExitStack) -> dict[str, DiskWay]:
         made: dict[str, DiskWay] = {"tier": Tier(self.folder, self.blocks, self.options)}
@@ -110,16 +112,17 @@ class Run:
                 self.all_read(raw, ways)
 
     def all_write(self, raw: Raw, ways: dict[str, DiskWay]) -> None:
-        self.note("drive, write", raw.write)
+        before = self.note("drive, write", raw.write)
         for name, way in ways.items():
             for state in STATES:
                 with nullcontext() if state == "idle" else BusyThread():
                     self.note(f"{name}, write, {state}", way.write)
                 time.sleep(0.6)  # its last commit is not the next one's burden
+                before = self.share(f"{name}, write, {state}", before, raw.write)
 
     def all_read(self, raw: Raw, ways: dict[str, DiskWay]) -> None:
         self.blocks.poison()
-        self.note("drive, read", raw.read)
+        before = self.note("drive, read", raw.read)
         self.blocks.check()
         for name, way in ways.items():
             for state in STATES:
@@ -127,21 +130,29 @@ class Run:
                 with nullcontext() if state == "idle" else BusyThread():
                     self.note(f"{name}, read, {state}", way.read)
                 self.blocks.check()
+                before = self.share(f"{name}, read, {state}", before, raw.read)
 
-    def note(self, name: str, call: Callable[[], None]) -> None:
-        self.speeds.setdefault(name, []).append(timed(call, self.blocks.num_bytes))
+    def note(self, name: str, call: Callable[[], None]) -> float:
+        speed = timed(call, self.blocks.num_bytes)
+        self.speeds.setdefault(name, []).append(speed)
+        return speed
+
+    def share(self, name: str, before: float, call: Callable[[], None]) -> float:
+        """The last run of ``name`` against the drive before and after; returns the latter."""
+        after = self.note("drive, write" if "write" in name else "drive, read", call)
+        seconds = (1 / before + 1 / after) / 2
+        self.shares.setdefault(name, []).append(self.speeds[name][-1] * seconds)
+        return after
 
     def table(self) -> list[dict[str, Any]]:
         rows = []
         for name, speeds in self.speeds.items():
-            verb = "write" if "write" in name else "read"
-            shares = [a / b for a, b in zip(speeds, self.speeds[f"drive, {verb}"], strict=True)]
             rows.append(
                 {
                     "block_bytes": self.blocks.block_bytes,
                     "way": name,
                     "gb_s": statistics.median(speeds),
-                    "of_drive": statistics.median(shares),
+                    "of_drive": statistics.median(self.shares.get(name, [1.0])),
                 }
             )
         return rows
@@ -167,11 +178,16 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=None, help="of the tier, each way")
     parser.add_argument("--call", type=parse_size, default=None, help="longest call of the tier")
+    parser.add_argument("--commit", type=float, default=None, help="seconds between two commits")
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     size = args.size or default_bytes(args.folder)
-    tried = {"num_threads": args.threads, "job_bytes": args.call}
+    tried = {
+        "num_threads": args.threads,
+        "job_bytes": args.call,
+        "commit_seconds": args.commit,
+    }
     options = {name: value for name, value in tried.items() if value is not None}
     rows: list[dict[str, Any]] = []
     print(f"{platform.node()}, Python {platform.python_version()}, kvferry {kvferry.__version__}")

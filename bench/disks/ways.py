@@ -117,7 +117,7 @@ class Tier:
     """kvferry's tier, through its contract."""
 
     def __init__(
-        self, folder: Path, blocks: Blocks, options: dict[str, int], key: bytes | None = None
+        self, folder: Path, blocks: Blocks, options: dict[str, float], key: bytes | None = None
     ) -> None:
         """``options``: of :class:`DriveSetup`, where not its own defaults are to be tried."""
         self._blocks = blocks

@@ -81,7 +81,7 @@ class LanesMachine(RuleBasedStateMachine):
             return
         if way is Way.WRITE and self.lanes._waiting[Way.READ]:
             assert not self.lanes._under_way[Way.WRITE], "reads go before writes"
-        with mock.patch.object(self.lanes._changed, "wait_for", self.wait_or_stop):
+        with mock.patch.object(self.lanes._work[way], "wait_for", self.wait_or_stop):
             try:
                 job = self.lanes.take(way)
             except StopIteration:

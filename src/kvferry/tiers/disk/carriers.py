@@ -196,10 +196,12 @@ class DriveThread:
     ) -> tuple[Numbers, Numbers, Numbers]:
         """Where the pieces of the blocks ``which`` are: in the buffer, in the engine, how long."""
         order = job.order.message
-        offsets = np.cumsum(order.sizes) - order.sizes
+        offsets = order.sizes.cumsum() - order.sizes
         here = (self._buffer.address + which * self._parts.pitch)[:, None] + offsets
         there = order.addresses[positions[which]]
-        return here.ravel(), there.ravel(), np.tile(order.sizes, len(which))
+        sizes = np.empty_like(here)
+        sizes[:] = order.sizes
+        return here.ravel(), there.ravel(), sizes.ravel()
 
     def _block_bytes(self, job: Job) -> int:
         return int(job.order.message.sizes.sum())
@@ -212,8 +214,8 @@ class DriveThread:
 def _runs(places: Numbers, slots: Numbers) -> Iterator[tuple[int, int]]:
     """Ranges of neighbours, on the drive and in the buffer."""
     if len(places):
-        cuts = np.flatnonzero((np.diff(places) != 1) | (np.diff(slots) != 1)) + 1
-        edges = [0, *cuts.tolist(), len(places)]
+        is_cut = (places[1:] - places[:-1] != 1) | (slots[1:] - slots[:-1] != 1)
+        edges = [0, *(np.flatnonzero(is_cut) + 1).tolist(), len(places)]
         yield from pairwise(edges)
 
 
