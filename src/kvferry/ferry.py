@@ -285,7 +285,8 @@ class Ferry(FerryLooks, FerryControl, Closing):
         self._tickets.send(ticket, ordered, note)
         plan = self._scheduler.plan()
         if plan.transfers or plan:
-            self._worker.execute(plan)
+            with self._rank.engine.begun_here():
+                self._worker.execute(plan)
 
     def _load_early(self) -> None:
         """Send on what has come up of hits that are loaded as they come, ahead of later compute."""

@@ -42,8 +42,11 @@ class FakeDriver:
         seed: int = 0,
         batch_form: BatchForm = BatchForm.WITHOUT_FAIL_INDEX,
         max_batch: int | None = None,
+        has_values: bool = True,
     ) -> None:
         self.batch_form = batch_form
+        self.has_values = has_values
+        self.has_host_calls = True
         self.max_batch = max_batch
         self.timeline = Timeline(seed)
         self.calls: list[str] = []
@@ -143,6 +146,23 @@ class FakeDriver:
     def stream_wait_event(self, stream: int, event: int) -> None:
         with self._entered("stream_wait_event", stream=stream):
             self.timeline.put_wait(stream, self._event(event))
+
+    def stream_wait_value(self, stream: int, address: int, value: int) -> None:
+        with self._entered("stream_wait_value", stream=stream):
+            self._check_range("stream_wait_value", address, 4)
+            word = ctypes.c_uint32.from_address(address)
+            self.timeline.put_wait_until(stream, lambda: (word.value - value) % (1 << 32) < 1 << 31)
+
+    def stream_write_value(self, stream: int, address: int, value: int) -> None:
+        with self._entered("stream_write_value", stream=stream):
+            self._check_range("stream_write_value", address, 4)
+            word = ctypes.c_uint32.from_address(address)
+            self.timeline.put(stream, lambda: setattr(word, "value", value))
+
+    def stream_call_host(self, stream: int, function: int, argument: int) -> None:
+        with self._entered("stream_call_host", stream=stream):
+            call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(function)
+            self.timeline.put(stream, lambda: call(argument))
 
     # -- events ------------------------------------------------------------------------------
 

@@ -87,6 +87,9 @@ class Timeline:
         record = event.last
         self.streams[stream].queue.append(Work(lambda: None, lambda: record.is_done))
 
+    def put_wait_until(self, stream: int, may_run: Callable[[], bool]) -> None:
+        self.streams[stream].queue.append(Work(lambda: None, may_run))
+
     def step(self) -> bool:
         """Run one piece of work somewhere; False when nothing can run."""
         with self.lock:

@@ -11,7 +11,9 @@ from tests.fakes.driver import FakeDriver
 
 from kvferry.device.driver.base import Priority
 from kvferry.device.driver.events import EventPool
-from kvferry.device.engine.lane import Lane, Submission
+from kvferry.device.engine.gates import Gates
+from kvferry.device.engine.lane import Lane
+from kvferry.device.engine.submission import Submission
 from kvferry.types import TransferId
 
 
@@ -42,7 +44,16 @@ def lane(path: SlowPath) -> Any:
         stream = driver.create_stream(Priority.HIGH)
     pools = [EventPool(driver, timing=timing) for timing in (False, True)]
     picked: Any = path
-    lane = Lane("load", driver, stream, *pools, pick=lambda *_: picked, patience=0.05)
+    lane = Lane(
+        "load",
+        driver,
+        stream,
+        *pools,
+        pick=lambda *_: picked,
+        patience=0.05,
+        gates=Gates(driver),
+        wait_for_load=lambda *_: True,
+    )
     yield lane
     path.gate.set()
     lane.close(5)

@@ -69,6 +69,12 @@ class Driver(Protocol):
     max_batch: int | None
     """Most descriptors one batch call may carry; None where there is no limit."""
 
+    has_values: bool
+    """Whether a stream can write a number to host memory, and another one wait for it."""
+
+    has_host_calls: bool
+    """Whether a stream can call a function of the host."""
+
     def current(self) -> AbstractContextManager[None]:
         """Make the device current on this thread for a while, then restore what was."""
 
@@ -90,6 +96,22 @@ class Driver(Protocol):
         """Hold later work on ``stream`` until the last record of ``event`` so far is reached.
 
         Captures that record now: the event may be recorded anew at once.
+        """
+
+    def stream_wait_value(self, stream: int, address: int, value: int) -> None:
+        """Hold later work on ``stream`` until the 32-bit number at ``address`` is ``value``.
+
+        Or one after it, up to half the range. What writes it may be queued later: the driver knows
+        of no order between the two, so nothing that writes it may wait for what waits for it.
+        """
+
+    def stream_write_value(self, stream: int, address: int, value: int) -> None:
+        """Write the number once all work queued on ``stream`` has ended and can be seen."""
+
+    def stream_call_host(self, stream: int, function: int, argument: int) -> None:
+        """Call the C function at an address, of one argument, in stream order, on some thread.
+
+        Not called at all once work on the device has failed.
         """
 
     def create_event(self, *, timing: bool) -> int: ...

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from contextlib import AbstractContextManager, suppress
+from ctypes import (
+    POINTER,
+    byref,
+    c_char,
+    c_char_p,
+    c_int,
+    c_size_t,
+    c_uint,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 from typing import Any
 
 from kvferry.device.driver.base import Addresses, BatchForm, SourceOrder
@@ -46,6 +57,10 @@ _FORMS: tuple[tuple[BatchForm, int, Any], ...] = (
     (BatchForm.WITHOUT_FAIL_INDEX, 13000, BATCH_WITHOUT_FAIL_INDEX),
     (BatchForm.WITH_FAIL_INDEX, 12080, BATCH_WITH_FAIL_INDEX),
 )
+
+
+_WAIT_UNTIL_AT_LEAST = 0  # counted around the end of the range
+_WRITE_AFTER_ALL_BEFORE = 0
 
 
 class PushedContext:
@@ -107,6 +122,7 @@ class CudaDriver(NativeDriver):
         self._device = handle.value
         self._batch: Callable[..., int] | None = None
         self._resolve_batch()
+        self._resolve_values()
         context = c_void_p()
         retain = self.bind("cuDevicePrimaryCtxRetain", c_void_p, c_int)
         self.check(retain(byref(context), self._device), f"cuDevicePrimaryCtxRetain({device})")
@@ -165,6 +181,32 @@ class CudaDriver(NativeDriver):
                 i = failed.value
                 asked += f"; copy {i}: {sizes[i]} bytes from {srcs[i]:#x} to {dsts[i]:#x}"
             self.check(code, f"cuMemcpyBatchAsync({asked})")
+
+    def stream_wait_value(self, stream: int, address: int, value: int) -> None:
+        code = self._wait_value(stream, address, value, _WAIT_UNTIL_AT_LEAST)
+        if code:
+            self.check(code, f"cuStreamWaitValue32(stream {stream:#x}, {value} at {address:#x})")
+
+    def stream_write_value(self, stream: int, address: int, value: int) -> None:
+        code = self._write_value(stream, address, value, _WRITE_AFTER_ALL_BEFORE)
+        if code:
+            self.check(code, f"cuStreamWriteValue32(stream {stream:#x}, {value} at {address:#x})")
+
+    def stream_call_host(self, stream: int, function: int, argument: int) -> None:
+        code = self._call_host(stream, function, argument)
+        if code:
+            self.check(code, f"cuLaunchHostFunc(stream {stream:#x})")
+
+    def _resolve_values(self) -> None:
+        """Numbers in host memory: the second form only, the first one must be switched on."""
+        signature = (c_void_p, c_uint64, c_uint32, c_uint)
+        with suppress(DriverError):
+            self._wait_value = self.bind("cuStreamWaitValue32_v2", *signature)
+            self._write_value = self.bind("cuStreamWriteValue32_v2", *signature)
+            self.has_values = True
+        with suppress(DriverError):
+            self._call_host = self.bind("cuLaunchHostFunc", c_void_p, c_void_p, c_void_p)
+            self.has_host_calls = True
 
     def _resolve_batch(self, newest_form: BatchForm = BatchForm.WITHOUT_FAIL_INDEX) -> None:
         """Find the batch copy by the version of its form, asking this driver, not a header."""

@@ -60,6 +60,8 @@ class NativeDriver(ABC):
     """Our name of each entry point in SIGNATURES to the library's."""
 
     max_batch: int | None = None
+    has_values = False
+    has_host_calls = False
 
     def __init__(self, library: Any, device: int) -> None:
         self._library = library
@@ -157,6 +159,15 @@ class NativeDriver(ABC):
                 code,
                 f"{self.NAMES['stream_wait_event']}(stream {stream:#x}, event {event:#x})",
             )
+
+    def stream_wait_value(self, stream: int, address: int, value: int) -> None:
+        raise DriverError("streams cannot wait for values here", code=801, unsupported=True)
+
+    def stream_write_value(self, stream: int, address: int, value: int) -> None:
+        raise DriverError("streams cannot write values here", code=801, unsupported=True)
+
+    def stream_call_host(self, stream: int, function: int, argument: int) -> None:
+        raise DriverError("streams cannot call the host here", code=801, unsupported=True)
 
     # -- events ------------------------------------------------------------------------------
 

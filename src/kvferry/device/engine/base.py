@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from kvferry.types import Receipt, Transfer
@@ -23,6 +24,13 @@ class CopyEngine(Protocol):
 
     def drain(self, timeout: float | None = None) -> list[Receipt]:
         """Wait until nothing is in flight (or ``timeout`` seconds passed); returns the receipts."""
+
+    def begun_here(self) -> AbstractContextManager[None]:
+        """What is submitted inside is begun by this thread at its end, the rest left to others.
+
+        For who has nothing better to do than to wait for it: no other thread has to hear of it
+        before the first bytes move.
+        """
 
     def order_compute_after_loads(self) -> None:
         """Make compute queued from now on wait for every load submitted so far."""

@@ -6,6 +6,7 @@ import ctypes
 import queue
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,8 @@ from kvferry.device.engine.stream import Stream
 from kvferry.device.layout.base import GroupLayout
 from kvferry.errors import ClosedError, InputError, LayoutError
 from kvferry.types import DEVICE, FIRST_RANK, HOST, Outcome, Rank, Receipt, SlotArray, Transfer
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 Rows = npt.NDArray[np.uint8]
 """Blocks as rows of bytes, one row per slot."""
@@ -74,6 +77,9 @@ class CpuEngine:
             for event in (self._loads.record(), self._stores.record()):
                 event.synchronize(None if end is None else max(0.0, end - time.monotonic()))
         return self.poll()
+
+    def begun_here(self) -> AbstractContextManager[None]:
+        return _NOTHING
 
     def order_compute_after_loads(self) -> None:
         if self._compute is not None:

@@ -9,6 +9,8 @@
 
 Every copy waits for the compute queued when it was submitted: a store because compute may still be
 writing its source, a load because compute may still be reading its destination.
+
+Compute waits for a load by an event where all of it is queued, else by a gate (``gates.py``).
 """
 
 from __future__ import annotations
@@ -16,14 +18,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 
 from kvferry.closing import Closing
 from kvferry.device.driver.base import Driver, Priority
 from kvferry.device.driver.events import EventPool
-from kvferry.device.engine.lane import Lane, Submission
+from kvferry.device.engine.gate_watch import GateWatch
+from kvferry.device.engine.gates import Gates
+from kvferry.device.engine.lane import Lane
+from kvferry.device.engine.submission import Submission
 from kvferry.device.job import CopyJob, Direction
 from kvferry.device.layout.base import GroupLayout
 from kvferry.device.paths.base import QUICK_BYTES, Path
@@ -35,6 +41,10 @@ from kvferry.errors import ClosedError, DeadlineError, InputError, LayoutError
 from kvferry.types import DEVICE, FIRST_RANK, HOST, Outcome, Rank, Receipt, SlotArray, Transfer
 
 log = logging.getLogger(__name__)
+
+BEGIN_SECONDS = 1e-4
+"""So long who submits queues copies itself, if it may: less than a thread takes to hear of them,
+and long enough for the first chunk, while which is copied the thread gets there."""
 
 
 class GpuEngine(Closing):
@@ -84,7 +94,11 @@ class GpuEngine(Closing):
         self._closed = False
         self._order_events = EventPool(driver, timing=False)
         self._timing_events = EventPool(driver, timing=True)
+        self._gates = Gates(driver)
+        self._watch = GateWatch(patience=patience, timeout=close_timeout)
+        self._gated: Submission | None = None
         self._lanes = self._open_lanes(patience)
+        self._here = _BegunHere(self._lanes.values())
 
     # -- the contract ------------------------------------------------------------------------
 
@@ -97,6 +111,8 @@ class GpuEngine(Closing):
             job = self._job(transfer)
             num_bytes = submission.num_bytes = job.num_bytes
             self._mark(submission)
+            if job.direction is Direction.STORE and self._gated is not None:
+                submission.after = self._gated = None if self._gated.queued else self._gated
             # A large job's path is picked by the lane's thread: nobody here waits for that.
             path = self._pick(submission, job) if num_bytes <= QUICK_BYTES else None
             quick = path is not None and path.is_quick(job)
@@ -128,10 +144,14 @@ class GpuEngine(Closing):
             receipts.extend(self.poll())
         return receipts
 
+    def begun_here(self) -> AbstractContextManager[None]:
+        """What is submitted inside is begun by this thread at its end, the rest left to others."""
+        return self._here
+
     def order_compute_after_loads(self) -> None:
         """Make compute queued from now on wait for every load submitted so far.
 
-        Blocks while a load is still being handed to the driver. Raises if the driver refuses:
+        Does not wait until they are queued, where the driver has gates. Raises if it refuses:
         compute queued after a silent refusal would read blocks that are not there yet.
         """
         if self._closed:
@@ -139,15 +159,28 @@ class GpuEngine(Closing):
         lane = self._lanes[Direction.LOAD]
         if not lane.num_open:
             return
-        if not lane.flush(self._close_timeout):
-            raise DeadlineError(f"loads were not queued within {self._close_timeout} seconds")
         with self._driver.current():
+            compute = self._compute_stream()
+            if lane.num_unqueued and self._shut_gate(lane, compute):
+                return
+            if not lane.flush(self._close_timeout):
+                raise DeadlineError(f"loads were not queued within {self._close_timeout} seconds")
             event = self._order_events.take()
             try:
                 self._driver.record_event(event, lane.stream)
-                self._driver.stream_wait_event(self._compute_stream(), event)
+                self._driver.stream_wait_event(compute, event)
             finally:
                 self._order_events.give(event)
+
+    def _shut_gate(self, lane: Lane, compute: int) -> bool:
+        if not self._gates.is_prepared or not self._watch.start():
+            return False
+        gated = lane.shut_gate(compute)
+        if gated is None:
+            return False
+        self._gated = gated
+        self._watch.watch(gated)
+        return True
 
     def close(self) -> None:
         """Drain, then give back streams, events and paths. Safe to call twice.
@@ -275,10 +308,17 @@ class GpuEngine(Closing):
                     self._timing_events,
                     pick=self._pick,
                     patience=patience,
+                    gates=self._gates,
+                    wait_for_load=self._wait_for_load,
                 )
+            self._gates.prepare()
         return lanes
 
+    def _wait_for_load(self, load: Submission, end: float | None) -> bool:
+        return self._lanes[Direction.LOAD].wait_until_queued(load, end)
+
     def _give_back(self) -> None:
+        self._watch.close()
         if self.is_stuck:
             # Destroying a stream under a call that uses it crashes the process; a leak does not.
             log.error("a copy thread is stuck in the driver; its streams are left to the process")
@@ -290,6 +330,7 @@ class GpuEngine(Closing):
                 log.exception("path %s did not close", name)
         try:
             with self._driver.current():
+                self._gates.close()
                 self._destroy_streams(self._lanes)
                 self._order_events.close()
                 self._timing_events.close()
@@ -302,6 +343,21 @@ class GpuEngine(Closing):
                 self._driver.destroy_stream(lane.stream)
             except Exception:
                 log.exception("a stream was not given back")
+
+
+class _BegunHere:
+    """What ``begun_here`` enters. Made once: it is entered for every transfer."""
+
+    def __init__(self, lanes: Iterable[Lane]) -> None:
+        self._lanes = tuple(lanes)
+
+    def __enter__(self) -> None:
+        for lane in self._lanes:
+            lane.hold()
+
+    def __exit__(self, *_: object) -> None:
+        for lane in self._lanes:
+            lane.begin(BEGIN_SECONDS)
 
 
 def _refuse_outside(what: str, slots: SlotArray, count: int) -> None:

@@ -3,7 +3,7 @@
 A submission's life::
 
     submit -> [taken by the lane's thread, or by who waits for it] -> queued -> fenced -> over
-                                       wait for compute, start, the copy | end
+                       wait for compute, start, the copy, piece by piece | end, and its gate
 
 The fence is the ``end`` event. It is recorded after a failure too: part of the copy may already be
 queued, and a receipt given before that part has run would let someone reuse memory the card is
@@ -16,44 +16,29 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvferry.device.driver.base import Driver
 from kvferry.device.driver.events import EventPool
+from kvferry.device.engine.gates import Gates
+from kvferry.device.engine.submission import Submission
 from kvferry.device.job import CopyJob
-from kvferry.device.paths.base import Path
-from kvferry.types import TransferId
+from kvferry.device.paths.base import Path, in_pieces, is_prepared
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class Submission:
-    """One transfer between submit and receipt."""
+class _Order:
+    """A submission to be queued, and how far that is."""
 
-    transfer_id: TransferId
-    path: str = ""
-    beside_model: bool = False
-    num_runs: int = 1
-    num_bytes: int = 0
-    ready: int | None = None
-    """Event recorded on the compute stream at submit; the copy comes after it."""
-    start: int | None = None
-    end: int | None = None
-    queued: bool = False
-    """Nothing more will be queued for it; only its end is awaited."""
-    reason: str = ""
-    """Why it failed: the first fault, empty while there is none."""
-    seconds: float = 0.0
-    trouble_since: float | None = None
-
-    def fail(self, error: BaseException) -> None:
-        if not self.reason:
-            self.reason = f"{type(error).__name__}: {error}"
-
-
-_Order = tuple[Submission, CopyJob, "Path | None"]
+    submission: Submission
+    job: CopyJob
+    path: Path | None
+    """None until one is picked."""
+    pieces: Iterator[None] | None = None
+    """What is left to queue; None before it is begun."""
 
 
 class Lane:
@@ -75,8 +60,12 @@ class Lane:
         *,
         pick: Callable[[Submission, CopyJob], Path],
         patience: float,
+        gates: Gates,
+        wait_for_load: Callable[[Submission, float | None], bool],
     ) -> None:
         self.stream = stream
+        self._gates = gates
+        self._wait_for_load = wait_for_load
         self._pick = pick
         self._name = name
         self._driver = driver
@@ -87,7 +76,8 @@ class Lane:
         self._changed = threading.Condition()
         self._num_unqueued = 0
         self._turn = threading.Lock()  # to take the next order and queue it: so they stay in order
-        self._orders: deque[_Order] = deque()
+        self._orders: deque[_Order] = deque()  # the first may be begun
+        self._is_held = False
         self._is_closing = False
         self._thread: threading.Thread | None = None
 
@@ -95,6 +85,11 @@ class Lane:
     def num_open(self) -> int:
         """Transfers submitted and not yet settled."""
         return len(self._open)
+
+    @property
+    def num_unqueued(self) -> int:
+        """Transfers submitted that are not queued to their end."""
+        return self._num_unqueued
 
     @property
     def is_stuck(self) -> bool:
@@ -108,28 +103,58 @@ class Lane:
 
         Without a ``path`` whoever queues it picks one.
         """
+        order = _Order(submission, job, path)
         with self._changed:
-            here = quick and not self._num_unqueued
+            here = quick and not self._num_unqueued and _is_free(submission)
             self._open.append(submission)
             self._num_unqueued += 1
             if not here:
-                self._orders.append((submission, job, path))
-                self._changed.notify_all()
+                self._orders.append(order)
+                if not self._is_held:
+                    self._changed.notify_all()
         if here:
             with self._turn:
-                self._queue(submission, job, path)
-        elif not self._has_thread():
+                self._queue(order, None)
+        elif not self._is_held and not self._has_thread():
             self._queue_next(None)
+
+    def hold(self) -> None:
+        """Leave what is submitted from now on alone, until ``begin``."""
+        self._is_held = True
+
+    def begin(self, seconds: float) -> None:
+        """Queue here what takes no longer than this, or one piece; the rest is the thread's.
+
+        So the first bytes move before another thread has heard of them.
+        """
+        self._is_held = False
+        if not self._orders:
+            return
+        if self._turn.acquire(blocking=False):
+            try:
+                end = time.monotonic() + seconds
+                while self._orders and _is_free(self._orders[0].submission):
+                    if not self._queue(self._orders[0], end):
+                        break
+            finally:
+                self._turn.release()
+        if self._orders:
+            self._wake_thread()
 
     def settle(self) -> list[Submission]:
         """Take out the submissions that are over, in order; never blocks on the device."""
         over: list[Submission] = []
+        if self._is_held:
+            self.begin(0.0)
         if self._num_unqueued:
             # A caller that polls in a tight loop would keep the interpreter from our own thread.
             time.sleep(0)
         with self._changed:
             while self._open and self._open[0].queued and self._is_over(self._open[0]):
                 over.append(self._open.popleft())
+        for submission in over:
+            if submission.gate is not None:
+                submission.gate.open_now()  # if that was refused to the stream
         return over
 
     def flush(self, timeout: float) -> bool:
@@ -144,6 +169,35 @@ class Lane:
             left = max(0.0, end - time.monotonic())
             return self._changed.wait_for(lambda: not self._num_unqueued, left)
 
+    def shut_gate(self, stream: int) -> Submission | None:
+        """Keep ``stream`` behind a gate that is opened when all submitted so far has ended.
+
+        Returns the one that opens it. None where all is queued, where queueing would take memory or
+        load a kernel (which may wait for the very compute we hold), or where the driver refuses.
+        """
+        with self._changed:
+            if not self._num_unqueued or not self._can_queue_unaided():
+                return None
+            last = self._open[-1]
+            gate = last.gate if last.gate is not None else self._gates.shut()
+            if gate is None:
+                return None
+            try:
+                self._gates.hold(gate, stream)
+            except Exception as error:
+                log.warning("%s lane: a gate was refused: %s", self._name, error)
+                if last.gate is None:
+                    gate.open_now()
+                return None
+            last.gate = gate  # under the lock: whoever has queued the last piece looks for it
+            return last
+
+    def wait_until_queued(self, submission: Submission, end: float | None) -> bool:
+        """Until nothing more will be queued for it; False if that was not so by ``end``."""
+        with self._changed:
+            left = None if end is None else max(0.0, end - time.monotonic())
+            return self._changed.wait_for(lambda: submission.queued, left)
+
     def close(self, timeout: float) -> list[Submission]:
         """End the thread; returns the submissions nobody will wait for any more."""
         with self._changed:
@@ -151,10 +205,41 @@ class Lane:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(timeout)
+        if self._turn.acquire(blocking=False):  # else a thread is stuck inside one of them
+            for order in self._orders:
+                self._cut_short(order)
+            self._turn.release()
         with self._changed:
             left = list(self._open)
             self._open.clear()
+            self._orders.clear()
+        for submission in left:
+            if submission.gate is not None:
+                submission.gate.open_now()
         return left
+
+    def _can_queue_unaided(self) -> bool:
+        ahead = 0
+        try:
+            for order in self._orders:
+                if order.pieces is not None:
+                    continue  # one that is begun has all it needs
+                if order.path is None:
+                    order.path = self._pick(order.submission, order.job)
+                if not is_prepared(order.path, order.job, ahead):
+                    return False
+                ahead += 1
+        except Exception:  # whoever queues it meets it again, and says so
+            return False
+        return True
+
+    def _wake_thread(self) -> None:
+        if self._has_thread():
+            with self._changed:
+                self._changed.notify_all()
+        else:
+            while self._queue_next(None):
+                pass
 
     def _has_thread(self) -> bool:
         """Start the thread if there is none; False where the process may not have another one."""
@@ -171,59 +256,132 @@ class Lane:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._orders or self._is_closing)
+                self._changed.wait_for(
+                    lambda: self._is_closing or (self._orders and not self._is_held)
+                )
                 if not self._orders:
                     return
             self._queue_next(None)
 
     def _queue_next(self, end: float | None) -> bool:
-        """Queue the next order, if there is one and it can be had by ``end``."""
+        """Queue the next order to its end, if there is one and it can be had by ``end``."""
         if not self._orders:
             return False
         if not self._turn.acquire(timeout=-1 if end is None else max(0.0, end - time.monotonic())):
             return False
         try:
-            with self._changed:
-                order = self._orders.popleft() if self._orders else None
-            if order is not None:
-                self._queue(*order)
-            return order is not None
+            if not self._orders:
+                return False
+            order = self._orders[0]
+            after = order.submission.after
+            if after is not None and not self._wait_for_load(after, end):
+                return False
+            self._queue(order, None)
+            return True
         finally:
             self._turn.release()
 
-    def _queue(self, submission: Submission, job: CopyJob, path: Path | None) -> None:
-        """Wait for compute, copy, fence. No fault escapes: a dead thread leaves others waiting."""
+    def _queue(self, order: _Order, until: float | None) -> bool:
+        """Wait for compute, copy, fence; False if ``until`` came first, with pieces left.
+
+        No fault escapes: a dead thread leaves others waiting.
+        """
+        submission = order.submission
+        is_done = True
         try:
             with self._driver.current():
-                self._queue_copy(submission, job, path)
-                self._fence(submission)
+                is_done = self._queue_pieces(order, until)
+                if is_done:
+                    self._fence(submission)
         except BaseException as error:
             # An interrupt too: a copy cut short must not end in a good receipt.
+            is_done = True
             submission.fail(error)
+            self._cut_short(order)
             if not isinstance(error, Exception):
                 raise
         finally:
-            # The wait, if it came to that, has captured the record: the event is free again.
-            if submission.ready is not None:
-                self._order_events.give(submission.ready)
-                submission.ready = None
-            with self._changed:
-                submission.queued = True
-                self._num_unqueued -= 1
-                self._changed.notify_all()
+            if is_done:
+                self._end_order(order)
+        return is_done
 
-    def _queue_copy(self, submission: Submission, job: CopyJob, path: Path | None) -> None:
+    def _queue_pieces(self, order: _Order, until: float | None) -> bool:
+        submission = order.submission
         try:
-            path = path if path is not None else self._pick(submission, job)
-            if submission.ready is not None:
-                # Before the copy, in both directions: a store must not read blocks that are still
-                # being written, a load must not write blocks that are still being read.
-                self._driver.stream_wait_event(self.stream, submission.ready)
-            submission.start = self._timing_events.take()
-            self._driver.record_event(submission.start, self.stream)
-            path.enqueue(job, self.stream, submission.ready)
+            if order.pieces is None:
+                order.pieces = self._begin(order)
+            for _ in order.pieces:
+                if until is not None and time.monotonic() >= until:
+                    return False
         except Exception as error:
             submission.fail(error)
+        return True
+
+    def _begin(self, order: _Order) -> Iterator[None]:
+        submission, job = order.submission, order.job
+        path = order.path if order.path is not None else self._pick(submission, job)
+        if submission.ready is not None:
+            # Before the copy, in both directions: a store must not read blocks that are still
+            # being written, a load must not write blocks that are still being read.
+            self._driver.stream_wait_event(self.stream, submission.ready)
+        submission.start = self._timing_events.take()
+        self._driver.record_event(submission.start, self.stream)
+        return in_pieces(path, job, self.stream, submission.ready)
+
+    def _cut_short(self, order: _Order) -> None:
+        """Nothing more is queued for it: what is must come before its receipt."""
+        close = getattr(order.pieces, "close", None)
+        if close is None:
+            return
+        try:
+            with self._driver.current():
+                close()
+        except Exception as error:
+            log.error("%s lane: a copy that was cut short is not fenced: %s", self._name, error)
+
+    def _end_order(self, order: _Order) -> None:
+        submission = order.submission
+        try:
+            if not self._note_queued(order):
+                self._open_gate(submission)
+        finally:
+            if not submission.queued:
+                with self._changed:
+                    self._drop(order)
+
+    def _note_queued(self, order: _Order) -> bool:
+        with self._changed:
+            if order.submission.gate is not None:
+                return False
+            self._drop(order)  # under the same lock: a gate shut later finds it queued
+            return True
+
+    def _drop(self, order: _Order) -> None:
+        submission = order.submission
+        # The waits, if it came to that, have captured the record: the event is free again.
+        if submission.ready is not None:
+            self._order_events.give(submission.ready)
+            submission.ready = None
+        if self._orders and self._orders[0] is order:
+            self._orders.popleft()
+        submission.queued = True
+        self._num_unqueued -= 1
+        self._changed.notify_all()
+
+    def _open_gate(self, submission: Submission) -> None:
+        gate = submission.gate
+        assert gate is not None
+        try:
+            with self._driver.current():
+                try:
+                    self._gates.open_behind(gate, self.stream)
+                except Exception as error:
+                    submission.fail(error)
+                    self._driver.synchronize_stream(self.stream)
+                    gate.open_now()
+        except Exception as error:  # a device that is lost: nothing runs on it any more
+            submission.fail(error)
+            gate.open_now()
 
     def _fence(self, submission: Submission) -> int:
         if submission.end is None:
@@ -276,3 +434,8 @@ class Lane:
             submission.reason,
         )
         return True
+
+
+def _is_free(submission: Submission) -> bool:
+    """Whether nothing it comes behind is still being queued."""
+    return submission.after is None or submission.after.queued

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,6 +44,39 @@ class Path(Protocol):
 
     def close(self) -> None:
         """Give back staging memory and pinned buffers. Safe to call twice."""
+
+
+class PiecewisePath(Path, Protocol):
+    """A path that queues a large job piece by piece."""
+
+    def pieces(self, job: CopyJob, stream: int, ready: int | None = None) -> Iterator[None]:
+        """What ``enqueue`` does, a piece whenever it is asked on; some of it may be another thread.
+
+        One that is closed before its end has fenced what it queued, as after a raise.
+        """
+
+    def is_prepared(self, job: CopyJob, ahead: int) -> bool:
+        """Whether that takes no memory and loads no kernel, though ``ahead`` others come first."""
+
+
+def in_pieces(path: Path, job: CopyJob, stream: int, ready: int | None) -> Iterator[None]:
+    """Queue a job on any path, piece by piece where it has pieces."""
+    pieces = getattr(path, "pieces", None)
+    if pieces is None:
+        return _whole(path, job, stream, ready)
+    found: Iterator[None] = pieces(job, stream, ready)
+    return found
+
+
+def _whole(path: Path, job: CopyJob, stream: int, ready: int | None) -> Iterator[None]:
+    path.enqueue(job, stream, ready)
+    yield from ()
+
+
+def is_prepared(path: Path, job: CopyJob, ahead: int) -> bool:
+    """As :meth:`PiecewisePath.is_prepared`, of any path; those without pieces never are."""
+    ask = getattr(path, "is_prepared", None)
+    return ask is not None and bool(ask(job, ahead))
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,10 @@ class Ring:
         self._latest: dict[Direction, int] = {}
         self._give_back: list[tuple[Callable[[int], None], int]] = []
 
+    @property
+    def is_open(self) -> bool:
+        return self._alone is not None
+
     def open(self) -> None:
         """Take the ring's memory, once; DriverError leaves nothing taken."""
         if self._alone:

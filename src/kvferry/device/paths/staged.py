@@ -27,7 +27,7 @@ only when one of the model's ends, and then all chunks that wait must go at once
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from kvferry.device.driver.base import Driver
 from kvferry.device.driver.events import EventPool
@@ -96,6 +96,11 @@ class StagedPath:
         return cls(means.driver, means.launcher, ring_bytes=means.ring_bytes)
 
     def enqueue(self, job: CopyJob, stream: int, ready: int | None = None) -> None:
+        for _ in self.pieces(job, stream, ready):
+            pass
+
+    def pieces(self, job: CopyJob, stream: int, ready: int | None = None) -> Iterator[None]:
+        """Queue a chunk whenever it is asked on; see :class:`PiecewisePath`."""
         prepared = self._kernels.get(job)
         ring = self._ring
         ring.open()
@@ -106,6 +111,8 @@ class StagedPath:
                 self._begin_store(trip)
             chunk, step = trip.chunk, self._store_chunk if is_store else self._load_chunk
             while not chunk.is_last:
+                if trip.slots:
+                    yield
                 with ring.lock:
                     try:
                         step(trip)
@@ -124,6 +131,11 @@ class StagedPath:
             for barrier in trip.barriers:
                 barrier.close()
             self._ids[job.direction].fence(stream)
+
+    def is_prepared(self, job: CopyJob, ahead: int) -> bool:
+        if not self._ring.is_open or self._kernels.find(job) is None:
+            return False
+        return self._ids[job.direction].num_free(len(job.device_blocks)) > ahead
 
     def is_quick(self, job: CopyJob) -> bool:
         return False

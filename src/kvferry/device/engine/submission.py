@@ -1,0 +1,37 @@
+"""One transfer between submit and receipt, as the engine's parts know it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.device.engine.gates import Gate
+from kvferry.types import TransferId
+
+
+@dataclass(eq=False)
+class Submission:
+    """One transfer between submit and receipt."""
+
+    transfer_id: TransferId
+    path: str = ""
+    beside_model: bool = False
+    num_runs: int = 1
+    num_bytes: int = 0
+    ready: int | None = None
+    """Event recorded on the compute stream at submit; the copy comes after it."""
+    start: int | None = None
+    end: int | None = None
+    queued: bool = False
+    """Nothing more will be queued for it; only its end is awaited."""
+    reason: str = ""
+    """Why it failed: the first fault, empty while there is none."""
+    seconds: float = 0.0
+    trouble_since: float | None = None
+    gate: Gate | None = None
+    """Shut while compute waits for this load though it is not queued yet."""
+    after: Submission | None = None
+    """A load that compute waits for; so may this, which is queued only once that one is."""
+
+    def fail(self, error: BaseException) -> None:
+        if not self.reason:
+            self.reason = f"{type(error).__name__}: {error}"

@@ -1,0 +1,419 @@
+"""Compute behind a load that is still being queued: bytes, order, and no way to hang.
+
+Each proof runs twice: with the engine as it is, and with one of its promises dropped, which must be
+seen.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.fakes.driver import FakeDriver
+from tests.fakes.kv import make_kv
+from tests.fakes.rig import LONG, Rig
+
+from kvferry.device.engine import gpu
+from kvferry.device.engine.gate_watch import GateWatch
+from kvferry.device.engine.gates import NUM_WORDS, Gates
+from kvferry.device.engine.lane import Lane
+from kvferry.device.engine.submission import Submission
+from kvferry.device.job import Direction
+from kvferry.types import Outcome, TransferId
+
+SEEDS = range(6)
+HALF = 6
+ALL = list(range(2 * HALF))
+
+
+class Deaf(FakeDriver):
+    """Can be told that compute waits for no gate, or that gates are opened by the first piece."""
+
+    waits_for_gates = True
+
+    def stream_wait_value(self, stream: int, address: int, value: int) -> None:
+        if self.waits_for_gates:
+            super().stream_wait_value(stream, address, value)
+
+
+def nobody_has_a_turn(lane: Lane) -> None:
+    """The lane's thread is there and never comes to anything."""
+    lane._has_thread = lambda: True  # type: ignore[method-assign]
+
+
+@pytest.fixture(autouse=True)
+def one_piece_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "BEGIN_SECONDS", 0.0)
+
+
+def warm_rig(seed: int = 0, driver: FakeDriver | None = None, patience: float = 60.0) -> Rig:
+    """A rig whose jobs take many slots of the ring, with all made that is made once."""
+    kv = make_kv("split", page=1024, num_blocks=len(ALL), seed=seed)
+    driver = driver or Deaf(seed=seed)
+    rig = Rig(kv, path="staged", driver=driver, num_slots=len(ALL), patience=patience, seed=seed)
+    for direction in (rig.load, rig.store):
+        direction(ALL, ALL)
+        rig.drain_ok()
+    for block in ALL:
+        rig.kv.set_block(block, b"\xee" * rig.kv.layout.block_bytes)
+    rig.host[...] = rig.rng.integers(0, 256, rig.host.shape, dtype="uint8")
+    for lane in rig.engine._lanes.values():
+        lane.close(LONG)
+        lane._thread, lane._is_closing = None, False
+        nobody_has_a_turn(lane)
+    return rig
+
+
+def load_first_piece(rig: Rig, blocks: list[int]) -> TransferId:
+    with rig.engine.begun_here():
+        transfer = rig.load(blocks, blocks)
+    assert rig.engine._lanes[Direction.LOAD].num_unqueued
+    return transfer
+
+
+def is_shut(rig: Rig) -> bool:
+    return any(gate is not None and not gate.is_open for gate in rig.engine._gates._last)
+
+
+def settle(rig: Rig) -> dict[TransferId, Any]:
+    rig.wait_until_queued()
+    rig.driver.timeline.run_all()
+    return rig.drain()
+
+
+# -- bytes -----------------------------------------------------------------------------------------
+
+
+def compute_reads_what_was_loaded(rig: Rig) -> bool:
+    """Compute is queued while most of the load is not, and runs as soon as it may."""
+    load_first_piece(rig, ALL)
+    rig.engine.order_compute_after_loads()
+    assert rig.engine._lanes[Direction.LOAD].num_unqueued, "it waited until all was queued"
+    seen: list[bytes] = []
+    rig.launch(lambda: seen.extend(rig.kv.block(block) for block in ALL))
+    rig.driver.timeline.run_all()
+    too_early = bool(seen)
+    settle(rig)
+    return not too_early and seen == [rig.slot(slot) for slot in ALL]
+
+
+def gates_open_behind_the_last_piece(rig: Rig) -> bool:
+    """All is queued, and the card has not got there yet."""
+    rig.driver.timeline.frozen = {rig.stream(Direction.LOAD)}
+    load_first_piece(rig, ALL)
+    rig.engine.order_compute_after_loads()
+    seen: list[bytes] = []
+    rig.launch(lambda: seen.extend(rig.kv.block(block) for block in ALL))
+    rig.wait_until_queued()
+    rig.driver.timeline.run_all()
+    rig.driver.timeline.frozen = set()
+    settle(rig)
+    return seen == [rig.slot(slot) for slot in ALL]
+
+
+def right(rig: Rig) -> None:
+    pass
+
+
+def compute_does_not_wait(rig: Rig) -> None:
+    rig.driver.waits_for_gates = False  # type: ignore[attr-defined]
+
+
+def gates_are_opened_by_the_host(rig: Rig) -> None:
+    rig.engine._gates.open_behind = lambda gate, stream: gate.open_now()  # type: ignore[method-assign]
+
+
+CAUGHT = [
+    (compute_does_not_wait, compute_reads_what_was_loaded),
+    (compute_does_not_wait, gates_open_behind_the_last_piece),
+    (gates_are_opened_by_the_host, gates_open_behind_the_last_piece),
+]
+Scenario = Callable[[Rig], bool]
+
+
+def outcome(scenario: Scenario, mutate: Callable[[Rig], None], seed: int) -> bool:
+    rig = warm_rig(seed)
+    mutate(rig)
+    good = scenario(rig)
+    rig.close()
+    assert rig.driver.leaks() == {}
+    return good
+
+
+@pytest.mark.parametrize(
+    "scenario", [compute_reads_what_was_loaded, gates_open_behind_the_last_piece]
+)
+def test_compute_waits_for_a_load_that_is_not_queued(scenario: Scenario) -> None:
+    assert all(outcome(scenario, right, seed) for seed in SEEDS)
+
+
+@pytest.mark.parametrize(("mutate", "scenario"), CAUGHT)
+def test_dropping_the_gate_corrupts_and_is_seen(
+    mutate: Callable[[Rig], None], scenario: Scenario
+) -> None:
+    assert not all(outcome(scenario, mutate, seed) for seed in SEEDS)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_many_loads_each_behind_its_own_gate(seed: int) -> None:
+    rig = warm_rig(seed)
+    ids = [TransferId(-1)] * 2
+    seen: dict[int, list[bytes]] = {0: [], 1: []}
+    for number, blocks in enumerate((ALL[:HALF], ALL[HALF:])):
+        with rig.engine.begun_here():
+            ids[number] = rig.load(blocks, blocks)
+        rig.engine.order_compute_after_loads()
+        rig.launch(
+            lambda n=number, b=blocks: seen[n].extend(rig.kv.block(x) for x in b)  # type: ignore[misc]
+        )
+    rig.driver.timeline.run_all()
+    receipts = settle(rig)
+    rig.driver.timeline.run_all()
+    assert [receipts[transfer].outcome for transfer in ids] == [Outcome.OK] * 2
+    assert seen[0] + seen[1] == [rig.slot(slot) for slot in ALL]
+    rig.close()
+
+
+# -- no way to hang --------------------------------------------------------------------------------
+
+
+def store_behind_a_gate(rig: Rig) -> bool:
+    """A store that compute holds must not take what the load in front of the gate still needs."""
+    load_first_piece(rig, ALL[:HALF])
+    rig.driver.timeline.run_all()  # the ring is idle: the next one may have all of it
+    rig.engine.order_compute_after_loads()
+    rig.launch(lambda: None)
+    with rig.engine.begun_here():
+        rig.store(ALL[HALF:], ALL[HALF:])
+    stores = rig.engine._lanes[Direction.STORE]
+    stores.flush(0.02)
+    for lane in (rig.engine._lanes[Direction.LOAD], stores):
+        assert lane.flush(LONG)
+    rig.driver.timeline.run_all()
+    ended = not is_shut(rig)
+    for gate in rig.engine._gates._last:
+        if gate is not None:
+            gate.open_now()
+    settle(rig)
+    return ended
+
+
+def stores_do_not_wait_for_gated_loads(rig: Rig) -> None:
+    stores = rig.engine._lanes[Direction.STORE]
+    stores._wait_for_load = lambda load, end: True
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_store_behind_a_gate_waits_for_its_turn(seed: int) -> None:
+    assert outcome(store_behind_a_gate, right, seed)
+
+
+def test_a_store_that_overtakes_the_load_before_it_hangs_both_and_is_seen() -> None:
+    results = [outcome(store_behind_a_gate, stores_do_not_wait_for_gated_loads, n) for n in SEEDS]
+    assert not all(results)
+
+
+def test_a_gate_that_stays_shut_is_opened_and_its_load_has_failed() -> None:
+    rig = warm_rig(patience=0.0)
+    transfer = load_first_piece(rig, ALL)
+    rig.engine.order_compute_after_loads()
+    ran: list[int] = []
+    rig.launch(lambda: ran.append(1))
+    rig.driver.timeline.run_all()
+    assert not ran
+    rig.engine._watch.look()
+    rig.driver.timeline.run_all()
+    assert ran
+    receipt = settle(rig)[transfer]
+    assert receipt.outcome is Outcome.FAILED
+    assert "was not queued within" in receipt.reason
+    rig.close()
+
+
+def test_who_watches_wakes_by_itself() -> None:
+    watch = GateWatch(patience=0.0, timeout=0.0, every=0.0)
+    word = ctypes.c_uint32(0)
+    load = Submission(TransferId(1))
+    driver = FakeDriver()
+    gates = Gates(driver)
+    with driver.current():
+        gates.prepare()
+    load.gate = gates.shut()
+    assert load.gate is not None
+    assert watch.start()
+    watch.watch(load)
+    for _ in range(1000):
+        if load.gate.is_open:
+            break
+        threading.Event().wait(0.01)
+    assert load.gate.is_open
+    assert load.reason
+    watch.close()
+    watch.close()
+    with driver.current():
+        gates.close()
+    assert word.value == 0
+    assert driver.leaks() == {}
+
+
+# -- where there are none --------------------------------------------------------------------------
+
+
+def is_all_queued_at_once(rig: Rig) -> bool:
+    transfer = load_first_piece(rig, ALL)
+    rig.engine.order_compute_after_loads()
+    is_queued = not rig.engine._lanes[Direction.LOAD].num_unqueued
+    seen: list[bytes] = []
+    rig.launch(lambda: seen.extend(rig.kv.block(block) for block in ALL))
+    rig.driver.timeline.run_all()
+    assert settle(rig)[transfer].outcome is Outcome.OK
+    assert seen == [rig.slot(slot) for slot in ALL]
+    return is_queued
+
+
+def test_without_values_the_caller_queues_all_of_it() -> None:
+    rig = warm_rig(driver=FakeDriver(has_values=False))
+    assert is_all_queued_at_once(rig)
+    rig.close()
+    assert rig.driver.leaks() == {}
+
+
+def test_a_refused_wait_is_no_gate() -> None:
+    rig = warm_rig()
+    rig.driver.fail("stream_wait_value")
+    assert is_all_queued_at_once(rig)
+    assert not is_shut(rig)
+    rig.close()
+
+
+def test_what_must_still_be_made_is_made_before_a_gate_is_shut() -> None:
+    kv = make_kv("split", page=1024, num_blocks=len(ALL))
+    rig = Rig(kv, path="staged", num_slots=len(ALL))
+    for lane in rig.engine._lanes.values():
+        nobody_has_a_turn(lane)
+        lane.hold()  # not begun: neither ring nor kernels are there
+    rig.load(ALL, ALL)
+    rig.engine.order_compute_after_loads()
+    assert not rig.engine._lanes[Direction.LOAD].num_unqueued
+    assert not is_shut(rig)
+    rig.drain_ok()
+    rig.close()
+
+
+def test_a_refused_opening_is_done_by_the_host_once_the_copy_has_ended() -> None:
+    rig = warm_rig()
+    transfer = load_first_piece(rig, ALL)
+    rig.engine.order_compute_after_loads()
+    seen: list[bytes] = []
+    rig.launch(lambda: seen.extend(rig.kv.block(block) for block in ALL))
+    rig.driver.fail("stream_write_value")
+    receipts = settle(rig)
+    assert receipts[transfer].outcome is Outcome.FAILED
+    assert seen == [rig.slot(slot) for slot in ALL]
+    rig.close()
+
+
+def test_a_piece_that_fails_opens_its_gate() -> None:
+    rig = warm_rig()
+    transfer = load_first_piece(rig, ALL)
+    rig.engine.order_compute_after_loads()
+    ran: list[int] = []
+    rig.launch(lambda: ran.append(1))
+    rig.driver.fail("copy_batch_async", 2)
+    receipts = settle(rig)
+    assert receipts[transfer].outcome is Outcome.FAILED
+    assert ran
+    assert not is_shut(rig)
+    rig.close()
+    assert rig.driver.leaks() == {}
+
+
+def test_a_context_that_is_refused_between_two_pieces_leaves_nothing_unfenced() -> None:
+    rig = warm_rig()
+    transfer = load_first_piece(rig, ALL)
+    rig.driver.fail("current")
+    receipts = settle(rig)
+    assert receipts[transfer].outcome is Outcome.FAILED
+    rig.load([0], [1])
+    rig.wait_until_queued()
+    rig.drain_ok()
+    rig.close()
+    assert rig.driver.leaks() == {}
+
+
+def test_closing_opens_what_is_shut() -> None:
+    rig = warm_rig()
+    rig.engine._close_timeout = 0.02
+    load_first_piece(rig, ALL)
+    rig.engine.order_compute_after_loads()
+    gates = [gate for gate in rig.engine._gates._last if gate is not None]
+    lane = rig.engine._lanes[Direction.LOAD]
+    lane.settle = list  # type: ignore[method-assign]
+    opened = [0]
+    lane_close = lane.close
+
+    def close(timeout: float) -> list[Submission]:
+        left = lane_close(timeout)
+        opened[0] = sum(gate.is_open for gate in gates)
+        return left
+
+    lane.close = close  # type: ignore[method-assign]
+    rig.engine.close()
+    assert opened[0] == len(gates) == 1
+    assert [receipt.outcome for receipt in rig.engine.poll()] == [Outcome.FAILED]
+    rig.driver.timeline.run_all()
+
+
+# -- the numbers -----------------------------------------------------------------------------------
+
+
+def test_numbers_are_used_again_and_never_go_back() -> None:
+    driver = FakeDriver()
+    gates = Gates(driver)
+    assert not gates.is_prepared
+    with driver.current():
+        gates.prepare()
+    first = [gates.shut() for _ in range(NUM_WORDS)]
+    assert all(gate is not None and not gate.is_open for gate in first)
+    assert gates.shut() is None
+    old = first[0]
+    assert old is not None
+    old.open_now()
+    new = gates.shut()
+    assert new is not None
+    assert new.address == old.address
+    assert old.is_open
+    assert not new.is_open
+    new.open_now()
+    old.open_now()  # says nothing new
+    assert new.is_open
+    with driver.current():
+        gates.close()
+        gates.close()
+    assert driver.leaks() == {}
+
+
+def test_numbers_go_round() -> None:
+    driver = FakeDriver()
+    gates = Gates(driver)
+    with driver.current():
+        gates.prepare()
+    gate = gates.shut()
+    assert gate is not None
+    gate.value = 0xFFFFFFFF
+    ctypes.c_uint32.from_address(gate.address).value = 0xFFFFFFFE
+    assert not gate.is_open
+    gate.open_now()
+    gates._next = 0
+    following = gates.shut()
+    assert following is not None
+    assert following.value == 0
+    assert not following.is_open
+    assert gate.is_open
+    following.open_now()
+    assert following.is_open
+    with driver.current():
+        gates.close()
