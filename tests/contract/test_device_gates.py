@@ -16,7 +16,7 @@ from tests.fakes.driver import FakeDriver
 from tests.fakes.kv import make_kv
 from tests.fakes.rig import LONG, Rig
 
-from kvferry.device.engine import gpu
+from kvferry.device.engine import channels, gpu
 from kvferry.device.engine.gate_watch import GateWatch
 from kvferry.device.engine.gates import NUM_WORDS, Gates
 from kvferry.device.engine.lane import Lane
@@ -49,7 +49,13 @@ def one_piece_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "BEGIN_SECONDS", 0.0)
 
 
-def warm_rig(seed: int = 0, driver: FakeDriver | None = None, patience: float = 60.0) -> Rig:
+def warm_rig(
+    seed: int = 0,
+    driver: FakeDriver | None = None,
+    patience: float = 60.0,
+    *,
+    apart: bool = True,
+) -> Rig:
     """A rig whose jobs take many slots of the ring, with all made that is made once."""
     kv = make_kv("split", page=1024, num_blocks=len(ALL), seed=seed)
     driver = driver or Deaf(seed=seed)
@@ -57,6 +63,8 @@ def warm_rig(seed: int = 0, driver: FakeDriver | None = None, patience: float = 
     for direction in (rig.load, rig.store):
         direction(ALL, ALL)
         rig.drain_ok()
+    if apart:
+        rig.engine._channels._is_apart[rig.compute] = True
     for block in ALL:
         rig.kv.set_block(block, b"\xee" * rig.kv.layout.block_bytes)
     rig.host[...] = rig.rng.integers(0, 256, rig.host.shape, dtype="uint8")
@@ -257,6 +265,77 @@ def test_who_watches_wakes_by_itself() -> None:
         gates.close()
     assert word.value == 0
     assert driver.leaks() == {}
+
+
+# -- channels --------------------------------------------------------------------------------------
+
+
+def try_a_gate(rig: Rig) -> bool:
+    """Whether a gate is shut at the second load, and all ends."""
+    for round_ in range(2):
+        load_first_piece(rig, ALL)
+        rig.engine.order_compute_after_loads()
+        is_gated = is_shut(rig)
+        assert not is_gated or round_, "not tried yet"
+        rig.launch(lambda: None)
+        rig.wait_until_queued()
+        rig.driver.timeline.run_all()
+        ended = not is_shut(rig)
+        for gate in rig.engine._gates._last:
+            if gate is not None:
+                gate.open_now()
+        settle(rig)
+        rig.driver.timeline.run_all()
+        assert ended
+    return is_gated
+
+
+def test_a_compute_stream_is_tried_before_it_waits_at_a_gate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(channels, "TRIAL_SECONDS", LONG)
+    rig = warm_rig(apart=False)
+    assert try_a_gate(rig)
+    rig.close()
+    assert rig.driver.leaks() == {}
+
+
+def shared_channel(rig: Rig) -> None:
+    path: Any = rig.engine._paths["staged"]
+    rig.driver.timeline.channels = {rig.compute: 1, path._ring.inbound: 1}
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_none_is_shut_where_compute_shares_a_channel_with_us(number: int) -> None:
+    rig = warm_rig(number, apart=False)
+    shared_channel(rig)
+    assert not try_a_gate(rig)
+    rig.close()
+
+
+def test_a_gate_on_a_shared_channel_would_hang_and_is_seen() -> None:
+    rig = warm_rig(apart=True)  # taken for granted
+    shared_channel(rig)
+    load_first_piece(rig, ALL)
+    rig.engine.order_compute_after_loads()
+    rig.wait_until_queued()
+    rig.driver.timeline.run_all()
+    assert is_shut(rig)
+    rig.close()
+
+
+def test_nothing_is_tried_while_compute_or_a_copy_runs() -> None:
+    rig = warm_rig(apart=False)
+    assert not rig.engine._channels.is_apart(rig.compute)
+    rig.driver.timeline.frozen = {rig.compute}
+    rig.launch(lambda: None)
+    load_first_piece(rig, ALL)
+    rig.driver.timeline.frozen = set()
+    rig.driver.timeline.run_all()
+    rig.store(ALL, ALL)  # a load is under way
+    assert rig.engine._channels.wants_trial(rig.compute)
+    settle(rig)
+    rig.close()
 
 
 # -- where there are none --------------------------------------------------------------------------

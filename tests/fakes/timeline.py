@@ -42,6 +42,8 @@ class FakeEvent:
 class Work:
     run: Callable[[], None]
     may_run: Callable[[], bool] = lambda: True
+    blocks_channel: bool = False
+    """Whether it holds up the other streams of its channel while it may not run."""
 
 
 @dataclass
@@ -60,6 +62,8 @@ class Timeline:
         self.rng = random.Random(seed)
         self.late: set[int] = set()
         self.frozen: set[int] = set()
+        self.channels: dict[int, int] = {}
+        """Streams that share a channel, by its number; the others have one of their own."""
         self.clock = 0
         self.lock = threading.RLock()
         self.streams: dict[int, FakeStream] = {0: FakeStream()}
@@ -88,13 +92,22 @@ class Timeline:
         self.streams[stream].queue.append(Work(lambda: None, lambda: record.is_done))
 
     def put_wait_until(self, stream: int, may_run: Callable[[], bool]) -> None:
-        self.streams[stream].queue.append(Work(lambda: None, may_run))
+        self.streams[stream].queue.append(Work(lambda: None, may_run, True))
 
     def step(self) -> bool:
         """Run one piece of work somewhere; False when nothing can run."""
         with self.lock:
             streams = {**self.streams, **self._destroyed}
+            held = {
+                self.channels[s]
+                for s in self.channels
+                if s in streams
+                and streams[s].queue
+                and streams[s].queue[0].blocks_channel
+                and not streams[s].can_run
+            }
             ready = [s for s in streams if streams[s].can_run and s not in self.frozen]
+            ready = [s for s in ready if self.channels.get(s) not in held]
             ready = [s for s in ready if s not in self.late] or ready
             if not ready:
                 return False

@@ -26,6 +26,7 @@ import numpy as np
 from kvferry.closing import Closing
 from kvferry.device.driver.base import Driver, Priority
 from kvferry.device.driver.events import EventPool
+from kvferry.device.engine.channels import Channels
 from kvferry.device.engine.gate_watch import GateWatch
 from kvferry.device.engine.gates import Gates
 from kvferry.device.engine.lane import Lane
@@ -96,6 +97,7 @@ class GpuEngine(Closing):
         self._timing_events = EventPool(driver, timing=True)
         self._gates = Gates(driver)
         self._watch = GateWatch(patience=patience, timeout=close_timeout)
+        self._channels = Channels(driver, self._gates, self._order_events)
         self._gated: Submission | None = None
         self._lanes = self._open_lanes(patience)
         self._here = _BegunHere(self._lanes.values())
@@ -172,8 +174,19 @@ class GpuEngine(Closing):
             finally:
                 self._order_events.give(event)
 
+    def _try_out(self, compute: int, submission: Submission) -> None:
+        """Here, where nothing of ours is queued yet and the thread is the one that may ask."""
+        if submission.beside_model or self.num_in_flight:
+            return
+        streams = [lane.stream for lane in self._lanes.values()]
+        for path in self._paths.values():
+            streams += getattr(path, "streams", ())
+        self._channels.try_out(compute, streams)
+
     def _shut_gate(self, lane: Lane, compute: int) -> bool:
-        if not self._gates.is_prepared or not self._watch.start():
+        if not self._gates.is_prepared or not self._channels.is_apart(compute):
+            return False
+        if not self._watch.start():
             return False
         gated = lane.shut_gate(compute)
         if gated is None:
@@ -240,6 +253,8 @@ class GpuEngine(Closing):
         with self._driver.current():
             compute = self._compute_stream()
             submission.beside_model = not self._driver.stream_is_idle(compute)
+            if self._channels.wants_trial(compute):
+                self._try_out(compute, submission)
             # Here and not on the lane's thread: later compute must not hold this copy back.
             submission.ready = self._order_events.take()
             self._driver.record_event(submission.ready, compute)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.device.engine.gates import Gate
+from kvferry.device.engine.gates import LoadGate
 from kvferry.types import TransferId
 
 
@@ -27,7 +27,7 @@ class Submission:
     """Why it failed: the first fault, empty while there is none."""
     seconds: float = 0.0
     trouble_since: float | None = None
-    gate: Gate | None = None
+    gate: LoadGate | None = None
     """Shut while compute waits for this load though it is not queued yet."""
     after: Submission | None = None
     """A load that compute waits for; so may this, which is queued only once that one is."""

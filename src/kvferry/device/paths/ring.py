@@ -108,6 +108,11 @@ class Ring:
     def is_open(self) -> bool:
         return self._alone is not None
 
+    @property
+    def streams(self) -> list[int]:
+        """All of them; none before it is open."""
+        return [handle for give, handle in self._give_back if give == self._driver.destroy_stream]
+
     def open(self) -> None:
         """Take the ring's memory, once; DriverError leaves nothing taken."""
         if self._alone:

@@ -132,6 +132,11 @@ class StagedPath:
                 barrier.close()
             self._ids[job.direction].fence(stream)
 
+    @property
+    def streams(self) -> list[int]:
+        """Those of its own, besides the one of the job."""
+        return self._ring.streams
+
     def is_prepared(self, job: CopyJob, ahead: int) -> bool:
         if not self._ring.is_open or self._kernels.find(job) is None:
             return False
