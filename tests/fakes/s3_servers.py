@@ -20,13 +20,17 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import datetime, timedelta, timezone
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvferry.tiers import Way
 from kvferry.types import Key
+
+if TYPE_CHECKING:
+    from tests.fakes.certificates import Certificate
 
 ACCESS, SECRET, BUCKET = "kvferrytestaccess", "kvferrytestsecret", "kvferry-blocks"
 SERVERS = ("rclone", "moto")
@@ -45,15 +49,18 @@ def free_port() -> int:
 class S3Server:
     """One server process. What it holds is gone with it, or (rclone) stays on disk."""
 
-    def __init__(self, kind: str, folder: str | None = None) -> None:
+    def __init__(
+        self, kind: str, folder: str | None = None, certificate: Certificate | None = None
+    ) -> None:
         self.kind = kind
         self.port = free_port()
+        self.certificate = certificate
         self._folder = Path(tempfile.mkdtemp(prefix="kvferry-s3-", dir=folder))
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http{'s' if self.certificate else ''}://127.0.0.1:{self.port}"
 
     def start(self) -> None:
         bin_dir = Path(sys.executable).parent
@@ -67,6 +74,9 @@ class S3Server:
                 f"127.0.0.1:{self.port}",
                 str(self._folder),
             ]
+            if self.certificate is not None:
+                command += ["--cert", str(self.certificate.chain)]
+                command += ["--key", str(self.certificate.key)]
         else:
             command = [str(bin_dir / "moto_server"), "-H", "127.0.0.1", "-p", str(self.port)]
         environment = {**os.environ, "RCLONE_CONFIG": "/dev/null"}
@@ -118,12 +128,15 @@ class Door:
     """Stands before a server and passes every request on, after ``fault`` had its say.
 
     ``fault`` is called with what is asked for which block; what it raises is the server's error.
-    ``garble`` may change what the server answers with.
+    ``garble`` may change what the server answers with. ``clock`` is the server's: it refuses those
+    with quite another time, as S3 does; ``dates`` is when it says that all objects were made.
     """
 
     def __init__(self, behind: S3Server) -> None:
         self.fault: Callable[[Way, Key], None] | None = None
         self.garble: Callable[[bytes], bytes] | None = None
+        self.clock: Callable[[], datetime] | None = None
+        self.dates: str | None = None
         self.num_requests = 0
         door = self
 
@@ -134,6 +147,10 @@ class Door:
                 door.num_requests += 1
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 found = _NAME.search(self.path.partition("?")[0])
+                said = self.headers["x-amz-date"]
+                if door.clock is not None and _is_skewed(said, door.clock()):
+                    self._answer(403, {"Content-Type": "application/xml"}, _SKEWED)
+                    return
                 try:
                     if door.fault is not None and found:
                         door.fault(_WAYS[self.command], Key(bytes.fromhex(found[1])))
@@ -146,7 +163,10 @@ class Door:
                 content = answer.read()
                 if door.garble is not None and self.command == "GET" and found:
                     content = door.garble(content)
-                self._answer(answer.status, dict(answer.getheaders()), content)
+                headers = dict(answer.getheaders())
+                if door.dates is not None:
+                    headers |= dict.fromkeys(("Date", "Last-Modified"), door.dates)
+                self._answer(answer.status, headers, content)
                 line.close()
 
             do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = _pass_on  # noqa: N815
@@ -184,6 +204,17 @@ class Door:
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+
+_SKEWED = b"""<?xml version="1.0" encoding="UTF-8"?>
+<Error><Code>RequestTimeTooSkewed</Code><Message>The difference between the request time and the \
+current time is too large.</Message></Error>"""
+_MOST_SKEW = timedelta(minutes=15)  # S3's
+
+
+def _is_skewed(said: str, now: datetime) -> bool:
+    asked = datetime.strptime(said, "%Y%m%dT%H%M%SZ")
+    return abs(asked.replace(tzinfo=timezone.utc) - now) > _MOST_SKEW
 
 
 class Wire:

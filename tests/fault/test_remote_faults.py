@@ -7,10 +7,14 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
 
 import obstore
 import pytest
 from tests.fakes import remote, s3_servers
+from tests.fakes.certificates import make_certificate
 from tests.fakes.crafted_keys import keys
 from tests.fakes.remote import LONG, SIZE, Store
 
@@ -165,6 +169,7 @@ def test_a_server_killed_and_started_again(
     own_server.kill()
     assert store.reads([0, 1]) == [False, False]
     store.wait(lambda: bool(store.tier.ailment))
+    assert "Connection refused" in store.tier.ailment
     store.send(Way.READ, [0])
     (result,) = store.tier.poll()
     assert not result.ok.any(), "nobody waits for a store that is away"
@@ -196,6 +201,104 @@ def test_the_doctor_says_what_is_wrong_with_a_store() -> None:
         with remote.environment(credentials):
             (finding,) = check_levels(Config(remote=address))
         assert (finding.grade, words in finding.words) == (grade, True), finding
+
+
+# -- clocks ----------------------------------------------------------------------------------------
+
+
+def _ahead(hours: float) -> Callable[[], datetime]:
+    return lambda: datetime.now(timezone.utc) + timedelta(hours=hours)
+
+
+@pytest.mark.parametrize("hours", [-2, 2])
+def test_a_clock_gone_wrong_costs_one_batch_and_heals_with_it(
+    hours: float, open_store: Open, door: s3_servers.Door
+) -> None:
+    """The server's or ours: a request whose time is not the server's is refused."""
+    door.clock = _ahead(0)
+    store = open_store(door.endpoint)
+    store.write([0, 1])
+    door.clock = _ahead(hours)
+    store.into[:] = 0xEE
+    assert not store.do(Way.READ, [0, 1], within=5.0).ok.any()
+    store.wait(lambda: bool(store.tier.ailment))
+    assert "RequestTimeTooSkewed" in store.tier.ailment
+    store.send(Way.FIND, [0])
+    (result,) = store.tier.poll()
+    assert not result.ok.any(), "nobody waits for a store that refuses us"
+    assert (store.into == 0xEE).all()
+    door.clock = _ahead(0)
+    store.wait_healed()
+    assert store.reads([0, 1]) == [True, True]
+
+
+@pytest.mark.parametrize("date", ["Thu, 01 Jan 1970 00:00:00 GMT", "Fri, 31 Dec 2100 23:59:59 GMT"])
+def test_when_objects_were_made_does_not_matter(
+    date: str, open_store: Open, door: s3_servers.Door
+) -> None:
+    door.dates = date
+    store = open_store(door.endpoint)
+    store.write([0, 1])
+    assert store.do(Way.FIND, [0, 1, 2]).ok.tolist() == [True, True, False]
+    assert store.reads([0, 1, 2]) == [True, True, False]
+
+
+# -- TLS -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def serve_tls(tmp_path: Path) -> Iterator[Callable[..., s3_servers.S3Server]]:
+    servers: list[s3_servers.S3Server] = []
+
+    def begin(**how) -> s3_servers.S3Server:
+        made = make_certificate(tmp_path / f"tls{len(servers)}", **how)
+        servers.append(s3_servers.S3Server("rclone", certificate=made))
+        servers[-1].start()
+        return servers[-1]
+
+    yield begin
+    for server in servers:
+        server.close()
+
+
+def test_a_store_behind_tls_with_an_authority_of_ones_own(
+    open_store: Open, serve_tls: Callable[..., s3_servers.S3Server]
+) -> None:
+    server = serve_tls()
+    assert server.certificate is not None
+    trusting = {**remote.CREDENTIALS, "AWS_CA_BUNDLE": str(server.certificate.authority)}
+    store = open_store(server.endpoint, credentials=trusting)
+    assert not store.tier.ailment
+    store.write([0, 1])
+    assert store.reads([0, 1]) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("how", "is_trusted", "why"),
+    [
+        ({"address": "127.0.0.9"}, True, "names another server"),
+        ({"hours": -1}, True, "is out of date"),
+        ({}, False, "AWS_CA_BUNDLE"),
+    ],
+)
+def test_a_wrong_certificate_is_said_and_costs_misses(
+    how: dict[str, Any],
+    is_trusted: bool,
+    why: str,
+    open_store: Open,
+    serve_tls: Callable[..., s3_servers.S3Server],
+) -> None:
+    server = serve_tls(**how)
+    assert server.certificate is not None
+    bundle = {"AWS_CA_BUNDLE": str(server.certificate.authority)} if is_trusted else {}
+    credentials = {**remote.CREDENTIALS, **bundle}
+    store = open_store(server.endpoint, credentials=credentials, is_well=False)
+    assert "certificate" in store.tier.ailment
+    assert why in store.tier.ailment
+    store.into[:] = 0xEE
+    for way in (Way.WRITE, Way.FIND, Way.READ):
+        assert not store.do(way, [0, 1]).ok.any()
+    assert (store.into == 0xEE).all()
 
 
 # -- the network -----------------------------------------------------------------------------------

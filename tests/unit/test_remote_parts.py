@@ -15,7 +15,7 @@ from kvferry.config import Config
 from kvferry.errors import ConfigError
 from kvferry.tiers import TierSetup, open_tier
 from kvferry.tiers.remote import open_remote
-from kvferry.tiers.remote.aws import s3_config
+from kvferry.tiers.remote.aws import ca_bundle, s3_config
 from kvferry.tiers.remote.bandwidth import Bandwidth
 from kvferry.tiers.remote.breaker import FIRST_WAIT, LONGEST_WAIT, Breaker
 from kvferry.tiers.remote.names import SEAL_BYTES, Whose
@@ -239,3 +239,17 @@ def test_where_no_role_may_be_asked_missing_credentials_are_said(tmp_path) -> No
     with pytest.raises(ConfigError, match="no credentials"):
         s3_config({}, env)
     assert s3_config({}, {**env, "AWS_ACCESS_KEY_ID": "a"})["access_key_id"] == "a"
+
+
+def test_authorities_of_ones_own_are_read_from_where_tools_of_aws_look(tmp_path) -> None:
+    bundle, config = tmp_path / "roots.pem", tmp_path / "config"
+    bundle.write_bytes(b"certificates")
+    config.write_text(f"[default]\nca_bundle = {bundle}\n")
+    home = {"HOME": str(tmp_path)}
+    assert ca_bundle(home) is None
+    assert ca_bundle({**home, "AWS_CA_BUNDLE": str(bundle)}) == b"certificates"
+    from_profile = {**home, "AWS_CONFIG_FILE": str(config)}
+    assert ca_bundle(from_profile) == b"certificates"
+    assert s3_config({}, from_profile) == {"region": "us-east-1"}, "no word of it to the client"
+    with pytest.raises(ConfigError, match=r"AWS_CA_BUNDLE.*not-here"):
+        ca_bundle({**home, "AWS_CA_BUNDLE": str(tmp_path / "not-here")})

@@ -107,6 +107,22 @@ class Server:
         text: str = answer["choices"][0]["text"]
         return text
 
+    def tokens(self, prompt: list[int], max_tokens: int = 16) -> list[int]:
+        """The tokens that follow, as numbers."""
+        answer = self.post(
+            "/v1/completions",
+            {
+                "model": "tiny",
+                "prompt": prompt,
+                "max_tokens": max_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            },
+        )
+        found: list[int] = answer["choices"][0]["token_ids"]
+        return found
+
     def chat(self, *messages: str, max_tokens: int = 16) -> str:
         roles = ("user", "assistant")
         answer = self.post(
@@ -124,11 +140,13 @@ class Server:
         text: str = answer["choices"][0]["message"]["content"]
         return text
 
-    def metric(self, name: str) -> float:
-        """The sum over labels."""
-        found = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", self.get("/metrics"), re.M)
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum over all labels besides these."""
+        line = rf"^{re.escape(name)}(?:\{{(.*)\}})? (\S+)$"
+        found = re.findall(line, self.get("/metrics"), re.M)
         assert found, f"no metric {name}"
-        return sum(map(float, found))
+        wanted = {f'{label}="{value}"' for label, value in labels.items()}
+        return sum(float(value) for said, value in found if wanted <= set(said.split(",")))
 
     def settle(self, seconds: float = 30.0) -> None:
         """Wait until the engine rests: then everything that was counted has been told."""

@@ -26,6 +26,7 @@ _OF_PROFILE = {
     "session_token": "aws_session_token",
     "region": "region",
     "endpoint": "endpoint_url",
+    "ca_bundle": "ca_bundle",
 }
 _SECRETS = ("access_key_id", "secret_access_key", "session_token")
 _OTHER_MEANS = ("AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI")
@@ -42,7 +43,7 @@ def s3_config(told: Mapping[str, str], env: Mapping[str, str]) -> dict[str, str]
     profile = _profile(env)
     has_keys = "access_key_id" in found or any(env.get(name) for name in _OTHER_MEANS)
     for name, value in profile.items():
-        if not (has_keys and name in _SECRETS):
+        if name != "ca_bundle" and not (has_keys and name in _SECRETS):
             found.setdefault(name, value)
     found.update(told)
     found.setdefault("region", DEFAULT_REGION)
@@ -53,6 +54,20 @@ def s3_config(told: Mapping[str, str], env: Mapping[str, str]) -> dict[str, str]
             "profile in ~/.aws, or let the instance's role be asked (AWS_EC2_METADATA_DISABLED)"
         )
     return found
+
+
+def ca_bundle(env: Mapping[str, str]) -> bytes | None:
+    """Certificates to trust besides the system's, where ``AWS_CA_BUNDLE`` or a profile has some."""
+    path = env.get("AWS_CA_BUNDLE") or _profile(env).get("ca_bundle")
+    if not path:
+        return None
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"AWS_CA_BUNDLE (or ca_bundle in ~/.aws/config): {error}; name a file of certificates "
+            "in PEM, or none"
+        ) from error
 
 
 def _profile(env: Mapping[str, str]) -> dict[str, str]:

@@ -8,7 +8,6 @@ when it is read, and whoever overwrites writes the same bytes.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -19,18 +18,23 @@ from obstore.store import S3Store
 
 from kvferry.remote_settings import RemoteAddress
 from kvferry.tiers.base import Way
-from kvferry.tiers.remote.aws import s3_config
+from kvferry.tiers.remote.aws import ca_bundle, s3_config
 from kvferry.tiers.remote.client import Fault, NotThere, Stored
+from kvferry.tiers.remote.s3_reasons import reason_of
 from kvferry.tiers.remote.staging import Staging
 
-_CALLS = 32
-_MOST_BYTES = 256 << 20
-"""Objects under way one way, at most, however large they are."""
+_CALLS, _MOST_CALLS = 32, 128
+_ENOUGH_BYTES, _MOST_BYTES = 32 << 20, 256 << 20
+"""Objects under way one way: this much keeps a store busy that is some 20 ms away; and the most."""
 
 _REQUEST_SECONDS = 60.0
 _PROBE = b"kvferry was here"
-_LONGEST_REASON = 300
-_SAID = re.compile(r"Error performing (\w+) \S+ in .*? - (.*)")
+
+
+def most_calls(object_bytes: int) -> int:
+    """How many requests of one kind are best under way: the smaller objects are, the more."""
+    enough = min(max(_CALLS, _ENOUGH_BYTES // object_bytes), _MOST_CALLS)
+    return max(4, min(enough, _MOST_BYTES // object_bytes))
 
 
 class S3Client:
@@ -44,15 +48,18 @@ class S3Client:
         self, address: RemoteAddress, object_bytes: int, folder: str, env: Mapping[str, str]
     ) -> None:
         config = s3_config(address.options, env)
+        roots = ca_bundle(env)
         self._prefix = f"{address.prefix}/" if address.prefix else ""
         self._probe_name = f"{self._prefix}{folder}/probe"
         self._can_create = True
-        self.num_calls = max(4, min(_CALLS, _MOST_BYTES // object_bytes))
+        self.num_calls = most_calls(object_bytes)
         self.staging = Staging(object_bytes, 2 * self.num_calls)
         self._store = S3Store(
             address.place,
-            config=cast(Any, config),
+            # Blocks carry a checksum of their own: a second over each, slower one gains nothing.
+            config=cast(Any, {**config, "unsigned_payload": "true"}),
             client_options={
+                **cast(Any, {"root_certificate": roots} if roots else {}),
                 "allow_http": config.get("endpoint", "").startswith("http://"),
                 "connect_timeout": timedelta(seconds=2),
                 "timeout": timedelta(seconds=_REQUEST_SECONDS),
@@ -80,7 +87,7 @@ class S3Client:
             if bytes(await got.bytes_async()) != _PROBE:
                 return Fault("what it was given it does not give back")
         except Exception as error:  # whatever it is, the store cannot be used
-            return Fault(_reason(error))
+            return Fault(reason_of(error))
         return None
 
     async def find(self, names: Sequence[str], size: int) -> list[NotThere | Fault | None]:
@@ -92,7 +99,7 @@ class S3Client:
         except FileNotFoundError:
             return NotThere()
         except Exception as error:
-            return Fault(_reason(error))
+            return Fault(reason_of(error))
         return None if there["size"] == size else NotThere(_wrong(there["size"], size))
 
     async def get(self, names: Sequence[str], size: int) -> list[Stored]:
@@ -107,7 +114,7 @@ class S3Client:
         except FileNotFoundError:
             return NotThere("holds nothing")
         except Exception as error:
-            return Fault(_reason(error))
+            return Fault(reason_of(error))
 
     async def put(
         self, names: Sequence[str], objects: Sequence[memoryview], *, replace: Sequence[bool]
@@ -139,7 +146,7 @@ class S3Client:
                     self._can_create = False
             await self._put(self._prefix + name, stored, "overwrite")
         except Exception as error:
-            return Fault(_reason(error))
+            return Fault(reason_of(error))
         return None
 
     async def _put(self, path: str, stored: Any, mode: Any) -> None:
@@ -155,12 +162,3 @@ class S3Client:
 
 def _wrong(got: int, wanted: int) -> str:
     return f"{got} bytes are there where {wanted} should be"
-
-
-def _reason(error: Exception) -> str:
-    """What the server said, without the object's long name and the client's inner workings."""
-    text = " ".join(str(error).partition("\n\nDebug source")[0].split())
-    found = _SAID.search(text)
-    if found:
-        text = f"{found[1]}: {found[2]}"
-    return text[:_LONGEST_REASON] or type(error).__name__

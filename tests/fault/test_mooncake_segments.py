@@ -1,0 +1,123 @@
+"""Memory of a Mooncake store that goes while others read from it: misses, never wrong bytes."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+from tests.fakes import mooncake_store, remote, s3_servers
+from tests.fakes.remote import LONG, Store
+
+from kvferry.tiers import Way
+
+pytestmark = pytest.mark.skipif(bool(mooncake_store.lacking()), reason=mooncake_store.lacking())
+
+ALL = list(range(8))
+POISON = 0xEE
+
+
+class Fleet:
+    """A master, and servers in one namespace with the same bytes to share."""
+
+    def __init__(self, close: ExitStack) -> None:
+        self._close = close
+        self.master = mooncake_store.Master()
+        self.master.start()
+        close.callback(self.master.kill)
+        self._namespace = secrets.token_bytes(32)
+        self._servers: list[Store] = []
+
+    def server(self, options: str = "", place: str = "") -> Store:
+        tier = remote.open_mooncake_tier(
+            place or self.master.place,
+            options,
+            namespace=self._namespace,
+            environment_=mooncake_store.environment(),
+        )
+        self._close.callback(tier.close)
+        made = Store(tier, self._namespace)
+        if self._servers:
+            made.rows[:] = self._servers[0].rows
+        self._servers.append(made)
+        return made
+
+    def peer(self) -> mooncake_store.Peer:
+        made = mooncake_store.Peer(self.master)
+        self._close.callback(made.close)
+        return made
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    with ExitStack() as close:
+        yield Fleet(close)
+
+
+def check_rows(reader: Store) -> None:
+    """Each block is there to the last byte, or nothing of it is."""
+    for row, whole in zip(reader.into, reader.rows, strict=True):
+        assert (row == whole).all() or (row == POISON).all()
+
+
+def is_well(server: Store) -> bool:
+    """Whether all can be read, after writing what is missing; what comes is right at every step."""
+    server.tier.poll()
+    if server.tier.ailment:
+        return False
+    came = server.reads(ALL)
+    missing = [number for number in ALL if not came[number]]
+    if missing:
+        server.do(Way.WRITE, missing, within=2.0)
+    return not missing
+
+
+def test_a_peer_restarted_while_others_read_from_it(fleet: Fleet) -> None:
+    peer, reader = fleet.peer(), fleet.server()
+    reader.wait_healed()
+    reader.write(ALL)
+    reader.into[:] = POISON
+    for number in range(40):
+        reader.send(Way.READ, ALL, within=2.0)
+        if number == 20:
+            reader.wait(lambda: (reader.into != POISON).any())  # they are in the midst of it
+            peer.kill()
+    reader.tier.drain(LONG)
+    assert not reader.tier._errands, "every batch has its answer"
+    check_rows(reader)
+    fleet.peer()
+    reader.wait(lambda: is_well(reader))
+
+
+def test_a_server_that_loses_its_segment_gives_another(fleet: Fleet) -> None:
+    """The process that gave it dies; the engine beside it, and the others, go on."""
+    giver, reader = fleet.server("?segment=16MiB"), fleet.server()
+    reader.wait_healed()
+    giver.write(ALL)
+    assert reader.reads(ALL) == [True] * 8
+    reader.into[:] = POISON
+    for _ in range(4):
+        reader.send(Way.READ, ALL, within=2.0)
+    assert giver.tier._child is not None
+    os.kill(giver.tier._child.pid, signal.SIGKILL)
+    reader.tier.drain(LONG)
+    check_rows(reader)
+    giver.wait(lambda: "process" in giver.tier.ailment)
+    giver.wait(lambda: is_well(giver))
+    reader.wait(lambda: is_well(reader))
+
+
+def test_a_slow_way_to_the_master_is_only_slow(fleet: Fleet) -> None:
+    fleet.peer()
+    wire = s3_servers.Wire(fleet.master.port)
+    server = fleet.server(place=f"127.0.0.1:{wire.port}")
+    server.wait_healed()
+    wire.delay = 0.02
+    server.write(ALL)
+    assert server.reads(ALL) == [True] * 8
+    wire.delay = 0.0
+    server.tier.close()
+    wire.close()
