@@ -185,7 +185,7 @@ class Config:
     max_loading_blocks: int | None = setting(
         None,
         optional(COUNT),
-        "Device blocks that loads may hold at one time; none: half of the device's.",
+        "Device blocks that loads may hold at one time; none: seven eighths of the device's.",
     )
     max_storing_blocks: int | None = setting(
         None,

@@ -61,6 +61,9 @@ class Activity:
         self._clock = clock
         self._is_starting = is_starting
         self._last: float | None = None
+        self.runs_beside = False
+        """Whether the model will run beside the copies that are submitted now, as far as is known:
+        at that moment it may well rest between two steps."""
 
     def note(self) -> None:
         self._is_starting = False
@@ -104,6 +107,10 @@ class RankMemory:
     def note_step(self) -> None:
         """The model was given work: while it has some, host memory grows slowly."""
         self._activity.note()
+
+    def note_beside(self, is_beside: bool) -> None:
+        """Whether the model will run beside the copies that are submitted from now on."""
+        self._activity.runs_beside = is_beside
 
     def note_started(self) -> None:
         """The engine has captured its graphs: host memory may grow as fast as it can."""
@@ -220,6 +227,7 @@ def open_on_gpu(
             paths=path_set.paths,
             rank=rank,
             host_chunk=host.chunk_bytes,
+            runs_beside=lambda: activity.runs_beside,
         )
         return RankMemory(host, engine, activity, undo.pop_all(), levels)
 

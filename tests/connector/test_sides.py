@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,9 +25,9 @@ def make(make_sides: Callable[..., Sides]) -> Callable[..., Sides]:
     return begin
 
 
-def store(sides: Sides, name: str = "writer") -> None:
+def store(sides: Sides, name: str = "writer", hashes: Sequence[bytes] = HASHES) -> None:
     """Compute four blocks of fresh bytes and order their stores; the ranks copy, none answers."""
-    request = request_of(name, HASHES)
+    request = request_of(name, hashes)
     assert sides.side.match(request, 0) == (0, False)
     sides.side.allocated(request, sides.allocate(name, 5), 0)
     sides.write(slice(None))
@@ -38,9 +38,11 @@ def store(sides: Sides, name: str = "writer") -> None:
     sides.run(sides.orders())  # so few blocks are stored when there is nothing else to do
 
 
-def load(sides: Sides, name: str = "reader") -> tuple[list[int], Any]:
+def load(
+    sides: Sides, name: str = "reader", hashes: Sequence[bytes] = HASHES
+) -> tuple[list[int], Any]:
     """Ask for the four blocks and order their load; returns where to, and the orders."""
-    request = request_of(name, HASHES)
+    request = request_of(name, hashes)
     assert sides.side.match(request, 0) == (4 * BLOCK_TOKENS, True)
     sides.side.allocated(request, sides.allocate(name, 5), 4 * BLOCK_TOKENS)
     return sides.tables[name][:4], sides.orders()
@@ -300,3 +302,31 @@ def test_a_copy_that_never_ends_is_not_waited_for_again_and_again(make):
     assert sides.side.serving.blocks.num_held == 4
     assert not sides.side.has_work
     assert not sides.side.frees_soon()
+
+
+def test_a_load_beside_which_the_model_will_run_is_submitted_as_such(make):
+    """Alone it is not; beside a forward, or another request that may run first, it is."""
+    sides = make()
+    others = [bytes([number]) * 32 for number in range(11, 15)]
+    for name, hashes in (("writer", HASHES), ("other", others)):
+        store(sides, name, hashes)
+        for rank in (0, 1):
+            sides.answer(rank)
+    told = [rank._memory._activity for rank in sides.ranks]
+    _, orders = load(sides, "alone")
+    sides.run(orders)
+    assert not any(activity.runs_beside for activity in told)
+    _, orders = load(sides, "second", others)  # nobody has been told that the first one came
+    sides.run(orders)
+    assert all(activity.runs_beside for activity in told)
+    for rank in (0, 1):
+        sides.answer(rank)
+    sides.run(replace(sides.orders(), computes=True))  # they run
+    _, orders = load(sides, "third")
+    sides.run(orders)
+    assert not any(activity.runs_beside for activity in told)
+    for rank in (0, 1):
+        sides.answer(rank)
+    _, orders = load(sides, "fourth")
+    sides.run(replace(orders, computes=True))
+    assert all(activity.runs_beside for activity in told)

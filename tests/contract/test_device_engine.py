@@ -240,6 +240,19 @@ def test_busy_is_whether_compute_has_work(large: bool) -> None:
     rig.close()
 
 
+def test_busy_is_also_what_whoever_submits_knows_of_the_steps_to_come(large: bool) -> None:
+    """Between two steps of a busy server the compute stream has nothing to do."""
+    rig = Rig()
+    planner = rig.engine._planner = AskedPlanner()
+    coming = [False, True]
+    rig.engine._runs_beside = coming.pop
+    for _ in range(2):
+        rig.load([0], [0])
+        rig.drain_ok()
+    assert [busy for _, _, busy in planner.seen] == [True, False]
+    rig.close()
+
+
 def test_a_block_larger_than_a_slot_is_refused_when_the_engine_is_made() -> None:
     kv = make_kv("layers")
     driver = FakeDriver()

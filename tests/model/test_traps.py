@@ -316,7 +316,7 @@ def test_loads_that_would_hold_every_device_block() -> None:
     for number in range(6):
         if desk.match(f"r{number}", story(number, 4)).state is MatchState.HIT:
             held += len(desk.load(f"r{number}", 16)[0])
-    assert held <= 8
+    assert 8 < held <= 14  # several at once, and some blocks for what runs
 
 
 def test_an_engine_of_loads_alone_gets_on() -> None:

@@ -30,6 +30,12 @@ from kvferry.tenants import Tenants
 _MOST_ON_DEVICE = 1 << 20
 """Keys, where nobody says how many blocks the device has."""
 
+_LOADING, _STORING = 7 / 8, 1 / 4
+"""Shares of the device's blocks that loads and stores may hold. With half of a small device cache
+one long load at a time fits, and the link rests while its request is told and runs; what runs
+needs a new block only now and then.
+"""
+
 
 def assemble(
     pool: Pool,
@@ -70,7 +76,7 @@ def assemble(
         outbox,
         transit,
         config,
-        max_blocks=_bound(config.max_storing_blocks, num_device_blocks, 4),
+        max_blocks=_bound(config.max_storing_blocks, num_device_blocks, _STORING),
         block_bytes=block_bytes,
         on_device=on_device,
     )
@@ -79,7 +85,7 @@ def assemble(
         pool,
         transit,
         config,
-        max_blocks=_bound(config.max_loading_blocks, num_device_blocks, 2),
+        max_blocks=_bound(config.max_loading_blocks, num_device_blocks, _LOADING),
         block_bytes=block_bytes,
         joins_loads=joins_loads,
         clock=clock,
@@ -127,11 +133,11 @@ def assemble(
     return parts
 
 
-def _bound(given: int | None, num_device_blocks: int | None, share: int) -> int | None:
+def _bound(given: int | None, num_device_blocks: int | None, share: float) -> int | None:
     """A bound as given, or this share of the device's blocks; None where neither is known."""
     if given is not None or num_device_blocks is None:
         return given
-    return max(1, num_device_blocks // share)
+    return max(1, int(num_device_blocks * share))
 
 
 def _most_on_device(

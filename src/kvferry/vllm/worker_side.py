@@ -83,6 +83,7 @@ class WorkerSide:
         self._news: MemoryNews | None = None
         self._later: Plan = NO_PLAN
         self._computes = False
+        self._is_run_due = False  # a load has come, and the model has not run since
         self._loads: dict[TransferId, AwaitedLoad] = {}  # one for each transfer it waits for
         self._num_awaited = 0  # receipts
         self._below: set[TransferId] = set()  # what levels were asked for and have not answered
@@ -167,6 +168,7 @@ class WorkerSide:
         """Start the step's loads, and its stores too where there is no forward to wait for."""
         if orders.is_quiet and self._is_grown and not self._later.transfers and not self._lasting:
             self._computes = True
+            self._is_run_due = False
             return
         try:
             self._begin(orders)
@@ -198,6 +200,7 @@ class WorkerSide:
         plan = orders.plan
         if plan.transfers or plan.questions or plan.forget or orders.loads or orders.undone:
             self._carry_out(orders)
+        self._is_run_due = self._is_run_due and not orders.computes
         if not orders.computes:
             if self._later.transfers:
                 self._flush()
@@ -215,6 +218,12 @@ class WorkerSide:
         for request_id, ids in orders.loads.items():
             load = AwaitedLoad(request_id, set(ids), orders.epoch)
             self._loads.update(dict.fromkeys(ids, load))
+        if self._memory is not None and orders.loads:
+            # The forward of this step, or that of a request whose load came first, runs beside
+            # them: even if the model rests while they are submitted.
+            loading = {load.request_id for load in self._loads.values()}
+            runs = orders.computes or self._is_run_due or len(loading) > 1
+            self._memory.note_beside(runs)
         stores: list[Transfer] = []
         others: list[Transfer] = []
         for transfer in orders.plan.transfers:
@@ -344,6 +353,7 @@ class WorkerSide:
             self._fail(load.request_id, load.blocks)
         else:
             self._arrived.add(load.request_id)
+            self._is_run_due = True
 
     def _fail(self, request_id: str, blocks: Sequence[int] | set[int]) -> None:
         self._arrived.add(request_id)

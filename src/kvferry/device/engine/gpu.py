@@ -74,7 +74,11 @@ class GpuEngine(Closing):
         host_chunk: int | None = None,
         patience: float = 5.0,
         close_timeout: float = 30.0,
+        runs_beside: Callable[[], bool] = lambda: False,
     ) -> None:
+        """``runs_beside`` says of what is submitted now that compute will run beside it, although
+        none may be queued yet.
+        """
         for group, layout in enumerate(layouts):
             if layout.block_bytes > host_pitch:
                 raise LayoutError(
@@ -90,6 +94,7 @@ class GpuEngine(Closing):
         self._planner = planner
         self._paths = dict(paths)
         self._close_timeout = close_timeout
+        self._runs_beside = runs_beside
         self._lock = threading.Lock()
         self._ended: list[Receipt] = []
         self._closed = False
@@ -252,7 +257,9 @@ class GpuEngine(Closing):
         """Fix the transfer's place behind compute, now, and see whether there is any."""
         with self._driver.current():
             compute = self._compute_stream()
-            submission.beside_model = not self._driver.stream_is_idle(compute)
+            submission.beside_model = self._runs_beside() or not self._driver.stream_is_idle(
+                compute
+            )
             if self._channels.wants_trial(compute):
                 self._try_out(compute, submission)
             # Here and not on the lane's thread: later compute must not hold this copy back.

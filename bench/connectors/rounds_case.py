@@ -1,0 +1,118 @@
+"""One engine that is asked for rounds of a load from its first second on: in its own process."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from connectors.child import serve
+from connectors.disk_case import CPU_OPTIONS, TinyShape
+from connectors.engine import Engine, Live, shape_of
+from connectors.first_tokens import others
+from connectors.loads import Load, new_tokens, run_load
+
+GROWN_AFTER = 60.0
+
+
+@dataclass(frozen=True)
+class RoundsCase:
+    """What one process is about. Lengths are in tokens."""
+
+    connector: str
+    shape: str
+    is_cpu: bool
+    pool_bytes: int
+    device_bytes: int
+    load: Load
+    prompt_tokens: int
+    num_prompts: int
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class RoundsMeasurer:
+    """Owns the engine of this process; each method is an order's answer."""
+
+    def __init__(self, case: RoundsCase) -> None:
+        self._case = case
+        self._engine: Engine | None = None
+        rng = random.Random(5)
+        self._prompts = [new_tokens(rng, case.prompt_tokens) for _ in range(case.num_prompts)]
+        self._answers: list[list[int]] = []
+
+    def serve(self, descriptor: int) -> None:
+        orders = ("load", "start", "grown", "round", "fill", "bound")
+        serve({name: getattr(self, name) for name in orders}, descriptor)
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "no order to start"
+        return self._engine
+
+    def load(self, _: None) -> None:
+        from vllm import LLM  # noqa: F401
+
+    def start(self, _: None) -> float:
+        """As a server starts: nothing is warmed up but by vLLM itself."""
+        case = self._case
+        self._engine = Engine(
+            TinyShape(case.shape) if case.is_cpu else shape_of(case.shape),
+            case.connector,
+            pool_bytes=case.pool_bytes,
+            device_bytes=case.device_bytes,
+            settings=case.settings,
+            options=(CPU_OPTIONS if case.is_cpu else {})
+            | {"max_num_seqs": max(16, case.load.num_clients)},
+        )
+        return self._engine.start_seconds
+
+    def grown(self, _: None) -> str:
+        """Once host memory is whole; returns how far it is."""
+        end = time.monotonic() + GROWN_AFTER
+        while not self.engine.has_grown and time.monotonic() < end:
+            time.sleep(0.1)
+        return self.engine.host_memory()
+
+    def round(self, number: int) -> dict[str, Any]:
+        """Conversations from their first turns on, others in every round."""
+        before = self.engine.host_memory()
+        found = run_load(self.engine, self._case.load, seed=300 + number, fills=False)
+        del found["steps_ms"], found["all_ttft_ms"]
+        return found | {"host_memory": [before, self.engine.host_memory()]}
+
+    def fill(self, _: None) -> None:
+        """Every prompt is computed once, and then in host memory."""
+        self._answers = [self.engine.run(prompt, 4).tokens for prompt in self._prompts]
+        self.grown(None)
+        self.engine.settle(others(2))
+
+    def bound(self, num_clients: int) -> dict[str, Any]:
+        """Every prompt once more, ``num_clients`` at a time: nearly all of it must be loaded."""
+        waiting = list(enumerate(self._prompts))
+        live: dict[int, tuple[int, Live]] = {}
+        served: list[Live] = []
+        wrong = 0
+        began = time.perf_counter()
+        while waiting or live:
+            while waiting and len(live) < num_clients:
+                number, prompt = waiting.pop(0)
+                one = self.engine.add(prompt, 4)
+                live[id(one)] = (number, one)
+            for one in self.engine.step():
+                number, _ = live.pop(id(one))
+                wrong += one.tokens != self._answers[number]
+                served.append(one)
+        seconds = time.perf_counter() - began
+        cached = sum(one.cached_tokens for one in served)
+        return {
+            "requests_per_s": len(served) / seconds,
+            "gb_per_s": cached * self.engine.shape.token_bytes / seconds / 1e9,
+            "cached": cached / sum(len(one.prompt) for one in served),
+            "ttft_ms": statistics.median(1e3 * (one.first - one.added) for one in served),
+            "wrong_answers": wrong,
+        }

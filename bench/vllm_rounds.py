@@ -1,0 +1,218 @@
+"""vLLM on a GPU under loads that ask for much at once, from the first second after its start.
+
+    PYTHONPATH=src python bench/vllm_rounds.py --json rounds.json --report rounds.md
+
+kvferry and vLLM's OffloadingConnector, each engine in a process of its own with the same host
+memory, side by side on the card, round by round in turn:
+
+  first   60 conversations of 4 turns, 24 requests at a time, pages of 8 KiB: the round right after
+          the start, while host memory still grows, and the rounds after it; every round has
+          conversations of its own
+  bound   28 prompts of 16,000 tokens that live in host memory, answers of 4 tokens, 4 at a time, 3
+          GiB on the device, pages of 32 KiB: loads are what everybody waits for
+
+--also '{"max_loading_blocks": 1755}' adds a kvferry with other settings. --cpu does it with a tiny
+model and no GPU; its figures mean nothing. Exits with 77 without a GPU or a vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from connectors.child import Child, ChildError
+from connectors.engine import GiB
+from connectors.loads import Load
+from connectors.order import environment
+from connectors.rounds_case import RoundsCase, RoundsMeasurer
+from kvferry.cli.bench_copy_tables import table
+from vllm_connectors import provenance, what_is_missing
+
+SKIPPED = 77
+MiB = 1 << 20
+SECTIONS = ("first", "bound")
+NUM_CLIENTS = 4
+"""Of ``bound``."""
+
+Result = dict[str, Any]
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured here")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write the tables here")
+    parser.add_argument("--section", action="append", choices=SECTIONS, help="only this one")
+    parser.add_argument("--rounds", type=int, default=3, help="of each section (3)")
+    parser.add_argument("--also", action="append", default=[], metavar="JSON", help="see above")
+    parser.add_argument("--alone", action="store_true", help="kvferry without its peer")
+    parser.add_argument("--cpu", action="store_true", help="a tiny model without a GPU")
+    parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse()
+    if args.case:
+        fields = json.loads(args.case[0])
+        case = RoundsCase(**(fields | {"load": Load(**fields["load"])}))
+        RoundsMeasurer(case).serve(int(args.case[1]))
+        sys.stdout.flush()
+        os._exit(0)
+    missing = what_is_missing(needs_gpu=not args.cpu)
+    if missing:
+        print(f"cannot measure here: {missing}", file=sys.stderr)
+        return SKIPPED
+    facts = provenance("bench/vllm_rounds.py", needs_gpu=not args.cpu)
+    data: Result = {"provenance": facts, "errors": []}
+    for section in args.section or SECTIONS:
+        try:
+            data[section] = measure(args, section)
+        except ChildError as error:
+            data["errors"].append(f"{section}: {error}")
+            print(data["errors"][-1], file=sys.stderr, flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(data, indent=1), encoding="utf-8")
+    text = report(data)
+    if args.report:
+        args.report.write_text(text, encoding="utf-8")
+    print(text)
+    return 1 if data["errors"] else 0
+
+
+def measure(args: argparse.Namespace, section: str) -> dict[str, Result]:
+    """All engines of a section, in turn."""
+    env = environment()
+    command = [sys.executable, str(Path(__file__).resolve()), "--case"]
+    children = {
+        name: Child([*command, json.dumps(case.as_dict())], env)
+        for name, case in cases(args, section).items()
+    }
+    try:
+        for child in children.values():
+            child.tell("load")
+        for child in children.values():
+            child.hear()
+        turns = first_rounds if section == "first" else bound_rounds
+        return turns(children, args.rounds)
+    finally:
+        for child in children.values():
+            child.end()
+
+
+def first_rounds(children: dict[str, Child], rounds: int) -> dict[str, Result]:
+    """Each engine's first round comes right after its own start; the others wait for all."""
+    found: dict[str, Result] = {}
+    for name, child in children.items():
+        found[name] = {"start_s": child.ask("start"), "rounds": [child.ask("round", 0)]}
+    for name, child in children.items():
+        found[name]["host_memory"] = child.ask("grown")
+    for number in range(1, rounds + 1):
+        for name in in_turn(children, number):
+            found[name]["rounds"].append(children[name].ask("round", number))
+    return found
+
+
+def bound_rounds(children: dict[str, Child], rounds: int) -> dict[str, Result]:
+    found: dict[str, Result] = {}
+    for name, child in children.items():
+        found[name] = {"start_s": child.ask("start"), "rounds": []}
+        child.ask("fill")
+        child.ask("bound", NUM_CLIENTS)  # what is done once is done
+    for number in range(rounds):
+        for name in in_turn(children, number):
+            found[name]["rounds"].append(children[name].ask("bound", NUM_CLIENTS))
+    return found
+
+
+def in_turn(children: dict[str, Child], number: int) -> list[str]:
+    """Who comes first changes: a card another process has just used is a little quicker."""
+    return list(children)[:: 1 if number % 2 else -1]
+
+
+def cases(args: argparse.Namespace, section: str) -> dict[str, RoundsCase]:
+    first = section == "first"
+    case = RoundsCase(
+        connector="kvferry",
+        shape="qwen7b-1kv" if first else "qwen7b",
+        is_cpu=args.cpu,
+        pool_bytes=32 * GiB,
+        device_bytes=int(1.4 * GiB) if first else 3 * GiB,
+        load=Load(60, 4, 24, first_tokens=4000, turn_tokens=400, answer_tokens=32),
+        prompt_tokens=16000,
+        num_prompts=28,
+    )
+    if args.cpu:
+        load = Load(6, 3, 3, first_tokens=300, turn_tokens=40, answer_tokens=8)
+        case = replace(case, pool_bytes=64 * MiB, device_bytes=int(2.5 * MiB), load=load)
+        case = replace(case, prompt_tokens=960, num_prompts=4)
+    found = {"kvferry": case}
+    for text in args.also:
+        found[f"kvferry {text}"] = replace(case, settings=json.loads(text))
+    if not args.alone:
+        found["OffloadingConnector"] = replace(case, connector="OffloadingConnector")
+    return found
+
+
+# -- tables ---------------------------------------------------------------------------------------
+
+
+def report(data: Result) -> str:
+    facts = data["provenance"]
+    words = ", ".join(f"{name} {value}" for name, value in facts.items() if name != "command")
+    parts = ["# vLLM under many loads at once", f"{words}. One run of `{facts['command']}`."]
+    if "first" in data:
+        parts += ["## From the first second on, requests/s", rounds_table(data["first"])]
+    if "bound" in data:
+        parts += ["## Loads as the bottleneck", bound_table(data["bound"])]
+    parts += [f"Failed: {error[-1500:]}" for error in data["errors"]]
+    return "\n\n".join(parts) + "\n"
+
+
+def rounds_table(found: dict[str, Result]) -> str:
+    rows = []
+    for name, engine in found.items():
+        speeds = [one["requests_per_s"] for one in engine["rounds"]]
+        later = statistics.median(speeds[1:]) if len(speeds) > 1 else float("nan")
+        rows.append(
+            (
+                name,
+                f"{engine['start_s']:.1f}",
+                f"{speeds[0]:.2f}",
+                ", ".join(f"{speed:.2f}" for speed in speeds[1:]),
+                f"{speeds[0] / later:.3f}",
+                f"{engine['rounds'][0]['ttft_ms']['p95']:.0f}",
+                f"{statistics.median(r['ttft_ms']['p95'] for r in engine['rounds'][1:]):.0f}",
+            )
+        )
+    heads = ("", "start s", "first round", "later rounds", "first / later", "p95 ms first", "later")
+    return table(heads, rows)
+
+
+def bound_table(found: dict[str, Result]) -> str:
+    rows = []
+    for name, engine in found.items():
+        rounds = engine["rounds"]
+        rows.append(
+            (
+                name,
+                ", ".join(f"{one['requests_per_s']:.1f}" for one in rounds),
+                f"{statistics.median(one['gb_per_s'] for one in rounds):.1f}",
+                f"{statistics.median(one['cached'] for one in rounds):.0%}",
+                f"{statistics.median(one['ttft_ms'] for one in rounds):.0f}",
+                f"{sum(one['wrong_answers'] for one in rounds)}",
+            )
+        )
+    heads = ("", "requests/s", "GB/s loaded", "cached", "median first token ms", "wrong answers")
+    return table(heads, rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
