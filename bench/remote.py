@@ -28,7 +28,8 @@ import numpy as np
 
 from kvferry.keys import Keys
 from kvferry.quantities import KiB, MiB
-from kvferry.tiers import Batch, BatchId, TierSetup, Way
+from kvferry.remote_settings import SPARE_BYTES
+from kvferry.tiers import Batch, BatchId, HostMemory, SharedMemory, SlotLayout, TierSetup, Way
 from kvferry.tiers.remote import RemoteTier, open_remote
 from kvferry.types import TierName
 
@@ -41,19 +42,30 @@ except ModuleNotFoundError as error:
     sys.exit(SKIPPED)
 
 BLOCK, BATCH = MiB, 32
+SLOTS = SlotLayout.of([BLOCK], spare_bytes=SPARE_BYTES)
 CALLS = 32  # as many requests at once as ours has
 DEADLINE = 120.0
 Move = Callable[[list[str]], None]
 
 
 class Memory:
-    """Host slots, as an engine has them."""
+    """Host slots, as an engine with a Mooncake store has them: half to send, half to get into."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.host = HostMemory(
+            0,
+            BLOCK,
+            shared=SharedMemory.create(2 * num_blocks * SLOTS.pitch, SLOTS),
+            spare_bytes=SPARE_BYTES,
+        )
+        while self.host.ready_slots < self.host.num_slots:
+            time.sleep(0.01)
+        rows = self.host.tier.rows
+        self.sent, self.got = rows[:num_blocks], rows[num_blocks:]
         rng = np.random.default_rng()
-        self.sent = rng.integers(0, 256, (num_blocks, BLOCK), dtype=np.uint8)
-        self.got = np.zeros_like(self.sent)
+        self.sent[:] = rng.integers(0, 256, (num_blocks, BLOCK), dtype=np.uint8)
+        self.got[:] = 0
 
     def check(self) -> None:
         assert (self.sent == self.got).all(), "bytes differ"
@@ -77,7 +89,7 @@ class Ours:
 
     def _move(self, way: Way, names: list[str], rows: Any) -> None:
         keys = Keys.from_bytes([bytes.fromhex(name) for name in names])
-        addresses = (rows.ctypes.data + np.arange(len(names)) * BLOCK)[:, None]
+        addresses = (rows.ctypes.data + np.arange(len(names)) * SLOTS.pitch)[:, None]
         sizes = np.array([BLOCK], dtype=np.int64)
         for at in range(0, len(names), BATCH):
             self._next_id += 1
@@ -147,8 +159,8 @@ class PlainMooncake:
         host = "127.0.0.1"
         assert self._store.setup(host, "P2PHANDSHAKE", 0, 16 * MiB, "tcp", "", place) == 0
         self._memory = memory
-        for rows in (memory.sent, memory.got):
-            assert self._store.register_buffer(rows.ctypes.data, rows.nbytes) == 0
+        slots = memory.host.tier
+        assert self._store.register_buffer(slots.address, slots.bytes.nbytes) == 0
 
     def put(self, names: list[str]) -> None:
         for some, places, sizes in self._batches(names, self._memory.sent):
@@ -162,7 +174,7 @@ class PlainMooncake:
     def _batches(names: list[str], rows: Any) -> Iterator[tuple[list[str], list[int], list[int]]]:
         for at in range(0, len(names), BATCH):
             some = names[at : at + BATCH]
-            places = [rows.ctypes.data + (at + i) * BLOCK for i in range(len(some))]
+            places = [rows.ctypes.data + (at + i) * SLOTS.pitch for i in range(len(some))]
             yield some, places, [BLOCK] * len(some)
 
     def close(self) -> None:
@@ -234,6 +246,7 @@ def mooncake(memory: Memory, rounds: int) -> None:
         BLOCK,
         options=f"mooncake://{master.place}",
         shared_namespace=secrets.token_bytes(32),
+        host_file=memory.host.tier.file,
     )
     with remote.environment(mooncake_store.environment()):
         tier = open_remote(setup)

@@ -154,6 +154,7 @@ def open_on_cpu(
             busy=activity.is_busy,
             num_ranks=num_ranks_here,
             shared=shared,
+            spare_bytes=_spare_bytes(layouts, config),
         )
         undo.callback(host.close)
         whose = tier_setup(config, layouts, contents, rank, num_ranks, num_ranks_here)
@@ -207,6 +208,7 @@ def open_on_gpu(
             pci_bus_id=registrar.pci_bus_id,
             num_ranks=num_ranks_here,
             shared=shared,
+            spare_bytes=_spare_bytes(layouts, config),
         )
         undo.callback(host.close)
         if not host.is_pinned:
@@ -241,9 +243,21 @@ def _open_levels(
     return levels
 
 
-def slot_layout(layouts: Sequence[GroupLayout]) -> SlotLayout:
-    """How these groups' blocks lie in host slots: for ranks that share one host memory."""
-    return SlotLayout.of([each.block_bytes for each in layouts], [each.format for each in layouts])
+def slot_layout(layouts: Sequence[GroupLayout], config: Config | None = None) -> SlotLayout:
+    """How these groups' blocks lie in host slots: for ranks that share one host memory.
+
+    Say with which settings, where there is a store that servers share.
+    """
+    return SlotLayout.of(
+        [each.block_bytes for each in layouts],
+        [each.format for each in layouts],
+        spare_bytes=_spare_bytes(layouts, config),
+    )
+
+
+def _spare_bytes(layouts: Sequence[GroupLayout], config: Config | None) -> int:
+    remote = config.remote_settings if config is not None else None
+    return remote.spare_bytes(_slot_bytes(layouts)) if remote is not None else 0
 
 
 def _slot_bytes(layouts: Sequence[GroupLayout]) -> int:

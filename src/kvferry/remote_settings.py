@@ -25,8 +25,14 @@ _PREFIX = re.compile(r"[A-Za-z0-9._=-]+(/[A-Za-z0-9._=-]+)*", re.ASCII)
 _MOST_PREFIX = 512
 _OPTIONS = {
     S3: ("endpoint", "region"),
-    MOONCAKE: ("metadata", "protocol", "device", "segment", "host"),
+    MOONCAKE: ("metadata", "protocol", "device", "segment", "host", "in_place"),
 }
+
+SPARE_BYTES = 128
+"""Room behind every host slot for what proves a block, where a store's process works in place."""
+
+_LEAST_IN_PLACE = 64 << 10
+"""Each slot begins on a page then: smaller blocks would lose a sixteenth of the memory, or more."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,15 @@ class RemoteAddress:
         query = f"?{urlencode(self.options, safe=':/[]')}" if self.options else ""
         return f"{self.kind}://{self.place}{path}{query}"
 
+    @property
+    def works_in_place(self) -> bool:
+        """Whether blocks go from and into host slots without another copy.
+
+        Not with RDMA: what a card still writes after its call was given up, nobody can stop.
+        """
+        is_tcp = self.options.get("protocol", "tcp") == "tcp"
+        return self.kind == MOONCAKE and is_tcp and self.options.get("in_place", "yes") == "yes"
+
 
 @dataclass(frozen=True)
 class RemoteSettings:
@@ -53,6 +68,11 @@ class RemoteSettings:
 
     address: RemoteAddress
     bandwidth: int | None = None
+
+    def spare_bytes(self, slot_bytes: int) -> int:
+        """What it needs behind every host slot of this size; none where it works on copies."""
+        in_place = self.address.works_in_place and slot_bytes >= _LEAST_IN_PLACE
+        return SPARE_BYTES if in_place else 0
 
     @classmethod
     def of(cls, address: str | None, bandwidth: int | None) -> RemoteSettings | None:
@@ -123,6 +143,9 @@ def _mooncake(
     protocol = options.get("protocol", "tcp")
     if protocol not in ("tcp", "rdma"):
         raise ConfigError(f"{name}: protocol: expected tcp or rdma, got {shown(protocol)}")
+    in_place = options.get("in_place", "yes")
+    if in_place not in ("yes", "no"):
+        raise ConfigError(f"{name}: in_place: expected yes or no, got {shown(in_place)}")
     if "segment" in options:
         size = parse_size(options["segment"], name=f"{name}: segment", minimum=0)
         options["segment"] = format_size(size)

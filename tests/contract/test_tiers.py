@@ -217,7 +217,7 @@ def mooncake_client(object_bytes: int) -> MooncakeClient:
     """To join the store takes a while, and to leave it more: one for all tests of a size."""
     mooncake_store.load_here()
     address = read_remote("remote", f"mooncake://{mooncake_store.shared_master().place}")
-    client = open_mooncake(address, object_bytes, secrets.token_hex(16), os.environ)
+    client = open_mooncake(address, object_bytes, secrets.token_hex(16))
     atexit.register(client.close)
     return client
 

@@ -15,13 +15,25 @@ from obstore.store import S3Store
 from tests.fakes import s3_servers
 from tests.fakes.crafted_keys import keys
 
-from kvferry.remote_settings import RemoteSettings, read_remote
-from kvferry.tiers import Batch, BatchId, Result, TierSetup, Way
+from kvferry.quantities import KiB
+from kvferry.remote_settings import SPARE_BYTES, RemoteSettings, read_remote
+from kvferry.tiers import (
+    Batch,
+    BatchId,
+    HostTier,
+    Result,
+    SharedMemory,
+    SlotLayout,
+    TierSetup,
+    Way,
+)
+from kvferry.tiers.chunks import Chunks
 from kvferry.tiers.remote import RemoteTier, open_remote
 from kvferry.tiers.remote.names import Whose
 from kvferry.types import Rank, TierName
 
 SIZE = 4096
+IN_PLACE_SIZE = 64 * KiB
 LONG = 30.0
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": s3_servers.ACCESS,
@@ -112,21 +124,35 @@ def bucket_at(endpoint: str) -> S3Store:
     )
 
 
-class Store:
-    """A tier, and blocks of random bytes to move through it. Block ``n`` has key ``n``."""
+def mapped_slots(num_slots: int, size: int = IN_PLACE_SIZE) -> HostTier:
+    """Host slots that the process of a store may map, as an engine with such a store has them."""
+    chunks = Chunks.lay_out(num_slots, size, spare_bytes=SPARE_BYTES)
+    memory = SharedMemory.create(chunks.num_bytes, SlotLayout((size,), chunks.pitch))
+    return HostTier(num_slots, size, chunks=chunks, memory=memory)
 
-    def __init__(self, tier: RemoteTier, namespace: bytes) -> None:
+
+class Store:
+    """A tier, and blocks of random bytes to move through it. Block ``n`` has key ``n``.
+
+    With ``slots`` they lie there: eight to write, then eight to read into.
+    """
+
+    def __init__(self, tier: RemoteTier, namespace: bytes, slots: HostTier | None = None) -> None:
         self.tier = tier
-        self.whose = Whose(namespace, SIZE)
-        self.rows = np.random.default_rng().integers(0, 256, (8, SIZE), dtype=np.uint8)
-        self.into = np.full((8, SIZE), 0xEE, dtype=np.uint8)
+        size = tier.block_bytes
+        self.whose = Whose(namespace, size)
+        rows = slots.rows if slots is not None else np.empty((16, size), dtype=np.uint8)
+        self.rows, self.into = rows[:8], rows[8:]
+        self.rows[:] = np.random.default_rng().integers(0, 256, (8, size), dtype=np.uint8)
+        self.into[:] = 0xEE
         self._next_id = 0
 
     def send(self, way: Way, numbers: list[int], within: float = LONG) -> None:
         self._next_id += 1
         memory = self.rows if way is Way.WRITE else self.into
-        addresses = (memory.ctypes.data + np.array(numbers, dtype=np.int64) * SIZE)[:, None]
-        sizes = np.array([SIZE], dtype=np.int64)
+        starts = np.array(numbers, dtype=np.int64) * memory.strides[0]
+        addresses = (memory.ctypes.data + starts)[:, None]
+        sizes = np.array([self.tier.block_bytes], dtype=np.int64)
         end = time.monotonic() + within
         batch = Batch(BatchId(self._next_id), way, keys(numbers), end)
         if way is not Way.FIND:
@@ -162,14 +188,20 @@ class Store:
 
 
 def open_mooncake_tier(
-    place: str, options: str = "", *, namespace: bytes, environment_: Mapping[str, str]
+    place: str,
+    options: str = "",
+    *,
+    namespace: bytes,
+    environment_: Mapping[str, str],
+    slots: HostTier,
 ) -> RemoteTier:
-    """In a process of its own, as servers have it."""
+    """In a process of its own, which works on these slots in place, as servers have it."""
     setup = TierSetup(
         TierName("remote"),
-        SIZE,
+        slots.slot_bytes,
         options=f"mooncake://{place}{options}",
         shared_namespace=namespace,
+        host_file=slots.file,
     )
     with environment(environment_):
         return open_remote(setup)

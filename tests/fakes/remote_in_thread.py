@@ -10,12 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from kvferry.remote_settings import RemoteAddress
 from kvferry.tiers import Way
 from kvferry.tiers.disk.channel import Channel
 from kvferry.tiers.remote.client import Fault, NotThere, StoreClient, Stored
-from kvferry.tiers.remote.names import Whose
 from kvferry.tiers.remote.process import StoreProcess
+from kvferry.tiers.remote.window import Window
 from kvferry.types import Key
 
 SayOf = Callable[[Way, Key], None]
@@ -45,9 +44,11 @@ class Watched:
         fault = await self._say(Way.FIND, names[0])
         return [fault] if fault else await self._inner.find(names, size)
 
-    async def get(self, names: Sequence[str], size: int) -> list[Stored]:
+    async def get(
+        self, names: Sequence[str], size: int, rooms: Sequence[memoryview]
+    ) -> list[Stored]:
         fault = await self._say(Way.READ, names[0])
-        return [fault] if fault else await self._inner.get(names, size)
+        return [fault] if fault else await self._inner.get(names, size, rooms)
 
     async def put(
         self, names: Sequence[str], objects: Sequence[memoryview], *, replace: Sequence[bool]
@@ -95,17 +96,19 @@ def _answer(call: asyncio.Future[Fault | None], answer: Fault | None) -> None:
 class InThread:
     """Stands in for the process. Owns the thread."""
 
-    def __init__(self, client: StoreClient, hello: Mapping[str, object]) -> None:
+    def __init__(
+        self, client: StoreClient, hello: Mapping[str, object], window: Window | None = None
+    ) -> None:
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours)
         self.pid = os.getpid()
         self._theirs = Channel(theirs)
 
-        def open_client(_: RemoteAddress, __: Whose, ___: Mapping[str, str]) -> StoreClient:
+        def open_client(*_: object) -> StoreClient:
             return client
 
         told = {**hello, "pid": self.pid}
-        self._process = StoreProcess(self._theirs, told, open_client=open_client)
+        self._process = StoreProcess(self._theirs, told, open_client=open_client, window=window)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 

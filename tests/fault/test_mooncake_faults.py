@@ -34,15 +34,17 @@ def open_store() -> Iterator[Open]:
 
     def open_one(place: str, options: str = "", namespace: bytes | None = None) -> Store:
         namespace = namespace or secrets.token_bytes(32)
+        slots = remote.mapped_slots(16)
         opened.append(
             remote.open_mooncake_tier(
                 place,
                 options,
                 namespace=namespace,
                 environment_=mooncake_store.environment(),
+                slots=slots,
             )
         )
-        return Store(opened[-1], namespace)
+        return Store(opened[-1], namespace, slots)
 
     yield open_one
     for tier in opened:
@@ -58,7 +60,7 @@ def test_one_server_writes_and_another_reads(
     reader = open_store(master.place, options, namespace=writer.whose.namespace)
     stranger = open_store(master.place, options)
     writer.write(ALL)
-    reader.rows = writer.rows.copy()
+    reader.rows[:] = writer.rows
     assert reader.do(Way.FIND, ALL).ok.all()
     assert reader.reads(ALL) == [True] * 8
     assert not stranger.do(Way.FIND, ALL).ok.any()

@@ -22,7 +22,7 @@ BLOCKS, BLOCK_TOKENS = 12, 16
 def main() -> None:
     what, seed, model = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     rng = np.random.default_rng(seed)
-    contents = [rng.random((BLOCKS, 2, BLOCK_TOKENS, 2, 8), np.float32) for _ in range(3)]
+    contents = [rng.random((BLOCKS, 2, BLOCK_TOKENS, 8, 32), np.float32) for _ in range(3)]
     kv = [np.zeros_like(layer) if what == "load" else layer for layer in contents]
     tokens = rng.integers(0, 32_000, BLOCKS * BLOCK_TOKENS)
     with kvferry.attach(

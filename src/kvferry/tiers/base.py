@@ -41,6 +41,20 @@ CLOSE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
+class HostFile:
+    """Host memory as a file, for a process that a tier starts: slot 0 is at its beginning.
+
+    ``fd`` stays open until the tier is closed; ``address`` is where this process has it. Slots are
+    ``pitch`` bytes apart.
+    """
+
+    fd: int
+    address: int
+    num_bytes: int
+    pitch: int
+
+
+@dataclass(frozen=True)
 class TierSetup:
     """What a tier's factory is told: its name here, its blocks, whose rank it serves.
 
@@ -52,6 +66,7 @@ class TierSetup:
     not ours to read. ``shared_namespace`` is that without which engine of its server this is: what
     servers may share. ``family`` is the same for all ranks of one server, whatever its weights.
     ``label`` says it for people, and proves nothing. All of them are empty where nobody told us.
+    ``host_file`` is there where other processes may map host memory.
     """
 
     name: TierName
@@ -66,6 +81,7 @@ class TierSetup:
     disk: DiskSettings | None = None
     shared_namespace: bytes = b""
     remote: RemoteSettings | None = None
+    host_file: HostFile | None = None
 
 
 class Way(Enum):

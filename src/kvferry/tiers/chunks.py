@@ -10,6 +10,7 @@ two slots and between two pages::
 
 Slots of an odd size meet a page's edge only after thousands of them. Such slots lie a few bytes
 further apart (``pitch``), so that a chunk stays small whatever the slot: at most one byte in 8192.
+Where somebody needs a few bytes behind every slot (``spare_bytes``), each begins on a page.
 """
 
 from __future__ import annotations
@@ -44,7 +45,13 @@ class Chunks:
     slots_per_chunk: int
 
     @classmethod
-    def lay_out(cls, num_slots: int, slot_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> Chunks:
+    def lay_out(
+        cls,
+        num_slots: int,
+        slot_bytes: int,
+        chunk_bytes: int = CHUNK_BYTES,
+        spare_bytes: int = 0,
+    ) -> Chunks:
         """Chunks of at most ``chunk_bytes`` (or one slot, where that is more)."""
         if num_slots < 1 or slot_bytes < 1 or chunk_bytes < mmap.PAGESIZE:
             raise InputError(
@@ -52,6 +59,8 @@ class Chunks:
                 f"bytes must be positive, a chunk at least one page of {mmap.PAGESIZE} bytes"
             )
         pitch = _pitch(slot_bytes, chunk_bytes)
+        if spare_bytes:
+            pitch = _round_up(slot_bytes + spare_bytes, mmap.PAGESIZE)
         unit = math.lcm(pitch, mmap.PAGESIZE)
         size = unit * max(1, chunk_bytes // unit)
         return cls(num_slots, slot_bytes, pitch, size // pitch)

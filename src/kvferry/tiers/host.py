@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvferry.errors import ClosedError, InputError
-from kvferry.tiers.base import Rows, check_size
+from kvferry.tiers.base import HostFile, Rows, check_size
 from kvferry.tiers.chunks import Chunks
 from kvferry.tiers.mapping import Bytes, Memory, PrivateMemory
 from kvferry.types import HOST, TierName
@@ -40,6 +40,7 @@ class HostTier:
                 f"{num_slots} slots need {self.chunks.num_bytes} bytes of memory, "
                 f"got {memory.bytes.nbytes}"
             )
+        self._memory: Memory | None = memory
         self._bytes: Bytes | None = memory.bytes[: self.chunks.num_bytes]
         self._rows: Rows | None = np.lib.stride_tricks.as_strided(
             self._bytes, shape=(num_slots, slot_bytes), strides=(self.pitch, 1)
@@ -69,7 +70,16 @@ class HostTier:
         """Where slot 0 begins; slot ``i`` begins ``i * pitch`` later."""
         return int(self.rows.ctypes.data)
 
+    @property
+    def file(self) -> HostFile | None:
+        """The slots as a file; None where no other process may map them."""
+        fd = self._memory.fd if self._memory is not None else None
+        if fd is None:
+            return None
+        return HostFile(fd, self.address, self.bytes.nbytes, self.pitch)
+
     def close(self) -> None:
         # The mapping goes when the last array over it does: an engine may still hold one.
+        self._memory = None
         self._rows = None
         self._bytes = None

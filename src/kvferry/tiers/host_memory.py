@@ -43,12 +43,14 @@ class HostMemory(Closing):
         name: TierName = HOST,
         chunk_bytes: int = CHUNK_BYTES,
         num_threads: int | None = None,
+        spare_bytes: int = 0,
     ) -> None:
         """``asked`` bytes, for each of ``num_ranks`` on this host that ask for the same.
 
         ``registrar`` pins with the GPU's driver (none: not pinned); ``busy`` says when the model
         runs, so that growth goes slowly; ``pci_bus_id`` names the GPU to be near to. ``shared``
-        memory (see :meth:`share`) is used as it is, and counts once, not once for each rank.
+        memory (see :meth:`share`) is used as it is, and counts once, not once for each rank. With
+        ``spare_bytes`` behind every slot, a process that we start may map the memory and use these.
         ConfigError, with the limit and the remedy, where the machine cannot give this much.
         """
         machine = machine if machine is not None else Machine()
@@ -57,10 +59,11 @@ class HostMemory(Closing):
             size = size_for(asked, machine, num_ranks=ranks)
         else:
             size = shared.bytes.nbytes
-        chunks = Chunks.lay_out(_slots_in(size, slot_bytes), slot_bytes, chunk_bytes)
+        num_slots = _slots_in(size, slot_bytes)
+        chunks = Chunks.lay_out(num_slots, slot_bytes, chunk_bytes, spare_bytes)
         if chunks.num_bytes > size:  # what the pitch adds, or the last page
             fits = max(1, size // chunks.pitch)
-            chunks = Chunks.lay_out(fits, slot_bytes, chunk_bytes)
+            chunks = Chunks.lay_out(fits, slot_bytes, chunk_bytes, spare_bytes)
         if shared is not None and (shared.slots.slot_bytes, shared.slots.pitch) != (
             slot_bytes,
             chunks.pitch,
@@ -69,6 +72,8 @@ class HostMemory(Closing):
                 f"the shared host memory has {shared.slots}; this rank's have {slot_bytes} bytes "
                 f"every {chunks.pitch}: all ranks must share it with one layout"
             )
+        if shared is None and spare_bytes:
+            shared = SharedMemory.create(chunks.num_bytes, SlotLayout((slot_bytes,), chunks.pitch))
         memory = shared if shared is not None else PrivateMemory(chunks.num_bytes)
         self.tier = HostTier(chunks.num_slots, slot_bytes, name=name, chunks=chunks, memory=memory)
         self._shared = shared

@@ -29,10 +29,15 @@ _libc.madvise.restype = ctypes.c_int
 
 
 class Memory(Protocol):
-    """A run of bytes that begins on a page. It stays mapped while anyone holds ``bytes``."""
+    """A run of bytes that begins on a page. It stays mapped while anyone holds ``bytes``.
+
+    ``fd`` is the file that other processes may map; None where the memory is this process's alone.
+    """
 
     @property
     def bytes(self) -> Bytes: ...
+    @property
+    def fd(self) -> int | None: ...
 
 
 class PrivateMemory:
@@ -41,6 +46,8 @@ class PrivateMemory:
     A crash leaves nothing behind. A forked child does not have it: the pages of a pool that is
     pinned would have to be copied, all of them, at the fork.
     """
+
+    fd: int | None = None
 
     def __init__(self, num_bytes: int) -> None:
         # Room to begin on a huge page: kernels before 6.7 do not see to that themselves.

@@ -36,7 +36,11 @@ def open_levels(
     with ExitStack() as undo:
         for spec in specs:
             setup = replace(
-                whose, name=spec.name, block_bytes=host.slot_bytes, options=spec.options
+                whose,
+                name=spec.name,
+                block_bytes=host.slot_bytes,
+                options=spec.options,
+                host_file=host.file,
             )
             tier = open_tier(spec, setup)
             undo.callback(tier.close)

@@ -8,6 +8,8 @@ blocks lie otherwise in their slots: he would read bytes as what they are not.
     rank 0   create ── handle ──> other ranks: open
     stores   each rank copies every n-th block      loads   each rank copies all blocks
 
+A rank alone has such memory too where the process of a shared store works on the slots in place.
+
 It is slower to pin than private memory, unless the machine allows huge pages there
 (``/sys/kernel/mm/transparent_hugepage/shmem_enabled`` set to ``advise``).
 """
@@ -49,8 +51,9 @@ class SlotLayout:
         formats: Sequence[str] = (),
         *,
         chunk_bytes: int = CHUNK_BYTES,
+        spare_bytes: int = 0,
     ) -> SlotLayout:
-        pitch = Chunks.lay_out(1, max(block_bytes), chunk_bytes).pitch
+        pitch = Chunks.lay_out(1, max(block_bytes), chunk_bytes, spare_bytes).pitch
         return cls(tuple(block_bytes), pitch, tuple(formats))
 
     @property
@@ -133,6 +136,11 @@ class SharedMemory:
             os.close(fd)
             raise ConfigError(f"{path} is not the shared host memory it was; start the ranks anew")
         return cls(fd, handle.num_bytes, slots, is_creator=False)
+
+    @property
+    def fd(self) -> int | None:
+        """Its file, for a process that we start; None once it is closed."""
+        return self._fd
 
     @property
     def handle(self) -> SharedHandle:

@@ -36,7 +36,7 @@ def open_rank(
     contents: Contents,
 ) -> RankMemory:
     """``device`` is the tensors' own. On a CPU vLLM computes in the thread that calls us."""
-    shared = share_host(config, slot_layout(layouts)) if place.replicates else None
+    shared = share_host(config, slot_layout(layouts, config)) if place.replicates else None
     if device.type == "cpu":
         return open_on_cpu(
             layouts,

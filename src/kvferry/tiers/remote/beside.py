@@ -55,10 +55,12 @@ class ProcessBeside:
     def __init__(self, hello: Mapping[str, object], environment: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair()
         memory = open_own_memory()
-        passed = [theirs.fileno()] + ([memory] if memory is not None else [])
+        told = [theirs.fileno()] + ([memory] if memory is not None else [])
+        file = hello.get("host_file")  # its number is the same there
+        passed = told + ([file["fd"]] if isinstance(file, dict) else [])
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _START, _ROOT, *map(str, passed)],
+                [sys.executable, "-c", _START, _ROOT, *map(str, told)],
                 pass_fds=passed,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

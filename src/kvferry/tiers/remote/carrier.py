@@ -4,16 +4,19 @@
 
     write   engine ── process_vm ──> staging ── seal ──> put
     read    get ── is it whole, and ours? ── process_vm ──> engine
+    where the engine's slots are mapped here: seal behind the slot ──> put
+            get into the slot ── is it whole, and ours?
 
-Nothing reaches the engine's memory that has not been verified here. What has not come at the
-deadline is given up: from then on nobody touches the memory it was for.
+No block counts that has not been verified here. What has not come at the deadline is given up: from
+then on nobody touches the memory it was for.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +31,7 @@ from kvferry.tiers.remote.breaker import Breaker
 from kvferry.tiers.remote.client import Fault, NotThere, StoreClient
 from kvferry.tiers.remote.names import Whose
 from kvferry.tiers.remote.staging import address_of
+from kvferry.tiers.remote.window import Window
 
 _MOST_SUSPECTS = 4096
 _NOT_BEGUN = "not begun in time"
@@ -64,6 +68,7 @@ class Carrier:
         client: StoreClient,
         whose: Whose,
         memory: EngineMemory,
+        window: Window | None,
         bandwidth: Bandwidth,
         breaker: Breaker,
         tell: Callable[[str], None],
@@ -73,9 +78,12 @@ class Carrier:
         self._staging = client.staging
         self._whose = whose
         self._memory = memory
+        self._window = window
         self._bandwidth = bandwidth
         self._breaker = breaker
         self._tell = tell
+        # One more is made ready, or proven, beside those that are with the client.
+        self._begun = {way: asyncio.Semaphore(client.num_calls + 1) for way in Way}
         self._calls = {way: asyncio.Semaphore(client.num_calls) for way in Way}
         self._suspects: dict[str, None] = {}
         self._does = {Way.FIND: self._find, Way.READ: self._read, Way.WRITE: self._write}
@@ -103,7 +111,7 @@ class Carrier:
 
     async def _some(self, errand: Errand, positions: range) -> None:
         way = errand.order.way
-        async with self._calls[way]:
+        async with self._begun[way]:
             if way is not Way.FIND:
                 num_bytes = len(positions) * self._whose.block_bytes
                 await asyncio.sleep(self._bandwidth.wait(num_bytes, time.monotonic()))
@@ -111,12 +119,18 @@ class Carrier:
             if reason:
                 errand.ends[positions.start : positions.stop] = [NotThere(reason)] * len(positions)
                 return
-            errand.ends[positions.start : positions.stop] = [_NOT_COME] * len(positions)
             try:
                 ends = await self._does[way](errand, positions)
             except Exception as error:  # a bug of ours or of a client: these blocks have failed
                 ends = [Fault(f"{type(error).__name__}: {error}")] * len(positions)
             errand.ends[positions.start : positions.stop] = ends
+
+    @asynccontextmanager
+    async def _turn(self, errand: Errand, positions: range) -> AsyncIterator[None]:
+        """With the client: what does not come from here on is the store's fault."""
+        async with self._calls[errand.order.way]:
+            errand.ends[positions.start : positions.stop] = [_NOT_COME] * len(positions)
+            yield
 
     def _stopped(self, errand: Errand) -> str:
         """Why no further block of it should begin; empty while they should."""
@@ -126,7 +140,8 @@ class Carrier:
 
     async def _find(self, errand: Errand, positions: range) -> list[_End]:
         names = errand.names[positions.start : positions.stop]
-        ends = await self._client.find(names, self._whose.object_bytes)
+        async with self._turn(errand, positions):
+            ends = await self._client.find(names, self._whose.object_bytes)
         for name, end in zip(names, ends, strict=True):
             if isinstance(end, NotThere) and end.reason != NotThere.reason:
                 self._suspect(name)
@@ -141,45 +156,73 @@ class Carrier:
     async def _read(self, errand: Errand, positions: range) -> list[_End]:
         names = errand.names[positions.start : positions.stop]
         ends: list[_End] = []
-        given = await self._client.get(names, self._whose.object_bytes)
+        slots = self._in_place(errand.order, positions)
+        async with self._turn(errand, positions):
+            given = await self._client.get(names, self._whose.object_bytes, slots)
         for at, name, stored in zip(positions, names, given, strict=True):
             if not isinstance(stored, memoryview):
                 ends.append(stored)
                 continue
             try:
-                ends.append(self._deliver(errand, at, name, stored))
+                ends.append(self._prove(errand, at, name, stored))
+                if ends[-1] is None and not slots:
+                    ends[-1] = self._deliver(errand, at, stored)
             finally:
                 self._staging.give_back(stored)
         return ends
 
-    def _deliver(self, errand: Errand, at: int, name: str, stored: memoryview) -> _End:
+    def _in_place(self, order: OrderMessage, positions: range) -> list[memoryview]:
+        """The engine's own slots as rooms for these objects; none where they must be copied."""
+        if self._window is None or len(order.sizes) != 1:
+            return []
+        there = order.addresses[positions.start : positions.stop, 0]
+        return self._window.rooms(there, self._whose.object_bytes)
+
+    def _prove(self, errand: Errand, at: int, name: str, stored: memoryview) -> _End:
         if not self._whose.is_whole(stored, errand.keys[at]):
             self._suspect(name)
             return NotThere("what is there is no block of ours: it fails its proof")
+        return None
+
+    def _deliver(self, errand: Errand, at: int, stored: memoryview) -> _End:
         here, there, sizes = self._pieces(errand.order, at, stored)
         if not self._memory.deliver(here, there, sizes).all():
             return NotThere("the engine's memory cannot be written")
         return None
 
     async def _write(self, errand: Errand, positions: range) -> list[_End]:
-        rooms = self._staging.lend(len(positions))
+        slots = self._in_place(errand.order, positions)
+        rooms = slots or self._staging.lend(len(positions))
         if not rooms:
             return [Fault("too many calls to the store hang")] * len(positions)
         block_bytes = self._whose.block_bytes
         for at, room in zip(positions, rooms, strict=True):
-            here, there, sizes = self._pieces(errand.order, at, room)
-            if not self._memory.fetch(here, there, sizes).all():
-                for each in rooms:
-                    self._staging.give_back(each)
+            if not slots and not self._fetch(errand, at, room):
+                self._give_back(rooms)
                 return [NotThere("the engine's memory cannot be read")] * len(positions)
             room[block_bytes:] = self._whose.seal(room[:block_bytes], errand.keys[at])
         names = errand.names[positions.start : positions.stop]
         replace = [name in self._suspects for name in names]
-        ends = await self._client.put(names, rooms, replace=replace)
+        is_ours = True
+        try:
+            async with self._turn(errand, positions):
+                is_ours = False  # the client's, who gives them back
+                ends = await self._client.put(names, rooms, replace=replace)
+        finally:
+            if is_ours:
+                self._give_back(rooms)
         for name, end in zip(names, ends, strict=True):
             if end is None:
                 self._suspects.pop(name, None)
         return list(ends)
+
+    def _give_back(self, rooms: Sequence[memoryview]) -> None:
+        for each in rooms:
+            self._staging.give_back(each)
+
+    def _fetch(self, errand: Errand, at: int, room: memoryview) -> bool:
+        here, there, sizes = self._pieces(errand.order, at, room)
+        return bool(self._memory.fetch(here, there, sizes).all())
 
     @staticmethod
     def _pieces(order: OrderMessage, at: int, room: memoryview) -> tuple[Any, Any, Any]:

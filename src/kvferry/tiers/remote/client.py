@@ -50,8 +50,14 @@ class StoreClient(Protocol):
     async def find(self, names: Sequence[str], size: int) -> list[NotThere | Fault | None]:
         """Which are there, as objects of this size (None: it is)."""
 
-    async def get(self, names: Sequence[str], size: int) -> list[Stored]:
-        """Objects of this size. Whoever takes one gives its memory back to the staging."""
+    async def get(
+        self, names: Sequence[str], size: int, rooms: Sequence[memoryview]
+    ) -> list[Stored]:
+        """Objects of this size. Whoever takes one gives its memory back to the staging.
+
+        They come into ``rooms``, which are slots of the engine's, where some are given (that is:
+        where the client has the engine's window). What is cancelled writes nothing there any more.
+        """
 
     async def put(
         self, names: Sequence[str], objects: Sequence[memoryview], *, replace: Sequence[bool]
@@ -59,7 +65,8 @@ class StoreClient(Protocol):
         """Write them; one that is there already stays as it is, unless it is to be replaced.
 
         ``objects`` are lent from the staging: the client gives them back once nobody reads them,
-        which may be long after it was cancelled. ``NotThere``: it has no room for it.
+        which may be long after it was cancelled. Or they are the engine's slots: what was put of
+        them after the call was cancelled is removed again. ``NotThere``: it has no room for it.
         """
 
     async def forget(self, folder: str) -> None:

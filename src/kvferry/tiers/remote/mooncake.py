@@ -2,7 +2,9 @@
 
 Its client is C++ that blocks its caller, for seconds where a master or a peer is gone. So each call
 has a thread of its own, and memory that stays lent until the call comes back, however long after
-its batch was given up.
+its batch was given up. A slot of the engine's that such a call may write to is cut off before its
+batch ends. So is one whose block failed: the client gives up a transfer that takes too long, and
+whether its bytes still come it does not say.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 from kvferry.quantities import parse_size
@@ -21,10 +24,13 @@ from kvferry.remote_settings import RemoteAddress
 from kvferry.tiers.base import Way
 from kvferry.tiers.remote.client import Fault, NotThere, Stored
 from kvferry.tiers.remote.staging import Staging, address_of
+from kvferry.tiers.remote.window import Window
 
 T = TypeVar("T")
 
-_CALLS = 2
+_CALLS = 1
+"""At once, each way: two calls of a client get in each other's way (0.8 of one, on two cores)."""
+
 _CALL_BYTES = 33 << 20
 _MOST_NAMES = 512
 _LOCAL_BUFFER = 16 << 20
@@ -32,7 +38,10 @@ _NUM_PROBES = 8
 """Objects lie on segments at random: so many warm the connections to most of a few."""
 
 _KNOCK_SECONDS = 1.0
+_LATE_SECONDS = 300.0
+"""Bytes of a transfer that failed come no later than this, if they come at all."""
 
+_RAISED = -1
 _NO_ROOM, _WRONG_SIZE, _NOT_READY, _NOT_FOUND = -200, -600, -703, -704
 _WORDS = {
     -101: "the segment is gone",
@@ -54,22 +63,24 @@ class MooncakeClient:
         object_bytes: int,
         folder: str,
         library: Callable[[], Any],
+        window: Window | None = None,
     ) -> None:
         """``library`` makes the engine's own client (``MooncakeDistributedStore``)."""
         self._address = address
         self._folder = folder
         self._library = library
+        self._window = window
         self._store: Any = None
         self._names_per_call = max(1, min(_MOST_NAMES, _CALL_BYTES // object_bytes))
         # Both ways at once, and as much again for calls that hang.
-        self.staging = Staging(object_bytes, 4 * _CALLS * self._names_per_call)
+        self.staging = Staging(object_bytes, 8 * _CALLS * self._names_per_call)
 
     def names_per_call(self, way: Way) -> int:
         return _MOST_NAMES if way is Way.FIND else self._names_per_call
 
     async def probe(self) -> Fault | None:
         """Join the store if we have not yet; write a few objects and read them back."""
-        return await self._call(self._probe, ())
+        return await asyncio.wrap_future(_in_thread(self._probe))
 
     def _probe(self) -> Fault | None:
         if self._store is None:
@@ -106,88 +117,149 @@ class MooncakeClient:
         )
         if code:
             return Fault(f"the store at {self._address.place} cannot be joined (error {code})")
-        code = store.register_buffer(self.staging.address, self.staging.num_bytes)
-        if code:
-            return Fault(f"memory cannot be registered with the store (error {code})")
+        memories: list[Staging | Window] = [self.staging]
+        if self._window is not None:
+            memories.append(self._window)
+        for memory in memories:
+            # For TCP that is no more than a note: memory without pages yet stays so.
+            code = store.register_buffer(memory.address, memory.num_bytes)
+            if code:
+                return Fault(f"memory cannot be registered with the store (error {code})")
         self._store = store
         return None
 
     async def find(self, names: Sequence[str], size: int) -> list[NotThere | Fault | None]:
-        codes = await self._call(lambda: self._store.batch_is_exist(list(names)), ())
+        call = _in_thread(lambda: self._store.batch_is_exist(list(names)))
+        codes = await asyncio.wrap_future(call)
         return [None if code == 1 else _fault(code) if code else NotThere() for code in codes]
 
-    async def get(self, names: Sequence[str], size: int) -> list[Stored]:
-        rooms = self.staging.lend(len(names))
+    async def get(
+        self, names: Sequence[str], size: int, rooms: Sequence[memoryview]
+    ) -> list[Stored]:
+        rooms = rooms or self.staging.lend(len(names))
         if not rooms:
             return [Fault("too many calls to the store hang")] * len(names)
         places, sizes = [address_of(room) for room in rooms], [size] * len(rooms)
-        codes = await self._call(
-            lambda: self._store.batch_get_into(list(names), places, sizes), rooms
-        )
+
+        def read() -> Sequence[int]:
+            self._map_pages(rooms)
+            return list(self._store.batch_get_into(list(names), places, sizes))
+
+        call = _in_thread(read)
+        try:
+            codes = await _codes(call, len(names), partial(self._ended, rooms))
+        except asyncio.CancelledError:
+            # Before anybody hears that the batch is over.
+            self._cut_off(rooms)
+            raise
         given: list[Stored] = []
         for room, code in zip(rooms, codes, strict=True):
             if code == size:
                 given.append(room)
                 continue
-            self.staging.give_back(room)
+            self._ended([room], [code])
             if code >= 0 or code == _WRONG_SIZE:
                 given.append(NotThere("it has another size than it should"))
             else:
                 given.append(NotThere(_MISSES[code]) if code in _MISSES else _fault(code))
         return given
 
+    def _map_pages(self, rooms: Sequence[memoryview]) -> None:
+        if self._window is not None:
+            self._window.map_pages(rooms)
+
+    def _cut_off(self, rooms: Sequence[memoryview]) -> None:
+        if self._window is not None:
+            for room in filter(self._window.holds, rooms):
+                self._window.cut(room)
+
+    def _ended(self, rooms: Sequence[memoryview], codes: Sequence[int]) -> None:
+        """A call that was to write here is over. Whether its transfers are, the codes tell."""
+        for room, code in zip(rooms, codes, strict=True):
+            is_over = code >= 0 or code == _WRONG_SIZE or code in _MISSES
+            if self._window is not None and self._window.holds(room):
+                if is_over:
+                    self._window.mend(room)
+                else:
+                    self._window.cut(room)
+            elif is_over:
+                self.staging.give_back(room)
+            else:
+                loop = asyncio.get_running_loop()
+                loop.call_later(_LATE_SECONDS, self.staging.give_back, room)
+
     async def put(
         self, names: Sequence[str], objects: Sequence[memoryview], *, replace: Sequence[bool]
     ) -> list[NotThere | Fault | None]:
         places, sizes = [address_of(each) for each in objects], [len(each) for each in objects]
 
-        def write() -> list[int]:
+        def write() -> Sequence[int]:
+            self._map_pages(objects)
             for name, is_bad in zip(names, replace, strict=True):
                 if is_bad:
                     self._store.remove(name, True)
             return list(self._store.batch_put_from(list(names), places, sizes))
 
-        codes = await self._call(write, objects)
-        for each in objects:
-            self.staging.give_back(each)
+        codes = await _codes(_in_thread(write), len(names), partial(self._late, names, objects))
+        self._give_back(objects)
         return [
             None if not code else NotThere(_WORDS[code]) if code == _NO_ROOM else _fault(code)
             for code in codes
         ]
 
+    def _late(
+        self, names: Sequence[str], objects: Sequence[memoryview], codes: Sequence[int]
+    ) -> None:
+        """These were put, but their batch had ended: slots may have been others' by then."""
+        stored = [name for name, code in zip(names, codes, strict=True) if not code]
+        if self._window is not None and self._window.holds(objects[0]) and stored:
+            _in_thread(lambda: self._store.batch_remove(stored, True))
+        self._give_back(objects)
+
+    def _give_back(self, objects: Sequence[memoryview]) -> None:
+        for each in objects:
+            self.staging.give_back(each)
+
     async def forget(self, folder: str) -> None:
         # By force: what was read lately is leased for some seconds.
-        await self._call(lambda: self._store.remove_by_regex(f"^{folder}/.*", True), ())
+        call = _in_thread(lambda: self._store.remove_by_regex(f"^{folder}/.*", True))
+        await asyncio.wrap_future(call)
 
     def close(self) -> None:
         """Take our segment out of the store. A call that hangs is left behind."""
         if self._store is not None:
             self._store.close()
 
-    async def _call(self, function: Callable[[], T], lent: Sequence[memoryview]) -> T:
-        """In a thread; if nobody waits for it any more, ``lent`` comes back when the call does."""
-        call = _in_thread(function)
-        try:
-            return await asyncio.wrap_future(call)
-        except asyncio.CancelledError:
-            loop = asyncio.get_running_loop()
-            call.add_done_callback(lambda _: loop.call_soon_threadsafe(self._give_back, lent))
-            raise
 
-    def _give_back(self, lent: Sequence[memoryview]) -> None:
-        for each in lent:
-            self.staging.give_back(each)
+async def _codes(
+    call: Future[Sequence[int]], count: int, late: Callable[[Sequence[int]], None]
+) -> Sequence[int]:
+    """What a call answers for each block; ``late`` hears it if nobody waits for it any more."""
+    try:
+        return await asyncio.wrap_future(call)
+    except asyncio.CancelledError:
+        loop = asyncio.get_running_loop()
+
+        def over(done: Future[Sequence[int]]) -> None:
+            codes = done.result() if done.exception() is None else [_RAISED] * count
+            loop.call_soon_threadsafe(late, codes)
+
+        call.add_done_callback(over)
+        raise
+    except Exception:
+        late([_RAISED] * count)
+        raise
 
 
 def open_mooncake(
-    address: RemoteAddress, object_bytes: int, folder: str, env: Mapping[str, str]
+    address: RemoteAddress, object_bytes: int, folder: str, window: Window | None = None
 ) -> MooncakeClient:
     """A client that joins its store when it is first probed."""
     for name, level in (("GLOG_minloglevel", "2"), ("MC_LOG_LEVEL", "ERROR")):
         os.environ.setdefault(name, level)
     from mooncake.store import MooncakeDistributedStore
 
-    return MooncakeClient(address, object_bytes, folder, MooncakeDistributedStore)
+    return MooncakeClient(address, object_bytes, folder, MooncakeDistributedStore, window)
 
 
 def _in_thread(function: Callable[[], T]) -> Future[T]:

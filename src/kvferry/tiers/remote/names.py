@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from kvferry.remote_settings import SPARE_BYTES
 from kvferry.types import KEY_BYTES
 
 FORMAT = 1
@@ -28,6 +29,7 @@ _SEAL = struct.Struct(
 _MAGIC = b"kvferry\x00"
 _DIGEST_BYTES = 16
 SEAL_BYTES = _SEAL.size + _DIGEST_BYTES
+assert SEAL_BYTES <= SPARE_BYTES, "it lies behind a host slot"
 
 
 @dataclass(frozen=True)

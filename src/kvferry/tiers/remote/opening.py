@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from dataclasses import asdict
 
 from kvferry.errors import ConfigError
 from kvferry.remote_settings import MOONCAKE, S3, RemoteSettings, read_remote
@@ -35,7 +36,8 @@ def open_remote(setup: TierSetup) -> RemoteTier:
     lacking = [name for name in modules if importlib.util.find_spec(name) is None]
     if lacking:
         raise ConfigError(f"{address} needs {' and '.join(lacking)}: {remedy}")
-    hello = {
+    spare_bytes = settings.spare_bytes(setup.block_bytes)
+    hello: dict[str, object] = {
         "address": str(address),
         "bandwidth": settings.bandwidth,
         "namespace": setup.shared_namespace.hex(),
@@ -43,6 +45,9 @@ def open_remote(setup: TierSetup) -> RemoteTier:
         "rank": int(setup.rank),
         "num_ranks": setup.num_ranks,
     }
+    file = setup.host_file
+    if file is not None and file.pitch >= setup.block_bytes + spare_bytes > setup.block_bytes:
+        hello["host_file"] = asdict(file)
     tier = RemoteTier(setup.name, setup.block_bytes, hello)
     tier.start(OPEN_SECONDS)
     if tier.refusal:

@@ -37,22 +37,25 @@ from kvferry.tiers.remote.breaker import Breaker
 from kvferry.tiers.remote.carrier import Carrier, Errand
 from kvferry.tiers.remote.client import StoreClient
 from kvferry.tiers.remote.names import Whose
+from kvferry.tiers.remote.window import Window
 
 PROBE_SECONDS = 2.0
 
 
-def open_client(address: RemoteAddress, whose: Whose, env: Mapping[str, str]) -> StoreClient:
+def open_client(
+    address: RemoteAddress, whose: Whose, env: Mapping[str, str], window: Window | None
+) -> StoreClient:
     """The client of one engine; nothing of another is imported."""
     if address.kind == MOONCAKE:
         from kvferry.tiers.remote.mooncake import open_mooncake
 
-        return open_mooncake(address, whose.object_bytes, whose.folder(), env)
+        return open_mooncake(address, whose.object_bytes, whose.folder(), window)
     from kvferry.tiers.remote.s3 import S3Client
 
     return S3Client(address, whose.object_bytes, whose.folder(), env)
 
 
-OpenClient = Callable[[RemoteAddress, Whose, Mapping[str, str]], StoreClient]
+OpenClient = Callable[[RemoteAddress, Whose, Mapping[str, str], Window | None], StoreClient]
 
 
 class StoreProcess:
@@ -64,6 +67,7 @@ class StoreProcess:
         hello: Mapping[str, Any],
         mem_fd: int | None = None,
         open_client: OpenClient = open_client,
+        window: Window | None = None,
     ) -> None:
         self._channel = channel
         self._errands: dict[int, Errand] = {}
@@ -77,12 +81,13 @@ class StoreProcess:
             hello["rank"],
             hello["num_ranks"],
         )
-        self._client = open_client(address, whose, os.environ)
+        self._client = open_client(address, whose, os.environ, window)
         self._whose = whose
         self._carrier = Carrier(
             self._client,
             whose,
             EngineMemory(hello["pid"], mem_fd),
+            window,
             Bandwidth(hello["bandwidth"]),
             Breaker(),
             lambda ailment: channel.send(pack_text(FrameKind.AILS, ailment)),
@@ -159,7 +164,8 @@ def main() -> None:
     if not frames:
         return
     try:
-        process = StoreProcess(channel, json.loads(frames[0][1]), mem_fd)
+        hello = json.loads(frames[0][1])
+        process = StoreProcess(channel, hello, mem_fd, window=Window.of(hello.get("host_file")))
     except Exception as error:  # whoever started us must hear why
         channel.send(pack_text(FrameKind.REFUSED, f"{type(error).__name__}: {error}"))
         channel.wait(0.1)

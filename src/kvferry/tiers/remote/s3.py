@@ -102,7 +102,9 @@ class S3Client:
             return Fault(reason_of(error))
         return None if there["size"] == size else NotThere(_wrong(there["size"], size))
 
-    async def get(self, names: Sequence[str], size: int) -> list[Stored]:
+    async def get(
+        self, names: Sequence[str], size: int, rooms: Sequence[memoryview] = ()
+    ) -> list[Stored]:
         return list(await asyncio.gather(*(self._get(name, size) for name in names)))
 
     async def _get(self, name: str, size: int) -> Stored:
