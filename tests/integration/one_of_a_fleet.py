@@ -29,7 +29,7 @@ def main() -> None:
         kv,
         model=model,
         block_tokens=BLOCK_TOKENS,
-        host="4MiB",
+        host="16MiB",
         level_write="through",
         load_policy="always",
     ) as ferry:
