@@ -154,6 +154,9 @@ class MooncakeClient:
             raise
         given: list[Stored] = []
         for room, code in zip(rooms, codes, strict=True):
+            if self._window is not None and self._window.is_cut(room):
+                given.append(Fault("another call was to write into the same slot, and failed"))
+                continue
             if code == size:
                 given.append(room)
                 continue

@@ -92,6 +92,9 @@ class Window:
     def holds(self, room: memoryview) -> bool:
         return 0 <= address_of(room) - self.address < self.num_bytes
 
+    def is_cut(self, room: memoryview) -> bool:
+        return self._slot(room) in self._cut
+
     def cut(self, room: memoryview) -> None:
         """Nobody here reaches this slot of the engine's any more. It is cut off until mended."""
         self._replace(room, -1, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
@@ -99,7 +102,7 @@ class Window:
 
     def mend(self, room: memoryview) -> None:
         """Nothing writes there any more, for certain: it may be used again."""
-        if self._slot(room) in self._cut:
+        if self.is_cut(room):
             self._replace(room, self._fd, mmap.MAP_SHARED)
             self._cut.remove(self._slot(room))
 
