@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvferry.answers import MatchState
+from kvferry.awaited import Awaited
 from kvferry.block_tables import Tables, whole_tables
 from kvferry.closing import Closing, close_if_dropped
 from kvferry.config import Config
 from kvferry.device.layout import GroupLayout
 from kvferry.early_loads import EarlyLoads
-from kvferry.errors import DeadlineError, InputError
+from kvferry.errors import ClosedError, InputError
 from kvferry.ferry_control import FerryControl, Said, read_hints
 from kvferry.ferry_metrics import FerryLooks
+from kvferry.ferry_waiting import FerryWaiting
 from kvferry.hits import Hit, PendingHits, not_a_hit, pending
 from kvferry.identity import Extra, Namespace, chain
 from kvferry.integers import Integers, integer
@@ -26,7 +28,6 @@ from kvferry.keys import Keys
 from kvferry.left_out import why_left_out
 from kvferry.metrics.inbox import Inbox
 from kvferry.ownership import OneThread
-from kvferry.pausing import pause
 from kvferry.policy import policy_named
 from kvferry.pool import Pool
 from kvferry.rank import RankMemory
@@ -43,12 +44,13 @@ _names = itertools.count()
 """For all ferries of the process, so that what is explained of one names no hit of another."""
 
 
-class Ferry(FerryLooks, FerryControl, Closing):
+class Ferry(FerryLooks, FerryControl, FerryWaiting, Closing):
     """Blocks of one engine, kept in host memory. Owns both halves and the memory; ends in close.
 
     It belongs to the first thread that uses it, until that thread ends or calls :meth:`hand_over`;
     another one, or a forked child, is refused (:meth:`keys` and :meth:`host_stats` are for all).
-    Nothing here waits, except :meth:`wait`, :meth:`await_hit` and :meth:`close`. One that is
+    Nothing here waits, except :meth:`wait`, :meth:`poll` with a timeout, :meth:`await_hit` and
+    :meth:`close`; tickets can be awaited (``await ferry.load(...)``). One that is
     dropped without ``close`` is closed in the background, with a ResourceWarning.
     """
 
@@ -94,6 +96,8 @@ class Ferry(FerryLooks, FerryControl, Closing):
         self._has_levels = bool(rank.levels)
         self._pending = PendingHits(config.match_deadline)
         self._tickets = Tickets()
+        self._awaited = Awaited(self._tickets, _of(self, Ferry._advance), rank.engine.await_news)
+        self._tickets.awaited_by(self._awaited.wait)
         self._early = EarlyLoads(self._scheduler, self._tickets, namespace.block_tokens)
         self._inbox = Inbox()
         self._endpoint: Endpoint | None = None
@@ -102,6 +106,7 @@ class Ferry(FerryLooks, FerryControl, Closing):
         self._parts = ExitStack()  # closed in turn, each though one before it raises
         for part in (rank, self._scheduler, self._worker):
             self._parts.callback(part.close)
+        self._parts.callback(self._awaited.close)
         self._dropped = close_if_dropped(
             self, "a kvferry.Ferry", self._parts.close, keep_alive=keep_alive
         )
@@ -168,20 +173,6 @@ class Ferry(FerryLooks, FerryControl, Closing):
         if not isinstance(hit, Hit):
             raise not_a_hit(hit)
         return self._pending.again(hit, self._scheduler, self.namespace.block_tokens)
-
-    def await_hit(self, hit: Hit, timeout: float | None = None) -> Hit:
-        """Poll until a hit is not pending any more; after ``timeout`` it may still be.
-
-        What else ends meanwhile stays for :meth:`poll`.
-        """
-        began = time.monotonic()
-        while (hit := self.again(hit)).is_pending:
-            self._advance()
-            waited = time.monotonic() - began
-            if timeout is not None and waited >= timeout:
-                return self.again(hit)
-            pause(waited)
-        return hit
 
     def load(self, hit: Hit, device_blocks: Tables) -> Ticket:
         """Bring a hit's blocks to ``device_blocks``, one for each.
@@ -303,26 +294,6 @@ class Ferry(FerryLooks, FerryControl, Closing):
 
     # -- what ended -----------------------------------------------------------------------------
 
-    def poll(self) -> list[Done]:
-        """What ended since the last call; never blocks.
-
-        What nobody asks for is kept, up to the newest 65,536 ends.
-        """
-        self._advance()
-        return self._tickets.take_all()
-
-    def wait(self, ticket: Ticket, timeout: float | None = None) -> Done:
-        """Wait for one ticket; what else ends meanwhile stays for :meth:`poll`."""
-        began = time.monotonic()
-        while True:
-            self._advance()
-            if (done := self._tickets.take(ticket)) is not None:
-                return done
-            waited = time.monotonic() - began
-            if timeout is not None and waited >= timeout:
-                raise DeadlineError(f"ticket {ticket} did not end within {timeout} seconds")
-            pause(waited)
-
     def _advance(self) -> None:
         """Learn what ended, and answer who asks from other threads."""
         self._owner.require()
@@ -392,3 +363,16 @@ class Ferry(FerryLooks, FerryControl, Closing):
         self._owner.close()
         self._dropped.detach()
         self._parts.close()
+
+
+def _of(ferry: Ferry, method: Callable[[Ferry], None]) -> Callable[[], None]:
+    """A method of a ferry that does not keep it: one that is dropped is to be closed."""
+    found = weakref.ref(ferry)
+
+    def call() -> None:
+        alive = found()
+        if alive is None:
+            raise ClosedError("this ferry was dropped")
+        method(alive)
+
+    return call

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import Any, Protocol
 
 from kvferry.errors import InputError
 from kvferry.integers import integer, written
 from kvferry.types import SlotArray, TransferId
 
-Ticket = NewType("Ticket", int)
+
+class Ticket(int):
+    """The number of a load or store under way. ``await`` it, or give it to ``Ferry.wait``."""
+
+    _wait: Callable[[Ticket], Coroutine[Any, Any, Done]] | None = None
+
+    def __await__(self) -> Generator[Any, None, Done]:
+        if self._wait is None:
+            raise InputError(f"ticket {int(self)} was not given out by a ferry: await ferry.ended")
+        return self._wait(self).__await__()
+
 
 MOST_UNTOLD = 65_536
 """Ends kept for whoever asks later, about 15 MB. Who never asks loses the oldest of them."""
@@ -61,12 +71,19 @@ class Tickets:
     def __init__(self, most_untold: int = MOST_UNTOLD) -> None:
         self._most_untold = most_untold
         self._numbers = itertools.count()
+        self._wait: Callable[[Ticket], Coroutine[Any, Any, Done]] | None = None
         self._underway: dict[Ticket, _Underway] = {}
         self._moving: dict[TransferId, tuple[Ticket, int]] = {}
         self._ended: dict[Ticket, Done] = {}
 
+    def awaited_by(self, wait: Callable[[Ticket], Coroutine[Any, Any, Done]]) -> None:
+        """How tickets that are given out from now on are awaited."""
+        self._wait = wait
+
     def give(self) -> Ticket:
-        return Ticket(next(self._numbers))
+        ticket = Ticket(next(self._numbers))
+        ticket._wait = self._wait
+        return ticket
 
     def send(self, ticket: Ticket, ordered: Sequence[Moving], note: str = "") -> None:
         """The ticket ends with the last of the transfers that were ordered.
@@ -113,7 +130,7 @@ class Tickets:
         done, self._ended = self._ended, {}
         return list(done.values())
 
-    def take(self, ticket: Ticket) -> Done | None:
+    def take(self, ticket: Ticket | int) -> Done | None:
         """How a ticket ended; None while it has not. InputError if it never will again."""
         ticket = Ticket(integer(ticket, "ticket"))
         done = self._ended.pop(ticket, None)

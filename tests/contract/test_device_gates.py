@@ -321,6 +321,7 @@ def test_a_gate_on_a_shared_channel_would_hang_and_is_seen() -> None:
     rig.wait_until_queued()
     rig.driver.timeline.run_all()
     assert is_shut(rig)
+    rig.driver.timeline.channels = {}
     rig.close()
 
 

@@ -12,7 +12,7 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -114,6 +114,9 @@ class FakeDriver:
             yield
         finally:
             self._inside.depth = depth
+
+    def beside_captures(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def identity(self) -> DeviceIdentity:
         return DeviceIdentity("fake", 13000, "0000:00:00.0", "unknown")

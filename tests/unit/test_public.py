@@ -97,9 +97,11 @@ def test_examples_need_nothing_that_is_not_public() -> None:
                     assert f"{node.module}.{alias.name}" in PUBLIC, f"{example.name}: {alias.name}"
 
 
-def test_the_references_program_runs() -> None:
-    (program,) = re.findall(r"```python\n(.*?)```", REFERENCE, re.DOTALL)
-    exec(compile(program, "api.md", "exec"), {})
+def test_the_references_programs_run() -> None:
+    programs = re.findall(r"```python\n(.*?)```", REFERENCE, re.DOTALL)
+    assert len(programs) == 2
+    for program in programs:
+        exec(compile(program, "api.md", "exec"), {})
 
 
 def test_one_name_means_one_class() -> None:

@@ -78,6 +78,9 @@ class Driver(Protocol):
     def current(self) -> AbstractContextManager[None]:
         """Make the device current on this thread for a while, then restore what was."""
 
+    def beside_captures(self) -> AbstractContextManager[None]:
+        """Within it this thread disturbs no graph that another one captures."""
+
     def identity(self) -> DeviceIdentity:
         """Name, driver and link of the device."""
 

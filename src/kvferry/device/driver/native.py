@@ -218,7 +218,7 @@ class NativeDriver(ABC):
         self._call("free_host", address, asked=f"{address:#x}")
 
     def register_host(self, address: int, num_bytes: int) -> None:
-        with self._beside_captures():
+        with self.beside_captures():
             self._call(
                 "register_host",
                 address,
@@ -228,12 +228,12 @@ class NativeDriver(ABC):
             )
 
     def unregister_host(self, address: int) -> None:
-        with self._beside_captures():
+        with self.beside_captures():
             self._call("unregister_host", address, asked=f"{address:#x}")
 
     @contextmanager
-    def _beside_captures(self) -> Iterator[None]:
-        """Let this thread pin memory while another one captures a graph.
+    def beside_captures(self) -> Iterator[None]:
+        """Let this thread pin memory, or ask for events, while another one captures a graph.
 
         Without it the call is refused, and the other thread's capture is spoiled.
         """

@@ -22,6 +22,12 @@ class CopyEngine(Protocol):
     def poll(self) -> list[Receipt]:
         """Receipts of transfers that ended since the last call; never blocks."""
 
+    def await_news(self, seconds: float) -> None:
+        """Return when something ended that ``poll`` has not told, or after so many seconds.
+
+        From any thread, and without the interpreter meanwhile; it may return early.
+        """
+
     def drain(self, timeout: float | None = None) -> list[Receipt]:
         """Wait until nothing is in flight (or ``timeout`` seconds passed); returns the receipts."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import queue
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -51,6 +52,7 @@ class CpuEngine:
         self._loads = Stream("load")
         self._stores = Stream("store")
         self._done: queue.SimpleQueue[Receipt] = queue.SimpleQueue()
+        self._news = threading.Event()
         self._closed = False
 
     def submit(self, transfer: Transfer) -> None:
@@ -61,10 +63,14 @@ class CpuEngine:
             # A store must not read before the compute that writes its source, and a load must not
             # write while compute queued earlier still reads its destination.
             stream.wait(self._compute.record())
-        stream.run(lambda: self._done.put(self._copy(transfer)))
+        stream.run(lambda: self._carry_out(transfer))
+
+    def await_news(self, seconds: float) -> None:
+        self._news.wait(seconds)
 
     def poll(self) -> list[Receipt]:
         receipts = []
+        self._news.clear()  # before we look, or what comes meanwhile is news to nobody
         while True:
             try:
                 receipts.append(self._done.get_nowait())
@@ -89,6 +95,10 @@ class CpuEngine:
         self._closed = True
         self._loads.close()
         self._stores.close()
+
+    def _carry_out(self, transfer: Transfer) -> None:
+        self._done.put(self._copy(transfer))
+        self._news.set()
 
     def _copy(self, transfer: Transfer) -> Receipt:
         start = time.perf_counter()

@@ -38,8 +38,9 @@ from kvferry.device.paths.host_runs import count_runs
 from kvferry.device.planning.base import Planner
 from kvferry.device.planning.path_choices import PathChoices
 from kvferry.device.planning.planner import MeasuredPlanner
-from kvferry.errors import ClosedError, DeadlineError, InputError, LayoutError
-from kvferry.types import DEVICE, FIRST_RANK, HOST, Outcome, Rank, Receipt, SlotArray, Transfer
+from kvferry.errors import ClosedError, DeadlineError, DriverError, InputError, LayoutError
+from kvferry.pausing import PunctualSleep, pause
+from kvferry.types import DEVICE, FIRST_RANK, HOST, Rank, Receipt, SlotArray, Transfer
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ class GpuEngine(Closing):
             submission.fail(error)
             self._release_ready(submission)
             with self._lock:
-                self._ended.append(self._receipt(submission))
+                self._ended.append(submission.receipt(self._rank))
         else:
             self._lanes[job.direction].submit(submission, job, path, quick=quick)
 
@@ -137,17 +138,29 @@ class GpuEngine(Closing):
         with self._lock:
             receipts, self._ended = self._ended, []
         for lane in self._lanes.values():
-            receipts.extend(self._receipt(submission) for submission in lane.settle())
+            receipts.extend(submission.receipt(self._rank) for submission in lane.settle())
         return receipts
+
+    def await_news(self, seconds: float) -> None:
+        """Return when something ended that ``poll`` has not told, or after so many seconds."""
+        began = time.monotonic()
+        waited = 0.0
+        try:
+            with self._driver.current(), self._driver.beside_captures(), PunctualSleep():
+                while waited < seconds and not self._ended:
+                    if any(lane.has_news() for lane in self._lanes.values()):
+                        return
+                    pause(waited)
+                    waited = time.monotonic() - began
+        except DriverError:  # a card that is lost: whoever polls finds out
+            time.sleep(min(seconds, 1e-3))
 
     def drain(self, timeout: float | None = None) -> list[Receipt]:
         """Wait until nothing is in flight (or ``timeout`` seconds passed); returns the receipts."""
         end = None if timeout is None else time.monotonic() + timeout
-        pause = 2e-5
         receipts = self.poll()
         while self.num_in_flight and (end is None or time.monotonic() < end):
-            time.sleep(pause)
-            pause = min(2 * pause, 1e-3)
+            self.await_news(1e-3)
             receipts.extend(self.poll())
         return receipts
 
@@ -213,7 +226,7 @@ class GpuEngine(Closing):
             for submission in lane.close(self._close_timeout):
                 submission.fail(DeadlineError("still in flight when the engine was closed"))
                 self._release_ready(submission)
-                receipts.append(self._receipt(submission))
+                receipts.append(submission.receipt(self._rank))
         with self._lock:
             self._ended.extend(receipts)
         self._give_back()
@@ -281,28 +294,6 @@ class GpuEngine(Closing):
                 f"the planner chose path {submission.path!r}; this engine has {sorted(self._paths)}"
             )
         return path
-
-    def _receipt(self, submission: Submission) -> Receipt:
-        if submission.reason:
-            return Receipt(
-                submission.transfer_id,
-                self._rank,
-                Outcome.FAILED,
-                submission.reason,
-                path=submission.path,
-                beside_model=submission.beside_model,
-                num_runs=submission.num_runs,
-            )
-        return Receipt(
-            submission.transfer_id,
-            self._rank,
-            Outcome.OK,
-            num_bytes=submission.num_bytes,
-            seconds=submission.seconds,
-            path=submission.path,
-            beside_model=submission.beside_model,
-            num_runs=submission.num_runs,
-        )
 
     def _release_ready(self, submission: Submission) -> None:
         if submission.ready is not None:

@@ -21,10 +21,12 @@ from dataclasses import dataclass
 
 from kvferry.device.driver.base import Driver
 from kvferry.device.driver.events import EventPool
+from kvferry.device.engine.fences import Fences
 from kvferry.device.engine.gates import Gates
 from kvferry.device.engine.submission import Submission
 from kvferry.device.job import CopyJob
 from kvferry.device.paths.base import Path, in_pieces, is_prepared
+from kvferry.errors import DriverError
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +46,9 @@ class _Order:
 class Lane:
     """Owns one direction's submissions and its thread; leaves the stream to the engine.
 
-    Submissions that take long (a driver call per segment, or a batch of thousands) go to the
-    thread, so that ``submit`` never holds the serving loop. ``patience`` is how long a driver may
-    refuse to say whether a copy is over before we stop asking; ``pick`` finds a path for a job that
-    comes without one.
+    Submissions that take long go to the thread, so that ``submit`` never holds the serving loop.
+    ``patience`` is how long a driver may refuse to say whether a copy is over; ``pick`` finds a
+    path for a job that comes without one.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Lane:
         self._driver = driver
         self._order_events = order_events
         self._timing_events = timing_events
-        self._patience = patience
+        self._fences = Fences(name, driver, stream, timing_events, patience)
         self._open: deque[Submission] = deque()
         self._changed = threading.Condition()
         self._num_unqueued = 0
@@ -150,12 +151,23 @@ class Lane:
             # A caller that polls in a tight loop would keep the interpreter from our own thread.
             time.sleep(0)
         with self._changed:
-            while self._open and self._open[0].queued and self._is_over(self._open[0]):
+            while self._open and self._open[0].queued and self._fences.is_over(self._open[0]):
                 over.append(self._open.popleft())
         for submission in over:
             if submission.gate is not None:
                 submission.gate.open_now()  # if that was refused to the stream
         return over
+
+    def has_news(self) -> bool:
+        """Whether the first one that is open is over, as far as the driver says."""
+        with self._changed:
+            first = self._open[0] if self._open else None
+            if first is None or not first.queued or first.end is None:
+                return False
+            try:
+                return self._driver.event_is_done(first.end)
+            except DriverError:  # who settles it deals with that
+                return False
 
     def flush(self, timeout: float) -> bool:
         """Queue everything submitted so far on the stream; False if that took longer.
@@ -292,7 +304,7 @@ class Lane:
             with self._driver.current():
                 is_done = self._queue_pieces(order, until)
                 if is_done:
-                    self._fence(submission)
+                    self._fences.fence(submission)
         except BaseException as error:
             # An interrupt too: a copy cut short must not end in a good receipt.
             is_done = True
@@ -382,58 +394,6 @@ class Lane:
         except Exception as error:  # a device that is lost: nothing runs on it any more
             submission.fail(error)
             gate.open_now()
-
-    def _fence(self, submission: Submission) -> int:
-        if submission.end is None:
-            event = self._timing_events.take()
-            try:
-                self._driver.record_event(event, self.stream)
-            except Exception:
-                self._timing_events.give(event)
-                raise
-            submission.end = event
-        return submission.end
-
-    def _is_over(self, submission: Submission) -> bool:
-        try:
-            with self._driver.current():
-                if not self._driver.event_is_done(self._fence(submission)):
-                    return False
-                self._measure(submission)
-        except Exception as error:
-            submission.fail(error)
-            return self._give_up(submission)
-        for event in (submission.start, submission.end):
-            if event is not None:
-                self._timing_events.give(event)
-        return True
-
-    def _measure(self, submission: Submission) -> None:
-        if submission.start is None or submission.end is None or submission.reason:
-            return
-        try:
-            submission.seconds = self._driver.elapsed_seconds(submission.start, submission.end)
-        except Exception as error:
-            # Often the late news of a copy that went wrong: not a receipt to call good.
-            submission.fail(error)
-
-    def _give_up(self, submission: Submission) -> bool:
-        """Whether the driver has refused to answer for so long that it never will.
-
-        Its events stay with the pool, unused, until the engine closes: they may be pending.
-        """
-        now = time.monotonic()
-        if submission.trouble_since is None:
-            submission.trouble_since = now
-        if now - submission.trouble_since < self._patience:
-            return False
-        log.error(
-            "%s lane: gave up on transfer %d: %s",
-            self._name,
-            submission.transfer_id,
-            submission.reason,
-        )
-        return True
 
 
 def _is_free(submission: Submission) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvferry.device.engine.gates import LoadGate
-from kvferry.types import TransferId
+from kvferry.types import Outcome, Rank, Receipt, TransferId
 
 
 @dataclass(eq=False)
@@ -35,3 +35,26 @@ class Submission:
     def fail(self, error: BaseException) -> None:
         if not self.reason:
             self.reason = f"{type(error).__name__}: {error}"
+
+    def receipt(self, rank: Rank) -> Receipt:
+        """How it ended."""
+        if self.reason:
+            return Receipt(
+                self.transfer_id,
+                rank,
+                Outcome.FAILED,
+                self.reason,
+                path=self.path,
+                beside_model=self.beside_model,
+                num_runs=self.num_runs,
+            )
+        return Receipt(
+            self.transfer_id,
+            rank,
+            Outcome.OK,
+            num_bytes=self.num_bytes,
+            seconds=self.seconds,
+            path=self.path,
+            beside_model=self.beside_model,
+            num_runs=self.num_runs,
+        )

@@ -1,0 +1,314 @@
+"""Waiting for copies: in a thread, for any of them, and in an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.fakes.rig import Rig
+
+import kvferry
+from kvferry.errors import ClosedError, InputError, StateError
+from kvferry.pausing import PunctualSleep, _find_prctl
+from kvferry.tickets import Ticket
+
+BLOCKS, TOKENS = 64, 4
+LONG = 30.0
+Tensors = list[np.ndarray[Any, Any]]
+
+
+@pytest.fixture
+def kv() -> Tensors:
+    rng = np.random.default_rng()
+    return [rng.integers(0, 255, (BLOCKS, 2, TOKENS, 8), np.uint8) for _ in range(2)]
+
+
+@pytest.fixture
+def ferry(kv: Tensors) -> Iterator[kvferry.Ferry]:
+    with kvferry.attach(kv, model="m", block_tokens=TOKENS, host="64KiB") as ferry:
+        yield ferry
+
+
+class Held:
+    """Keeps a ferry's stores from being carried out until they may."""
+
+    def __init__(self, ferry: kvferry.Ferry) -> None:
+        self.go_on = threading.Event()
+        engine: Any = ferry._rank.engine
+        engine._stores.run(lambda: self.go_on.wait(LONG))
+
+
+def store(ferry: kvferry.Ferry, number: int = 0) -> Ticket:
+    return ferry.store(ferry.keys(range(1000 * number, 1000 * number + TOKENS)), [number])
+
+
+def watchers() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name == "kvferry-await"]
+
+
+# -- in an event loop ------------------------------------------------------------------------------
+
+
+def test_loads_and_stores_are_awaited(ferry: kvferry.Ferry, kv: Tensors) -> None:
+    async def life() -> None:
+        keys = ferry.keys(range(3 * TOKENS))
+        expected = [layer[[7, 0, 11]].copy() for layer in kv]
+        assert (await ferry.store(keys, [7, 0, 11])).num_blocks == 3
+        for layer in kv:
+            layer[:] = 0xEE
+        done = await ferry.load(ferry.match(keys), [1, 2, 3])
+        assert done.ok
+        for layer, wanted in zip(kv, expected, strict=True):
+            assert np.array_equal(layer[[1, 2, 3]], wanted)
+
+    asyncio.run(life())
+
+
+def test_the_loop_goes_on_meanwhile(ferry: kvferry.Ferry) -> None:
+    held = Held(ferry)
+
+    async def life() -> None:
+        task = asyncio.ensure_future(ferry.ended(store(ferry)))
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        assert not task.done()
+        held.go_on.set()
+        assert (await asyncio.wait_for(task, LONG)).num_blocks == 1
+
+    asyncio.run(life())
+
+
+def test_many_are_awaited_with_one_thread(ferry: kvferry.Ferry) -> None:
+    held = Held(ferry)
+
+    async def one(number: int) -> kvferry.Done:
+        return await store(ferry, number)
+
+    async def life() -> None:
+        tasks = [asyncio.ensure_future(one(number)) for number in range(BLOCKS)]
+        await asyncio.sleep(0.01)
+        assert watchers() == ["kvferry-await"]
+        held.go_on.set()
+        ended = await asyncio.wait_for(asyncio.gather(*tasks), LONG)
+        assert len({done.ticket for done in ended}) == BLOCKS
+        assert all(done.num_blocks == 1 for done in ended)
+
+    asyncio.run(life())
+    assert ferry.poll() == []
+    ferry.close()
+    assert watchers() == []
+
+
+def test_one_ticket_may_be_awaited_by_two(ferry: kvferry.Ferry) -> None:
+    held = Held(ferry)
+
+    async def life() -> None:
+        ticket = store(ferry)
+        tasks = [asyncio.ensure_future(ferry.ended(ticket)) for _ in range(2)]
+        await asyncio.sleep(0)
+        tasks[0].cancel()
+        held.go_on.set()
+        assert (await asyncio.wait_for(tasks[1], LONG)).ticket == ticket
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[0]
+
+    asyncio.run(life())
+
+
+def test_who_is_cancelled_leaves_the_end_to_others(ferry: kvferry.Ferry) -> None:
+    held = Held(ferry)
+
+    async def life() -> None:
+        ticket = store(ferry)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(ferry.ended(ticket), 0.01)
+        held.go_on.set()
+        assert (await ticket).num_blocks == 1
+        with pytest.raises(InputError, match="already told"):
+            await ticket
+
+    asyncio.run(life())
+
+
+def test_an_end_that_was_told_to_a_task_that_never_heard_it_stays(ferry: kvferry.Ferry) -> None:
+    """The future has its result, and before the task runs again it is cancelled."""
+
+    async def life() -> None:
+        held = Held(ferry)
+        ticket = store(ferry)
+        task = asyncio.ensure_future(ferry.ended(ticket))
+        await asyncio.sleep(0)
+        held.go_on.set()
+        while ticket in ferry._awaited._futures:  # as the loop would, but without its turn
+            ferry._awaited._tell()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert [done.ticket for done in ferry.poll()] == [ticket]
+
+    asyncio.run(life())
+
+
+def test_what_is_awaited_when_the_ferry_closes_is_refused(ferry: kvferry.Ferry) -> None:
+    held = Held(ferry)
+
+    async def life() -> None:
+        task = asyncio.ensure_future(ferry.ended(store(ferry)))
+        await asyncio.sleep(0)
+        threading.Timer(0.05, held.go_on.set).start()
+        ferry.close()
+        with pytest.raises(ClosedError, match="closed before"):
+            await asyncio.wait_for(task, LONG)
+
+    asyncio.run(life())
+    assert watchers() == []
+
+
+def test_one_loop_after_the_other(ferry: kvferry.Ferry) -> None:
+    for number in range(3):
+
+        async def life(number: int = number) -> None:
+            assert (await store(ferry, number)).num_blocks == 1
+
+        asyncio.run(life())
+    held = Held(ferry)
+
+    async def left() -> None:
+        waiting = asyncio.ensure_future(ferry.ended(store(ferry, 5)))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()  # and the loop is closed while it waits
+
+    asyncio.run(left())
+    held.go_on.set()
+
+    async def last() -> None:
+        assert (await asyncio.wait_for(ferry.ended(store(ferry, 6)), LONG)).num_blocks == 1
+
+    asyncio.run(last())
+    assert [done.num_blocks for done in ferry.poll(LONG)] == [1]
+
+
+def test_a_ferry_of_another_thread_says_so(ferry: kvferry.Ferry) -> None:
+    ticket = store(ferry)
+    raised: list[BaseException] = []
+
+    async def life() -> None:
+        await ticket
+
+    def other() -> None:
+        try:
+            asyncio.run(life())
+        except StateError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert "belongs to thread" in str(raised[0])
+    assert ferry.wait(ticket).num_blocks == 1
+
+
+def test_a_number_of_nobodys_cannot_be_awaited() -> None:
+    async def life() -> None:
+        await Ticket(5)
+
+    with pytest.raises(InputError, match="not given out"):
+        asyncio.run(life())
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_ticket_does_not_keep_its_ferry(kv: Tensors) -> None:
+    ferry = kvferry.attach(kv, model="m", block_tokens=TOKENS, host="64KiB")
+    ticket = store(ferry)
+
+    async def life() -> None:
+        await ticket
+
+    asyncio.run(life())
+    gone = weakref.ref(ferry)
+    del ferry
+    gc.collect()
+    assert gone() is None
+    with pytest.raises(ClosedError):
+        asyncio.run(life())
+
+
+# -- in a thread -----------------------------------------------------------------------------------
+
+
+def test_poll_waits_for_the_first_end(ferry: kvferry.Ferry) -> None:
+    assert ferry.poll(0.01) == []
+    held = Held(ferry)
+    tickets = [store(ferry, number) for number in range(2)]
+    threading.Timer(0.02, held.go_on.set).start()
+    ended = ferry.poll(LONG)
+    while len(ended) < 2:
+        ended += ferry.poll(LONG)
+    assert [done.ticket for done in ended] == tickets
+
+
+def test_who_waits_is_woken_not_timed_out(
+    ferry: kvferry.Ferry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With nobody to look again by itself, only the copy's end can end the wait."""
+    monkeypatch.setattr("kvferry.ferry_waiting._LOOK_SECONDS", LONG)
+    held = Held(ferry)
+    ticket = store(ferry)
+    threading.Timer(0.02, held.go_on.set).start()
+    began = time.monotonic()
+    assert ferry.wait(ticket).num_blocks == 1
+    assert time.monotonic() - began < LONG
+
+
+def test_sleeps_are_punctual_only_within() -> None:
+    prctl = _find_prctl()
+    if prctl is None:
+        pytest.skip("no prctl here")
+    before = prctl(30, 0, 0, 0, 0)
+    with PunctualSleep():
+        assert prctl(30, 0, 0, 0, 0) <= before
+        assert prctl(30, 0, 0, 0, 0) == min(before, 1000)
+    assert prctl(30, 0, 0, 0, 0) == before
+
+
+# -- on a card -------------------------------------------------------------------------------------
+
+
+def test_news_is_when_the_first_copy_has_ended() -> None:
+    rig = Rig()
+    rig.driver.timeline.frozen = {rig.compute}
+    rig.launch(lambda: None)
+    rig.store([0], [0])
+    rig.wait_until_queued()
+    assert not any(lane_has_news(rig))
+    rig.engine.await_news(0.01)
+    assert not any(lane_has_news(rig))
+    rig.driver.timeline.frozen = set()
+    rig.engine.await_news(LONG)
+    assert any(lane_has_news(rig))
+    rig.drain_ok()
+    assert not any(lane_has_news(rig))
+    rig.close()
+
+
+def lane_has_news(rig: Rig) -> list[bool]:
+    with rig.driver.current():
+        return [lane.has_news() for lane in rig.engine._lanes.values()]
+
+
+def test_a_card_that_is_lost_is_not_waited_for_in_vain() -> None:
+    rig = Rig()
+    rig.store([0], [0])
+    rig.wait_until_queued()
+    rig.driver.die()
+    rig.engine.await_news(LONG)
+    rig.driver._dead = None
+    rig.drain()
+    rig.close()
