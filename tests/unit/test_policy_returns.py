@@ -22,11 +22,11 @@ from tests.fakes.crafted_keys import keys
 from kvferry.policy import EvictionPolicyMaker, Evidence, Lru
 from kvferry.policy.hazards import ENDS, NUM_BUCKETS, Hazards
 from kvferry.policy.heard import Heard
-from kvferry.policy.recent import LISTED, RecentBlocks
+from kvferry.policy.recent import LISTED, Listed, RecentBlocks
 from kvferry.policy.records import Records
 from kvferry.policy.returns import Returns
 from kvferry.policy.segments import Segments
-from kvferry.policy.traits import NUM_BINS, TurnKind, conversation, shared
+from kvferry.policy.traits import NUM_BINS, Said, TurnKind, conversation, shared, with_said
 from kvferry.policy.worth_table import WorthTable
 from kvferry.pool import Pool
 from kvferry.replay import PoolReplay, Tokens
@@ -43,18 +43,18 @@ Request = tuple[float, list[int]]
 
 def learned(age: float, chance: float, count: int = 2000) -> Hazards:
     """From conversations of which so many return, all at about this age."""
-    hazards, records, rng = Hazards(), Records(1 << 14), Random(1)
-    now, waiting = 0.0, []
+    table, records, rng = WorthTable(), Records(1 << 14), Random(1)
+    row, now, waiting = table.row(NEW), 0.0, []
     for _ in range(count):
         now += 1.0
-        number = records.add(now, NEW)
+        number = records.add(now, row)
         if rng.random() < chance:
             waiting.append((now + age * rng.uniform(0.9, 1.1), number))
         while waiting and waiting[0][0] <= now:
             at, returning = waiting.pop(0)
             records.returns(returning, at)
-        records.teach(hazards, now)
-    return hazards
+        records.teach(table.learn, now)
+    return table.hazards
 
 
 @pytest.mark.parametrize(("age", "chance"), [(5.0, 0.3), (100.0, 0.5), (20.0, 0.9)])
@@ -72,36 +72,58 @@ def test_what_is_about_to_return_is_worth_most() -> None:
     assert worth[before] > 5 * worth[after]
 
 
+def test_what_always_returns_at_once_has_a_worth_at_every_age() -> None:
+    table = WorthTable()
+    every = np.tile(np.arange(NUM_BUCKETS), 50)
+    for _ in range(200):
+        table.learn(every * 0 + table.row(NEW), every, every >= 0)
+    with np.errstate(all="raise", under="ignore"):
+        worth = table.hazards.worth(np.array([NEW]))
+    assert np.isfinite(worth).all()
+
+
 def test_before_anything_is_learned_the_older_is_worth_less() -> None:
     worth = Hazards().worth(np.array([NEW, shared(ways=1, gap=1.0)]))
     assert (np.diff(worth, axis=1) <= 0).all()
 
 
 def test_who_has_returned_is_no_longer_waited_for() -> None:
-    class Pupil(Hazards):
-        def learn(self, traits: Any, buckets: Any, returned: Any) -> None:
-            heard.extend(zip(buckets.tolist(), returned.tolist(), strict=True))
+    def learn(rows: Any, buckets: Any, returned: Any) -> None:
+        assert (rows == 7).all()
+        heard.extend(zip(buckets.tolist(), returned.tolist(), strict=True))
 
     heard: list[tuple[int, bool]] = []
     records = Records(16)
-    returning, lost = records.add(0.0, NEW), records.add(0.0, NEW)
+    returning, lost = records.add(0.0, 7), records.add(0.0, 7)
     records.returns(returning, float(ENDS[3]) - 0.01)
     records.returns(returning, 50.0)  # of its answer, say: the first time counts
     records.lose(lost)
-    assert records.teach(Pupil(), 100.0)
+    assert records.teach(learn, 100.0)
     assert heard == [(0, False), (1, False), (2, False), (3, True)]
-    assert not records.teach(Pupil(), 100.0)
+    assert not records.teach(learn, 100.0)
+
+
+def test_what_is_learned_of_many_at_once_is_what_each_teaches() -> None:
+    rng = np.random.default_rng(3)
+    one, other = WorthTable(), Hazards()
+    every = [conversation(turn=n, gap=None, grown=0, kind=TurnKind.NEW) for n in range(1, 9)]
+    rows = rng.choice([one.row(traits) for traits in every], 400)
+    buckets, returned = rng.integers(0, NUM_BUCKETS, 400), rng.random(400) < 0.3
+    one.learn(rows, buckets, returned)
+    traits = np.array([one.traits(row) for row in rows.tolist()])
+    other.learn(traits, buckets, returned.astype(np.int64), np.ones(400, dtype=np.int64))
+    assert np.allclose(one.hazards.chances(np.array(every)), other.chances(np.array(every)))
 
 
 def test_what_was_not_of_use_lately_is_worked_out_when_it_is() -> None:
-    hazards = Hazards()
-    table = WorthTable(hazards)
+    table = WorthTable()
     row = table.row(NEW)
+    other = table.row(conversation(turn=2, gap=1.0, grown=0, kind=TurnKind.GOES_ON))
     before = table.fresh(row, 0)
-    table.learned()
-    traits = np.array([NEW] * 500)
-    hazards.learn(traits, np.zeros(500, dtype=np.int64), np.zeros(500, dtype=bool))
-    table.learned()
+    every, never = np.zeros(500, dtype=np.int64), np.zeros(500, dtype=bool)
+    table.learn(every + other, every, never)  # the first of use since, the second not
+    before = table.fresh(row, 0)
+    table.learn(every + row, every, never)
     assert table.worth.item(row, 0) == before, "nobody has asked for it"
     assert table.fresh(row, 0) < before
 
@@ -126,23 +148,23 @@ def test_a_newcomer_that_is_worth_less_than_all_is_refused() -> None:
 
 
 def test_a_long_silence_is_learned_of_bit_by_bit() -> None:
-    hazards, records = Hazards(), Records(4096)
+    table, records = WorthTable(), Records(4096)
     for at in range(4000):
-        records.add(float(at), NEW)
+        records.add(float(at), table.row(NEW))
     steps = 0
-    while records.teach(hazards, 1e9):
+    while records.teach(table.learn, 1e9):
         steps += 1
     assert 4000 / 256 <= steps < 40
 
 
 def test_records_are_bounded_and_the_last_are_remembered() -> None:
     records = Records(100)
-    numbers = [records.add(float(at), NEW, length=at) for at in range(1000)]
+    numbers = [records.add(float(at), 1, length=at) for at in range(1000)]
     assert records.place(numbers[0]) is None
     for number in numbers[-100:]:
         at = records.place(number)
         assert at is not None
-        assert records.facts(at)[1] == number
+        assert records.facts(at).length == number
     records.returns(numbers[0], 2000.0)
     records.lose(numbers[0])
 
@@ -162,11 +184,11 @@ def test_a_conversation_that_goes_on_is_known_also_where_nothing_of_it_is_here()
     second = heard.asked(keys(range(1000, 1014)), 7000, 30.0)
     at = heard.records.place(second)
     assert at is not None
-    assert heard.records.facts(at)[2] == 2, "its second turn"
+    assert heard.records.facts(at).turn == 2, "its second turn"
     third = heard.asked(keys([1000, *range(2000, 2010)]), 5000, 40.0)
     at = heard.records.place(third)
     assert at is not None
-    assert heard.records.facts(at)[2] == 1, "one that shares a block with it is another"
+    assert heard.records.facts(at).turn == 1, "one that shares a block with it is another"
     assert first < second < third
 
 
@@ -188,16 +210,49 @@ def test_an_answer_begins_the_wait_anew() -> None:
     going_on = heard.asked(keys(range(9)), 4500, 25.0)
     at = heard.records.place(going_on)
     assert at is not None
-    assert heard.records.facts(at)[2] == 2
+    assert heard.records.facts(at).turn == 2
 
 
 def test_the_table_of_recent_blocks_is_bounded() -> None:
-    recent = RecentBlocks(16)
+    recent = RecentBlocks(4, 16)
+
+    def listed(first: int) -> Listed:
+        return recent.find(recent.listed(keys([first, first + 1, first + 2])))
+
     for at in range(500):
-        words = recent.listed(keys([at * 3, at * 3 + 1, at * 3 + 2]))
-        recent.note(words, recent.places(words), at)
-    assert recent.look(recent.listed(keys([1497, 1498, 1499]))).record == 499
-    assert recent.look(recent.listed(keys([0, 1, 2]))).record in (-1, *range(500))
+        recent.note(listed(at * 3), at)
+    assert recent.look(listed(1497)).record == 499
+    assert recent.look(listed(0)).record in (-1, *range(500))
+
+
+def test_a_table_that_grows_forgets_nothing() -> None:
+    def rows() -> set[tuple[int, ...]]:
+        return {tuple(row) for row in recent._table.tolist() if row[0]}
+
+    recent, sizes = RecentBlocks(16, 512), set()
+    for at in range(300):
+        chat = keys([at % 7, 100 * at + 50, 100 * at + 51])
+        before = rows()
+        listed = recent.find(recent.listed(chat))
+        assert rows() == before
+        recent.note(listed, at, recent.look(listed).depth)
+        assert at in recent.records_of(chat)
+        sizes.add(len(recent._table))
+    assert sizes == {16, 32, 64, 128, 256, 512}, "no larger than it is allowed to be"
+
+
+def memory_of(heard: Heard) -> int:
+    arrays = [
+        each
+        for part in (heard.records, heard._recent, heard.table, heard.table.hazards)
+        for each in vars(part).values()
+        if isinstance(each, np.ndarray)
+    ]
+    return sum(array.nbytes for array in arrays)
+
+
+def test_what_a_small_pool_remembers_takes_little_memory() -> None:
+    assert memory_of(Heard(64)) < 200_000
 
 
 # -- segments -------------------------------------------------------------------------------------
@@ -332,6 +387,74 @@ def test_the_same_calls_make_the_same_choices() -> None:
     assert gone(2) != first, "another seed looks at others"
 
 
+def going_on(within: float | None) -> Any:
+    return np.array([with_said(NEW, Said.GOES_ON, within)])
+
+
+@pytest.mark.parametrize("within", [2.0, 60.0, 3000.0])
+def test_who_is_said_to_go_on_within_a_time_is_believed_until_then(within: float) -> None:
+    hazards, plain = Hazards(), Hazards().worth(np.array([NEW]))[0]
+    chances, worth = hazards.chances(going_on(within))[0], hazards.worth(going_on(within))[0]
+    end = int(ENDS.searchsorted(within))
+    assert 1 - np.prod(1 - chances[: end + 2]) > 0.8
+    assert worth[end - 2] > 2 * plain[end - 2]
+    assert worth[end + 3 :] == pytest.approx(plain[end + 3 :]), "it fades once that time is over"
+
+
+def test_a_deadline_counts_from_when_it_was_said() -> None:
+    heard = Heard(64)
+    record = heard.asked(keys(range(5)), 2500, 0.0)
+    heard.said(record, Said.GOES_ON, 130.0)  # said later, of thirty seconds more, say
+    at = heard.records.place(record)
+    assert at is not None
+    assert heard.table.traits(heard.records.row(at))[-1] == going_on(130.0)[0, -1]
+    assert going_on(130.0)[0, -1] != going_on(30.0)[0, -1]
+    for endless in (float("inf"), 1e12):
+        heard.said(record, Said.GOES_ON, endless)
+
+
+def test_how_true_deadlines_are_is_learned_for_all_of_them_at_once() -> None:
+    table, records, rng = WorthTable(), Records(1 << 14), Random(2)
+    now, due = 0.0, []
+    for _ in range(3000):  # who says a time returns just before it is over
+        now += 1.0
+        within = rng.choice([8.0, 64.0])
+        number = records.add(now, table.row(tuple(going_on(within)[0])))
+        due.append((now + within * rng.uniform(0.75, 1.0), number))
+        due.sort()
+        while due[0][0] <= now:
+            records.returns(due[0][1], due.pop(0)[0])
+        records.teach(table.learn, now)
+    chances = table.hazards.chances(going_on(512.0))[0]  # of such nobody was heard
+    end = int(ENDS.searchsorted(512.0))
+    assert chances[end] > 0.5 > 10 * chances[end - 10]
+
+
+def test_a_tool_that_answers_in_time_is_waited_for_and_no_longer() -> None:
+    now = [0.0]
+    pool = Pool(8, Returns, clock=lambda: now[0])
+
+    def asks(chat: Any) -> None:
+        pool.asked(chat, 512 * len(chat), pool.leading(chat))
+        lease = pool.reserve(chat)
+        if lease is not None:
+            lease.commit()
+
+    def others(first: int, count: int) -> None:
+        for at in range(count):  # who never come again
+            now[0] += 1.0
+            asks(keys([first + 10 * at + each for each in range(4)]))
+
+    waiting = keys(range(4))
+    others(10_000, 200)
+    asks(waiting)
+    pool.hint(waiting, Evidence(goes_on=True, within=16.0))
+    others(1000, 12)
+    assert pool.match(waiting) == 4, "kept through its tool's call"
+    others(2000, 40)
+    assert pool.match(waiting) == 0, "which never ended"
+
+
 # -- hostile --------------------------------------------------------------------------------------
 
 
@@ -358,25 +481,14 @@ def test_a_clock_that_jumps_harms_nothing() -> None:
 
 def test_many_conversations_take_no_more_memory_than_few() -> None:
     heard = Heard(1000)
-
-    def size() -> int:
-        records, recent, table = heard.records, heard._recent, heard.table
-        arrays = [
-            each
-            for part in (records, recent, table, heard._hazards)
-            for each in vars(part).values()
-            if isinstance(each, np.ndarray)
-        ]
-        return sum(array.nbytes for array in arrays)
-
-    rng = Random(7)
-    for at in range(3000):
+    heard.records = Records(2000)
+    sizes, rng = [], Random(7)
+    for at in range(12_000):
         heard.asked(keys([3 * at, 3 * at + 1, 3 * at + 2]), rng.randint(1, 10**6), at * 0.01)
-    before = size()
-    for at in range(3000, 20_000):
-        heard.asked(keys([3 * at, 3 * at + 1]), rng.randint(1, 10**6), at * 0.01)
-    assert size() <= 2 * before
-    assert len(heard.table._rows) < 20_000
+        if at % 6000 == 5999:
+            sizes.append(memory_of(heard))
+    assert sizes[0] == sizes[1]
+    assert len(heard.table._rows) < 12_000
 
 
 def test_every_trait_has_a_bin_whatever_its_value() -> None:

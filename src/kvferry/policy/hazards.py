@@ -16,7 +16,16 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.policy.traits import NO_BIN, NUM_BASES, NUM_BINS, NUM_TRAITS, base_of, prior
+from kvferry.policy.traits import (
+    DEADLINES,
+    FIRST_WITHIN,
+    NO_BIN,
+    NUM_BASES,
+    NUM_BINS,
+    NUM_TRAITS,
+    base_of,
+    prior,
+)
 
 NUM_BUCKETS = 38
 FIRST_SECONDS = 0.25
@@ -30,13 +39,31 @@ ENDS: Floats = FIRST_SECONDS * 2.0 ** (np.arange(NUM_BUCKETS) / 2)
 _SPANS: Floats = np.diff(ENDS, prepend=0.0)
 _GROUPS: Ints = np.arange(NUM_BUCKETS) // _GROUP
 _NUM_GROUPS = int(_GROUPS[-1]) + 1
-_WAITS = np.array([1, 2, 3, 4, 6, 8, 11, 15, 20, 27, NUM_BUCKETS])
-_UNTIL: Ints = np.minimum(np.arange(NUM_BUCKETS)[:, None] + _WAITS, NUM_BUCKETS)
-"""By bucket of age, the edges until which to wait: not every one, they lie close enough."""
+_NEAR = np.array([-8, -4, -2, 0, 2, 6])
+"""Where an age lies to the deadline it was said to return by, in buckets: long before or after
+counts as one. All deadlines share what is learned of that."""
+_NEAR_PRIOR = np.array([0.0, 1.0, 2.0, 2.0, 0.0, 0.0, 0.0])
+"""And what is believed of it before: it returns by then; later, what was said says nothing."""
+
+
+def _cells() -> Ints:
+    """By bin and bucket, the weight that counts: one for a group, or by how near a deadline is."""
+    cells = np.arange(NUM_BINS)[:, None] * _NUM_GROUPS + _GROUPS
+    for at, deadline in enumerate(DEADLINES):
+        to_go = np.arange(NUM_BUCKETS) - ENDS.searchsorted(deadline)
+        cells[FIRST_WITHIN + at] = NUM_BINS * _NUM_GROUPS + _NEAR.searchsorted(to_go)
+    return cells
+
+
+_CELLS: Ints = _cells()
+_WAITS = (1, 2, 3, 4, 6, 8, 11, 15, 20, 27, NUM_BUCKETS)
+"""For how many buckets one might wait: not every number, they lie close enough."""
 
 _SWITCH_SECONDS = 2.0
 """What is evicted for a newcomer does not come back when the newcomer goes: so holding one for a
 moment is no bargain, however likely that moment."""
+
+_NO_TIME = 1e-12  # seconds: where all have returned long before, nothing is divided by nothing
 
 _PRIOR_CHANCE = 0.05
 _PRIOR_SEEN = 1.0
@@ -50,16 +77,16 @@ class Hazards:
         start = float(np.log(_PRIOR_CHANCE / (1 - _PRIOR_CHANCE)))
         self._base = np.full(NUM_BASES * NUM_BUCKETS, start)
         self._base_seen = np.full(NUM_BASES * NUM_BUCKETS, _PRIOR_SEEN)
-        self._weight = np.repeat(prior(), _NUM_GROUPS)
-        self._weight_seen = np.full(NUM_BINS * _NUM_GROUPS, _PRIOR_SEEN_TRAIT)
+        self._weight = np.concatenate((np.repeat(prior(), _NUM_GROUPS), _NEAR_PRIOR))
+        self._weight_seen = np.full(len(self._weight), _PRIOR_SEEN_TRAIT)
 
-    def learn(self, traits: Ints, buckets: Ints, returned: npt.NDArray[np.bool_]) -> None:
-        """Each of these came to a bucket with these traits, and returned in it or did not."""
+    def learn(self, traits: Ints, buckets: Ints, returned: Ints, times: Ints) -> None:
+        """So many times each of these came to a bucket with these traits, and returned or not."""
         bases = buckets + NUM_BUCKETS * base_of(traits)
-        weights = (traits * _NUM_GROUPS + _GROUPS.take(buckets)[:, None]).reshape(-1)
+        weights = _CELLS.take(traits * NUM_BUCKETS + buckets[:, None]).reshape(-1)
         logits = self._base.take(bases) + self._weight.take(weights).reshape(traits.shape).sum(1)
         chance = 1 / (1 + np.exp(-logits))
-        error, told = returned - chance, chance * (1 - chance)
+        error, told = times * (returned - chance), times * chance * (1 - chance)
         self._base_seen += np.bincount(bases, told, len(self._base))
         self._base += np.bincount(bases, error, len(self._base)) / self._base_seen
         each = np.repeat(told, NUM_TRAITS)
@@ -70,20 +97,29 @@ class Hazards:
 
     def chances(self, traits: Ints) -> Floats:
         """For each row of traits the chance to return in each bucket, if not before."""
-        by_group = self._weight.reshape(NUM_BINS, _NUM_GROUPS)[traits].sum(1)
-        base = self._base.reshape(NUM_BASES, NUM_BUCKETS)[base_of(traits)]
-        return 1 / (1 + np.exp(-(base + by_group[:, _GROUPS])))
+        logits = self._base.reshape(NUM_BASES, NUM_BUCKETS)[base_of(traits)]
+        by_group = self._weight[: NUM_BINS * _NUM_GROUPS].reshape(NUM_BINS, _NUM_GROUPS)
+        logits += by_group[traits[:, :-1]].sum(1)[:, _GROUPS]
+        logits += self._weight[_CELLS[traits[:, -1]]]  # what was said
+        return 1 / (1 + np.exp(-logits))
 
     def worth(self, traits: Ints) -> Floats:
         """For each row of traits, by bucket of age: returns a second that a block is held."""
         chance = self.chances(traits)
-        there = np.empty((len(traits), NUM_BUCKETS + 1))  # not returned by each edge
-        there[:, 0] = 1.0
-        np.cumprod(1 - chance, axis=1, out=there[:, 1:])
-        held = np.zeros_like(there)
-        np.cumsum(there[:, :-1] * _SPANS * (1 - chance / 2), axis=1, out=held[:, 1:])
-        # By row, age, and how long to wait.
-        gain = there[:, :-1, None] - there.take(_UNTIL, axis=1)
-        cost = held.take(_UNTIL, axis=1) - (held[:, :-1, None] - _SWITCH_SECONDS)
-        worth: Floats = (gain / cost).max(axis=2)
+        # By row and edge: not returned by then, and how long held until then. Beyond the last
+        # edge nothing changes any more.
+        there, held = np.empty((2, len(traits), 2 * NUM_BUCKETS + 1))
+        there[:, 0], held[:, 0] = 1.0, 0.0
+        np.cumprod(1 - chance, axis=1, out=there[:, 1 : NUM_BUCKETS + 1])
+        spent = there[:, :NUM_BUCKETS] * _SPANS * (1 - chance / 2)
+        np.cumsum(spent, axis=1, out=held[:, 1 : NUM_BUCKETS + 1])
+        for edges in (there, held):
+            edges[:, NUM_BUCKETS + 1 :] = edges[:, NUM_BUCKETS : NUM_BUCKETS + 1]
+        since = there[:, :NUM_BUCKETS]
+        before = held[:, :NUM_BUCKETS] - (_SWITCH_SECONDS * since + _NO_TIME)
+        worth: Floats = np.zeros_like(chance)
+        for wait in _WAITS:
+            gain = since - there[:, wait : wait + NUM_BUCKETS]
+            gain /= held[:, wait : wait + NUM_BUCKETS] - before
+            np.maximum(worth, gain, out=worth)
         return worth

@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.keys import Keys
-from kvferry.policy.hazards import ENDS, NUM_BUCKETS, Hazards
-from kvferry.policy.recent import LISTED, Known, Places, RecentBlocks, Words
+from kvferry.policy.hazards import ENDS, NUM_BUCKETS
+from kvferry.policy.recent import LISTED, Known, Listed, RecentBlocks, Words
 from kvferry.policy.records import Records
 from kvferry.policy.traits import (
     Said,
@@ -25,7 +25,7 @@ _LEARN_LATER = 64  # and once most is learned
 _FIRST = 1024
 _MOSTLY = 2  # a request goes on with one of whose blocks it has at least one in so many
 _RECORDS = 1 << 15
-_LEAST_BLOCKS, _MOST_BLOCKS = 1 << 14, 1 << 20
+_FIRST_BLOCKS, _LEAST_BLOCKS, _MOST_BLOCKS = 1 << 9, 1 << 14, 1 << 20
 
 
 class Heard:
@@ -35,12 +35,16 @@ class Heard:
     """
 
     def __init__(self, num_slots: int) -> None:
-        self._recent = RecentBlocks(min(max(4 * num_slots, _LEAST_BLOCKS), _MOST_BLOCKS))
-        self._hazards = Hazards()
+        self._recent = RecentBlocks(
+            min(max(4 * num_slots, _FIRST_BLOCKS), _MOST_BLOCKS),
+            min(max(4 * num_slots, _LEAST_BLOCKS), _MOST_BLOCKS),
+        )
         self.num_asked = 0
         self._latest: tuple[int, int] = (NO_RECORD, 0)  # a record, and its last block's word
+        self.before = NO_RECORD
+        """The record that the latest request goes on with."""
         self.records = Records(_RECORDS)
-        self.table = WorthTable(self._hazards)
+        self.table = WorthTable()
         self.unknown = self.table.row(conversation(turn=1, gap=None, grown=0, kind=TurnKind.NEW))
         """The row for what nothing is known of."""
 
@@ -48,37 +52,39 @@ class Heard:
         """A request came; returns its record."""
         self.num_asked += 1
         every = _LEARN_EVERY if self.num_asked < _FIRST else _LEARN_LATER
-        if self.num_asked % every == 0 and self.records.teach(self._hazards, now):
-            self.table.learned()
+        if self.num_asked % every == 0:
+            self.records.teach(self.table.learn, now)
         record = self._recorded(self._recent.listed(keys), num_tokens, now)
         self._latest = (record, keys.array.item(-1, 0))
         return record
 
     def _recorded(self, words: Words, num_tokens: int, now: float) -> int:
         """A new record of a request: what it goes on with, if anything, and what it shares."""
-        places = self._recent.places(words)
-        known = self._recent.look(words, places)
+        listed = self._recent.find(words)
+        known = self._recent.look(listed)
         at = None
         if known.depth > known.shared:
             at = self.records.place(known.record)
         turn, gap, grown, kind = 1, None, 0, TurnKind.NEW
+        self.before = NO_RECORD
         if at is not None:
-            time, before, turns, tokens = self.records.facts(at)
-            if known.depth * _MOSTLY >= before:
+            facts = self.records.facts(at)
+            if known.depth * _MOSTLY >= facts.length:
                 self.records.returns(known.record, now)
-                turn, gap, grown = turns + 1, now - time, num_tokens - tokens
-                kind = TurnKind.GOES_ON if known.depth >= before else TurnKind.BRANCHES
+                self.before = known.record
+                turn, gap = facts.turn + 1, now - self.records.time.item(at)
+                grown = num_tokens - facts.tokens
+                kind = TurnKind.GOES_ON if known.depth >= facts.length else TurnKind.BRANCHES
         if kind is not TurnKind.GOES_ON:
-            known = self._recent.shared_up_to(places, known)
-        traits = conversation(turn=turn, gap=gap, grown=grown, kind=kind)
-        record = self.records.add(now, traits, length=len(words), turn=turn, tokens=num_tokens)
-        self.records.row[record - self.records.first] = self.table.row(traits)
-        self._recent.note(words, places, record, 0 if kind is TurnKind.GOES_ON else known.depth)
+            known = self._recent.shared_up_to(listed, known)
+        row = self.table.row(conversation(turn=turn, gap=gap, grown=grown, kind=kind))
+        record = self.records.add(now, row, length=len(words), turn=turn, tokens=num_tokens)
+        self._recent.note(listed, record, 0 if kind is TurnKind.GOES_ON else known.depth)
         if known.ways:  # the first to go another way tells little: an edited question does so
-            self._share(places, record, known, now)
+            self._share(listed, record, known, now)
         return record
 
-    def _share(self, places: Places, record: int, known: Known, now: float) -> None:
+    def _share(self, listed: Listed, record: int, known: Known, now: float) -> None:
         """Record that the part of a request which others have, too, was asked for again."""
         by = self.records.place(known.sharer)
         gap = 0.0
@@ -86,13 +92,11 @@ class Heard:
             gap = now - self.records.time.item(by)
             self.records.returns(known.sharer, now)
         ways = known.ways + 1
-        traits = shared(ways=ways, gap=gap)
-        self._recent.share(places, known.shared, self.records.add(now, traits))
+        row = self.table.row(shared(ways=ways, gap=gap))
+        self._recent.share(listed, known.shared, self.records.add(now, row))
         at = self.records.place(record)
         if at is not None:
-            self.records.shared[at] = LISTED.item(known.shared - 1) + 1
-            self.records.shared_row[at] = self.table.row(traits)
-            self.records.shared_ways[at] = ways
+            self.records.share(at, LISTED.item(known.shared - 1) + 1, row, ways)
 
     def answered(self, keys: Keys, num_tokens: int, now: float) -> tuple[int, int]:
         """A request was answered; returns its record as it was, and as it is from now on."""
@@ -100,34 +104,31 @@ class Heard:
         words = None
         if last != keys.array.item(-1, 0):
             words = self._recent.listed(keys)
-            record = self._recent.look(words).record
+            record = self._recent.look(self._recent.find(words)).record
         at = self.records.place(record)
         if at is None:
             return NO_RECORD, NO_RECORD
-        before = record
-        time, length, *_ = self.records.facts(at)
-        traits = with_answer(self.records.traits(at), num_tokens)
-        if words is not None:
-            length = len(words)
-        if time == now:
-            self.records.amend(at, traits, length)
-            self.records.row[at] = self.table.row(traits)
+        before, facts = record, self.records.facts(at)
+        row = self.table.row(with_answer(self.table.traits(facts.row), num_tokens))
+        length = len(words) if words is not None else facts.length
+        if self.records.time.item(at) == now:
+            self.records.amend(at, row, length)
         else:  # it is from now on that nobody has gone on with it
-            record = self.records.renew(record, now, traits, length)
-            self.records.row[record - self.records.first] = self.table.row(traits)
+            record = self.records.renew(record, now, row, length)
             words = self._recent.listed(keys) if words is None else words
             self._latest = (record, keys.array.item(-1, 0))
         if words is not None:
             self._recent.renew(words, record)
         return before, record
 
-    def said(self, record: int, said: Said) -> None:
-        """Whoever sent a request knows more of its conversation."""
+    def said(self, record: int, said: Said, until: float | None = None) -> None:
+        """Whoever sent a request knows more of its conversation: it may go on ``until`` then."""
         at = self.records.place(record)
         if at is not None:
-            traits = with_said(self.records.traits(at), said)
-            self.records.amend(at, traits, self.records.facts(at)[1])
-            self.records.row[at] = self.table.row(traits)
+            facts = self.records.facts(at)
+            within = until - self.records.time.item(at) if until is not None else None
+            row = self.table.row(with_said(self.table.traits(facts.row), said, within))
+            self.records.amend(at, row, facts.length)
 
     # -- what it makes of blocks ----------------------------------------------------------------
 
@@ -153,7 +154,7 @@ class Heard:
     def row(self, record: int) -> int:
         """Where the table says what a request's own blocks are worth."""
         at = self.records.place(record)
-        return self.unknown if at is None else self.table.used(self.records.row.item(at))
+        return self.unknown if at is None else self.table.used(self.records.row(at))
 
     def time(self, record: int, now: float) -> float:
         """When a request was last heard of; now, where that is not known."""
@@ -163,10 +164,7 @@ class Heard:
     def shared(self, record: int) -> tuple[int, int, int]:
         """How many leading blocks of it others have too, their row, and the ways from there."""
         at = self.records.place(record)
-        if at is None:
-            return 0, NO_ROW, 0
-        records = self.records
-        return records.shared.item(at), records.shared_row.item(at), records.shared_ways.item(at)
+        return (0, NO_ROW, 0) if at is None else self.records.shared(at)
 
     def common_row(self, ways: int, gap: float) -> int:
         """The row of what several share, passed so long ago before."""

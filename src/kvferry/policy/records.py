@@ -7,15 +7,48 @@ counts for it, whoever returned before does not count.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable
+from struct import Struct
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.policy.hazards import ENDS, NUM_BUCKETS, Hazards
-from kvferry.policy.traits import NUM_TRAITS, Traits
+from kvferry.policy.hazards import ENDS, NUM_BUCKETS
 
 OPEN = -1
 _LOST = -2  # it cannot be seen any more whether it returns
 _AT_ONCE = 256  # of each bucket: after a long silence the rest is learned with the next requests
+_ENDS: list[float] = ENDS.tolist()
+_FIRST = 256  # records that there is room for at first
+
+Ints = npt.NDArray[np.int64]
+Learn = Callable[[Ints, Ints, npt.NDArray[np.bool_]], None]
+"""Takes rows of traits, the bucket that each came to, and whether it returned in that."""
+
+
+class Facts(NamedTuple):
+    """What is said of a request.
+
+    ``length`` listed blocks, a prompt of so many ``tokens``, in this ``turn`` of its conversation;
+    ``row`` is that of its traits. Its first ``shared`` blocks are also others', which went
+    ``ways`` from there; these have a ``shared_row`` of their own.
+    """
+
+    returned: int
+    row: int
+    length: int
+    turn: int
+    tokens: int
+    shared: int
+    shared_row: int
+    ways: int
+
+
+_RETURNED, _ROW, _SHARED = (Facts._fields.index(name) for name in ("returned", "row", "shared"))
+_FACTS = Struct(f"={len(Facts._fields)}q")
+_SOME = Struct("=3q")
 
 
 class Records:
@@ -26,83 +59,78 @@ class Records:
         self._capacity = capacity
         self.first = 0  # number of the record at place 0
         self._count = 0
-        size = 2 * capacity
-        self.time = np.zeros(size)
-        self._traits = np.zeros((size, NUM_TRAITS), dtype=np.int64)
-        self._returned = np.zeros(size, dtype=np.int8)
-        self._length = np.zeros(size, dtype=np.int64)
-        self._turn = np.zeros(size, dtype=np.int64)
-        self._tokens = np.zeros(size, dtype=np.int64)
-        self.row = np.zeros(size, dtype=np.int64)
-        self.shared = np.zeros(size, dtype=np.int64)
-        self.shared_row = np.zeros(size, dtype=np.int64)
-        self.shared_ways = np.zeros(size, dtype=np.int64)
         self._passed = np.zeros(NUM_BUCKETS, dtype=np.int64)
+        self.time = np.empty(0)
+        self._facts = np.empty((0, len(Facts._fields)), dtype=np.int64)
+        self._resize(min(_FIRST, 2 * capacity))
 
-    def add(
-        self, now: float, traits: Traits, *, length: int = 0, turn: int = 0, tokens: int = 0
-    ) -> int:
-        """A record of a request with so many listed blocks; returns its number."""
+    def add(self, now: float, row: int, *, length: int = 0, turn: int = 0, tokens: int = 0) -> int:
+        """A record of a request with traits in this row; returns its number."""
+        at = self._begin(now)
+        _FACTS.pack_into(
+            self._facts.data, at * _FACTS.size, OPEN, row, length, turn, tokens, 0, 0, 0
+        )
+        return self.first + at
+
+    def _begin(self, now: float) -> int:
+        """The place of another record."""
         if self._count == len(self.time):
-            self._forget()
+            if self._count < 2 * self._capacity:
+                self._resize(2 * self._count)
+            else:
+                self._forget()
         at = self._count
         self._count = at + 1
         self.time[at] = now
-        self._traits[at] = traits
-        self._returned[at] = OPEN
-        self._length[at] = length
-        self._turn[at] = turn
-        self._tokens[at] = tokens
-        self.shared[at] = self.shared_row[at] = 0
-        return self.first + at
+        return at
 
     def place(self, record: int) -> int | None:
-        """Where a record's facts are in the arrays, until the next is added; None if forgotten."""
+        """Where a record's facts are, until the next is added; None if forgotten."""
         at = record - self.first
         return at if at >= 0 else None
 
-    def facts(self, at: int) -> tuple[float, int, int, int]:
-        """When it was made, how many blocks it lists, its turn, its prompt's tokens."""
-        return (
-            self.time.item(at),
-            self._length.item(at),
-            self._turn.item(at),
-            self._tokens.item(at),
+    def facts(self, at: int) -> Facts:
+        return Facts._make(_FACTS.unpack_from(self._facts.data, at * _FACTS.size))
+
+    def row(self, at: int) -> int:
+        return self._facts.item(at, _ROW)
+
+    def shared(self, at: int) -> tuple[int, int, int]:
+        """How many leading blocks of it others have too, their row, and the ways from there."""
+        return _SOME.unpack_from(self._facts.data, at * _FACTS.size + 8 * _SHARED)
+
+    def amend(self, at: int, row: int, length: int) -> None:
+        """More is known of it now."""
+        _SOME.pack_into(
+            self._facts.data, at * _FACTS.size, self._facts.item(at, _RETURNED), row, length
         )
 
-    def traits(self, at: int) -> Traits:
-        return tuple(self._traits[at].tolist())
+    def share(self, at: int, shared: int, row: int, ways: int) -> None:
+        """Its first blocks are others', too."""
+        _SOME.pack_into(self._facts.data, at * _FACTS.size + 8 * _SHARED, shared, row, ways)
 
-    def amend(self, at: int, traits: Traits, length: int) -> None:
-        """More is known of it now."""
-        self._traits[at] = traits
-        self._length[at] = length
-
-    def renew(self, record: int, now: float, traits: Traits, length: int) -> int:
+    def renew(self, record: int, now: float, row: int, length: int) -> int:
         """Instead of a record, one that begins now; returns its number."""
         self.lose(record)
-        at = record - self.first
-        turn, tokens = self._turn.item(at), self._tokens.item(at)
-        part = self.shared.item(at), self.shared_row.item(at), self.shared_ways.item(at)
-        number = self.add(now, traits, length=length, turn=turn, tokens=tokens)
-        at = number - self.first
-        self.shared[at], self.shared_row[at], self.shared_ways[at] = part
-        return number
+        _, _, _, *others = self.facts(record - self.first)
+        at = self._begin(now)
+        _FACTS.pack_into(self._facts.data, at * _FACTS.size, OPEN, row, length, *others)
+        return self.first + at
 
     def returns(self, record: int, now: float) -> None:
         """Somebody went on with it now; the first time counts."""
         at = record - self.first
-        if at >= 0 and self._returned.item(at) == OPEN:
+        if at >= 0 and self._facts.item(at, _RETURNED) == OPEN:
             age = now - self.time.item(at)
-            self._returned[at] = min(NUM_BUCKETS - 1, int(ENDS.searchsorted(age, "right")))
+            self._facts[at, _RETURNED] = min(NUM_BUCKETS - 1, bisect_right(_ENDS, age))
 
     def lose(self, record: int) -> None:
         """Whether it returns will not be seen; what was seen so far counts."""
         at = record - self.first
-        if at >= 0 and self._returned.item(at) == OPEN:
-            self._returned[at] = _LOST
+        if at >= 0 and self._facts.item(at, _RETURNED) == OPEN:
+            self._facts[at, _RETURNED] = _LOST
 
-    def teach(self, hazards: Hazards, now: float) -> bool:
+    def teach(self, learn: Learn, now: float) -> bool:
         """Let the model learn of every bucket that a record has passed since; False if none has."""
         ends = self.time[: self._count].searchsorted(now - ENDS, "right")
         counts = np.clip(ends - self._passed, 0, _AT_ONCE)
@@ -113,31 +141,29 @@ class Records:
         starts = np.cumsum(counts) - counts
         at = np.arange(total) - np.repeat(starts - self._passed, counts)
         self._passed += counts
-        returned = self._returned.take(at)
-        counts_for = (returned == OPEN) | (returned >= buckets)
-        at, buckets, returned = at[counts_for], buckets[counts_for], returned[counts_for]
-        if not len(at):
+        facts = self._facts.take(at, axis=0)
+        returned = facts[:, _RETURNED]
+        counts_for = ((returned == OPEN) | (returned >= buckets)).nonzero()[0]
+        if not len(counts_for):
             return False
-        hazards.learn(self._traits.take(at, axis=0), buckets, returned == buckets)
+        buckets = buckets.take(counts_for)
+        returned = returned.take(counts_for)
+        learn(facts[:, _ROW].take(counts_for), buckets, returned == buckets)
         return True
 
     def _forget(self) -> None:
         """Let go of the older half."""
-        kept = slice(self._count - self._capacity, self._count)
-        arrays: tuple[npt.NDArray[np.generic], ...] = (
-            self.time,
-            self._traits,
-            self._returned,
-            self._length,
-            self._turn,
-            self._tokens,
-            self.row,
-            self.shared,
-            self.shared_row,
-            self.shared_ways,
-        )
-        for array in arrays:
-            array[: self._capacity] = array[kept].copy()
-        self.first += kept.start
+        start = self._count - self._capacity
+        for array in (self.time, self._facts):
+            array[: self._capacity] = array[start : self._count].copy()
+        self.first += start
         self._count = self._capacity
-        self._passed = np.maximum(self._passed - kept.start, 0)
+        self._passed = np.maximum(self._passed - start, 0)
+
+    def _resize(self, size: int) -> None:
+        """Room for so many, no more than are ever needed."""
+        size = min(size, 2 * self._capacity)
+        count = self._count
+        time, facts = np.zeros(size), np.zeros((size, len(Facts._fields)), dtype=np.int64)
+        time[:count], facts[:count] = self.time[:count], self._facts[:count]
+        self.time, self._facts = time, facts

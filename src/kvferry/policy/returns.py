@@ -56,6 +56,8 @@ class Returns(ConversationSlots):
             if len(slots):
                 self._walks = True
                 self._walk(slots, record, now)
+            elif self._heard.before in self._segment_of:  # what is here of it may be of use later
+                self._own(self._segment_of[self._heard.before], record, now)
 
     def answered(self, keys: Keys, num_tokens: int) -> None:
         if len(keys):
@@ -127,7 +129,9 @@ class Returns(ConversationSlots):
             said = (
                 Said.OVER if evidence.over else Said.GOES_ON if evidence.goes_on else Said.NOTHING
             )
-            self._heard.said(record, said)
+            within = evidence.within
+            until = self._tick() + within if evidence.goes_on and within is not None else None
+            self._heard.said(record, said, until)
             self._row[segment] = self._heard.row(record)
 
     # -- who goes -------------------------------------------------------------------------------
@@ -156,6 +160,7 @@ class Returns(ConversationSlots):
         feeds_below = self._residents.feeds_below()
         if not feeds_below and self._heard.num_asked >= self._look_again:
             self._queue.clear()
+        self._only_who_can_go()
         while count > 0:
             if not self._queue:
                 self._fill(_WIDE if feeds_below else _SAMPLES, _VICTIMS)
@@ -166,13 +171,20 @@ class Returns(ConversationSlots):
                 num_own = 0
             if segment < 0 or count <= 0 or worth > common:
                 break
-            if self._can_lose(self._segments.end[segment : segment + 1]).item(0):
-                popped = self._segments.pop(segment, count)
-                count -= len(popped)
-                found.append(popped)
-            else:
-                del self._queue[segment]
+            popped = self._segments.pop(segment, count)
+            count -= len(popped)
+            found.append(popped)
         return found
+
+    def _only_who_can_go(self) -> None:
+        """Of those that were said to go next, some are of use again by now, or are followed."""
+        if self._queue:
+            going = list(self._queue)
+            can_lose = self._can_lose(self._segments.end.take(going)).tolist()
+            if not all(can_lose):
+                for segment, can in zip(going, can_lose, strict=True):
+                    if not can:
+                        del self._queue[segment]
 
     def _fill(self, samples: int, least: int) -> None:
         """Look at some segments, and let at least so many of those worth least go next."""

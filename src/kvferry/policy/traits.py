@@ -7,7 +7,7 @@
     gap      none, then by factors of four from a second: how long it stayed away last time
     growth   none, then by doubling from 512 tokens: how much longer it became
     kind     new, goes on, or branched off
-    told     nothing, over, goes on; what its sender said
+    told     nothing, over, goes on, goes on within a second, two, four, ...; what its sender said
 
 What several conversations share is no conversation: it has traits of its own, of how often and how
 lately it was passed.
@@ -15,6 +15,7 @@ lately it was passed.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from enum import IntEnum
 from math import log2
 from typing import Any
@@ -22,7 +23,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_TURN, _ANSWER, _GAP, _GROWTH, _KIND, _TOLD = 8, 5, 8, 5, 3, 3
+_WITHIN = 14
+_TURN, _ANSWER, _GAP, _GROWTH, _KIND, _TOLD = 8, 5, 8, 5, 3, 3 + _WITHIN
 _WAYS, _SHARED_GAP = 5, 8
 _SIZES = (_TURN, _ANSWER, _GAP, _GROWTH, _KIND, _TOLD)
 NUM_TRAITS = len(_SIZES)
@@ -53,6 +55,11 @@ class Said(IntEnum):
     NOTHING = 0
     OVER = 1
     GOES_ON = 2
+
+
+FIRST_WITHIN = _STARTS[5] + len(Said)
+DEADLINES = tuple(2.0**at for at in range(_WITHIN))
+"""The ages, in seconds, until which those bins say that a conversation goes on."""
 
 
 def doubling(value: float, first: float, doublings: float, most: int) -> int:
@@ -89,9 +96,12 @@ def with_answer(traits: Traits, num_tokens: int) -> Traits:
     return (traits[0], _STARTS[1] + answer_bin(num_tokens), *traits[2:])
 
 
-def with_said(traits: Traits, said: Said) -> Traits:
-    """The same, once something was said of it."""
-    return (*traits[:-1], _STARTS[5] + int(said))
+def with_said(traits: Traits, said: Said, within: float | None = None) -> Traits:
+    """The same, once something was said of it; ``within`` is the age until which it goes on."""
+    told = _STARTS[5] + int(said)
+    if said is Said.GOES_ON and within is not None:
+        told = FIRST_WITHIN + min(_WITHIN - 1, bisect_left(DEADLINES, within))
+    return (*traits[:-1], told)
 
 
 NUM_BASES = 1 + _WAYS

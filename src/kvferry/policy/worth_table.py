@@ -11,19 +11,19 @@ from kvferry.policy.traits import NUM_TRAITS, Traits
 _FIRST_ROWS = 64
 NO_ROW = 0
 """Is worth nothing."""
-_AT_ONCE = 16  # rows that are worked out again when they are looked at
+_AT_ONCE = 64  # rows that are worked out again when they are looked at
 _MOST_AT_ONCE = 256  # and when the model has changed: a few hundred microseconds
 
 
 class WorthTable:
-    """A row for each set of traits that was met. Owns the rows; the model learns elsewhere.
+    """A row for each set of traits that was met. Owns the rows and the model that they follow.
 
     When the model has changed, those rows that were of use lately follow it at once, others when
     they are looked at. There are only so many sets of traits.
     """
 
-    def __init__(self, hazards: Hazards) -> None:
-        self._hazards = hazards
+    def __init__(self) -> None:
+        self.hazards = Hazards()
         self._rows: dict[Traits, int] = {(): NO_ROW}
         self._traits = np.zeros((_FIRST_ROWS, NUM_TRAITS), dtype=np.int64)
         self._version = np.zeros(_FIRST_ROWS, dtype=np.int64)
@@ -43,7 +43,7 @@ class WorthTable:
                 self.worth = np.concatenate((self.worth, np.zeros_like(self.worth)))
             self._traits[row] = traits
             self._version[row] = self._learned
-            self.worth[row] = self._hazards.worth(self._traits[row : row + 1])[0]
+            self.worth[row] = self.hazards.worth(self._traits[row : row + 1])[0]
         self._of_use.add(row)
         return row
 
@@ -52,14 +52,26 @@ class WorthTable:
         self._of_use.add(row)
         return row
 
-    def learned(self) -> None:
-        """The model has changed: what the rows say is of before."""
+    def traits(self, row: int) -> Traits:
+        return tuple(self._traits[row].tolist())
+
+    def learn(
+        self,
+        rows: npt.NDArray[np.int64],
+        buckets: npt.NDArray[np.int64],
+        returned: npt.NDArray[np.bool_],
+    ) -> None:
+        """Each of these came to a bucket of age, and returned in it or did not."""
+        # Most are alike: each kind is learned of once, as often as it was met.
+        kinds, times = np.unique(2 * (rows * NUM_BUCKETS + buckets) + returned, return_counts=True)
+        rows, buckets = np.divmod(kinds // 2, NUM_BUCKETS)
+        self.hazards.learn(self._traits.take(rows, axis=0), buckets, kinds % 2, times)
         self._learned += 1
         self._version[NO_ROW] = self._learned
-        rows = sorted(self._of_use)[:_MOST_AT_ONCE]
+        of_use = sorted(self._of_use)[:_MOST_AT_ONCE]
         self._of_use.clear()
-        if rows:
-            self._renew(np.array(rows))
+        if of_use:
+            self._renew(np.array(of_use))
 
     def follow(self, rows: npt.NDArray[np.int64]) -> None:
         """Of these rows, work some out again that the model has changed since."""
@@ -77,4 +89,4 @@ class WorthTable:
 
     def _renew(self, rows: npt.NDArray[np.int64]) -> None:
         self._version[rows] = self._learned
-        self.worth[rows] = self._hazards.worth(self._traits.take(rows, axis=0))
+        self.worth[rows] = self.hazards.worth(self._traits.take(rows, axis=0))
