@@ -209,7 +209,8 @@ class Config:
     tenants: tuple[TenantShare, ...] = setting(
         (),
         TENANTS,
-        "Which part of host memory each tenant keeps, and may have at most; * is every other one. "
+        "Which part of host memory, and of a disk or memory below it, each tenant keeps, and may "
+        "have at most; * is every other one. A shared store decides itself what it keeps. "
         "A request's tenant is a hint, or its cache salt in vLLM.",
     )
     control: str = setting(

@@ -25,6 +25,9 @@ _FREE, _WRITING, _CACHED, _DOOMED = (
     int(s) for s in (SlotState.FREE, SlotState.WRITING, SlotState.CACHED, SlotState.DOOMED)
 )
 
+_AHEAD_SHARE = 8
+"""A tenant whose slots but one in so many are taken has to make room for itself soon."""
+
 
 class PoolRoom(PoolFind):
     """The free slots and those that can be had. Owns chains, policy, and how many read a slot.
@@ -69,6 +72,8 @@ class PoolRoom(PoolFind):
         self._policy = policy(residents)
         self._fair: Fair | None = None
         self._ceilings: list[int] = []
+        self.before = 0
+        """Whose blocks of an earlier life are, where slots belong to tenants."""
         self._hears: HearsRequests | None = None
         self._listen()
         self._clock = clock
@@ -84,9 +89,30 @@ class PoolRoom(PoolFind):
         return self.feeds_below
 
     def coldest(self, count: int) -> Keys:
-        """The keys of up to ``count`` blocks that would be evicted first, in that order."""
+        """The keys of up to ``count`` blocks that would be evicted first, in that order.
+
+        Those come first that tenants near their ceilings would give up for their own.
+        """
         slots = self._policy.peek(count + self._holds.count)
+        if self._fair is not None and (near := self._near_ceiling(self._fair)):
+            own = np.concatenate([self._fair.peek_of(*each) for each in near])
+            slots = np.concatenate((own, slots[~np.isin(slots, own)]))
         return self._index.keys_of(slots[self._readers.take(slots) == 0][:count])
+
+    @property
+    def num_near_ceiling(self) -> int:
+        """How many blocks tenants near their ceilings should be able to give up any time."""
+        return 0 if self._fair is None else sum(n for _, n in self._near_ceiling(self._fair))
+
+    def _near_ceiling(self, fair: Fair) -> list[tuple[int, int]]:
+        """The tenants that may soon have to make room for themselves, and how much of it."""
+        owned = fair.owned.tolist()
+        found = []
+        for tenant, ceiling in enumerate(self._ceilings):
+            ahead = max(1, ceiling // _AHEAD_SHARE)
+            if owned[tenant] and ceiling < self.num_slots and owned[tenant] > ceiling - ahead:
+                found.append((tenant, ahead))
+        return found
 
     def runs_of(self, keys: Keys) -> tuple[SlotArray, tuple[Key | None, ...]]:
         """Where runs of blocks that follow each other begin among these, which are here.
@@ -131,6 +157,8 @@ class PoolRoom(PoolFind):
         if np.count_nonzero(ordered[1:] == ordered[:-1]):
             raise IntegrityError(f"{type(self._policy).__name__} let go of a slot twice")
         self._num_evicted += len(going)
+        if self._fair is not None:
+            self._fair.went(going)
         self._leave(going, ordered)
 
     def _leave(self, going: SlotArray, ordered: SlotArray) -> None:
@@ -184,26 +212,51 @@ class PoolRoom(PoolFind):
             for listener in self.listeners:
                 listener(keys)
 
-    def divide(self, shares: Sequence[float | None], ceilings: Sequence[float]) -> None:
+    def divide(
+        self, shares: Sequence[float | None], ceilings: Sequence[float], before: int
+    ) -> None:
         """From now on slots belong to tenants, by number, each with its part of all slots.
 
-        What is here already is nobody's: the first one's.
+        What is here already is of the one that is called ``before``.
         """
-        cached = np.flatnonzero(self._state[:-1] == _CACHED)
+        order = self._policy.peek(self.num_slots)
+        cached = self._state[:-1] == _CACHED
+        cached[order] = False
         self._fair = Fair(self._make_policy, self._residents, shares)
         self._ceilings = [int(self.num_slots * ceiling) for ceiling in ceilings]
-        self._fair.own(np.flatnonzero(np.isin(self._state[:-1], (_WRITING, _CACHED))), 0)
+        self.before = before
+        self._fair.own(np.flatnonzero(np.isin(self._state[:-1], (_WRITING, _CACHED))), before)
         self._policy = self._fair
         self._listen()
-        self._policy.insert(cached)
+        self._policy.insert(np.flatnonzero(cached))
+        self._policy.insert(np.ascontiguousarray(order[::-1]))  # the last named goes first
 
     def _listen(self) -> None:
         policy: object = self._policy
         self._hears = policy if isinstance(policy, HearsRequests) else None
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether slots belong to tenants."""
+        return self._fair is not None
+
     def slots_of_tenant(self, number: int) -> int:
         """How many slots a tenant has."""
         return int(self._fair.owned[number]) if self._fair is not None else 0
+
+    def evicted_of_tenant(self, number: int) -> int:
+        """How many blocks of a tenant made room so far."""
+        return int(self._fair.evicted[number]) if self._fair is not None else 0
+
+    def pass_on_tenant(self, number: int, heir: int) -> None:
+        """A number goes to another name: what was counted for it counts for its heir."""
+        if self._fair is not None:
+            self._fair.evicted[heir] += self._fair.evicted[number]
+            self._fair.evicted[number] = 0
+
+    def tenants_of(self, keys: Keys) -> npt.NDArray[np.int16] | None:
+        """Whose each of these blocks is, which are here; None where nothing is anybody's."""
+        return self._fair.owner_of(self._index.find(keys)) if self._fair is not None else None
 
     def _within_ceiling(
         self, missing: SlotArray, own: SlotArray, arriving: Arriving, tenant: int

@@ -6,7 +6,7 @@ import numpy as np
 
 from kvferry.holds import Holds
 from kvferry.keys import Keys
-from kvferry.policy import Evidence, HearsHints
+from kvferry.policy import Evidence, Fair, HearsHints
 from kvferry.pool_room import PoolRoom
 from kvferry.types import SlotArray
 
@@ -25,12 +25,33 @@ class PoolWishes(PoolRoom):
         """
         now = self._clock()
         self._unclaim(self._holds.expire(now))
+        asked = slots
+        if self._fair is not None:
+            slots = self._within_part(slots, self._fair)
         came, gave_way = self._holds.add(slots, now + seconds, now, priority)
         self._unclaim(gave_way)
         readers = self._readers.take(came)
         self._num_idle -= len(came) - int(np.count_nonzero(readers))
         self._readers[came] = readers + 1
-        return int(np.count_nonzero(self._holds.held(slots)))
+        return int(np.count_nonzero(self._holds.held(asked)))
+
+    def _within_part(self, slots: SlotArray, fair: Fair) -> SlotArray:
+        """Those of a chain, from the first on, for which their tenants' parts of the bound do.
+
+        Or one tenant's wishes would leave no room for any of another's.
+        """
+        fresh = np.flatnonzero(~self._holds.held(slots))
+        owners = fair.owner_of(slots[fresh])
+        holders = fair.owner_of(self._holds.all_held())
+        end = len(slots)
+        for tenant in np.unique(owners).tolist():
+            most = max(1, int(self._holds.most * fair.part_of(tenant)))
+            room = max(0, most - int(np.count_nonzero(holders == tenant)))
+            its = fresh[owners == tenant]
+            if len(its) > room:
+                end = min(end, int(its[room]))
+        self._holds.num_refused += int(np.count_nonzero(fresh >= end))
+        return slots[:end]
 
     def let_go(self, slots: SlotArray) -> int:
         """Hold these slots of a chain no longer; how many that were. What others, that are held,

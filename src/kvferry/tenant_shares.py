@@ -5,7 +5,9 @@
     search=40%:60%, chat=20%, *=fair:50%     name=share[:ceiling]; * is every other tenant
 
 A share is what a tenant keeps while others need room; *fair* is an even part among those that have
-blocks. A ceiling is never passed, even while there is room.
+blocks. A ceiling is never passed, even while there is room. Both are parts of every tier whose
+places we give out: host memory, a disk, memory below it. A store that finds blocks by their keys (a
+shared one, say) decides itself what it keeps.
 """
 
 from __future__ import annotations
@@ -18,6 +20,10 @@ from kvferry.hints import MOST_TENANT_CHARS
 from kvferry.quantities import parse_share, quoted, show_share, shown
 
 EVERYBODY_ELSE = "*"
+NONE, OTHER, BEFORE = "none", "other", "before"
+RESERVED = (NONE, OTHER, BEFORE)
+"""What is counted under these: requests of no tenant, tenants that are not told apart, and blocks
+of an earlier life."""
 MOST_NAMED = 32
 _FAIR = "fair"
 
@@ -72,6 +78,8 @@ def _pair(text: str) -> tuple[str, str]:
 def _tenant(name: str, tenant: str, part: str) -> TenantShare:
     if not tenant or len(tenant) > MOST_TENANT_CHARS or not tenant.isprintable():
         raise ConfigError(f"{name}: {quoted(tenant)} is no name of a tenant")
+    if tenant in RESERVED:
+        raise ConfigError(f"{name}: {quoted(tenant)} has a meaning of its own; name it otherwise")
     share, _, ceiling = (word.strip() for word in part.partition(":"))
     return TenantShare(
         tenant,

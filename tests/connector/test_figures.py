@@ -75,5 +75,5 @@ def test_a_gauge_is_the_latest_and_a_counter_what_came_since():
 def test_idle_is_a_gauge_for_every_reason():
     told = idle_figures("failed")
     idle = {key: value for key, value in told.items() if key.startswith(names.IDLE.name)}
-    assert idle == {"kvferry_idle|refused": 0.0, "kvferry_idle|failed": 1.0}
+    assert idle == {f"kvferry_idle{SEPARATOR}refused": 0.0, f"kvferry_idle{SEPARATOR}failed": 1.0}
     assert not any(map(adds_up, told))

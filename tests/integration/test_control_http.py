@@ -283,7 +283,7 @@ def test_what_is_held_and_whose_is_shown():
         order(running.url, "pin", {"tokens": TOKENS, "seconds": 60})
         view = Watch(running.url).look()
         assert view.tiers[0].held == 4
-        assert [(tenant.name, tenant.slots) for tenant in view.tenants] == [("none", 4)]
+        assert [(tenant.name, tenant.slots) for tenant in view.tenants] == [("none", {"host": 4})]
         with StringIO() as out:
             Console(file=out, width=100).print(Screen(view))
             assert "Held for who asked: 4 on host" in out.getvalue()

@@ -80,7 +80,8 @@ DISK = DiskFigures(
 
 @pytest.fixture
 def snapshot() -> Snapshot:
-    tenants = {"none": TenantCounts(1, 2, 3, 4), "search": TenantCounts(5, 6, 7, 8)}
+    tenants = {"none": TenantCounts(1, 2, 3, {"host": 4}, {"host": 0})}
+    tenants["search"] = TenantCounts(5, 6, 7, {"host": 8, "disk": 9}, {"host": 1, "disk": 2})
     stats = replace(busy_scheduler().stats(), asked={"store": (4, 3)}, tenants=tenants)
     disks = {"disk": DISK}
     return Snapshot(

@@ -131,7 +131,7 @@ def test_a_tenants_blocks_count_for_it_when_they_are_stored_late() -> None:
     life(desk, "y", story(2, 8), tenant="b")
     assert stored(desk, story(1, 8)) == 4  # its ceiling
     assert stored(desk, story(2, 8)) == 8
-    slots = {name: counts.slots for name, counts in desk.scheduler.stats().tenants.items()}
+    slots = {name: counts.slots["host"] for name, counts in desk.scheduler.stats().tenants.items()}
     assert slots["a"] == 4
     assert slots["b"] == 8
     assert slots["none"] == 0

@@ -1,7 +1,8 @@
-"""Tenants: shares and ceilings of host memory, who loses first, and what is counted of whom."""
+"""Tenants: shares and ceilings of every tier, who loses first, and what is counted of whom."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -14,8 +15,10 @@ from kvferry.errors import ConfigError
 from kvferry.hints import Hints
 from kvferry.policy import Fair, Lru
 from kvferry.pool import Pool
+from kvferry.scheduler import KeyedLevel, PlacedLevel, WriteMode
 from kvferry.tenant_shares import TenantShare, read_tenants
-from kvferry.tenants import MOST_OTHERS, Tenants
+from kvferry.tenants import MOST_OTHERS, MOST_SHOWN, TenantCounts, Tenants
+from kvferry.types import TierName
 from kvferry.vllm.said import tenant_of
 
 # -- as a setting says it -----------------------------------------------------------------------
@@ -67,7 +70,13 @@ def keep(desk: Desk, name: str, number: int, num_blocks: int, tenant: str = "") 
 
 
 def slots(desk: Desk) -> dict[str, int]:
-    return {name: each.slots for name, each in desk.scheduler.stats().tenants.items() if each.slots}
+    return on(desk, "host")
+
+
+def on(desk: Desk, tier: str) -> dict[str, int]:
+    """The slots that each tenant has there."""
+    tenants = desk.scheduler.stats().tenants.items()
+    return {name: each.slots[tier] for name, each in tenants if each.slots[tier]}
 
 
 def test_a_busy_tenant_does_not_push_out_a_quiet_one():
@@ -144,7 +153,7 @@ def test_what_is_counted_of_whom_is_bounded():
     desk.scheduler.finish("q")
     tenants = desk.scheduler.stats().tenants
     assert len(tenants) == MOST_OTHERS + 3  # and none, named, other
-    assert tenants["other"].slots == 8
+    assert tenants["other"].slots == {"host": 8}
     assert tenants["none"].queries == 1
     assert slots(desk)["none"] == 2
     hinted = desk.scheduler.open("h", story(90, 2), Hints(tenant="named"))
@@ -158,18 +167,170 @@ def test_what_is_counted_of_whom_is_bounded():
 
 
 def test_a_name_without_slots_gives_way_to_a_new_one_and_its_counts_stay_in_the_sum():
-    held = {1: 3}
-    tenants = Tenants((TenantShare("*"),), lambda number: held.get(number, 0))
+    pool = Slots()
+    tenants = Tenants((TenantShare("*"),), {"host": pool, "disk": Slots()})
     first = tenants.number("t0")
     tenants.counts(first).queries = 5
-    held[first] = 3
+    pool.held[first] = 3
+    pool.gone[tenants.number("t1")] = 7
     for number in range(1, MOST_OTHERS):
         tenants.counts(tenants.number(f"t{number}")).queries = 1
     newcomer = tenants.number("new")
     assert newcomer not in (0, first)
     assert tenants.number("t0") == first
-    assert tenants.snapshot()["other"].queries == 1
-    assert "t1" not in tenants.snapshot()
+    told = tenants.snapshot()
+    assert told["other"].queries == 1
+    assert told["other"].evicted == {"host": 7, "disk": 0}
+    assert told["t1"] == TenantCounts(slots={"host": 0, "disk": 0}, evicted={"host": 0, "disk": 0})
+    pool.held.clear()
+    (disk,) = [each for tier, each in tenants._pools.items() if tier == "disk"]
+    disk.held[first] = 1  # what it has on any tier is its own
+    for number in range(100, 100 + 2 * MOST_OTHERS):
+        assert tenants.number(f"t{number}") != first
+
+
+class Slots:
+    """What a divided pool says of its tenants is up to the test."""
+
+    def __init__(self):
+        self.held, self.gone = {}, {}
+
+    def slots_of_tenant(self, number):
+        return self.held.get(number, 0)
+
+    def evicted_of_tenant(self, number):
+        return self.gone.get(number, 0)
+
+    def pass_on_tenant(self, number, heir):
+        self.gone[heir] = self.gone.get(heir, 0) + self.gone.pop(number, 0)
+
+
+def test_however_many_names_are_sent_few_are_ever_shown_and_nothing_is_lost_of_the_sum():
+    tenants = Tenants((TenantShare("*"), TenantShare("named")), {"host": Slots()})
+    seen, last = set(), 0
+    for number in range(3000):
+        tenants.counts(tenants.number(f"attacker-{number}")).queries += 1
+        told = tenants.snapshot()
+        seen |= told.keys()
+        assert sum(each.queries for each in told.values()) == number + 1
+        assert told["other"].queries >= last
+        last = told["other"].queries
+    assert len(seen) == MOST_SHOWN + 3  # none, named, other
+    assert len(tenants._numbers) <= MOST_OTHERS + 1
+
+
+@pytest.mark.parametrize("name", ["none", "other", "before"])
+def test_names_with_a_meaning_of_their_own_are_nobodys(name):
+    with pytest.raises(ConfigError, match="has a meaning of its own; name it otherwise"):
+        Config(tenants=f"{name}=10%")
+    tenants = Tenants((TenantShare("*"),), {"host": Slots()})
+    tenants.counts(tenants.number(name)).queries = 3
+    told = tenants.snapshot()
+    assert told[f"tenant-{name}"].queries == 3
+    assert told.get(name, TenantCounts()).queries == 0
+
+
+# -- below host memory --------------------------------------------------------------------------
+
+
+def below(places: int, tenants: str, write: WriteMode = WriteMode.THROUGH, **more) -> Desk:
+    level = PlacedLevel(TierName("disk"), Pool(places), write)
+    return Desk(slots=more.pop("slots", 16), levels=(level,), tenants=tenants, **more)
+
+
+@pytest.mark.parametrize("write", list(WriteMode))
+def test_a_ceiling_holds_on_every_level(write):
+    desk = below(32, "a=fair:25%, *", write)
+    for number in range(1, 12):
+        keep(desk, f"a{number}", number, 4, "a")
+        keep(desk, f"b{number}", 100 + number, 4, "b")
+        assert on(desk, "host").get("a", 0) <= 4
+        assert on(desk, "disk").get("a", 0) <= 8
+    assert on(desk, "disk")["a"] == 8
+    assert on(desk, "disk")["b"] >= 8
+
+
+@pytest.mark.parametrize("write", list(WriteMode))
+def test_a_busy_tenant_does_not_push_out_a_quiet_one_below(write):
+    desk = below(24, "*", write)
+    keep(desk, "q", 1, 6, "quiet")
+    for number in range(2, 30):
+        keep(desk, f"b{number}", number, 4, "busy")
+    (disk,) = desk.scheduler._parts.lower.levels
+    there = disk.pool.match(story(1, 6)) + desk.pool.match(story(1, 6))
+    assert there >= 6
+    told = desk.scheduler.stats().tenants
+    assert told["quiet"].evicted["disk"] == 0
+    assert told["busy"].evicted["disk"] > 0
+    assert sum(each.evicted["disk"] for each in told.values()) == disk.pool.counts.evicted
+    assert sum(each.slots["disk"] for each in told.values()) == 24 - disk.pool.counts.free
+
+
+def test_what_an_earlier_life_left_is_nobodys_and_goes_in_its_order():
+    pool = Pool(16)
+    level = PlacedLevel(TierName("disk"), pool, WriteMode.THROUGH)
+    old = numbered(range(12))
+    level.take_up((old[:8], np.arange(8)))
+    level.take_up((old[8:], np.arange(8, 12)))
+    desk = Desk(levels=(level,), tenants="*=fair:25%")
+    assert on(desk, "disk") == {"before": 12}
+    more = numbered(range(50, 54))
+    assert level.take_up((more, np.arange(12, 16))) == 4, "no ceiling is theirs"
+    assert on(desk, "disk") == {"before": 16}
+    keep(desk, "a", 1, 4)
+    assert on(desk, "disk") == {"none": 4, "before": 12}, "and not all that is above a ceiling"
+    assert pool.cached(old[:4]).all()
+    assert pool.cached(more).all()
+    assert int(pool.cached(old).sum()) == 8, "the oldest went, the end of what was written first"
+    pool.check_integrity()
+
+
+def test_a_level_that_is_not_ours_to_bound_is_named(caplog):
+    levels = (PlacedLevel(TierName("disk"), Pool(8)), KeyedLevel(TierName("s3")))
+    with caplog.at_level("WARNING"):
+        Desk(levels=levels, tenants="a=10%")
+    assert (
+        "tenants: shares and ceilings do not hold for level s3, which decides itself what it "
+        "keeps; they hold for host and disk"
+    ) in caplog.text
+    caplog.clear()
+    Desk(levels=levels)
+    assert not caplog.text
+
+
+def test_what_waits_in_the_queue_is_fetched_for_its_tenant():
+    desk = below(32, "*", slots=16)
+    keep(desk, "a", 1, 4, "a")
+    for number in range(2, 8):
+        keep(desk, f"b{number}", number, 4, "b")
+    desk.pool.drop(desk.pool.leading(story(1, 4)))
+    before = on(desk, "host").get("none", 0)
+    request = desk.scheduler.open("again", story(1, 4), Hints(tenant="a"))
+    desk.scheduler.prefetch(request)
+    desk.run()
+    assert on(desk, "host").get("none", 0) == before
+    assert on(desk, "host")["a"] > 0
+    request.end()
+
+
+# -- what may be held ---------------------------------------------------------------------------
+
+
+def test_one_tenants_wishes_leave_room_for_anothers():
+    desk = Desk(slots=32, tenants="a=50%, b=50%")  # eight may be held
+    for number in range(1, 4):
+        keep(desk, f"a{number}", number, 4, "a")
+        keep(desk, f"b{number}", 10 + number, 4, "b")
+    asked = [desk.scheduler.control.pin(story(number, 4)) for number in (1, 2)]
+    assert [each.blocks for each in asked] == [4, 0]
+    assert asked[1].refused == (
+        "4 blocks are not kept on host: pins and keeps hold 4 of at most 8 blocks there "
+        "(keep_share), each tenant's at most its part of those",
+    )
+    assert desk.scheduler.control.pin(story(11, 4)).blocks == 4
+    assert desk.scheduler.control.pin(story(11, 4)).blocks == 4, "what is held stays held"
+    assert desk.scheduler.stats().pool.refused_holds == 4
+    desk.pool.check_integrity()
 
 
 def test_a_salt_is_not_given_away():
@@ -198,7 +359,7 @@ class Divided(RuleBasedStateMachine):
     def start(self, num_slots, make, ceilings, shares):
         self.now = 0.0
         self.pool = Pool(num_slots, make, clock=lambda: self.now)
-        self.pool.divide(shares, ceilings)
+        self.pool.divide(shares, ceilings, 0)
         self.shares = shares
         self.most = [int(num_slots * ceiling) for ceiling in ceilings]
         self.leases = []
@@ -255,6 +416,8 @@ class Divided(RuleBasedStateMachine):
         owned = [self.pool.slots_of_tenant(t) for t in range(NUM_TENANTS)]
         assert sum(owned) == counts.total - counts.free
         assert all(o <= most for o, most in zip(owned, self.most, strict=True))
+        evicted = [self.pool.evicted_of_tenant(t) for t in range(NUM_TENANTS)]
+        assert sum(evicted) == counts.evicted
 
     def teardown(self):
         for lease in getattr(self, "leases", ()):
@@ -269,7 +432,7 @@ def test_a_divided_pool_takes_over_what_is_there():
     lease = pool.reserve(numbered(range(3)))
     assert lease is not None
     lease.commit()
-    pool.divide([None, None], [1.0, 1.0])
+    pool.divide([None, None], [1.0, 1.0], 0)
     assert pool.slots_of_tenant(0) == 3
     pool.check_integrity()
     other = pool.reserve(numbered(range(50, 57)), tenant=1)

@@ -124,8 +124,10 @@ def _tenants(view: View) -> Iterable[Text]:
     if held:
         yield Text(f"Held for who asked: {', '.join(held)}")
     for tenant in view.tenants:
+        slots = [f"{counted(count, 'slot')} on {_name(t)}" for t, count in tenant.slots.items()]
         yield Text(
-            f"Tenant {_name(tenant.name)}: {counted(tenant.slots, 'slot')}, "
+            f"Tenant {_name(tenant.name)}: {', '.join(slots) or 'no slot'}, "
+            f"{counted(tenant.evicted, 'block')} evicted, "
             f"{counted(tenant.queries, 'request')}, hit rate {show_share(tenant.hit_rate)}"
         )
 

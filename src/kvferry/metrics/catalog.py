@@ -70,7 +70,8 @@ _WAY = Label("way", "read, write")
 _FAILURE = Label("reason", ", ".join(FAILED_WHY))
 _TENANT = Label(
     "tenant",
-    "none, those that the setting tenants names, up to 16 others as they come, other",
+    "none, those that the setting tenants names, the first 64 others that come, other, before (of "
+    "an earlier life)",
 )
 _ROUTE = (Label("src", _TIERS), Label("dst", _TIERS), Label("path", _PATHS))
 
@@ -155,7 +156,10 @@ TENANT_ASKED = _counter(
 TENANT_HITS = _counter(
     "tenant_hit_tokens", "Those of them ordered from the host, by whose.", _TENANT
 )
-TENANT_SLOTS = _gauge("tenant_slots", "Slots of host memory that each tenant has.", _TENANT)
+TENANT_SLOTS = _gauge("tenant_slots", "Slots that each tenant has.", _TENANT, _TIER)
+TENANT_EVICTED = _counter(
+    "tenant_evicted_blocks", "Blocks evicted to make room, by whose.", _TENANT, _TIER
+)
 SLOTS = _gauge(
     "slots", "Places for one block, by what they hold.", _TIER, Label("state", ", ".join(STATES))
 )

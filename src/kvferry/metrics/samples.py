@@ -83,7 +83,10 @@ def samples(snapshot: Snapshot) -> Iterator[Sample]:
         yield Sample(names.TENANT_QUERIES, (name,), tenant.queries)
         yield Sample(names.TENANT_ASKED, (name,), tenant.asked_tokens)
         yield Sample(names.TENANT_HITS, (name,), tenant.hit_tokens)
-        yield Sample(names.TENANT_SLOTS, (name,), tenant.slots)
+        for tier, count in tenant.slots.items():
+            yield Sample(names.TENANT_SLOTS, (name, tier), count)
+        for tier, count in tenant.evicted.items():
+            yield Sample(names.TENANT_EVICTED, (name, tier), count)
     for tier, num_bytes in snapshot.slot_bytes.items():
         yield Sample(names.SLOT_BYTES, (tier,), num_bytes)
 

@@ -47,6 +47,8 @@ class Fair:
         self._owner = np.full(residents.num_slots, _NOBODY, dtype=np.int16)
         self.owned = np.zeros(len(shares), dtype=np.int64)
         """By tenant, the slots that are its own, whatever becomes of them."""
+        self.evicted = np.zeros(len(shares), dtype=np.int64)
+        """By tenant, the blocks that made room for others."""
         self.only: int | None = None
         """Whose alone may go, where somebody must make room for itself."""
         self._asked: Arriving | None = None
@@ -73,6 +75,18 @@ class Fair:
 
     def owner_of(self, slots: SlotArray) -> npt.NDArray[np.int16]:
         return self._owner.take(slots)
+
+    def went(self, slots: SlotArray) -> None:
+        """The blocks of these slots made room."""
+        owners = self._owner.take(slots)
+        self.evicted += np.bincount(owners[owners >= 0], minlength=len(self.evicted))
+
+    def part_of(self, tenant: int) -> float:
+        """Which part of all is a tenant's: its share, or an even one among those with blocks."""
+        share = self._shares[tenant]
+        if share is not None:
+            return share
+        return 1.0 / max(1, int(np.count_nonzero(self.owned > 0)))
 
     def ranked(self) -> list[int]:
         """The tenants that have blocks, most above its share first."""
@@ -148,6 +162,10 @@ class Fair:
                 found.append(self._inner[tenant].peek(count))
                 count -= len(found[-1])
         return np.concatenate((NO_SLOTS, *found))
+
+    def peek_of(self, tenant: int, count: int) -> SlotArray:
+        """The same of one tenant's."""
+        return self._inner[tenant].peek(count) if tenant in self._inner else NO_SLOTS
 
     def holds(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
         held = np.zeros(len(slots), dtype=bool)

@@ -8,9 +8,10 @@ import numpy.typing as npt
 from kvferry.policy.eviction import Arriving, Residents
 from kvferry.types import SlotArray
 
-_ABSENT = -1
+_ABSENT = 0
 _START = 1 << 40  # positions grow from here, and shrink when slots are put back
 _PIECE = 1 << 16
+_FILLED = 1 << 20
 _LOOK = 256  # queue entries looked at together when most of them may be stale
 
 
@@ -30,12 +31,16 @@ class Lru:
     wants_chains = False
 
     def __init__(self, residents: Residents) -> None:
-        # Filled here: a page that is first touched later costs a step of the scheduler.
         size = 1 << (2 * residents.num_slots + _LOOK).bit_length()
-        self._queue = np.full(size, 0, dtype=np.int32)
+        self._queue = np.zeros(size, dtype=np.int32)
         self._size = size
         self._mask = size - 1
-        self._where = np.full(residents.num_slots, _ABSENT, dtype=np.int64)
+        self._where = np.zeros(residents.num_slots, dtype=np.int64)
+        if residents.num_slots <= _FILLED:
+            # Filled here: a page that is first touched later costs a step of the scheduler. Of a
+            # large level every tenant has one of these, and uses a little of it.
+            self._queue.fill(0)
+            self._where.fill(_ABSENT)
         self._head = _START
         self._tail = _START
 

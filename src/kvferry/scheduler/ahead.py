@@ -94,7 +94,7 @@ class Ahead:
         return self._most_slots - self.num_slots
 
     def _begin(self, request: Request, now: float) -> None:
-        prefetch = Prefetch(request.id, request.chain.keys(), None, self._parts)
+        prefetch = Prefetch(request.id, request.chain.keys(), None, self._parts, request.tenant)
         early = _Early(prefetch)
         if not prefetch.advance(self._room()):
             early.until = now + AHEAD_SECONDS

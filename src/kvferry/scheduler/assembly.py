@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 from kvferry import reach
@@ -25,7 +26,11 @@ from kvferry.scheduler.rests import Rests
 from kvferry.scheduler.storing import Stores
 from kvferry.scheduler.transit import Transit
 from kvferry.scheduler.waits import Waits
+from kvferry.tenant_shares import TenantShare
 from kvferry.tenants import Tenants
+from kvferry.types import HOST
+
+log = logging.getLogger("kvferry")
 
 _MOST_ON_DEVICE = 1 << 20
 """Keys, where nobody says how many blocks the device has."""
@@ -92,8 +97,7 @@ def assemble(
     )
     tenants = None
     if config.tenants:
-        tenants = Tenants(config.tenants, pool.slots_of_tenant)
-        pool.divide(tenants.shares, tenants.ceilings)
+        tenants = _divided(config.tenants, pool, levels)
     journal, admission = Journal(), stores.admission
     explainer = Explainer(matcher, pool, admission, lower)
     sizes = tuple(group.block_tokens for group in groups)
@@ -131,6 +135,24 @@ def assemble(
             clock=clock,
         )
     return parts
+
+
+def _divided(shares: Sequence[TenantShare], pool: Pool, levels: Sequence[Level]) -> Tenants:
+    """The tenants, who have their parts of every pool from now on."""
+    pools = {HOST: pool}
+    pools |= {level.name: level.pool for level in levels if level.pool is not None}
+    tenants = Tenants(shares, pools)
+    for each in pools.values():
+        each.divide(tenants.shares, tenants.ceilings, tenants.before)
+    for level in levels:
+        if level.pool is None:
+            log.warning(
+                "tenants: shares and ceilings do not hold for level %s, which decides itself what "
+                "it keeps; they hold for %s",
+                level.name,
+                " and ".join(pools),
+            )
+    return tenants
 
 
 def _bound(given: int | None, num_device_blocks: int | None, share: float) -> int | None:

@@ -129,7 +129,7 @@ class Descent:
         """
         self._watermark.demand(self._host.num_reserved - self._num_reserved)
         self._num_reserved = self._host.num_reserved
-        wanted = self._watermark.depth - self._host.num_free
+        wanted = max(self._watermark.depth - self._host.num_free, self._host.num_near_ceiling)
         # To look through the coldest takes as long as a step's other work, and mostly in vain.
         now = self._clock()
         standing = (self._num_reserved, self._host.generation, self._num_changes)
@@ -175,8 +175,32 @@ class Descent:
         runs: Runs | None = None,
     ) -> bool:
         """Copy those of the host's blocks to a level that it lacks and has room for."""
+        owners = self._host.tenants_of(keys)
+        if owners is None or not len(keys):
+            return self._send_one(level, keys, parent, chained, runs, 0)
+        tenant = int(owners[0])  # what was stored together, as a chain, is one tenant's
+        if chained or not np.count_nonzero(owners != tenant):
+            return self._send_one(level, keys, parent, chained, runs, tenant)
+        has_sent = False
+        for tenant in np.unique(owners).tolist():
+            part = keys.take(owners == tenant)
+            its_runs = self._host.runs_of(part) if runs is not None else None
+            has_sent |= self._send_one(level, part, None, False, its_runs, tenant)
+        return has_sent
+
+    def _send_one(
+        self,
+        level: Level,
+        keys: Keys,
+        parent: Key | None,
+        chained: bool,
+        runs: Runs | None,
+        tenant: int,
+    ) -> bool:
         now = self._clock()
-        room = level.reserve(keys, parent=parent, chained=chained, now=now, runs=runs)
+        room = level.reserve(
+            keys, parent=parent, chained=chained, now=now, runs=runs, tenant=max(0, tenant)
+        )
         if room is None:
             return False
         going = keys.take(room.positions)

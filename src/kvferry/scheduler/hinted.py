@@ -171,8 +171,8 @@ def found(pool: Pool, keys: Keys, *, is_chained: bool) -> SlotArray:
 
 def bound_words(level: str, pool: Pool, num_blocks: int) -> str:
     """Why so many blocks are not held."""
-    most = pool.holds.most
-    return (
+    words = (
         f"{num_blocks} blocks are not kept on {level}: pins and keeps hold {pool.holds.count} of "
-        f"at most {most} blocks there (keep_share)"
+        f"at most {pool.holds.most} blocks there (keep_share)"
     )
+    return f"{words}, each tenant's at most its part of those" if pool.is_divided else words

@@ -128,11 +128,19 @@ class Level(ABC):
 
     @abstractmethod
     def reserve(
-        self, keys: Keys, *, parent: Key | None, chained: bool, now: float, runs: Runs | None = None
+        self,
+        keys: Keys,
+        *,
+        parent: Key | None,
+        chained: bool,
+        now: float,
+        runs: Runs | None = None,
+        tenant: int = 0,
     ) -> Room | None:
         """Where those of these blocks can go that it lacks and has room for; claims that.
 
-        ``runs`` tells what follows what among them where they are no chain.
+        ``runs`` tells what follows what among them where they are no chain, ``tenant`` whose they
+        are.
         """
 
     def answered(self, keys: Keys, there: Flags, now: float) -> None:  # noqa: B027  may be no news
@@ -189,7 +197,7 @@ class PlacedLevel(Level):
         for start in range(0, len(keys), _RESTORE_BLOCKS):
             part = slice(start, start + _RESTORE_BLOCKS)
             # A chain is known when it is stored again.
-            lease = self.pool.reserve(keys[part], chained=False)
+            lease = self.pool.reserve(keys[part], chained=False, tenant=self.pool.before)
             assert lease is not None
             assert np.array_equal(lease.slots, places[part])
             lease.commit()
@@ -212,14 +220,23 @@ class PlacedLevel(Level):
         return End.of(self.name, lease)
 
     def reserve(
-        self, keys: Keys, *, parent: Key | None, chained: bool, now: float, runs: Runs | None = None
+        self,
+        keys: Keys,
+        *,
+        parent: Key | None,
+        chained: bool,
+        now: float,
+        runs: Runs | None = None,
+        tenant: int = 0,
     ) -> Room | None:
         beside = None
         if runs is None and chained:
             runs = (_FIRST, (parent,))
         if runs is not None and len(keys):
             beside = self._beside.wish(keys, runs, grows_down=not chained)
-        lease = self.pool.reserve(keys, parent=parent, chained=chained, beside=beside)
+        lease = self.pool.reserve(
+            keys, parent=parent, chained=chained, beside=beside, tenant=tenant
+        )
         if lease is None:
             return None
         if runs is not None and not chained:
@@ -279,7 +296,14 @@ class KeyedLevel(Level):
         return End(self.name, NO_SLOTS)
 
     def reserve(
-        self, keys: Keys, *, parent: Key | None, chained: bool, now: float, runs: Runs | None = None
+        self,
+        keys: Keys,
+        *,
+        parent: Key | None,
+        chained: bool,
+        now: float,
+        runs: Runs | None = None,
+        tenant: int = 0,
     ) -> Room | None:
         positions = np.flatnonzero(~self.known(keys, now))[: self._answers.capacity]
         if not len(positions):

@@ -15,14 +15,19 @@ class Prefetch:
     Piece by piece, within the bound on promotions, until all is there that can be had.
     """
 
-    tenant = 0  # nobody's yet: who asks for it later finds it all the same
-
     def __init__(
-        self, name: RequestId, keys: Keys, keep_seconds: float | None, parts: Parts
+        self,
+        name: RequestId,
+        keys: Keys,
+        keep_seconds: float | None,
+        parts: Parts,
+        tenant: int = 0,
     ) -> None:
+        """They are the ``tenant``'s, or nobody's yet: who asks for them later finds them."""
         self.id = name
         self.keys = keys
         self.keep_seconds = keep_seconds
+        self.tenant = tenant
         self._parts = parts
         self.num_slots = 0
         """Host slots that were claimed for it so far."""

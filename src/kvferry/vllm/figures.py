@@ -1,8 +1,8 @@
 """What kvferry counts as one flat dict of numbers, as it travels through vLLM.
 
-A labelled value is keyed by its name and labels: ``kvferry_moved_bytes_total|host|device|kernel``.
-A histogram's are keyed by the part, too: how many values each bucket got, by its number, and their
-sum.
+A labelled value is keyed by its name and labels, with a character between them that no label has:
+whoever sends a request may name a tenant. A histogram's are keyed by the part, too: how many values
+each bucket got, by its number, and their sum.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvferry.types import DEVICE, HOST
 
 EXPORTED = {metric.name: metric for metric in catalog()}
 BOUNDS = {names.TRANSFER_BYTES.name: SIZE_BOUNDS, names.TRANSFER_SECONDS.name: TIME_BOUNDS}
-SEPARATOR = "|"
+SEPARATOR = "\x1f"
 
 _SUM = "sum"
 
@@ -32,8 +32,8 @@ def figures(snapshot: Snapshot) -> Figures:
     for metric, labels, value in samples(snapshot):
         key = SEPARATOR.join((metric.name, *labels))
         if isinstance(value, Distribution):
-            flat |= {f"{key}|{i}": float(n) for i, n in enumerate(value.counts) if n}
-            flat[f"{key}|{_SUM}"] = value.total
+            flat |= {f"{key}{SEPARATOR}{i}": float(n) for i, n in enumerate(value.counts) if n}
+            flat[f"{key}{SEPARATOR}{_SUM}"] = value.total
         else:
             flat[key] = float(value)
     return flat

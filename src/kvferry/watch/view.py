@@ -85,10 +85,11 @@ class TierView:
 
 @dataclass(frozen=True)
 class TenantView:
-    """One tenant: its slots of host memory, and which part of what it asked for came from there."""
+    """One tenant: its slots by tier, its blocks that made room for others, what it was served."""
 
     name: str
-    slots: int
+    slots: dict[str, int]
+    evicted: int
     queries: int
     hit_rate: float | None
 
@@ -323,19 +324,26 @@ def _drives(level: str, before: Reading, now: Reading) -> DrivesView | None:
 
 def _tenants(reading: Reading) -> list[TenantView]:
     """Those that have anything, who has most first."""
-    slots, queries = reading.by_label(names.TENANT_SLOTS), reading.by_label(names.TENANT_QUERIES)
+    queries, evicted = reading.by_label(names.TENANT_QUERIES), {}
     asked, hits = reading.by_label(names.TENANT_ASKED), reading.by_label(names.TENANT_HITS)
+    slots: dict[str, dict[str, int]] = {name: {} for (name,) in queries}
+    for (name, tier), count in reading.by_label(names.TENANT_SLOTS).items():
+        if count and len(slots.setdefault(name, {})) < MOST_TIERS:
+            slots[name][tier] = int(count)
+    for (name, _), count in reading.by_label(names.TENANT_EVICTED).items():
+        evicted[name] = evicted.get(name, 0) + int(count)
     found = [
         TenantView(
-            label[0],
-            int(count),
-            int(queries.get(label, 0)),
-            _share(hits.get(label, 0.0), asked.get(label, 0.0)),
+            name,
+            each,
+            evicted.get(name, 0),
+            int(queries.get((name,), 0)),
+            _share(hits.get((name,), 0.0), asked.get((name,), 0.0)),
         )
-        for label, count in slots.items()
-        if count or queries.get(label)
+        for name, each in slots.items()
+        if each or queries.get((name,))
     ]
-    return sorted(found, key=lambda tenant: -tenant.slots)[:_MOST_TENANTS]
+    return sorted(found, key=lambda tenant: -sum(tenant.slots.values()))[:_MOST_TENANTS]
 
 
 def _tiers(before: Reading, reading: Reading, why_away: dict[str, str]) -> list[TierView]:

@@ -112,6 +112,18 @@ function route(view) {
   return row;
 }
 
+function tenant(view) {
+  const row = make("tr");
+  const slots = Object.entries(view.slots).map(([name, count]) => `${name} ${number(count)}`);
+  row.append(
+    cell("", view.name, "name"), cell("slots", slots.join(", ") || "–"),
+    cell("evicted", number(view.evicted), "number"),
+    cell("requests", number(view.queries), "number"),
+    cell("hit rate", share(view.hit_rate), "number"),
+  );
+  return row;
+}
+
 function counts(id, values, nothing) {
   const total = Object.values(values).reduce((sum, count) => sum + count, 0);
   const rows = Object.entries(values).flatMap(([name, count]) => {
@@ -153,6 +165,8 @@ function draw(view) {
     ? troubles[0][0] : troubles.map(([name, count]) => `${name} ${number(count)}`).join(", ");
   say("troubles-note", named || "troubles");
   byId("tiers").replaceChildren(...view.tiers.map(tier));
+  byId("tenants-section").hidden = !view.tenants.length;
+  byId("tenants").tBodies[0].replaceChildren(...view.tenants.map(tenant));
   byId("routes").hidden = !view.routes.length;
   byId("no-routes").hidden = Boolean(view.routes.length);
   byId("routes").tBodies[0].replaceChildren(...view.routes.map(route));
