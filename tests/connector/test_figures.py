@@ -5,10 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from tests.fakes.desk import Desk, story
 from tests.fakes.sides import BLOCK_TOKENS, Sides, hashes_of, request_of
 
+from kvferry.hints import Hints
 from kvferry.metrics import catalog as names
-from kvferry.vllm.figures import SEPARATOR, Figures, add, adds_up, between, idle_figures, log_line
+from kvferry.metrics.samples import Snapshot
+from kvferry.vllm.figures import (
+    BOUNDS,
+    EXPORTED,
+    SEPARATOR,
+    Figures,
+    add,
+    adds_up,
+    between,
+    figures,
+    idle_figures,
+    log_line,
+)
 
 BLOCK_BYTES = 2 * BLOCK_TOKENS * 8 * 4
 PROMPT = 4 * BLOCK_TOKENS
@@ -77,3 +91,20 @@ def test_idle_is_a_gauge_for_every_reason():
     idle = {key: value for key, value in told.items() if key.startswith(names.IDLE.name)}
     assert idle == {f"kvferry_idle{SEPARATOR}refused": 0.0, f"kvferry_idle{SEPARATOR}failed": 1.0}
     assert not any(map(adds_up, told))
+
+
+@pytest.mark.parametrize("tenant", ["a|b", "a|b|c|d", "|", 'a"b', "a\\b", "a,b"])
+def test_a_tenants_name_is_one_label_whatever_its_sender_puts_into_it(tenant):
+    """Seen red with a separator that a name may contain: vLLM's front end raised at it."""
+    desk = Desk(slots=16, tenants="*")
+    request = desk.scheduler.open("r", story(1, 2), Hints(tenant=tenant))
+    request.match()
+    request.end()
+    told = figures(Snapshot(desk.scheduler.stats(), "1.0"))
+    (key,) = [key for key in told if key.startswith(names.TENANT_QUERIES.name) and told[key]]
+    name, *labels = key.split(SEPARATOR)
+    assert name == names.TENANT_QUERIES.name
+    assert labels == [tenant]
+    for key in told:
+        name, *labels = key.split(SEPARATOR)
+        assert len(labels) == len(EXPORTED[name].labels) + (name in BOUNDS)

@@ -168,7 +168,8 @@ def test_what_is_counted_of_whom_is_bounded():
 
 def test_a_name_without_slots_gives_way_to_a_new_one_and_its_counts_stay_in_the_sum():
     pool = Slots()
-    tenants = Tenants((TenantShare("*"),), {"host": pool, "disk": Slots()})
+    disk = Slots()
+    tenants = Tenants((TenantShare("*"),), {"host": pool, "disk": disk})
     first = tenants.number("t0")
     tenants.counts(first).queries = 5
     pool.held[first] = 3
@@ -183,7 +184,6 @@ def test_a_name_without_slots_gives_way_to_a_new_one_and_its_counts_stay_in_the_
     assert told["other"].evicted == {"host": 7, "disk": 0}
     assert told["t1"] == TenantCounts(slots={"host": 0, "disk": 0}, evicted={"host": 0, "disk": 0})
     pool.held.clear()
-    (disk,) = [each for tier, each in tenants._pools.items() if tier == "disk"]
     disk.held[first] = 1  # what it has on any tier is its own
     for number in range(100, 100 + 2 * MOST_OTHERS):
         assert tenants.number(f"t{number}") != first
@@ -207,7 +207,8 @@ class Slots:
 
 def test_however_many_names_are_sent_few_are_ever_shown_and_nothing_is_lost_of_the_sum():
     tenants = Tenants((TenantShare("*"), TenantShare("named")), {"host": Slots()})
-    seen, last = set(), 0
+    seen: set[str] = set()
+    last = 0
     for number in range(3000):
         tenants.counts(tenants.number(f"attacker-{number}")).queries += 1
         told = tenants.snapshot()
@@ -222,7 +223,7 @@ def test_however_many_names_are_sent_few_are_ever_shown_and_nothing_is_lost_of_t
 @pytest.mark.parametrize("name", ["none", "other", "before"])
 def test_names_with_a_meaning_of_their_own_are_nobodys(name):
     with pytest.raises(ConfigError, match="has a meaning of its own; name it otherwise"):
-        Config(tenants=f"{name}=10%")
+        Config.from_dict({"tenants": f"{name}=10%"})
     tenants = Tenants((TenantShare("*"),), {"host": Slots()})
     tenants.counts(tenants.number(name)).queries = 3
     told = tenants.snapshot()
@@ -257,6 +258,7 @@ def test_a_busy_tenant_does_not_push_out_a_quiet_one_below(write):
     for number in range(2, 30):
         keep(desk, f"b{number}", number, 4, "busy")
     (disk,) = desk.scheduler._parts.lower.levels
+    assert disk.pool is not None
     there = disk.pool.match(story(1, 6)) + desk.pool.match(story(1, 6))
     assert there >= 6
     told = desk.scheduler.stats().tenants
@@ -283,6 +285,31 @@ def test_what_an_earlier_life_left_is_nobodys_and_goes_in_its_order():
     assert pool.cached(more).all()
     assert int(pool.cached(old).sum()) == 8, "the oldest went, the end of what was written first"
     pool.check_integrity()
+
+
+def test_what_was_there_goes_in_the_order_it_would_have_gone_in():
+    plain, divided = Pool(12), Pool(12)
+    for pool in (plain, divided):
+        level = PlacedLevel(TierName("disk"), pool)
+        level.take_up((numbered(range(8)), np.arange(8)))
+        level.take_up((numbered(range(20, 24)), np.arange(8, 12)))
+    divided.divide([None, None], [1.0, 1.0], 1)
+    for count in range(1, 12):
+        assert divided.coldest(count) == plain.coldest(count)
+
+
+def test_a_tenant_at_its_ceiling_loses_nothing_that_has_no_copy_below():
+    """The host has room; it is the tenant that has none, and evicts its own."""
+    desk = below(512, "a=fair:25%, *", WriteMode.SPILL, slots=256)
+    for number in range(1, 30):
+        keep(desk, f"a{number}", number, 4, "a")
+        desk.run()
+    assert on(desk, "host") == {"a": 64}
+    (disk,) = desk.scheduler._parts.lower.levels
+    assert disk.pool is not None
+    for number in range(1, 30):
+        there = desk.pool.cached(story(number, 4)) | disk.pool.cached(story(number, 4))
+        assert there.all(), f"some is lost of story {number}"
 
 
 def test_a_level_that_is_not_ours_to_bound_is_named(caplog):

@@ -139,7 +139,7 @@ def assemble(
 
 def _divided(shares: Sequence[TenantShare], pool: Pool, levels: Sequence[Level]) -> Tenants:
     """The tenants, who have their parts of every pool from now on."""
-    pools = {HOST: pool}
+    pools: dict[str, Pool] = {HOST: pool}
     pools |= {level.name: level.pool for level in levels if level.pool is not None}
     tenants = Tenants(shares, pools)
     for each in pools.values():

@@ -324,7 +324,8 @@ def _drives(level: str, before: Reading, now: Reading) -> DrivesView | None:
 
 def _tenants(reading: Reading) -> list[TenantView]:
     """Those that have anything, who has most first."""
-    queries, evicted = reading.by_label(names.TENANT_QUERIES), {}
+    queries = reading.by_label(names.TENANT_QUERIES)
+    evicted: dict[str, int] = {}
     asked, hits = reading.by_label(names.TENANT_ASKED), reading.by_label(names.TENANT_HITS)
     slots: dict[str, dict[str, int]] = {name: {} for (name,) in queries}
     for (name, tier), count in reading.by_label(names.TENANT_SLOTS).items():
