@@ -8,13 +8,12 @@ a dict, a file, the environment), the same reader checks it.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, cast
 
 from kvferry.copy_paths import AUTO_PATH, BY_NAME
-from kvferry.disk_settings import KEY_ENV, DiskSettings
+from kvferry.disk_settings import DiskSettings
 from kvferry.errors import ConfigError, UnknownSettingError
 from kvferry.level_kinds import LevelSpec, join_levels
 from kvferry.policy_kinds import DEFAULT_POLICY
@@ -30,6 +29,7 @@ from kvferry.setting_kinds import (
     PORT,
     RATE,
     SECONDS,
+    SECONDS_OR_ZERO,
     SECRET,
     SHARE,
     SIZE,
@@ -43,22 +43,12 @@ from kvferry.setting_kinds import (
     optional,
     or_auto,
 )
+from kvferry.settings_env import ENV_PREFIX, variables
 from kvferry.settings_file import read_table
 from kvferry.tenant_shares import TenantShare
 
-ENV_PREFIX = "KVFERRY_"
 CONFIG_FILE_ENV = "KVFERRY_CONFIG"
 """Names the file to read where no file is given."""
-
-# The file's name, the disk's key, the debug switch of the copies, our tests' own switches.
-_NOT_A_SETTING = re.compile(rf"{KEY_ENV}$|KVFERRY_(CONFIG$|DEBUG$|TEST_)")
-
-# What Kubernetes puts into every pod for each service of its namespace: beside one that is called
-# kvferry-metrics, KVFERRY_METRICS_PORT is tcp://10.0.0.1:9475 and no setting of ours.
-_SERVICE_LINK = re.compile(
-    r"KVFERRY_(.+_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?)$"
-)
-_SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 
 T = TypeVar("T")
 
@@ -144,6 +134,12 @@ class Config:
         "spill",
         one_of("spill", "through"),
         "Copy blocks to the levels when host memory is about to drop them, or as soon as stored.",
+    )
+    level_write_out: float = setting(
+        10.0,
+        SECONDS_OR_ZERO,
+        "With spill, how long what only host memory holds is written to disk once there is nothing "
+        "else to do, or at the end; 0: not before host memory drops it.",
     )
     policy: str = setting(
         DEFAULT_POLICY,
@@ -365,29 +361,6 @@ def _read(settings: Mapping[str, object], where: str) -> dict[str, Any]:
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
     return read
-
-
-def is_setting(name: str, value: str) -> bool:
-    """Whether an environment variable says something about a setting of ours."""
-    if not name.startswith(ENV_PREFIX) or not value.strip() or _NOT_A_SETTING.match(name):
-        return False
-    is_url = name.endswith("PORT") and _SERVICE_URL.match(value.strip())
-    return not is_url and not _SERVICE_LINK.match(name)
-
-
-def variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Which environment variable sets which setting, by the setting's name."""
-    found: dict[str, str] = {}
-    for variable, value in env.items():
-        if is_setting(variable, value):
-            name = variable.removeprefix(ENV_PREFIX).lower()
-            if name in found:
-                raise ConfigError(
-                    f"environment: {quoted(found[name])} and {quoted(variable)} are one setting "
-                    "spelt in two ways; unset one of them"
-                )
-            found[name] = variable
-    return found
 
 
 def _read_env(env: Mapping[str, str]) -> dict[str, Any]:

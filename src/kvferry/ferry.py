@@ -25,6 +25,7 @@ from kvferry.hits import Hit, PendingHits, not_a_hit, pending
 from kvferry.identity import Extra, Namespace, chain
 from kvferry.integers import Integers, integer
 from kvferry.keys import Keys
+from kvferry.last_writes import write_out
 from kvferry.left_out import why_left_out
 from kvferry.metrics.inbox import Inbox
 from kvferry.ownership import OneThread
@@ -355,14 +356,19 @@ class Ferry(FerryLooks, FerryControl, FerryWaiting, Closing):
     def close(self) -> None:
         """Finish the copies in flight and give the memory back. Safe to call twice.
 
-        In a forked child it does nothing: all of it is the parent's.
+        What only host memory holds goes to disk first, for ``Config.level_write_out`` seconds at
+        most; an interrupt ends that. In a forked child it does nothing: all of it is the parent's.
         """
         if self._owner.is_closed or self._owner.is_forked:
             return
         self._owner.require()
-        self._owner.close()
-        self._dropped.detach()
-        self._parts.close()
+        try:
+            seconds = self._config.level_write_out
+            write_out(self._scheduler, self._advance, self._send_plan, seconds)
+        finally:
+            self._owner.close()
+            self._dropped.detach()
+            self._parts.close()
 
 
 def _of(ferry: Ferry, method: Callable[[Ferry], None]) -> Callable[[], None]:

@@ -64,8 +64,8 @@ def parse_size(value: object, *, name: str = "size", minimum: int = 1) -> int:
     return _between(name, value, size, minimum, _MOST_BYTES, "bytes")
 
 
-def parse_seconds(value: object, *, name: str = "time") -> float:
-    """Seconds above zero, from a number or from "30s", "500ms", "2min", "1h"."""
+def parse_seconds(value: object, *, name: str = "time", may_be_zero: bool = False) -> float:
+    """Seconds, from a number or from "30s", "500ms", "2min", "1h"."""
     seconds: float
     if isinstance(value, str):
         number, unit = _quantity(name, value, "a time such as 30s or 500ms")
@@ -76,10 +76,10 @@ def parse_seconds(value: object, *, name: str = "time") -> float:
         raise ConfigError(f"{name}: expected seconds or a time such as 30s, got {shown(value)}")
     else:
         seconds = float(value) if abs(value) < _MOST_BYTES else math.inf  # a huge int overflows
-    if not 0 < seconds <= _MOST_SECONDS:
+    if not 0 <= seconds <= _MOST_SECONDS or not (seconds or may_be_zero):
+        least = "not negative" if may_be_zero else "above zero"
         raise ConfigError(
-            f"{name}: must be above zero and at most {_MOST_SECONDS:.0f} seconds, "
-            f"got {shown(value)}"
+            f"{name}: must be {least} and at most {_MOST_SECONDS:.0f} seconds, got {shown(value)}"
         )
     return seconds
 

@@ -60,6 +60,9 @@ SIZE_OR_ZERO = Kind(
     "size", lambda name, value: parse_size(value, name=name, minimum=0), format_size
 )
 SECONDS = Kind("seconds", lambda name, value: parse_seconds(value, name=name), "{:g}s".format)
+SECONDS_OR_ZERO = Kind(
+    "seconds", lambda name, value: parse_seconds(value, name=name, may_be_zero=True), "{:g}s".format
+)
 RATE = Kind("number", lambda name, value: parse_rate(value, name=name), "{:g}".format)
 COUNT = Kind("count", lambda name, value: parse_count(value, name=name))
 

@@ -77,6 +77,39 @@ def test_a_server_that_comes_back_is_warm(make: Make, num_ranks: int) -> None:
     scheduler_of(sides).check_integrity()
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_at_rest_what_only_the_host_holds_goes_down(make: Make, num_ranks: int) -> None:
+    """vLLM steps while we say so: then nothing is lost with the process, however it ends."""
+    sides = make(num_ranks, levels=SHELF)
+    wanted = [chat(sides, number) for number in range(8)]
+    assert not sides.side.has_work
+    assert all(len(lasting.shelves["there", rank]) == 8 * CHAT_BLOCKS for rank in range(num_ranks))
+    sides = make(num_ranks, levels=SHELF)
+    for number in range(8):
+        num_blocks, found = loaded(sides, number)
+        assert num_blocks == CHAT_BLOCKS
+        assert same_start(found, wanted[number], num_blocks)
+    scheduler_of(sides).check_integrity()
+
+
+def test_while_a_request_runs_nothing_goes_down_before_it_must(make: Make) -> None:
+    sides = make(1, levels=SHELF)
+    other = request_of("other", hashes(50))
+    sides.side.match(other, 0)
+    chat(sides, 0)
+    assert not lasting.shelves["there", 0]
+    sides.side.finished(other)
+    assert sides.side.has_work
+    settle(sides)
+    assert len(lasting.shelves["there", 0]) == CHAT_BLOCKS
+
+
+def test_without_time_nothing_goes_down_before_it_must(make: Make) -> None:
+    sides = make(1, levels=SHELF, level_write_out=0)
+    chat(sides, 0)
+    assert not lasting.shelves["there", 0]
+
+
 def test_what_a_rank_has_lost_no_rank_is_asked_for(make: Make) -> None:
     sides, wanted = live(make, 2)
     end(sides)

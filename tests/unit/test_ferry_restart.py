@@ -7,9 +7,20 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from tests.fakes import lasting
-from tests.unit.test_ferry_levels import CHAT_BLOCKS, CHATS, Open, attach, chat, content, fill
+from tests.unit.test_ferry_levels import (
+    CHAT_BLOCKS,
+    CHATS,
+    HOST_BLOCKS,
+    SLOT,
+    Open,
+    attach,
+    chat,
+    content,
+    fill,
+)
 
 import kvferry
+from kvferry.errors import ClosedError
 from kvferry.types import as_slots
 
 __all__ = ["attach"]  # a fixture
@@ -41,13 +52,71 @@ def test_the_next_life_is_warm(attach: Open, write: str) -> None:
     wanted = fill(first)
     first.close()
     second = attach(SHELF, level_write=write)
-    restored = second.stats().levels["shelf"].cached
-    assert restored >= CHATS * CHAT_BLOCKS - 24 * (write == "spill")
+    assert second.stats().levels["shelf"].cached == CHATS * CHAT_BLOCKS
+    for number in range(CHATS):
+        assert find(second, number) == (CHAT_BLOCKS, wanted[number])
+    second._scheduler.check_integrity()
+
+
+def test_what_is_not_written_out_is_lost_and_no_more(attach: Open) -> None:
+    first = attach(SHELF, level_write_out=0)
+    wanted = fill(first)
+    first.close()
+    second = attach(SHELF)
+    num_found = second.stats().levels["shelf"].cached
+    assert CHATS * CHAT_BLOCKS - HOST_BLOCKS <= num_found < CHATS * CHAT_BLOCKS
     found = [find(second, number) for number in range(CHATS)]
     whole = [number for number, (count, _) in enumerate(found) if count == CHAT_BLOCKS]
-    assert len(whole) >= (CHATS if write == "through" else CHATS // 2)
+    assert len(whole) >= CHATS // 2
     assert all(found[number][1] == wanted[number] for number in whole)
-    second._scheduler.check_integrity()
+
+
+def test_what_is_stored_as_it_closes_is_written_out_too(attach: Open) -> None:
+    first = attach(SHELF)
+    first.store(chat(first, 0), list(range(CHAT_BLOCKS)))
+    wanted = content(first, list(range(CHAT_BLOCKS)))
+    first.close()
+    assert find(attach(SHELF), 0) == (CHAT_BLOCKS, wanted)
+
+
+def test_after_a_reset_nothing_is_written_out(attach: Open) -> None:
+    first = attach(SHELF)
+    first.reset()
+    first.wait(first.store(chat(first, 0), list(range(CHAT_BLOCKS))))
+    first.close()
+    assert not lasting.shelves["here", 0], "no other life would ask for it"
+
+
+def test_an_interrupt_ends_the_writing_and_closes(
+    attach: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = attach(SHELF)
+    first.wait(first.store(chat(first, 0), list(range(CHAT_BLOCKS))))
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvferry.last_writes.pause", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        first.close()
+    with pytest.raises(ClosedError):
+        first.match(chat(first, 0))
+
+
+def test_a_level_that_takes_nothing_does_not_keep_us(
+    attach: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = attach(SHELF, level_write_out="10min", host=4 * HOST_BLOCKS * SLOT)
+    fill(first)
+
+    def fail(self: lasting.ShelfTier, task: object) -> None:
+        raise OSError("the shelf is full")
+
+    monkeypatch.setattr(lasting.ShelfTier, "_carry_out", fail)
+    caplog.set_level("INFO", "kvferry")
+    first.close()  # long before the ten minutes are over
+    assert "48 blocks that only host memory holds are left as they are" in caplog.text
+    assert not lasting.shelves["here", 0]
 
 
 def test_a_reset_is_not_undone_by_a_restart(attach: Open) -> None:

@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvferry.config import CONFIG_FILE_ENV, Config, describe, show, variables
+from kvferry.config import CONFIG_FILE_ENV, Config, describe, show
 from kvferry.errors import ConfigError
+from kvferry.settings_env import variables
 
 
 @click.command("config")

@@ -67,7 +67,15 @@ def assemble(
             level.gate = gate_of(config, num_keys=num_keys, block_bytes=size, now=clock())
             if TIMES[config.disk_after] > 1:  # as it is stored nobody has asked for it again
                 level.write = WriteMode.SPILL
-    lower = LowerLevels(pool, levels, outbox, clock, slot_bytes=max(block_bytes))
+    lower = LowerLevels(
+        pool,
+        levels,
+        outbox,
+        clock,
+        slot_bytes=max(block_bytes),
+        lasting=frozenset(spec.name for spec in config.all_levels if spec.outlives_us),
+        write_out=config.level_write_out,
+    )
     for each in (pool, *(level.pool for level in levels if level.pool is not None)):
         each.holds.bound(config.keep_share)
     matcher = Matcher(groups, pool, lower, hash_tokens)

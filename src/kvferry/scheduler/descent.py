@@ -82,6 +82,11 @@ class Descent:
         seconds = min(2 * seconds, _MOST_REST_SECONDS)
         self._rests[level] = (self._clock() + seconds, seconds)
 
+    def rests(self, level: Level) -> bool:
+        """Whether nothing is spilled to it for a while."""
+        until, _ = self._rests.get(level.name, (0.0, 0.0))
+        return until > self._clock()
+
     def reset(self) -> None:
         """Everything is forgotten."""
         self._early.clear()
@@ -137,8 +142,7 @@ class Descent:
             return
         has_sent = False
         for level in levels:
-            rests_until, _ = self._rests.get(level.name, (0.0, 0.0))
-            if level.write is WriteMode.SPILL and rests_until <= now:
+            if level.write is WriteMode.SPILL and not self.rests(level):
                 has_sent |= self._spill_to(level, wanted)
         if not has_sent:
             self._clean, self._clean_until = standing, now + _CLEAN_SECONDS
@@ -164,6 +168,10 @@ class Descent:
         cut = starts.item(first)
         runs = (starts[first:] - cut, before[first:])
         return self._send(level, missing[cut:], parent=None, chained=False, runs=runs)
+
+    def send_runs(self, level: Level, keys: Keys) -> bool:
+        """Copy blocks that the host has and the level lacks, runs of conversations among them."""
+        return self._send(level, keys, parent=None, chained=False, runs=self._host.runs_of(keys))
 
     def _send(
         self,

@@ -17,7 +17,7 @@ what has not come by then is not there. A level that is away on any rank is as i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +30,7 @@ from kvferry.scheduler.descent import Descent
 from kvferry.scheduler.flight import Flight
 from kvferry.scheduler.level import KeyedLevel, Level
 from kvferry.scheduler.outbox import End, Outbox
+from kvferry.scheduler.write_out import WriteOut
 from kvferry.types import HOST, Health, Key, Question, TierName, TransferId
 
 _PIECE_BYTES = 16 << 20
@@ -38,6 +39,9 @@ enough for a drive to be fast, and small blocks travel together."""
 
 _PIECE_SLOTS = 32
 """And in so many blocks where nobody says how large they are."""
+
+_OUT_PIECES = 16
+"""So many pieces of that size are written out at a time while nothing else is to do."""
 
 _PROMOTING_SHARE = 4
 """Promotions under way may claim one slot in so many of the host: they must not flush it."""
@@ -68,8 +72,14 @@ class LowerLevels:
         clock: Callable[[], float],
         *,
         slot_bytes: int = 0,
+        lasting: Collection[TierName] = (),
+        write_out: float = 0.0,
     ) -> None:
-        """``slot_bytes`` is the size of a block, as one rank has it; 0 where it is not known."""
+        """``slot_bytes`` is the size of a block, as one rank has it; 0 where it is not known.
+
+        ``lasting`` are those that outlive us: for ``write_out`` seconds what only the host holds is
+        sent there at rest.
+        """
         self.levels = tuple(levels)
         self._slot_bytes = slot_bytes
         self._piece_slots = max(4, _PIECE_BYTES // slot_bytes) if slot_bytes else _PIECE_SLOTS
@@ -82,11 +92,20 @@ class LowerLevels:
         self._most_promoting = max(1, host.num_slots // _PROMOTING_SHARE)
         host.feeds_below = bool(self.levels)
         self._descent = Descent(host, outbox, clock, self._note_sent)
+        self.write_out = WriteOut(
+            host,
+            self,
+            clock,
+            names=lasting,
+            seconds=write_out,
+            most_going=_OUT_PIECES * self._piece_slots,
+        )
 
     def __bool__(self) -> bool:
         return bool(self.levels)
 
-    def _open(self) -> list[Level]:
+    @property
+    def usable(self) -> list[Level]:
         """The levels that can be used now."""
         return [level for level in self.levels if not level.ailment]
 
@@ -96,7 +115,7 @@ class LowerLevels:
         """For each key, whether any lower level can be read for it, as far as is known."""
         found = np.zeros(len(keys), dtype=bool)
         now = self._clock()
-        for level in self._open():
+        for level in self.usable:
             found |= level.there(keys, now)
         return found
 
@@ -104,7 +123,7 @@ class LowerLevels:
         """For each key, whether some level would have to be asked for it."""
         unknown = np.zeros(len(keys), dtype=bool)
         now = self._clock()
-        for level in self._open():
+        for level in self.usable:
             unknown |= level.unknown(keys, now)
         return unknown
 
@@ -141,7 +160,7 @@ class LowerLevels:
         """
         questions = set()
         now = self._clock()
-        for level in self._open():
+        for level in self.usable:
             rest = keys.take(level.unknown(keys, now))
             for question_id, (asked, pieces) in self._asking.items():
                 if asked is level and len(rest):
@@ -206,7 +225,7 @@ class LowerLevels:
         """The longest start of a run that one level can complete, and that level."""
         known = self._host.known(keys)
         now = self._clock()
-        for level in self._open():
+        for level in self.usable:
             complete = known | level.there(keys, now)
             length = len(keys) if complete.all() else int(complete.argmin())
             if not known[:length].all():
@@ -236,7 +255,7 @@ class LowerLevels:
         lacking = [each.take(~self._host.known(each)) for each in keys]
         found = {
             level: sum(int(np.count_nonzero(level.there(each, now))) for each in lacking)
-            for level in self._open()
+            for level in self.usable
         }
         level = max(found, key=lambda level: found[level])
         queued = sum(len(m.keys) for m in self._moves.values() if m.upward and m.level is level)
@@ -247,12 +266,28 @@ class LowerLevels:
 
     def write_through(self, keys: Keys, *, parent: Key | None, chained: bool) -> None:
         """These blocks were just stored in the host, behind ``parent`` if they are a chain."""
-        self._descent.stored(keys, self._open(), parent=parent, chained=chained)
+        self._descent.stored(keys, self.usable, parent=parent, chained=chained)
 
     def spill(self) -> None:
         """Once a step: copy down what the host would evict next, ahead of need."""
         if self.levels:
-            self._descent.spill(self._open())
+            self._descent.spill(self.usable)
+
+    def can_spill_to(self, level: Level) -> bool:
+        """Whether it took some of what was last spilled to it, or has had its rest since."""
+        return not self._descent.rests(level)
+
+    def num_going(self, level: Level) -> int:
+        """Blocks on their way down to it."""
+        return sum(
+            len(move.keys)
+            for move in self._moves.values()
+            if move.level is level and not move.upward
+        )
+
+    def send_out(self, level: Level, keys: Keys) -> None:
+        """Copy these blocks of the host, which it lacks, to a level."""
+        self._descent.send_runs(level, keys)
 
     def _note_sent(self, transfer_id: TransferId, level: Level, keys: Keys) -> None:
         self._moves[transfer_id] = _Move(level, keys, upward=False)
@@ -302,6 +337,7 @@ class LowerLevels:
             move = self._moves.pop(transfer_id)
             move.level.dropped(move.keys)
         self._descent.reset()
+        self.write_out.stop()
         for level in self.levels:
             level.reset()
 

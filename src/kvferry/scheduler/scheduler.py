@@ -119,6 +119,8 @@ class Scheduler:
         )
         self.control = Control(self._parts)
         """What is done with blocks from outside."""
+        self.write_out = self._parts.lower.write_out
+        """What goes to the disk while the engine has nothing to do."""
         self._ahead = Ahead(self._parts, clock)
         self.has_tenants = self._parts.tenants is not None
         self.onlooker = Onlooker(self._snapshot, self._parts.journal)

@@ -257,6 +257,8 @@ class Serving:
         self._pace.looked(0 if self._rests.held else num_quiet)
         if self._is_lazy:
             self._offer(step)
+        if not (step.num_scheduled_tokens or self._tracked):
+            scheduler.write_out.advance()
         return scheduler.plan()
 
     def _store_running(self, num_scheduled: Mapping[str, int]) -> int:
@@ -374,8 +376,10 @@ class Serving:
     @property
     def has_work(self) -> bool:
         """Whether the engine should keep stepping, so that copies under way can be told."""
-        is_moving = self._rests or self.scheduler.num_queued or self.scheduler.num_awaited
-        return bool(is_moving or self.reports.is_ordered)
+        ours = self.scheduler
+        is_moving = self._rests or ours.num_queued or ours.num_awaited
+        is_left = not self._tracked and ours.write_out.is_due
+        return bool(is_moving or is_left or self.reports.is_ordered)
 
     @property
     def frees_soon(self) -> bool:
