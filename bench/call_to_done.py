@@ -4,8 +4,10 @@
 
 Stores and loads of one request through `kvferry.attach`, against one large pinned copy of as many
 bytes in the same run, in turn; how long `load` and `store` themselves hold their caller; four
-requests queued in a pool that churn has worn; small requests, look-up included. Every load is
-compared with what was stored. Needs a GPU and torch; exits with 77 without.
+requests queued in a pool that churn has worn; small requests, look-up included. Each is done in two
+ways in turn: as it is now, and as it was before callers began copies themselves, compute could wait
+for loads that are still being queued, and sleeps ended on time. Every load is compared with what
+was stored. Needs a GPU and torch; exits with 77 without.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,23 @@ class Rig:
             self.ferry.poll()
             time.sleep(0.01)
         self.rng = np.random.default_rng(7)
+        self.kept: list[Any] = []
+        self.wait_began = 0.0
+        self.last_receipt: Any = None
+        engine: Any = self.ferry._rank.engine
+        poll = engine.poll
+
+        def noting_poll() -> list[Any]:
+            receipts: list[Any] = poll()
+            if receipts:
+                self.last_receipt = receipts[-1]
+            return receipts
+
+        engine.poll = noting_poll
+
+    def wait(self, ticket: Any) -> kvferry.Done:
+        self.wait_began = time.monotonic()
+        return self.ferry.wait(ticket)
 
     def keys(self, count: int) -> Any:
         return self.ferry.keys(self.rng.integers(0, 1 << 40, count * BLOCK_TOKENS))
@@ -86,6 +106,34 @@ class Rig:
         self.ferry.close()
 
 
+@contextmanager
+def as_before(rig: Rig) -> Iterator[None]:
+    """Threads queue all copies, callers wait until that is done, and rest as they used to."""
+    engine: Any = rig.ferry._rank.engine
+
+    def rest(_: float) -> None:
+        waited = time.monotonic() - rig.wait_began
+        time.sleep(min(5e-4, max(2e-5, waited / 50)))
+
+    replaced = {
+        "begun_here": nullcontext,
+        "_shut_gate": lambda *_: False,
+        "await_news": rest,
+    }
+    vars(engine).update(replaced)
+    try:
+        yield
+    finally:
+        for name in replaced:
+            del vars(engine)[name]
+
+
+WAYS: dict[str, Callable[[Rig], AbstractContextManager[Any]]] = {
+    "now": nullcontext,
+    "before": as_before,
+}
+
+
 def pinned_copy(num_bytes: int, to_device: bool) -> Callable[[], float]:
     """One large copy between pinned and device memory: seconds by wall clock."""
     import torch
@@ -107,46 +155,66 @@ def pinned_copy(num_bytes: int, to_device: bool) -> Callable[[], float]:
     return once
 
 
+class Times:
+    """Seconds by name; the median of each."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, list[float]] = {}
+
+    def note(self, name: str, seconds: float) -> None:
+        self._seconds.setdefault(name, []).append(seconds)
+
+    def medians(self) -> dict[str, float]:
+        return {name: statistics.median(each) for name, each in self._seconds.items()}
+
+
 def one_request(rig: Rig, num_bytes: int, rounds: int) -> dict[str, Any]:
     """One request at a time, store then load, each beside the same bytes in one pinned copy."""
     count = max(1, num_bytes // rig.block_bytes)
     out, back = (pinned_copy(count * rig.block_bytes, way) for way in (False, True))
-    seconds: dict[str, list[float]] = {
-        name: [] for name in ("store", "store_call", "pin_out", "load", "load_call", "pin_in")
-    }
+    times = {way: Times() for way in WAYS}
     wrong = 0
     for _ in range(rounds):
-        keys, blocks = rig.keys(count), rig.blocks(count)
-        sums = rig.fill(blocks)
-        seconds["pin_out"].append(out())
-        began = time.perf_counter()
-        ticket = rig.ferry.store(keys, blocks)
-        seconds["store_call"].append(time.perf_counter() - began)
-        done = rig.ferry.wait(ticket)
-        seconds["store"].append(time.perf_counter() - began)
-        assert done.ok
-        assert done.num_blocks == count, done
-        rig.poison(blocks)
-        seconds["pin_in"].append(back())
-        began = time.perf_counter()
-        hit = rig.ferry.match(keys)
-        called = time.perf_counter()
-        ticket = rig.ferry.load(hit, blocks)
-        seconds["load_call"].append(time.perf_counter() - called)
-        done = rig.ferry.wait(ticket)
-        seconds["load"].append(time.perf_counter() - began)
-        assert done.ok, done
-        assert done.num_blocks == count, done
-        wrong += rig.wrong(blocks, sums)
-    best = {name: statistics.median(times) for name, times in seconds.items()}
+        for way, entered in WAYS.items():
+            with entered(rig):
+                wrong += store_and_load(rig, count, times[way], out, back)
     return {
         "bytes": count * rig.block_bytes,
         "page_bytes": rig.page_bytes,
         "wrong": wrong,
-        "store_of_pinned": best["pin_out"] / best["store"],
-        "load_of_pinned": best["pin_in"] / best["load"],
-        **{f"{name}_ms": value * 1e3 for name, value in best.items()},
+        **{way: each.medians() for way, each in times.items()},
     }
+
+
+def store_and_load(
+    rig: Rig, count: int, times: Times, out: Callable[[], float], back: Callable[[], float]
+) -> int:
+    keys, blocks = rig.keys(count), rig.blocks(count)
+    sums = rig.fill(blocks)
+    times.note("pin_out", out())
+    began = time.perf_counter()
+    ticket = rig.ferry.store(keys, blocks)
+    times.note("store_call", time.perf_counter() - began)
+    done = rig.wait(ticket)
+    times.note("store", time.perf_counter() - began)
+    times.note("store_device", rig.last_receipt.seconds)
+    assert done.ok
+    assert done.num_blocks == count, done
+    rig.poison(blocks)
+    times.note("pin_in", back())
+    began = time.perf_counter()
+    hit = rig.ferry.match(keys)
+    called = time.perf_counter()
+    ticket = rig.ferry.load(hit, blocks)
+    returned = time.perf_counter()
+    done = rig.wait(ticket)
+    times.note("load", time.perf_counter() - began)
+    times.note("match", called - began)
+    times.note("load_call", returned - called)
+    times.note("load_device", rig.last_receipt.seconds)
+    assert done.ok, done
+    assert done.num_blocks == count, done
+    return rig.wrong(blocks, sums)
 
 
 def queued_in_worn_pool(rig: Rig, num_bytes: int, rounds: int) -> dict[str, Any]:
@@ -154,75 +222,121 @@ def queued_in_worn_pool(rig: Rig, num_bytes: int, rounds: int) -> dict[str, Any]
     count = max(1, num_bytes // rig.block_bytes)
     wear(rig)
     out, back = (pinned_copy(4 * count * rig.block_bytes, way) for way in (False, True))
-    ratios: dict[str, list[float]] = {"store": [], "load": []}
+    times = {way: Times() for way in WAYS}
     wrong = 0
     for _ in range(rounds):
-        requests = [(rig.keys(count), blocks) for blocks in rig.blocks(4 * count).reshape(4, -1)]
-        sums = [rig.fill(blocks) for _, blocks in requests]
-        limit = out()
-        began = time.perf_counter()
-        for ticket in [rig.ferry.store(keys, blocks) for keys, blocks in requests]:
-            assert rig.ferry.wait(ticket).ok
-        ratios["store"].append(limit / (time.perf_counter() - began))
-        for _, blocks in requests:
-            rig.poison(blocks)
-        limit = back()
-        began = time.perf_counter()
-        hits = [rig.ferry.match(keys) for keys, _ in requests]
-        tickets = [
-            rig.ferry.load(hit, blocks[: len(hit)])
-            for hit, (_, blocks) in zip(hits, requests, strict=True)
-        ]
-        for ticket in tickets:
-            assert rig.ferry.wait(ticket).ok
-        ratios["load"].append(limit / (time.perf_counter() - began))
-        for hit, (_, blocks), expected in zip(hits, requests, sums, strict=True):
-            wrong += rig.wrong(blocks[: len(hit)], expected[:, : len(hit)])
+        for way, entered in WAYS.items():
+            with entered(rig):
+                wrong += four_at_once(rig, count, times[way], out, back)
+            wear(rig, 0.1)
     return {
         "bytes": 4 * count * rig.block_bytes,
         "wrong": wrong,
-        **{f"{way}_of_pinned": statistics.median(values) for way, values in ratios.items()},
+        **{way: each.medians() for way, each in times.items()},
     }
 
 
-def wear(rig: Rig) -> None:
-    """Requests of many lengths, some asked for again, until the pool has turned over thrice."""
+def four_at_once(
+    rig: Rig, count: int, times: Times, out: Callable[[], float], back: Callable[[], float]
+) -> int:
+    requests = [(rig.keys(count), blocks) for blocks in rig.blocks(4 * count).reshape(4, -1)]
+    sums = [rig.fill(blocks) for _, blocks in requests]
+    times.note("pin_out", out())
+    began = time.perf_counter()
+    for ticket in [rig.ferry.store(keys, blocks) for keys, blocks in requests]:
+        assert rig.wait(ticket).ok
+        times.note("store_runs", rig.last_receipt.num_runs)
+    times.note("store", time.perf_counter() - began)
+    for _, blocks in requests:
+        rig.poison(blocks)
+    times.note("pin_in", back())
+    began = time.perf_counter()
+    hits = [rig.ferry.match(keys) for keys, _ in requests]
+    tickets = [
+        rig.ferry.load(hit, blocks[: len(hit)])
+        for hit, (_, blocks) in zip(hits, requests, strict=True)
+    ]
+    for ticket in tickets:
+        assert rig.wait(ticket).ok
+        times.note("load_runs", rig.last_receipt.num_runs)
+    times.note("load", time.perf_counter() - began)
+    return sum(
+        rig.wrong(blocks[: len(hit)], expected[:, : len(hit)])
+        for hit, (_, blocks), expected in zip(hits, requests, sums, strict=True)
+    )
+
+
+def wear(rig: Rig, turnovers: float = 3.0) -> None:
+    """Requests of many lengths, some asked for again, until the pool has turned over so often."""
     num_slots = rig.ferry.host_stats().num_slots
     stored = 0
-    kept: list[Any] = []
-    while stored < 3 * num_slots:
+    while stored < turnovers * num_slots:
         count = int(rig.rng.integers(1, 48))
         keys = rig.keys(count)
-        rig.ferry.wait(rig.ferry.store(keys, rig.blocks(count)))
+        rig.wait(rig.ferry.store(keys, rig.blocks(count)))
         stored += count
-        kept.append(keys)
-        if len(kept) > 64:
-            old = kept.pop(int(rig.rng.integers(len(kept))))
+        rig.kept.append(keys)
+        if len(rig.kept) > 64:
+            old = rig.kept.pop(int(rig.rng.integers(len(rig.kept))))
             rig.ferry.release(rig.ferry.match(old))
 
 
 def table(figures: dict[str, Any]) -> str:
-    lines = [
-        "| what | store | load | store() holds | load() holds |",
-        "|---|---|---|---|---|",
-        *(row_of(row) for row in figures["one"]),
-    ]
-    worn = figures["worn"]
-    lines.append(
-        f"| four queued in a worn pool, {worn['bytes'] / 1e6:.0f} MB | "
-        f"{worn['store_of_pinned']:.2f} | {worn['load_of_pinned']:.2f} | | |"
+    """A line for each of what is wanted: now, before, and the wish."""
+    by_size = {(row["page_bytes"] // KiB, row["bytes"] // 10**6): row for row in figures["one"]}
+    large, larger, small, smaller = (
+        next(row for (_, size), row in by_size.items() if abs(size - wanted) < wanted / 10)
+        for wanted in (268, 918, 64, 16)
     )
-    return "\n".join(lines)
-
-
-def row_of(row: dict[str, Any]) -> str:
-    what = f"one request, {row['bytes'] / 1e6:.0f} MB, pages of {row['page_bytes'] // KiB} KiB"
-    cells = [
-        f"{row[f'{way}_of_pinned']:.2f} ({row[f'{way}_ms']:.2f} of {row[f'{limit}_ms']:.2f} ms)"
-        for way, limit in (("store", "pin_out"), ("load", "pin_in"))
+    lines = [
+        "| wall clock, call to `Done` | now | before, in the same run | wanted |",
+        "|---|---|---|---|",
+        *(
+            share_line(f"one request of {name}", row, way, wish)
+            for name, row, wish in (("268 MB", large, 0.88), ("918 MB", larger, 0.94))
+            for way in ("store", "load")
+        ),
+        *(
+            share_line("four queued of 67 MB in a worn pool", figures["worn"], way, 0.90)
+            for way in ("store", "load")
+        ),
+        *(
+            time_line(f"match and load, {name} of 8 KiB pages", row, ("load",), wish)
+            for name, row, wish in (("64 MB", small, 1.8), ("16 MB", smaller, 0.8))
+        ),
+        time_line("`load()` holds its caller, 918 MB", larger, ("load_call",), 0.3),
     ]
-    calls = [f"{row[f'{way}_call_ms']:.2f} ms" for way in ("store", "load")]
-    return f"| {' | '.join([what, *cells, *calls])} |"
+    return "\n".join([*lines, "", *timelines(figures["one"])])
+
+
+def share_line(what: str, row: dict[str, Any], way: str, wish: float) -> str:
+    limit = {"store": "pin_out", "load": "pin_in"}[way]
+    cells = [
+        f"{row[when][limit] / row[when][way]:.2f} "
+        f"({row[when][way] * 1e3:.2f} of {row[when][limit] * 1e3:.2f} ms)"
+        for when in WAYS
+    ]
+    if f"{way}_runs" in row["now"]:
+        cells[0] += f", {row['now'][f'{way}_runs']:.0f} runs"
+    return f"| {way}, {what} | {' | '.join(cells)} | {wish:.2f} of one pinned copy |"
+
+
+def time_line(what: str, row: dict[str, Any], names: tuple[str, ...], wish: float) -> str:
+    cells = [f"{sum(row[when][name] for name in names) * 1e3:.2f} ms" for when in WAYS]
+    return f"| {what} | {' | '.join(cells)} | {wish} ms |"
+
+
+def timelines(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Where the time of each goes."""
+    columns = ["pinned copy", "look-up", "`load` returns", "copied (device)", "load"]
+    columns += ["`store` returns", "copied (device)", "store"]
+    yield f"| ms | {' | '.join(columns)} |"
+    yield f"|{'---|' * (len(columns) + 1)}"
+    names = ("pin_in", "match", "load_call", "load_device", "load", "store_call", "store_device")
+    for row in rows:
+        for when in WAYS:
+            cells = [f"{row[when][name] * 1e3:.2f}" for name in (*names, "store")]
+            yield f"| {row['bytes'] / 1e6:.0f} MB, {when} | {' | '.join(cells)} |"
 
 
 def main() -> int:
