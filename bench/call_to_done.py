@@ -251,11 +251,10 @@ def four_at_once(
         rig.poison(blocks)
     times.note("pin_in", back())
     began = time.perf_counter()
-    hits = [rig.ferry.match(keys) for keys, _ in requests]
-    tickets = [
-        rig.ferry.load(hit, blocks[: len(hit)])
-        for hit, (_, blocks) in zip(hits, requests, strict=True)
-    ]
+    hits, tickets = [], []
+    for keys, blocks in requests:
+        hits.append(rig.ferry.match(keys))
+        tickets.append(rig.ferry.load(hits[-1], blocks[: len(hits[-1])]))
     for ticket in tickets:
         assert rig.wait(ticket).ok
         times.note("load_runs", rig.last_receipt.num_runs)

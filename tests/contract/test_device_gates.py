@@ -47,6 +47,7 @@ def nobody_has_a_turn(lane: Lane) -> None:
 @pytest.fixture(autouse=True)
 def one_piece_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "BEGIN_SECONDS", 0.0)
+    monkeypatch.setattr(gpu, "SMALL_BYTES", 0)
 
 
 def warm_rig(
@@ -430,17 +431,17 @@ def test_closing_opens_what_is_shut() -> None:
     load_first_piece(rig, ALL)
     rig.engine.order_compute_after_loads()
     gates = [gate for gate in rig.engine._gates._last if gate is not None]
-    lane = rig.engine._lanes[Direction.LOAD]
-    lane.settle = list  # type: ignore[method-assign]
+    loads = rig.engine._lanes[Direction.LOAD]
+    loads.settle = list  # type: ignore[method-assign]
     opened = [0]
-    lane_close = lane.close
+    lane_close = loads.close
 
     def close(timeout: float) -> list[Submission]:
         left = lane_close(timeout)
         opened[0] = sum(gate.is_open for gate in gates)
         return left
 
-    lane.close = close  # type: ignore[method-assign]
+    loads.close = close  # type: ignore[method-assign]
     rig.engine.close()
     assert opened[0] == len(gates) == 1
     assert [receipt.outcome for receipt in rig.engine.poll()] == [Outcome.FAILED]

@@ -44,9 +44,11 @@ from kvferry.types import DEVICE, FIRST_RANK, HOST, Rank, Receipt, SlotArray, Tr
 
 log = logging.getLogger(__name__)
 
+SMALL_BYTES = 80 << 20
+"""What takes a few pieces only: they are queued sooner than another thread hears of them."""
 BEGIN_SECONDS = 1e-4
-"""So long who submits queues copies itself, if it may: less than a thread takes to hear of them,
-and long enough for the first chunk, while which is copied the thread gets there."""
+"""So long who submits queues what is larger: the first chunk, while which is copied the thread
+gets there."""
 
 
 class GpuEngine(Closing):
@@ -370,7 +372,7 @@ class _BegunHere:
 
     def __exit__(self, *_: object) -> None:
         for lane in self._lanes:
-            lane.begin(BEGIN_SECONDS)
+            lane.begin(BEGIN_SECONDS, SMALL_BYTES)
 
 
 def _refuse_outside(what: str, slots: SlotArray, count: int) -> None:

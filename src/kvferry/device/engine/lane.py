@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from kvferry.device.driver.base import Driver
 from kvferry.device.driver.events import EventPool
 from kvferry.device.engine.fences import Fences
-from kvferry.device.engine.gates import Gates
+from kvferry.device.engine.gates import Gates, LoadGate
 from kvferry.device.engine.submission import Submission
 from kvferry.device.job import CopyJob
 from kvferry.device.paths.base import Path, in_pieces, is_prepared
@@ -123,8 +123,8 @@ class Lane:
         """Leave what is submitted from now on alone, until ``begin``."""
         self._is_held = True
 
-    def begin(self, seconds: float) -> None:
-        """Queue here what takes no longer than this, or one piece; the rest is the thread's.
+    def begin(self, seconds: float, small: int) -> None:
+        """Queue here what takes no longer, or has so few bytes; the rest is the thread's.
 
         So the first bytes move before another thread has heard of them.
         """
@@ -135,7 +135,8 @@ class Lane:
             try:
                 end = time.monotonic() + seconds
                 while self._orders and _is_free(self._orders[0].submission):
-                    if not self._queue(self._orders[0], end):
+                    order = self._orders[0]
+                    if not self._queue(order, None if order.submission.num_bytes <= small else end):
                         break
             finally:
                 self._turn.release()
@@ -146,7 +147,7 @@ class Lane:
         """Take out the submissions that are over, in order; never blocks on the device."""
         over: list[Submission] = []
         if self._is_held:
-            self.begin(0.0)
+            self.begin(0.0, 0)
         if self._num_unqueued:
             # A caller that polls in a tight loop would keep the interpreter from our own thread.
             time.sleep(0)
@@ -352,21 +353,16 @@ class Lane:
             log.error("%s lane: a copy that was cut short is not fenced: %s", self._name, error)
 
     def _end_order(self, order: _Order) -> None:
-        submission = order.submission
-        try:
-            if not self._note_queued(order):
-                self._open_gate(submission)
-        finally:
-            if not submission.queued:
-                with self._changed:
-                    self._drop(order)
-
-    def _note_queued(self, order: _Order) -> bool:
         with self._changed:
-            if order.submission.gate is not None:
-                return False
-            self._drop(order)  # under the same lock: a gate shut later finds it queued
-            return True
+            gate = order.submission.gate
+            if gate is None:
+                self._drop(order)  # under the same lock: a gate shut later finds it queued
+                return
+        try:
+            self._open_gate(order.submission, gate)
+        finally:
+            with self._changed:
+                self._drop(order)
 
     def _drop(self, order: _Order) -> None:
         submission = order.submission
@@ -380,9 +376,7 @@ class Lane:
         self._num_unqueued -= 1
         self._changed.notify_all()
 
-    def _open_gate(self, submission: Submission) -> None:
-        gate = submission.gate
-        assert gate is not None
+    def _open_gate(self, submission: Submission, gate: LoadGate) -> None:
         try:
             with self._driver.current():
                 try:
