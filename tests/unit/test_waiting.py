@@ -18,6 +18,7 @@ import kvferry
 from kvferry.errors import ClosedError, InputError, StateError
 from kvferry.pausing import PunctualSleep, _find_prctl
 from kvferry.tickets import Ticket
+from kvferry.types import Outcome
 
 BLOCKS, TOKENS = 64, 4
 LONG = 30.0
@@ -301,6 +302,19 @@ def test_news_is_when_the_first_copy_has_ended() -> None:
 def lane_has_news(rig: Rig) -> list[bool]:
     with rig.driver.current():
         return [lane.has_news() for lane in rig.engine._lanes.values()]
+
+
+def test_a_copy_the_driver_will_not_speak_of_has_failed() -> None:
+    rig = Rig()
+    rig.driver.timeline.frozen = {rig.compute}
+    rig.launch(lambda: None)
+    transfer = rig.store([0], [0])
+    rig.wait_until_queued()
+    rig.driver.fail("event_is_done")
+    rig.engine.await_news(0.01)
+    rig.driver.timeline.frozen = set()
+    assert rig.drain()[transfer].outcome is Outcome.FAILED
+    rig.close()
 
 
 def test_a_card_that_is_lost_is_not_waited_for_in_vain() -> None:

@@ -167,7 +167,8 @@ class Lane:
                 return False
             try:
                 return self._driver.event_is_done(first.end)
-            except DriverError:  # who settles it deals with that
+            except DriverError as error:  # as where it is settled, which deals with the rest
+                first.fail(error)
                 return False
 
     def flush(self, timeout: float) -> bool:
