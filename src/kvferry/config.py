@@ -90,6 +90,12 @@ class Config:
     disk_keep_free: int = setting(
         5 * GiB, SIZE_OR_ZERO, "Free space that is left on each of their file systems."
     )
+    disk_for_others: float = setting(
+        0.5,
+        SHARE,
+        "The share of disk_size that is left to what other models wrote there in the last week, "
+        "while nobody has it open.",
+    )
     disk_after: str = setting(
         "evicted",
         one_of("evicted", "asked-twice"),
@@ -265,6 +271,7 @@ class Config:
             directories=self.disk,
             size=self.disk_size,
             keep_free=self.disk_keep_free,
+            for_others=self.disk_for_others,
             write_per_day=self.disk_write_per_day,
             deadline=self.disk_deadline,
             key_file=self.disk_key_file,

@@ -25,12 +25,14 @@ class DiskSettings:
     """What a tier on disk is told: plain data, checked.
 
     ``size`` bounds everything under ``directories``, whoever wrote it; ``keep_free`` stays free on
-    each file system. ``direct`` is "auto" or "never".
+    each file system, and ``for_others`` is the share of it left to other models that were there of
+    late. ``direct`` is "auto" or "never".
     """
 
     directories: tuple[str, ...]
     size: int
     keep_free: int = 0
+    for_others: float = 0.0
     write_per_day: int | None = None
     deadline: float = 10.0
     key_file: str | None = None

@@ -107,13 +107,16 @@ def test_a_tier_is_told_every_setting_of_the_disk() -> None:
             "disk": "/a",
             "disk_size": "3GiB",
             "disk_keep_free": 0,
+            "disk_for_others": 0.25,
             "disk_write_per_day": "1TiB",
             "disk_deadline": "2s",
             "disk_key_file": "/k",
             "disk_direct": "never",
         }
     )
-    assert config.disk_settings == DiskSettings(("/a",), 3 * GiB, 0, 1 << 40, 2.0, "/k", "never")
+    assert config.disk_settings == DiskSettings(
+        ("/a",), 3 * GiB, 0, 0.25, 1 << 40, 2.0, "/k", "never"
+    )
 
 
 def test_the_environment_sets_the_disk_but_its_key_is_no_setting() -> None:

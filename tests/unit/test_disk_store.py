@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import stat
 import subprocess
 import sys
@@ -392,10 +393,133 @@ def test_a_change_of_size_cut_short_anywhere_loses_nothing_that_fits(
             assert store.blocks_path.stat().st_size == store.num_places * PITCH
 
 
+def used_by(name: int, bound: DiskBound, root: Path) -> tuple[int, set[int]]:
+    """A model's turn: it fills all its places; returns how many, and where it found blocks."""
+    with Store.open(root, identity(name, family=bytes([name])), bound) as store:
+        found = set(placed(store))
+        fill(store, [place for place in range(store.num_places) if place not in found])
+        assert sum(each.num_bytes for each in stores_under(root)) <= bound.size
+        return store.num_places, found
+
+
+def test_models_that_take_turns_both_stay_warm(tmp_path: Path) -> None:
+    bound = replace(BOUND, for_others=0.5)
+    alone, _ = used_by(1, bound, tmp_path)
+    half, found = used_by(2, bound, tmp_path)
+    assert not found
+    assert half <= alone // 2
+    for _ in range(3):
+        for name in (1, 2):
+            places, found = used_by(name, bound, tmp_path)
+            assert found == set(range(places)), "all that was there is there"
+            assert abs(places - half) <= 1
+    # A third takes its half from who was not used for longest, and leaves the other as it is.
+    used_by(3, bound, tmp_path)
+    left = {each.path.name for each in stores_under(tmp_path)}
+    assert left == {identity(name).folder_name for name in (2, 3)}
+    _, found = used_by(2, bound, tmp_path)
+    assert len(found) >= half - 1
+
+
+def test_who_was_not_used_for_a_week_makes_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound = replace(BOUND, for_others=0.5)
+    alone, _ = used_by(1, bound, tmp_path)
+    monkeypatch.setattr(room, "RECENT_SECONDS", 0.0)
+    assert used_by(2, bound, tmp_path)[0] == alone
+
+
+def test_to_be_cut_is_not_to_be_used(tmp_path: Path) -> None:
+    bound = replace(BOUND, for_others=0.5)
+    used_by(1, bound, tmp_path)
+    (before,) = stores_under(tmp_path)
+    used_by(2, bound, tmp_path)
+    after = next(each for each in stores_under(tmp_path) if each.path == before.path)
+    assert after.num_bytes < before.num_bytes
+    assert after.last_used == pytest.approx(before.last_used, abs=1e-3)
+
+
+def test_ranks_of_another_server_are_cut_alike(tmp_path: Path) -> None:
+    bound = replace(BOUND, num_ranks_here=2, for_others=0.5)
+    ranks = [identity(10 + n, rank=n, num_ranks=2, family=b"first") for n in (0, 1)]
+    with Store.open(tmp_path, ranks[0], bound), Store.open(tmp_path, ranks[1], bound):
+        pass
+    others = [identity(20 + n, rank=n, num_ranks=2, family=b"second") for n in (0, 1)]
+    with (
+        Store.open(tmp_path, others[0], bound) as one,
+        Store.open(tmp_path, others[1], bound) as two,
+    ):
+        assert abs(one.num_places - two.num_places) <= 1
+        cut = [read_superblock(tmp_path / each.folder_name) for each in ranks]
+        assert len({block.num_places if block else 0 for block in cut}) == 1
+        assert all(cut)
+        assert sum(each.num_bytes for each in stores_under(tmp_path)) <= bound.size
+
+
+def test_a_small_file_system_is_shared_by_turns_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def free(root: Path) -> int:
+        return 20 * MiB - sum(allocated_bytes(each.path) for each in stores_under(tmp_path))
+
+    monkeypatch.setattr(room, "free_bytes", free)
+    bound = DiskBound(100 * MiB, keep_free=4 * MiB, for_others=0.5)
+    used_by(1, bound, tmp_path)
+    used_by(2, bound, tmp_path)
+    for name in (1, 2):
+        places, found = used_by(name, bound, tmp_path)
+        assert len(found) >= places - 1
+        assert free(tmp_path) >= bound.keep_free
+
+
+def dies_at(step: int, root: Path, bound: DiskBound) -> bool:
+    """Another model opens its store, in a process that ends at a call that counts; if it did."""
+    child = os.fork()
+    if not child:
+        calls = iter(range(1000))
+
+        def dying(real: Any) -> Any:
+            return lambda *args: os._exit(9) if next(calls) == step else real(*args)
+
+        try:
+            for name in ("ftruncate", "fsync", "fdatasync", "replace"):
+                setattr(os, name, dying(getattr(os, name)))
+            Store.open(root, identity(2, family=b"2"), bound)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return {9: True, 0: False}[os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])]
+
+
+def test_a_cut_for_others_that_is_cut_short_loses_nothing_that_fits(tmp_path: Path) -> None:
+    """A store that nobody has open is made smaller by a process that is killed, at every step."""
+    bound = replace(BOUND, for_others=0.5)
+    for step in range(100):
+        root = tmp_path / str(step)
+        with Store.open(root, identity(1, family=b"1"), bound) as store:
+            last = store.num_places - 1
+            fill(store, [0, 1, last])
+        has_died = dies_at(step, root, bound)
+        assert sum(each.num_bytes for each in stores_under(root)) <= bound.size
+        with Store.open(root, identity(1, family=b"1"), bound) as store:
+            found = placed(store)
+            assert found[:2] == [0, 1]
+            assert set(found) <= {0, 1, last}
+            assert store.blocks_path.stat().st_size == store.num_places * PITCH
+            assert sum(each.num_bytes for each in stores_under(root)) <= bound.size
+        shutil.rmtree(root)
+        if not has_died:
+            assert step > 15
+            assert found == [0, 1], "its end was cut"
+            return
+    pytest.fail("it never came to its end")
+
+
 def test_servers_that_come_and_go_never_fill_more_than_the_bound(tmp_path: Path) -> None:
     """Two models, two ranks each, at sizes that change; who is open is never touched."""
     rng = random.Random(11)
-    bound = DiskBound(12 * MiB, num_ranks_here=2)
+    bound = DiskBound(12 * MiB, num_ranks_here=2, for_others=0.5)
     open_now: dict[tuple[int, int], Store] = {}
     for _ in range(60):
         model, rank = rng.randrange(2), rng.randrange(2)
@@ -404,7 +528,7 @@ def test_servers_that_come_and_go_never_fill_more_than_the_bound(tmp_path: Path)
             mine.close()
         else:
             if not open_now and rng.random() < 0.3:
-                bound = DiskBound(rng.choice((8, 12, 16)) * MiB, num_ranks_here=2)
+                bound = replace(bound, size=rng.choice((8, 12, 16)) * MiB)
             which = identity(
                 10 * model + rank, rank=rank, num_ranks=2, family=bytes([model]), label=str(model)
             )

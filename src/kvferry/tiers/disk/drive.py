@@ -247,7 +247,7 @@ def open_store(setup: DriveSetup) -> Store:
     return Store.open(
         Path(setup.path),
         identity,
-        DiskBound(setup.size, setup.keep_free, setup.num_ranks_here),
+        DiskBound(setup.size, setup.keep_free, setup.num_ranks_here, setup.for_others),
         key_check=None if key is None else partial(key_check, key),
         may_create=setup.device is None,
         on_behalf_of=setup.pid,

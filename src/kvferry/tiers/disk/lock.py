@@ -17,6 +17,7 @@ from pathlib import Path
 from kvferry.errors import StoreInUseError
 
 FILE_NAME = "lock"
+_TIMED = (FILE_NAME, "journal-0", "journal-1")
 _MOST_BYTES = 4096
 _MOST_COMMAND = 200
 _TRIES, _PAUSE_SECONDS = 5, 0.02
@@ -121,10 +122,17 @@ def holder(folder: Path) -> str:
         os.close(fd)
 
 
+def set_last_used(folder: Path, when: float) -> None:
+    """It was opened for others' sake: it counts as used when it was before."""
+    for name in _TIMED:
+        with contextlib.suppress(OSError):
+            os.utime(folder / name, (when, when))
+
+
 def last_used(folder: Path) -> float:
     """When the store was last opened, closed or written to, in seconds since 1970."""
     times = [0.0]
-    for name in (FILE_NAME, "journal-0", "journal-1"):
+    for name in _TIMED:
         try:
             times.append((folder / name).stat().st_mtime)
         except OSError:

@@ -2,24 +2,26 @@
 
 ::
 
-    bound of the directory  |  open stores of others  |  rank 0 here  |  rank 1 here  |  ...
+    bound of the directory  |  open stores of others  |  rank 0 here  |  rank 1 here  |  ... | idle
                                never touched             equal shares
 
-Stores that nobody has open and that are not ours are removed when their bytes are needed, those
-first that were used longest ago. Those of this server's other ranks are left: they may be about to
-be opened. All of this while alone in the directory, so that two who start at once cannot both take
-the last bytes.
+Idle are stores that nobody has open and that are not ours. Those that were used in the last days
+keep a part of the bound, so that models that take turns stay warm; the others are removed when
+their bytes are needed. Those that were used longest ago give first: what they must give is cut off
+their ends. Stores of this server's other ranks are left: they may be about to be opened. All of
+this while alone in the directory, so that two who start at once cannot both take the last bytes.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.errors import StoreError, StoreInUseError
+from kvferry.errors import KvferryError, StoreError
 from kvferry.quantities import format_size
 from kvferry.tiers.disk.folder import (
     StoreFolder,
@@ -29,10 +31,14 @@ from kvferry.tiers.disk.folder import (
     stores_under,
 )
 from kvferry.tiers.disk.ledger import journal_bytes
+from kvferry.tiers.disk.lock import set_last_used
 from kvferry.tiers.disk.pages import MOST_PLACES, Shape
 from kvferry.tiers.disk.store_identity import StoreIdentity
 
 log = logging.getLogger(__name__)
+
+RECENT_SECONDS = 7 * 86400.0
+"""What was used since counts as about to be used again."""
 
 _SMALL_FILES = 3 * 4096  # superblock, lock and epoch
 _ASIDE = 4096  # the superblock that takes the place of the old one
@@ -43,12 +49,14 @@ class DiskBound:
     """What stores may take under one directory.
 
     ``size`` bounds all of this host's stores there, whoever wrote them; ``keep_free`` stays free on
-    the file system; ``num_ranks_here`` ranks of this server share it.
+    the file system; ``num_ranks_here`` ranks of this server share it. ``for_others`` is the share
+    that is left to what others wrote of late and nobody has open.
     """
 
     size: int
     keep_free: int = 0
     num_ranks_here: int = 1
+    for_others: float = 0.0
 
 
 def store_bytes(num_places: int, identity: StoreIdentity) -> int:
@@ -99,32 +107,56 @@ class DiskRoom:
         self._others = [each for each in stores_under(root) if each.path != self._mine]
 
     def make(self) -> int:
-        """How many places the store may have; what is in the way is removed. StoreError if none."""
-        share = self._share()
+        """How many places the store may have; who is in the way gives way. StoreError if none."""
+        share = self._share(self._kept())
+        if most_places(share, self._identity) < 1:
+            share = self._share(0)
         if most_places(min(share, self._reachable(share)), self._identity) < 1:
             raise StoreError(self._why_not(share))  # before anything is removed in vain
-        self._remove_while(lambda: self._left_of_bound() < share)
         if self._left_of_bound() < share:
             self._shrink_siblings(share)
-        num_bytes = min(share, self._left_of_bound())
-        self._remove_while(lambda: self._above_floor() < num_bytes)
-        num_bytes = min(num_bytes, self._above_floor())
-        num_places = most_places(num_bytes, self._identity)
+        self._make_room(share)
+        num_places = most_places(share - max(0, self._lacks(share)), self._identity)
         if num_places < 1:
             raise StoreError(self._why_not(share))
         return num_places
 
-    def _share(self) -> int:
-        """Ours, if every rank of this server here gets as much."""
+    def _share(self, kept: int) -> int:
+        """Ours, if every rank of this server here gets as much, and the idle keep so much."""
+        return max(0, self._for_all() - kept) // self._bound.num_ranks_here
+
+    def _for_all(self) -> int:
+        """What the idle and all ranks of this server here may have together."""
+        ours = [o for o in self._others if not o.is_open or self._is_sibling(o)]
+        held = allocated_bytes(self._mine) + sum(allocated_bytes(each.path) for each in ours)
+        return min(self._for_all_by_bound(), self._spare() + held)
+
+    def _for_all_by_bound(self) -> int:
         theirs = sum(o.num_bytes for o in self._others if o.is_open and not self._is_sibling(o))
-        return max(0, self._bound.size - theirs) // self._bound.num_ranks_here
+        return self._bound.size - theirs
+
+    def _kept(self) -> int:
+        """What idle stores keep that were used of late. The same for a rank that comes later."""
+        recent = sum(o.num_bytes for o in self._idle() if self._is_recent(o))
+        return min(recent, max(0, int(self._for_all() * self._bound.for_others)))
+
+    def _is_recent(self, other: StoreFolder) -> bool:
+        is_whole = other.superblock is not None and not other.trouble
+        return is_whole and time.time() - other.last_used < RECENT_SECONDS
+
+    def _lacks(self, share: int) -> int:
+        """How many bytes of its share a store could not have now."""
+        return share - min(self._left_of_bound(), self._above_floor())
 
     def _left_of_bound(self) -> int:
         return self._bound.size - sum(other.num_bytes for other in self._others)
 
+    def _spare(self) -> int:
+        return free_bytes(self._root) - self._bound.keep_free
+
     def _above_floor(self) -> int:
         """What the file system has for us, if every rank of this server here gets as much of it."""
-        spare = free_bytes(self._root) - self._bound.keep_free
+        spare = self._spare()
         mine = allocated_bytes(self._mine)
         kin = sum(allocated_bytes(o.path) for o in self._others if self._is_sibling(o))
         return min(spare + mine, (spare + mine + kin) // self._bound.num_ranks_here)
@@ -154,31 +186,61 @@ class DiskRoom:
         same_parts = parts == (mine.num_ranks, mine.stripe, mine.num_stripes)
         return kin and same_parts and its.rank != mine.rank
 
-    def _remove_while(self, is_needed: Callable[[], bool]) -> None:
-        """Remove what nobody uses, as long as it is needed."""
-        for other in self._idle():
-            if not is_needed():
+    def _make_room(self, share: int) -> None:
+        """Take what we lack from idle stores, the longest unused first: all of it, or a part."""
+        for kin in self._families():
+            lacks = self._lacks(share)
+            if lacks <= 0:
                 return
-            try:
+            if lacks < sum(each.num_bytes for each in kin) and all(map(self._is_recent, kin)):
+                self._cut(kin, lacks)
+            else:
+                for each in kin:
+                    self._resize(each, 0, f"{format_size(each.num_bytes)} were needed")
+
+    def _families(self) -> list[list[StoreFolder]]:
+        """Idle stores, the longest unused first, those of one server's ranks together.
+
+        A block counts if every rank has it: they are cut alike.
+        """
+        families: dict[object, list[StoreFolder]] = {}
+        for other in self._idle():
+            key: object = other.path
+            if other.superblock is not None:
+                its = other.superblock.identity
+                key = (its.family or its.namespace, its.num_ranks, its.stripe, its.num_stripes)
+            families.setdefault(key, []).append(other)
+        return sorted(families.values(), key=lambda kin: max(each.last_used for each in kin))
+
+    def _cut(self, kin: list[StoreFolder], needed: int) -> None:
+        """Make stores of one server smaller, by so many bytes together."""
+        left = sum(each.num_bytes for each in kin) - needed
+        for each in kin:
+            assert each.superblock is not None
+            num_places = most_places(left // len(kin), each.superblock.identity)
+            if num_places < each.superblock.num_places:
+                self._resize(each, num_places, f"{format_size(needed)} were needed")
+
+    def _resize(self, other: StoreFolder, num_places: int, why: str) -> None:
+        """Make a store that nobody has open smaller, which is no use of it; or remove it."""
+        try:
+            if num_places:
+                self._shrink(other, num_places)
+                set_last_used(other.path, other.last_used)
+            else:
                 remove_store(other.path)
-            except (StoreInUseError, OSError) as error:  # opened just now, or not ours to remove
-                log.warning("%s could not be removed: %s", other.path, error)
-                continue
-            self._others.remove(other)
-            self._note(f"{other.path} was removed: {format_size(other.num_bytes)} were needed")
+        except (KvferryError, OSError) as error:  # opened just now, or not ours to change
+            log.warning("%s is in the way, and stays as it is: %s", other.path, error)
+            return
+        self._others = [o for o in stores_under(self._root) if o.path != self._mine]
+        self._note(f"{other.path} was {'made smaller' if num_places else 'removed'}: {why}")
 
     def _shrink_siblings(self, share: int) -> None:
         """The bound is smaller than it was: a sibling not opened yet gets its share now."""
         for other in [o for o in self._others if not o.is_open and o.num_bytes > share]:
             if other.superblock is not None and self._is_sibling(other):
-                its = other.superblock.identity
-                num_places = most_places(share, its)
-                if num_places:
-                    self._shrink(other, num_places)
-                else:
-                    remove_store(other.path)
-                self._others = [o for o in stores_under(self._root) if o.path != self._mine]
-                self._note(f"{other.path} was made smaller, to its share of the bound")
+                num_places = most_places(share, other.superblock.identity)
+                self._resize(other, num_places, "to its share of the bound")
 
     def _note(self, words: str) -> None:
         log.info("%s", words)
@@ -191,7 +253,7 @@ class DiskRoom:
             f"the bound is {format_size(bound.size)} (disk_size over its directories), other "
             f"stores there hold {format_size(held)}, a rank's share is {format_size(share)}"
         )
-        if min(share, self._left_of_bound()) >= least:
+        if min(self._for_all_by_bound() // bound.num_ranks_here, self._left_of_bound()) >= least:
             reason = (
                 f"{format_size(bound.keep_free)} of the file system must stay free "
                 f"(disk_keep_free), which leaves {format_size(max(0, self._above_floor()))}"

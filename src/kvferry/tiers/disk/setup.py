@@ -37,6 +37,7 @@ class DriveSetup:
     stripe: int = 0
     num_stripes: int = 1
     keep_free: int = 0
+    for_others: float = 0.0
     key: bytes | None = field(default=None, repr=False)
     direct: bool = True
     deadline: float = 10.0

@@ -289,6 +289,7 @@ def open_disk(setup: TierSetup) -> DiskTier:
             stripe=stripe,
             num_stripes=count,
             keep_free=settings.keep_free,
+            for_others=settings.for_others,
             key=settings.read_key(),
             direct=settings.direct != "never",
             deadline=settings.deadline,
