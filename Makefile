@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-# Arguments for `make demo`, `make test`, `make soak` and `make bench`, as in: make test ARGS="-k identity"
+# Arguments for `make demo`, `make fleet`, `make test`, `make soak` and `make bench`, as in: make test ARGS="-k identity"
 ARGS ?=
 
 # The GPU code is tested without a card: Triton's interpreter on a CPU build of torch. The two
@@ -37,13 +37,18 @@ SIM_READY := $(VENV)/.ready-gpu-sim-$(TORCH_VERSION)-$(TRITON_VERSION)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo mooncake-libs test test-vllm test-vllm-matrix check docs format soak bench env gpu-sim hooks clean
+.PHONY: help demo fleet mooncake-libs test test-vllm test-vllm-matrix check docs format soak bench env gpu-sim hooks clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(CLI_READY) ## show KV blocks leave a small device, come back, save prefill, outlive a restart; compare policies
 	@$(BIN)/kvferry demo --restart --policies $(ARGS)
+
+fleet: mooncake-libs ## show three servers share a Mooncake store, and one of them killed
+	@libs=$$($(BIN)/python tools/mooncake_libs.py) && \
+	LD_LIBRARY_PATH="$$libs$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}" \
+	    $(BIN)/kvferry demo --servers 3 --kill $(ARGS)
 
 test: $(DEV_READY) gpu-sim mooncake-libs ## run every test that needs no GPU
 	@MOONCAKE=$(MOONCAKE) $(BIN)/python -m pytest --durations=10 $(ARGS)

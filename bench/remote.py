@@ -1,36 +1,36 @@
 """What a shared store costs through kvferry, against the engine's own client in the same run.
 
-    PYTHONPATH=src:. python bench/remote.py [--only s3] [--blocks 96] [--packs]
+    PYTHONPATH=src:. python bench/remote.py [--only s3] [--blocks 96]
 
 Blocks of 1 MiB in batches of 32, both ways, idle and beside a thread that keeps the interpreter
 busy, as an engine's own thread does. The stores are real ones on loopback: rclone's S3 server (its
 files in memory), and a Mooncake master with a peer that gives memory. Theirs and ours move the same
-bytes from and to the same memory, in turn; ours also proves every block. ``--packs`` asks another
-question: what objects of several blocks would gain on S3. Exits with 77 where nothing can be run.
+bytes from and to the same memory, in turn; ours also proves every block. The last lines say what
+the busy thread itself could do meanwhile, of what it does alone: with two cores, one pays for the
+other. Exits with 77 where nothing can be run.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import secrets
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvferry.keys import Keys
-from kvferry.quantities import KiB, MiB
+from kvferry.quantities import MiB
 from kvferry.remote_settings import SPARE_BYTES
 from kvferry.tiers import Batch, BatchId, HostMemory, SharedMemory, SlotLayout, TierSetup, Way
 from kvferry.tiers.remote import RemoteTier, open_remote
+from kvferry.tiers.remote.names import Whose
 from kvferry.types import TierName
 
 SKIPPED = 77
@@ -117,13 +117,17 @@ class PlainS3:
             client_options={"allow_http": True},
         )
         self._memory = memory
+        # As deep in folders as ours: rclone's objects are files.
+        self._folder = f"plain/{Whose(secrets.token_bytes(32), BLOCK).folder()}"
 
     def put(self, names: list[str]) -> None:
         import obstore
 
         async def one(at: int) -> None:
             content = memoryview(self._memory.sent[at])
-            await obstore.put_async(self._store, f"plain/{names[at]}", content, use_multipart=False)
+            await obstore.put_async(
+                self._store, f"{self._folder}/{names[at]}", content, use_multipart=False
+            )
 
         asyncio.run(_at_once(one, len(names)))
 
@@ -131,7 +135,7 @@ class PlainS3:
         import obstore
 
         async def one(at: int) -> None:
-            answer = await obstore.get_async(self._store, f"plain/{names[at]}")
+            answer = await obstore.get_async(self._store, f"{self._folder}/{names[at]}")
             content = await answer.bytes_async()
             self._memory.got[at] = np.frombuffer(content, dtype=np.uint8)
 
@@ -181,48 +185,71 @@ class PlainMooncake:
         self._store.close()
 
 
-@contextmanager
-def busy(is_busy: bool) -> Iterator[None]:
-    """A thread that computes in the interpreter, as an engine's scheduler does."""
-    done = threading.Event()
+class Busy:
+    """A thread that computes in the interpreter, as an engine's scheduler does, and counts."""
 
-    def compute() -> None:
-        while not done.is_set():
+    def __init__(self) -> None:
+        self.count = 0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._compute)
+
+    def _compute(self) -> None:
+        while not self._done.is_set():
             sum(range(10_000))
+            self.count += 1
 
-    thread = threading.Thread(target=compute)
-    if is_busy:
-        thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        if is_busy:
-            thread.join()
+    def __enter__(self) -> Busy:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
 
 
 def measure(name: str, plain: Any, ours: Ours, memory: Memory, rounds: int) -> None:
     """Both in turn, rounds times; prints the medians and the ratio."""
     print(f"\n{name}: {memory.num_blocks} blocks of 1 MiB in batches of {BATCH}, GB/s")
     print(f"{'':24}{'its own client':>16}{'kvferry':>10}{'ratio':>8}")
-    for is_busy in (False, True):
-        rates: dict[tuple[str, str], list[float]] = {}
-        with busy(is_busy):
-            for number in range(rounds + 1):
-                for who, client in (("plain", plain), ("ours", ours)):
-                    names = [secrets.token_hex(32) for _ in range(memory.num_blocks)]
-                    for way in ("put", "get"):
-                        begun = time.perf_counter()
-                        getattr(client, way)(names)
-                        took = time.perf_counter() - begun
-                        if number:  # the first warms connections
-                            rate = memory.num_blocks * BLOCK / took / 1e9
-                            rates.setdefault((way, who), []).append(rate)
-                    memory.check()
-        for way in ("put", "get"):
-            plainly, ourly = (statistics.median(rates[way, who]) for who in ("plain", "ours"))
-            what = f"{way}, {'busy' if is_busy else 'idle'}"
-            print(f"{what:24}{plainly:16.2f}{ourly:10.2f}{ourly / plainly:8.2f}", flush=True)
+    clients = {"plain": plain, "ours": ours}
+    tell("idle", _in_turn(clients, memory, rounds, lambda: 0))
+    with Busy() as busy:
+        time.sleep(0.5)
+        alone = busy.count / 0.5
+        rates = _in_turn(clients, memory, rounds, lambda: busy.count)
+    tell("busy", rates)
+    for way in ("put", "get"):
+        done = [rates[f"{way} beside", who] for who in clients]
+        tell_line(f"{way}, thread's speed", *(statistics.median(each) / alone for each in done))
+
+
+def _in_turn(
+    clients: dict[str, Any], memory: Memory, rounds: int, count: Callable[[], int]
+) -> dict[tuple[str, str], list[float]]:
+    """GB/s of each way and client, and what ``count`` rose by a second meanwhile."""
+    rates: dict[tuple[str, str], list[float]] = {}
+    for number in range(rounds + 1):
+        for who, client in clients.items():
+            names = [secrets.token_hex(32) for _ in range(memory.num_blocks)]
+            for way in ("put", "get"):
+                begun, before = time.perf_counter(), count()
+                getattr(client, way)(names)
+                took = time.perf_counter() - begun
+                if number:  # the first warms connections
+                    rate = memory.num_blocks * BLOCK / took / 1e9
+                    rates.setdefault((way, who), []).append(rate)
+                    rates.setdefault((f"{way} beside", who), []).append((count() - before) / took)
+            memory.check()
+    return rates
+
+
+def tell(how: str, rates: dict[tuple[str, str], list[float]]) -> None:
+    for way in ("put", "get"):
+        tell_line(f"{way}, {how}", *(statistics.median(rates[way, w]) for w in ("plain", "ours")))
+
+
+def tell_line(what: str, plainly: float, ourly: float) -> None:
+    print(f"{what:24}{plainly:16.2f}{ourly:10.2f}{ourly / plainly:8.2f}", flush=True)
 
 
 def s3(memory: Memory, rounds: int) -> None:
@@ -259,55 +286,12 @@ def mooncake(memory: Memory, rounds: int) -> None:
         master.kill()
 
 
-def packs(rounds: int) -> None:
-    """Objects of one block against objects of eight, by the plain client."""
-    server = s3_servers.S3Server("rclone", folder="/dev/shm")
-    server.start()
-    store = remote.bucket_at(server.endpoint)
-    print("\nS3, objects of one block against objects of eight, GB/s")
-    print(f"{'':24}{'one':>8}{'eight':>8}{'ratio':>8}")
-    for size in (64 * KiB, 256 * KiB, MiB, 4 * MiB):
-        total = 64 * MiB
-        content = os.urandom(8 * size)
-        rates: dict[tuple[str, int], list[float]] = {}
-        for _ in range(rounds):
-            for in_one in (1, 8):
-                names = [secrets.token_hex(16) for _ in range(total // size // in_one)]
-                for way, rate in _pack_rates(store, names, content[: in_one * size]):
-                    rates.setdefault((way, in_one), []).append(rate)
-        for way in ("put", "get"):
-            one, eight = (statistics.median(rates[way, in_one]) for in_one in (1, 8))
-            what = f"{way}, {size // KiB} KiB a block"
-            print(f"{what:24}{one:8.2f}{eight:8.2f}{eight / one:8.2f}", flush=True)
-    server.close()
-
-
-def _pack_rates(store: Any, names: Sequence[str], content: bytes) -> Iterator[tuple[str, float]]:
-    import obstore
-
-    async def put(at: int) -> None:
-        await obstore.put_async(store, names[at], content, use_multipart=False)
-
-    async def get(at: int) -> None:
-        answer = await obstore.get_async(store, names[at])
-        assert len(await answer.bytes_async()) == len(content)
-
-    for way, one in (("put", put), ("get", get)):
-        begun = time.perf_counter()
-        asyncio.run(_at_once(one, len(names)))
-        yield way, len(names) * len(content) / (time.perf_counter() - begun) / 1e9
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", choices=("s3", "mooncake"))
     parser.add_argument("--blocks", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--packs", action="store_true")
     args = parser.parse_args()
-    if args.packs:
-        packs(args.rounds)
-        return
     memory = Memory(args.blocks)
     has_run = False
     if args.only != "mooncake":

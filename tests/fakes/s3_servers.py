@@ -50,11 +50,17 @@ class S3Server:
     """One server process. What it holds is gone with it, or (rclone) stays on disk."""
 
     def __init__(
-        self, kind: str, folder: str | None = None, certificate: Certificate | None = None
+        self,
+        kind: str,
+        folder: str | None = None,
+        certificate: Certificate | None = None,
+        *options: str,
     ) -> None:
+        """``options`` are the server's own."""
         self.kind = kind
         self.port = free_port()
         self.certificate = certificate
+        self._options = options
         self._folder = Path(tempfile.mkdtemp(prefix="kvferry-s3-", dir=folder))
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -79,6 +85,7 @@ class S3Server:
                 command += ["--key", str(self.certificate.key)]
         else:
             command = [str(bin_dir / "moto_server"), "-H", "127.0.0.1", "-p", str(self.port)]
+        command += self._options
         environment = {**os.environ, "RCLONE_CONFIG": "/dev/null"}
         self._process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment

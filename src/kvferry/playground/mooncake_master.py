@@ -50,7 +50,7 @@ def require_mooncake() -> None:
         raise InputError(
             f"servers that share need a Mooncake store, and Mooncake cannot be loaded here "
             f"({_last_line(tried.stderr)}); it needs {_LIBRARIES}: apt-get install them, or what "
-            "they are called where you are"
+            "they are called where you are (in a checkout of kvferry, make fleet fetches them)"
         )
 
 

@@ -23,7 +23,7 @@ from kvferry.tiers.remote.client import Fault, NotThere, Stored
 from kvferry.tiers.remote.s3_reasons import reason_of
 from kvferry.tiers.remote.staging import Staging
 
-_CALLS, _MOST_CALLS = 32, 128
+_CALLS, _MOST_CALLS, FIND_CALLS = 32, 64, 128
 _ENOUGH_BYTES, _MOST_BYTES = 32 << 20, 256 << 20
 """Objects under way one way: this much keeps a store busy that is some 20 ms away; and the most."""
 
@@ -77,7 +77,8 @@ class S3Client:
         )
 
     def names_per_call(self, way: Way) -> int:
-        return 1
+        """Look-ups are short, so as many are under way as may be."""
+        return max(1, FIND_CALLS // self.num_calls) if way is Way.FIND else 1
 
     async def probe(self) -> Fault | None:
         """Write a small object and read it back."""
