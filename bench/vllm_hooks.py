@@ -47,7 +47,7 @@ GROWN_AFTER = 30.0
 
 _ALL = {"policy": "returns", "memory_curve": "on"}
 _HINTS = {
-    "goes_on": "2m",
+    "goes_on": "2min",
     "priorities": [{"token_start": 0, "token_end": 512, "priority": 60}],
     "tenant": "bench",
 }

@@ -108,7 +108,7 @@ class Hints:
                 if _flag(name, value):
                     said[f"max_{name.removeprefix('do_not_')}_tokens"] = 0
             elif name == "goes_on" and not isinstance(value, bool):
-                said["goes_on"], said["within"] = True, value
+                said["goes_on"], said["within"] = True, _seconds(name, value)
             elif name == "priorities":
                 said["priorities"] = _ranges(value)
             elif name in _PLAIN:

@@ -15,7 +15,7 @@ from kvferry.free_slots import FreeSlots
 from kvferry.goes_first import GoesFirst
 from kvferry.holds import Holds
 from kvferry.keys import Keys
-from kvferry.policy import Arriving, EvictionPolicyMaker, Fair, HearsRequests, Residents
+from kvferry.policy import Arriving, EvictionPolicyMaker, Fair, HearsHints, HearsRequests, Residents
 from kvferry.pool_find import PoolFind
 from kvferry.slot_states import SlotState
 from kvferry.types import NO_SLOT, Key, SlotArray
@@ -75,6 +75,7 @@ class PoolRoom(PoolFind):
         self.before = 0
         """Whose blocks of an earlier life are, where slots belong to tenants."""
         self._hears: HearsRequests | None = None
+        self._hears_hints: HearsHints | None = None
         self._listen()
         self._clock = clock
         self._holds = Holds(num_slots, int(num_slots * keep_share))
@@ -234,6 +235,7 @@ class PoolRoom(PoolFind):
     def _listen(self) -> None:
         policy: object = self._policy
         self._hears = policy if isinstance(policy, HearsRequests) else None
+        self._hears_hints = policy if isinstance(policy, HearsHints) else None
 
     @property
     def is_divided(self) -> bool:

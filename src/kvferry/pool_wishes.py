@@ -6,7 +6,7 @@ import numpy as np
 
 from kvferry.holds import Holds
 from kvferry.keys import Keys
-from kvferry.policy import Evidence, Fair, HearsHints
+from kvferry.policy import Evidence, Fair
 from kvferry.pool_room import PoolRoom
 from kvferry.types import SlotArray
 
@@ -82,15 +82,18 @@ class PoolWishes(PoolRoom):
             self._hears.answered(keys, num_tokens)
 
     def hint(self, keys: Keys, evidence: Evidence) -> None:
-        """This was said of a request with these keys, whose leading blocks are here.
+        """This was said of a request with these keys, whose leading blocks are here."""
+        slots = self.leading(keys)
+        if len(slots):
+            self.hint_slots(slots, evidence)
+
+    def hint_slots(self, slots: SlotArray, evidence: Evidence) -> None:
+        """The same of its leading blocks, which were just found in these slots.
 
         A policy that hears it is told; others are helped.
         """
-        slots = self.leading(keys)
-        if not len(slots):
-            return
-        if isinstance(self._policy, HearsHints):
-            self._policy.hint(slots, evidence)
+        if self._hears_hints is not None:
+            self._hears_hints.hint(slots, evidence)
         elif evidence.over:
             self.go_first(slots, 0)
         elif evidence.goes_on:

@@ -46,7 +46,7 @@ class HintedRequest(Request):
     What is stored late is told of when it lands (:meth:`stored`).
     """
 
-    __slots__ = ("_ended_at", "_unheeded", "hints", "own_from", "tenant")
+    __slots__ = ("_ended_at", "_unheeded", "hints", "num_storing", "own_from", "tenant")
 
     hints: Hints
 
@@ -64,7 +64,9 @@ class HintedRequest(Request):
         self.tenant = 0 if parts.tenants is None else parts.tenants.number(hints.tenant)
         self.own_from: int | None = None
         """From which token on nobody had its blocks when it came; None until it was answered."""
-        self._ended_at: float | None = None
+        self.num_storing = 0
+        """Orders to store of it that have not landed."""
+        self._ended_at = 0.0
         if hints.max_store_tokens is not None:
             self.progress = CappedProgress(parts, hints.max_store_tokens)
             if parts.stores.on_device is not None:
@@ -105,22 +107,25 @@ class HintedRequest(Request):
         was_over = self.state in OVER
         super().end()
         if not was_over:
-            self.stored()
+            self._told()
 
     def leave(self, num_tokens: int) -> Held:
         was_over = self.state in OVER
         held = super().leave(num_tokens)
         if not was_over:
-            self.stored()
+            self._told()
         return held
+
+    def _told(self) -> None:
+        """It is over: what was said holds from now on, or as soon as its last store has landed."""
+        self._ended_at = self._parts.clock()
+        if not self.num_storing:
+            self.stored()
 
     def stored(self) -> None:
         """It is over, or more of it was stored since: what was said holds for that as well."""
         if self.state in OVER:
-            now = self._parts.clock()
-            if self._ended_at is None:
-                self._ended_at = now
-            words, hints = [], self.hints.after(now - self._ended_at)
+            words, hints = [], self.hints.after(self._parts.clock() - self._ended_at)
             if hints.shapes_what_stays:
                 words = tell_pools(hints, self.chain.keys(), self._parts)
             self._parts.journal.wished(self.id, self.hints, [*self._unheeded, *words])
@@ -139,7 +144,11 @@ def tell_pools(hints: Hints, keys: Keys, parts: Parts) -> list[str]:
             if not len(slots):
                 continue
             if hints.over or hints.goes_on:
-                pool.hint(chain, Evidence(hints.over, hints.goes_on, hints.within))
+                evidence = Evidence(hints.over, hints.goes_on, hints.within)
+                if is_chained:
+                    pool.hint_slots(slots, evidence)
+                else:
+                    pool.hint(chain, evidence)
             for each in hints.priorities if is_chained else ():
                 _rank(pool, slots, each, group.block_tokens)
             if hints.keep_seconds is not None:

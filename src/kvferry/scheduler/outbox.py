@@ -100,6 +100,8 @@ class Outbox:
     ) -> TransferId:
         """Order blocks into host slots. The stores of one group and step are one transfer."""
         self._stores.append(StoreOrder(group, lease, device_blocks, request))
+        if request is not None and request.hints is not None:
+            request.num_storing += 1
         self._transit.store(group, len(device_blocks))
         transfer_id = self._store_ids.get(group)
         if transfer_id is None:

@@ -84,7 +84,9 @@ class Settling:
         for request in flight.served:
             parts.journal.ended(request.id, flight)
             if request.hints is not None:
-                request.stored()
+                request.num_storing -= 1
+                if not request.num_storing:
+                    request.stored()
         if parts.lower.levels and not flight.reason:
             self._write_through(flight, transfer.group)
 
