@@ -115,6 +115,10 @@ class PoolRoom(PoolFind):
                 found.append((tenant, ahead))
         return found
 
+    def all_distinct(self, slots: SlotArray) -> bool:
+        """Whether none of these slots is named twice."""
+        return self._chains.all_distinct(slots)
+
     def runs_of(self, keys: Keys) -> tuple[SlotArray, tuple[Key | None, ...]]:
         """Where runs of blocks that follow each other begin among these, which are here.
 

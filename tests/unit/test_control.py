@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.fakes.desk import Desk, story
 
+from kvferry.errors import InputError
+from kvferry.hints import Hints
 from kvferry.pool import Pool
 from kvferry.scheduler import KeyedLevel, PlacedLevel, WriteMode
 from kvferry.scheduler.control import MOST_PREFETCHES
@@ -186,3 +189,26 @@ def test_requests_can_be_named_while_they_are_remembered():
     assert control.keys_of("r0") is None
     assert control.keys_of("r1029") == story(1029, 1)
     assert len(control.request_ids()) == 1024
+
+
+@pytest.mark.parametrize("action", ["lookup", "pin", "unpin", "prefetch", "drop", "hint"])
+def test_a_block_that_is_named_twice_is_refused_and_nothing_is_done(action):
+    """Seen red: a dropped slot was free twice, so two blocks would have had it."""
+    desk = Desk(slots=16)
+    desk.keep("a", story(1, 4), 16)
+    order = getattr(desk.scheduler.control, action)
+    with pytest.raises(InputError, match="a key is twice among these 6; a request's never repeat"):
+        order(story(1, 4) + story(1, 2), *([Hints(over=True)] if action == "hint" else []))
+    desk.scheduler.check_integrity()
+    desk.plan()
+    assert desk.pool.match(story(1, 4)) == 4
+
+
+def test_a_chain_that_repeats_is_not_kept_and_harms_nobody():
+    """An engine's mistake: what it calls a request has a block twice."""
+    desk = Desk(slots=16)
+    desk.keep("a", story(1, 4), 16)
+    request = desk.scheduler.open("r", story(1, 4) + story(1, 2), Hints(keep_seconds=60))
+    request.end()
+    desk.scheduler.check_integrity()
+    assert desk.scheduler.stats().pool.held == 0

@@ -53,7 +53,7 @@ def test_what_was_said_is_what_is_meant(said, meant):
         ({"keep_seconds": 0}, "keep_seconds: must be above zero"),
         ({"keep_seconds": "soon"}, "keep_seconds: expected a time"),
         ({"keep_seconds": float("nan")}, "keep_seconds: must be above zero"),
-        ({"goes_on": -3}, "within: must be above zero"),
+        ({"goes_on": -3}, "goes_on: must be above zero"),
         ({"over": True, "goes_on": True}, "over cannot have goes_on"),
         ({"over": True, "keep_seconds": 3}, "over cannot have keep_seconds"),
         ({"priorities": "high"}, "priorities: expected a list"),

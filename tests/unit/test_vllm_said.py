@@ -10,7 +10,7 @@ import pytest
 from tests.fakes.desk import Desk, story
 
 from kvferry.errors import InputError
-from kvferry.hints import Hints
+from kvferry.hints import NAMES, Hints
 from kvferry.identity import Namespace
 from kvferry.scheduler.hinted import HintedRequest
 from kvferry.vllm import outside
@@ -46,6 +46,53 @@ def test_what_is_not_understood_is_not_heeded_and_said(params):
     hints, words = hints_of(params)
     assert hints == Hints()
     assert "are not heeded" in words
+
+
+def nested(depth: int, kind: type) -> object:
+    value: object = 1
+    for _ in range(depth):
+        value = {"over": value} if kind is dict else [value]
+    return value
+
+
+HOSTILE = [
+    *(None, True, 0, -1, 2**64, 10**400, 1.5, float("nan"), float("inf"), 1e308, "", "1h", "2m"),
+    *("inf", "nan", "-5s", "1" * 10_000, "\ud800", "\x00", "x" * 100_000, [], {}, [[]], b"x"),
+    *([{"priority": 1}] * 100, [{"priority": float("nan")}], [{"token_start": 10**400}], [None]),
+    *([{1: 2}], nested(5000, dict), nested(5000, list), nested(900, dict), object(), {1}),
+]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "nothing", "", "x" * 100_000, 7, None])
+def test_whatever_comes_is_hints_or_a_short_refusal(name):
+    """One bad request must not take kvferry out of service for all others."""
+    for value in HOSTILE:
+        hints, words = hints_of({"kvferry": {name: value}})
+        assert hints == Hints() or not words
+        assert len(words) < 600
+        assert words.isprintable()
+
+
+@pytest.mark.parametrize("params", [value for value in HOSTILE if value is not None])
+def test_parameters_of_any_kind_are_borne(params):
+    """Seen red: an AttributeError, for which kvferry was taken out of service."""
+    desk = Desk(tenants="*")
+    sent = request(kv_transfer_params=params, cache_salt=None)
+    opened(desk.scheduler, sent, NAMESPACE).end()
+    hints, words = hints_of(params)
+    assert hints == Hints()
+    if not isinstance(params, dict):
+        assert "kv_transfer_params must be a mapping" in words
+
+
+def test_a_mistake_of_ours_with_hints_is_the_hints_alone(monkeypatch):
+    def broken(given: object) -> Hints:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Hints, "read", broken)
+    hints, words = hints_of({"kvferry": {"over": True}})
+    assert hints == Hints()
+    assert words == "the hints of this request are not heeded: ZeroDivisionError"
 
 
 def test_a_request_without_parameters_is_opened_as_ever():

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from kvferry import reach
+from kvferry.duplicates import Duplicates
+from kvferry.errors import InputError
 from kvferry.hints import Hints
 from kvferry.holds import FOREVER
 from kvferry.keys import Keys
@@ -60,15 +62,18 @@ class Control:
         self._num_prefetches = 0
         self._remembered: OrderedDict[RequestId, Keys] = OrderedDict()
         self._num_keys = 0
+        self._duplicates = Duplicates()
 
     # -- actions --------------------------------------------------------------------------------
 
     def lookup(self, keys: Keys) -> Acted:
         """What of these keys is where. Changes nothing, and asks no level."""
+        self._require_chain(keys)
         return self._done(keys)
 
     def hint(self, keys: Keys, hints: Hints) -> Acted:
         """Somebody says something about these blocks, after their request or without one."""
+        self._require_chain(keys)
         return self._done(keys, refused=tell_pools(hints, keys, self._parts))
 
     def pin(self, keys: Keys, seconds: float | None = None) -> Acted:
@@ -76,6 +81,7 @@ class Control:
 
         ``blocks`` counts those that are held on some level.
         """
+        self._require_chain(keys)
         held: dict[int, int] = {}
         refused = []
         for g, pool, name, slots in self._places(keys):
@@ -88,6 +94,7 @@ class Control:
 
     def unpin(self, keys: Keys) -> Acted:
         """They may go as all others, but for those that others, which are pinned, go on from."""
+        self._require_chain(keys)
         count = 0
         for _, pool, _, slots in self._places(keys):
             count += pool.let_go(slots)
@@ -95,6 +102,7 @@ class Control:
 
     def prefetch(self, keys: Keys, keep_seconds: float | None = None) -> Acted:
         """Bring up to the host what lies below it, and keep it there so long once it has come."""
+        self._require_chain(keys)
         if len(self._prefetches) >= MOST_PREFETCHES:
             words = f"{MOST_PREFETCHES} prefetches are under way already; try again later"
             return self._done(keys, refused=[words])
@@ -106,6 +114,7 @@ class Control:
 
     def drop(self, keys: Keys) -> Acted:
         """Forget these blocks on every level, but for those that others go on from."""
+        self._require_chain(keys)
         count, refused = 0, []
         for _, pool, name, slots in self._places(keys):
             gone = pool.drop(slots)
@@ -161,6 +170,11 @@ class Control:
         return self._remembered.get(request_id)
 
     # -- the parts ------------------------------------------------------------------------------
+
+    def _require_chain(self, keys: Keys) -> None:
+        """A slot that is named twice would be held, or let go of, twice."""
+        if self._duplicates.any_in(keys):
+            raise InputError(f"a key is twice among these {len(keys)}; a request's never repeat")
 
     def _places(self, keys: Keys) -> Iterator[tuple[int, Pool, TierName, SlotArray]]:
         """Where these blocks are: by group, level by level from the host down."""

@@ -15,7 +15,7 @@ from kvferry.scheduler.progress import NEVER, Progress
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.request_state import OVER
 from kvferry.scheduler.why import Explanation, Reason
-from kvferry.types import HOST, RequestId, SlotArray
+from kvferry.types import HOST, NO_SLOTS, RequestId, SlotArray
 
 
 class CappedProgress(Progress):
@@ -171,11 +171,13 @@ def _rank(pool: Pool, slots: SlotArray, told: TokenPriority, block_tokens: int) 
 
 
 def found(pool: Pool, keys: Keys, *, is_chained: bool) -> SlotArray:
-    """The slots of a request's blocks that can be read: the leading ones of a chain."""
-    if is_chained:
-        return pool.leading(keys)
-    slots = pool.find_cached(keys)
-    return slots[slots >= 0]
+    """The slots of a request's blocks that can be read: the leading ones of a chain.
+
+    Each once, whatever an engine calls a chain: to be held twice would be to be let go twice.
+    """
+    slots = pool.leading(keys) if is_chained else pool.find_cached(keys)
+    slots = slots if is_chained else slots[slots >= 0]
+    return slots if pool.all_distinct(slots) else NO_SLOTS
 
 
 def bound_words(level: str, pool: Pool, num_blocks: int) -> str:

@@ -31,7 +31,7 @@ def opened(scheduler: Scheduler, request: Any, namespace: Namespace) -> Request:
     params = getattr(request, "kv_transfer_params", None)
     if params is None and not scheduler.has_tenants:
         return scheduler.open(request.request_id, chain)
-    hints, words = hints_of(params or {})
+    hints, words = hints_of(params if params is not None else {})
     salt = getattr(request, "cache_salt", None)
     if scheduler.has_tenants and salt and not hints.tenant:
         hints = replace(hints, tenant=tenant_of(salt))
@@ -43,19 +43,22 @@ def tenant_of(salt: str) -> str:
     return f"salt-{blake2b(salt.encode(errors='replace'), digest_size=4).hexdigest()}"
 
 
-def hints_of(params: Mapping[str, Any]) -> tuple[Hints, str]:
+def hints_of(params: object) -> tuple[Hints, str]:
     """The hints among a request's parameters, and why some were not understood.
 
     A request is served all the same: who sent it may be one of many, and the server is everybody's.
     """
     try:
+        if not isinstance(params, Mapping):
+            raise InputError(f"kv_transfer_params must be a mapping, got {type(params).__name__}")
         given = params.get(OURS, {})
         if not isinstance(given, Mapping):
             raise InputError(f"{OURS} must be a mapping of hints, got {type(given).__name__}")
         said = {ours: params[name] for name, ours in _VLLMS.items() if name in params}
         return Hints.read({**said, **given}), ""
-    except InputError as error:
-        words = f"the hints of this request are not heeded: {error}"
+    except Exception as error:  # a mistake of ours, too: it would take us out of service
+        why = str(error) if isinstance(error, InputError) else type(error).__name__
+        words = f"the hints of this request are not heeded: {why}"
         if _complaint.is_due():
             log.warning("kv_transfer_params: %s (said once a minute)", words)
         return Hints(), words
