@@ -19,7 +19,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +208,7 @@ class Busy:
 
 
 def measure(name: str, plain: Any, ours: Ours, memory: Memory, rounds: int) -> None:
-    """Both in turn, rounds times; prints the medians and the ratio."""
+    """Both in turn, rounds times; prints medians: of the rates, and of each round's ratio."""
     print(f"\n{name}: {memory.num_blocks} blocks of 1 MiB in batches of {BATCH}, GB/s")
     print(f"{'':24}{'its own client':>16}{'kvferry':>10}{'ratio':>8}")
     clients = {"plain": plain, "ours": ours}
@@ -219,8 +219,8 @@ def measure(name: str, plain: Any, ours: Ours, memory: Memory, rounds: int) -> N
         rates = _in_turn(clients, memory, rounds, lambda: busy.count)
     tell("busy", rates)
     for way in ("put", "get"):
-        done = [rates[f"{way} beside", who] for who in clients]
-        tell_line(f"{way}, thread's speed", *(statistics.median(each) / alone for each in done))
+        done = [[each / alone for each in rates[f"{way} beside", who]] for who in clients]
+        tell_line(f"{way}, thread's speed", *done)
 
 
 def _in_turn(
@@ -245,11 +245,14 @@ def _in_turn(
 
 def tell(how: str, rates: dict[tuple[str, str], list[float]]) -> None:
     for way in ("put", "get"):
-        tell_line(f"{way}, {how}", *(statistics.median(rates[way, w]) for w in ("plain", "ours")))
+        tell_line(f"{way}, {how}", rates[way, "plain"], rates[way, "ours"])
 
 
-def tell_line(what: str, plainly: float, ourly: float) -> None:
-    print(f"{what:24}{plainly:16.2f}{ourly:10.2f}{ourly / plainly:8.2f}", flush=True)
+def tell_line(what: str, plain: Sequence[float], ours: Sequence[float]) -> None:
+    """The ratio is that of each round: what else a machine does changes with the minute."""
+    ratio = statistics.median(our / their for their, our in zip(plain, ours, strict=True))
+    plainly, ourly = statistics.median(plain), statistics.median(ours)
+    print(f"{what:24}{plainly:16.2f}{ourly:10.2f}{ratio:8.2f}", flush=True)
 
 
 def s3(memory: Memory, rounds: int) -> None:

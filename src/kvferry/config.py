@@ -136,6 +136,12 @@ class Config:
         optional(SIZE),
         "The most bytes a second to and from that store, for each rank and both ways together.",
     )
+    remote_key_file: str | None = setting(
+        None,
+        optional(FILE_NAME),
+        "Encrypt what is shared with the key in this file, the same for all servers: 32 bytes, or "
+        "their base64.",
+    )
     level_write: str = setting(
         "spill",
         one_of("spill", "through"),
@@ -260,7 +266,7 @@ class Config:
     @property
     def remote_settings(self) -> RemoteSettings | None:
         """What the tier in a shared store is told; None where there is none."""
-        return RemoteSettings.of(self.remote, self.remote_bandwidth)
+        return RemoteSettings.of(self.remote, self.remote_bandwidth, self.remote_key_file)
 
     @property
     def disk_settings(self) -> DiskSettings | None:

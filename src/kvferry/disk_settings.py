@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import os
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvferry.errors import ConfigError
+from kvferry.key_files import read_key
 from kvferry.quantities import quoted, shown
 
 KEY_ENV = "KVFERRY_DISK_KEY"
 """Holds the key as base64 where no file does. No setting: it is never shown."""
 
-KEY_SIZE = 32
 _MOST_DIRECTORIES = 16
-_MOST_KEY_FILE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -41,13 +37,9 @@ class DiskSettings:
     def read_key(self, env: Mapping[str, str] | None = None) -> bytes | None:
         """The key to encrypt with, from the file or else from ``KVFERRY_DISK_KEY``; None: neither.
 
-        Read where it is used, so that no settings and no message carry it. ConfigError, without a
-        byte of it, where it cannot be used.
+        ConfigError, without a byte of it, where it cannot be used.
         """
-        if self.key_file is not None:
-            return _key_of(_content(self.key_file), f"disk_key_file: {quoted(self.key_file)}")
-        told = (os.environ if env is None else env).get(KEY_ENV, "").strip()
-        return _key_of(told.encode(), KEY_ENV) if told else None
+        return read_key("disk_key_file", self.key_file, KEY_ENV, env)
 
 
 def read_directories(name: str, value: object) -> tuple[str, ...]:
@@ -95,36 +87,3 @@ def read_file_name(name: str, value: object) -> str:
 
 def show_directories(directories: tuple[str, ...]) -> str:
     return ", ".join(directories) or "none"
-
-
-def _content(path: str) -> bytes:
-    what = f"disk_key_file: {quoted(path)}"
-    try:
-        found = os.stat(path)
-        if not stat.S_ISREG(found.st_mode):  # to open a pipe would wait for its writer
-            raise ConfigError(f"{what} is no file")
-        if found.st_mode & (stat.S_IRWXO | stat.S_IWGRP):
-            raise ConfigError(
-                f"{what} can be read or changed by others: chmod 600 it (440 for a group is fine)"
-            )
-        with open(path, "rb") as file:
-            content = file.read(_MOST_KEY_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{what} cannot be read: {error.strerror or error}") from error
-    return content
-
-
-def _key_of(content: bytes, what: str) -> bytes:
-    """32 bytes as they are, or base64 of as many."""
-    if len(content) == KEY_SIZE:
-        return content
-    try:
-        key = base64.b64decode(content.strip(), validate=True)
-    except (binascii.Error, ValueError):
-        key = b""
-    if len(key) != KEY_SIZE:
-        raise ConfigError(
-            f"{what} holds no key: give {KEY_SIZE} random bytes, or their base64 "
-            "(openssl rand -base64 32)"
-        ) from None
-    return key

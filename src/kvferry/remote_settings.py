@@ -14,7 +14,11 @@ from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from kvferry.errors import ConfigError
+from kvferry.key_files import has_key, read_key
 from kvferry.quantities import format_size, parse_size, quoted, shown
+
+REMOTE_KEY_ENV = "KVFERRY_REMOTE_KEY"
+"""Holds the key as base64 where no file does. No setting: it is never shown."""
 
 S3 = "s3"
 MOONCAKE = "mooncake"
@@ -68,16 +72,28 @@ class RemoteSettings:
 
     address: RemoteAddress
     bandwidth: int | None = None
+    key_file: str | None = None
+
+    def read_key(self, env: Mapping[str, str] | None = None) -> bytes | None:
+        """The key that all servers have, from the file or else from ``KVFERRY_REMOTE_KEY``; None:
+        neither. ConfigError, without a byte of it, where it cannot be used.
+        """
+        return read_key("remote_key_file", self.key_file, REMOTE_KEY_ENV, env)
 
     def spare_bytes(self, slot_bytes: int) -> int:
         """What it needs behind every host slot of this size; none where it works on copies."""
         in_place = self.address.works_in_place and slot_bytes >= _LEAST_IN_PLACE
+        in_place = in_place and not has_key(self.key_file, REMOTE_KEY_ENV)  # needs a copy anyway
         return SPARE_BYTES if in_place else 0
 
     @classmethod
-    def of(cls, address: str | None, bandwidth: int | None) -> RemoteSettings | None:
+    def of(
+        cls, address: str | None, bandwidth: int | None, key_file: str | None
+    ) -> RemoteSettings | None:
         """From the settings; None where there is no store."""
-        return cls(read_remote("remote", address), bandwidth) if address is not None else None
+        if address is None:
+            return None
+        return cls(read_remote("remote", address), bandwidth, key_file)
 
 
 def read_remote(name: str, value: object) -> RemoteAddress:

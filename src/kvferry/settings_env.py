@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from kvferry.disk_settings import KEY_ENV
 from kvferry.errors import ConfigError
 from kvferry.quantities import quoted
+from kvferry.remote_settings import REMOTE_KEY_ENV
 
 ENV_PREFIX = "KVFERRY_"
 
-# The file's name, the disk's key, the debug switch of the copies, our tests' own switches.
-_NOT_A_SETTING = re.compile(rf"{KEY_ENV}$|KVFERRY_(CONFIG$|DEBUG$|TEST_)")
+# The file's name, the keys to encrypt with, the debug switch of the copies, our tests' own switches.
+_NOT_A_SETTING = re.compile(rf"({KEY_ENV}|{REMOTE_KEY_ENV})$|KVFERRY_(CONFIG$|DEBUG$|TEST_)")
 
 # What Kubernetes puts into every pod for each service of its namespace: beside one that is called
 # kvferry-metrics, KVFERRY_METRICS_PORT is tcp://10.0.0.1:9475 and no setting of ours.

@@ -8,20 +8,18 @@ key, place and store as associated data; the tag is the proof, and the drive see
 from __future__ import annotations
 
 import hashlib
-import os
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import ConfigError
+from kvferry.tiers.cipher import NONCE_BYTES, TAG_BYTES, Cipher, derived_key
 from kvferry.tiers.disk.messages import Numbers, Words
 from kvferry.tiers.disk.status import Flags
 from kvferry.tiers.mapping import PrivateMemory
 
 Proofs = npt.NDArray[np.uint8]
-
-NONCE_BYTES, TAG_BYTES = 12, 16
 
 
 class Buffer:
@@ -86,38 +84,24 @@ class Digests:
 
 
 class Seals:
-    """AES-256-GCM under a key of the store's own, with a nonce of its own for every write.
-
-    Nonces are random: after 2**32 blocks under one key, the chance that two were alike is 2**-33.
-    """
+    """AES-256-GCM under a key of the store's own."""
 
     proof_bytes = NONCE_BYTES + TAG_BYTES
     is_sealed = True
 
     def __init__(self, block_bytes: int, store: bytes, key: bytes) -> None:
-        try:
-            from cryptography.exceptions import InvalidTag
-            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-        except ImportError as error:
-            raise ConfigError(
-                f"disk_key_file: {error}; pip install 'kvferry[disk-encryption]'"
-            ) from error
-        if not hasattr(AESGCM, "encrypt_into"):
-            raise ConfigError("disk_key_file: cryptography 47 or later is needed")
-        self._wrong: type[Exception] = InvalidTag
-        self._cipher: Any = AESGCM(store_key(key, store))
+        self._cipher = Cipher(store_key(key, store), "disk_key_file", "disk-encryption")
         self._block_bytes = block_bytes
         self._store = hashlib.blake2b(store, digest_size=32, person=b"kvferry-seal").digest()
 
     def prove(self, buffer: Buffer, places: Numbers, keys: Words) -> Proofs:
         proofs = np.empty((len(places), self.proof_bytes), dtype=np.uint8)
         for at, name in enumerate(_names(places, keys, self._store)):
-            nonce = os.urandom(NONCE_BYTES)
             start = at * buffer.pitch
             end = start + self._block_bytes
             # The tag lands where the next block begins, which comes next and overwrites it.
             out = buffer.stored[start : end + TAG_BYTES]
-            self._cipher.encrypt_into(nonce, buffer.plain[start:end], name, out)
+            nonce = self._cipher.seal(buffer.plain[start:end], name, out)
             proofs[at] = np.frombuffer(nonce + bytes(out[-TAG_BYTES:]), dtype=np.uint8)
             out[-TAG_BYTES:] = bytes(TAG_BYTES)
         return proofs
@@ -131,13 +115,8 @@ class Seals:
             proof = proofs[at].tobytes()
             after = bytes(sealed[-TAG_BYTES:])  # the next block's first bytes
             sealed[-TAG_BYTES:] = proof[NONCE_BYTES:]
-            try:
-                self._cipher.decrypt_into(
-                    proof[:NONCE_BYTES], sealed, name, buffer.plain[start:end]
-                )
-                ok[at] = True
-            except self._wrong:
-                pass
+            plain = buffer.plain[start:end]
+            ok[at] = self._cipher.unseal(proof[:NONCE_BYTES], sealed, name, plain)
             sealed[-TAG_BYTES:] = after
         return ok
 
@@ -149,7 +128,7 @@ def open_prover(block_bytes: int, store: bytes, key: bytes | None) -> Prover:
 
 def store_key(key: bytes, store: bytes) -> bytes:
     """The key of one store: what one rank and drive seal never meets another's nonces."""
-    return hashlib.blake2b(store, key=key, digest_size=32, person=b"kvferry-store").digest()
+    return derived_key(key, store, b"kvferry-store")
 
 
 def key_check(key: bytes, store: bytes) -> bytes:

@@ -2,7 +2,7 @@
 
 ::
 
-    write   engine ── process_vm ──> staging ── seal ──> put
+    write   engine ── process_vm ──> staging ── seal ──> put        sealing: a checksum, or AES
     read    get ── is it whole, and ours? ── process_vm ──> engine
     where the engine's slots are mapped here: seal behind the slot ──> put
             get into the slot ── is it whole, and ours?
@@ -30,6 +30,7 @@ from kvferry.tiers.remote.bandwidth import Bandwidth
 from kvferry.tiers.remote.breaker import Breaker
 from kvferry.tiers.remote.client import Fault, NotThere, StoreClient
 from kvferry.tiers.remote.names import Whose
+from kvferry.tiers.remote.sealing import open_sealing
 from kvferry.tiers.remote.staging import address_of
 from kvferry.tiers.remote.window import Window
 
@@ -77,6 +78,7 @@ class Carrier:
         self._client = client
         self._staging = client.staging
         self._whose = whose
+        self._sealing = open_sealing(whose)
         self._memory = memory
         self._window = window
         self._bandwidth = bandwidth
@@ -159,16 +161,18 @@ class Carrier:
         slots = self._in_place(errand.order, positions)
         async with self._turn(errand, positions):
             given = await self._client.get(names, self._whose.object_bytes, slots)
+        await asyncio.sleep(0)  # whose turn it is now begins, and goes on beside our proofs
         for at, name, stored in zip(positions, names, given, strict=True):
             if not isinstance(stored, memoryview):
                 ends.append(stored)
                 continue
             try:
-                ends.append(self._prove(errand, at, name, stored))
-                if ends[-1] is None and not slots:
-                    ends[-1] = self._deliver(errand, at, stored)
+                block = self._sealing.unseal(stored, errand.keys[at])
+                ends.append(self._end(errand, at, block, in_place=bool(slots)))
             finally:
                 self._staging.give_back(stored)
+            if block is None:
+                self._suspect(name)
         return ends
 
     def _in_place(self, order: OrderMessage, positions: range) -> list[memoryview]:
@@ -178,16 +182,14 @@ class Carrier:
         there = order.addresses[positions.start : positions.stop, 0]
         return self._window.rooms(there, self._whose.object_bytes)
 
-    def _prove(self, errand: Errand, at: int, name: str, stored: memoryview) -> _End:
-        if not self._whose.is_whole(stored, errand.keys[at]):
-            self._suspect(name)
+    def _end(self, errand: Errand, at: int, block: memoryview | None, *, in_place: bool) -> _End:
+        """Bring a block that was proven to where it should be, if it is not there yet."""
+        if block is None:
             return NotThere("what is there is no block of ours: it fails its proof")
-        return None
-
-    def _deliver(self, errand: Errand, at: int, stored: memoryview) -> _End:
-        here, there, sizes = self._pieces(errand.order, at, stored)
-        if not self._memory.deliver(here, there, sizes).all():
-            return NotThere("the engine's memory cannot be written")
+        if not in_place:
+            here, there, sizes = self._pieces(errand.order, at, block)
+            if not self._memory.deliver(here, there, sizes).all():
+                return NotThere("the engine's memory cannot be written")
         return None
 
     async def _write(self, errand: Errand, positions: range) -> list[_End]:
@@ -195,12 +197,11 @@ class Carrier:
         rooms = slots or self._staging.lend(len(positions))
         if not rooms:
             return [Fault("too many calls to the store hang")] * len(positions)
-        block_bytes = self._whose.block_bytes
         for at, room in zip(positions, rooms, strict=True):
-            if not slots and not self._fetch(errand, at, room):
+            if not slots and not self._fetch(errand, at, self._sealing.plain(room)):
                 self._give_back(rooms)
                 return [NotThere("the engine's memory cannot be read")] * len(positions)
-            room[block_bytes:] = self._whose.seal(room[:block_bytes], errand.keys[at])
+            self._sealing.seal(room, errand.keys[at])
         names = errand.names[positions.start : positions.stop]
         replace = [name in self._suspects for name in names]
         is_ours = True

@@ -136,13 +136,15 @@ class MooncakeClient:
     async def get(
         self, names: Sequence[str], size: int, rooms: Sequence[memoryview]
     ) -> list[Stored]:
+        in_place = bool(rooms)
         rooms = rooms or self.staging.lend(len(names))
         if not rooms:
             return [Fault("too many calls to the store hang")] * len(names)
         places, sizes = [address_of(room) for room in rooms], [size] * len(rooms)
 
         def read() -> Sequence[int]:
-            self._map_pages(rooms)
+            if in_place and self._window is not None:
+                self._window.map_pages(places)
             return list(self._store.batch_get_into(list(names), places, sizes))
 
         call = _in_thread(read)
@@ -166,10 +168,6 @@ class MooncakeClient:
             else:
                 given.append(NotThere(_MISSES[code]) if code in _MISSES else _fault(code))
         return given
-
-    def _map_pages(self, rooms: Sequence[memoryview]) -> None:
-        if self._window is not None:
-            self._window.map_pages(rooms)
 
     def _cut_off(self, rooms: Sequence[memoryview]) -> None:
         if self._window is not None:
@@ -197,7 +195,8 @@ class MooncakeClient:
         places, sizes = [address_of(each) for each in objects], [len(each) for each in objects]
 
         def write() -> Sequence[int]:
-            self._map_pages(objects)
+            if self._window is not None and self._window.holds(objects[0]):
+                self._window.map_pages(places)
             for name, is_bad in zip(names, replace, strict=True):
                 if is_bad:
                     self._store.remove(name, True)

@@ -13,9 +13,9 @@ from kvferry.tiers.remote.tier import OPEN_SECONDS, RemoteTier
 
 log = logging.getLogger(__name__)
 
-_NEEDS = {
-    S3: (("obstore", "xxhash"), "pip install 'kvferry[s3]'"),
-    MOONCAKE: (("mooncake", "xxhash"), "pip install 'kvferry[mooncake]'"),
+_NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
+    S3: (("obstore", "xxhash"), "s3"),
+    MOONCAKE: (("mooncake", "xxhash"), "mooncake"),
 }
 _HINTS = {
     MOONCAKE: " (Mooncake needs Debian's libibverbs1, libnuma1 and liburing2, or what they are "
@@ -32,10 +32,15 @@ def open_remote(setup: TierSetup) -> RemoteTier:
             "blocks in a shared store outlive this process and are read by others, so say what "
             "they are: open the rank with contents=Contents(namespace)"
         )
-    modules, remedy = _NEEDS[address.kind]
+    key = settings.read_key()
+    modules, extras = _NEEDS[address.kind]
+    if key is not None:
+        modules, extras = (*modules, "cryptography"), f"{extras},remote-encryption"
     lacking = [name for name in modules if importlib.util.find_spec(name) is None]
     if lacking:
-        raise ConfigError(f"{address} needs {' and '.join(lacking)}: {remedy}")
+        raise ConfigError(
+            f"{address} needs {' and '.join(lacking)}: pip install 'kvferry[{extras}]'"
+        )
     spare_bytes = settings.spare_bytes(setup.block_bytes)
     hello: dict[str, object] = {
         "address": str(address),
@@ -44,6 +49,7 @@ def open_remote(setup: TierSetup) -> RemoteTier:
         "block_bytes": setup.block_bytes,
         "rank": int(setup.rank),
         "num_ranks": setup.num_ranks,
+        "key": key.hex() if key is not None else None,
     }
     file = setup.host_file
     if file is not None and file.pitch >= setup.block_bytes + spare_bytes > setup.block_bytes:

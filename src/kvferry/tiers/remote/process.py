@@ -80,7 +80,7 @@ class StoreProcess:
             hello["block_bytes"],
             hello["rank"],
             hello["num_ranks"],
-        )
+        ).with_key(bytes.fromhex(hello["key"]) if hello.get("key") else None)
         self._client = open_client(address, whose, os.environ, window)
         self._whose = whose
         self._carrier = Carrier(

@@ -77,23 +77,22 @@ class Window:
         starts = (slots * self._pitch).tolist()
         return [self._memory[at : at + size] for at in starts]
 
-    def map_pages(self, rooms: Sequence[memoryview]) -> None:
-        """Bring these slots into our page table, where they are not yet. Any thread.
+    def map_pages(self, addresses: Sequence[int]) -> None:
+        """Bring the slots here into our page table, where they are not yet. Any thread.
 
         Else each page is a fault when it is first copied: 0.37 s for a GiB instead of 0.09.
         """
-        for room in filter(self.holds, rooms):
-            slot = self._slot(room)
-            if not self._is_mapped[slot]:
-                start = self.address + slot * self._pitch
-                _libc.madvise(start, self._pitch, _MADV_POPULATE_READ)  # before Linux 5.14: none
-                self._is_mapped[slot] = True
+        slots = (np.array(addresses) - self.address) // self._pitch
+        for slot in slots[~self._is_mapped[slots]].tolist():
+            start = self.address + slot * self._pitch
+            _libc.madvise(start, self._pitch, _MADV_POPULATE_READ)  # before Linux 5.14: none
+            self._is_mapped[slot] = True
 
     def holds(self, room: memoryview) -> bool:
         return 0 <= address_of(room) - self.address < self.num_bytes
 
     def is_cut(self, room: memoryview) -> bool:
-        return self._slot(room) in self._cut
+        return bool(self._cut) and self._slot(room) in self._cut
 
     def cut(self, room: memoryview) -> None:
         """Nobody here reaches this slot of the engine's any more. It is cut off until mended."""
