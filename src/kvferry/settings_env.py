@@ -12,7 +12,7 @@ from kvferry.remote_settings import REMOTE_KEY_ENV
 
 ENV_PREFIX = "KVFERRY_"
 
-# The file's name, the keys to encrypt with, the debug switch of the copies, our tests' own switches.
+# The file's name, the keys to encrypt with, the copies' debug switch, our tests' own switches.
 _NOT_A_SETTING = re.compile(rf"({KEY_ENV}|{REMOTE_KEY_ENV})$|KVFERRY_(CONFIG$|DEBUG$|TEST_)")
 
 # What Kubernetes puts into every pod for each service of its namespace: beside one that is called
