@@ -60,13 +60,8 @@ def assemble(
     clock: Callable[[], float],
 ) -> Parts:
     """As :class:`Scheduler` is asked for."""
-    for level in levels:
-        if level.name == DISK:
-            num_keys = pool.num_slots + (level.pool.num_slots if level.pool is not None else 0)
-            size = max(block_bytes) * num_ranks
-            level.gate = gate_of(config, num_keys=num_keys, block_bytes=size, now=clock())
-            if TIMES[config.disk_after] > 1:  # as it is stored nobody has asked for it again
-                level.write = WriteMode.SPILL
+    if disk := next((level for level in levels if level.name == DISK), None):
+        _let_through(disk, pool, config, max(block_bytes) * num_ranks, clock())
     lower = LowerLevels(
         pool,
         levels,
@@ -81,8 +76,7 @@ def assemble(
     matcher = Matcher(groups, pool, lower, hash_tokens)
     on_device = None
     if config.store_mode == "lazy":
-        most = _most_on_device(num_device_blocks, groups, hash_tokens)
-        on_device = OnDevice(most, hash_tokens)
+        on_device = _on_device(num_device_blocks, groups, hash_tokens)
     stores = Stores(
         matcher,
         pool,
@@ -103,9 +97,7 @@ def assemble(
         joins_loads=joins_loads,
         clock=clock,
     )
-    tenants = None
-    if config.tenants:
-        tenants = _divided(config.tenants, pool, levels)
+    tenants = _divided(config.tenants, pool, levels) if config.tenants else None
     journal, admission = Journal(), stores.admission
     explainer = Explainer(matcher, pool, admission, lower)
     sizes = tuple(group.block_tokens for group in groups)
@@ -145,6 +137,14 @@ def assemble(
     return parts
 
 
+def _let_through(disk: Level, pool: Pool, config: Config, block_bytes: int, now: float) -> None:
+    """What of all that could go to the disk does; ``block_bytes`` are those of all ranks."""
+    num_keys = pool.num_slots + (disk.pool.num_slots if disk.pool is not None else 0)
+    disk.gate = gate_of(config, num_keys=num_keys, block_bytes=block_bytes, now=now)
+    if TIMES[config.disk_after] > 1:  # as it is stored nobody has asked for it again
+        disk.write = WriteMode.SPILL
+
+
 def _divided(shares: Sequence[TenantShare], pool: Pool, levels: Sequence[Level]) -> Tenants:
     """The tenants, who have their parts of every pool from now on."""
     pools: dict[str, Pool] = {HOST: pool}
@@ -170,11 +170,11 @@ def _bound(given: int | None, num_device_blocks: int | None, share: float) -> in
     return max(1, int(num_device_blocks * share))
 
 
-def _most_on_device(
+def _on_device(
     num_device_blocks: int | None, groups: Sequence[reach.Group], hash_tokens: int
-) -> int:
-    """How many keys of what the device has are remembered: twice as many as it can have."""
+) -> OnDevice:
+    """What the device has, as far as we were told: twice as many keys as it can have."""
     if num_device_blocks is None:
-        return _MOST_ON_DEVICE
+        return OnDevice(_MOST_ON_DEVICE, hash_tokens)
     largest = max(group.block_tokens for group in groups)
-    return max(1024, 2 * num_device_blocks * -(-largest // hash_tokens))
+    return OnDevice(max(1024, 2 * num_device_blocks * -(-largest // hash_tokens)), hash_tokens)
