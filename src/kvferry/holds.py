@@ -12,6 +12,9 @@ What is held is a beginning of its chain: a block is held no longer than those b
 
 from __future__ import annotations
 
+from collections import deque
+from heapq import heapify, heappop, heappush
+
 import numpy as np
 import numpy.typing as npt
 
@@ -19,14 +22,22 @@ from kvferry.types import NO_SLOTS, SlotArray
 
 FOREVER = float("inf")
 _STEP_SHARE = 16
-"""Where some must give way, so large a part of the bound does: to find them takes a look at all."""
+"""Where some must give way, so large a part of the bound does: not a few with every wish."""
 
 _LOOK_SECONDS = 0.25
-"""A hold may end so much later than it could: to find what has ended is a look at all slots."""
+"""A hold may end so much later than it could: those that end together are let go together."""
+
+_MOST_TIMES, _LEAST = 4, 1024
+"""So often as many entries as may be held are kept, and so many more: most are stale by then."""
 
 
 class Holds:
-    """Owns until when each slot is held, and the bound on how many are. The pool claims them."""
+    """Owns until when each slot is held, and the bound on how many are. The pool claims them.
+
+    Whoever sends a request may wish for something, so no wish takes a look at all slots: what ends
+    next and what gives way next are queues, in which an entry counts as long as nothing later was
+    said of its slots.
+    """
 
     def __init__(self, num_slots: int, most: int) -> None:
         self.most = most
@@ -38,8 +49,15 @@ class Holds:
         self._firm = np.zeros(num_slots)
         self._soft = np.zeros(num_slots)
         self._priority = np.zeros(num_slots, dtype=np.int8)
-        self._told = np.zeros(num_slots)
-        self._next_end = FOREVER
+        self._told = np.zeros(num_slots, dtype=np.int64)  # the wish that last named a slot
+        self._num_wishes = 0
+        self._ends: list[tuple[float, int, SlotArray]] = []  # a heap, the first to end first
+        self._num_ending = 0
+        self._queues: dict[
+            int, deque[tuple[int, SlotArray]]
+        ] = {}  # soft, by priority, oldest first
+        self._num_queued = 0
+        self._look_at = 0.0
 
     def bound(self, share: float) -> None:
         """At most this part of the slots is held from now on; what is held already stays."""
@@ -67,11 +85,14 @@ class Holds:
 
         Returns the slots that are held from now on, and those that gave way for them.
         """
+        named = slots
+        self._num_wishes += 1
+        self._told[named] = self._num_wishes  # so none of them is in a queue: none gives way
         fresh = np.flatnonzero(~self.held(slots))
         gave_way = NO_SLOTS
         lacking = len(fresh) - (self.most - self.count)
         if lacking > 0:
-            gave_way = self._weakest(max(lacking, self.most // _STEP_SHARE), slots, priority)
+            gave_way = self._weakest(max(lacking, self.most // _STEP_SHARE), priority)
             self.drop(gave_way)
             room = max(0, self.most - self.count)
             if len(fresh) > room:
@@ -79,40 +100,70 @@ class Holds:
                 slots, fresh = slots[: int(fresh[room])], fresh[:room]
         came = slots[fresh]
         self.count += len(came)
-        self._told[slots] = now
         if priority is None:
             self._firm[slots] = np.maximum(self._firm.take(slots), until)
         else:
             self._soft[slots] = np.maximum(self._soft.take(slots), until)
             self._priority[slots] = np.maximum(self._priority.take(slots), priority)
-        self._next_end = min(self._next_end, until)
+        self._queue(named)
+        self._note_end(slots, until)
         return came, gave_way
 
-    def _weakest(self, count: int, spared: SlotArray, below: int | None) -> SlotArray:
+    # -- who gives way ----------------------------------------------------------------------------
+
+    def _queue(self, slots: SlotArray) -> None:
+        """Those of them that are held softly stand behind all others of their priority."""
+        soft = slots[(self._soft.take(slots) > 0) & (self._firm.take(slots) == 0)]
+        if not len(soft):
+            return
+        told, priorities = self._num_wishes, self._priority.take(soft)
+        self._told[soft] = told
+        for priority in np.unique(priorities).tolist():
+            part = soft[priorities == priority]
+            self._queues.setdefault(priority, deque()).append((told, part))
+        self._num_queued += len(soft)
+        if self._num_queued > _MOST_TIMES * self.most + _LEAST:
+            for priority in list(self._queues):
+                fresh = [(n, self._standing(n, part)) for n, part in self._queues[priority]]
+                self._queues[priority] = deque(each for each in fresh if len(each[1]))
+            queues = self._queues.values()
+            self._num_queued = sum(len(part) for queue in queues for _, part in queue)
+
+    def _standing(self, told: int, slots: SlotArray) -> SlotArray:
+        """Those of a queue's entry that it still counts for."""
+        is_soft = (self._soft.take(slots) > 0) & (self._firm.take(slots) == 0)
+        return slots[is_soft & (self._told.take(slots) == told)]
+
+    def _weakest(self, count: int, below: int | None) -> SlotArray:
         """About ``count`` slots that are held softly and give way first; firm holds never do.
 
         ``below`` a priority, where one is given: those of the same were told before and go as well.
+        Told together, they go together: half a chain must not lose its beginning.
         """
-        soft = np.flatnonzero((self._soft > 0) & (self._firm == 0))
-        soft = soft[~np.isin(soft, spared)]
-        if below is not None:
-            soft = soft[self._priority.take(soft) <= below]
-        if not len(soft):
-            return soft
-        rank = np.lexsort((self._told.take(soft), self._priority.take(soft)))
-        soft = soft[rank]
-        # Told together, they go together: half a chain must not lose its beginning.
-        last = soft[min(count, len(soft)) - 1]
-        alike = (self._priority.take(soft) == self._priority[last]) & (
-            self._told.take(soft) == self._told[last]
-        )
-        return soft[: int(np.flatnonzero(alike)[-1]) + 1]
+        found: list[SlotArray] = []
+        for priority in sorted(self._queues):
+            if below is not None and priority > below:
+                break
+            queue = self._queues[priority]
+            while queue and count > 0:
+                told, slots = queue.popleft()
+                self._num_queued -= len(slots)
+                slots = self._standing(told, slots)
+                found.append(slots)
+                count -= len(slots)
+            if not queue:
+                del self._queues[priority]
+            if count <= 0:
+                break
+        return np.concatenate((NO_SLOTS, *found))
 
     def give_way(self, count: int) -> SlotArray:
         """Let go of about ``count`` that are held softly, the least of them first."""
-        weakest = self._weakest(count, NO_SLOTS, None)
+        weakest = self._weakest(count, None)
         self.drop(weakest)
         return weakest
+
+    # -- what ends --------------------------------------------------------------------------------
 
     def drop(self, slots: SlotArray) -> None:
         """These are held no longer; those that were not are ignored."""
@@ -125,18 +176,53 @@ class Holds:
         """Nothing is held any more; what was."""
         every = self.all_held() if self.count else NO_SLOTS
         self.drop(every)
+        self._ends.clear()
+        self._queues.clear()
+        self._num_ending = self._num_queued = 0
         return every
+
+    def _note_end(self, slots: SlotArray, until: float) -> None:
+        if len(slots) and until < FOREVER:
+            heappush(self._ends, (until, self._num_wishes, slots))
+            self._num_ending += len(slots)
+            if self._num_ending > _MOST_TIMES * self.most + _LEAST:
+                self._note_ends_anew()
+
+    def _note_ends_anew(self) -> None:
+        """One entry for each time at which something ends."""
+        self._ends = []
+        for ends in (self._firm, self._soft):
+            slots = np.flatnonzero((ends > 0) & (ends < FOREVER))
+            slots = slots[np.argsort(ends.take(slots), kind="stable")]
+            times, firsts = np.unique(ends.take(slots), return_index=True)
+            parts = np.split(slots, firsts[1:]) if len(slots) else []
+            start = self._num_wishes
+            self._ends += [
+                (time, start + n, part)
+                for n, (time, part) in enumerate(zip(times.tolist(), parts, strict=True))
+            ]
+            self._num_wishes += len(parts)
+        heapify(self._ends)
+        self._num_ending = sum(len(part) for _, _, part in self._ends)
 
     def expire(self, now: float) -> SlotArray:
         """Let go of what was held until now."""
-        if now < self._next_end:
+        if not self._ends or now < self._ends[0][0] or now < self._look_at:
             return NO_SLOTS
-        ends = np.maximum(self._firm, self._soft)
-        self._firm[self._firm <= now] = 0.0
-        self._soft[self._soft <= now] = 0.0
-        self._priority[self._soft == 0] = 0
-        ended = np.flatnonzero((ends > 0) & (ends <= now))
+        self._look_at = now + _LOOK_SECONDS
+        found = []
+        while self._ends and self._ends[0][0] <= now:
+            found.append(heappop(self._ends)[2])
+            self._num_ending -= len(found[-1])
+        slots = np.unique(np.concatenate(found))
+        slots = slots[self.held(slots)]
+        was_firm = self._firm.take(slots) > 0
+        for ends in (self._firm, self._soft):
+            ends[slots[ends.take(slots) <= now]] = 0.0
+        self._priority[slots[self._soft.take(slots) == 0]] = 0
+        ended = slots[~self.held(slots)]
         self.count -= len(ended)
-        rest = ends[ends > now]
-        self._next_end = max(float(rest.min()), now + _LOOK_SECONDS) if len(rest) else FOREVER
+        # What was pinned as well, and is wished for still, may give way again.
+        self._num_wishes += 1
+        self._queue(slots[was_firm])
         return ended

@@ -179,6 +179,8 @@ class PoolRoom(PoolFind):
     def _unclaim(self, slots: SlotArray) -> None:
         """These are held no more."""
         if len(slots):
+            if self._fair is not None:
+                self._fair.count_held(slots, -1)
             readers = self._readers.take(slots) - 1
             self._readers[slots] = readers
             idle = self._chains.children_first(slots[readers == 0])
@@ -202,6 +204,8 @@ class PoolRoom(PoolFind):
                 held = slots[self._holds.held(slots)]
                 self._holds.drop(held)
                 self._readers[held] -= 1
+                if self._fair is not None:
+                    self._fair.count_held(held, -1)
             self._tell_gone(slots[self._state.take(slots) == _CACHED])
             if self._first:
                 self._first.forget(slots)
@@ -231,6 +235,7 @@ class PoolRoom(PoolFind):
         self._ceilings = [int(self.num_slots * ceiling) for ceiling in ceilings]
         self.before = before
         self._fair.own(np.flatnonzero(np.isin(self._state[:-1], (_WRITING, _CACHED))), before)
+        self._fair.count_held(self._holds.all_held(), 1)
         self._policy = self._fair
         self._listen()
         self._policy.insert(np.flatnonzero(cached))

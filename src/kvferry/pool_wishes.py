@@ -33,6 +33,8 @@ class PoolWishes(PoolRoom):
         readers = self._readers.take(came)
         self._num_idle -= len(came) - int(np.count_nonzero(readers))
         self._readers[came] = readers + 1
+        if self._fair is not None:
+            self._fair.count_held(came, 1)
         return int(np.count_nonzero(self._holds.held(asked)))
 
     def _within_part(self, slots: SlotArray, fair: Fair) -> SlotArray:
@@ -42,11 +44,10 @@ class PoolWishes(PoolRoom):
         """
         fresh = np.flatnonzero(~self._holds.held(slots))
         owners = fair.owner_of(slots[fresh])
-        holders = fair.owner_of(self._holds.all_held())
         end = len(slots)
         for tenant in np.unique(owners).tolist():
             most = max(1, int(self._holds.most * fair.part_of(tenant)))
-            room = max(0, most - int(np.count_nonzero(holders == tenant)))
+            room = max(0, most - int(fair.held[tenant]))
             its = fresh[owners == tenant]
             if len(its) > room:
                 end = min(end, int(its[room]))

@@ -445,6 +445,10 @@ class Divided(RuleBasedStateMachine):
         assert all(o <= most for o, most in zip(owned, self.most, strict=True))
         evicted = [self.pool.evicted_of_tenant(t) for t in range(NUM_TENANTS)]
         assert sum(evicted) == counts.evicted
+        fair = self.pool._fair
+        assert fair is not None
+        owners = fair.owner_of(self.pool.holds.all_held())
+        assert fair.held.tolist() == [int((owners == t).sum()) for t in range(NUM_TENANTS)]
 
     def teardown(self):
         for lease in getattr(self, "leases", ()):

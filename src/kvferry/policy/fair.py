@@ -49,6 +49,8 @@ class Fair:
         """By tenant, the slots that are its own, whatever becomes of them."""
         self.evicted = np.zeros(len(shares), dtype=np.int64)
         """By tenant, the blocks that made room for others."""
+        self.held = np.zeros(len(shares), dtype=np.int64)
+        """By tenant, the slots that somebody asked to stay; the pool counts them."""
         self.only: int | None = None
         """Whose alone may go, where somebody must make room for itself."""
         self._asked: Arriving | None = None
@@ -80,6 +82,11 @@ class Fair:
         """The blocks of these slots made room."""
         owners = self._owner.take(slots)
         self.evicted += np.bincount(owners[owners >= 0], minlength=len(self.evicted))
+
+    def count_held(self, slots: SlotArray, sign: int) -> None:
+        """These are held from now on, or (-1) no more."""
+        owners = self._owner.take(slots)
+        self.held += sign * np.bincount(owners[owners >= 0], minlength=len(self.held))
 
     def part_of(self, tenant: int) -> float:
         """Which part of all is a tenant's: its share, or an even one among those with blocks."""
