@@ -1,0 +1,137 @@
+"""Servers that share a store in every kind of weather: not one token differs, and it ends well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import datetime, timedelta, timezone
+from itertools import count
+
+import pytest
+from tests.fakes import remote, s3_servers
+
+from kvferry.config import Config
+from kvferry.errors import TransferError
+from kvferry.playground.engine import Engine
+from kvferry.playground.model import Decoder, ModelShape
+from kvferry.playground.offload import Offloader
+from kvferry.playground.runner import Runner
+from kvferry.playground.workload import Chat, serve
+from kvferry.types import HOST, TierName
+
+SHAPE = ModelShape(
+    vocab=97, width=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, hidden=48, seed=3
+)
+CHAT = Chat(
+    num_conversations=6,
+    num_turns=4,
+    opening_tokens=50,
+    question_tokens=13,
+    answer_tokens=9,
+    num_users=3,
+    vocab=97,
+)
+NUM_TURNS = CHAT.num_conversations * CHAT.num_turns
+HOST_BYTES = 16 * (3 * 2 * 16 * 2 * 8 * 4)
+REMOTE = TierName("remote")
+Answers = dict[str, list[int]]
+
+
+class Weather:
+    """What lies between the servers and their store."""
+
+    def __init__(self, server: s3_servers.S3Server) -> None:
+        self._door = s3_servers.Door(server)
+        self._wire = s3_servers.Wire(int(self._door.endpoint.rpartition(":")[2]))
+        self.endpoint = self._wire.endpoint
+
+    def fair(self) -> None:
+        self._door.fault = self._door.garble = self._door.clock = None
+        self._wire.is_held, self._wire.delay = False, 0.0
+
+    def garbage(self) -> None:
+        self._door.garble = lambda content: bytes(len(content))
+
+    def slow(self) -> None:
+        self._wire.delay = 0.02
+
+    def clock_skewed(self) -> None:
+        self._door.clock = lambda: datetime.now(timezone.utc) + timedelta(hours=5)
+
+    def cut(self) -> None:
+        self._wire.cut()
+
+    def held(self) -> None:
+        self._wire.is_held = True
+
+    def broken(self) -> None:
+        def fault(*_: object) -> None:
+            raise TransferError("injected: the server's disk is full")
+
+        self._door.fault = fault
+
+    def close(self) -> None:
+        self.fair()
+        self._wire.close()
+        self._door.close()
+
+
+def answers_of(weather: Weather, after: Callable[[int], None]) -> tuple[Answers, int]:
+    """What a new server says, and how many bytes it had from the store.
+
+    ``after`` is told how many turns have been answered. Host memory holds hardly two conversations,
+    so every turn looks for its beginning in the store.
+    """
+    config = Config(
+        remote=f"s3://{s3_servers.BUCKET}/weather?endpoint={weather.endpoint}",
+        level_write="through",
+        load_policy="always",
+        ask_deadline=1.0,
+        promote_deadline=1.0,
+    )
+    numbers = count(1)
+    with ExitStack() as stack:
+        stack.enter_context(remote.environment(remote.CREDENTIALS))
+        runner = stack.enter_context(Runner(Decoder(SHAPE), num_blocks=24))
+        offloader = stack.enter_context(Offloader(runner, host_bytes=HOST_BYTES, config=config))
+        engine = Engine(runner, offloader=offloader)
+        said = serve(engine, CHAT, lambda _: after(next(numbers))).answers()
+        engine.drain()
+        offloader.scheduler.check_integrity()
+        return said, offloader.scheduler.stats().bytes_moved.get((REMOTE, HOST), 0)
+
+
+@pytest.fixture(scope="module")
+def truth() -> Answers:
+    with Runner(Decoder(SHAPE), num_blocks=CHAT.num_blocks(16)) as runner:
+        return serve(Engine(runner), CHAT).answers()
+
+
+@pytest.fixture(scope="module")
+def weather(truth: Answers) -> Iterator[Weather]:
+    """Before a store that a first server has filled."""
+    server = s3_servers.S3Server("rclone")
+    server.start()
+    made = Weather(server)
+    first, _ = answers_of(made, lambda _: None)
+    assert first == truth
+    yield made
+    made.close()
+    server.close()
+
+
+@pytest.mark.parametrize(
+    "fault", ["fair", "garbage", "slow", "clock_skewed", "cut", "held", "broken"]
+)
+def test_not_one_token_differs(fault: str, weather: Weather, truth: Answers) -> None:
+    """The fault comes after a third of the turns and goes after two."""
+
+    def after(number: int) -> None:
+        if number == NUM_TURNS // 3:
+            getattr(weather, fault)()
+        elif number == 2 * NUM_TURNS // 3:
+            weather.fair()
+
+    said, num_read = answers_of(weather, after)
+    assert said == truth
+    assert num_read > 0
