@@ -17,7 +17,7 @@ import json, sys, time
 from vllm import LLM, SamplingParams
 
 if __name__ == "__main__":
-    model, prompts, settings = json.loads(sys.argv[1])
+    model, prompts, settings, has_second_half = json.loads(sys.argv[1])
     ferry = {"host": "64MiB", "load_policy": "always", "load_deadline": "5min",
              "store_deadline": "5min", **settings}
     llm = LLM(
@@ -33,6 +33,10 @@ if __name__ == "__main__":
         tokens = [list(o.outputs[0].token_ids) for o in outputs]
         return tokens, [o.num_cached_tokens for o in outputs]
     first, found = generate()
+    if not has_second_half:
+        time.sleep(2)  # what was stored is on its way down, and durable a second later
+        print("RESULT", json.dumps({"first": first, "found": found}))
+        sys.exit()
     time.sleep(3)  # a reset at once may come before what the last tokens left is stored
     for _ in range(600):  # the engine steps on by itself until its stores have landed
         if llm.reset_prefix_cache():
@@ -62,11 +66,12 @@ translate._num_replicas = lambda *configs: 2
 """
 
 
-def run_two_ranks(folder, model, prompts, settings=None, **env):
+def run_two_ranks(folder, model, prompts, settings=None, *, again=True, **env):
+    """Generate, and once more after a reset of the device's cache if it is to be done ``again``."""
     script = folder / "two_ranks.py"
     script.write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, str(script), json.dumps([str(model), prompts, settings or {}])],
+        [sys.executable, str(script), json.dumps([str(model), prompts, settings or {}, again])],
         env={**process_env(), **env},
         capture_output=True,
         text=True,
