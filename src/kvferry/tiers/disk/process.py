@@ -9,7 +9,6 @@ a call to the drive for hours; all such a thread can still touch is its own buff
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -20,7 +19,7 @@ from contextlib import suppress
 
 from kvferry.errors import ConfigError
 from kvferry.tiers.disk.channel import Channel
-from kvferry.tiers.disk.engine_memory import open_own_memory
+from kvferry.tiers.disk.engine_memory import let_children_in, open_own_memory
 from kvferry.tiers.disk.messages import FrameKind, frame
 from kvferry.tiers.disk.setup import DriveSetup
 from kvferry.tiers.disk.status import Status
@@ -28,8 +27,6 @@ from kvferry.tiers.disk.status import Status
 DRIVE_MODULE = "kvferry.tiers.disk.drive"
 
 _KILL_SECONDS = 2.0
-_PR_SET_PTRACER = 0x59616D61
-_libc = ctypes.CDLL(None, use_errno=True)
 
 # A drive needs a few small modules of kvferry, not the library: its packages are entered without
 # running their ``__init__``, which would take three times as long as all the rest.
@@ -73,8 +70,7 @@ class DriveProcess:
             if memory is not None:
                 os.close(memory)
         self.pid = self._child.pid
-        # Where Yama guards processes, a child may look into its parent only if the parent says so.
-        _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(self.pid), 0, 0, 0)
+        let_children_in()
         self.channel = Channel(ours)
         self.channel.send(frame(FrameKind.HELLO, setup.pack()))
 
