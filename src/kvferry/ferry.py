@@ -76,7 +76,7 @@ class Ferry(FerryLooks, FerryControl, FerryWaiting, Closing):
         )
         policy = policy_named(config.policy)
         self._scheduler = Scheduler(
-            Pool(rank.host.num_slots, policy, num_ready=rank.ready_slots),
+            Pool(rank.host.num_slots, policy, num_ready=rank.ready_slots, together=True),
             groups,
             config=config,
             hash_block_tokens=namespace.block_tokens,

@@ -50,17 +50,19 @@ class Pool(PoolWishes):
         num_ready: int | None = None,
         keep_share: float = KEEP_SHARE,
         side_by_side: bool = False,
+        together: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """All slots, of which the first ``num_ready`` (default: all) can be used from the start.
 
         ``policy`` makes what says who goes first; ``clock`` is the time it sees, in seconds.
         ``keep_share`` of the slots, at most, are held for who asks for that. ``side_by_side`` gives
-        out slots as neighbours, for a medium that is read in runs.
+        out slots as neighbours, for a medium that is read in runs; ``together`` gives what is
+        reserved together as few runs as can be had at little cost, for memory copied in runs.
         """
         if num_slots <= 0:
             raise InputError(f"a pool needs at least one slot, got {num_slots}")
-        super().__init__(num_slots, policy, keep_share, clock, side_by_side)
+        super().__init__(num_slots, policy, keep_share, clock, side_by_side, together)
         self.num_ready = 0
         """Slots from the first on that can be used; the others wait for :meth:`grow`."""
         self.num_reserved = 0
@@ -145,7 +147,7 @@ class Pool(PoolWishes):
             arriving = Arriving(keys, found, above, chained)
             missing = self._within_ceiling(missing, own, arriving, tenant)
         if len(missing) > self._free.count:
-            count = len(missing) + self._num_spare
+            count = len(missing) + self._spare()
             self._make_room(count, own, Arriving(keys, found, above, chained))
         if len(own):
             self._use(own[self._state.take(own) == _CACHED])

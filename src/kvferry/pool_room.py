@@ -12,6 +12,7 @@ from kvferry.conversations import Conversations
 from kvferry.errors import IntegrityError
 from kvferry.free_runs import FreeRuns, num_spare
 from kvferry.free_slots import FreeSlots
+from kvferry.free_together import FreeTogether, num_spare_together
 from kvferry.goes_first import GoesFirst
 from kvferry.holds import Holds
 from kvferry.keys import Keys
@@ -46,6 +47,7 @@ class PoolRoom(PoolFind):
         keep_share: float,
         clock: Callable[[], float],
         side_by_side: bool,
+        together: bool,
     ) -> None:
         super().__init__(num_slots)
         self.num_slots = num_slots
@@ -80,9 +82,16 @@ class PoolRoom(PoolFind):
         self._clock = clock
         self._holds = Holds(num_slots, int(num_slots * keep_share))
         self._first = GoesFirst(num_slots)
-        self._free: FreeRuns | FreeSlots
-        self._free = FreeRuns(num_slots) if side_by_side else FreeSlots(num_slots)
-        self._num_spare = num_spare(num_slots) if side_by_side else 0
+        self._free: FreeRuns | FreeTogether | FreeSlots
+        self._num_spare = self._num_spare_alone = 0
+        if side_by_side:
+            self._free = FreeRuns(num_slots)
+            self._num_spare = num_spare(num_slots)
+        elif together:
+            self._free = FreeTogether()
+            self._num_spare_alone = num_spare_together(num_slots)
+        else:
+            self._free = FreeSlots(num_slots)
         self._num_idle = 0  # cached, and nobody reads them
         self._num_doomed = self._num_evicted = 0
 
@@ -130,6 +139,10 @@ class PoolRoom(PoolFind):
         firsts = parents[starts].tolist()
         before = [self._index.key_of(slot) if slot != NO_SLOT else None for slot in firsts]
         return starts, tuple(before)
+
+    def _spare(self) -> int:
+        """So many slots are made free beyond need; few, or none where what goes is copied below."""
+        return self._num_spare if self.feeds_below else self._num_spare + self._num_spare_alone
 
     def _make_room(self, count: int, own: SlotArray, arriving: Arriving) -> None:
         """Evict until ``count`` slots are free or nothing more can go."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
-from tests.model.test_pool_stateful import PoolMachine
+from tests.model.test_pool_stateful import PLACINGS, PoolMachine
 
 from kvferry.errors import InputError
 from kvferry.pool import Pool
@@ -15,10 +17,10 @@ from kvferry.pool import Pool
 class GrowingPoolMachine(PoolMachine):
     """A slot that is not ready is never given out, and is used like any other from then on."""
 
-    @initialize(num_slots=st.integers(1, 12), side_by_side=st.booleans(), ready=st.integers(0, 12))
-    def start(self, num_slots: int, side_by_side: bool, ready: int = 0) -> None:
-        super().start(num_slots, side_by_side)
-        self.pool = Pool(num_slots, num_ready=min(ready, num_slots), side_by_side=side_by_side)
+    @initialize(num_slots=st.integers(1, 12), placing=PLACINGS, ready=st.integers(0, 12))
+    def start(self, num_slots: int, placing: dict[str, Any], ready: int = 0) -> None:
+        super().start(num_slots, placing)
+        self.pool = Pool(num_slots, num_ready=min(ready, num_slots), **placing)
         self.model.total = self.pool.num_ready
 
     @rule(ready=st.integers(0, 12))

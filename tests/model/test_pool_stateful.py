@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -56,6 +57,11 @@ CHAINS = (
 )
 LOOSE = tuple(range(20, 26))
 EVERY = sorted({number for chain in CHAINS for number in chain} | set(LOOSE))
+
+PLACINGS: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
+    [{}, {"side_by_side": True}, {"together": True}]
+)
+"""How a pool chooses the slots it gives out."""
 
 
 @dataclass(eq=False)
@@ -128,9 +134,9 @@ class PoolMachine(RuleBasedStateMachine):
     writes = Bundle("writes")
     reads = Bundle("reads")
 
-    @initialize(num_slots=st.integers(1, 12), side_by_side=st.booleans())
-    def start(self, num_slots: int, side_by_side: bool) -> None:
-        self.pool = Pool(num_slots, side_by_side=side_by_side)
+    @initialize(num_slots=st.integers(1, 12), placing=PLACINGS)
+    def start(self, num_slots: int, placing: dict[str, Any]) -> None:
+        self.pool = Pool(num_slots, **placing)
         self.model = Model(num_slots)
         self.every = self.keys(EVERY)
 

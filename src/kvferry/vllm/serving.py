@@ -67,7 +67,7 @@ class Serving:
         num_slots = min(shape.num_slots for shape in shapes.values())
         levels = levels_of(shapes.values(), setup.config)
         self.scheduler = Scheduler(
-            Pool(num_slots, policy_named(setup.config.policy), num_ready=0),
+            Pool(num_slots, policy_named(setup.config.policy), num_ready=0, together=True),
             groups,
             config=setup.config,
             num_ranks=setup.num_ranks,
