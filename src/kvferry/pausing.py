@@ -9,6 +9,7 @@ microseconds more.
 from __future__ import annotations
 
 import ctypes
+import functools
 import time
 from collections.abc import Callable
 
@@ -41,6 +42,7 @@ class PunctualSleep:
             self._prctl(_SET_SLACK, self._before, 0, 0, 0)
 
 
+@functools.cache
 def _find_prctl() -> Callable[..., int] | None:
     try:
         # Without letting go of the interpreter: the call is shorter than having it back takes.
