@@ -12,6 +12,9 @@ from kvferry.chains import Chains
 from kvferry.types import NO_SLOTS, SlotArray
 
 _NOT_HERE = 0
+_MOST_VAIN = 64
+"""Entries of which nothing can go now, after which the policy is asked: the engine waits for us."""
+
 _MOST_TIMES = 4
 """So often as many entries as there are slots are kept; most of them are stale by then."""
 
@@ -28,6 +31,7 @@ class GoesFirst:
         self._queues: dict[int, deque[tuple[int, SlotArray]]] = {}
         self._next = _NOT_HERE + 1
         self._size = 0
+        self._num_vain = 0
 
     def __bool__(self) -> bool:
         return bool(self._queues)
@@ -70,6 +74,7 @@ class GoesFirst:
     ) -> SlotArray:
         """Up to ``count`` of them that can go now, each after those that follow it."""
         found: list[SlotArray] = []
+        self._num_vain = 0
         for priority in sorted(self._queues):
             if count <= 0:
                 break
@@ -90,12 +95,15 @@ class GoesFirst:
         """From one queue. What cannot go now waits in it, behind the others."""
         found: list[SlotArray] = []
         for _ in range(len(queue)):
+            if self._num_vain >= _MOST_VAIN:
+                break
             entry, slots = queue.popleft()
             self._size -= len(slots)
             slots = slots[self._entry.take(slots) == entry]
             idle = slots[is_idle(slots)]
             going = chains.children_first(idle[chains.can_go(idle)])[:count] if len(idle) else idle
             rest = slots[~np.isin(slots, going)] if len(going) else slots
+            self._num_vain += bool(len(rest) and not len(going))
             if len(going):
                 found.append(going)
                 self.forget(going)

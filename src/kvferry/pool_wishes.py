@@ -35,6 +35,8 @@ class PoolWishes(PoolRoom):
         self._readers[came] = readers + 1
         if self._fair is not None:
             self._fair.count_held(came, 1)
+        if self._first:  # what is to stay is not to go first, and must not be met there for ever
+            self._first.forget(came)
         return int(np.count_nonzero(self._holds.held(asked)))
 
     def _within_part(self, slots: SlotArray, fair: Fair) -> SlotArray:
@@ -108,6 +110,8 @@ class PoolWishes(PoolRoom):
         """
         own = self._chains.own_end(slots)
         own = own[max(0, first - (len(slots) - len(own))) :]
+        if self._holds.count:
+            own = own[~self._holds.held(own)]
         self._first.add(np.ascontiguousarray(own[::-1]), priority)
 
     def drop(self, slots: SlotArray) -> int:

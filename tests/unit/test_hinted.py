@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from tests.fakes.desk import Desk, story
 
 from kvferry import reach
 from kvferry.answers import MatchState
+from kvferry.chains import Chains
+from kvferry.goes_first import GoesFirst
 from kvferry.hints import Hints
 from kvferry.pool import Pool
 from kvferry.scheduler import PlacedLevel, Reason, WriteMode
@@ -188,3 +191,33 @@ def test_a_reset_forgets_what_was_kept():
     assert desk.pool.counts.held == 0
     assert desk.pool.counts.free == 16
     desk.check_empty()
+
+
+def test_what_is_said_to_stay_and_to_matter_little_does_not_stand_in_the_way():
+    """Seen red: every eviction met all that could not go, and there was no bound on it."""
+    desk = Desk(slots=400, keep_share=0.5)
+    both = [
+        {"token_start": 0, "token_end": 4, "priority": 80},
+        {"token_start": 0, "token_end": 4, "priority": 5},
+    ]
+    for number in range(1, 151):
+        say(desk, f"r{number}", number, 1, priorities=both[:: 1 if number % 2 else -1])
+    assert desk.scheduler.stats().pool.held == 150
+    assert not desk.pool._first._entry.any(), "what stays is in no queue of those that go"
+
+
+def test_a_look_for_who_goes_first_ends_after_so_many_that_cannot():
+    first, chains = GoesFirst(1000), Chains(1000)
+    for slot in range(500):
+        first.add(np.array([slot]), slot % 30)
+    looks = []
+
+    def none_is_idle(slots):
+        looks.append(len(slots))
+        return np.zeros(len(slots), dtype=bool)
+
+    assert not len(first.take(10, chains, none_is_idle))
+    assert len(looks) == 64
+    assert first._size == 500
+    seen = first.take(500, chains, lambda slots: np.ones(len(slots), dtype=bool))
+    assert sorted(seen.tolist()) == list(range(500))
