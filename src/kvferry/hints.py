@@ -135,6 +135,12 @@ class Hints:
         )
 
     @property
+    def only_with_a_request(self) -> tuple[str, ...]:
+        """What of them says nothing where there is no request that they came with."""
+        names = ("max_store_tokens", "max_load_tokens", "tenant")
+        return tuple(name for name in names if getattr(self, name) not in (None, ""))
+
+    @property
     def shapes_what_stays(self) -> bool:
         """Whether it says anything about the blocks that are stored."""
         return bool(self.over or self.goes_on or self.priorities or self.keep_seconds is not None)

@@ -30,6 +30,7 @@ _TIME_UNITS = {
     "us": Decimal("1e-6"),
     "ms": Decimal("1e-3"),
     "s": Decimal(1),
+    "m": Decimal(60),
     "min": Decimal(60),
     "h": Decimal(3600),
 }
@@ -65,7 +66,7 @@ def parse_size(value: object, *, name: str = "size", minimum: int = 1) -> int:
 
 
 def parse_seconds(value: object, *, name: str = "time", may_be_zero: bool = False) -> float:
-    """Seconds, from a number or from "30s", "500ms", "2min", "1h"."""
+    """Seconds, from a number or from "30s", "500ms", "2min" or "2m", "1h"."""
     seconds: float
     if isinstance(value, str):
         number, unit = _quantity(name, value, "a time such as 30s or 500ms")

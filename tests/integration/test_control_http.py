@@ -122,6 +122,17 @@ def test_without_the_token_nothing_is_done(polled, token, status, words):
         ("lookup", {"keys": [7]}, "hexadecimal"),
         ("lookup", {"request_id": ""}, "request_id must be"),
         ("lookup", {"keys": [], "salt": "x"}, "a salt goes with tokens"),
+        ("lookup", {"keys": ["ab" * 32, "ab" * 32]}, "a key is twice among these 2"),
+        ("pin", {"tokens": TOKENS, "seconds": float("nan")}, "seconds: must be above zero"),
+        ("pin", {"tokens": TOKENS, "seconds": 1e300}, "seconds: must be above zero"),
+        ("pin", {"tokens": TOKENS, "seconds": [3]}, "seconds: expected seconds"),
+        ("lookup", {"tokens": [2**64]}, "tokens must be whole numbers"),
+        ("lookup", {"tokens": [True]}, "tokens must be whole numbers"),
+        ("lookup", {"tokens": TOKENS, "salt": 5}, "salt must be text"),
+        ("hint", {"tokens": TOKENS}, "say over, goes_on, keep_seconds or priorities"),
+        ("hint", {"tokens": TOKENS, "hints": {"do_not_store": True}}, "goes with a request"),
+        ("hint", {"tokens": TOKENS, "hints": {"goes_on": float("inf")}}, "goes_on: must be"),
+        ("hint", {"tokens": TOKENS, "hints": None}, "hints must be a mapping"),
         ("hint", {"tokens": TOKENS, "hints": {"ovr": True}}, "did you mean 'over'"),
         ("hint", [1], "JSON object"),
     ],
@@ -130,6 +141,47 @@ def test_an_order_that_cannot_be_meant_is_refused_in_words(polled, action, body,
     status, told = order(polled.url, action, body)
     assert status == 400
     assert words in told["error"]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        "[" * 100_000,
+        '{"tokens": ' * 50_000,
+        '{"tokens": [' + "9" * 100_000 + "]}",
+        '{"request_id": "' + "x" * 1_000_000 + '"}',
+        '{"request_id": "\\ud800"}',
+        '{"tokens": [1], "tokens": {}}',
+        "\x00",
+        "",
+        '{"keys": [' + ",".join(['"' + "ab" * 32 + '"'] * 20_000) + "]}",
+    ],
+)
+def test_whatever_is_posted_with_the_token_is_answered_in_short_words(polled, raw):
+    status, told = order(polled.url, "lookup", None, raw=raw)
+    assert status in (400, 404)
+    assert 0 < len(told["error"]) < 500
+    assert order(polled.url, "lookup", {"tokens": TOKENS})[1]["host_tokens"] == 64
+
+
+def test_a_crowd_without_the_token_keeps_nobody_with_it_waiting(polled):
+    """Half of them never say anything; half say much, and are refused before it is read."""
+    parts = urlsplit(polled.url)
+    crowd = [socket.create_connection((parts.hostname, parts.port), timeout=30) for _ in range(60)]
+    try:
+        for number, sock in enumerate(crowd):
+            if number % 2:
+                head = "POST /control/pin HTTP/1.1\r\nHost: localhost\r\n"
+                sock.sendall(f"{head}Content-Length: 8000000\r\n\r\n".encode() + b"x" * 4096)
+        for _ in range(3):
+            status, told = order(polled.url, "lookup", {"tokens": TOKENS})
+            assert (status, told["host_tokens"]) == (200, 64)
+        for number, sock in enumerate(crowd):
+            if number % 2:
+                assert sock.recv(64).startswith(b"HTTP/1.0 401")
+    finally:
+        for sock in crowd:
+            sock.close()
 
 
 def test_other_pages_and_other_methods_take_no_orders(polled):
@@ -257,6 +309,8 @@ def test_the_command_line(polled, tmp_path):
         (("pin",), "say which blocks"),
         (("pin", "--tokens", str(tmp_path / "none")), "cannot read"),
         (("hint", *named, "--hints", "{"), "no JSON"),
+        (("hint", *named), "say what by --hints"),
+        (("lookup", "--request", "r", "--salt", "s"), "--salt goes with --tokens"),
         (("pin", "--tokens", str(tokens)), "give --token-file or set"),
     ):
         failed = run(*words)

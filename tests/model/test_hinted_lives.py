@@ -106,7 +106,9 @@ class Life:
                 if act == "pin":
                     control.pin(keys, rng.choice((None, 1.0)))
                 elif act == "hint":
-                    control.hint(keys, any_hints(rng) or Hints())
+                    hints = any_hints(rng) or Hints()
+                    stays = hints if hints.shapes_what_stays else Hints(over=True)
+                    control.hint(keys, stays)
                 else:
                     getattr(control, act)(keys)
         elif what == "time":

@@ -212,3 +212,19 @@ def test_a_chain_that_repeats_is_not_kept_and_harms_nobody():
     request.end()
     desk.scheduler.check_integrity()
     assert desk.scheduler.stats().pool.held == 0
+
+
+def test_a_hint_that_would_do_nothing_is_refused_and_says_what_would():
+    """Seen red: `do_not_store` after the request was taken, and nothing came of it."""
+    desk = Desk(slots=16)
+    desk.keep("a", story(1, 2), 8)
+    for said in ({}, {"do_not_store": True}, {"do_not_load": True}, {"tenant": "x"}):
+        with pytest.raises(InputError, match="say over, goes_on, keep_seconds or priorities"):
+            desk.scheduler.control.hint(story(1, 2), Hints.read(said))
+    some = Hints.read({"keep_seconds": 60, "do_not_store": True, "tenant": "x"})
+    done = desk.scheduler.control.hint(story(1, 2), some)
+    assert done.held_blocks == 2
+    assert done.refused == (
+        "max_store_tokens goes with a request, not after it",
+        "tenant goes with a request, not after it",
+    )

@@ -71,6 +71,10 @@ def _order(action: str, given: dict[str, Any]) -> dict[str, Any]:
         order["keys"] = list(given["keys"])
     if len(order.keys() - {"salt"}) != 1:
         raise InputError("say which blocks by one of --request, --tokens or --key")
+    if given["salt"] and not given["tokens"]:
+        raise InputError("--salt goes with --tokens: keys and requests have theirs already")
+    if action == "hint" and not given["hints"]:
+        raise InputError("say what by --hints, such as '{\"over\": true}'")
     if given["seconds"]:
         order["seconds"] = given["seconds"]
     if given["hints"]:
@@ -119,7 +123,8 @@ def _tell(action: str, answer: dict[str, Any]) -> None:
         console.print(f"{counted(_count(answer, 'blocks'), 'block')} {_DID[action]}.")
     if answer.get("is_under_way"):
         console.print("The rest is on its way up.")
-    console.print(f"{counted(held, 'block')} of it held." if held else "Nothing of it is held.")
+    words = f"{counted(held, 'block')} of it held, on all levels together."
+    console.print(words if held else "Nothing of it is held.")
     refused = answer.get("refused")
     for words in refused if isinstance(refused, list) else ():
         console.print(f"Not done: {said(words)}", markup=False)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import re
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any
@@ -26,6 +27,7 @@ from kvferry.metrics.inbox import Inbox
 from kvferry.metrics.source import is_part
 from kvferry.quantities import parse_seconds, quoted, shown
 from kvferry.scheduler.control import Acted, Control
+from kvferry.types import KEY_BYTES
 
 KeysOfTokens = Callable[[list[int], str], Keys]
 """From token ids and a salt to the keys that a request with them has."""
@@ -36,6 +38,7 @@ _ALSO = {"hint": ("hints",), "pin": ("seconds",), "prefetch": ("seconds",)}
 MOST_KEYS = 1 << 16
 MOST_TOKENS = 1 << 20
 _MOST_TOKEN = 2**63 - 1
+_KEY = re.compile(f"[0-9A-Fa-f]{{{2 * KEY_BYTES}}}")
 
 
 class ControlDoor:
@@ -171,9 +174,10 @@ def _salt(value: object) -> str:
 def _keys(value: object) -> Keys:
     if not isinstance(value, list) or len(value) > MOST_KEYS:
         raise InputError(f"keys must be a list of at most {MOST_KEYS} keys in hexadecimal")
-    try:
-        return Keys.from_bytes([bytes.fromhex(key) for key in value])
-    except (TypeError, ValueError) as error:
-        raise InputError(
-            f"keys must be hexadecimal, 64 digits each: {quoted(str(error))}"
-        ) from None
+    for number, key in enumerate(value):
+        if not isinstance(key, str) or not _KEY.fullmatch(key):
+            raise InputError(
+                f"keys must be hexadecimal, {2 * KEY_BYTES} digits each; number {number} is "
+                f"{shown(key)}"
+            )
+    return Keys.from_bytes([bytes.fromhex(key) for key in value])

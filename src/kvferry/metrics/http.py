@@ -96,7 +96,7 @@ class HttpServer:
         self._accept_at = 0.0  # later than now while descriptors are short
         self._say_again_at = 0.0
         self._worked = 0.0
-        self._closing = False
+        self._closing = self._has_answered = False
         self._threads = [self._thread(self._serve, "")] + [
             self._thread(self._work, f"-{number}") for number in range(_MOST_ANSWERING)
         ]
@@ -127,7 +127,6 @@ class HttpServer:
         if self._closing:
             return
         self._closing = True
-        self._rouse()
         for _ in range(_MOST_ANSWERING):
             self._asked.put(None)
         if self._orders is not None:
@@ -135,8 +134,12 @@ class HttpServer:
                 while True:  # what nobody has begun with is not done any more
                     self._ordered.get_nowait()
             self._ordered.put(None)
-        for thread in self._threads:
+        serving, *answering = self._threads
+        for thread in answering:
             thread.join()
+        self._has_answered = True  # and what they said is told before the last connection ends
+        self._rouse()
+        serving.join()
         self._wake.close()
 
     # -- answers, on a few threads ------------------------------------------------------------
@@ -175,7 +178,7 @@ class HttpServer:
         self._wake.setblocking(False)
         self._selector.register(self._wakes, selectors.EVENT_READ)
         try:
-            while not self._closing:
+            while not self._has_answered:
                 self._rest()
                 now = time.monotonic()  # one for both, or what ends between them waits for long
                 self._listen_again(now)
@@ -187,6 +190,7 @@ class HttpServer:
                     elif key.data in self._connections:  # not dropped since the select
                         self._advance(key.data)
                 self._drop_overdue()
+            self._deliver()
         finally:
             for connection in self._connections:
                 connection.close()

@@ -74,7 +74,15 @@ class Control:
     def hint(self, keys: Keys, hints: Hints) -> Acted:
         """Somebody says something about these blocks, after their request or without one."""
         self._require_chain(keys)
-        return self._done(keys, refused=tell_pools(hints, keys, self._parts))
+        if not hints.shapes_what_stays:
+            raise InputError(
+                "say over, goes_on, keep_seconds or priorities: what else a hint can say "
+                "(do_not_store, do_not_load, tenant) goes with a request, not after it"
+            )
+        refused = [
+            f"{name} goes with a request, not after it" for name in hints.only_with_a_request
+        ]
+        return self._done(keys, refused=[*refused, *tell_pools(hints, keys, self._parts)])
 
     def pin(self, keys: Keys, seconds: float | None = None) -> Acted:
         """Let these blocks stay, each on the highest level that may hold it: so long, or for good.
