@@ -16,7 +16,7 @@ from kvferry.copy_paths import AUTO_PATH, BY_NAME
 from kvferry.disk_settings import DiskSettings
 from kvferry.errors import ConfigError, UnknownSettingError
 from kvferry.level_kinds import LevelSpec, join_levels
-from kvferry.policy_kinds import DEFAULT_POLICY
+from kvferry.policy_kinds import DEFAULT_LEVEL_POLICY, DEFAULT_POLICY
 from kvferry.quantities import GiB, MiB, quoted
 from kvferry.remote_settings import RemoteSettings
 from kvferry.setting_kinds import (
@@ -156,7 +156,12 @@ class Config:
     policy: str = setting(
         DEFAULT_POLICY,
         POLICY,
-        "Which blocks make room for others, in host memory and in every level with places.",
+        "Which blocks make room for others in host memory.",
+    )
+    level_policy: str = setting(
+        DEFAULT_LEVEL_POLICY,
+        POLICY,
+        "Which blocks make room for others in every level with places.",
     )
     block_tokens: int = setting(16, COUNT, "Tokens in one block.")
     copy_path: str = setting(

@@ -74,9 +74,13 @@ class Ferry(FerryLooks, FerryControl, FerryWaiting, Closing):
         self._worker = Worker(
             {(DEVICE, HOST): rank.engine, (HOST, DEVICE): rank.engine}, levels=rank.levels
         )
-        policy = policy_named(config.policy)
         self._scheduler = Scheduler(
-            Pool(rank.host.num_slots, policy, num_ready=rank.ready_slots, together=True),
+            Pool(
+                rank.host.num_slots,
+                policy_named(config.policy),
+                num_ready=rank.ready_slots,
+                together=True,
+            ),
             groups,
             config=config,
             hash_block_tokens=namespace.block_tokens,
@@ -86,7 +90,7 @@ class Ferry(FerryLooks, FerryControl, FerryWaiting, Closing):
                     name,
                     level.num_places,
                     WriteMode(config.level_write),
-                    policy,
+                    policy_named(config.level_policy),
                     recovered=[level.recovered()],
                 )
                 for name, level in rank.levels.items()

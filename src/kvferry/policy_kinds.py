@@ -60,7 +60,8 @@ POLICIES = (
 
 BY_NAME = {kind.name: kind for kind in POLICIES}
 
-DEFAULT_POLICY = "lru"
+DEFAULT_POLICY = "returns"
+DEFAULT_LEVEL_POLICY = "lru"
 
 ACCEPTS = "|".join((*BY_NAME, "package.module:factory"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import kvferry
 from kvferry.config import Config, describe, show
 from kvferry.errors import ConfigError
 from kvferry.policy import EvictionPolicyMaker, Lru, policy_named
+from kvferry.policy.returns import Returns
 from kvferry.policy_kinds import POLICIES
 from kvferry.pool import Pool
 from kvferry.scheduler import PlacedLevel, WriteMode, level_of
@@ -104,13 +106,24 @@ def test_what_breaks_the_contract_is_named(name: str, says: str) -> None:
         Pool(8, policy_named(f"{__name__}:{name}"))
 
 
-def test_a_ferry_uses_it_for_its_host_and_its_levels() -> None:
+@pytest.mark.parametrize(
+    ("given", "host", "level"),
+    [
+        ({}, Returns, Lru),
+        ({"policy": MINE}, Fifo, Lru),
+        ({"policy": "lru", "level_policy": MINE}, Lru, Fifo),
+    ],
+)
+def test_a_ferry_uses_one_for_its_host_and_one_for_its_levels(
+    given: dict[str, Any], host: type, level: type
+) -> None:
     kv = [np.zeros((8, 64), dtype=np.float32) for _ in range(2)]
-    with kvferry.attach(kv, model="m", host="1MiB", levels="memory:1MiB", policy=MINE) as ferry:
+    with kvferry.attach(kv, model="m", host="1MiB", levels="memory:1MiB", **given) as ferry:
         scheduler = ferry._scheduler
-        (level,) = scheduler._parts.lower.levels
-        assert level.pool is not None
-        assert kind_of(scheduler.pool) is kind_of(level.pool) is Fifo
+        (below,) = scheduler._parts.lower.levels
+        assert below.pool is not None
+        assert kind_of(scheduler.pool) is host
+        assert kind_of(below.pool) is level
 
 
 def test_a_level_without_a_policy_goes_by_lru() -> None:

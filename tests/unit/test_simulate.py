@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import ConfigError, InputError
-from kvferry.policy import Evidence, Lru, policy_named
+from kvferry.policy import Evidence, Lru, Residents, policy_named
 from kvferry.replay import PoolReplay
 from kvferry.simulate import ALL_KNOWING, Simulation, TracePart, Trial, simulate
 from kvferry.simulate.bound import all_knowing
@@ -169,7 +170,7 @@ def chats(count: int, seed: int = 3) -> list[TraceRequest]:
 def test_the_scheduler_does_what_the_pool_alone_does(policy: str) -> None:
     """So that figures for one level and for several can stand side by side."""
     alone = PoolReplay(60, policy_named(policy))
-    whole = SchedulerReplay((60,), policy_named(policy), write="spill", block_tokens=512)
+    whole = SchedulerReplay((60,), policy_named(policy), Lru, write="spill", block_tokens=512)
     for each in chats(150):
         assert alone.serve(each.keys(), each.num_full, each.at, None) == whole.serve(
             each.keys(), each.num_full, each.at, None
@@ -195,6 +196,25 @@ def test_what_the_host_drops_is_found_below(tmp_path: Path, write: str) -> None:
     assert [score.trial.capacity for score in simulated.bounds] == [(40,), (100,), (500,)]
     for score in simulated.scores:
         assert sum(part.hits[-1] for part in score.parts.values()) == score.whole.hits[-1]
+
+
+def test_levels_have_a_policy_of_their_own(tmp_path: Path) -> None:
+    path = written(tmp_path, *chats(60))
+    trials = tuple(
+        Trial("lru", (20, 60), level_policy=policy) for policy in ("lru", f"{__name__}:Counted")
+    )
+    Counted.made.clear()
+    simulated = simulate(asked(path, trials=trials, bound=False))
+    assert Counted.made == [60], "the level's, not the host's"
+    assert simulated.scores[0].as_data()["level_policy"] == "lru"
+
+
+class Counted(Lru):
+    made: ClassVar[list[int]] = []
+
+    def __init__(self, residents: Residents) -> None:
+        super().__init__(residents)
+        self.made.append(residents.num_slots)
 
 
 # -- the bound ------------------------------------------------------------------------------------

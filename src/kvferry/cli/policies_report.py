@@ -14,7 +14,10 @@ Row = tuple[str, Callable[[PolicyFigures], str]]
 ROWS: tuple[Row, ...] = (
     ("First token p50", lambda policy: _seconds(policy.first_token_seconds(50))),
     ("First token p95", lambda policy: _seconds(policy.first_token_seconds(95))),
-    ("First token of returns, mean", lambda policy: _seconds(policy.return_seconds)),
+    (
+        "Processor's time to the first token of returns, mean",
+        lambda policy: _seconds(policy.return_seconds),
+    ),
     ("Prefill tokens computed", lambda policy: f"{policy.prefill_tokens:,}"),
     ("Host hit rate", lambda policy: f"{policy.host_hit_rate:.1%}"),
     ("Returns found in host memory", lambda policy: f"{policy.found_rate:.0%}"),
@@ -39,15 +42,15 @@ def policies_verdict(result: PoliciesResult) -> str:
 def policies_gain(result: PoliciesResult) -> str:
     """What came out, the last policy against the first, whichever is better."""
     first, *_, last = result.figures.values()
-    computed = _change(last.prefill_tokens, first.prefill_tokens, "less", "more")
-    sooner = _change(last.return_seconds, first.return_seconds, "sooner", "later")
+    computed = _change(last.prefill_tokens, first.prefill_tokens)
+    worked = _change(last.return_seconds, first.return_seconds)
     return (
         f"Conversations returned after {GAP_MEDIAN_SECONDS:.0f} s in the median, or never; host "
         f"memory held {result.trial.host_blocks} blocks. With the policy {last.policy} it had "
         f"{last.host_hit_rate:.1%} of the prompt tokens, with {first.policy} "
         f"{first.host_hit_rate:.1%}: {last.prefill_tokens:,} prefill tokens were computed instead "
-        f"of {first.prefill_tokens:,}, {computed}. The first token of a conversation that returned "
-        f"came {sooner} in the mean."
+        f"of {first.prefill_tokens:,}, {computed}. Until the first token of a conversation that "
+        f"returned the processor worked {worked} in the mean."
     )
 
 
@@ -101,11 +104,11 @@ def _how(result: PoliciesResult) -> str:
     )
 
 
-def _change(new: float, old: float, below: str, above: str) -> str:
+def _change(new: float, old: float) -> str:
     share = new / old - 1
     if abs(share) < _SAME:
-        return "about the same" if below == "less" else "no sooner and no later"
-    return f"{abs(share):.0%} {below if share < 0 else above}"
+        return "about as much"
+    return f"{abs(share):.0%} {'less' if share < 0 else 'more'}"
 
 
 def _seconds(seconds: float) -> str:

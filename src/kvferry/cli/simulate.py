@@ -15,10 +15,15 @@ from rich.table import Table
 from kvferry.cli import progress
 from kvferry.cli.json_output import is_stdout, json_option, put
 from kvferry.cli.room import unbroken
-from kvferry.cli.simulate_options import read_capacities, read_point, read_policies
+from kvferry.cli.simulate_options import (
+    read_capacities,
+    read_level_policy,
+    read_point,
+    read_policies,
+)
 from kvferry.cli.simulate_plot import plot, report
 from kvferry.errors import KvferryError
-from kvferry.policy_kinds import POLICIES
+from kvferry.policy_kinds import DEFAULT_LEVEL_POLICY, POLICIES
 from kvferry.quantities import parse_size
 from kvferry.simulate import Score, Simulated, Simulation, TracePart, Trial, simulate
 from kvferry.traces import TraceReader
@@ -70,6 +75,12 @@ _INTERRUPTED = 130
     type=click.Choice(["spill", "through"]),
     default="spill",
     help="How blocks reach the levels below host memory, as the setting of that name.",
+)
+@click.option(
+    "--level-policy",
+    metavar="NAME",
+    default=DEFAULT_LEVEL_POLICY,
+    help="The policy of the levels below host memory, as the setting of that name.",
 )
 @click.option("--from", "start", metavar="WHEN", default=None, help="Leave out what came before.")
 @click.option(
@@ -158,8 +169,9 @@ def _asked(given: dict[str, Any]) -> tuple[Simulation, dict[tuple[int, ...], str
     names = read_capacities(given["capacities"], block_bytes)
     start_share, start_seconds = read_point("--from", given["start"], 0.0, 0.0)
     end_share, end_seconds = read_point("--to", given["end"], 1.0, float("inf"))
+    level_policy = read_level_policy(given["level_policy"])
     trials = tuple(
-        Trial(policy, capacity, given["level_write"])
+        Trial(policy, capacity, given["level_write"], level_policy)
         for capacity in names
         for policy in read_policies(given["policies"])
     )

@@ -26,6 +26,13 @@ def read_policies(text: str) -> tuple[str, ...]:
     return tuple(names)
 
 
+def read_level_policy(text: str) -> str:
+    """One policy; a name that cannot be found is refused."""
+    name = read_policy("--level-policy", text)
+    policy_named(name)
+    return name
+
+
 def read_capacities(text: str, block_bytes: int | None) -> dict[tuple[int, ...], str]:
     """Capacities in blocks, host first, each with what it was called."""
     found: dict[tuple[int, ...], str] = {}

@@ -39,10 +39,15 @@ Points = Mapping[str, Mapping[float, float]]
 
 @dataclass(frozen=True)
 class TierSizes:
-    """One tier: how many blocks it and all above it hold, for each of ``TIMES`` its own memory."""
+    """One tier: how many blocks it and all above it hold, for each of ``TIMES`` its own memory.
+
+    ``policy`` is what it has instead of the host's; one that ``feeds_below`` lets go otherwise.
+    """
 
     name: str
     blocks: tuple[float, ...]
+    policy: EvictionPolicyMaker | None = None
+    feeds_below: bool = False
 
 
 class MemoryCurve:
@@ -83,7 +88,8 @@ class TierCurve:
     def __init__(self, tier: TierSizes, policy: EvictionPolicyMaker, block_tokens: int) -> None:
         self.name = tier.name
         self._blocks = tier.blocks
-        self._policy = policy
+        self._policy = tier.policy or policy
+        self._feeds_below = tier.feeds_below
         self._block_tokens = block_tokens
         self._begin(min(1.0, _BLOCKS / tier.blocks[TIMES.index(1.0)]))
 
@@ -93,6 +99,8 @@ class TierCurve:
         self._pools = [
             PoolReplay(max(1, round(blocks * share)), self._policy) for blocks in self._blocks
         ]
+        for replay in self._pools:
+            replay.pool.feeds_below = self._feeds_below
         self._hits = [0.0] * len(TIMES)
         self._sampled = self._asked = self._tokens = 0.0
 

@@ -70,15 +70,21 @@ class Offloader(Closing):
             contents = Contents(runner.namespace)
             below = open_levels(config.all_levels, self.host, tier_setup(config, layouts, contents))
             writes = dict.fromkeys(below, WriteMode(config.level_write))
-        policy = policy_named(config.policy)
+        level_policy = policy_named(config.level_policy)
         self.scheduler = Scheduler(
-            Pool(self.host.num_slots, policy, clock=clock),
+            Pool(self.host.num_slots, policy_named(config.policy), clock=clock),
             runner.groups,
             config=config,
             num_device_blocks=runner.num_blocks,
             block_bytes=[layout.block_bytes for layout in layouts],
             levels=[
-                level_of(name, each.num_places, writes[name], policy, recovered=[each.recovered()])
+                level_of(
+                    name,
+                    each.num_places,
+                    writes[name],
+                    level_policy,
+                    recovered=[each.recovered()],
+                )
                 for name, each in below.items()
             ],
         )

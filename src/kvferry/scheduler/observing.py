@@ -93,7 +93,7 @@ def observing(
     hash_tokens = matcher.hash_tokens
     curve = None
     if config.memory_curve == "on":
-        tiers = _tiers(pool, levels, matcher.groups, hash_tokens)
+        tiers = _tiers(pool, levels, matcher.groups, hash_tokens, config.level_policy)
         curve = MemoryCurve(tiers, policy_named(config.policy), block_tokens=hash_tokens)
         students.append(curve)
     if config.record is not None:
@@ -116,12 +116,17 @@ def observing(
 
 
 def _tiers(
-    pool: Pool, levels: Sequence[Level], groups: Sequence[reach.Group], hash_tokens: int
+    pool: Pool,
+    levels: Sequence[Level],
+    groups: Sequence[reach.Group],
+    hash_tokens: int,
+    level_policy: str,
 ) -> list[TierSizes]:
     """How many blocks of a chain each tier and those above it hold, by how large it is."""
     slots_each = sum(hash_tokens / group.block_tokens for group in groups)
     above = pool.num_slots / slots_each
-    tiers = [TierSizes(HOST, tuple(above * times for times in TIMES))]
+    sizes = [above * times for times in TIMES]
+    tiers = [TierSizes(HOST, tuple(sizes), feeds_below=bool(levels))]
     for level in levels:
         if level.pool is None:
             continue  # it knows itself how much it holds
@@ -131,6 +136,6 @@ def _tiers(
             max(above, own * times) if level.write is WriteMode.THROUGH else above + own * times
             for times in TIMES
         ]
-        tiers.append(TierSizes(level.name, tuple(sizes)))
+        tiers.append(TierSizes(level.name, tuple(sizes), policy_named(level_policy)))
         above = sizes[TIMES.index(1.0)]
     return tiers

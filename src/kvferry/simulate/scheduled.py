@@ -28,7 +28,13 @@ class SchedulerReplay:
     """
 
     def __init__(
-        self, capacity: Capacity, policy: EvictionPolicyMaker, *, write: str, block_tokens: int
+        self,
+        capacity: Capacity,
+        policy: EvictionPolicyMaker,
+        level_policy: EvictionPolicyMaker,
+        *,
+        write: str,
+        block_tokens: int,
     ) -> None:
         self._now = 0.0
         self._block_tokens = block_tokens
@@ -39,14 +45,16 @@ class SchedulerReplay:
         self.host = Pool(capacity[0], policy, clock=clock)
         self.levels = [
             PlacedLevel(
-                TierName(f"level{at}"), Pool(num_places, policy, clock=clock), WriteMode(write)
+                TierName(f"level{at}"),
+                Pool(num_places, level_policy, clock=clock),
+                WriteMode(write),
             )
             for at, num_places in enumerate(capacity[1:], 1)
         ]
         self.scheduler = Scheduler(
             self.host,
             (FullAttention(block_tokens),),
-            config=Config(load_policy="always"),
+            config=Config(load_policy="always", memory_curve="off"),
             levels=self.levels,
             clock=clock,
         )

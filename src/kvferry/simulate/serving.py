@@ -121,7 +121,13 @@ def _replay(trial: Trial, block_tokens: int) -> Replay:
     policy = policy_named(trial.policy)
     if len(trial.capacity) == 1:
         return PoolReplay(trial.capacity[0], policy)
-    return SchedulerReplay(trial.capacity, policy, write=trial.write, block_tokens=block_tokens)
+    return SchedulerReplay(
+        trial.capacity,
+        policy,
+        policy_named(trial.level_policy),
+        write=trial.write,
+        block_tokens=block_tokens,
+    )
 
 
 def run_trials(

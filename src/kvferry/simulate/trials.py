@@ -5,17 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvferry.policy_kinds import DEFAULT_LEVEL_POLICY
+
 Capacity = tuple[int, ...]
 """Blocks of each level, host memory first."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One policy at one capacity. ``write`` is how blocks reach the levels below the host."""
+    """One policy at one capacity.
+
+    ``write`` is how blocks reach the levels below the host, which have a policy of their own.
+    """
 
     policy: str
     capacity: Capacity
     write: str = "spill"
+    level_policy: str = DEFAULT_LEVEL_POLICY
 
 
 @dataclass(eq=False)
@@ -80,6 +86,7 @@ class Score:
     def as_data(self) -> dict[str, Any]:
         return {
             "policy": self.trial.policy,
+            "level_policy": self.trial.level_policy if len(self.trial.capacity) > 1 else None,
             "capacity_blocks": list(self.trial.capacity),
             **self.whole.as_data(),
             "stored": self.stored,

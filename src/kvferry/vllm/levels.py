@@ -57,7 +57,7 @@ def levels_of(shapes: Iterable[RankShape], config: Config) -> list[Level]:
 
     Ranks that share one host memory have places of their own each (``SharedLevelMover``).
     """
-    write, policy = WriteMode(config.level_write), policy_named(config.policy)
+    write, policy = WriteMode(config.level_write), policy_named(config.level_policy)
     shapes = sorted(shapes, key=lambda shape: shape.rank)
     levels = []
     for same in zip(*(shape.levels for shape in shapes), strict=True):

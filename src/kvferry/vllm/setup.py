@@ -44,7 +44,8 @@ class Setup:
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any, config: Config, support: Support) -> Setup:
-        policy_named(config.policy)  # refused now, like any other setting, not once ranks are up
+        for policy in (config.policy, config.level_policy):
+            policy_named(policy)  # refused now, like any other setting, not once ranks are up
         parallel, groups = vllm_config.parallel_config, kv_cache_config.kv_cache_groups
         return cls(
             config=config,
