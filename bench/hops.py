@@ -239,11 +239,11 @@ class Server:
     def hear(self) -> None:
         self.rank.poll()
         output = SimpleNamespace(
-            finished_recving=self.rank.take_arrived(),
+            finished_recving=self.rank.told.take_arrived(),
             kv_connector_worker_meta=self.rank.take_receipts(),
         )
-        self.rank.take_failed()
-        self.rank.take_invalid()
+        self.rank.told.take_failed()
+        self.rank.told.take_invalid()
         self.side.take(output)
 
     def wait(self) -> None:

@@ -92,6 +92,7 @@ class MatchCounts:
     promoted_tokens: int = 0
     expired_hits: int = 0
     verdicts: Counter[str] = field(default_factory=Counter)
+    overlaps: Counter[str] = field(default_factory=Counter)
     missed: Counter[str] = field(default_factory=Counter)
 
 
@@ -112,7 +113,8 @@ class SchedulerStats:
     many blocks of an earlier life they began with; ``level_bandwidth`` is what each brought up, in
     bytes per second of one rank while it had something to bring. ``memory_curve`` estimates, by
     tier, which share of prompt tokens it and those above it would have, had it so many times its
-    memory; empty while too little is known.
+    memory; empty while too little is known. ``overlaps`` counts loads by how they went together
+    with the forward pass, where an engine lets us decide that.
     """
 
     pool: PoolCounts
@@ -146,3 +148,4 @@ class SchedulerStats:
     restored: Mapping[str, int] = field(default_factory=dict)
     level_bandwidth: Mapping[str, float | None] = field(default_factory=dict)
     memory_curve: Mapping[str, Mapping[float, float]] = field(default_factory=dict)
+    overlaps: Mapping[str, int] = field(default_factory=dict)

@@ -83,7 +83,8 @@ class Transfer:
 
     ``group`` names the layers whose blocks these are (it selects the device layout). Below the host
     blocks travel with their ``keys``, and what has not begun ``within`` so many seconds is not
-    wanted any more; a tier that finds blocks by their keys has ``NO_SLOTS`` on its side.
+    wanted any more; a tier that finds blocks by their keys has ``NO_SLOTS`` on its side. A load
+    ``in_parts`` lands layer after layer, so that who reads them can begin before it is whole.
     """
 
     id: TransferId
@@ -94,6 +95,7 @@ class Transfer:
     group: int = 0
     keys: KeyRows | None = None
     within: float | None = None
+    in_parts: bool = False
 
     def __post_init__(self) -> None:
         lengths = [len(self.src_slots), len(self.dst_slots)]

@@ -107,7 +107,7 @@ def test_only_a_step_without_a_forward_waits_for_a_load(make, monkeypatch, compu
     monkeypatch.setattr(mover, "poll", late)
     rank.begin(replace(orders, computes=computes))
     rank.poll()
-    assert rank.take_arrived() == (set() if computes else {"reader"})
+    assert rank.told.take_arrived() == (set() if computes else {"reader"})
     assert len(polls) == 1 if computes else len(polls) > 3
 
 

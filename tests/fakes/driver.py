@@ -24,6 +24,7 @@ from kvferry.device.driver.base import (
     Addresses,
     BatchForm,
     DeviceIdentity,
+    Pitches,
     Priority,
     SourceOrder,
 )
@@ -48,6 +49,7 @@ class FakeDriver:
         self.has_values = has_values
         self.has_host_calls = True
         self.max_batch = max_batch
+        self.copies_rows = True
         self.timeline = Timeline(seed)
         self.calls: list[str] = []
         self.orders: list[SourceOrder] = []
@@ -203,6 +205,19 @@ class FakeDriver:
             self._check_range("copy_async", dst, num_bytes)
             self._check_range("copy_async", src, num_bytes)
             self.timeline.put(stream, _copy(dst, src, num_bytes, None))
+
+    def copy_rows_async(
+        self, dst: int, src: int, num_bytes: int, num_rows: int, pitches: Pitches, stream: int
+    ) -> None:
+        name = "copy_rows_async"
+        with self._entered(name, stream=stream):
+            if num_bytes > min(pitches):
+                raise self._refusal(name, INVALID_VALUE)
+            for address, pitch in ((dst, pitches.dst), (src, pitches.src)):
+                self._check_range(name, address, (num_rows - 1) * pitch + num_bytes)
+            for row in range(num_rows):
+                ends = (dst + row * pitches.dst, src + row * pitches.src)
+                self.timeline.put(stream, _copy(*ends, num_bytes, None))
 
     def copy_batch_async(
         self,

@@ -122,8 +122,15 @@ class Rig:
     def store(self, blocks: Sequence[int], slots: Sequence[int], group: int = 0) -> TransferId:
         return self._submit(DEVICE, HOST, blocks, slots, group)
 
-    def load(self, slots: Sequence[int], blocks: Sequence[int], group: int = 0) -> TransferId:
-        return self._submit(HOST, DEVICE, slots, blocks, group)
+    def load(
+        self,
+        slots: Sequence[int],
+        blocks: Sequence[int],
+        group: int = 0,
+        *,
+        in_parts: bool = False,
+    ) -> TransferId:
+        return self._submit(HOST, DEVICE, slots, blocks, group, in_parts)
 
     def launch(self, function: Callable[[], None]) -> None:
         """Queue work on the compute stream; not a call of ours, so no fault is injected here."""
@@ -166,10 +173,15 @@ class Rig:
             self.driver.unregister_host(self.host.ctypes.data)
 
     def _submit(
-        self, src: Any, dst: Any, src_slots: Sequence[int], dst_slots: Sequence[int], group: int
+        self,
+        src: Any,
+        dst: Any,
+        src_slots: Sequence[int],
+        dst_slots: Sequence[int],
+        group: int,
+        in_parts: bool = False,
     ) -> TransferId:
         transfer_id = TransferId(next(self._ids))
-        self.engine.submit(
-            Transfer(transfer_id, src, dst, as_slots(src_slots), as_slots(dst_slots), group)
-        )
+        slots = as_slots(src_slots), as_slots(dst_slots)
+        self.engine.submit(Transfer(transfer_id, src, dst, *slots, group, in_parts=in_parts))
         return transfer_id

@@ -99,10 +99,12 @@ class Card:
             Transfer(TransferId(next(self._ids)), DEVICE, HOST, as_slots(blocks), as_slots(slots))
         )
 
-    def load(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
-        self.engine.submit(
-            Transfer(TransferId(next(self._ids)), HOST, DEVICE, as_slots(slots), as_slots(blocks))
-        )
+    def load(
+        self, slots: Sequence[int], blocks: Sequence[int], *, in_parts: bool = False
+    ) -> TransferId:
+        load, ends = TransferId(next(self._ids)), (as_slots(slots), as_slots(blocks))
+        self.engine.submit(Transfer(load, HOST, DEVICE, *ends, in_parts=in_parts))
+        return load
 
     def drain(self) -> list[Receipt]:
         receipts = self.engine.drain(30.0)

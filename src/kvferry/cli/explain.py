@@ -98,6 +98,8 @@ def _tell(told: Told, console: Console) -> None:
         console.print(Text(f"Hints: {said(told.hints, _MOST_NAME)}"))
     for words in told.refused:
         console.print(Text(f"Not done: {said(words, _MOST_NAME)}", style="yellow"))
+    if told.overlap:
+        console.print(Text(f"Load and forward pass: {said(told.overlap, _MOST_NAME)}."))
     if told.others:
         names = ", ".join(said(name, _MOST_NAME) for name in told.others)
         console.print(Text(f"Also of that name: {names}", style="dim"))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
 import numpy as np
 
 from kvferry.device.layout.base import GroupLayout, Int64s
+from kvferry.device.layout.ranges import LayerParts
 from kvferry.types import SlotArray
 
 
@@ -30,6 +32,9 @@ class CopyJob:
     memory is registered with the driver in chunks of ``host_chunk`` bytes counted from
     ``host_base``; one copy that crosses from chunk to chunk is refused by the driver, so neighbour
     slots may be joined into one copy only within a chunk. None means one chunk.
+
+    With ``in_parts`` the job is done part by part, each a job of its own (:meth:`parts`) that
+    ``is_part``: its blocks lie apart in host memory, though their slots be neighbours.
     """
 
     direction: Direction
@@ -39,10 +44,21 @@ class CopyJob:
     host_base: int
     host_pitch: int
     host_chunk: int | None = None
+    in_parts: LayerParts | None = None
+    is_part: bool = False
 
     @property
     def num_bytes(self) -> int:
         return len(self.device_blocks) * self.layout.block_bytes
+
+    def parts(self) -> Iterator[CopyJob]:
+        """What is to be done, one after the other: itself, where it has no parts."""
+        if self.in_parts is None:
+            yield self
+            return
+        for part in self.in_parts.parts:
+            base = self.host_base + part.start
+            yield replace(self, layout=part.layout, host_base=base, in_parts=None, is_part=True)
 
     @cached_property
     def run_heads(self) -> Int64s:
@@ -50,6 +66,15 @@ class CopyJob:
         slots = self.host_slots
         if self.host_pitch != self.layout.block_bytes:
             return np.arange(len(slots))
+        return self.stretch_heads
+
+    @cached_property
+    def stretch_heads(self) -> Int64s:
+        """Which of its blocks are not in the slot after the one before; the first is one.
+
+        Slots of a stretch are equally far from each other, and registered together.
+        """
+        slots = self.host_slots
         if self._is_one_run():
             return _ONE_RUN
         follows = np.zeros(len(slots), dtype=bool)

@@ -57,6 +57,11 @@ class PendingSums:
         self._done = done
         self._keep_alive = keep_alive
 
+    @property
+    def is_done(self) -> bool:
+        """Whether :meth:`result` need not wait."""
+        return self._done is None or bool(self._done.query())
+
     def result(self) -> tuple[int, ...]:
         """The sums; waits for them."""
         if self._done is not None:

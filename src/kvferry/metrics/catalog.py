@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvferry.observed import TIMES
+from kvferry.policy.overlap import OverlapVerdict
 from kvferry.policy.worth import Verdict
 from kvferry.scheduler.why import Reason
 
@@ -14,6 +15,7 @@ PREFIX = "kvferry_"
 
 MISSES = tuple(reason.value for reason in Reason if reason is not Reason.NOTHING_MISSED)
 VERDICTS = tuple(verdict.value for verdict in Verdict)
+OVERLAPS = tuple(verdict.value for verdict in OverlapVerdict)
 IDLE_REASONS = ("refused", "failed")
 """It does not serve this model or these settings; or something of ours went wrong."""
 MEMORIES = tuple(f"{times:g}" for times in TIMES)
@@ -106,6 +108,11 @@ MISSED = _counter(
 )
 DECISIONS = _counter(
     "decisions", "Load-or-compute decisions.", Label("verdict", ", ".join(VERDICTS))
+)
+OVERLAPPED = _counter(
+    "overlaps",
+    "Loads by how they went together with the forward pass; where vLLM is the engine.",
+    Label("overlap", ", ".join(OVERLAPS)),
 )
 
 MOVED_BYTES = _counter("moved_bytes", "Bytes copied, summed over ranks.", *_ROUTE)

@@ -55,6 +55,8 @@ def samples(snapshot: Snapshot) -> Iterator[Sample]:
         yield Sample(names.MISSED, (reason,), stats.missed.get(reason, 0))
     for verdict in names.VERDICTS:
         yield Sample(names.DECISIONS, (verdict,), stats.verdicts.get(verdict, 0))
+    for overlap in names.OVERLAPS:
+        yield Sample(names.OVERLAPPED, (overlap,), stats.overlaps.get(overlap, 0))
     for key, traffic in stats.traffic.items():
         yield Sample(names.MOVED_BYTES, key, traffic.sizes.total)
         yield Sample(names.MOVED_SECONDS, key, traffic.seconds.total)

@@ -133,6 +133,7 @@ def plain(request_id: RequestId, entry: Entry, why_path: WhyPath) -> dict[str, A
         "explanation": why.as_dict() if why is not None else None,
         "hints": entry.hints.as_dict() if entry.hints is not None else None,
         "refused": list(entry.refused),
+        "overlap": entry.overlap,
         "copies": [{**asdict(copy), "why": why_path(copy)} for copy in entry.copies],
     }
 

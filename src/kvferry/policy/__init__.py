@@ -14,6 +14,7 @@ from kvferry.policy.eviction import (
 from kvferry.policy.fair import Fair
 from kvferry.policy.lru import Lru
 from kvferry.policy.names import policy_named
+from kvferry.policy.overlap import OverlapDecision, Overlapping, OverlapVerdict
 from kvferry.policy.worth import BusyTime, Decision, LoadOrCompute, Verdict
 
 __all__ = [
@@ -28,6 +29,9 @@ __all__ = [
     "HearsRequests",
     "LoadOrCompute",
     "Lru",
+    "OverlapDecision",
+    "OverlapVerdict",
+    "Overlapping",
     "Residents",
     "SeenOften",
     "Verdict",

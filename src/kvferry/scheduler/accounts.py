@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvferry.config import Config
 from kvferry.keys import Keys
 from kvferry.observed.curve import Points
-from kvferry.policy import SeenOften
+from kvferry.policy import OverlapDecision, SeenOften
 from kvferry.pool import Pool
 from kvferry.scheduler.explainer import Explainer
 from kvferry.scheduler.hearing import Hearing
@@ -86,9 +86,12 @@ class Accounts:
                 self._admission.see(slot_keys)
                 self._lower.asked(slot_keys)
 
-    def loaded(self, request: Request, num_tokens: int) -> None:
+    def loaded(self, request: Request, num_tokens: int, overlap: OverlapDecision | None) -> None:
         """So many tokens are brought to the device for a request."""
         self.counts.hit_tokens += num_tokens
+        if overlap is not None:
+            self.counts.overlaps[overlap.verdict.value] += 1
+            self._journal.overlapped(request.id, overlap.words)
         if self._tenants is not None:
             self._tenants.counts(request.tenant).hit_tokens += num_tokens
 

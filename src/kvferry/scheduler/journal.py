@@ -71,6 +71,8 @@ class Entry:
     hints: Hints | None = None
     refused: tuple[str, ...] = ()
     """What of the hints could not be heeded, and why."""
+    overlap: str = ""
+    """How its load went together with the forward pass, where somebody decided that."""
     copies: list[Copy] = field(default_factory=list)
 
 
@@ -105,6 +107,10 @@ class Journal:
         """Something was said of a request's blocks, and this could not be heeded."""
         entry = self._touch(request_id)
         entry.hints, entry.refused = hints, tuple(refused)
+
+    def overlapped(self, request_id: RequestId, words: str) -> None:
+        """It was decided how a request's load goes together with the forward pass."""
+        self._touch(request_id).overlap = words
 
     def entry(self, request_id: RequestId) -> Entry | None:
         return self._entries.get(request_id)

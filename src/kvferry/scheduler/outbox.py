@@ -11,6 +11,7 @@ import numpy as np
 from kvferry.config import Config
 from kvferry.keys import Keys
 from kvferry.lease import Lease, Purpose
+from kvferry.policy import OverlapDecision
 from kvferry.scheduler.flight import Flights
 from kvferry.scheduler.transit import Transit
 from kvferry.types import (
@@ -88,9 +89,24 @@ class Outbox:
         orders = len(self._loads) + len(self._stores) + len(self._moves)
         return orders + len(self._questions) + len(self._forget)
 
-    def load(self, request: Any, group: int, lease: Lease, blocks: SlotArray) -> TransferId:
-        """Order one group's blocks of a hit to the device."""
-        transfer = Transfer(self._flights.new_id(), HOST, DEVICE, lease.slots, blocks, group)
+    def load(
+        self,
+        request: Any,
+        group: int,
+        lease: Lease,
+        blocks: SlotArray,
+        overlap: OverlapDecision | None = None,
+    ) -> TransferId:
+        """Order one group's blocks of a hit to the device; layer after layer if read early."""
+        transfer = Transfer(
+            self._flights.new_id(),
+            HOST,
+            DEVICE,
+            lease.slots,
+            blocks,
+            group,
+            in_parts=overlap is not None and overlap.is_early,
+        )
         self._loads.append(LoadOrder(transfer, lease, request))
         self._transit.load(group, len(blocks))
         return transfer.id

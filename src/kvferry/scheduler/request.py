@@ -13,6 +13,7 @@ from kvferry.answers import DeviceBlocks, Match, MatchState
 from kvferry.errors import InputError
 from kvferry.hints import Hints
 from kvferry.keys import KeyChain, Keys
+from kvferry.policy import OverlapDecision
 from kvferry.scheduler.below import Below
 from kvferry.scheduler.flight import Flight
 from kvferry.scheduler.hit import PinnedHit
@@ -179,7 +180,9 @@ class Request:
             return (range(0),) * len(self._parts.sizes)
         return hit.look.blocks
 
-    def load(self, tables: Sequence[BlockTable]) -> tuple[Ordered, ...]:
+    def load(
+        self, tables: Sequence[BlockTable], overlap: OverlapDecision | None = None
+    ) -> tuple[Ordered, ...]:
         """Order the pinned hit into its device blocks; it goes with the next plan.
 
         ``tables[g]`` is the whole block table of group g, long enough for the hit. Returns what was
@@ -201,19 +204,17 @@ class Request:
         if self.below is not None:
             self.below.renew()
         ordered = []
-        for g, lease, device_blocks in pieces:
-            transfer_id = parts.outbox.load(self, g, lease, device_blocks)
+        for g, lease, blocks in pieces:
+            transfer_id = parts.outbox.load(self, g, lease, blocks, overlap)
             parts.hits.began(lease)
             self.loading.add(transfer_id)
-            ordered.append(
-                Ordered(g, device_blocks, transfer_id, look.blocks[g], look.asked[g], self)
-            )
+            ordered.append(Ordered(g, blocks, transfer_id, look.blocks[g], look.asked[g], self))
         if not ordered:  # a hit that reads nothing has no landing to wait for
             self.state = State.LOADED
             return ()
         self._promised = Match(MatchState.HIT, look.host_tokens, look.computed_tokens)
         self.state = State.LOADING
-        parts.accounts.loaded(self, look.host_tokens - look.computed_tokens)
+        parts.accounts.loaded(self, look.host_tokens - look.computed_tokens, overlap)
         if parts.rests is not None:
             go_on(self, self._computed, self._parts)
         return tuple(ordered)
@@ -232,9 +233,8 @@ class Request:
         if self.loading and not flight.reason:
             return None
         self.loading.clear()
-        promised = self._promised
+        promised, self._promised = self._promised, None
         assert promised is not None
-        self._promised = None
         if flight.reason:
             self.progress.past = promised.computed_tokens
         if self.state is State.LOADING:  # an engine may run it before it has heard of the landing

@@ -48,6 +48,7 @@ def snapshot(
         shed_stores=storing.num_shed,
         verdicts=MappingProxyType(dict(matches.verdicts)),
         missed=MappingProxyType(dict(matches.missed)),
+        overlaps=MappingProxyType(dict(matches.overlaps)),
         in_flight=len(flights),
         landed=moved.landed,
         failed=moved.failed,

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.vllm import translate
@@ -94,13 +95,26 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._at_worker.begin(self._get_connector_metadata())
 
+    def bind_connector_metadata(self, connector_metadata: StepOrders) -> None:
+        """Before a step; loads themselves may be started after its forward."""
+        super().bind_connector_metadata(connector_metadata)
+        early = self._at_worker.early
+        if early is not None and connector_metadata.computes:
+            early.begin_forward(_mode_of_step())
+
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are asynchronous: a request runs only when all of its blocks are there."""
+        """A request runs when its blocks are there, or will be before their layer is computed."""
+        early = self._at_worker.early
+        if early is not None and early.listens:
+            early.before_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Blocks are stored whole, after the forward."""
+        """Blocks are stored whole, after the forward; but here ends a layer."""
+        early = self._at_worker.early
+        if early is not None and early.listens:
+            early.after_layer(layer_name)
 
     def wait_for_save(self) -> None:
         self._at_worker.after_forward()
@@ -108,18 +122,18 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         worker = self._at_worker
         worker.poll()
-        return None, worker.take_arrived() or None
+        return None, worker.told.take_arrived() or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """As ``get_finished``, for a vLLM that wants failures in the same answer."""
         results = super().get_transfer_results(finished_req_ids)
-        failed = self._at_worker.take_failed()
+        failed = self._at_worker.told.take_failed()
         if self._by_request:
             results.failed_recving = failed
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        invalid = self._at_worker.take_invalid()
+        invalid = self._at_worker.told.take_invalid()
         return invalid if not self._by_request else set()
 
     def build_connector_worker_meta(self) -> Any:
@@ -205,6 +219,15 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.close()
         if self._scheduler is not None:
             self._scheduler.close()
+
+
+def _mode_of_step() -> str:
+    """How the step at hand computes; empty where no layer calls us, or we cannot know."""
+    if not is_forward_context_available():
+        return ""
+    context = get_forward_context()
+    mode = getattr(context.cudagraph_runtime_mode, "name", "")
+    return "" if mode == "FULL" or context.attn_metadata is None else str(mode)
 
 
 if hasattr(base, "CacheHitSource"):  # vLLM that tells hits apart by where they came from

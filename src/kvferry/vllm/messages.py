@@ -37,7 +37,8 @@ class StepOrders:
     come after that. ``drain`` asks to finish all copies before answering, because the scheduler's
     side is out of service and will read no receipts. ``epoch`` becomes another when everything is
     forgotten: loads are of blocks stored in it. ``is_quiet`` says that this is one of many steps
-    that only decode, and that nothing else is in here.
+    that only decode, and that nothing else is in here. ``early`` has the loads of which vLLM may be
+    told before they have landed, and how much of each must have, where others run.
     """
 
     plan: Plan = NO_PLAN
@@ -47,6 +48,7 @@ class StepOrders:
     drain: bool = False
     epoch: int = 0
     is_quiet: bool = False
+    early: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

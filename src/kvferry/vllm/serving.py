@@ -18,18 +18,18 @@ from typing import Any
 
 from kvferry import reach
 from kvferry.answers import DeviceBlocks, MatchState
-from kvferry.policy import policy_named
-from kvferry.pool import Pool
-from kvferry.scheduler import Ordered, Request, Scheduler, State
+from kvferry.scheduler import Ordered, Request, State
 from kvferry.tiers.disk.status import DiskFigures
-from kvferry.types import Health, Plan, Rank, Receipt, TransferId
+from kvferry.types import Health, Plan, Rank, Receipt
 from kvferry.vllm.blocks import VllmBlocks, table_of
+from kvferry.vllm.core import scheduler_for
 from kvferry.vllm.free_queue import next_to_go, num_allocated
 from kvferry.vllm.levels import levels_of
 from kvferry.vllm.messages import RankShape, StepOrders
 from kvferry.vllm.outside import VllmTokens
+from kvferry.vllm.overlap import VllmOverlap
 from kvferry.vllm.pace import LONG_TOKENS, Pace
-from kvferry.vllm.promise import Promise
+from kvferry.vllm.promise import Promise, sorted_out
 from kvferry.vllm.reports import Reports
 from kvferry.vllm.said import opened
 from kvferry.vllm.setup import Setup
@@ -64,20 +64,12 @@ class Serving:
         # The last block a draft model wrote may be of tokens that were then refused.
         step = reach.hit_alignment(groups, hash_block_tokens=blocks.hash_tokens)
         self._spare_tokens = step if setup.uses_drafts else 0
-        num_slots = min(shape.num_slots for shape in shapes.values())
         levels = levels_of(shapes.values(), setup.config)
-        self.scheduler = Scheduler(
-            Pool(num_slots, policy_named(setup.config.policy), num_ready=0, together=True),
-            groups,
-            config=setup.config,
-            num_ranks=setup.num_ranks,
-            hash_block_tokens=blocks.hash_tokens,
-            num_device_blocks=blocks.num_blocks,
-            block_bytes=shapes[0].block_bytes,
-            spare_tokens=self._spare_tokens,
-            levels=levels,
-            engine=blocks,
+        self.scheduler = scheduler_for(
+            setup, shapes, blocks, levels, spare_tokens=self._spare_tokens
         )
+        self._tracked: dict[str, Tracked] = {}
+        self._overlap = VllmOverlap(setup, shapes[0], self._tracked, blocks, self.scheduler.stats)
         self.reports = Reports(
             self.scheduler,
             setup.config,
@@ -95,7 +87,6 @@ class Serving:
         assert rests is not None  # the scheduler was given vLLM's blocks
         self._rests = rests
         self._pace = Pace()
-        self._tracked: dict[str, Tracked] = {}
         self._promises: list[Promise] = []
         self._times_prefills = False  # and so must look at the next step
         self._unlooked: list[Tracked] = []  # they run since a calm step
@@ -125,7 +116,7 @@ class Serving:
         # block, waiting for a load is not worth it.
         most = request.num_tokens - 1
         if self._claims_whole and computed_tokens + self._least_block <= most:
-            most = request.num_tokens
+            most += not self._overlap.leaves_a_block(most - computed_tokens)
         match = tracked.ferried.match(computed_tokens=computed_tokens, max_tokens=most)
         if match.state is MatchState.WAIT:
             # What it waits for may have to be sent, and is heard of in a step that is looked at.
@@ -158,10 +149,11 @@ class Serving:
         if num_external_tokens:
             tables = blocks.get_block_ids()
             told = self.told_blocks(ferried.id, tables[0], num_external_tokens)
-            ordered = ferried.load([table_of(ids) for ids in tables])
+            overlap = self._overlap.decide(num_external_tokens)
+            ordered = ferried.load([table_of(ids) for ids in tables], overlap)
             self.blocks.hold(ordered)
             transfers = tuple([part.transfer for part in ordered])
-            self._promises.append(Promise(ferried.id, ferried, transfers, told))
+            self._promises.append(Promise(ferried.id, ferried, transfers, told, overlap.share))
 
     def told_blocks(
         self, request_id: str, ids: Sequence[int], num_external_tokens: int
@@ -191,18 +183,13 @@ class Serving:
             self._let_run(step)
             return self._quiet_orders
         plan = self._plan(step)
-        loads: dict[str, tuple[TransferId, ...]] = {}
-        undone: dict[str, tuple[int, ...]] = {}
-        for promise in self._promises:
-            if not promise.transfers:
-                undone[promise.request_id] = promise.blocks
-            elif promise.is_kept:
-                loads[promise.request_id] = promise.transfers
+        loads, undone, early = sorted_out(self._promises)
         self._promises.clear()
         epoch = self.scheduler.epoch
         if self._quiet_orders.epoch != epoch:
             self._quiet_orders = StepOrders(computes=True, epoch=epoch, is_quiet=True)
-        return StepOrders(plan, loads, undone, step.total_num_scheduled_tokens > 0, epoch=epoch)
+        computes = step.total_num_scheduled_tokens > 0
+        return StepOrders(plan, loads, undone, computes, epoch=epoch, early=early)
 
     def _is_calm(self, step: Any) -> bool:
         """Whether all that is new in this step are requests that can be counted later.

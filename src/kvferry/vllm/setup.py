@@ -20,7 +20,7 @@ class Setup:
     ``namespace`` is for hash blocks of one token: how many vLLM's have its block pool says.
     ``told_tokens`` are those of a block of the first group, by which vLLM is told of failed loads.
     ``engine_here`` counts the engines of a data-parallel server on this host. vLLM names blocks by
-    ``hash_algorithm``.
+    ``hash_algorithm``. Where it ``splits_batches``, two halves of one run at the same time.
     """
 
     config: Config
@@ -32,6 +32,7 @@ class Setup:
     has_listeners: bool
     engine_here: int
     hash_algorithm: str = "sha256"
+    splits_batches: bool = False
 
     @property
     def groups(self) -> tuple[reach.Group, ...]:
@@ -57,4 +58,5 @@ class Setup:
             has_listeners=translate.wants_events(vllm_config),
             engine_here=int(parallel.data_parallel_rank_local or 0),
             hash_algorithm=translate.hash_algorithm(vllm_config),
+            splits_batches=bool(getattr(parallel, "enable_dbo", False)),
         )

@@ -102,6 +102,12 @@ class Freshness:
             except Exception:
                 self._give_up()
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the sums marked last are there: else :meth:`is_stale` waits for them."""
+        self.look()
+        return self._pending is None or self._pending.is_done
+
     def is_stale(self, epoch: int) -> bool:
         """Whether the weights have changed since blocks of this epoch were computed."""
         self._compare()

@@ -31,13 +31,15 @@ from kvferry.types import (
     Transfer,
     TransferId,
 )
-from kvferry.vllm.awaited import AwaitedLoad
-from kvferry.vllm.geometry import device_of, layouts_of, words_of
+from kvferry.vllm.awaited import AwaitedLoad, ToldLoads
+from kvferry.vllm.early import LandingLoads
+from kvferry.vllm.geometry import device_of, layouts_of
 from kvferry.vllm.guard import Guard
 from kvferry.vllm.lasting import LASTING_EPOCH, LastingWrites
-from kvferry.vllm.levels import level_movers, shapes_of
+from kvferry.vllm.levels import level_movers
 from kvferry.vllm.messages import NO_PLAN, RankShape, StepOrders, StepReceipts
 from kvferry.vllm.news import MemoryNews
+from kvferry.vllm.rank_shape import shape_of
 from kvferry.vllm.ranks import Place, mover_of, open_rank
 from kvferry.vllm.weights import Freshness, weights_of_caller
 from kvferry.worker import Worker
@@ -89,12 +91,12 @@ class WorkerSide:
         self._below: set[TransferId] = set()  # what levels were asked for and have not answered
         self._receipts: list[Receipt] = []
         self._health: list[Health] = []
-        self._arrived: set[str] = set()
-        self._failed: set[str] = set()
-        self._invalid: set[int] = set()
+        self.told = ToldLoads()
         self._drained = False
         self._freshness = Freshness()
         self._lasting = LastingWrites(config)
+        self.early: LandingLoads | None = None
+        """Loads that may be read before they have landed, where the settings let any be."""
 
     # -- start and end --------------------------------------------------------------------------
 
@@ -125,22 +127,15 @@ class WorkerSide:
         memory = self._memory = open_rank(device, layouts, self._config, self._place, contents)
         self._news = MemoryNews(self.rank, memory)
         mover = mover_of(memory, self._place)
+        if self._config.overlap_loads != "off" and len(layouts) == 1:
+            parts, layers = memory.engine.parts, self._groups[0]
+            self.early = LandingLoads(parts, layers, layouts[0], land=self._drain)
         self._worker = Worker(
             {(DEVICE, HOST): mover, (HOST, DEVICE): mover},
             levels=level_movers(memory, self._place),
             rank=self.rank,
         )
-        self.shape = RankShape(
-            rank=self.rank,
-            num_slots=memory.host.num_slots,
-            ready_slots=memory.ready_slots,
-            slot_bytes=memory.host.tier.slot_bytes,
-            block_bytes=tuple(layout.block_bytes for layout in layouts),
-            layout=words_of(layouts),
-            is_shared=self._place.replicates,
-            choices=getattr(memory.engine, "choices", None),
-            levels=shapes_of(memory),
-        )
+        self.shape = shape_of(memory, layouts, self._place)
 
     @property
     def _is_grown(self) -> bool:
@@ -181,11 +176,12 @@ class WorkerSide:
         self._drain()
         blocks = {t.id: t.dst_slots.tolist() for t in orders.plan.transfers}
         for request_id, ids in orders.loads.items():
-            self._fail(request_id, {block for id in ids for block in blocks.get(id, ())})
+            self.told.fail(request_id, {block for id in ids for block in blocks.get(id, ())})
         for load in self._loads.values():
-            self._fail(load.request_id, load.blocks)
+            if not load.is_told:  # of those all has landed by now
+                self.told.fail(load.request_id, load.blocks)
         for request_id, undone in orders.undone.items():
-            self._fail(request_id, undone)
+            self.told.fail(request_id, undone)
         self._loads.clear()
         held = [transfer for transfer in self._lasting.take_all() if transfer.id not in blocks]
         self._refuse((*held, *orders.plan.transfers, *orders.plan.questions), self.guard.reason)
@@ -218,12 +214,15 @@ class WorkerSide:
         for request_id, ids in orders.loads.items():
             load = AwaitedLoad(request_id, set(ids), orders.epoch)
             self._loads.update(dict.fromkeys(ids, load))
+            if self.early is not None:
+                load.share = orders.early.get(request_id)
+                self.early.ordered(load)
         if self._memory is not None and orders.loads:
             # The forward of this step, or that of a request whose load came first, runs beside
             # them: even if the model rests while they are submitted.
             loading = {load.request_id for load in self._loads.values()}
             runs = orders.computes or self._is_run_due or len(loading) > 1
-            self._memory.note_beside(runs)
+            self._memory.note_beside(runs or bool(orders.early))
         stores: list[Transfer] = []
         others: list[Transfer] = []
         for transfer in orders.plan.transfers:
@@ -235,7 +234,7 @@ class WorkerSide:
             self._below.update([order.id for order in others if order.dst != DEVICE])
             self._below.update([question.id for question in plan.questions])
         for request_id, blocks in orders.undone.items():
-            self._fail(request_id, blocks)
+            self.told.fail(request_id, blocks)
         if orders.epoch == LASTING_EPOCH:
             others = self._lasting.hold(others)
         if orders.loads and self._freshness.is_stale(orders.epoch):
@@ -251,6 +250,8 @@ class WorkerSide:
 
     def after_forward(self) -> None:
         """The step's forward is queued: its blocks may be stored."""
+        if self.early is not None and self._computes:
+            self.early.end_forward()
         if self._later.transfers:
             self._flush()
 
@@ -305,7 +306,7 @@ class WorkerSide:
         self._poll()
         end = time.monotonic() + _IDLE_SECONDS
         while self._loads or (self._below and not self._receipts):
-            if self._computes or self._arrived or time.monotonic() >= end:
+            if self._computes or self.told.arrived or time.monotonic() >= end:
                 return
             time.sleep(_NAP_SECONDS)
             self._poll()
@@ -317,9 +318,19 @@ class WorkerSide:
                 self._take_all(self._worker.poll())
                 if self.shape.levels:
                     self._health += self._worker.health()
+                if self.early is not None:
+                    self._tell_early(self.early)
             except Exception as error:
                 self.guard.trip("poll", error)
                 self._give_up(StepOrders())
+
+    def _tell_early(self, early: LandingLoads) -> None:
+        """Let a request run whose load cannot fail any more, though it has not landed yet."""
+        load = early.due(beside_others=self._computes)
+        if load is None or not self._freshness.is_known or self._freshness.is_stale(load.epoch):
+            return
+        early.told(load)
+        self.told.arrived.add(load.request_id)
 
     def _drain(self) -> None:
         """Finish the copies from and to the device."""
@@ -342,43 +353,23 @@ class WorkerSide:
                 self._below.discard(receipt.transfer_id)
             self._receipts.append(receipt)
             return
-        if self._freshness.is_stale(load.epoch):
+        if not load.is_told and self._freshness.is_stale(load.epoch):
             receipt = replace(receipt, outcome=Outcome.FAILED, reason=receipt.reason or _STALE)
         self._receipts.append(receipt)
         load.waiting.discard(receipt.transfer_id)
         load.failed |= receipt.outcome is not Outcome.OK
         if load.waiting:
             return
-        if load.failed:
-            self._fail(load.request_id, load.blocks)
+        if self.early is not None:
+            self.early.ended(load)
+        if load.is_told:
+            if load.failed:  # with the device: what vLLM computed of it is lost like all else
+                log.error("a load failed after it was on its way: %s", receipt.reason)
+        elif load.failed:
+            self.told.fail(load.request_id, load.blocks)
         else:
-            self._arrived.add(load.request_id)
+            self.told.arrived.add(load.request_id)
             self._is_run_due = True
-
-    def _fail(self, request_id: str, blocks: Sequence[int] | set[int]) -> None:
-        self._arrived.add(request_id)
-        self._failed.add(request_id)
-        self._invalid.update(blocks)
-
-    def take_arrived(self) -> set[str]:
-        """Requests that need not wait any longer, whether their blocks came or not."""
-        arrived = self._arrived
-        if arrived:
-            self._arrived = set()
-        return arrived
-
-    def take_failed(self) -> set[str]:
-        failed = self._failed
-        if failed:
-            self._failed = set()
-        return failed
-
-    def take_invalid(self) -> set[int]:
-        """Blocks that were to be loaded and were not."""
-        invalid = self._invalid
-        if invalid:
-            self._invalid = set()
-        return invalid
 
     def take_receipts(self) -> StepReceipts | None:
         """What the scheduler's side does not know yet; None if that is nothing."""

@@ -69,6 +69,7 @@ class Told:
     copies: tuple[Copied, ...]
     hints: str = ""
     refused: tuple[str, ...] = ()
+    overlap: str = ""
 
 
 def read_json(body: bytes) -> dict[str, Any]:
@@ -114,6 +115,7 @@ def read_told(answer: Mapping[str, Any]) -> Told:
         copies=tuple(_copied(copy) for copy in told.rows("copies")),
         hints=told.as_text("hints"),
         refused=told.texts("refused"),
+        overlap=told.maybe_text("overlap") or "",
     )
 
 

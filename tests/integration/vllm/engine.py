@@ -208,6 +208,10 @@ class Tamper:
         receipts, self._own = self._own, []
         return receipts + self.mover.poll()
 
+    @property
+    def parts(self) -> Any:
+        return self.mover.parts
+
     def drain(self, timeout: float | None = None) -> list[Receipt]:
         receipts, self._own = self._own, []
         return receipts + self.mover.drain(timeout)

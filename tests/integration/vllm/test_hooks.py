@@ -20,12 +20,11 @@ from kvferry.vllm.versions import NEWEST, misfits, require_fit
 LEFT_TO_VLLM = {
     # what vLLM itself keeps in a connector
     "role",
-    "bind_connector_metadata",
     "clear_connector_metadata",
     "has_connector_metadata",
     # our stores hold their blocks, so nothing is to be saved before a preemption or a reuse
     "handle_preemptions",
-    # loads and stores are of whole blocks, outside the forward and its graphs
+    # stores are of whole blocks after the forward; loads that it waits for ask for no other graphs
     "finish_forward",
     "reset_capture_state",
     "requires_piecewise_for_cudagraph",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +60,13 @@ class DeviceIdentity:
     link: str
 
 
+class Pitches(NamedTuple):
+    """Bytes from one row of a copy to the next, on either side."""
+
+    dst: int
+    src: int
+
+
 class Driver(Protocol):
     """A GPU driver on one device. Calls may come from any thread inside ``current()``."""
 
@@ -68,6 +75,9 @@ class Driver(Protocol):
 
     max_batch: int | None
     """Most descriptors one batch call may carry; None where there is no limit."""
+
+    copies_rows: bool
+    """Whether it has ``copy_rows_async``."""
 
     has_values: bool
     """Whether a stream can write a number to host memory, and another one wait for it."""
@@ -131,6 +141,11 @@ class Driver(Protocol):
 
     def copy_async(self, dst: int, src: int, num_bytes: int, stream: int) -> None:
         """Queue one copy; the driver finds out which side is host memory."""
+
+    def copy_rows_async(
+        self, dst: int, src: int, num_bytes: int, num_rows: int, pitches: Pitches, stream: int
+    ) -> None:
+        """Queue one copy of rows of ``num_bytes``, each a pitch after the one before."""
 
     def copy_batch_async(
         self,

@@ -60,6 +60,7 @@ class NativeDriver(ABC):
     """Our name of each entry point in SIGNATURES to the library's."""
 
     max_batch: int | None = None
+    copies_rows = False
     has_values = False
     has_host_calls = False
 

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from kvferry.types import Receipt, Transfer
+from kvferry.types import Receipt, Transfer, TransferId
+
+
+class PartwiseEngine(Protocol):
+    """What may be asked of loads ``in_parts``: by who reads them before they have landed."""
+
+    def num_landed(self, transfer_id: TransferId) -> int | None:
+        """How many parts of a load have landed; None while it may still fail.
+
+        Then not all of it is on its way; or ``poll`` has told of it. In between nothing can keep
+        the other parts from landing but the loss of the device.
+        """
+
+    def order_compute_after_part(self, transfer_ids: Iterable[TransferId], number: int) -> None:
+        """Make compute queued from now on wait for that part of these loads, and those before.
+
+        Where a load is over there is nothing to wait for; where it has fewer parts, the last one
+        counts.
+        """
 
 
 class CopyEngine(Protocol):
@@ -40,6 +59,10 @@ class CopyEngine(Protocol):
 
     def order_compute_after_loads(self) -> None:
         """Make compute queued from now on wait for every load submitted so far."""
+
+    @property
+    def parts(self) -> PartwiseEngine:
+        """Its loads that land part by part."""
 
     def close(self) -> None:
         """Drain, then give back streams, events and memory. Safe to call twice."""

@@ -8,12 +8,15 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.device.engine.cpu_parts import CpuParts
 from kvferry.device.engine.stream import Stream
 from kvferry.device.layout.base import GroupLayout
+from kvferry.device.layout.ranges import LayerParts
 from kvferry.errors import ClosedError, InputError, LayoutError
 from kvferry.types import DEVICE, FIRST_RANK, HOST, Outcome, Rank, Receipt, SlotArray, Transfer
 
@@ -46,11 +49,16 @@ class CpuEngine:
                     f"a host slot only {host.shape[1]}"
                 )
         self._groups = [_BlockViews(layout) for layout in layouts]
+        self._cuts = [
+            [(_BlockViews(part.layout), part.start) for part in LayerParts.of(layout).parts]
+            for layout in layouts
+        ]
         self._host = host
         self._compute = compute
         self._rank = rank
         self._loads = Stream("load")
         self._stores = Stream("store")
+        self.parts = CpuParts(self._loads, compute)
         self._done: queue.SimpleQueue[Receipt] = queue.SimpleQueue()
         self._news = threading.Event()
         self._closed = False
@@ -63,7 +71,10 @@ class CpuEngine:
             # A store must not read before the compute that writes its source, and a load must not
             # write while compute queued earlier still reads its destination.
             stream.wait(self._compute.record())
-        stream.run(lambda: self._carry_out(transfer))
+        if transfer.in_parts:
+            self._submit_parts(transfer)
+        else:
+            stream.run(lambda: self._carry_out(transfer))
 
     def await_news(self, seconds: float) -> None:
         self._news.wait(seconds)
@@ -76,6 +87,7 @@ class CpuEngine:
                 receipts.append(self._done.get_nowait())
             except queue.Empty:
                 return receipts
+            self.parts.ended(receipts[-1].transfer_id)
 
     def drain(self, timeout: float | None = None) -> list[Receipt]:
         if not self._closed:
@@ -96,21 +108,49 @@ class CpuEngine:
         self._loads.close()
         self._stores.close()
 
-    def _carry_out(self, transfer: Transfer) -> None:
-        self._done.put(self._copy(transfer))
+    def _submit_parts(self, transfer: Transfer) -> None:
+        """All that can go wrong is looked at here: once begun, it lands."""
+        try:
+            self._check(transfer)
+        except Exception as error:
+            self._end(_failed(transfer, self._rank, error))
+            return
+        began = time.perf_counter()
+        self.parts.begin(
+            transfer.id,
+            [partial(v.load, transfer, self._host, at) for v, at in self._cuts[transfer.group]],
+        )
+        num_bytes = len(transfer) * self._groups[transfer.group].layout.block_bytes
+
+        def end() -> None:
+            seconds = time.perf_counter() - began
+            self._end(Receipt(transfer.id, self._rank, Outcome.OK, "", num_bytes, seconds, "cpu"))
+
+        self._loads.run(end)
+
+    def _end(self, receipt: Receipt) -> None:
+        self._done.put(receipt)
         self._news.set()
+
+    def _carry_out(self, transfer: Transfer) -> None:
+        self._end(self._copy(transfer))
 
     def _copy(self, transfer: Transfer) -> Receipt:
         start = time.perf_counter()
         try:
             num_bytes = self._move(transfer)
         except Exception as error:  # a copy thread that dies leaves its request waiting for ever
-            reason = f"{type(error).__name__}: {error}"
-            return Receipt(transfer.id, self._rank, Outcome.FAILED, reason)
+            return _failed(transfer, self._rank, error)
         seconds = time.perf_counter() - start
         return Receipt(transfer.id, self._rank, Outcome.OK, "", num_bytes, seconds, "cpu")
 
     def _move(self, transfer: Transfer) -> int:
+        self._check(transfer)
+        views = self._groups[transfer.group]
+        move = views.store if transfer.src == DEVICE else views.load
+        return move(transfer, self._host)
+
+    def _check(self, transfer: Transfer) -> None:
         if {transfer.src, transfer.dst} != {DEVICE, HOST}:
             raise InputError(f"this engine cannot copy from {transfer.src} to {transfer.dst}")
         if not 0 <= transfer.group < len(self._groups):
@@ -121,8 +161,6 @@ class CpuEngine:
         slots = transfer.dst_slots if stores else transfer.src_slots
         _require_within("device blocks", blocks, views.layout.num_blocks)
         _require_within("host slots", slots, len(self._host))
-        move = views.store if stores else views.load
-        return move(transfer, self._host)
 
 
 class _BlockViews:
@@ -151,11 +189,16 @@ class _BlockViews:
             host[slots, place] = view[blocks]
         return len(transfer) * self.layout.block_bytes
 
-    def load(self, transfer: Transfer, host: Rows) -> int:
+    def load(self, transfer: Transfer, host: Rows, start: int = 0) -> int:
+        """``start`` is where the first segment lies in a slot."""
         slots, blocks = transfer.src_slots, transfer.dst_slots
         for view, place in self.segments:
-            view[blocks] = host[slots, place]
+            view[blocks] = host[slots, start + place.start : start + place.stop]
         return len(transfer) * self.layout.block_bytes
+
+
+def _failed(transfer: Transfer, rank: Rank, error: Exception) -> Receipt:
+    return Receipt(transfer.id, rank, Outcome.FAILED, f"{type(error).__name__}: {error}")
 
 
 def _require_within(what: str, numbers: SlotArray, count: int) -> None:

@@ -30,9 +30,11 @@ from kvferry.device.engine.channels import Channels
 from kvferry.device.engine.gate_watch import GateWatch
 from kvferry.device.engine.gates import Gates
 from kvferry.device.engine.lane import Lane
+from kvferry.device.engine.parts import READ_EARLY, GpuParts
 from kvferry.device.engine.submission import Submission
 from kvferry.device.job import CopyJob, Direction
 from kvferry.device.layout.base import GroupLayout
+from kvferry.device.layout.ranges import LayerParts
 from kvferry.device.paths.base import QUICK_BYTES, Path
 from kvferry.device.paths.host_runs import count_runs
 from kvferry.device.planning.base import Planner
@@ -90,6 +92,8 @@ class GpuEngine(Closing):
                 )
         self._driver = driver
         self._layouts = tuple(layouts)
+        self._cuts = tuple(map(LayerParts.of, layouts))
+        self._is_free_to_choose = getattr(planner, "pinned", "") is None
         self._host = (host_base, host_pitch, host_chunk)
         self._num_slots = num_slots
         self._rank = rank
@@ -103,6 +107,7 @@ class GpuEngine(Closing):
         self._closed = False
         self._order_events = EventPool(driver, timing=False)
         self._timing_events = EventPool(driver, timing=True)
+        self.parts = GpuParts(driver, self._order_events, compute_stream)
         self._gates = Gates(driver)
         self._watch = GateWatch(patience=patience, timeout=close_timeout)
         self._channels = Channels(driver, self._gates, self._order_events)
@@ -124,8 +129,8 @@ class GpuEngine(Closing):
             if job.direction is Direction.STORE and self._gated is not None:
                 submission.after = self._gated = None if self._gated.queued else self._gated
             # A large job's path is picked by the lane's thread: nobody here waits for that.
-            path = self._pick(submission, job) if num_bytes <= QUICK_BYTES else None
-            quick = path is not None and path.is_quick(job)
+            path = self._pick(submission, job) if num_bytes <= QUICK_BYTES or job.in_parts else None
+            quick = path is not None and all(map(path.is_quick, job.parts()))
         except Exception as error:
             # Nothing was queued, so there is nothing to wait for.
             submission.fail(error)
@@ -133,6 +138,7 @@ class GpuEngine(Closing):
             with self._lock:
                 self._ended.append(submission.receipt(self._rank))
         else:
+            self.parts.begun(submission, job)
             self._lanes[job.direction].submit(submission, job, path, quick=quick)
 
     def poll(self) -> list[Receipt]:
@@ -140,7 +146,7 @@ class GpuEngine(Closing):
         with self._lock:
             receipts, self._ended = self._ended, []
         for lane in self._lanes.values():
-            receipts.extend(submission.receipt(self._rank) for submission in lane.settle())
+            receipts.extend(self.parts.ended(s).receipt(self._rank) for s in lane.settle())
         return receipts
 
     def await_news(self, seconds: float) -> None:
@@ -268,7 +274,8 @@ class GpuEngine(Closing):
         layout = self._layouts[transfer.group]
         _refuse_outside("device block", blocks, layout.num_blocks)
         _refuse_outside("host slot", slots, self._num_slots)
-        return CopyJob(direction, layout, blocks, slots, *self._host)
+        in_parts = self._cuts[transfer.group] if transfer.in_parts else None
+        return CopyJob(direction, layout, blocks, slots, *self._host, in_parts)
 
     def _mark(self, submission: Submission) -> None:
         """Fix the transfer's place behind compute, now, and see whether there is any."""
@@ -292,6 +299,8 @@ class GpuEngine(Closing):
             submission.beside_model,
             submission.num_runs,
         )
+        if job.in_parts is not None and self._is_free_to_choose and READ_EARLY in self._paths:
+            submission.path = READ_EARLY
         path = self._paths.get(submission.path)
         if path is None:
             raise InputError(

@@ -23,9 +23,10 @@ from kvferry.device.driver.base import Driver
 from kvferry.device.driver.events import EventPool
 from kvferry.device.engine.fences import Fences
 from kvferry.device.engine.gates import Gates, LoadGate
+from kvferry.device.engine.parts import queue_parts
 from kvferry.device.engine.submission import Submission
 from kvferry.device.job import CopyJob
-from kvferry.device.paths.base import Path, in_pieces, is_prepared
+from kvferry.device.paths.base import Path, is_prepared
 from kvferry.errors import DriverError
 
 log = logging.getLogger(__name__)
@@ -236,7 +237,7 @@ class Lane:
         ahead = 0
         try:
             for order in self._orders:
-                if order.pieces is not None:
+                if order.pieces is not None and order.job.in_parts is None:
                     continue  # one that is begun has all it needs
                 if order.path is None:
                     order.path = self._pick(order.submission, order.job)
@@ -340,7 +341,7 @@ class Lane:
             self._driver.stream_wait_event(self.stream, submission.ready)
         submission.start = self._timing_events.take()
         self._driver.record_event(submission.start, self.stream)
-        return in_pieces(path, job, self.stream, submission.ready)
+        return queue_parts(path, job, self.stream, submission, self._driver, self._order_events)
 
     def _cut_short(self, order: _Order) -> None:
         """Nothing more is queued for it: what is must come before its receipt."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.device.engine.gates import LoadGate
 from kvferry.types import Outcome, Rank, Receipt, TransferId
@@ -20,6 +20,8 @@ class Submission:
     ready: int | None = None
     """Event recorded on the compute stream at submit; the copy comes after it."""
     start: int | None = None
+    marks: list[int] = field(default_factory=list)
+    """Events, one for each part that is queued, in their order."""
     end: int | None = None
     queued: bool = False
     """Nothing more will be queued for it; only its end is awaited."""

@@ -23,6 +23,7 @@ class GroupLayout:
 
     ``format`` names the order of the bytes in a slot without naming any address: slots of two
     layouts may be exchanged (through disk, between processes) only if their formats are equal.
+    ``spans`` says which bytes of a slot are whose: a tensor's name, from where, to where.
     """
 
     bases: Int64s
@@ -31,6 +32,7 @@ class GroupLayout:
     offsets: Int64s
     num_blocks: int
     format: str = ""
+    spans: tuple[tuple[str, int, int], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("bases", "strides", "sizes", "offsets"):

@@ -176,6 +176,7 @@ def _assemble(ordered: list[tuple[int, _Piece]], num_blocks: int) -> GroupLayout
             merged.append(piece)
     bases, strides, sizes = _tables(merged)
     order = ";".join(f"{i}:{piece.label}:{piece.size}" for i, piece in ordered)
+    ends = np.cumsum([piece.size for _, piece in ordered]).tolist()
     return GroupLayout(
         bases=bases,
         strides=strides,
@@ -183,6 +184,10 @@ def _assemble(ordered: list[tuple[int, _Piece]], num_blocks: int) -> GroupLayout
         offsets=np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.int64),
         num_blocks=num_blocks,
         format=hashlib.sha256(order.encode()).hexdigest()[:16],
+        spans=tuple(
+            (piece.tensor, end - piece.size, end)
+            for (_, piece), end in zip(ordered, ends, strict=True)
+        ),
     )
 
 

@@ -76,7 +76,7 @@ def _whole(path: Path, job: CopyJob, stream: int, ready: int | None) -> Iterator
 def is_prepared(path: Path, job: CopyJob, ahead: int) -> bool:
     """As :meth:`PiecewisePath.is_prepared`, of any path; those without pieces never are."""
     ask = getattr(path, "is_prepared", None)
-    return ask is not None and bool(ask(job, ahead))
+    return job.in_parts is None and ask is not None and bool(ask(job, ahead))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvferry.device.driver.base import Addresses, Driver, SourceOrder
+from kvferry.device.driver.base import Addresses, Driver, Pitches, SourceOrder
 from kvferry.device.driver.swap import copy_batch
 from kvferry.device.job import CopyJob
 
@@ -18,6 +18,9 @@ GROWTH = 4
 SINGLE_BYTES, MAX_SINGLES = 512 << 10, 3
 """A load's first runs are copied one by one, while those after them are still being counted: the
 first one always, more as long as they keep the link busy for longer than a call takes the host."""
+LEAST_ROWS = 4
+"""Blocks of which only a part is copied lie apart, at equal distances where their slots are
+neighbours: so many such rows are worth one copy of them all."""
 
 
 class HostRuns:
@@ -31,6 +34,7 @@ class HostRuns:
         if len(heads) > 1:
             self._first_end = int(heads[1]) * job.layout.block_bytes
         self._limit = 0  # until the other runs are laid out
+        self._has_rows = job.is_part and len(job.stretch_heads) * LEAST_ROWS <= len(job.host_slots)
 
     def store(self, driver: Driver, start: int, end: int, ring: int, stream: int) -> None:
         """Queue the copy of bytes ``start`` to ``end`` from the ring to their slots."""
@@ -51,6 +55,9 @@ class HostRuns:
         if end <= self._first_end:
             driver.copy_async(ring, self._first_host + start, end - start, stream)
             return
+        if self._has_rows and driver.copies_rows:
+            self._load_rows(driver, start, end, ring, stream)
+            return
         if start < self._first_end:
             begin, start = start, self._load_first(driver, start, end, ring, stream)
             if start == end:
@@ -64,6 +71,26 @@ class HostRuns:
             for part in self._calls(len(sizes)):
                 copies = (packed[part], host[part], sizes[part])
                 copy_batch(driver, *copies, SourceOrder.ANY, stream)
+
+    def _load_rows(self, driver: Driver, start: int, end: int, ring: int, stream: int) -> None:
+        """Queue a copy for each stretch of slots; blocks that are cut at an end go alone."""
+        job = self._job
+        size, at = job.layout.block_bytes, start
+        heads = job.stretch_heads
+        while at < end:
+            block, within = divmod(at, size)
+            host = job.host_base + int(job.host_slots[block]) * job.host_pitch + within
+            next_head = int(heads.searchsorted(block, "right"))
+            stretch_end = int(heads[next_head]) if next_head < len(heads) else len(job.host_slots)
+            num_rows = min(stretch_end, end // size) - block
+            if within or num_rows < 2:
+                stop = min(end, (block + 1) * size)
+                driver.copy_async(ring + at - start, host, stop - at, stream)
+            else:
+                stop = at + num_rows * size
+                pitches = Pitches(size, job.host_pitch)
+                driver.copy_rows_async(ring + at - start, host, size, num_rows, pitches, stream)
+            at = stop
 
     def _load_first(self, driver: Driver, start: int, end: int, ring: int, stream: int) -> int:
         """Queue the first runs, one copy each; returns the byte after the last of them."""

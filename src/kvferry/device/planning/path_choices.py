@@ -27,6 +27,14 @@ class PathChoices:
     def _planner(self) -> MeasuredPlanner:
         return MeasuredPlanner(self.profile, self.paths, pinned=self.pinned)
 
+    def load_seconds(self, group: int, num_blocks: int, *, busy: bool) -> float | None:
+        """How long a load of so many blocks takes by what was measured; None where it was not."""
+        planner, layout = self._planner, self.layouts[group]
+        found = planner.estimates(Direction.LOAD, layout, num_blocks, busy)
+        if planner.pinned is not None:
+            found = [estimate for estimate in found if estimate.path == planner.pinned]
+        return found[0].seconds if found else None
+
     def why(
         self,
         direction: Direction,

@@ -1,0 +1,170 @@
+"""Loads that vLLM was told of before they landed: its forward pass waits for them, layer by layer.
+
+::
+
+    step n        ordered ──> on its way: nothing can go wrong with it any more ──> vLLM is told
+    step n + 1    before layer 0: wait for part 0 │ layer 0 … │ wait for part 1 │ layer k … │ …
+    later         landed: a receipt as for any other load
+
+vLLM goes on without a load that fails only as long as it has not computed with it. So it is told
+when the load is queued on the device as a whole, and not before; and what it then computes is
+queued behind the load. On the device, that is: nobody here waits.
+
+A layer's KV is written before its attention is: so whoever leaves a layer waits for the next one's
+part. Where a step replays one graph of all layers, or does not call us for each, everything is
+waited for before it. Which steps call us is seen, not believed: in each mode some step must have
+called for every layer before we count on it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from kvferry.device.engine.base import PartwiseEngine
+from kvferry.device.layout.base import GroupLayout
+from kvferry.device.layout.ranges import LayerParts
+from kvferry.types import TransferId
+from kvferry.vllm.awaited import AwaitedLoad
+
+log = logging.getLogger(__name__)
+
+WHOLE = 1 << 30
+"""A part after all others."""
+
+
+class LandingLoads:
+    """Owns which loads may be told of early and which were, and how far compute waits for them."""
+
+    def __init__(
+        self,
+        engine: PartwiseEngine,
+        layers: Sequence[str],
+        layout: GroupLayout,
+        *,
+        land: Callable[[], None],
+        parts: LayerParts | None = None,
+    ) -> None:
+        """``layers`` are those of the only group, in the order in which they run.
+
+        ``land`` waits until all loads have landed: for a driver that will not order compute.
+        """
+        self._engine = engine
+        self._land = land
+        parts = parts or LayerParts.of(layout)
+        self._shares = parts.shares
+        self._part_of = _parts_of(layers, layout, parts)
+        self._next_of = _next_of(layers, self._part_of)
+        self._ordered: list[AwaitedLoad] = []  # in the order in which they land
+        self._told: dict[TransferId, None] = {}
+        self._calls: dict[str, set[str]] = {}
+        self._is_called = True
+        self._mode = ""
+        self._waited = WHOLE
+        """Compute is behind this part of what was told; all of it, between forward passes."""
+        self.listens = False
+        """Whether a layer's calls mean anything in this step."""
+
+    # -- telling --------------------------------------------------------------------------------
+
+    def ordered(self, load: AwaitedLoad) -> None:
+        """A load is on its way; those without a ``share`` are in line all the same."""
+        self._ordered.append(load)
+
+    def ended(self, load: AwaitedLoad) -> None:
+        """Its receipts are here."""
+        if load in self._ordered:
+            self._ordered.remove(load)
+        for transfer_id in load.transfers:
+            self._told.pop(transfer_id, None)
+
+    def due(self, *, beside_others: bool) -> AwaitedLoad | None:
+        """The load that vLLM may be told of now, if any may.
+
+        Only the one that lands next: whoever ran with a later one would wait for all before it.
+        """
+        load = self._ordered[0] if self._ordered else None
+        if load is None or load.share is None or load.is_told:
+            return None
+        wanted = load.share if beside_others else 0.0
+        for transfer_id in load.transfers:
+            landed = self._engine.num_landed(transfer_id)
+            if landed is None or self._shares[landed] < wanted:
+                return None
+        return load
+
+    def told(self, load: AwaitedLoad) -> None:
+        """vLLM was told of it: from now on compute must be ordered behind it."""
+        load.is_told = True
+        self._told |= dict.fromkeys(load.transfers)
+
+    # -- a forward pass -------------------------------------------------------------------------
+
+    def begin_forward(self, mode: str) -> None:
+        """A step with a forward pass begins; ``mode`` says how, empty where it is one graph."""
+        self._mode = mode
+        calls = self._calls.setdefault(mode, set())
+        is_known = self._is_called and len(calls) == len(self._part_of)
+        self.listens = bool(mode) and not is_known
+        self._waited = WHOLE
+        if not self._told:
+            return
+        if mode and is_known:
+            self.listens, self._waited = True, -1
+            self._wait(0)
+        else:
+            self._order(WHOLE)
+
+    def before_layer(self, name: str) -> None:
+        part = self._part_of.get(name)
+        if part is None:
+            return
+        self._wait(part)
+        self._calls[self._mode].add(name)
+
+    def after_layer(self, name: str) -> None:
+        part = self._next_of.get(name)
+        if part is not None:
+            self._wait(part)
+
+    def end_forward(self) -> None:
+        """All of its work is queued. What is queued later comes after it, and so after the loads.
+
+        So each load is waited for once.
+        """
+        self.listens = False
+        if self._waited < max(self._part_of.values(), default=0):
+            # A layer may have been computed too early. It was seen to call, in this very mode.
+            log.error(
+                "vLLM did not call for every layer (%s): from now on loads land first", self._mode
+            )
+            self._is_called = False
+        self._waited = WHOLE
+        self._told.clear()
+
+    def _wait(self, part: int) -> None:
+        if part > self._waited:
+            self._order(part)
+            self._waited = part
+
+    def _order(self, part: int) -> None:
+        try:
+            self._engine.order_compute_after_part(self._told, part)
+        except Exception:  # compute that is not behind the loads must not be queued before
+            log.exception("the device will not wait for loads, so vLLM does")
+            self._land()
+
+
+def _parts_of(layers: Sequence[str], layout: GroupLayout, parts: LayerParts) -> dict[str, int]:
+    """With which part each layer of this rank has landed."""
+    tensors: dict[str, list[str]] = {}
+    for tensor, _, _ in layout.spans:
+        tensors.setdefault(tensor.rpartition("[")[0], []).append(tensor)
+    return {name: parts.last_of(layout, tensors[name]) for name in layers if name in tensors}
+
+
+def _next_of(layers: Sequence[str], part_of: Mapping[str, int]) -> dict[str, int]:
+    """By layer, the part of the one that runs after it."""
+    here = [name for name in layers if name in part_of]
+    return {name: part_of[after] for name, after in itertools.pairwise(here)}

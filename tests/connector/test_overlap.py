@@ -1,0 +1,271 @@
+"""Loads told of before they have landed: when, to whom, and what is held until they have."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.fakes.sides import BLOCK_TOKENS, Sides, assert_same, request_of
+
+from kvferry.device.engine.cpu import _BlockViews
+from kvferry.types import DEVICE, Outcome, Receipt
+
+HASHES = [bytes([number]) * 32 for number in range(1, 5)]
+STAGES = (["layer0", "layer1", "layer2"], ["layer3"])
+LONG = 60.0
+
+
+class Gate:
+    """Parts of loads go through one by one, as the test lets them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._open = threading.Semaphore(0)
+        real = _BlockViews.load
+
+        def gated(views: Any, transfer: Any, host: Any, start: int = 0) -> int:
+            if transfer.in_parts:
+                assert self._open.acquire(timeout=LONG)
+            return real(views, transfer, host, start)
+
+        monkeypatch.setattr(_BlockViews, "load", gated)
+
+    def let(self, count: int = 100) -> None:
+        self._open.release(count)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(monkeypatch)
+
+
+@pytest.fixture
+def make(make_sides: Callable[..., Sides]) -> Callable[..., Sides]:
+    def begin(*stages: Any, **options: Any) -> Sides:
+        sides = make_sides(*(stages or STAGES), **{"overlap_loads": "always", **options})
+        for _ in range(2):  # vLLM has called for every layer of a step before
+            forward(sides)
+        return sides
+
+    return begin
+
+
+def forward(sides: Sides, mode: str = "NONE", looks: Callable[[str], None] | None = None) -> None:
+    """What vLLM's runners call around a forward pass, on every rank."""
+    for rank, arrays in zip(sides.ranks, sides.kv, strict=True):
+        early: Any = rank.early
+        rank._computes = True
+        early.begin_forward(mode)
+        for name in arrays:
+            if mode and early.listens:
+                early.before_layer(name)
+            if looks is not None:
+                looks(name)
+            if mode and early.listens:
+                early.after_layer(name)
+        rank.after_forward()
+
+
+def store(sides: Sides) -> Any:
+    """Four blocks of fresh bytes, stored and known; returns them."""
+    request = request_of("writer", HASHES)
+    sides.side.match(request, 0)
+    sides.side.allocated(request, sides.allocate("writer", 5), 0)
+    sides.write(slice(None))
+    wanted = sides.bytes_at(sides.tables["writer"][:4])
+    sides.step({"writer": request.num_tokens})
+    request.num_computed_tokens, request.num_output_tokens = request.num_tokens, 1
+    sides.cache(request)
+    sides.end(request)
+    sides.rest()
+    return wanted
+
+
+def order(sides: Sides, name: str = "reader") -> tuple[list[int], Any]:
+    """Ask for the four blocks and order their load; returns where to, and the orders."""
+    request = request_of(name, HASHES)
+    assert sides.side.match(request, 0) == (4 * BLOCK_TOKENS, True)
+    sides.side.allocated(request, sides.allocate(name, 5), 4 * BLOCK_TOKENS)
+    places = sides.tables[name][:4]
+    sides.write(places, np.nan)
+    return places, sides.orders()
+
+
+def begin(sides: Sides, orders: Any) -> None:
+    for rank in sides.ranks:
+        rank.begin(orders)
+        rank.after_forward()
+
+
+def test_a_request_runs_while_its_load_lands(make, gate):
+    sides = make()
+    wanted = store(sides)
+    places, orders = order(sides)
+    assert orders.early == {"reader": 0.0}
+    begin(sides, orders)
+    assert not sides.answer(0).finished_recving  # every rank must have it on its way
+    assert sides.answer(1).finished_recving == {"reader"}
+    assert np.isnan(sides.bytes_at(places)[0]["layer0"]).all()
+    assert sides.side.serving.blocks.num_held == 4
+    gate.let()
+    seen: dict[str, bool] = {}
+
+    def look(name: str) -> None:
+        for arrays, found in zip(sides.kv, wanted, strict=True):
+            if name in arrays:
+                seen[name] = np.array_equal(arrays[name][places], found[name])
+
+    forward(sides, looks=look)
+    assert seen == dict.fromkeys(("layer0", "layer1", "layer2", "layer3"), True)
+    for rank in sides.ranks:
+        rank._drain()
+    told = sides.answer(0, 1)
+    assert not told.finished_recving
+    assert sides.side.serving.blocks.num_held == 0
+    assert sides.side.serving.scheduler.stats().overlaps == {"always": 1}
+
+
+def test_one_graph_of_all_layers_waits_for_all_of_it(make, gate):
+    sides = make(["layer0", "layer1", "layer2"])
+    wanted = store(sides)
+    places, orders = order(sides)
+    begin(sides, orders)
+    assert sides.answer(0).finished_recving == {"reader"}
+    waiting = threading.Thread(target=forward, args=(sides, ""))
+    waiting.start()
+    gate.let(2)
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    gate.let()
+    waiting.join(LONG)
+    assert not waiting.is_alive()
+    assert_same(sides.bytes_at(places), wanted)
+
+
+def test_layers_that_never_called_are_waited_for_before_the_step(make, gate):
+    sides = make(["layer0", "layer1", "layer2"])
+    wanted = store(sides)
+    places, orders = order(sides)
+    begin(sides, orders)
+    sides.answer(0)
+    gate.let()
+    (rank,) = sides.ranks
+    rank.early.begin_forward("a mode never seen")
+    assert_same(sides.bytes_at(places), wanted)
+    rank.after_forward()
+
+
+def test_beside_others_it_is_told_when_the_rest_of_it_is_short(make, gate):
+    sides = make(["layer0", "layer1", "layer2"], overlap_loads="auto", overlap_stall="1ms")
+    store(sides)
+    (rank,) = sides.ranks
+    sides.side.serving._overlap._seconds = lambda tokens, running: 0.0025
+    _, orders = order(sides)
+    assert orders.early["reader"] == pytest.approx(0.6)
+    begin(sides, orders)
+    rank._computes = True  # others decode in this step
+    assert not sides.answer(0).finished_recving
+    gate.let(1)
+    assert not wait_for(sides, lambda: landed(rank) == 1)
+    gate.let(1)
+    assert wait_for(sides, lambda: landed(rank) == 2) == {"reader"}
+    gate.let()
+
+
+def landed(rank: Any) -> int:
+    (load,) = rank.early._ordered
+    (transfer_id,) = load.transfers
+    found: int = rank._memory.engine.parts.num_landed(transfer_id)
+    return found
+
+
+def wait_for(sides: Sides, reached: Callable[[], bool]) -> Any:
+    """Until so much has landed; what vLLM is told then."""
+    pause = threading.Event()
+    for _ in range(2000):
+        if reached():
+            return sides.answer(0).finished_recving
+        pause.wait(0.005)
+    raise AssertionError("it never lands")
+
+
+def test_a_load_that_fails_on_one_rank_is_not_read(make):
+    """vLLM waits for the other rank: it says that the blocks are not there."""
+    sides = make()
+    store(sides)
+    places, orders = order(sides)
+    mover = sides.ranks[1]._worker._routes["host", DEVICE]
+    failed: list[Receipt] = []
+    mover.submit = lambda transfer: failed.append(
+        Receipt(transfer.id, sides.ranks[1].rank, Outcome.FAILED, "tampered")
+    )
+    mover.poll = lambda: [failed.pop() for _ in range(len(failed))]
+    begin(sides, orders)
+    assert not sides.answer(0).finished_recving
+    told = sides.answer(1)
+    assert told.finished_recving == {"reader"}
+    assert told.invalid_block_ids == set(places)
+
+
+def test_weights_that_changed_are_seen_before_anybody_is_told(make, monkeypatch):
+    sides = make(["layer0", "layer1"])
+    store(sides)
+    places, orders = order(sides)
+    (rank,) = sides.ranks
+    begin(sides, orders)
+    monkeypatch.setattr(rank._freshness, "is_stale", lambda epoch: True)
+    rank._drain()
+    told = sides.answer(0)
+    assert told.finished_recving == {"reader"}
+    assert told.invalid_block_ids == set(places)
+
+
+def test_blocks_of_who_is_gone_are_held_until_its_load_has_landed(make, gate):
+    sides = make(["layer0", "layer1"])
+    store(sides)
+    places, orders = order(sides)
+    begin(sides, orders)
+    assert sides.answer(0).finished_recving == {"reader"}
+    sides.end(request_of("reader", HASHES))
+    free = {block.block_id for block in sides.pool.get_new_blocks(sides.pool.get_num_free_blocks())}
+    assert not free & set(places)
+    gate.let()
+    sides.ranks[0]._drain()
+    sides.answer(0)
+    assert sides.side.serving.blocks.num_held == 0
+    again = {
+        block.block_id for block in sides.pool.get_new_blocks(sides.pool.get_num_free_blocks())
+    }
+    assert again >= set(places)
+
+
+def test_one_after_the_other(make, gate):
+    """Who ran with the second would wait for the first as well, and so would all others."""
+    sides = make(["layer0", "layer1", "layer2"])
+    store(sides)
+    first, orders = order(sides, "first")
+    begin(sides, orders)
+    sides.side.finished(request_of("first", HASHES))  # or the second would wait for its blocks
+    sides.side.serving.scheduler._parts.hits._being_loaded[:] = 0
+    second, more = order(sides, "second")
+    begin(sides, more)
+    assert sides.answer(0).finished_recving == {"first"}
+    assert not sides.answer(0).finished_recving
+    sides.side.serving.scheduler._parts.hits._being_loaded[:] = 2
+    gate.let()
+    for rank in sides.ranks:
+        rank._drain()
+    assert sides.answer(0).finished_recving == {"second"}
+    assert not set(first) & set(second)
+
+
+def test_off_is_as_before(make, gate, make_sides):
+    sides = make_sides(["layer0", "layer1"], overlap_loads="off")
+    store(sides)
+    _, orders = order(sides)
+    assert not orders.early
+    assert not any(transfer.in_parts for transfer in orders.plan.transfers)
+    assert sides.ranks[0].early is None
+    assert sides.side.serving.scheduler.stats().overlaps == {"off": 1}

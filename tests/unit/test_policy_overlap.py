@@ -1,0 +1,59 @@
+"""Whether a request may run before its load has landed: by policy, measured time and company."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.policy import Overlapping, OverlapVerdict
+
+STALL = 0.003
+
+
+@pytest.mark.parametrize("running", [0, 5])
+@pytest.mark.parametrize("seconds", [None, 1e-5, 0.02])
+def test_off_is_off_and_always_is_always(seconds: float | None, running: int) -> None:
+    off = Overlapping("off", stall=STALL).decide(seconds, running)
+    assert off.verdict is OverlapVerdict.OFF
+    assert not off.is_early
+    always = Overlapping("always", stall=STALL).decide(seconds, running)
+    assert always.verdict is OverlapVerdict.ALWAYS
+    assert always.share == 0.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "running", "verdict", "share"),
+    [
+        (0.0005, 0, OverlapVerdict.SHORT, None),
+        (0.0005, 3, OverlapVerdict.SHORT, None),
+        (0.002, 0, OverlapVerdict.ALONE, 0.0),
+        (0.012, 0, OverlapVerdict.ALONE, 0.75),
+        (0.002, 3, OverlapVerdict.WITHIN, 0.0),
+        (0.003, 3, OverlapVerdict.WITHIN, 0.0),
+        (0.012, 3, OverlapVerdict.ENDING, 0.75),
+        (None, 0, OverlapVerdict.ALONE, 1.0),
+        (None, 3, OverlapVerdict.UNMEASURED, 1.0),
+    ],
+)
+def test_by_time_and_company(
+    seconds: float | None, running: int, verdict: OverlapVerdict, share: float | None
+) -> None:
+    found = Overlapping("auto", stall=STALL).decide(seconds, running)
+    assert found.verdict is verdict
+    assert found.share == (pytest.approx(share) if share is not None else None)
+
+
+@given(st.floats(1e-3, 10.0), st.floats(1e-6, 1.0), st.integers(1, 100))
+def test_others_are_never_held_up_longer_than_they_may_be(
+    seconds: float, stall: float, running: int
+) -> None:
+    found = Overlapping("auto", stall=stall).decide(seconds, running)
+    assert found.share is not None
+    assert (1.0 - found.share) * seconds <= stall * (1 + 1e-6)
+
+
+def test_it_says_why() -> None:
+    words = Overlapping("auto", stall=STALL).decide(0.012, 3).words
+    assert words == "ending: 12.0 ms to load, beside others once 75% have landed"
+    assert Overlapping("off", stall=STALL).decide(0.012, 3).words == "off"
