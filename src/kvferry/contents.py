@@ -18,14 +18,15 @@ class Contents:
     """What the blocks of a rank are, besides the way they lie in memory.
 
     ``weights`` are sums over the model's, or any other numbers that change with them. Of several
-    engines of one server on this host, ``engine`` says which this is, ``engines_here`` of how many:
-    each has blocks of its own.
+    engines of one server on this host, ``engine`` says which this is, ``engines_here`` of how many,
+    ``first_engine`` where they begin: each has blocks of its own.
     """
 
     namespace: Namespace
     weights: tuple[int, ...] = ()
     engine: int = 0
     engines_here: int = 1
+    first_engine: int = 0
 
 
 def tier_setup(
@@ -49,6 +50,8 @@ def tier_setup(
         return TierSetup(TierName(""), slot_bytes, rank, num_ranks, num_ranks_here=here)
     formats = [layout.format for layout in layouts]
     server = (num_ranks, contents.engine)
+    first, count = contents.first_engine, contents.engines_here
+    engines = range(first, first + count) if count > 1 else ()
     return TierSetup(
         TierName(""),
         slot_bytes,
@@ -59,6 +62,9 @@ def tier_setup(
             contents.namespace, server, formats, slot_bytes, rank, contents.weights
         ),
         family=store_fingerprint(contents.namespace, server),
+        families=tuple(
+            store_fingerprint(contents.namespace, (num_ranks, engine)) for engine in engines
+        ),
         label=contents.namespace.model,
         disk=config.disk_settings,
         shared_namespace=store_fingerprint(

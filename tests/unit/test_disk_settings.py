@@ -207,6 +207,16 @@ def test_ranks_of_one_server_are_a_family_whatever_its_weights() -> None:
     assert told(Contents(SPACE, engines_here=3), 1, 2).num_ranks_here == 6
 
 
+def test_engines_of_one_server_know_each_others_families() -> None:
+    engines = [
+        told(Contents(SPACE, (engine,), engine=engine, engines_here=2, first_engine=4), 0, 2)
+        for engine in (4, 5)
+    ]
+    assert engines[0].family != engines[1].family
+    assert [setup.families for setup in engines] == 2 * [(engines[0].family, engines[1].family)]
+    assert told(Contents(SPACE)).families == ()
+
+
 def test_nobody_opens_a_disk_without_saying_what_the_blocks_are() -> None:
     layout = layout_of([np.zeros((4, 2, 16, 8), np.float32)], block_axis=0)
     with pytest.raises(ConfigError, match=r"contents=Contents\(namespace\)"):

@@ -457,6 +457,25 @@ def test_ranks_of_another_server_are_cut_alike(tmp_path: Path) -> None:
         assert sum(each.num_bytes for each in stores_under(tmp_path)) <= bound.size
 
 
+def test_engines_of_one_server_share_equally_and_find_all_again(tmp_path: Path) -> None:
+    """Data-parallel engines are no strangers that take turns."""
+    families = (b"engine 0", b"engine 1")
+    bound = replace(BOUND, num_ranks_here=2, for_others=0.5, families=frozenset(families))
+    engines = [identity(10 + n, family=family) for n, family in enumerate(families)]
+    places: set[int] = set()
+    for order in ((0, 1), (1, 0), (0, 1)):
+        with (
+            Store.open(tmp_path, engines[order[0]], bound) as one,
+            Store.open(tmp_path, engines[order[1]], bound) as two,
+        ):
+            for store in (one, two):
+                assert len(placed(store)) == (store.num_places if places else 0)
+                fill(store, [*range(store.num_places)])
+            places |= {one.num_places, two.num_places}
+    assert len(places) == 1
+    assert store_bytes(max(places), engines[0]) > 0.45 * bound.size
+
+
 def test_a_small_file_system_is_shared_by_turns_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,7 +64,8 @@ class TierSetup:
     What outlives the process must know whose blocks these are. ``namespace`` is a digest of
     everything that decides a block's bytes on this rank: whatever was written under another one is
     not ours to read. ``shared_namespace`` is that without which engine of its server this is: what
-    servers may share. ``family`` is the same for all ranks of one server, whatever its weights.
+    servers may share. ``family`` is the same for all ranks of one engine, whatever its weights;
+    ``families`` are those of all engines of its server on this host, where there are several.
     ``label`` says it for people, and proves nothing. All of them are empty where nobody told us.
     ``host_file`` is there where other processes may map host memory.
     """
@@ -77,6 +78,7 @@ class TierSetup:
     num_ranks_here: int = 1
     namespace: bytes = b""
     family: bytes = b""
+    families: tuple[bytes, ...] = ()
     label: str = ""
     disk: DiskSettings | None = None
     shared_namespace: bytes = b""

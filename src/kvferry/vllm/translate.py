@@ -176,9 +176,11 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, hash_tokens: int) -> Na
 def contents_of(vllm_config: Any, kv_cache_config: Any) -> Contents:
     """What a worker's blocks are; the weights are its own to look at."""
     parallel = vllm_config.parallel_config
+    engine = int(getattr(parallel, "data_parallel_rank", 0) or 0)
     return Contents(
         namespace_of(vllm_config, kv_cache_config, 1),
-        engine=int(getattr(parallel, "data_parallel_rank", 0) or 0),
+        engine=engine,
+        first_engine=engine - int(getattr(parallel, "data_parallel_rank_local", 0) or 0),
         engines_here=int(getattr(parallel, "data_parallel_size_local", 1) or 1),
     )
 

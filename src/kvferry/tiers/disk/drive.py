@@ -46,7 +46,7 @@ from kvferry.tiers.disk.setup import DriveSetup
 from kvferry.tiers.disk.shelf import Shelf
 from kvferry.tiers.disk.status import MOST_THREADS, Count, Status
 from kvferry.tiers.disk.store import Store
-from kvferry.tiers.disk.store_identity import StoreIdentity
+from kvferry.tiers.disk.store_identity import NAMESPACE_BYTES, StoreIdentity
 
 log = logging.getLogger(__name__)
 
@@ -244,10 +244,18 @@ def open_store(setup: DriveSetup) -> Store:
         family=setup.family,
         label=setup.label,
     )
+    size = NAMESPACE_BYTES
+    families = [setup.families[at : at + size] for at in range(0, len(setup.families), size)]
     return Store.open(
         Path(setup.path),
         identity,
-        DiskBound(setup.size, setup.keep_free, setup.num_ranks_here, setup.for_others),
+        DiskBound(
+            setup.size,
+            setup.keep_free,
+            setup.num_ranks_here,
+            setup.for_others,
+            frozenset(families),
+        ),
         key_check=None if key is None else partial(key_check, key),
         may_create=setup.device is None,
         on_behalf_of=setup.pid,

@@ -50,13 +50,15 @@ class DiskBound:
 
     ``size`` bounds all of this host's stores there, whoever wrote them; ``keep_free`` stays free on
     the file system; ``num_ranks_here`` ranks of this server share it. ``for_others`` is the share
-    that is left to what others wrote of late and nobody has open.
+    that is left to what others wrote of late and nobody has open. ``families`` are those of all
+    engines of this server here, whose ranks share it too.
     """
 
     size: int
     keep_free: int = 0
     num_ranks_here: int = 1
     for_others: float = 0.0
+    families: frozenset[bytes] = frozenset()
 
 
 def store_bytes(num_places: int, identity: StoreIdentity) -> int:
@@ -183,8 +185,9 @@ class DiskRoom:
         mine, its = self._identity, other.superblock.identity
         kin = its.family == mine.family if mine.family else its.namespace == mine.namespace
         parts = (its.num_ranks, its.stripe, its.num_stripes)
-        same_parts = parts == (mine.num_ranks, mine.stripe, mine.num_stripes)
-        return kin and same_parts and its.rank != mine.rank
+        if parts != (mine.num_ranks, mine.stripe, mine.num_stripes):
+            return False
+        return its.rank != mine.rank if kin else its.family in self._bound.families
 
     def _make_room(self, share: int) -> None:
         """Take what we lack from idle stores, the longest unused first: all of it, or a part."""

@@ -17,6 +17,9 @@ Linux 6.18, 2026-11-16.)
 """
 
 
+_BYTES = ("namespace", "family", "families", "key")
+
+
 @dataclass(frozen=True)
 class DriveSetup:
     """One store on one drive, and how to work on it. ``key`` is never shown."""
@@ -30,6 +33,8 @@ class DriveSetup:
     """The engine's, whose memory the blocks are in."""
     namespace: bytes = bytes(32)
     family: bytes = b""
+    families: bytes = b""
+    """Of all engines of this server here, one after the other; empty: there is one."""
     label: str = ""
     rank: int = 0
     num_ranks: int = 1
@@ -54,7 +59,7 @@ class DriveSetup:
 
     def pack(self) -> bytes:
         told = asdict(self)
-        for name in ("namespace", "family", "key"):
+        for name in _BYTES:
             if told[name] is not None:
                 told[name] = base64.b64encode(told[name]).decode()
         return json.dumps(told).encode()
@@ -62,7 +67,7 @@ class DriveSetup:
     @classmethod
     def unpack(cls, data: bytes) -> DriveSetup:
         told = json.loads(data)
-        for name in ("namespace", "family", "key"):
+        for name in _BYTES:
             if told[name] is not None:
                 told[name] = base64.b64decode(told[name])
         return cls(**told)

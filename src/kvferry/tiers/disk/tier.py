@@ -282,6 +282,7 @@ def open_disk(setup: TierSetup) -> DiskTier:
             os.getpid(),
             namespace=setup.namespace,
             family=setup.family,
+            families=b"".join(setup.families),
             label=setup.label,
             rank=setup.rank,
             num_ranks=setup.num_ranks,
