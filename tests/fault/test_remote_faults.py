@@ -11,6 +11,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import obstore
 import pytest
 from tests.fakes import remote, s3_servers
@@ -107,6 +108,14 @@ def test_a_damaged_object_is_a_miss_and_is_replaced(kind: str, open_store: Open)
     assert found.ok.tolist() == [number not in damages for number in range(8)]
     store.write(list(range(8)))
     assert store.reads(list(range(8))) == [True] * 8, "what was known to be bad is written anew"
+
+
+@every_server
+def test_each_of_many_look_ups_has_its_own_answer(kind: str, open_store: Open) -> None:
+    store = open_store(s3_servers.server(kind).endpoint)
+    store.write([1, 4, 6])
+    found = store.do(Way.FIND, list(range(300)))
+    assert np.flatnonzero(found.ok).tolist() == [1, 4, 6]
 
 
 def test_a_store_that_answers_with_garbage_costs_a_miss(

@@ -45,7 +45,8 @@ def ferry() -> Iterator[dict[str, str]]:
 def wait_for(server: Server, name: str, least: float, **labels: str) -> None:
     """Until a metric is so high. What was counted is told with answers, so there must be some."""
     give_up = time.monotonic() + LONG
-    while name not in server.get("/metrics") or server.metric(name, **labels) < least:
+    sample = f"\n{name}{{"  # there are none yet where nothing has been counted
+    while sample not in server.get("/metrics") or server.metric(name, **labels) < least:
         assert time.monotonic() < give_up, f"{name} is not {least}:\n{server.log[-3000:]}"
         server.tokens([1, 2, 3], max_tokens=1)
         time.sleep(0.1)
