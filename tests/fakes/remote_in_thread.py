@@ -67,7 +67,8 @@ class Watched:
         await self._inner.forget(folder)
 
     def close(self) -> None:
-        """The client is others' too."""
+        """The client is others' too; only its threads are this test's."""
+        self._inner._callers.close()  # type: ignore[attr-defined]
 
     async def _say(self, way: Way, name: str) -> Fault | None:
         if self.fault is None:

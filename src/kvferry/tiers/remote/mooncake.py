@@ -13,20 +13,18 @@ import asyncio
 import os
 import secrets
 import socket
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from kvferry.quantities import parse_size
 from kvferry.remote_settings import RemoteAddress
 from kvferry.tiers.base import Way
+from kvferry.tiers.remote.callers import Callers
 from kvferry.tiers.remote.client import Fault, NotThere, Stored
 from kvferry.tiers.remote.staging import Staging, address_of
 from kvferry.tiers.remote.window import Window
-
-T = TypeVar("T")
 
 _CALLS = 1
 """At once, each way: two calls of a client get in each other's way (0.8 of one, on two cores)."""
@@ -69,6 +67,7 @@ class MooncakeClient:
         self._address = address
         self._folder = folder
         self._library = library
+        self._callers = Callers("kvferry-mooncake")
         self._window = window
         self._store: Any = None
         self._names_per_call = max(1, min(_MOST_NAMES, _CALL_BYTES // object_bytes))
@@ -80,7 +79,7 @@ class MooncakeClient:
 
     async def probe(self) -> Fault | None:
         """Join the store if we have not yet; write a few objects and read them back."""
-        return await asyncio.wrap_future(_in_thread(self._probe))
+        return await asyncio.wrap_future(self._callers.call(self._probe))
 
     def _probe(self) -> Fault | None:
         if self._store is None:
@@ -129,7 +128,7 @@ class MooncakeClient:
         return None
 
     async def find(self, names: Sequence[str], size: int) -> list[NotThere | Fault | None]:
-        call = _in_thread(lambda: self._store.batch_is_exist(list(names)))
+        call = self._callers.call(lambda: self._store.batch_is_exist(list(names)))
         codes = await asyncio.wrap_future(call)
         return [None if code == 1 else _fault(code) if code else NotThere() for code in codes]
 
@@ -147,7 +146,7 @@ class MooncakeClient:
                 self._window.map_pages(places)
             return list(self._store.batch_get_into(list(names), places, sizes))
 
-        call = _in_thread(read)
+        call = self._callers.call(read)
         try:
             codes = await _codes(call, len(names), partial(self._ended, rooms))
         except asyncio.CancelledError:
@@ -202,7 +201,9 @@ class MooncakeClient:
                     self._store.remove(name, True)
             return list(self._store.batch_put_from(list(names), places, sizes))
 
-        codes = await _codes(_in_thread(write), len(names), partial(self._late, names, objects))
+        codes = await _codes(
+            self._callers.call(write), len(names), partial(self._late, names, objects)
+        )
         self._give_back(objects)
         return [
             None if not code else NotThere(_WORDS[code]) if code == _NO_ROOM else _fault(code)
@@ -215,7 +216,7 @@ class MooncakeClient:
         """These were put, but their batch had ended: slots may have been others' by then."""
         stored = [name for name, code in zip(names, codes, strict=True) if not code]
         if self._window is not None and self._window.holds(objects[0]) and stored:
-            _in_thread(lambda: self._store.batch_remove(stored, True))
+            self._callers.call(lambda: self._store.batch_remove(stored, True))
         self._give_back(objects)
 
     def _give_back(self, objects: Sequence[memoryview]) -> None:
@@ -224,11 +225,12 @@ class MooncakeClient:
 
     async def forget(self, folder: str) -> None:
         # By force: what was read lately is leased for some seconds.
-        call = _in_thread(lambda: self._store.remove_by_regex(f"^{folder}/.*", True))
+        call = self._callers.call(lambda: self._store.remove_by_regex(f"^{folder}/.*", True))
         await asyncio.wrap_future(call)
 
     def close(self) -> None:
         """Take our segment out of the store. A call that hangs is left behind."""
+        self._callers.close()
         if self._store is not None:
             self._store.close()
 
@@ -262,21 +264,6 @@ def open_mooncake(
     from mooncake.store import MooncakeDistributedStore
 
     return MooncakeClient(address, object_bytes, folder, MooncakeDistributedStore, window)
-
-
-def _in_thread(function: Callable[[], T]) -> Future[T]:
-    """A thread for each call: one that hangs must not stand in the way of others."""
-    call: Future[T] = Future()
-    call.set_running_or_notify_cancel()  # it cannot be taken back
-
-    def run() -> None:
-        try:
-            call.set_result(function())
-        except BaseException as error:
-            call.set_exception(error)
-
-    threading.Thread(target=run, name="kvferry-mooncake", daemon=True).start()
-    return call
 
 
 def _fault(code: int) -> Fault:
