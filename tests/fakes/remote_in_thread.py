@@ -68,7 +68,8 @@ class Watched:
 
     def close(self) -> None:
         """The client is others' too; only its threads are this test's."""
-        self._inner._callers.close()  # type: ignore[attr-defined]
+        for lane in self._inner._lanes.values():  # type: ignore[attr-defined]
+            lane.close()
 
     async def _say(self, way: Way, name: str) -> Fault | None:
         if self.fault is None:

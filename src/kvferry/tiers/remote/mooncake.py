@@ -1,10 +1,10 @@
 """Mooncake Store: objects in the memory of many servers, found through a master.
 
-Its client is C++ that blocks its caller, for seconds where a master or a peer is gone. So each call
-has a thread of its own, and memory that stays lent until the call comes back, however long after
-its batch was given up. A slot of the engine's that such a call may write to is cut off before its
-batch ends. So is one whose block failed: the client gives up a transfer that takes too long, and
-whether its bytes still come it does not say.
+Its client is C++ that blocks its caller, for seconds where a master or a peer is gone. So calls
+have threads that can be left behind, and memory that stays lent until the call comes back, however
+long after its batch was given up. A slot of the engine's that such a call may write to is cut off
+before its batch ends. So is one whose block failed: the client gives up a transfer that takes too
+long, and whether its bytes still come it does not say.
 """
 
 from __future__ import annotations
@@ -13,21 +13,26 @@ import asyncio
 import os
 import secrets
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from kvferry.quantities import parse_size
 from kvferry.remote_settings import RemoteAddress
 from kvferry.tiers.base import Way
-from kvferry.tiers.remote.callers import Callers
 from kvferry.tiers.remote.client import Fault, NotThere, Stored
+from kvferry.tiers.remote.lane import Lane
 from kvferry.tiers.remote.staging import Staging, address_of
 from kvferry.tiers.remote.window import Window
 
-_CALLS = 1
-"""At once, each way: two calls of a client get in each other's way (0.8 of one, on two cores)."""
+T = TypeVar("T")
+
+_CALLS = 2
+"""Each way: one under way, and one that waits for it to be over. Two under way at once get in each
+other's way (0.8 of one, on two cores), and a thread for each call makes it nearly twice as long.
+"""
 
 _CALL_BYTES = 33 << 20
 _MOST_NAMES = 512
@@ -67,19 +72,19 @@ class MooncakeClient:
         self._address = address
         self._folder = folder
         self._library = library
-        self._callers = Callers("kvferry-mooncake")
+        self._lanes = {way: Lane[Sequence[int]](f"kvferry-mooncake-{way.value}") for way in Way}
         self._window = window
         self._store: Any = None
         self._names_per_call = max(1, min(_MOST_NAMES, _CALL_BYTES // object_bytes))
         # Both ways at once, and as much again for calls that hang.
-        self.staging = Staging(object_bytes, 8 * _CALLS * self._names_per_call)
+        self.staging = Staging(object_bytes, 4 * _CALLS * self._names_per_call)
 
     def names_per_call(self, way: Way) -> int:
         return _MOST_NAMES if way is Way.FIND else self._names_per_call
 
     async def probe(self) -> Fault | None:
         """Join the store if we have not yet; write a few objects and read them back."""
-        return await asyncio.wrap_future(self._callers.call(self._probe))
+        return await asyncio.wrap_future(_in_thread(self._probe))
 
     def _probe(self) -> Fault | None:
         if self._store is None:
@@ -128,8 +133,9 @@ class MooncakeClient:
         return None
 
     async def find(self, names: Sequence[str], size: int) -> list[NotThere | Fault | None]:
-        call = self._callers.call(lambda: self._store.batch_is_exist(list(names)))
-        codes = await asyncio.wrap_future(call)
+        codes = await self._codes(
+            Way.FIND, lambda: self._store.batch_is_exist(list(names)), len(names), lambda _: None
+        )
         return [None if code == 1 else _fault(code) if code else NotThere() for code in codes]
 
     async def get(
@@ -146,9 +152,8 @@ class MooncakeClient:
                 self._window.map_pages(places)
             return list(self._store.batch_get_into(list(names), places, sizes))
 
-        call = self._callers.call(read)
         try:
-            codes = await _codes(call, len(names), partial(self._ended, rooms))
+            codes = await self._codes(Way.READ, read, len(names), partial(self._ended, rooms))
         except asyncio.CancelledError:
             # Before anybody hears that the batch is over.
             self._cut_off(rooms)
@@ -201,9 +206,8 @@ class MooncakeClient:
                     self._store.remove(name, True)
             return list(self._store.batch_put_from(list(names), places, sizes))
 
-        codes = await _codes(
-            self._callers.call(write), len(names), partial(self._late, names, objects)
-        )
+        late = partial(self._late, names, objects)
+        codes = await self._codes(Way.WRITE, write, len(names), late)
         self._give_back(objects)
         return [
             None if not code else NotThere(_WORDS[code]) if code == _NO_ROOM else _fault(code)
@@ -216,7 +220,7 @@ class MooncakeClient:
         """These were put, but their batch had ended: slots may have been others' by then."""
         stored = [name for name, code in zip(names, codes, strict=True) if not code]
         if self._window is not None and self._window.holds(objects[0]) and stored:
-            self._callers.call(lambda: self._store.batch_remove(stored, True))
+            _in_thread(lambda: self._store.batch_remove(stored, True))
         self._give_back(objects)
 
     def _give_back(self, objects: Sequence[memoryview]) -> None:
@@ -225,34 +229,41 @@ class MooncakeClient:
 
     async def forget(self, folder: str) -> None:
         # By force: what was read lately is leased for some seconds.
-        call = self._callers.call(lambda: self._store.remove_by_regex(f"^{folder}/.*", True))
+        call = _in_thread(lambda: self._store.remove_by_regex(f"^{folder}/.*", True))
         await asyncio.wrap_future(call)
 
     def close(self) -> None:
         """Take our segment out of the store. A call that hangs is left behind."""
-        self._callers.close()
+        for lane in self._lanes.values():
+            lane.close()
         if self._store is not None:
             self._store.close()
 
+    async def _codes(
+        self,
+        way: Way,
+        function: Callable[[], Sequence[int]],
+        count: int,
+        late: Callable[[Sequence[int]], None],
+    ) -> Sequence[int]:
+        """What a call answers for each block; ``late`` hears it if nobody waits for it any more."""
+        lane = self._lanes[way]
+        call = lane.call(function)
+        try:
+            return await asyncio.wrap_future(call)
+        except asyncio.CancelledError:
+            loop = asyncio.get_running_loop()
 
-async def _codes(
-    call: Future[Sequence[int]], count: int, late: Callable[[Sequence[int]], None]
-) -> Sequence[int]:
-    """What a call answers for each block; ``late`` hears it if nobody waits for it any more."""
-    try:
-        return await asyncio.wrap_future(call)
-    except asyncio.CancelledError:
-        loop = asyncio.get_running_loop()
+            def over(done: Future[Sequence[int]]) -> None:
+                codes = done.result() if done.exception() is None else [_RAISED] * count
+                loop.call_soon_threadsafe(late, codes)
 
-        def over(done: Future[Sequence[int]]) -> None:
-            codes = done.result() if done.exception() is None else [_RAISED] * count
-            loop.call_soon_threadsafe(late, codes)
-
-        call.add_done_callback(over)
-        raise
-    except Exception:
-        late([_RAISED] * count)
-        raise
+            call.add_done_callback(over)
+            lane.leave(call, never_begun=[_NOT_FOUND] * count)
+            raise
+        except Exception:
+            late([_RAISED] * count)
+            raise
 
 
 def open_mooncake(
@@ -264,6 +275,21 @@ def open_mooncake(
     from mooncake.store import MooncakeDistributedStore
 
     return MooncakeClient(address, object_bytes, folder, MooncakeDistributedStore, window)
+
+
+def _in_thread(function: Callable[[], T]) -> Future[T]:
+    """In a thread of its own, for what is seldom called."""
+    call: Future[T] = Future()
+    call.set_running_or_notify_cancel()  # it cannot be taken back
+
+    def run() -> None:
+        try:
+            call.set_result(function())
+        except BaseException as error:
+            call.set_exception(error)
+
+    threading.Thread(target=run, name="kvferry-mooncake", daemon=True).start()
+    return call
 
 
 def _fault(code: int) -> Fault:
