@@ -7,19 +7,21 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.tiers.remote.lane import Lane
+from kvferry.tiers.remote.call_lane import CallLane
 
 LONG = 30.0
 
 
 @pytest.fixture
-def lane() -> Iterator[Lane[int]]:
-    made: Lane[int] = Lane("test-lane")
+def lane() -> Iterator[CallLane[int]]:
+    made: CallLane[int] = CallLane("test-lane")
     yield made
     made.close()
 
 
-def test_calls_run_in_order_in_one_thread_and_what_they_raise_is_theirs(lane: Lane[int]) -> None:
+def test_calls_run_in_order_in_one_thread_and_what_they_raise_is_theirs(
+    lane: CallLane[int],
+) -> None:
     seen: list[tuple[int, int]] = []
 
     def note(number: int) -> int:
@@ -36,7 +38,7 @@ def test_calls_run_in_order_in_one_thread_and_what_they_raise_is_theirs(lane: La
     assert len({thread for _, thread in seen}) == 1
 
 
-def test_a_call_that_was_left_stands_in_nobodys_way(lane: Lane[int]) -> None:
+def test_a_call_that_was_left_stands_in_nobodys_way(lane: CallLane[int]) -> None:
     gate, has_begun = threading.Event(), threading.Event()
 
     def hang() -> int:
@@ -55,7 +57,7 @@ def test_a_call_that_was_left_stands_in_nobodys_way(lane: Lane[int]) -> None:
     assert hung.result(LONG) == 1, "it ends whenever it ends"
 
 
-def test_a_call_that_was_left_before_it_began_never_begins(lane: Lane[int]) -> None:
+def test_a_call_that_was_left_before_it_began_never_begins(lane: CallLane[int]) -> None:
     gate = threading.Event()
     begun: list[int] = []
     first = lane.call(lambda: int(gate.wait(LONG)))
@@ -70,7 +72,7 @@ def test_a_call_that_was_left_before_it_began_never_begins(lane: Lane[int]) -> N
     assert third.result() == 3, "it is over: nothing to leave"
 
 
-def test_a_closed_lane_serves_and_keeps_no_thread(lane: Lane[int]) -> None:
+def test_a_closed_lane_serves_and_keeps_no_thread(lane: CallLane[int]) -> None:
     lane.close()
     assert lane.call(lambda: 1).result(LONG) == 1
     assert lane.call(lambda: 2).result(LONG) == 2

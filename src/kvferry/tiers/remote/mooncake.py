@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 from kvferry.quantities import parse_size
 from kvferry.remote_settings import RemoteAddress
 from kvferry.tiers.base import Way
+from kvferry.tiers.remote.call_lane import CallLane
 from kvferry.tiers.remote.client import Fault, NotThere, Stored
-from kvferry.tiers.remote.lane import Lane
 from kvferry.tiers.remote.staging import Staging, address_of
 from kvferry.tiers.remote.window import Window
 
@@ -72,7 +72,7 @@ class MooncakeClient:
         self._address = address
         self._folder = folder
         self._library = library
-        self._lanes = {way: Lane[Sequence[int]](f"kvferry-mooncake-{way.value}") for way in Way}
+        self._lanes = {way: CallLane[Sequence[int]](f"kvferry-mooncake-{way.value}") for way in Way}
         self._window = window
         self._store: Any = None
         self._names_per_call = max(1, min(_MOST_NAMES, _CALL_BYTES // object_bytes))

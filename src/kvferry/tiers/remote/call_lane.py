@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Lane(Generic[T]):
+class CallLane(Generic[T]):
     """Owns its thread, and what waits for it. A thread that was left ends with its call."""
 
     def __init__(self, name: str) -> None:
