@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
+
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.fakes.kv import LAYOUTS, make_kv
 from tests.fakes.rig import LONG, PATHS, Rig
 
+from kvferry.device.engine import gpu
+from kvferry.device.job import Direction
+from kvferry.errors import DriverError
 from kvferry.types import Outcome, Receipt, TransferId
 
 NUM_BLOCKS, NUM_SLOTS = 5, 6
@@ -23,6 +29,8 @@ INJECTED = (
     "create_event",
     "current",
     "elapsed_seconds",
+    "stream_wait_value",
+    "stream_write_value",
 )
 
 
@@ -55,20 +63,29 @@ class EngineMachine(RuleBasedStateMachine):
         self.held_slots: dict[TransferId, list[int]] = {}
         self.injected = 0
         self.failed = 0
+        # Transfer -> what compute behind it must see of each block, and what it saw.
+        self.reads: list[tuple[TransferId, bytes, list[bytes]]] = []
+        self.landed: set[TransferId] = set()
+        # Only the first piece is queued at once, and compute may wait for the others at a gate.
+        self.constants = gpu.BEGIN_SECONDS, gpu.SMALL_BYTES
+        gpu.BEGIN_SECONDS, gpu.SMALL_BYTES = 0.0, 0
+        rig.engine._channels._is_apart[rig.compute] = True
 
-    @rule(blocks=BLOCKS, slots=SLOTS, wait=st.booleans())
-    def store(self, blocks: list[int], slots: list[int], wait: bool) -> None:
+    @rule(blocks=BLOCKS, slots=SLOTS, wait=st.booleans(), here=st.booleans())
+    def store(self, blocks: list[int], slots: list[int], wait: bool, here: bool) -> None:
         blocks, slots = self._free(blocks, slots)
         if blocks:
-            transfer = self._rig.store(blocks, slots)
+            with self._rig.engine.begun_here() if here else nullcontext():
+                transfer = self._rig.store(blocks, slots)
             writes = [(s, self.blocks[b]) for b, s in zip(blocks, slots, strict=True)]
             self._fly(transfer, self.slots, writes, blocks, slots, wait)
 
-    @rule(blocks=BLOCKS, slots=SLOTS, wait=st.booleans())
-    def load(self, blocks: list[int], slots: list[int], wait: bool) -> None:
+    @rule(blocks=BLOCKS, slots=SLOTS, wait=st.booleans(), here=st.booleans())
+    def load(self, blocks: list[int], slots: list[int], wait: bool, here: bool) -> None:
         blocks, slots = self._free(blocks, slots)
         if blocks:
-            transfer = self._rig.load(slots, blocks)
+            with self._rig.engine.begun_here() if here else nullcontext():
+                transfer = self._rig.load(slots, blocks)
             writes = [(b, self.slots[s]) for b, s in zip(blocks, slots, strict=True)]
             self._fly(transfer, self.blocks, writes, blocks, slots, wait)
 
@@ -80,15 +97,35 @@ class EngineMachine(RuleBasedStateMachine):
             self._rig.launch(lambda: self._rig.kv.set_block(block, content))
             self.blocks[block] = content
 
+    @rule()
+    def compute_reads(self) -> None:
+        """Compute behind the loads under way reads what they bring, however late they are."""
+        try:
+            self._rig.engine.order_compute_after_loads()
+        except DriverError:  # then nobody may compute
+            return
+        for transfer, (table, writes) in self.flying.items():
+            for block, content in writes:
+                if table is self.blocks and content is not None:
+                    seen: list[bytes] = []
+                    self._rig.launch(partial(self._see, seen, block))
+                    self.reads.append((transfer, content, seen))
+
+    def _see(self, seen: list[bytes], block: int) -> None:
+        seen.append(self._rig.kv.block(block))
+
     @rule(name=st.sampled_from(INJECTED), nth=st.integers(1, 6))
     @precondition(lambda self: self.injected < 3)
     def refuse(self, name: str, nth: int) -> None:
         self._rig.driver.fail(name, nth)
         self.injected += 1
 
-    @rule(late=st.booleans())
-    def change_weather(self, late: bool) -> None:
-        self._rig.driver.timeline.late = {self._rig.compute} if late else set()
+    @rule(late=st.sampled_from(["nobody", "compute", "loads"]))
+    def change_weather(self, late: str) -> None:
+        rig = self._rig
+        streams = {"nobody": set(), "compute": {rig.compute}}
+        streams["loads"] = {rig.stream(Direction.LOAD)}
+        rig.driver.timeline.late = streams[late]
 
     @rule()
     def poll(self) -> None:
@@ -99,6 +136,9 @@ class EngineMachine(RuleBasedStateMachine):
         self._settle(self._rig.engine.drain(LONG))
         assert not self.flying
         self._rig.driver.timeline.run_all()
+        for transfer, wanted, seen in self.reads:
+            assert transfer not in self.landed or seen == [wanted]
+        self.reads.clear()
         for block, content in enumerate(self.blocks):
             assert content is None or self._rig.kv.block(block) == content
         for slot, content in enumerate(self.slots):
@@ -111,6 +151,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if self.rig is not None:
+            gpu.BEGIN_SECONDS, gpu.SMALL_BYTES = self.constants
             self.rig.driver._failures.clear()
             self.drain()
             self.rig.close()
@@ -154,6 +195,7 @@ class EngineMachine(RuleBasedStateMachine):
             slots = self.held_slots.pop(receipt.transfer_id)
             if failed:
                 continue
+            self.landed.add(receipt.transfer_id)
             # The promise of a receipt: the bytes are there now, whatever runs later.
             for block, slot in zip(blocks, slots, strict=True):
                 if table is self.slots and self.slots[slot] is not None:
