@@ -212,8 +212,7 @@ class Ferry(FerryLooks, FerryControl, FerryWaiting, Closing):
         ticket = self._tickets.give()
         ordered = hit.request.load(tables) if hit.request in self._scheduler else ()
         if ordered:
-            self._send(ticket, ordered)
-            self._rank.engine.order_compute_after_loads()
+            self._send(ticket, ordered, compute_waits=True)
         elif len(hit):
             self.release(hit)
             reason = "the hit is gone: it was released, loaded, or too old"
@@ -276,12 +275,19 @@ class Ferry(FerryLooks, FerryControl, FerryWaiting, Closing):
         self._send(ticket, ordered, note)
         return ticket
 
-    def _send(self, ticket: Ticket, ordered: Sequence[Ordered], note: str = "") -> None:
+    def _send(
+        self,
+        ticket: Ticket,
+        ordered: Sequence[Ordered],
+        note: str = "",
+        *,
+        compute_waits: bool = False,
+    ) -> None:
         """Send off what was just ordered for a ticket."""
         self._tickets.send(ticket, ordered, note)
         plan = self._scheduler.plan()
         if plan.transfers or plan:
-            with self._rank.engine.begun_here():
+            with self._rank.engine.begun_here(compute_waits=compute_waits):
                 self._worker.execute(plan)
 
     def _load_early(self) -> None:

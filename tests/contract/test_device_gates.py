@@ -16,12 +16,13 @@ from tests.fakes.driver import FakeDriver
 from tests.fakes.kv import make_kv
 from tests.fakes.rig import LONG, Rig
 
-from kvferry.device.engine import channels, gpu
+from kvferry.device.engine import begun_here, channels
 from kvferry.device.engine.gate_watch import GateWatch
 from kvferry.device.engine.gates import NUM_WORDS, Gates
 from kvferry.device.engine.lane import Lane
 from kvferry.device.engine.submission import Submission
 from kvferry.device.job import Direction
+from kvferry.errors import DriverError
 from kvferry.types import Outcome, TransferId
 
 SEEDS = range(6)
@@ -46,8 +47,7 @@ def nobody_has_a_turn(lane: Lane) -> None:
 
 @pytest.fixture(autouse=True)
 def one_piece_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "BEGIN_SECONDS", 0.0)
-    monkeypatch.setattr(gpu, "SMALL_BYTES", 0)
+    monkeypatch.setattr(begun_here, "SMALL_BYTES", 0)
 
 
 def warm_rig(
@@ -183,6 +183,34 @@ def test_many_loads_each_behind_its_own_gate(seed: int) -> None:
     rig.driver.timeline.run_all()
     assert [receipts[transfer].outcome for transfer in ids] == [Outcome.OK] * 2
     assert seen[0] + seen[1] == [rig.slot(slot) for slot in ALL]
+    rig.close()
+
+
+def test_compute_is_ordered_before_another_thread_hears_of_the_load() -> None:
+    rig = warm_rig()
+    loads = rig.engine._lanes[Direction.LOAD]
+    shut: list[bool] = []
+    loads._wake_thread = lambda: shut.append(is_shut(rig))  # type: ignore[method-assign]
+    with rig.engine.begun_here(compute_waits=True):
+        transfer = rig.load(ALL, ALL)
+    assert shut == [True]
+    seen: list[bytes] = []
+    rig.launch(lambda: seen.extend(rig.kv.block(block) for block in ALL))
+    assert settle(rig)[transfer].outcome is Outcome.OK
+    assert seen == [rig.slot(slot) for slot in ALL]
+    rig.close()
+
+
+def test_a_refused_order_is_raised_and_the_load_goes_on() -> None:
+    rig = warm_rig()
+    rig.driver.timeline.frozen = {rig.stream(Direction.LOAD)}
+    rig.load([0], [1])
+    rig.wait_until_queued()
+    rig.driver.fail("stream_wait_event")
+    with pytest.raises(DriverError), rig.engine.begun_here(compute_waits=True):
+        pass
+    rig.driver.timeline.frozen = set()
+    assert all(receipt.outcome is Outcome.OK for receipt in settle(rig).values())
     rig.close()
 
 

@@ -61,7 +61,7 @@ class Model:
         return bool((seen == wanted).all())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model() -> Iterator[Model]:
     model = Model()
     yield model

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.fakes.kv import LAYOUTS, make_kv
 from tests.fakes.rig import LONG, PATHS, Rig
 
-from kvferry.device.engine import gpu
+from kvferry.device.engine import begun_here
 from kvferry.device.job import Direction
 from kvferry.errors import DriverError
 from kvferry.types import Outcome, Receipt, TransferId
@@ -67,8 +67,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.reads: list[tuple[TransferId, bytes, list[bytes]]] = []
         self.landed: set[TransferId] = set()
         # Only the first piece is queued at once, and compute may wait for the others at a gate.
-        self.constants = gpu.BEGIN_SECONDS, gpu.SMALL_BYTES
-        gpu.BEGIN_SECONDS, gpu.SMALL_BYTES = 0.0, 0
+        self.small_bytes = begun_here.SMALL_BYTES
+        begun_here.SMALL_BYTES = 0
         rig.engine._channels._is_apart[rig.compute] = True
 
     @rule(blocks=BLOCKS, slots=SLOTS, wait=st.booleans(), here=st.booleans())
@@ -151,7 +151,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if self.rig is not None:
-            gpu.BEGIN_SECONDS, gpu.SMALL_BYTES = self.constants
+            begun_here.SMALL_BYTES = self.small_bytes
             self.rig.driver._failures.clear()
             self.drain()
             self.rig.close()

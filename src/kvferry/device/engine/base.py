@@ -50,11 +50,11 @@ class CopyEngine(Protocol):
     def drain(self, timeout: float | None = None) -> list[Receipt]:
         """Wait until nothing is in flight (or ``timeout`` seconds passed); returns the receipts."""
 
-    def begun_here(self) -> AbstractContextManager[None]:
+    def begun_here(self, *, compute_waits: bool = False) -> AbstractContextManager[None]:
         """What is submitted inside is begun by this thread at its end, the rest left to others.
 
         For who has nothing better to do than to wait for it: no other thread has to hear of it
-        before the first bytes move.
+        before the first bytes move. ``compute_waits`` as after ``order_compute_after_loads``.
         """
 
     def order_compute_after_loads(self) -> None:

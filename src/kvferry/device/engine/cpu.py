@@ -6,8 +6,8 @@ import ctypes
 import queue
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -19,8 +19,6 @@ from kvferry.device.layout.base import GroupLayout
 from kvferry.device.layout.ranges import LayerParts
 from kvferry.errors import ClosedError, InputError, LayoutError
 from kvferry.types import DEVICE, FIRST_RANK, HOST, Outcome, Rank, Receipt, SlotArray, Transfer
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
 
 Rows = npt.NDArray[np.uint8]
 """Blocks as rows of bytes, one row per slot."""
@@ -96,8 +94,11 @@ class CpuEngine:
                 event.synchronize(None if end is None else max(0.0, end - time.monotonic()))
         return self.poll()
 
-    def begun_here(self) -> AbstractContextManager[None]:
-        return _NOTHING
+    @contextmanager
+    def begun_here(self, *, compute_waits: bool = False) -> Iterator[None]:
+        yield
+        if compute_waits:
+            self.order_compute_after_loads()
 
     def order_compute_after_loads(self) -> None:
         if self._compute is not None:

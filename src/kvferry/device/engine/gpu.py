@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -26,6 +26,7 @@ import numpy as np
 from kvferry.closing import Closing
 from kvferry.device.driver.base import Driver, Priority
 from kvferry.device.driver.events import EventPool
+from kvferry.device.engine.begun_here import BegunHere
 from kvferry.device.engine.channels import Channels
 from kvferry.device.engine.gate_watch import GateWatch
 from kvferry.device.engine.gates import Gates
@@ -45,12 +46,6 @@ from kvferry.pausing import PunctualSleep, pause
 from kvferry.types import DEVICE, FIRST_RANK, HOST, Rank, Receipt, SlotArray, Transfer
 
 log = logging.getLogger(__name__)
-
-SMALL_BYTES = 80 << 20
-"""What takes a few pieces only: they are queued sooner than another thread hears of them."""
-BEGIN_SECONDS = 1e-4
-"""So long who submits queues what is larger: the first chunk, while which is copied the thread
-gets there."""
 
 
 class GpuEngine(Closing):
@@ -113,7 +108,8 @@ class GpuEngine(Closing):
         self._channels = Channels(driver, self._gates, self._order_events)
         self._gated: Submission | None = None
         self._lanes = self._open_lanes(patience)
-        self._here = _BegunHere(self._lanes.values())
+        self._here = BegunHere(self._lanes.values(), None)
+        self._here_in_order = BegunHere(self._lanes.values(), self.order_compute_after_loads)
 
     # -- the contract ------------------------------------------------------------------------
 
@@ -174,9 +170,9 @@ class GpuEngine(Closing):
             receipts.extend(self.poll())
         return receipts
 
-    def begun_here(self) -> AbstractContextManager[None]:
+    def begun_here(self, *, compute_waits: bool = False) -> AbstractContextManager[None]:
         """What is submitted inside is begun by this thread at its end, the rest left to others."""
-        return self._here
+        return self._here_in_order if compute_waits else self._here
 
     def order_compute_after_loads(self) -> None:
         """Make compute queued from now on wait for every load submitted so far.
@@ -369,21 +365,6 @@ class GpuEngine(Closing):
                 self._driver.destroy_stream(lane.stream)
             except Exception:
                 log.exception("a stream was not given back")
-
-
-class _BegunHere:
-    """What ``begun_here`` enters. Made once: it is entered for every transfer."""
-
-    def __init__(self, lanes: Iterable[Lane]) -> None:
-        self._lanes = tuple(lanes)
-
-    def __enter__(self) -> None:
-        for lane in self._lanes:
-            lane.hold()
-
-    def __exit__(self, *_: object) -> None:
-        for lane in self._lanes:
-            lane.begin(BEGIN_SECONDS, SMALL_BYTES)
 
 
 def _refuse_outside(what: str, slots: SlotArray, count: int) -> None:

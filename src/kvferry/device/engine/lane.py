@@ -116,31 +116,32 @@ class Lane:
                     self._changed.notify_all()
         if here:
             with self._turn:
-                self._queue(order, None)
+                self._queue(order)
         elif not self._is_held and not self._has_thread():
             self._queue_next(None)
 
     def hold(self) -> None:
-        """Leave what is submitted from now on alone, until ``begin``."""
+        """Keep the thread from what is submitted from now on, until ``release``."""
         self._is_held = True
 
-    def begin(self, seconds: float, small: int) -> None:
-        """Queue here what takes no longer, or has so few bytes; the rest is the thread's.
+    def begin(self, small: int) -> None:
+        """Queue here what has so few bytes, and the first piece of what has more.
 
         So the first bytes move before another thread has heard of them.
         """
-        self._is_held = False
-        if not self._orders:
+        if not self._orders or not self._turn.acquire(blocking=False):
             return
-        if self._turn.acquire(blocking=False):
-            try:
-                end = time.monotonic() + seconds
-                while self._orders and _is_free(self._orders[0].submission):
-                    order = self._orders[0]
-                    if not self._queue(order, None if order.submission.num_bytes <= small else end):
-                        break
-            finally:
-                self._turn.release()
+        try:
+            while self._orders and _is_free(self._orders[0].submission):
+                order = self._orders[0]
+                if not self._queue(order, whole=order.submission.num_bytes <= small):
+                    break
+        finally:
+            self._turn.release()
+
+    def release(self) -> None:
+        """What is left to queue is the thread's."""
+        self._is_held = False
         if self._orders:
             self._wake_thread()
 
@@ -148,7 +149,7 @@ class Lane:
         """Take out the submissions that are over, in order; never blocks on the device."""
         over: list[Submission] = []
         if self._is_held:
-            self.begin(0.0, 0)
+            self.release()
         if self._num_unqueued:
             # A caller that polls in a tight loop would keep the interpreter from our own thread.
             time.sleep(0)
@@ -291,13 +292,13 @@ class Lane:
             after = order.submission.after
             if after is not None and not self._wait_for_load(after, end):
                 return False
-            self._queue(order, None)
+            self._queue(order)
             return True
         finally:
             self._turn.release()
 
-    def _queue(self, order: _Order, until: float | None) -> bool:
-        """Wait for compute, copy, fence; False if ``until`` came first, with pieces left.
+    def _queue(self, order: _Order, *, whole: bool = True) -> bool:
+        """Wait for compute, copy, fence; or, if not ``whole``, a piece; False if some are left.
 
         No fault escapes: a dead thread leaves others waiting.
         """
@@ -305,7 +306,7 @@ class Lane:
         is_done = True
         try:
             with self._driver.current():
-                is_done = self._queue_pieces(order, until)
+                is_done = self._queue_pieces(order, whole=whole)
                 if is_done:
                     self._fences.fence(submission)
         except BaseException as error:
@@ -320,13 +321,13 @@ class Lane:
                 self._end_order(order)
         return is_done
 
-    def _queue_pieces(self, order: _Order, until: float | None) -> bool:
+    def _queue_pieces(self, order: _Order, *, whole: bool) -> bool:
         submission = order.submission
         try:
             if order.pieces is None:
                 order.pieces = self._begin(order)
             for _ in order.pieces:
-                if until is not None and time.monotonic() >= until:
+                if not whole:
                     return False
         except Exception as error:
             submission.fail(error)
