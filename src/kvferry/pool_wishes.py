@@ -106,12 +106,16 @@ class PoolWishes(PoolRoom):
 
     def go_first(self, slots: SlotArray, priority: int, *, first: int = 0) -> None:
         """Of a chain's slots from the ``first``, those that no other chain goes on from go before
-        all that matters more.
+        all that matters more. What was wished for them before counts no more, but for pins and
+        keeps: those stay, and are not to be met among those that go.
         """
         own = self._chains.own_end(slots)
         own = own[max(0, first - (len(slots) - len(own))) :]
         if self._holds.count:
-            own = own[~self._holds.held(own)]
+            own = own[~self._holds.firmly(own)]
+            soft = own[self._holds.held(own)]
+            self._holds.drop(soft)
+            self._unclaim(soft)
         self._first.add(np.ascontiguousarray(own[::-1]), priority)
 
     def drop(self, slots: SlotArray) -> int:

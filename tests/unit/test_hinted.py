@@ -202,8 +202,29 @@ def test_what_is_said_to_stay_and_to_matter_little_does_not_stand_in_the_way():
     ]
     for number in range(1, 151):
         say(desk, f"r{number}", number, 1, priorities=both[:: 1 if number % 2 else -1])
-    assert desk.scheduler.stats().pool.held == 150
-    assert not desk.pool._first._entry.any(), "what stays is in no queue of those that go"
+    assert desk.scheduler.stats().pool.held == 75, "what was said last counts"
+    held = desk.pool.holds.all_held()
+    assert not desk.pool._first._entry[held].any(), "what stays is in no queue of those that go"
+    for number in range(1, 151):
+        say(desk, f"k{number}", number, 1, priorities=both[1:], keep_seconds=60)
+    held = desk.pool.holds.all_held()
+    assert len(held) == 150
+    assert not desk.pool._first._entry[held].any()
+    desk.pool.check_integrity()
+
+
+def test_over_ends_what_was_said_of_going_on_but_no_pin():
+    desk = Desk(slots=16, keep_share=0.5)
+    for number in (1, 2):
+        say(desk, f"a{number}", number, 4, goes_on="10min")
+    keys = story(1, 4)
+    desk.scheduler.control.pin(keys[:2], 60.0)
+    desk.scheduler.control.hint(keys, Hints(over=True))
+    assert desk.scheduler.stats().pool.held == 6, "two pinned, and the other conversation's"
+    for number in range(10, 14):
+        desk.keep(f"n{number}", story(number, 4), 16)
+    assert kept(desk, 1, 2) == {1: 2, 2: 4}
+    desk.pool.check_integrity()
 
 
 def test_a_look_for_who_goes_first_ends_after_so_many_that_cannot():
