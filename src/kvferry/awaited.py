@@ -20,8 +20,8 @@ from kvferry.tickets import Done, Ticket, Tickets
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop, Future
 
-_LOOK_SECONDS = 0.02
-"""So often the ferry is served though no copy has ended: its levels, and who asks it."""
+_LOOK_SECONDS, _LEVEL_SECONDS = 0.02, 2e-3
+"""So often the ferry is served though no copy has ended: who asks it, and levels below it."""
 
 
 class Awaited:
@@ -36,10 +36,13 @@ class Awaited:
         tickets: Tickets,
         advance: Callable[[], None],
         await_news: Callable[[float], None],
+        *,
+        has_levels: bool,
     ) -> None:
         self._tickets = tickets
         self._advance = advance
         self._await_news = await_news
+        self._look_seconds = _LEVEL_SECONDS if has_levels else _LOOK_SECONDS
         self._futures: dict[Ticket, list[Future[Done]]] = {}
         self._changed = threading.Condition()
         self._loop: AbstractEventLoop | None = None  # that is to be told, while anyone waits
@@ -101,7 +104,7 @@ class Awaited:
                 if self._is_closed:
                     return
                 loop = self._loop
-            self._await_news(_LOOK_SECONDS)
+            self._await_news(self._look_seconds)
             with self._changed:
                 self._is_telling = True
             if not _call_in(loop, self._tell):

@@ -101,7 +101,12 @@ class Ferry(FerryLooks, FerryControl, FerryWaiting, Closing):
         self._has_levels = bool(rank.levels)
         self._pending = PendingHits(config.match_deadline)
         self._tickets = Tickets()
-        self._awaited = Awaited(self._tickets, _of(self, Ferry._advance), rank.engine.await_news)
+        self._awaited = Awaited(
+            self._tickets,
+            _of(self, Ferry._advance),
+            rank.engine.await_news,
+            has_levels=self._has_levels,
+        )
         self._tickets.awaited_by(self._awaited.wait)
         self._early = EarlyLoads(self._scheduler, self._tickets, namespace.block_tokens)
         self._inbox = Inbox()
@@ -184,7 +189,8 @@ class Ferry(FerryLooks, FerryControl, FerryWaiting, Closing):
 
         With several groups these are block tables, one for each group: the request's whole table,
         in which the places that ``hit.needed`` names are filled. Compute queued on the ``compute``
-        stream after this call comes after the load.
+        stream after this call comes after the load, also while that is still being queued; where
+        the load fails, it has read what was there before.
 
         A pending hit is let go, given no blocks. Given ``hit.coming`` (of one group, with full
         attention), they are filled as they come up, with :meth:`poll`: queue compute once the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -86,6 +87,20 @@ def test_the_first_blocks_are_there_while_the_last_are_read(attach: Open) -> Non
     assert not ferry._early
     assert not ferry._scheduler.requests
     ferry._scheduler.check_integrity()
+
+
+def test_a_load_of_what_still_comes_up_is_awaited(attach: Open) -> None:
+    """Nobody but the event loop serves the ferry meanwhile, and no copy ends for a long time."""
+    ferry, wanted = below(attach)
+
+    async def life() -> kvferry.Done:
+        hit = ferry.match(chat(ferry, 0))
+        assert hit.is_pending
+        return await asyncio.wait_for(ferry.ended(ferry.load(hit, DESTINATION)), 20)
+
+    assert asyncio.run(life()).num_blocks == CHAT_BLOCKS
+    assert first_blocks(ferry, 6) == wanted[0]
+    settle(ferry)
 
 
 @pytest.mark.parametrize("bad", [0, 2, 5])
