@@ -102,7 +102,7 @@ def measure(args: argparse.Namespace, shape: str, sections: list[str]) -> Result
         few = args.quick or args.cpu
         if "copies" in sections:
             paths = ["auto"] if args.cpu else ["auto", "staged", "kernel"]
-            about = {"rounds": 3 if few else 6, "paths": paths, "parts": [0, 2, 3]}
+            about = {"rounds": 3 if few else 6, "paths": paths, "parts": [0, 2, 4]}
             found["copies"] = child.ask("copies", about)
         if "first" in sections:
             modes = args.mode or ["off", "auto"]

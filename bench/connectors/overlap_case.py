@@ -98,7 +98,6 @@ class OverlapMeasurer:
             for path in about["paths"]:
                 if planner is not None:
                     copier._planner = _planner_of(path, planner)
-                    copier._is_free_to_choose = path == "auto"
                 for parts in about["parts"]:
                     if parts and planner is not None:
                         copier._cuts = tuple(LayerParts.of(each, parts) for each in layouts)
@@ -108,7 +107,7 @@ class OverlapMeasurer:
                     if round_:  # the first of each compiles, and makes tables
                         found.setdefault(name, []).append(speed)
         if planner is not None:
-            copier._planner, copier._is_free_to_choose = planner, True
+            copier._planner = planner
             copier._cuts = tuple(map(LayerParts.of, layouts))
         self.engine.poison()
         return found

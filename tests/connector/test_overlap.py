@@ -12,6 +12,7 @@ from tests.fakes.sides import BLOCK_TOKENS, Sides, assert_same, request_of
 
 from kvferry.device.engine.cpu import _BlockViews
 from kvferry.types import DEVICE, Outcome, Receipt
+from kvferry.vllm.overlap import VllmOverlap
 
 HASHES = [bytes([number]) * 32 for number in range(1, 5)]
 STAGES = (["layer0", "layer1", "layer2"], ["layer3"])
@@ -103,7 +104,7 @@ def test_a_request_runs_while_its_load_lands(make, gate):
     sides = make()
     wanted = store(sides)
     places, orders = order(sides)
-    assert orders.early == {"reader": 0.0}
+    assert orders.early == {"reader": (0.0, 0.0)}
     begin(sides, orders)
     assert not sides.answer(0).finished_recving  # every rank must have it on its way
     assert sides.answer(1).finished_recving == {"reader"}
@@ -163,7 +164,7 @@ def test_beside_others_it_is_told_when_the_rest_of_it_is_short(make, gate):
     (rank,) = sides.ranks
     sides.side.serving._overlap._seconds = lambda tokens, running: 0.0025
     _, orders = order(sides)
-    assert orders.early["reader"] == pytest.approx(0.6)
+    assert orders.early["reader"] == (0.0, pytest.approx(0.6))
     begin(sides, orders)
     rank._computes = True  # others decode in this step
     assert not sides.answer(0).finished_recving
@@ -171,6 +172,21 @@ def test_beside_others_it_is_told_when_the_rest_of_it_is_short(make, gate):
     assert not wait_for(sides, lambda: landed(rank) == 1)
     gate.let(1)
     assert wait_for(sides, lambda: landed(rank) == 2) == {"reader"}
+    gate.let()
+
+
+def test_an_empty_step_beside_others_is_no_rest(make, gate, monkeypatch):
+    """Asynchronous scheduling leaves steps empty while others run: they would wait all the same."""
+    sides = make(["layer0", "layer1", "layer2"], overlap_loads="auto", overlap_stall="1ms")
+    store(sides)
+    sides.side.serving._overlap._seconds = lambda tokens, running: 0.0025
+    monkeypatch.setattr(VllmOverlap, "_num_running", 3)
+    _, orders = order(sides)
+    assert orders.early["reader"] == (pytest.approx(0.6), pytest.approx(0.6))
+    begin(sides, orders)
+    assert not sides.answer(0).finished_recving
+    gate.let(2)
+    assert wait_for(sides, lambda: landed(sides.ranks[0]) == 2) == {"reader"}
     gate.let()
 
 

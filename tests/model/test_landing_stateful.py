@@ -25,6 +25,7 @@ from kvferry.device.layout.ranges import LayerParts
 from kvferry.types import TransferId
 from kvferry.vllm.awaited import AwaitedLoad
 from kvferry.vllm.early import LandingLoads
+from kvferry.vllm.messages import EarlyShares
 
 LAYERS = [f"layer{n}" for n in range(7)]
 MODES = ["", "NONE", "PIECEWISE"]
@@ -75,12 +76,13 @@ class Landing(RuleBasedStateMachine):
                 if self.device.landed[transfer_id] is not None:
                     self.device.landed[transfer_id] = len(self.parts)
 
-    @rule(share=st.sampled_from([None, 0.0, 0.5, 0.9, 1.0]))
-    def order(self, share: float | None) -> None:
+    @rule(share=st.sampled_from([None, 0.0, 0.5, 0.9, 1.0]), is_alone=st.booleans())
+    def order(self, share: float | None, is_alone: bool) -> None:
         self.number += 1
         transfer_id = TransferId(self.number)
         self.device.landed[transfer_id] = None
-        load = AwaitedLoad(f"r{self.number}", {transfer_id}, 0, share=share)
+        early = None if share is None else EarlyShares(0.0 if is_alone else share, share)
+        load = AwaitedLoad(f"r{self.number}", {transfer_id}, 0, early=early)
         self.under_way.append(load)
         self.loads.ordered(load)
 
@@ -124,12 +126,11 @@ class Landing(RuleBasedStateMachine):
         if load is None:
             return
         assert load is self.under_way[0]
-        assert load.share is not None
+        assert load.early is not None
         (transfer_id,) = load.transfers
         landed = self.device.landed[transfer_id]
         assert landed is not None
-        if beside_others:
-            assert self.parts.shares[landed] >= load.share
+        assert self.parts.shares[landed] >= load.early[beside_others]
         self.loads.told(load)
         self.told.append(load)
 
@@ -178,5 +179,5 @@ class Landing(RuleBasedStateMachine):
             assert not self.loads.listens
 
 
-Landing.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Landing.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 TestLanding = Landing.TestCase

@@ -43,6 +43,11 @@ class OverlapDecision(NamedTuple):
         return self.share is not None
 
     @property
+    def is_alone(self) -> bool:
+        """Whether it may be read at once as long as nobody comes."""
+        return self.verdict in (OverlapVerdict.ALONE, OverlapVerdict.ALWAYS)
+
+    @property
     def words(self) -> str:
         """For people who ask."""
         if self.share is None or self.load_seconds is None:

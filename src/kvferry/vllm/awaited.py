@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvferry.types import TransferId
+from kvferry.vllm.messages import EarlyShares
 
 
 @dataclass(eq=False)
 class AwaitedLoad:
     """Ends when nothing is waited for. ``blocks`` are the device blocks it brings.
 
-    With a ``share`` vLLM may be told before it lands: beside others that run, when so much of it
-    has landed.
+    With ``early`` shares vLLM may be told before it lands: when so much of it has landed.
     """
 
     request_id: str
@@ -21,7 +21,7 @@ class AwaitedLoad:
     epoch: int
     blocks: set[int] = field(default_factory=set)
     failed: bool = False
-    share: float | None = None
+    early: EarlyShares | None = None
     is_told: bool = False
     transfers: frozenset[TransferId] = field(init=False)
 

@@ -69,7 +69,7 @@ class LandingLoads:
     # -- telling --------------------------------------------------------------------------------
 
     def ordered(self, load: AwaitedLoad) -> None:
-        """A load is on its way; those without a ``share`` are in line all the same."""
+        """A load is on its way; those that must land first are in line all the same."""
         self._ordered.append(load)
 
     def ended(self, load: AwaitedLoad) -> None:
@@ -85,9 +85,9 @@ class LandingLoads:
         Only the one that lands next: whoever ran with a later one would wait for all before it.
         """
         load = self._ordered[0] if self._ordered else None
-        if load is None or load.share is None or load.is_told:
+        if load is None or load.early is None or load.is_told:
             return None
-        wanted = load.share if beside_others else 0.0
+        wanted = load.early.beside if beside_others else load.early.at_rest
         for transfer_id in load.transfers:
             landed = self._engine.num_landed(transfer_id)
             if landed is None or self._shares[landed] < wanted:

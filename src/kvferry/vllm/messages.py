@@ -7,6 +7,7 @@ nothing here needs vLLM.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,17 @@ from kvferry.types import (
 NO_PLAN = Plan(step=0)
 
 
+class EarlyShares(NamedTuple):
+    """How much of a load must have landed before vLLM is told, in a step without a forward and in
+    one with it.
+
+    Others may run though a step has no forward: asynchronous scheduling leaves some empty.
+    """
+
+    at_rest: float
+    beside: float
+
+
 @dataclass(frozen=True)
 class StepOrders:
     """Scheduler to every rank: one step's plan.
@@ -38,7 +50,7 @@ class StepOrders:
     side is out of service and will read no receipts. ``epoch`` becomes another when everything is
     forgotten: loads are of blocks stored in it. ``is_quiet`` says that this is one of many steps
     that only decode, and that nothing else is in here. ``early`` has the loads of which vLLM may be
-    told before they have landed, and how much of each must have, where others run.
+    told before they have landed, and how much of each must have.
     """
 
     plan: Plan = NO_PLAN
@@ -48,7 +60,7 @@ class StepOrders:
     drain: bool = False
     epoch: int = 0
     is_quiet: bool = False
-    early: dict[str, float] = field(default_factory=dict)
+    early: dict[str, EarlyShares] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

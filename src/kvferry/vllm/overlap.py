@@ -10,7 +10,7 @@ from kvferry.policy import OverlapDecision, Overlapping
 from kvferry.scheduler import State
 from kvferry.stats import SchedulerStats
 from kvferry.vllm.blocks import VllmBlocks
-from kvferry.vllm.messages import RankShape
+from kvferry.vllm.messages import EarlyShares, RankShape
 from kvferry.vllm.setup import Setup
 from kvferry.vllm.tracked import Tracked
 
@@ -69,6 +69,13 @@ class VllmOverlap:
             return self._choices.load_seconds(0, num_blocks, busy=num_running > 0)
         bandwidth = self._stats().bandwidth
         return num_blocks * self._block_bytes / bandwidth if bandwidth else None
+
+
+def shares_of(overlap: OverlapDecision) -> EarlyShares | None:
+    """How much of the load must have landed before vLLM is told; None where all of it must have."""
+    if overlap.share is None:
+        return None
+    return EarlyShares(0.0 if overlap.is_alone else overlap.share, overlap.share)
 
 
 def why_not(setup: Setup, hash_tokens: int) -> str:

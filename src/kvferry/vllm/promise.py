@@ -7,20 +7,21 @@ from typing import NamedTuple
 
 from kvferry.scheduler import Request
 from kvferry.types import TransferId
+from kvferry.vllm.messages import EarlyShares
 
 
 class Promise(NamedTuple):
     """A load that vLLM waits for: whose it is, its transfers, the first group's blocks.
 
-    Without transfers nothing will bring it, and vLLM must be told. With a ``share`` vLLM may be
-    told of it early: see ``OverlapDecision``.
+    Without transfers nothing will bring it, and vLLM must be told. With ``early`` shares vLLM may
+    be told of it before it has landed.
     """
 
     request_id: str
     ferried: Request | None
     transfers: tuple[TransferId, ...]
     blocks: tuple[int, ...]
-    share: float | None = None
+    early: EarlyShares | None = None
 
     @property
     def is_kept(self) -> bool:
@@ -30,16 +31,16 @@ class Promise(NamedTuple):
 
 def sorted_out(
     promises: Iterable[Promise],
-) -> tuple[dict[str, tuple[TransferId, ...]], dict[str, tuple[int, ...]], dict[str, float]]:
+) -> tuple[dict[str, tuple[TransferId, ...]], dict[str, tuple[int, ...]], dict[str, EarlyShares]]:
     """By request: the transfers of loads, the blocks nothing will bring, and who is told early."""
     loads: dict[str, tuple[TransferId, ...]] = {}
     undone: dict[str, tuple[int, ...]] = {}
-    early: dict[str, float] = {}
+    early: dict[str, EarlyShares] = {}
     for promise in promises:
         if not promise.transfers:
             undone[promise.request_id] = promise.blocks
         elif promise.is_kept:
             loads[promise.request_id] = promise.transfers
-            if promise.share is not None:
-                early[promise.request_id] = promise.share
+            if promise.early is not None:
+                early[promise.request_id] = promise.early
     return loads, undone, early

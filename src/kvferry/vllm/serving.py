@@ -27,7 +27,7 @@ from kvferry.vllm.free_queue import next_to_go, num_allocated
 from kvferry.vllm.levels import levels_of
 from kvferry.vllm.messages import RankShape, StepOrders
 from kvferry.vllm.outside import VllmTokens
-from kvferry.vllm.overlap import VllmOverlap
+from kvferry.vllm.overlap import VllmOverlap, shares_of
 from kvferry.vllm.pace import LONG_TOKENS, Pace
 from kvferry.vllm.promise import Promise, sorted_out
 from kvferry.vllm.reports import Reports
@@ -153,7 +153,8 @@ class Serving:
             ordered = ferried.load([table_of(ids) for ids in tables], overlap)
             self.blocks.hold(ordered)
             transfers = tuple([part.transfer for part in ordered])
-            self._promises.append(Promise(ferried.id, ferried, transfers, told, overlap.share))
+            early = shares_of(overlap)
+            self._promises.append(Promise(ferried.id, ferried, transfers, told, early))
 
     def told_blocks(
         self, request_id: str, ids: Sequence[int], num_external_tokens: int

@@ -215,14 +215,14 @@ class WorkerSide:
             load = AwaitedLoad(request_id, set(ids), orders.epoch)
             self._loads.update(dict.fromkeys(ids, load))
             if self.early is not None:
-                load.share = orders.early.get(request_id)
+                load.early = orders.early.get(request_id)
                 self.early.ordered(load)
         if self._memory is not None and orders.loads:
             # The forward of this step, or that of a request whose load came first, runs beside
             # them: even if the model rests while they are submitted.
             loading = {load.request_id for load in self._loads.values()}
             runs = orders.computes or self._is_run_due or len(loading) > 1
-            self._memory.note_beside(runs or bool(orders.early))
+            self._memory.note_beside(runs)
         stores: list[Transfer] = []
         others: list[Transfer] = []
         for transfer in orders.plan.transfers:

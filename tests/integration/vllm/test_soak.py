@@ -10,6 +10,8 @@ from collections import Counter
 import pytest
 from tests.integration.vllm.engine import make_prompts, tampering
 
+from kvferry.device.engine.cpu import _BlockViews
+
 SECONDS = float(os.environ.get("KVFERRY_TEST_SOAK_SECONDS", "600"))
 FERRY = {
     "host": "6MiB",
@@ -36,14 +38,26 @@ def conversations(expect, model, count):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("kind", ["llama", "gemma_hits"])
-def test_no_wrong_token(start, expect, request, monkeypatch, kind):
+@pytest.mark.parametrize(
+    ("kind", "overlap"), [("llama", "off"), ("llama", "always"), ("gemma_hits", "off")]
+)
+def test_no_wrong_token(start, expect, request, monkeypatch, kind, overlap):
+    """With ``always`` requests run while their loads land, at any pace."""
     model = request.getfixturevalue(kind)
     chooser = random.Random(74)
+    real_load = _BlockViews.load
+
+    def at_any_pace(views, transfer, host, start=0):
+        if transfer.in_parts:
+            time.sleep(chooser.choice((0, 0, 0, 0.002, 0.01)))
+        return real_load(views, transfer, host, start)
+
+    monkeypatch.setattr(_BlockViews, "load", at_any_pace)
     turns = conversations(expect, model, 24)
     blocks = 26 if kind == "llama" else 130
     with tampering(monkeypatch, fails=lambda transfer: chooser.random() < 0.05) as tampers:
-        engine = start(model, ferry=FERRY, num_gpu_blocks_override=blocks)
+        ferry = {**FERRY, "overlap_loads": overlap}
+        engine = start(model, ferry=ferry, num_gpu_blocks_override=blocks)
     seen: Counter[str] = Counter()
     real = engine.scheduler._preempt_request
 
@@ -76,6 +90,8 @@ def test_no_wrong_token(start, expect, request, monkeypatch, kind):
     seen["loaded"] = engine.loaded_blocks
     seen["failed"] = tampers[0].num_failed
     seen["evicted"] = engine.stats.pool.evicted
+    seen["overlapped"] = engine.stats.overlaps.get("always", 0)
     print(dict(seen))
     assert all(seen[what] for what in ("right", "aborted", "loaded", "failed", "evicted"))
     assert seen["preempted"] or kind != "llama"
+    assert seen["overlapped"] or overlap == "off"

@@ -31,7 +31,7 @@ from kvferry.device.engine.channels import Channels
 from kvferry.device.engine.gate_watch import GateWatch
 from kvferry.device.engine.gates import Gates
 from kvferry.device.engine.lane import Lane
-from kvferry.device.engine.parts import READ_EARLY, GpuParts
+from kvferry.device.engine.parts import GpuParts
 from kvferry.device.engine.submission import Submission
 from kvferry.device.job import CopyJob, Direction
 from kvferry.device.layout.base import GroupLayout
@@ -88,7 +88,6 @@ class GpuEngine(Closing):
         self._driver = driver
         self._layouts = tuple(layouts)
         self._cuts = tuple(map(LayerParts.of, layouts))
-        self._is_free_to_choose = getattr(planner, "pinned", "") is None
         self._host = (host_base, host_pitch, host_chunk)
         self._num_slots = num_slots
         self._rank = rank
@@ -125,7 +124,7 @@ class GpuEngine(Closing):
             if job.direction is Direction.STORE and self._gated is not None:
                 submission.after = self._gated = None if self._gated.queued else self._gated
             # A large job's path is picked by the lane's thread: nobody here waits for that.
-            path = self._pick(submission, job) if num_bytes <= QUICK_BYTES or job.in_parts else None
+            path = self._pick(submission, job) if num_bytes <= QUICK_BYTES else None
             quick = path is not None and all(map(path.is_quick, job.parts()))
         except Exception as error:
             # Nothing was queued, so there is nothing to wait for.
@@ -295,8 +294,6 @@ class GpuEngine(Closing):
             submission.beside_model,
             submission.num_runs,
         )
-        if job.in_parts is not None and self._is_free_to_choose and READ_EARLY in self._paths:
-            submission.path = READ_EARLY
         path = self._paths.get(submission.path)
         if path is None:
             raise InputError(

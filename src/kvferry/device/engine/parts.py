@@ -12,11 +12,6 @@ from kvferry.device.paths.base import Path, in_pieces
 from kvferry.errors import DriverError
 from kvferry.types import TransferId
 
-READ_EARLY = "kernel"
-"""The path of loads that are read while they land. Who reads them copies its own inputs to the
-device first, and a copy engine does one copy after the other, whoever's they are: behind large ones
-of ours the model would wait for all of the load (seen on one NVIDIA H200, in vLLM)."""
-
 
 def queue_parts(
     path: Path,

@@ -2,8 +2,8 @@
 
 ::
 
-    slot      | layer 0 | layer 1 | layer 2 | layer 3 | layer 4 |
-    parts     |-------- 0 --------|-------- 1 --------|--- 2 ---|
+    slot      | layer 0 | layer 1 | layer 2 | layer 3 | layer 4 | layer 5 | layer 6 |
+    parts     |-------- 0 --------|-------- 1 --------|-------- 2 --------|--- 3 ---|
 
 Who reads the layers in order need not wait for the last of them before it begins with the first.
 The last part is half as long as the others: nothing is left to hide what is read after it.
@@ -20,7 +20,7 @@ import numpy as np
 
 from kvferry.device.layout.base import GroupLayout
 
-NUM_PARTS = 3
+NUM_PARTS = 4
 """Each is one more pass over the slots, and costs a load of 900 MB 0.3 ms (one NVIDIA H200)."""
 
 

@@ -7,7 +7,7 @@ from kvferry.device.job import CopyJob, Direction
 from kvferry.device.kernels.base import Launcher, widest
 from kvferry.device.kernels.ids import IdBuffers
 from kvferry.device.kernels.prepared import Grid, Kernels
-from kvferry.device.paths.base import Means
+from kvferry.device.paths.base import QUICK_BYTES, Means
 
 GRID = Grid(programs=2, warps=32)
 """Two multiprocessors fill a PCIe Gen5 link; more only take from the model (one NVIDIA H200)."""
@@ -52,7 +52,7 @@ class KernelPath:
 
     def is_quick(self, job: CopyJob) -> bool:
         kernels = self._single if len(job.device_blocks) == 1 else self._kernels
-        return kernels.find(job) is not None
+        return job.num_bytes <= QUICK_BYTES and kernels.find(job) is not None
 
     def close(self) -> None:
         with self._driver.current():
