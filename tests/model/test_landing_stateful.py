@@ -117,6 +117,7 @@ class Landing(RuleBasedStateMachine):
         if landed is None or landed == len(self.parts):
             assert landed is not None or not load.is_told
             self.under_way.pop(0)
+            self.told = [each for each in self.told if each is not load]
             self.device.landed[transfer_id] = len(self.parts) if landed is not None else None
             self.loads.ended(load)
 
@@ -138,8 +139,9 @@ class Landing(RuleBasedStateMachine):
         mode=st.sampled_from(MODES),
         refuses=st.booleans(),
         silent=st.sampled_from([[], LAYERS[3:5]]),
+        tells_late=st.booleans(),
     )
-    def forward(self, mode: str, refuses: bool, silent: list[str]) -> None:
+    def forward(self, mode: str, refuses: bool, silent: list[str], tells_late: bool) -> None:
         """A whole step. A mode in which some layers never called may leave out those again."""
         if silent and set(LAYERS) <= self.seen[mode]:
             silent = []
@@ -153,9 +155,22 @@ class Landing(RuleBasedStateMachine):
             self.read(name)
             if mode and name not in silent and self.loads.listens:
                 self.loads.after_layer(name)
+        if tells_late:  # some runners ask what has arrived before they end a step
+            self.told_inside()
         self.loads.end_forward()
         self.device.refuses = False
-        self.told.clear()
+
+    def told_inside(self) -> None:
+        load = self.loads.due(beside_others=False)
+        if load is not None:
+            self.loads.told(load)
+            self.told.append(load)
+
+    @rule(mode=st.sampled_from(MODES))
+    def nothing_is_computed(self, mode: str) -> None:
+        """A step that should have had a forward pass, and had none."""
+        self.loads.begin_forward(mode)
+        self.loads.end_forward()
 
     def write(self, name: str) -> None:
         """A layer's new KV is written before its attention is called for."""

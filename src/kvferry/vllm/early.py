@@ -58,6 +58,8 @@ class LandingLoads:
         self._next_of = _next_of(layers, self._part_of)
         self._ordered: list[AwaitedLoad] = []  # in the order in which they land
         self._told: dict[TransferId, None] = {}
+        self._awaited: tuple[TransferId, ...] = ()
+        """Those of them that had been told of when the forward pass began."""
         self._calls: dict[str, set[str]] = {}
         self._is_called = True
         self._mode = ""
@@ -108,7 +110,8 @@ class LandingLoads:
         is_known = self._is_called and len(calls) == len(self._part_of)
         self.listens = bool(mode) and not is_known
         self._waited = WHOLE
-        if not self._told:
+        self._awaited = tuple(self._told)
+        if not self._awaited:
             return
         if mode and is_known:
             self.listens, self._waited = True, -1
@@ -131,7 +134,7 @@ class LandingLoads:
     def end_forward(self) -> None:
         """All of its work is queued. What is queued later comes after it, and so after the loads.
 
-        So each load is waited for once.
+        So each load is waited for once; but for those that vLLM was told of meanwhile.
         """
         self.listens = False
         if self._waited < max(self._part_of.values(), default=0):
@@ -140,8 +143,11 @@ class LandingLoads:
                 "vLLM did not call for every layer (%s): from now on loads land first", self._mode
             )
             self._is_called = False
+            self._order(WHOLE)
         self._waited = WHOLE
-        self._told.clear()
+        for transfer_id in self._awaited:
+            self._told.pop(transfer_id, None)
+        self._awaited = ()
 
     def _wait(self, part: int) -> None:
         if part > self._waited:
@@ -150,7 +156,7 @@ class LandingLoads:
 
     def _order(self, part: int) -> None:
         try:
-            self._engine.order_compute_after_part(self._told, part)
+            self._engine.order_compute_after_part(self._awaited, part)
         except Exception:  # compute that is not behind the loads must not be queued before
             log.exception("the device will not wait for loads, so vLLM does")
             self._land()

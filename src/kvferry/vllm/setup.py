@@ -58,5 +58,5 @@ class Setup:
             has_listeners=translate.wants_events(vllm_config),
             engine_here=int(parallel.data_parallel_rank_local or 0),
             hash_algorithm=translate.hash_algorithm(vllm_config),
-            splits_batches=bool(getattr(parallel, "enable_dbo", False)),
+            splits_batches=translate.splits_batches(vllm_config),
         )

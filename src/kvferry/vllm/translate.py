@@ -127,6 +127,12 @@ def uses_draft_layers(vllm_config: Any) -> bool:
     return speculative is not None and bool(speculative.use_eagle())
 
 
+def splits_batches(vllm_config: Any) -> bool:
+    """Whether vLLM runs parts of a batch side by side, on streams of their own."""
+    parallel = vllm_config.parallel_config
+    return bool(getattr(parallel, "enable_dbo", False) or getattr(parallel, "ubatch_size", 0))
+
+
 def wants_events(vllm_config: Any) -> bool:
     """Whether routers listen to which blocks are where."""
     events = getattr(vllm_config, "kv_events_config", None)
