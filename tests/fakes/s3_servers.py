@@ -88,7 +88,11 @@ class S3Server:
         command += self._options
         environment = {**os.environ, "RCLONE_CONFIG": "/dev/null"}
         self._process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,  # else it shares its processor time with whoever started it
         )
         end = time.monotonic() + _START_SECONDS
         while not self._answers():
