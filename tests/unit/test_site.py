@@ -11,7 +11,9 @@ from click.testing import CliRunner
 
 from kvferry.cli.commands import kvferry as cli
 from kvferry.config import describe
+from kvferry.disk_settings import KEY_ENV
 from kvferry.metrics.catalog import catalog
+from kvferry.remote_settings import REMOTE_KEY_ENV
 from kvferry.scheduler.why import Reason
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +49,8 @@ def test_settings_named_exist(text):
     named = set(re.findall(r"`(\w+) = ", text))
     assert named <= known, named - known
     variables = set(re.findall(r"KVFERRY_[A-Z_]+", text)) - {"KVFERRY_PORT"}
-    assert variables <= {setting.env for setting in describe()}
+    keys = {KEY_ENV, REMOTE_KEY_ENV}  # secrets, which are no settings
+    assert variables <= {setting.env for setting in describe()} | keys
 
 
 def test_commands_and_options_named_exist(text):
