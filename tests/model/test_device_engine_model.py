@@ -84,9 +84,15 @@ class EngineMachine(RuleBasedStateMachine):
     def load(self, blocks: list[int], slots: list[int], wait: bool, here: bool) -> None:
         blocks, slots = self._free(blocks, slots)
         if blocks:
-            with self._rig.engine.begun_here() if here else nullcontext():
-                transfer = self._rig.load(slots, blocks)
+            may_compute = here
+            try:
+                with self._rig.engine.begun_here(compute_waits=True) if here else nullcontext():
+                    transfer = self._rig.load(slots, blocks)
+            except DriverError:
+                may_compute = False
             writes = [(b, self.slots[s]) for b, s in zip(blocks, slots, strict=True)]
+            if may_compute:
+                self._read_behind(transfer, writes)
             self._fly(transfer, self.blocks, writes, blocks, slots, wait)
 
     @rule(block=st.integers(0, NUM_BLOCKS - 1))
@@ -105,11 +111,15 @@ class EngineMachine(RuleBasedStateMachine):
         except DriverError:  # then nobody may compute
             return
         for transfer, (table, writes) in self.flying.items():
-            for block, content in writes:
-                if table is self.blocks and content is not None:
-                    seen: list[bytes] = []
-                    self._rig.launch(partial(self._see, seen, block))
-                    self.reads.append((transfer, content, seen))
+            if table is self.blocks:
+                self._read_behind(transfer, writes)
+
+    def _read_behind(self, transfer: TransferId, writes: list[tuple[int, bytes | None]]) -> None:
+        for block, content in writes:
+            if content is not None:
+                seen: list[bytes] = []
+                self._rig.launch(partial(self._see, seen, block))
+                self.reads.append((transfer, content, seen))
 
     def _see(self, seen: list[bytes], block: int) -> None:
         seen.append(self._rig.kv.block(block))
