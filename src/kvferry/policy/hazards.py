@@ -42,7 +42,7 @@ _NUM_GROUPS = int(_GROUPS[-1]) + 1
 _NEAR = np.array([-8, -4, -2, 0, 2, 6])
 """Where an age lies to the deadline it was said to return by, in buckets: long before or after
 counts as one. All deadlines share what is learned of that."""
-_NEAR_PRIOR = np.array([0.0, 2.0, 4.0, 4.0, 0.0, 0.0, 0.0])
+_NEAR_PRIOR = np.array([0.0, 1.0, 2.0, 2.0, 0.0, 0.0, 0.0])
 """And what is believed of it before: it returns by then; later, what was said says nothing."""
 
 
@@ -65,7 +65,7 @@ moment is no bargain, however likely that moment."""
 
 _NO_TIME = 1e-12  # seconds: where all have returned long before, nothing is divided by nothing
 
-_PRIOR_CHANCE = 0.01
+_PRIOR_CHANCE = 0.05
 _PRIOR_SEEN = 1.0
 _PRIOR_SEEN_TRAIT = 2.0
 

@@ -117,5 +117,5 @@ def prior() -> npt.NDArray[np.float64]:
     weights: npt.NDArray[Any] = np.zeros(NUM_BINS)
     told = _STARTS[5]
     weights[told + Said.OVER] = -5.0
-    weights[told + Said.GOES_ON] = 3.5
+    weights[told + Said.GOES_ON] = 2.0
     return weights
