@@ -148,9 +148,12 @@ class DriveServer:
             pitch,
             most_blocks,
         )
-        for number in range(min(setup.num_threads, MOST_THREADS // 2)):
-            self._threads.append(DriveThread(parts, Way.READ, 2 * number))
-            self._threads.append(DriveThread(parts, Way.WRITE, 2 * number + 1))
+        for way, num_threads in (
+            (Way.READ, setup.num_threads),
+            (Way.WRITE, setup.num_write_threads or setup.num_threads),
+        ):
+            for _ in range(min(num_threads, MOST_THREADS // 2)):
+                self._threads.append(DriveThread(parts, way, len(self._threads)))
         self._committer.start()
         report = "; ".join((*store.notes, str(store.ledger.report)))
         ready = ReadyMessage(

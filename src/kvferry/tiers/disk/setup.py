@@ -47,6 +47,8 @@ class DriveSetup:
     direct: bool = True
     deadline: float = 10.0
     num_threads: int = NUM_THREADS
+    num_write_threads: int | None = None
+    """As many as read, if nobody says."""
     job_bytes: int = JOB_BYTES
     commit_seconds: float = COMMIT_SECONDS
     check_seconds: float = 1.0
