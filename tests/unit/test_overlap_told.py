@@ -1,0 +1,43 @@
+"""How a load went together with the forward pass is remembered, served, read and shown."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+from tests.fakes.desk import Desk, story
+
+from kvferry.cli.explain import _tell
+from kvferry.metrics.source import plain
+from kvferry.policy import OverlapDecision, Overlapping
+from kvferry.watch.told import read_json, read_told
+
+
+def loaded(overlap: OverlapDecision | None) -> Desk:
+    """A request has loaded its hit, after this decision."""
+    desk = Desk()
+    desk.keep("writer", story(1, 4), 16)
+    request = desk.scheduler.open("reader", story(1, 4))
+    assert request.match().num_tokens == 16
+    assert request.load([list(range(20, 24))], overlap)
+    return desk
+
+
+@pytest.mark.parametrize("is_decided", [False, True])
+def test_it_is_told(is_decided: bool) -> None:
+    overlap = Overlapping("auto", stall=0.003).decide(0.012, 3) if is_decided else None
+    desk = loaded(overlap)
+    stats = desk.scheduler.stats()
+    assert stats.overlaps == ({"ending": 1} if is_decided else {})
+    (transfer,) = desk.scheduler.plan().transfers
+    assert transfer.in_parts == is_decided
+    entry = desk.scheduler.onlooker.journal("reader")
+    assert entry is not None
+    served = {**plain("reader", entry, lambda copy: ""), "others": []}
+    told = read_told(read_json(json.dumps(served).encode()))
+    out = io.StringIO()
+    _tell(told, Console(file=out, width=200))
+    words = "Load and forward pass: ending: 12.0 ms to load, beside others once 75% have landed."
+    assert (words in out.getvalue()) == is_decided
