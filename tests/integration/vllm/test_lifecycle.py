@@ -15,6 +15,7 @@ FERRY = {
     "load_policy": "always",
     "load_deadline": "5min",
     "store_deadline": "5min",
+    "overlap_loads": "off",  # requests here wait for their loads; others are in test_overlap.py
 }
 
 
