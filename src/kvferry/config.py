@@ -193,7 +193,7 @@ class Config:
         "Load hits always, never, or only where that is expected to beat computing them.",
     )
     overlap_loads: str = setting(
-        "auto",
+        "off",
         one_of("auto", "always", "off"),
         "Let a request run while its load lands, each layer behind its own part: where nobody else "
         "is held up for long, always, or never. Under vLLM.",
