@@ -82,7 +82,8 @@ def test_every_action_by_tokens_and_by_keys(polled):
     keys = [key.hex() for key in polled.ferry.keys(TOKENS)]
     assert order(url, "lookup", {"keys": keys})[1]["held_blocks"] == 4
     assert order(url, "unpin", {"keys": keys})[1]["blocks"] == 4
-    assert order(url, "hint", {"tokens": TOKENS, "hints": {"goes_on": 9}})[1]["held_blocks"] == 4
+    told = order(url, "hint", {"tokens": TOKENS, "hints": {"keep_seconds": 9}})[1]
+    assert told["held_blocks"] == 4
     status, told = order(url, "prefetch", {"tokens": TOKENS, "seconds": 5})
     assert (status, told["is_under_way"]) == (200, False)  # all of it is here
     assert order(url, "lookup", {"tokens": TOKENS, "salt": "x"})[1]["host_tokens"] == 0

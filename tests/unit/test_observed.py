@@ -256,7 +256,7 @@ def test_a_server_records_what_simulates_to_what_it_counted(tmp_path: Path) -> N
         num_conversations=14, num_turns=4, opening_tokens=700, question_tokens=200,
         answer_tokens=8, num_users=2, vocab=97,
     )  # fmt: skip
-    config = Config(record=str(path), load_policy="always")
+    config = Config(record=str(path), load_policy="always", policy="lru")
     with (
         Runner(Decoder(shape), num_blocks=220) as runner,
         Offloader(runner, host_bytes=900 * 1024, config=config) as offloader,
