@@ -55,7 +55,8 @@ def policies_gain(result: PoliciesResult) -> str:
 
 
 def columns(result: PoliciesResult) -> tuple[tuple[str, PolicyFigures], ...]:
-    return tuple(result.figures.items())
+    """The last policy first: as in the report's other tables, what is compared with the rest."""
+    return tuple(reversed(result.figures.items()))
 
 
 def policies_section(result: PoliciesResult) -> str:
