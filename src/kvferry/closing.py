@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from kvferry.ownership import Process
 
 T = TypeVar("T", bound="Closing")
+U = TypeVar("U")
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,19 @@ class Closing(ABC):
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def weakly(owner: U, method: Callable[[U], None], gone: Exception) -> Callable[[], None]:
+    """``method`` of ``owner`` without holding it; once it was dropped, ``gone`` is raised."""
+    found = weakref.ref(owner)
+
+    def call() -> None:
+        alive = found()
+        if alive is None:
+            raise gone
+        method(alive)
+
+    return call
 
 
 def close_if_dropped(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ import numpy as np
 from kvferry.answers import MatchState
 from kvferry.awaited import Awaited
 from kvferry.block_tables import Tables, whole_tables
-from kvferry.closing import Closing, close_if_dropped
+from kvferry.closing import Closing, close_if_dropped, weakly
 from kvferry.config import Config
 from kvferry.device.layout import GroupLayout
 from kvferry.early_loads import EarlyLoads
@@ -103,7 +102,7 @@ class Ferry(FerryLooks, FerryControl, FerryWaiting, Closing):
         self._tickets = Tickets()
         self._awaited = Awaited(
             self._tickets,
-            _of(self, Ferry._advance),
+            weakly(self, Ferry._advance, ClosedError("this ferry was dropped")),
             rank.engine.await_news,
             has_levels=self._has_levels,
         )
@@ -262,6 +261,7 @@ class Ferry(FerryLooks, FerryControl, FerryWaiting, Closing):
                 f"{num_keys} keys; there must be one key per block, from the first block on"
             )
         self._rank.note_step()
+        self._note_ready()  # else what has grown since the last poll would find no room
         ticket = self._tickets.give()
         request = self._scheduler.open(f"store-{next(_names)}", keys, read_hints(hints))
         try:
@@ -314,10 +314,7 @@ class Ferry(FerryLooks, FerryControl, FerryWaiting, Closing):
     def _advance(self) -> None:
         """Learn what ended, and answer who asks from other threads."""
         self._owner.require()
-        if self._is_growing:
-            num_ready = self._rank.ready_slots
-            self._scheduler.note_ready(FIRST_RANK, num_ready)
-            self._is_growing = num_ready < self._rank.host.num_slots
+        self._note_ready()
         self._inbox.answer()
         if self._has_levels:
             for change in self._worker.health():
@@ -334,6 +331,13 @@ class Ferry(FerryLooks, FerryControl, FerryWaiting, Closing):
                 self._early.land(landing.transfer_id, landing.reason)
         if self._has_levels:
             self._serve_levels(has_news=bool(settled.landed))
+
+    def _note_ready(self) -> None:
+        """Host memory that has grown since serves from now on."""
+        if self._is_growing:
+            num_ready = self._rank.ready_slots
+            self._scheduler.note_ready(FIRST_RANK, num_ready)
+            self._is_growing = num_ready < self._rank.host.num_slots
 
     def _serve_levels(self, *, has_news: bool) -> None:
         """Send on what goes up and down. What landed may have to go down, or be asked for next."""
@@ -385,16 +389,3 @@ class Ferry(FerryLooks, FerryControl, FerryWaiting, Closing):
             self._owner.close()
             self._dropped.detach()
             self._parts.close()
-
-
-def _of(ferry: Ferry, method: Callable[[Ferry], None]) -> Callable[[], None]:
-    """A method of a ferry that does not keep it: one that is dropped is to be closed."""
-    found = weakref.ref(ferry)
-
-    def call() -> None:
-        alive = found()
-        if alive is None:
-            raise ClosedError("this ferry was dropped")
-        method(alive)
-
-    return call

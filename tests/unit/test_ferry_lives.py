@@ -20,6 +20,7 @@ import pytest
 import kvferry
 from kvferry.device.engine.stream import Stream
 from kvferry.errors import InputError, StateError
+from kvferry.rank import RankMemory
 
 BLOCKS, TOKENS, LAYERS = 12, 4, 3
 SLOT = LAYERS * 64
@@ -419,3 +420,19 @@ def test_a_hit_of_another_ferry_is_gone_here() -> None:
         one.release(foreign)
         assert one.wait(one.load(mine, [5])).ok
         assert other.wait(other.load(foreign, [5])).ok
+
+
+# -- growth --------------------------------------------------------------------------------------
+
+
+def test_a_store_finds_the_memory_that_has_grown_since_the_last_poll(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who waits until host memory is whole, and then stores, has not polled since."""
+    ready = [2]
+    monkeypatch.setattr(RankMemory, "ready_slots", property(lambda _: ready[0]))
+    with attach() as ferry:
+        assert ferry.poll() == []
+        ready[0] = ferry.host_stats().num_slots
+        ticket = ferry.store(ferry.keys(range(5 * TOKENS)), list(range(5)))
+        assert ferry.wait(ticket).num_blocks == 5
