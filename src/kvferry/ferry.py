@@ -291,7 +291,7 @@ class Ferry(FerryLooks, FerryControl, FerryWaiting, Closing):
     ) -> None:
         """Send off what was just ordered for a ticket."""
         self._tickets.send(ticket, ordered, note)
-        plan = self._scheduler.plan()
+        plan = self._scheduler.plan(counts=False)
         if plan.transfers or plan:
             with self._rank.engine.begun_here(compute_waits=compute_waits):
                 self._worker.execute(plan)
@@ -331,6 +331,8 @@ class Ferry(FerryLooks, FerryControl, FerryWaiting, Closing):
                 self._early.land(landing.transfer_id, landing.reason)
         if self._has_levels:
             self._serve_levels(has_news=bool(settled.landed))
+        if not settled.landed and self._scheduler.owing:  # while copies run, there is time for it
+            self._scheduler.count_answered(are_whole=True)
 
     def _note_ready(self) -> None:
         """Host memory that has grown since serves from now on."""

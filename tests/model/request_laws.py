@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from kvferry.scheduler import Request, Scheduler, State
+from kvferry.scheduler.hit import PinnedHit
 from kvferry.types import DEVICE, Transfer, TransferId
 
 _OVER = {State.LEFT, State.ENDED}
@@ -89,7 +90,10 @@ def _check_one(scheduler: Scheduler, request: Request) -> None:
         assert request._owed is None
     if state is State.ANSWERED:
         assert request._owed is not None, "answered, and told by nobody"
-    if request._owed is not None:
+    if isinstance(request._owed, PinnedHit):
+        assert state in (State.MATCHED, State.LOADING, State.LOADED, State.RUNNING)
+        assert request._hit in (None, request._owed)
+    elif request._owed is not None:
         assert state in (State.ANSWERED, State.RUNNING)
     if state is State.MATCHED:
         assert request._hit is not None

@@ -47,6 +47,15 @@ def leave(request: Request, num_tokens: int, parts: Parts, rests: Rests) -> Held
     return held
 
 
+def take_back_loads(request: Request, parts: Parts) -> None:
+    """Its loads do not count any more; those that no rank has heard of are not sent."""
+    for order in parts.outbox.cancel_loads(request):
+        parts.hits.ended(order.lease)
+        transfer = order.transfer
+        parts.released.append(DeviceBlocks(transfer.group, transfer.dst_slots))
+    request.loading.clear()
+
+
 def go_on(request: Request, computed_tokens: int, parts: Parts) -> None:
     """Where a request goes on with what another left, it stores both, when it stores.
 

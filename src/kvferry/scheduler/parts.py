@@ -50,7 +50,12 @@ class Parts:
     pinned: dict[Any, None] = field(default_factory=dict)
     released: list[DeviceBlocks] = field(default_factory=list)
 
-    def tell_owing(self) -> None:
-        """Count and explain every miss that was answered at once."""
+    def tell_owing(self, *, are_whole: bool = False) -> None:
+        """Count and explain every answer that nobody has counted yet.
+
+        Chains that ``are_whole`` do not grow: of who loads, nothing more is to be heard.
+        """
         for request in tuple(self.owing):
             request.tell()
+            if are_whole and request.loading:
+                self.accounts.ended(request)

@@ -1,15 +1,15 @@
 """A request: one object from its first question to what it leaves.
 
-A request that finds nothing is answered with one look for one key; counting and explaining it waits
-until somebody has time (``Scheduler.plan``) or touches the request again. One that ends with blocks
-not stored yet leaves them: they are stored late, by itself or by the request that goes on with it.
+It is answered at once: counting and explaining that waits until somebody has time
+(``Scheduler.plan``) or touches the request again (``owed.py``). One that ends with blocks not
+stored yet leaves them: they are stored late, by itself or by the request that goes on with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvferry.answers import DeviceBlocks, Match, MatchState
+from kvferry.answers import Match, MatchState
 from kvferry.errors import InputError
 from kvferry.hints import Hints
 from kvferry.keys import KeyChain, Keys
@@ -17,9 +17,10 @@ from kvferry.policy import OverlapDecision
 from kvferry.scheduler.below import Below
 from kvferry.scheduler.flight import Flight
 from kvferry.scheduler.hit import PinnedHit
-from kvferry.scheduler.leaving import Held, go_on, leave
+from kvferry.scheduler.leaving import Held, go_on, leave, take_back_loads
 from kvferry.scheduler.look import Missing
 from kvferry.scheduler.orders import BlockTable, Ordered, wrong_tables
+from kvferry.scheduler.owed import Owed, OwedMiss, tell
 from kvferry.scheduler.parts import Parts
 from kvferry.scheduler.progress import Progress
 from kvferry.scheduler.request_state import OVER, State, over
@@ -66,7 +67,7 @@ class Request:
         self._hit: PinnedHit | None = None
         self._promised: Match | None = None  # what its load brings
         self._missed: tuple[int, int, int, Missing] | None = None  # when, what was asked and lacked
-        self._owed: tuple[Missing, int, int, int] | None = None  # a miss nobody has counted yet
+        self._owed: Owed | None = None  # an answer nobody has counted yet
         self._computed = 0  # tokens the engine had when it last asked
 
     # -- match ----------------------------------------------------------------------------------
@@ -114,7 +115,7 @@ class Request:
             return self._look(chain.keys(), computed_tokens, max_tokens)
         self._missed = (generation, computed_tokens, max_tokens, missing)
         if missed is None or missed[1:] != self._missed[1:]:  # explained once a question
-            self._owed = (missing, num_keys, computed_tokens, max_tokens)
+            self._owed = OwedMiss(missing, num_keys, computed_tokens, max_tokens)
             parts.owing[self] = None
             self.state = State.ANSWERED
         return self._nothing(computed_tokens)
@@ -129,7 +130,11 @@ class Request:
             return Match(MatchState.WAIT, computed_tokens, computed_tokens)
         hit = self._hit = parts.hits.pin(look)
         parts.pinned[self] = None
-        parts.accounts.found(self, hit)
+        if hit.is_declined or hit.must_wait or self.below is not None:
+            parts.accounts.found(self, hit)
+        else:
+            self._owed = hit
+            parts.owing[self] = None
         return self._answer(hit)
 
     def _answer(self, hit: PinnedHit) -> Match:
@@ -155,19 +160,15 @@ class Request:
         return self.below is not None and bool(self.below.waits)
 
     def tell(self) -> None:
-        """Count and explain a miss that was answered at once."""
-        if self._owed is None:
+        """Count and explain what it was answered."""
+        owed, self._owed = self._owed, None
+        if owed is None:
             return
-        (missing, num_keys, computed_tokens, max_tokens), self._owed = self._owed, None
-        parts = self._parts
-        del parts.owing[self]
-        if not self.is_counted:
-            keys = self.chain.keys()[:num_keys] if parts.stores.admission.counts else None
-            parts.accounts.asked(self, keys, max_tokens - computed_tokens)
-        parts.accounts.missed(self, missing, computed_tokens=computed_tokens, max_tokens=max_tokens)
+        del self._parts.owing[self]
+        tell(self, owed, self._parts)
         if self.state is State.RUNNING:
             go_on(self, self._computed, self._parts)
-        else:
+        elif self.state is State.ANSWERED:
             self.state = State.UNKNOWN
 
     # -- load -----------------------------------------------------------------------------------
@@ -199,6 +200,8 @@ class Request:
             self.expire(hit.deadline)  # it was found for a chain that has become another
             return ()
         look, pieces = hit.look, hit.pieces(self.id, tables)
+        if overlap is not None and self._owed is not None:
+            self.tell()  # before it is told how it is loaded
         self._hit = None
         del parts.pinned[self]
         if self.below is not None:
@@ -228,6 +231,8 @@ class Request:
         transfer_id = flight.transfer.id
         if transfer_id not in self.loading:
             return None
+        if self._owed is not None:  # what is said of it first makes an entry of its own
+            self.tell()
         self._parts.journal.ended(self.id, flight)
         self.loading.discard(transfer_id)
         if self.loading and not flight.reason:
@@ -315,11 +320,13 @@ class Request:
         """
         if self.state is State.ENDED:
             return
+        if self._owed is not None:
+            self.tell()
         self._parts.accounts.ended(self)
         if self.state is State.LEFT and self._parts.rests is not None:
             for rest in self._parts.rests.drop(self):
                 self._parts.released.extend(rest.held)
-        if self._hit is not None or self.loading or self._owed or self.below is not None:
+        if self._hit is not None or self.loading or self.below is not None:
             self._drop()
         self.end_left()
 
@@ -357,8 +364,6 @@ class Request:
 
         A load under way keeps what it was promised.
         """
-        if self._owed is not None:
-            self.tell()
         self._let_go()
         if self.state in (State.MATCHED, State.WAITING) and not self.waits_below:
             self.state = State.UNKNOWN
@@ -375,21 +380,16 @@ class Request:
 
     def _drop(self) -> None:
         """Let go of its hit, take back its loads, and wait for nothing."""
-        if self._owed is not None:
-            self.tell()
         parts = self._parts
         self._let_go()
         if self.loading:
-            for order in parts.outbox.cancel_loads(self):
-                parts.hits.ended(order.lease)
-                transfer = order.transfer
-                parts.released.append(DeviceBlocks(transfer.group, transfer.dst_slots))
-            self.loading.clear()
+            take_back_loads(self, parts)
             self._promised = None
         if self.below is not None:
             self.below.drop(self, parts)
 
     def _let_go(self) -> None:
+        self.tell()
         hit = self._hit
         if hit is not None:
             self._hit = None

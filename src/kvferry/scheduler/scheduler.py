@@ -177,10 +177,9 @@ class Scheduler:
         """Requests that were answered at once and are not counted yet."""
         return tuple(self._parts.owing)
 
-    def count_answered(self) -> None:
-        """Count and explain them now; :meth:`plan` does it at the latest."""
-        for request in tuple(self._parts.owing):
-            request.tell()
+    def count_answered(self, *, are_whole: bool = False) -> None:
+        """Count and explain them now; see ``Parts.tell_owing``."""
+        self._parts.tell_owing(are_whole=are_whole)
 
     # -- stores that no running request orders --------------------------------------------------
 
@@ -253,11 +252,14 @@ class Scheduler:
 
     # -- plan and settle --------------------------------------------------------------------------
 
-    def plan(self) -> Plan:
-        """Everything ordered since the last plan, loads first; hand it to every rank's worker."""
+    def plan(self, *, counts: bool = True) -> Plan:
+        """Everything ordered since the last plan, loads first; hand it to every rank's worker.
+
+        Who is in a hurry ``counts`` what was answered afterwards (:meth:`count_answered`).
+        """
         if self._closed:
             raise ClosedError(_CLOSED)
-        if self._parts.owing:
+        if counts and self._parts.owing:
             self._parts.tell_owing()
         if self._parts.lower.levels:
             if self.control.is_busy:
