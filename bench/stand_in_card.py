@@ -36,7 +36,7 @@ class StandInLibcuda:
 
     def __init__(self) -> None:
         self.first: float | None = None
-        """When the first copy or kernel was queued since this was last set to None."""
+        """When the first copy or kernel was queued since ``watch``."""
         self.last = 0.0
         """When the last of them ends."""
         self.num_calls = 0
@@ -71,12 +71,12 @@ class StandInLibcuda:
             "cuStreamWriteValue32_v2": self._write_value,
         }
         # Any call into C will do: ctypes lets go of the interpreter around it.
-        self._let_go = ctypes.CDLL(None).getppid
+        self._let_go: Any = ctypes.CDLL(None).getppid
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("cu") or name in ("cuMemcpy2DAsync_v2",):
             raise AttributeError(name)
-        function = self._functions.get(name, lambda *_: 0)
+        function: Callable[..., int] = self._functions.get(name, _well)
 
         def call(*arguments: Any) -> int:
             self.num_calls += 1
@@ -85,10 +85,9 @@ class StandInLibcuda:
 
         return call
 
-    def adopt(self, stream: int) -> int:
-        """A stream of somebody else's."""
-        self._streams[stream] = 0.0
-        return stream
+    def watch(self) -> None:
+        """Note the first copy from now on, and the last one."""
+        self.first, self.last = None, 0.0
 
     # -- what ends when --------------------------------------------------------------------------
 
@@ -156,6 +155,10 @@ class StandInLibcuda:
 
     def _look_up(self, name: bytes, out: Any, *_: Any) -> int:
         return _put(out, ctypes.cast(self._batch, ctypes.c_void_p).value)
+
+
+def _well(*_: Any) -> int:
+    return 0
 
 
 def _put(out: Any, value: Any) -> int:
