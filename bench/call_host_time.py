@@ -86,6 +86,7 @@ class Rig:
         while self.ferry.host_stats().ready_slots < self.ferry.host_stats().num_slots:
             self.ferry.poll(0.01)
         self.rng = np.random.default_rng(7)
+        self.loop = asyncio.new_event_loop()
 
     def request(self) -> tuple[Any, Any]:
         tokens = self.rng.integers(0, 1 << 40, self.count * BLOCK_TOKENS)
@@ -93,28 +94,28 @@ class Rig:
 
     def timed(self, call: Callable[[], Any], end: str) -> tuple[dict[str, float], Any]:
         """Microseconds of one call and its end."""
+        if end == "await":
+            return self.loop.run_until_complete(self._awaited(call))
         self.card.watch()
         began = time.perf_counter()
         ticket = call()
         returned = time.perf_counter()
-        if end == "await":
-            done, ended = asyncio.run(_awaited(ticket))
-        elif end == "poll":
-            (done,) = self.ferry.poll(10.0)
-            ended = time.perf_counter()
-        else:
-            done = self.ferry.wait(ticket)
-            ended = time.perf_counter()
-        assert done.ok, done
+        done = self.ferry.wait(ticket) if end == "wait" else self.ferry.poll(10.0)[0]
+        return self._moments(end, began, returned, time.perf_counter()), done
+
+    async def _awaited(self, call: Callable[[], Any]) -> tuple[dict[str, float], Any]:
+        self.card.watch()
+        began = time.perf_counter()
+        ticket = call()
+        returned = time.perf_counter()
+        done = await ticket
+        return self._moments("await", began, returned, time.perf_counter()), done
+
+    def _moments(self, end: str, began: float, returned: float, ended: float) -> dict[str, float]:
         first: Any = self.card.first
         moments = {"first": first - began, "returns": returned - began}
         moments[end] = ended - self.card.last
-        return {name: 1e6 * seconds for name, seconds in moments.items()}, done
-
-
-async def _awaited(ticket: Any) -> tuple[Any, float]:
-    done = await ticket
-    return done, time.perf_counter()
+        return {name: 1e6 * seconds for name, seconds in moments.items()}
 
 
 class Counted:

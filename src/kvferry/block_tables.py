@@ -31,9 +31,25 @@ def whole_tables(layouts: Sequence[GroupLayout], given: Tables, *, before: int) 
 
 def _checked(layout: GroupLayout, blocks: Integers, *, least: int) -> SlotArray:
     numbers, most = integers(blocks, "device blocks"), layout.num_blocks
-    if len(numbers) and (int(numbers.min()) < least or int(numbers.max()) >= most):
+    # Counted from the least one, as unsigned numbers, what is too small is too large.
+    counted = numbers if not least else numbers - least
+    if len(numbers) and int(np.maximum.reduce(counted.view(np.uint64))) >= most - least:
         wrong = int(numbers[(numbers < least) | (numbers >= most)][0])
         raise InputError(
             f"device block {wrong} does not exist: the tensors have blocks 0 to {most - 1}"
         )
     return numbers
+
+
+class Distinct:
+    """Finds out whether blocks are named twice. Owns a place for each; one thread at a time."""
+
+    def __init__(self, layouts: Sequence[GroupLayout]) -> None:
+        # One more than there are blocks: that is where NO_BLOCK leads.
+        self._place = np.empty(max(layout.num_blocks for layout in layouts) + 1, dtype=np.int64)
+
+    def are(self, blocks: SlotArray) -> bool:
+        """Whether each of these, which exist or are ``NO_BLOCK``, is another one."""
+        at = np.arange(len(blocks))
+        self._place[blocks] = at  # of one that is named twice the last place stays
+        return bool((self._place.take(blocks) == at).all())

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvferry.answers import MatchState
 from kvferry.awaited import Awaited
-from kvferry.block_tables import Tables, whole_tables
+from kvferry.block_tables import Distinct, Tables, whole_tables
 from kvferry.closing import Closing, close_if_dropped, weakly
 from kvferry.config import Config
 from kvferry.device.layout import GroupLayout
@@ -67,6 +65,7 @@ class Ferry(FerryLooks, FerryControl, FerryWaiting, Closing):
         """``keep_alive`` is memory that is copied by address: held until no copy runs."""
         self.namespace = namespace
         self._layouts = tuple(layouts)
+        self._distinct = Distinct(self._layouts)
         self._config = config
         self._keep_alive = keep_alive
         self._rank = rank
@@ -210,8 +209,7 @@ class Ferry(FerryLooks, FerryControl, FerryWaiting, Closing):
                 f"got {len(tables[0]) - hit.on_device}"
             )
         for table, needed in zip(tables, hit.request.needed_blocks, strict=True):
-            blocks = np.sort(table[needed.start : needed.stop])
-            if np.count_nonzero(blocks[1:] == blocks[:-1]):
+            if not self._distinct.are(table[needed.start : needed.stop]):
                 raise InputError("two blocks of a hit cannot be loaded into one device block")
         self._rank.note_step()
         ticket = self._tickets.give()

@@ -17,7 +17,7 @@ from tests.fakes.kv import make_kv
 from tests.fakes.rig import LONG, Rig
 
 from kvferry.device.engine import begun_here, channels
-from kvferry.device.engine.gate_watch import GateWatch
+from kvferry.device.engine.gate_watch import QUIET_LOOKS, GateWatch
 from kvferry.device.engine.gates import NUM_WORDS, Gates
 from kvferry.device.engine.lane import Lane
 from kvferry.device.engine.submission import Submission
@@ -294,6 +294,25 @@ def test_who_watches_wakes_by_itself() -> None:
         gates.close()
     assert word.value == 0
     assert driver.leaks() == {}
+
+
+def test_who_watches_is_not_woken_for_every_load() -> None:
+    watch = GateWatch(patience=60.0, timeout=60.0)
+    loads = [Submission(TransferId(number)) for number in range(2)]
+    watch.watch(loads[0])
+    watch.look()  # its gate is open by now
+    woken: list[int] = []
+    setter = watch._wake.set
+    watch._wake.set = lambda: woken.append(setter())  # type: ignore[method-assign,func-returns-value]
+    watch.watch(loads[1])
+    assert not woken, "it looks by itself before long"
+    for _ in range(QUIET_LOOKS + 1):
+        watch.look()
+    assert not watch._wake.is_set(), "there was nothing to watch for long"
+    woken.clear()
+    watch.watch(loads[0])
+    assert woken
+    watch.close()
 
 
 # -- channels --------------------------------------------------------------------------------------

@@ -127,3 +127,24 @@ def test_without_a_thread_the_caller_queues(
     monkeypatch.setattr(lane, "_has_thread", lambda: False)
     submit(lane, path, 7)
     assert path.queued == [(7, threading.current_thread().name)]
+
+
+def test_what_is_queued_where_it_is_asked_for_wakes_nobody(
+    lane: Lane, path: SlowPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(lane, path, 0)  # the thread is there
+    assert lane.flush(5)
+    woken: list[int] = []
+    monkeypatch.setattr(lane._changed, "notify_all", lambda: woken.append(1))
+    lane.hold()
+    submission = submit(lane, path, 1)
+    lane.begin(1 << 20)
+    lane.release()
+    assert submission.queued
+    assert not woken, "a thread that has nothing to do would take turns with its caller"
+    lane.hold()
+    submit(lane, path, 2)
+    monkeypatch.undo()
+    lane.release()  # nobody else would queue it
+    assert lane.flush(5)
+    assert [job for job, _ in path.queued] == [0, 1, 2]

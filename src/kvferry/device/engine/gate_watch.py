@@ -11,6 +11,9 @@ from kvferry.errors import DeadlineError
 
 log = logging.getLogger(__name__)
 
+QUIET_LOOKS = 60
+"""So often it looks in vain before it sleeps: to wake it holds up the load that shuts a gate."""
+
 
 class GateWatch:
     """Opens gates that stay shut too long, once the loads behind them have been failed.
@@ -26,6 +29,7 @@ class GateWatch:
         self._timeout = timeout
         self._every = every
         self._shut: list[Submission] = []
+        self._num_quiet = 0
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -48,8 +52,9 @@ class GateWatch:
             self._wake.set()
 
     def look(self) -> None:
-        """Open what is overdue; rest until there is another gate if none is left."""
+        """Open what is overdue; after a while without any, sleep until there is another gate."""
         self._wake.clear()
+        self._num_quiet = 0 if self._shut else self._num_quiet + 1
         for load in tuple(self._shut):
             gate = load.gate
             if gate is None or gate.is_open:
@@ -61,7 +66,7 @@ class GateWatch:
                 load.fail(DeadlineError(f"was not {what} within {shut:.1f} s; compute went on"))
                 log.error("transfer %d %s", load.transfer_id, load.reason)
                 gate.open_now()
-        if self._shut:
+        if self._shut or self._num_quiet < QUIET_LOOKS:
             self._wake.set()
 
     def close(self) -> None:

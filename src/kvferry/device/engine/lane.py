@@ -75,7 +75,9 @@ class Lane:
         self._timing_events = timing_events
         self._fences = Fences(name, driver, stream, timing_events, patience)
         self._open: deque[Submission] = deque()
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)  # there is something for the thread
+        self._queued = threading.Condition(lock)  # there is less to queue: the thread sleeps on
         self._num_unqueued = 0
         self._turn = threading.Lock()  # to take the next order and queue it: so they stay in order
         self._orders: deque[_Order] = deque()  # the first may be begun
@@ -183,7 +185,7 @@ class Lane:
             pass
         with self._changed:
             left = max(0.0, end - time.monotonic())
-            return self._changed.wait_for(lambda: not self._num_unqueued, left)
+            return self._queued.wait_for(lambda: not self._num_unqueued, left)
 
     def shut_gate(self, stream: int) -> Submission | None:
         """Keep ``stream`` behind a gate that is opened when all submitted so far has ended.
@@ -212,7 +214,7 @@ class Lane:
         """Until nothing more will be queued for it; False if that was not so by ``end``."""
         with self._changed:
             left = None if end is None else max(0.0, end - time.monotonic())
-            return self._changed.wait_for(lambda: submission.queued, left)
+            return self._queued.wait_for(lambda: submission.queued, left)
 
     def close(self, timeout: float) -> list[Submission]:
         """End the thread; returns the submissions nobody will wait for any more."""
@@ -377,7 +379,7 @@ class Lane:
             self._orders.popleft()
         submission.queued = True
         self._num_unqueued -= 1
-        self._changed.notify_all()
+        self._queued.notify_all()
 
     def _open_gate(self, submission: Submission, gate: LoadGate) -> None:
         try:
