@@ -132,9 +132,10 @@ class Awaited:
         finally:
             with self._changed:
                 self._is_telling = False
-                if not self._futures:
+                if self._futures:
+                    self._changed.notify_all()
+                else:  # the thread sleeps on: it would take turns with who was told just now
                     self._loop = None
-                self._changed.notify_all()
 
     def _end(self, ticket: Ticket, done: Done) -> None:
         futures = [each for each in self._futures.pop(ticket) if not each.done()]

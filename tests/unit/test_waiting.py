@@ -331,3 +331,26 @@ def test_a_card_that_is_lost_is_not_waited_for_in_vain() -> None:
     rig.driver._dead = None
     rig.drain()
     rig.close()
+
+
+def test_who_was_told_is_not_held_up_by_the_thread_that_watched(
+    ferry: kvferry.Ferry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    awaited = ferry._awaited
+    woken: list[int] = []
+    notify = awaited._changed.notify_all
+
+    def noted() -> None:
+        woken.append(len(awaited._futures))
+        notify()
+
+    async def life() -> None:
+        held = Held(ferry)
+        ticket = store(ferry)
+        asyncio.get_running_loop().call_later(0.01, held.go_on.set)
+        assert (await ticket).ok
+
+    monkeypatch.setattr(awaited._changed, "notify_all", noted)
+    asyncio.run(life())
+    assert woken
+    assert 0 not in woken, "woken though nobody waits"
