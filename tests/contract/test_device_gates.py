@@ -296,14 +296,19 @@ def test_who_watches_wakes_by_itself() -> None:
     assert driver.leaks() == {}
 
 
-def test_who_watches_is_not_woken_for_every_load() -> None:
+def test_who_watches_is_not_woken_for_every_load(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = GateWatch(patience=60.0, timeout=60.0)
     loads = [Submission(TransferId(number)) for number in range(2)]
     watch.watch(loads[0])
     watch.look()  # its gate is open by now
     woken: list[int] = []
-    setter = watch._wake.set
-    watch._wake.set = lambda: woken.append(setter())  # type: ignore[method-assign,func-returns-value]
+    wake = watch._wake.set
+
+    def noted() -> None:
+        woken.append(1)
+        wake()
+
+    monkeypatch.setattr(watch._wake, "set", noted)
     watch.watch(loads[1])
     assert not woken, "it looks by itself before long"
     for _ in range(QUIET_LOOKS + 1):

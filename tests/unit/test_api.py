@@ -380,6 +380,19 @@ def test_a_store_says_why_it_kept_less(kv: Tensors) -> None:
         assert "holds no more than 4 blocks" in why
 
 
+def test_a_store_says_that_the_policy_refused_it(
+    kv: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with kvferry.attach(kv, model="m", block_tokens=TOKENS, host=4 * 3 * 64) as ferry:
+        assert ferry.wait(ferry.store(ferry.keys(range(3 * TOKENS)), [0, 1, 2])).num_blocks == 3
+        policy: Any = ferry._scheduler.pool._policy
+        monkeypatch.setattr(policy, "take", lambda *_: np.empty(0, np.int64))
+        done = ferry.wait(ferry.store(ferry.keys(range(50, 50 + 2 * TOKENS)), [3, 4]))
+        assert (done.ok, done.num_blocks) == (True, 1)
+        assert "block 1: host memory is full" in done.reason
+        assert "policy (returns) would rather keep" in done.reason
+
+
 def test_a_store_says_that_it_was_held_back(kv: Tensors) -> None:
     settings: dict[str, Any] = {"block_tokens": TOKENS, "host": "64KiB"}
     with kvferry.attach(kv, model="m", max_bytes_in_flight=2 * 3 * 64, **settings) as ferry:
