@@ -263,7 +263,7 @@ class Server:
         for number, block_hash in zip(self.tables[name], request.block_hashes, strict=False):
             self.pool.cached[block_hash] = self.pool.blocks[number]
         with trace.on():
-            self.side.finished(request)
+            self.side.finished(request, (self.tables[name],))
             self.step({})
         self.wait()
         with trace.on():

@@ -15,8 +15,14 @@ serve the same rounds in turn, with every hook timed:
 The figure is the time in all hooks of scheduler and worker over that of the round, by engine: the
 median over its rounds, the first of which is not counted.
 
+    PYTHONPATH=src python bench/vllm_hooks.py --modelless --other ../kvferry-before/src
+
+--modelless leaves the model out and needs no GPU: vLLM's own scheduler makes the same steps, and
+the figure is microseconds in the hooks. --other names the ``src`` folder of another checkout (one
+from before a change, say), which serves the same rounds in turn.
+
 --cpu tries it out with a tiny model and no GPU; its figures mean nothing. Needs a CUDA GPU (or
---cpu) and a vLLM that kvferry supports; exits with 77 without.
+--cpu, --modelless) and a vLLM that kvferry supports; exits with 77 without.
 """
 
 from __future__ import annotations
@@ -31,6 +37,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from connectors import model_time
 from connectors.case import warm_up
 from connectors.child import Child, ChildError, serve
 from connectors.disk_case import CPU_OPTIONS, TinyShape
@@ -38,12 +45,17 @@ from connectors.engine import Engine, GiB, shape_of
 from connectors.first_tokens import others
 from connectors.hooks import summary, timed_hooks
 from connectors.loads import Load, run_load
+from connectors.modelless import Modelless
 from connectors.order import environment
 from kvferry.cli.bench_copy_tables import table
 from vllm_connectors import FITS, provenance, what_is_missing
 
 SKIPPED = 77
 GROWN_AFTER = 30.0
+NUM_BLOCKS = 3510
+"""Device blocks without a model: as many as 3 GiB hold with it."""
+
+OTHER = " (other)"
 
 _ALL = {"policy": "returns", "memory_curve": "on"}
 _HINTS = {
@@ -85,6 +97,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pool", type=int, default=8, metavar="GIB", help="host memory each (8)")
     parser.add_argument("--seconds", type=int, default=0, help="begin no round after so long")
     parser.add_argument("--cpu", action="store_true", help="a tiny model without a GPU")
+    parser.add_argument("--modelless", action="store_true", help="vLLM's steps without a model")
+    parser.add_argument("--other", type=Path, metavar="SRC", help="another checkout's src folder")
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -95,7 +109,7 @@ def main() -> int:
         Measurer(json.loads(args.case[0])).serve(int(args.case[1]))
         sys.stdout.flush()
         os._exit(0)  # an engine in the process makes the interpreter's own end slow
-    missing = what_is_missing(needs_gpu=not args.cpu)
+    missing = what_is_missing(needs_gpu=not (args.cpu or args.modelless))
     if missing:
         print(f"cannot measure here: {missing}", file=sys.stderr)
         return SKIPPED
@@ -115,7 +129,7 @@ class Measurer:
 
     def __init__(self, case: Result) -> None:
         self._case = case
-        self._engine: Engine | None = None
+        self._engine: Any = None  # one with a model, or Modelless
 
     def serve(self, descriptor: int) -> None:
         serve({"load": self.load, "start": self.start, "round": self.round}, descriptor)
@@ -125,29 +139,39 @@ class Measurer:
 
     def start(self, _: None) -> float:
         """Seconds to make the engine; then everything has run once and host memory is whole."""
-        case, kind = self._case, KINDS[self._case["kind"]]
-        engine = self._engine = Engine(
-            TinyShape("qwen7b") if case["is_cpu"] else shape_of("qwen7b"),
-            kind["connector"],
-            pool_bytes=case["pool_bytes"],
-            device_bytes=case["device_bytes"],
-            settings=kind["settings"],
-            options=CPU_OPTIONS if case["is_cpu"] else {"gpu_memory_utilization": 0.2},
-        )
-        warm_up(engine)
-        end = time.monotonic() + GROWN_AFTER
-        while not engine.has_grown and time.monotonic() < end:
+        case, kind, began = self._case, KINDS[self._case["kind"]], time.perf_counter()
+        if case["is_modelless"]:
+            engine: Any = Modelless(
+                kind["connector"],
+                num_blocks=NUM_BLOCKS,
+                pool_bytes=case["pool_bytes"],
+                settings=kind["settings"],
+            )
+        else:
+            engine = Engine(
+                TinyShape("qwen7b") if case["is_cpu"] else shape_of("qwen7b"),
+                kind["connector"],
+                pool_bytes=case["pool_bytes"],
+                device_bytes=case["device_bytes"],
+                settings=kind["settings"],
+                options=CPU_OPTIONS if case["is_cpu"] else {"gpu_memory_utilization": 0.2},
+            )
+            warm_up(engine)
+        end = time.perf_counter() + GROWN_AFTER
+        while not engine.has_grown and time.perf_counter() < end:
             time.sleep(0.1)
         engine.params = kind["params"]
-        return engine.start_seconds
+        self._engine = engine
+        return time.perf_counter() - began
 
     def round(self, number: int) -> Result:
         """Conversations that fit, others in every round, with every hook timed."""
         engine, load = self._engine, Load(**self._case["load"])
-        assert engine is not None
         engine.forget(others(1))
         with timed_hooks(engine) as times:
             found = run_load(engine, load, seed=100 + number, fills=False)
+            if isinstance(engine, Modelless):
+                engine.rest()  # what is stored once all have ended is part of it
         return {
             "seconds": found["seconds"],
             "requests": found["requests"],
@@ -161,25 +185,29 @@ class Measurer:
 
 def run(args: argparse.Namespace) -> Result:
     began = time.monotonic()
-    load = TINY if args.cpu else FITS
+    load, needs_gpu = TINY if args.cpu else FITS, not (args.cpu or args.modelless)
     case = {
         "is_cpu": args.cpu,
-        "pool_bytes": 16 << 20 if args.cpu else args.pool * GiB,
+        "is_modelless": args.modelless,
+        "pool_bytes": args.pool * GiB if needs_gpu else 16 << 20,
         "device_bytes": int(2.5 * (1 << 20)) if args.cpu else 3 * GiB,
         "load": vars(load),
     }
     data: Result = {
-        "provenance": provenance("bench/vllm_hooks.py", needs_gpu=not args.cpu),
+        "provenance": provenance("bench/vllm_hooks.py", needs_gpu=needs_gpu),
         "kinds": {name: dict(kind) for name, kind in KINDS.items()},
         "case": case,
-        "rounds": {name: [] for name in KINDS},
         "start_seconds": {},
         "errors": [],
     }
     command = [sys.executable, str(Path(__file__).resolve()), "--case"]
-    children = {
-        name: Child([*command, json.dumps(case | {"kind": name})], environment()) for name in KINDS
-    }
+    children = {}
+    for name, (kind, source) in _seats(args.other).items():
+        around = environment() | {"PYTHONPATH": str(source)}
+        if args.modelless:
+            around[model_time.ASKED_BY] = "1"
+        children[name] = Child([*command, json.dumps(case | {"kind": kind})], around)
+    data["rounds"] = {name: [] for name in children}
     try:
         for child in children.values():
             child.tell("load")
@@ -191,7 +219,7 @@ def run(args: argparse.Namespace) -> Result:
             if args.seconds and time.monotonic() - began > args.seconds:
                 data["errors"].append(f"rounds from {number} on were not run for want of time")
                 break
-            for name in list(KINDS) if number % 2 else list(KINDS)[::-1]:
+            for name in list(children) if number % 2 else list(children)[::-1]:
                 found = children[name].ask("round", number)
                 if number >= 0:
                     data["rounds"][name].append(found)
@@ -208,13 +236,22 @@ def run(args: argparse.Namespace) -> Result:
     return data
 
 
+def _seats(other: Path | None) -> dict[str, tuple[str, Path]]:
+    """Who is measured, by name: which kind, of which source."""
+    own = Path(__file__).resolve().parent.parent / "src"
+    seats = {kind: (kind, own) for kind in KINDS}
+    if other is not None:
+        seats |= {f"{kind}{OTHER}": (kind, other.resolve()) for kind in KINDS if kind != "idle"}
+    return seats
+
+
 def report(data: Result) -> str:
     facts = data["provenance"]
     words = ", ".join(f"{name} {value}" for name, value in facts.items() if name != "command")
     parts = [
         "# Time in kvferry's hooks on a load that fits the device",
         f"{words}. One run of `{facts['command']}`, {data['took_seconds']:.0f} s.",
-        shares(data),
+        per_request(data) if data["case"]["is_modelless"] else shares(data),
         "## Microseconds a request, by hook, medians over the rounds",
         by_hook(data),
     ]
@@ -247,6 +284,24 @@ def shares(data: Result) -> str:
         )
     heads = ("", "of the round", "from to", "scheduler ms", "worker ms", "round s", "rounds")
     return table(heads, rows) if rows else "Nothing was measured."
+
+
+def per_request(data: Result) -> str:
+    """Microseconds, and how many times as many in the other checkout."""
+    each = {
+        name: [1e6 * side_seconds(one) / one["requests"] for one in rounds]
+        for name, rounds in data["rounds"].items()
+        if rounds
+    }
+    rows = []
+    for name, found in each.items():
+        middle, other = statistics.median(found), each.get(f"{name}{OTHER}")
+        ratio = f"{statistics.median(other) / middle:.2f}" if other else ""
+        rows.append(
+            (name, f"{middle:.0f}", f"{min(found):.0f} to {max(found):.0f}", ratio, len(found))
+        )
+    heads = ("", "us a request", "from to", "other / here", "rounds")
+    return table(heads, [tuple(map(str, row)) for row in rows]) if rows else "Nothing was measured."
 
 
 def by_hook(data: Result) -> str:

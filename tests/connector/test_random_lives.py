@@ -106,7 +106,7 @@ class World:
 
     def end(self, life: Life) -> None:
         life.is_over = True
-        self.sides.side.finished(life)
+        self.sides.side.finished(life, (list(life.blocks),))
         self.free(life)
         del self.lives[life.request_id]
 

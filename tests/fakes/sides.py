@@ -183,7 +183,7 @@ class Sides:
 
     def end(self, request: Any) -> None:
         """As vLLM does: the connector is told, then the blocks are freed, the last first."""
-        self.side.finished(request)
+        self.side.finished(request, (list(self.tables[request.request_id]),))
         self.free(request)
 
     def free(self, request: Any) -> None:

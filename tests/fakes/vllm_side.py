@@ -155,7 +155,7 @@ class FakeVllm:
 
     def free(self, request: Any) -> None:
         """The request has ended: tell, then take its blocks back."""
-        self.side.finished(request)
+        self.side.finished(request, self.tables.get(request.request_id, ()))
         self.take_back(request)
 
     def take_back(self, request: Any) -> None:

@@ -237,6 +237,23 @@ def test_states_are_found_by_content_alone():
     assert list(states) == [1, NO_BLOCK, 2, NO_BLOCK]
 
 
+def test_what_remains_is_looked_for_where_it_was_and_believed_by_its_name_alone():
+    """Of a request that ended: still there, given to another, elsewhere too, and nowhere."""
+    request = SimpleNamespace(request_id="r", block_hashes=[b"a", b"b", b"c", b"d", b"e"])
+    pool = FakePool()
+    for number, name in [(1, b"c"), (3, b"a"), (5, b"another's"), (4, b"c")]:
+        pool.blocks[number].block_hash = name + bytes(4)
+    pool.blocks[2].block_hash = b"b" + (1).to_bytes(4, "big")  # another group's
+    blocks, ended = VllmBlocks((reach.FullAttention(16),), pool), ferried(request)
+    (unknown,) = blocks.remains(ended, 80, 0)
+    assert list(unknown) == [3, NO_BLOCK, 1, NO_BLOCK, NO_BLOCK]
+    blocks.remember(ended, ([3, 2, 4, 5],))
+    (known,) = blocks.remains(ended, 80, 0)
+    assert list(known) == [3, NO_BLOCK, 4, NO_BLOCK, NO_BLOCK]
+    (later,) = blocks.remains(ended, 64, 32)
+    assert list(later) == [NO_BLOCK, NO_BLOCK, 4, NO_BLOCK]
+
+
 def test_tables_are_cut_and_filled():
     assert list(table_of([0, 3, 4], 2)) == [NO_BLOCK, 3]
     assert list(table_of([3], 3)) == [3, NO_BLOCK, NO_BLOCK]

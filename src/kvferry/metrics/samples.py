@@ -47,8 +47,9 @@ def samples(snapshot: Snapshot) -> Iterator[Sample]:
     """Every metric's values. Known labels are there from the start, at zero."""
     stats = snapshot.stats
     yield Sample(names.INFO, (snapshot.version,), 1)
-    for metric, value in _plain(snapshot).items():
-        yield Sample(metric, (), value)
+    for metric, value in _plain(snapshot):
+        if value is not None:
+            yield Sample(metric, (), value)
     if snapshot.idle is not None:
         yield from idle(snapshot.idle)
     for reason in names.MISSES:
@@ -112,31 +113,31 @@ def idle(why: str) -> Iterator[Sample]:
         yield Sample(names.IDLE, (reason,), float(reason == why))
 
 
-def _plain(snapshot: Snapshot) -> dict[Metric, float]:
+def _plain(snapshot: Snapshot) -> tuple[tuple[Metric, float | None], ...]:
+    """Those without labels; None where it is not known."""
     stats = snapshot.stats
-    values = {
-        names.QUERIES: stats.queries,
-        names.ASKED_TOKENS: stats.asked_tokens,
-        names.HIT_TOKENS: stats.hit_tokens,
-        names.PROMOTED_TOKENS: stats.promoted_tokens,
-        names.FULL_HITS: stats.missed.get(Reason.NOTHING_MISSED.value, 0),
-        names.LANDED: stats.landed,
-        names.FAILED: stats.failed,
-        names.OVERDUE: stats.overdue,
-        names.EXPIRED_HITS: stats.expired_hits,
-        names.STALE_RECEIPTS: stats.stale_receipts,
-        names.SHED_STORES: stats.shed_stores,
-        names.LOST_BLOCKS: stats.lost_blocks,
-        names.RESETS: stats.resets,
-        names.PINNED_BYTES: snapshot.pinned_bytes,
-        names.HELD_BLOCKS: snapshot.held_blocks,
-        names.IN_FLIGHT: stats.in_flight,
-        names.QUEUED: stats.queued,
-        names.BYTES_IN_FLIGHT: stats.bytes_in_flight,
-        names.LOAD_RATE: stats.bandwidth,
-        names.PREFILL_RATE: stats.prefill_rate,
-    }
-    return {metric: value for metric, value in values.items() if value is not None}
+    return (
+        (names.QUERIES, stats.queries),
+        (names.ASKED_TOKENS, stats.asked_tokens),
+        (names.HIT_TOKENS, stats.hit_tokens),
+        (names.PROMOTED_TOKENS, stats.promoted_tokens),
+        (names.FULL_HITS, stats.missed.get(Reason.NOTHING_MISSED.value, 0)),
+        (names.LANDED, stats.landed),
+        (names.FAILED, stats.failed),
+        (names.OVERDUE, stats.overdue),
+        (names.EXPIRED_HITS, stats.expired_hits),
+        (names.STALE_RECEIPTS, stats.stale_receipts),
+        (names.SHED_STORES, stats.shed_stores),
+        (names.LOST_BLOCKS, stats.lost_blocks),
+        (names.RESETS, stats.resets),
+        (names.PINNED_BYTES, snapshot.pinned_bytes),
+        (names.HELD_BLOCKS, snapshot.held_blocks),
+        (names.IN_FLIGHT, stats.in_flight),
+        (names.QUEUED, stats.queued),
+        (names.BYTES_IN_FLIGHT, stats.bytes_in_flight),
+        (names.LOAD_RATE, stats.bandwidth),
+        (names.PREFILL_RATE, stats.prefill_rate),
+    )
 
 
 def _tier(tier: str, counts: PoolCounts) -> Iterator[Sample]:

@@ -120,15 +120,18 @@ class HintedRequest(Request):
         """It is over: what was said holds from now on, or as soon as its last store has landed."""
         self._ended_at = self._parts.clock()
         if not self.num_storing:
-            self.stored()
+            self._tell_pools(self.hints)
 
     def stored(self) -> None:
-        """It is over, or more of it was stored since: what was said holds for that as well."""
+        """More of it was stored: what was said of one that is over holds for that as well."""
         if self.state in OVER:
-            words, hints = [], self.hints.after(self._parts.clock() - self._ended_at)
-            if hints.shapes_what_stays:
-                words = tell_pools(hints, self.chain.keys(), self._parts)
-            self._parts.journal.wished(self.id, self.hints, [*self._unheeded, *words])
+            self._tell_pools(self.hints.after(self._parts.clock() - self._ended_at))
+
+    def _tell_pools(self, hints: Hints) -> None:
+        words = []
+        if hints.shapes_what_stays:
+            words = tell_pools(hints, self.chain.keys(), self._parts)
+        self._parts.journal.wished(self.id, self.hints, [*self._unheeded, *words])
 
 
 def tell_pools(hints: Hints, keys: Keys, parts: Parts) -> list[str]:

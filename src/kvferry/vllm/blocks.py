@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
@@ -102,25 +103,47 @@ class VllmBlocks:
             for number, group in enumerate(self._groups)
         ]
 
+    def remember(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
+        """A request ends that has these blocks, by group: where to look for its content first."""
+        request.chain.had_blocks = block_ids  # type: ignore[attr-defined]
+
     def remains(self, request: Request, num_tokens: int, from_token: int) -> list[BlockTable]:
         """The same of a request that has ended: whatever the prefix cache still has of it."""
-        hashes = request.chain.request.block_hashes  # type: ignore[attr-defined]
+        ours: Any = request.chain
+        hashes, had = ours.request.block_hashes, ours.had_blocks or ((),) * len(self._groups)
         return [
-            self._by_content(number, group, hashes, num_tokens, from_token)
+            self._by_content(number, group, hashes, num_tokens, from_token, had[number])
             for number, group in enumerate(self._groups)
         ]
 
     def _by_content(
-        self, number: int, group: Group, hashes: Sequence[Any], num_tokens: int, from_token: int
+        self,
+        number: int,
+        group: Group,
+        hashes: Sequence[bytes],
+        num_tokens: int,
+        from_token: int,
+        had: Sequence[int] = (),
     ) -> BlockTable:
+        """Where the prefix cache has these blocks: mostly where the request ``had`` them.
+
+        A block has its content's name for as long as the cache knows it, and a look at one block is
+        much cheaper than a search.
+        """
+        pool, blocks = self._pool, self._pool.blocks
         per_block = group.block_tokens // self._hash_tokens
         length = min(num_tokens // group.block_tokens, len(hashes) // per_block)
-        table = np.full(length, NO_BLOCK, dtype=np.int64)
-        for at in range(from_token // group.block_tokens, length):
-            cached = self._pool.get_cached_block(hashes[(at + 1) * per_block - 1], [number])
-            if cached:
-                table[at] = cached[0].block_id
-        return table
+        first = min(from_token // group.block_tokens, length)
+        names = hashes[(first + 1) * per_block - 1 : length * per_block : per_block]
+        table = [NO_BLOCK] * first
+        suffix = number.to_bytes(4, "big")
+        for name, likely in zip(names, chain(had[first:], repeat(NULL_BLOCK))):  # noqa: B905
+            if blocks[likely].block_hash == name + suffix:
+                table.append(likely)
+            else:
+                cached = pool.get_cached_block(name, [number])
+                table.append(cached[0].block_id if cached else NO_BLOCK)
+        return np.array(table, dtype=np.int64)
 
     # -- holding --------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from kvferry.identity import Namespace, adopt, adopt_one
@@ -18,13 +19,15 @@ class RequestKeys:
     known tokens. Those hashes cover the salt, the adapter and the images of the request.
     """
 
-    __slots__ = ("_keys", "_last", "_namespace", "request")
+    __slots__ = ("_keys", "_last", "_namespace", "had_blocks", "request")
 
     def __init__(self, request: Any, namespace: Namespace) -> None:
         self.request = request
         self._namespace = namespace
         self._keys = _NO_KEYS
         self._last: bytes | None = None
+        self.had_blocks: Sequence[Sequence[int]] = ()
+        """Once it has ended: its device blocks, by group. They may be others' by now."""
 
     def __len__(self) -> int:
         return len(self.request.block_hashes)

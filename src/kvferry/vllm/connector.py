@@ -173,13 +173,13 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._at_scheduler.finished(request)
+        self._at_scheduler.finished(request, (block_ids,))
         return False, None
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._at_scheduler.finished(request)
+        self._at_scheduler.finished(request, block_ids)
         return False, None
 
     def has_pending_push_work(self) -> bool:

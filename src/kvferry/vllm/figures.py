@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from kvferry.metrics import catalog as names
 from kvferry.metrics.catalog import Metric, MetricKind, catalog
@@ -78,6 +79,7 @@ def log_line(figures: Figures) -> dict[str, int | float]:
     }
 
 
+@lru_cache(maxsize=4096)  # once a second for every figure there is
 def adds_up(key: str) -> bool:
     """Whether a figure counts on, rather than saying how something is."""
     metric = EXPORTED.get(key.split(SEPARATOR, 1)[0])

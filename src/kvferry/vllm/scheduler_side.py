@@ -198,10 +198,10 @@ class SchedulerSide:
         except Exception:
             log.exception("kvferry could not give its device blocks back")
 
-    def finished(self, request: Any) -> None:
+    def finished(self, request: Any, block_ids: Sequence[Sequence[int]] = ()) -> None:
         if self.serving is not None:
             try:
-                self.serving.finished(request)
+                self.serving.finished(request, block_ids)
             except Exception as error:
                 self._trip("finished", error)
 

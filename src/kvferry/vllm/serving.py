@@ -340,16 +340,20 @@ class Serving:
 
     # -- a request goes -------------------------------------------------------------------------
 
-    def finished(self, request: Any) -> None:
+    def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """Done or aborted. What it computed and nobody stored yet is stored late; nobody waits.
+
+        ``block_ids`` are the blocks it had, by group.
 
         (A window's blocks are soon no longer its: those are stored at once.)
         """
         self._pace.disturb()
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is not None:
-            self.reports.finished(tracked.ferried)
-            self._hold(tracked.ferried.leave(request.num_computed_tokens))
+            ferried = tracked.ferried
+            self.reports.finished(ferried)
+            self.blocks.remember(ferried, block_ids)
+            self._hold(ferried.leave(request.num_computed_tokens))
 
     def reset(self) -> None:
         """Forget everything: the cache was reset, or the weights have changed."""
