@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from tests.fakes.sides import BLOCK_TOKENS, Sides, assert_same, request_of
 
 from kvferry.types import DEVICE, Outcome, Receipt
 from kvferry.vllm import worker_side
+from kvferry.vllm.messages import StepOrders
+from kvferry.vllm.news import MemoryNews
 
 HASHES = [bytes([number]) * 32 for number in range(1, 5)]
 STAGES = (["layer0", "layer1", "layer2"], ["layer3"])
@@ -330,3 +333,19 @@ def test_a_load_beside_which_the_model_will_run_is_submitted_as_such(make):
     _, orders = load(sides, "fourth")
     sides.run(replace(orders, computes=True))
     assert all(activity.runs_beside for activity in told)
+
+
+def test_memory_that_grows_while_others_only_decode_is_told_of(make):
+    """Seen red with ranks that had nothing to do in such steps before their memory was whole."""
+    rank = make(["layer0"]).ranks[0]
+    host = SimpleNamespace(num_slots=8, stats=lambda: SimpleNamespace(pinned_bytes=0))
+    memory: Any = SimpleNamespace(host=host, levels=())
+    rank._news = MemoryNews(rank.rank, memory)
+    told = []
+    for memory.ready_slots in (3, 3, 8, 8):
+        rank.begin(StepOrders(computes=True, is_quiet=True))
+        rank.after_forward()
+        rank.poll()
+        receipts = rank.take_receipts()
+        told.append([count for _, count in receipts.ready] if receipts is not None else [])
+    assert told == [[3], [], [8], []]
