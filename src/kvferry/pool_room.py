@@ -67,6 +67,7 @@ class PoolRoom(PoolFind):
             parents_of=self._chains.parents_of,
             num_followers_of=self._chains.num_children,
             is_idle=self._is_idle,
+            can_go=self._can_go,
             feeds_below=self._does_feed_below,
         )
         self._residents = residents
@@ -207,6 +208,10 @@ class PoolRoom(PoolFind):
 
     def _is_idle(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
         return (self._readers.take(slots) == 0) & (self._state.take(slots) == _CACHED)
+
+    def _can_go(self, slot: int) -> bool:
+        is_idle = self._state.item(slot) == _CACHED and not self._readers.item(slot)
+        return is_idle and not self._chains.has_children(slot)
 
     def _doom(self, slots: SlotArray) -> None:
         """Nothing matches these claimed slots any more; they are free once nobody claims them."""

@@ -81,6 +81,7 @@ def policy_of(make: EvictionPolicyMaker) -> EvictionPolicy:
             parents_of=lambda slots: np.full(len(slots), NO_SLOT),
             num_followers_of=lambda slots: np.zeros(len(slots), dtype=np.int32),
             is_idle=lambda slots: np.ones(len(slots), dtype=bool),
+            can_go=lambda slot: True,
         )
     )
 

@@ -59,6 +59,7 @@ class Cache:
                 parents_of=lambda slots: np.full(len(slots), NO_SLOT),
                 num_followers_of=lambda slots: np.zeros(len(slots), dtype=np.int32),
                 is_idle=lambda slots: np.ones(len(slots), dtype=bool),
+                can_go=lambda slot: True,
             )
         )
 

@@ -41,14 +41,17 @@ class ConversationSlots:
     # -- the slots ------------------------------------------------------------------------------
 
     def insert(self, slots: SlotArray) -> None:
-        held = self._segments.holds(slots)
-        if held.any():
-            self._segments.leave(slots[held])
+        self._leave(slots)
         self._attach(slots)
 
+    def _leave(self, slots: SlotArray) -> None:
+        """Those of these slots that are held are held no longer."""
+        if self._segments.holds_any(slots):
+            self._segments.leave(slots[self._segments.holds(slots)])
+
     def use(self, slots: SlotArray) -> None:
-        held = self._segments.holds(slots)
-        if not held.all():
+        if not self._segments.holds_all(slots):
+            held = self._segments.holds(slots)
             self._attach(slots[~held])
             slots = slots[held]
         if self._front >= 0 and len(slots):
@@ -61,7 +64,7 @@ class ConversationSlots:
 
     def _refresh(self, slots: SlotArray) -> None:
         """Segments of which slots were used are as new as the last request that had these."""
-        record = self._heard.record_of(self._residents.keys_of(slots))
+        record = self._record_of(slots)
         segments = self._segments.of_slots(slots)
         self._time[segments] = self._tick()
         self._row[segments] = self._heard.row(record)
@@ -73,9 +76,7 @@ class ConversationSlots:
     def put_back(self, slots: SlotArray) -> None:
         if not len(slots):
             return
-        held = self._segments.holds(slots)
-        if held.any():
-            self._segments.leave(slots[held])
+        self._leave(slots)
         slots = np.ascontiguousarray(slots[::-1])
         if self._front >= 0:
             self._segments.push(self._front, slots)
@@ -87,14 +88,14 @@ class ConversationSlots:
         if not len(slots):
             return
         parents = self._residents.parents_of(slots)
-        edges = (parents[1:] != slots[:-1]).nonzero()[0] + 1
+        edges = (parents[1:] != slots[:-1]).nonzero()[0]
         if not len(edges):
             self._attach_run(slots, parents.item(0))
             return
-        bounds = [0, *edges.tolist(), len(slots)]
         if len(edges) == len(slots) - 1:
             self._attach_loose(slots)
             return
+        bounds = [0, *(edges + 1).tolist(), len(slots)]
         for start, end in pairwise(bounds):
             self._attach_run(slots[start:end], parents.item(start))
 
@@ -113,7 +114,7 @@ class ConversationSlots:
         ):
             segments.push(behind, slots)
             return
-        record = self._heard.record_of(self._residents.keys_of(slots))
+        record = self._record_of(slots)
         num_shared, common, ways = self._heard.shared(record)
         if num_shared:
             num_shared -= self._residents.positions_of(slots[:1]).item(0)
@@ -127,6 +128,13 @@ class ConversationSlots:
                 self._ways[segment] = ways
         if len(slots):
             self._belongs(self._begin(slots, record), record)
+
+    def _record_of(self, slots: SlotArray) -> int:
+        """The last request that had the last of these, as far as is known."""
+        record = self._heard.latest_with(self._residents.keys_of(slots[-1:]))
+        if record is None:
+            record = self._heard.record_of(self._residents.keys_of(slots))
+        return record
 
     def _attach_loose(self, slots: SlotArray) -> None:
         """Blocks that stand alone, or are parts of many chains: by whom they were asked for."""
@@ -174,7 +182,7 @@ class ConversationSlots:
         return self._segments.holds(slots)
 
     def discard(self, slots: SlotArray) -> None:
-        self._segments.leave(slots[self._segments.holds(slots)])
+        self._leave(slots)
 
     def clear(self) -> None:
         self._segments.clear()

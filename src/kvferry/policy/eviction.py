@@ -68,6 +68,8 @@ class Residents:
     """How many blocks come right after each. One that is followed cannot go without them."""
     is_idle: Callable[[SlotArray], npt.NDArray[np.bool_]]
     """Whether each is cached, read by nobody, and no part of what arrives: else it cannot go."""
+    can_go: Callable[[int], bool]
+    """Whether one, by its slot, could go now: it is idle, and no block comes right after it."""
     feeds_below: Callable[[], bool] = lambda: False
     """Whether what goes is copied to a level below, so that who is refused is lost to that, too."""
 

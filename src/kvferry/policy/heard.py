@@ -65,7 +65,7 @@ class Heard:
         at = None
         if known.depth > known.shared:
             at = self.records.place(known.record)
-        turn, gap, grown, kind = 1, None, 0, TurnKind.NEW
+        turn, kind, row = 1, TurnKind.NEW, self.table.used(self.unknown)
         self.before = NO_RECORD
         if at is not None:
             facts = self.records.facts(at)
@@ -75,9 +75,9 @@ class Heard:
                 turn, gap = facts.turn + 1, now - self.records.time.item(at)
                 grown = num_tokens - facts.tokens
                 kind = TurnKind.GOES_ON if known.depth >= facts.length else TurnKind.BRANCHES
+                row = self.table.row(conversation(turn=turn, gap=gap, grown=grown, kind=kind))
         if kind is not TurnKind.GOES_ON:
             known = self._recent.shared_up_to(listed, known)
-        row = self.table.row(conversation(turn=turn, gap=gap, grown=grown, kind=kind))
         record = self.records.add(now, row, length=len(words), turn=turn, tokens=num_tokens)
         self._recent.note(listed, record, 0 if kind is TurnKind.GOES_ON else known.depth)
         if known.ways:  # the first to go another way tells little: an edited question does so
@@ -132,11 +132,16 @@ class Heard:
 
     # -- what it makes of blocks ----------------------------------------------------------------
 
+    def latest_with(self, keys: Keys) -> int | None:
+        """The latest request, if the last of these blocks was its last one, too."""
+        record, last = self._latest
+        return record if last == keys.array.item(-1, 0) else None
+
     def record_of(self, keys: Keys) -> int:
         """The last request that had the last of these blocks, as far as is known."""
-        record, last = self._latest
-        if last == keys.array.item(-1, 0):
-            return record
+        latest = self.latest_with(keys)
+        if latest is not None:
+            return latest
         records = self._recent.records_of(keys)
         records = records[records != NO_RECORD]
         return records.item(-1) if len(records) else NO_RECORD

@@ -56,15 +56,18 @@ _WORD, _RECORD, _NEXT, _SHARED, _SHARER, _DEPTH, _WAYS = range(7)
 _EMPTY = np.array([0, -1, 0, 0, -1, 0, 0])
 _FRESH = np.tile(_EMPTY, (len(LISTED), 1))
 _FRESH[:, _DEPTH] = np.arange(len(LISTED))
+_ROW = np.dtype((np.void, _EMPTY.nbytes))
 
 
 class Listed(NamedTuple):
-    """A request's listed blocks, and what the table has where they belong, until it is noted."""
+    """A request's listed blocks, where they belong in the table, and which of them it has.
+
+    ``is_known`` is a byte for each, 0 or 1: bytes are searched faster than short arrays.
+    """
 
     words: Words
     places: npt.NDArray[np.int64]
-    rows: npt.NDArray[np.int64]
-    is_known: npt.NDArray[np.bool_]
+    is_known: bytes
 
 
 class RecentBlocks:
@@ -81,6 +84,10 @@ class RecentBlocks:
         self._shift = np.uint64(64 - bits)
         self._table = np.empty((1 << bits, len(_EMPTY)), dtype=np.int64)
         self._table[:] = _EMPTY
+        self._rows = self._table.view(_ROW)[:, 0]  # a row at a time is copied the fastest
+        self._word = self._table[:, _WORD]
+        self._record = self._table[:, _RECORD]
+        self._shared = self._table[:, _SHARED]
 
     @staticmethod
     def listed(keys: Keys) -> Words:
@@ -88,66 +95,90 @@ class RecentBlocks:
         count = len(keys.array)
         words = keys.array[:, 0]
         if count > _ALL_UP_TO:
-            return words.take(LISTED[: LISTED.searchsorted(count)]).view(np.int64)
-        return words.copy().view(np.int64)
+            words = words.take(LISTED[: LISTED.searchsorted(count)])
+        return words.view(np.int64)
 
     def find(self, words: Words) -> Listed:
         """What the table has of these listed words of a request, until the next is looked for."""
         if self._num_noted > 1 << (self._bits - 2) and self._bits < self._most_bits:
             self._grow()
         places = self._places(words)
-        rows = self._table.take(places, axis=0)
-        return Listed(words, places, rows, rows[:, _WORD] == words)
+        return Listed(words, places, (self._word[places] == words).tobytes())
 
-    @staticmethod
-    def look(listed: Listed) -> Known:
+    def look(self, listed: Listed) -> Known:
         """What is known of a request."""
-        known = listed.is_known.nonzero()[0]
-        if not len(known):
+        places, is_known = listed.places, listed.is_known
+        depth = is_known.rfind(1) + 1
+        if not depth:
             return _NOTHING
-        deepest = known.item(-1)
-        rows = listed.rows
-        shared = (rows[: deepest + 1, _SHARED] & listed.is_known[: deepest + 1]).nonzero()[0]
-        if not len(shared):
-            return Known(deepest + 1, rows.item(deepest, _RECORD))
-        return _known(rows, deepest, shared.item(-1))
+        shared = self._shared[places[:depth]]
+        if is_known.find(0, 0, depth) >= 0:
+            shared &= np.frombuffer(is_known, dtype=np.uint8, count=depth)
+        ways = shared.nonzero()[0]
+        if not len(ways):
+            return Known(depth, self._record.item(places.item(depth - 1)))
+        return self._known(places, depth, ways.item(-1) + 1)
 
-    @staticmethod
-    def shared_up_to(listed: Listed, known: Known) -> Known:
+    def shared_up_to(self, listed: Listed, known: Known) -> Known:
         """The same, where a request goes another way behind all that is known of it."""
         if known.depth == known.shared:
             return known
-        return _known(listed.rows, known.depth - 1, known.depth - 1)
+        return self._known(listed.places, known.depth, known.depth)
+
+    def _known(self, places: npt.NDArray[np.int64], depth: int, shared: int) -> Known:
+        """Known up to one listed block, and shared up to another."""
+        record = self._record.item(places.item(depth - 1))
+        at = places.item(shared - 1)
+        return Known(
+            depth, record, shared, self._table.item(at, _SHARER), self._table.item(at, _WAYS)
+        )
 
     def note(self, listed: Listed, record: int, parts_at: int = 0) -> None:
         """A request with these listed words is what ``record`` says.
 
         It goes a way of its own behind the first ``parts_at`` of them, if any.
         """
-        words, places, rows, is_known = listed
-        first = int(is_known.argmin())
-        if not is_known.item(first):  # mostly all behind the first that is new are, too
-            new = first + (~is_known[first:]).nonzero()[0]
-            if len(new) == len(words) - first:
-                rows[first:] = _FRESH[first : len(words)]
-                rows[first:, _WORD] = words[first:]
-            else:
-                rows[new] = _FRESH.take(new, axis=0)
-                rows[new, _WORD] = words.take(new)
-            self._num_noted += len(new)
-        rows[:, _RECORD] = record
-        followed, after = rows[:-1, _NEXT], words[1:]
-        rows[:-1, _SHARED] |= (followed != after) & (followed != 0)
-        rows[:-1, _NEXT] = after
+        words, places, is_known = listed
+        self._record[places] = record
+        start = is_known.find(0)
+        while start >= 0:  # mostly all behind the first that is new are, too
+            end = is_known.find(1, start)
+            self._begin(words, places, start, end if end >= 0 else len(words), record)
+            start = is_known.find(0, end) if end >= 0 else -1
         if parts_at:
-            rows[parts_at - 1, _WAYS] += 1
-        self._table[places] = rows
+            self._table[places[parts_at - 1], _WAYS] += 1
+
+    def _begin(
+        self, words: Words, places: npt.NDArray[np.int64], start: int, end: int, record: int
+    ) -> None:
+        """Those from ``start`` to ``end`` are new; the one before them, if any, is not."""
+        if start:
+            self._follow(places.item(start - 1), words.item(start))
+        rows = _FRESH[start:end].copy()
+        rows[:, _WORD] = words[start:end]
+        rows[:, _RECORD] = record
+        after = words[start + 1 : end + 1]
+        rows[: len(after), _NEXT] = after
+        self._rows[places[start:end]] = rows.view(_ROW)[:, 0]
+        self._num_noted += end - start
+
+    def _follow(self, place: int, word: int) -> None:
+        """A new block follows the one at this place: the first, or another than the first.
+
+        The first is remembered. What was known before to follow it has shown already whether it
+        is shared.
+        """
+        first = self._table.item(place, _NEXT)
+        if not first:
+            self._table[place, _NEXT] = word
+        elif first != word:
+            self._shared[place] = 1
 
     def _grow(self) -> None:
         """Twice as large; paid for by the blocks that were noted since the last time."""
-        rows = self._table[self._table[:, _WORD] != 0]
+        rows = self._table[self._word != 0]
         self._make(self._bits + 1)
-        self._table[self._places(rows[:, _WORD].copy())] = rows
+        self._table[self._places(rows[:, _WORD])] = rows
 
     def share(self, listed: Listed, shared: int, record: int) -> None:
         """What is common up to this listed block was asked for, as a record of its own says."""
@@ -155,32 +186,17 @@ class RecentBlocks:
 
     def renew(self, words: Words, record: int) -> None:
         """The last request with these listed words, or the first of them, is another record now."""
-        listed = self.find(words)
-        if listed.is_known.all():
-            self._table[listed.places, _RECORD] = record
-        else:
-            self.note(listed, record)
+        self.note(self.find(words), record)
 
     def records_of(self, keys: Keys) -> npt.NDArray[np.int64]:
         """For each key, whatever its position, the record of its last request; -1 if not listed."""
-        found = self.find(keys.array[:, 0].copy().view(np.int64))
-        return np.where(found.is_known, found.rows[:, _RECORD], -1)
+        words, places, _ = self.find(keys.array[:, 0].view(np.int64))
+        return np.where(self._word[places] == words, self._record[places], -1)
 
     def depths_of(self, keys: Keys) -> npt.NDArray[np.int64]:
         """How many listed blocks come before each of these, of those that are listed."""
-        return self._table[self._places(keys.array[:, 0].copy().view(np.int64)), _DEPTH]
+        return self._table[self._places(keys.array[:, 0].view(np.int64)), _DEPTH]
 
     def _places(self, words: Words) -> npt.NDArray[np.int64]:
         """Where in the table these words belong."""
         return ((words.view(np.uint64) * _MIX) >> self._shift).view(np.int64)
-
-
-def _known(rows: npt.NDArray[np.int64], deepest: int, shared: int) -> Known:
-    """Known up to one row, and shared up to another."""
-    return Known(
-        deepest + 1,
-        rows.item(deepest, _RECORD),
-        shared + 1,
-        rows.item(shared, _SHARER),
-        rows.item(shared, _WAYS),
-    )

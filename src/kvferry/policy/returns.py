@@ -12,7 +12,6 @@ Deterministic: the same calls at the same times make the same choices.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import pairwise
 from math import inf
 
 import numpy as np
@@ -69,22 +68,12 @@ class Returns(ConversationSlots):
     def _walk(self, slots: SlotArray, record: int, now: float) -> None:
         """A request passes these slots: what it shares with others, and what is its own."""
         segments = self._segments
-        held = segments.holds(slots)
-        if not held.all():
-            slots = slots[: int(held.argmin())]
-            if not len(slots):
-                return
         num_shared, _, num_ways = self._heard.shared(record)
-        each = segments.of_slots(slots)
-        edges = (each[1:] != each[:-1]).nonzero()[0] + 1
-        bounds = [0, *edges.tolist(), len(slots)]
-        for start, end in pairwise(bounds):
-            segment, last = each.item(start), slots.item(end - 1)
+        for segment, start, end in segments.runs(slots):
             if segment == self._front:
                 continue
-            is_last = end == len(slots)
             ways = num_ways if end == num_shared else 1
-            if segments.end.item(segment) != last:  # the others of it went another way
+            if segments.end.item(segment) != slots.item(end - 1):  # others of it went another way
                 part = slots[start:end]
                 segments.leave(part)
                 time = self._time.item(segment)
@@ -92,7 +81,7 @@ class Returns(ConversationSlots):
                 self._time[segment] = time
                 self._pass(segment, record, now, ways)
             elif (
-                is_last
+                end == len(slots)
                 and end > num_shared
                 and not self._residents.num_followers_of(slots[-1:]).item(0)
             ):
@@ -145,30 +134,30 @@ class Returns(ConversationSlots):
         if self._front >= 0:
             found = [self._segments.pop(self._front, count)]
         else:
-            found = self._least(count, *self._bids(arriving))
+            found = self._least(count, arriving)
         taken = found[0] if len(found) == 1 else np.concatenate((NO_SLOTS, *found))
         self._lacking = count - len(taken)
         return taken
 
-    def _least(self, count: int, own: float, common: float, num_own: int) -> list[SlotArray]:
+    def _least(self, count: int, arriving: Arriving) -> list[SlotArray]:
         """Let go of the ends of segments that are worth no more than the newcomer, least first.
 
-        ``num_own`` blocks of the newcomer are worth ``own``, those before them ``common``. What was
-        said to go next goes first: it may have been copied away by now.
+        What was said to go next goes first: it may have been copied away by now.
         """
         found: list[SlotArray] = []
+        own, common, num_shared = self._bids(arriving)
         feeds_below = self._residents.feeds_below()
         if not feeds_below and self._heard.num_asked >= self._look_again:
             self._queue.clear()
-        self._only_who_can_go()
         while count > 0:
-            if not self._queue:
+            segment, worth = self._next()
+            if segment < 0:
                 self._fill(_WIDE if feeds_below else _SAMPLES, _VICTIMS)
                 self._look_again = self._heard.num_asked + _LOOK_EVERY
-            segment, worth = next(iter(self._queue.items()), (-1, inf))
+                segment, worth = self._next()
             if worth > own:  # its own blocks are refused
-                count -= num_own
-                num_own = 0
+                count -= int(np.count_nonzero(arriving.slots[num_shared:] == NO_SLOT))
+                own = inf
             if segment < 0 or count <= 0 or worth > common:
                 break
             popped = self._segments.pop(segment, count)
@@ -176,15 +165,17 @@ class Returns(ConversationSlots):
             found.append(popped)
         return found
 
-    def _only_who_can_go(self) -> None:
-        """Of those that were said to go next, some are of use again by now, or are followed."""
-        if self._queue:
-            going = list(self._queue)
-            can_lose = self._can_lose(self._segments.end.take(going)).tolist()
-            if not all(can_lose):
-                for segment, can in zip(going, can_lose, strict=True):
-                    if not can:
-                        del self._queue[segment]
+    def _next(self) -> tuple[int, float]:
+        """Who goes next, and what it was worth; -1 where that is not known.
+
+        Of those of whom it was said some are of use again by now, or are followed.
+        """
+        while self._queue:
+            segment, worth = next(iter(self._queue.items()))
+            if self._residents.can_go(self._segments.end.item(segment)):
+                return segment, worth
+            del self._queue[segment]
+        return -1, inf
 
     def _fill(self, samples: int, least: int) -> None:
         """Look at some segments, and let at least so many of those worth least go next."""
@@ -225,20 +216,17 @@ class Returns(ConversationSlots):
         return self._heard.worths(rows, commons, now - self._time.take(segments))
 
     def _bids(self, arriving: Arriving) -> tuple[float, float, int]:
-        """What the newcomer's own blocks are worth, those it shares, and how many are its own."""
+        """What the newcomer's own blocks are worth, those it shares, and how many it shares."""
         # Of what stands alone, one block does not speak for the others.
         if self._residents.feeds_below() or not arriving.chained:
             return inf, inf, 0
         record = self._heard.record_of(arriving.keys)
         own, common = self._heard.bids(record)
-        missing = arriving.slots == NO_SLOT
         num_shared = self._heard.shared(record)[0]
         if num_shared and arriving.parent != NO_SLOT:
             parent = np.array([arriving.parent])
             num_shared -= self._residents.positions_of(parent).item(0) + 1
-        if num_shared <= 0:
-            return own, own, int(np.count_nonzero(missing))
-        return own, common, int(np.count_nonzero(missing[num_shared:]))
+        return (own, common, num_shared) if num_shared > 0 else (own, own, 0)
 
     def peek(self, count: int) -> SlotArray:
         found: list[SlotArray] = []

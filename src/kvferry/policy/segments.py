@@ -12,7 +12,7 @@ so a batch of any size is a few array operations.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,7 @@ class Segments:
         self._stamp = np.full(num_slots, _NOT_HELD, dtype=np.int64)
         self._place = np.full(num_slots, 0, dtype=np.int64)  # in ids, of each segment
         self._pieces: list[list[Piece]] = []
+        self._torn: set[int] = set()  # segments in whose pieces there may be stale entries
         self._free: list[int] = []
         self._on_empty = on_empty
         self._next_stamp = _NOT_HELD + 1
@@ -54,6 +55,12 @@ class Segments:
     def holds(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
         return self._stamp.take(slots) != _NOT_HELD
 
+    def holds_all(self, slots: SlotArray) -> bool:
+        return np.count_nonzero(self._stamp.take(slots)) == len(slots)
+
+    def holds_any(self, slots: SlotArray) -> bool:
+        return np.count_nonzero(self._stamp.take(slots)) > 0
+
     def has(self, slot: int) -> bool:
         return self._stamp.item(slot) != _NOT_HELD
 
@@ -63,6 +70,27 @@ class Segments:
 
     def of_slots(self, slots: SlotArray) -> npt.NDArray[np.int64]:
         return self._of_slot.take(slots)
+
+    def runs(self, slots: SlotArray) -> Iterator[tuple[int, int, int]]:
+        """The segments that these slots of a chain pass, up to the first slot that is not held.
+
+        For each the number of the first slot in it, and that of the first behind. What was yielded
+        may change before the next is asked for. Mostly a whole segment is passed, which its size
+        and its end tell.
+        """
+        start, count = 0, len(slots)
+        while start < count:
+            first = slots.item(start)
+            if not self.has(first):
+                return
+            segment = self._of_slot.item(first)
+            end = start + self.size.item(segment)
+            if end > count or self.end.item(segment) != slots.item(end - 1):
+                rest = slots[start:]
+                others = (self._of_slot.take(rest) != segment) | ~self.holds(rest)
+                end = start + int(others.argmax()) if others.any() else count
+            yield segment, start, end
+            start = end
 
     def last(self, segment: int, count: int) -> SlotArray:
         """Up to ``count`` slots of a segment, its end first; changes nothing."""
@@ -119,9 +147,8 @@ class Segments:
         while count > 0 and pieces:
             stamp, slots = pieces.pop()
             self._num_entries -= len(slots)
-            valid = self._stamp.take(slots) == stamp
-            if not valid.all():
-                slots = slots[valid]
+            if segment in self._torn:
+                slots = slots[self._stamp.take(slots) == stamp]
             rest = len(slots) - count
             if rest > 0:
                 pieces.append((stamp, slots[:rest]))
@@ -141,20 +168,13 @@ class Segments:
         segments = self._of_slot.take(slots)
         self._stamp[slots] = _NOT_HELD
         first = segments.item(0)
-        if (segments == first).all():
+        if np.count_nonzero(segments == first) == len(slots):
+            self._torn.add(first)
             self._lost(first, len(slots))
             return
         for segment, count in zip(*np.unique(segments, return_counts=True), strict=True):
+            self._torn.add(int(segment))
             self._lost(int(segment), int(count))
-
-    def cut(self, segment: int, slot: int) -> SlotArray:
-        """The slots of a segment up to ``slot``, in chain order; they leave it."""
-        pieces = self._pieces[segment]
-        whole = [slots[self._stamp.take(slots) == stamp] for stamp, slots in pieces]
-        slots = np.concatenate((NO_SLOTS, *whole))
-        upper = slots[: int(np.flatnonzero(slots == slot)[0]) + 1]
-        self.leave(upper)
-        return upper
 
     def clear(self) -> None:
         for segment in self.ids[: self.count].tolist():
@@ -162,6 +182,7 @@ class Segments:
         self._stamp.fill(_NOT_HELD)
         self.size.fill(0)
         self._pieces.clear()
+        self._torn.clear()
         self._free.clear()
         self.count = self.num_held = self._num_entries = 0
 
@@ -179,6 +200,7 @@ class Segments:
         pieces = self._pieces[segment]
         self._num_entries -= sum(len(slots) for _, slots in pieces)
         pieces.clear()
+        self._torn.discard(segment)
         self.count -= 1
         moved, place = self.ids.item(self.count), self._place.item(segment)
         self.ids[place] = moved
@@ -203,6 +225,7 @@ class Segments:
     def _compact(self) -> None:
         """Let go of all stale entries: paid for by those that came since the last time."""
         self._num_entries = 0
+        self._torn.clear()
         for segment in self.ids[: self.count].tolist():
             fresh = [(n, slots[self._stamp.take(slots) == n]) for n, slots in self._pieces[segment]]
             self._pieces[segment] = [(n, slots) for n, slots in fresh if len(slots)]

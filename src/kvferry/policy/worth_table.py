@@ -26,6 +26,7 @@ class WorthTable:
     def __init__(self) -> None:
         self.hazards = Hazards()
         self._rows: dict[Traits, int] = {(): NO_ROW}
+        self._sets: list[Traits] = [()]
         self._traits = np.zeros((_FIRST_ROWS, NUM_TRAITS), dtype=np.int64)
         self._version = np.zeros(_FIRST_ROWS, dtype=np.int64)
         self._learned = 0
@@ -42,6 +43,7 @@ class WorthTable:
                 self._traits = np.concatenate((self._traits, np.zeros_like(self._traits)))
                 self._version = np.concatenate((self._version, np.zeros_like(self._version)))
                 self.worth = np.concatenate((self.worth, np.zeros_like(self.worth)))
+            self._sets.append(traits)
             self._traits[row] = traits
             self._version[row] = self._learned
             self.worth[row] = self.hazards.worth(self._traits[row : row + 1])[0]
@@ -54,7 +56,7 @@ class WorthTable:
         return row
 
     def traits(self, row: int) -> Traits:
-        return tuple(self._traits[row].tolist())
+        return self._sets[row]
 
     def learn(
         self,
