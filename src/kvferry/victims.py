@@ -39,7 +39,7 @@ def victims(
         looked = np.concatenate((looked, idle)) if len(looked) else idle
         can_go = chains.can_go(looked)
         num_going = int(np.count_nonzero(can_go))
-    if num_going == len(looked) == wanted:
+    if num_going == len(looked) == wanted or not len(looked):
         return looked
     going = chains.children_first(looked[can_go])
     going, spare = going[:wanted], going[wanted:]

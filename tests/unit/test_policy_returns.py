@@ -115,17 +115,43 @@ def test_what_is_learned_of_many_at_once_is_what_each_teaches() -> None:
     assert np.allclose(one.hazards.chances(np.array(every)), other.chances(np.array(every)))
 
 
+def test_what_a_newcomer_is_worth_is_what_its_row_says_of_the_first_bucket() -> None:
+    hazards, rng = learned(20.0, 0.7, count=300), np.random.default_rng(5)
+    every = [conversation(turn=n, gap=0.5 * n, grown=n, kind=TurnKind.GOES_ON) for n in range(1, 9)]
+    for traits in (NEW, shared(ways=3, gap=2.0), *every):
+        rows = np.array([traits])
+        assert hazards.first_worth(rows) == pytest.approx(hazards.worth(rows)[0, 0], rel=1e-12)
+    table, many = WorthTable(), np.arange(NUM_BUCKETS)
+    rows = np.array([table.row(traits) for traits in every])
+    for _ in range(5):
+        table.learn(rng.choice(rows, 200), rng.choice(many, 200), rng.random(200) < 0.5)
+        firsts = [table.first(row) for row in rows.tolist()]
+        assert firsts == pytest.approx(table.hazards.worth(np.array(every))[:, 0], rel=1e-12)
+
+
+def test_rows_that_were_never_looked_at_are_worked_out_before_they_are() -> None:
+    table = WorthTable()
+    every = [
+        conversation(turn=turn, gap=gap, grown=0, kind=TurnKind.GOES_ON)
+        for turn in range(1, 9)
+        for gap in (0.5, 2.0, 9.0, 40.0)
+    ]
+    rows = np.array([table.row(traits) for traits in every])
+    table.follow(rows)
+    assert np.array_equal(table.worth[rows], table.hazards.worth(np.array(every)))
+
+
 def test_what_was_not_of_use_lately_is_worked_out_when_it_is() -> None:
     table = WorthTable()
     row = table.row(NEW)
     other = table.row(conversation(turn=2, gap=1.0, grown=0, kind=TurnKind.GOES_ON))
-    before = table.fresh(row, 0)
+    before = table.first(row)
     every, never = np.zeros(500, dtype=np.int64), np.zeros(500, dtype=bool)
     table.learn(every + other, every, never)  # the first of use since, the second not
-    before = table.fresh(row, 0)
+    before = table.first(row)
     table.learn(every + row, every, never)
     assert table.worth.item(row, 0) == before, "nobody has asked for it"
-    assert table.fresh(row, 0) < before
+    assert table.first(row) < before
 
 
 def test_a_newcomer_that_is_worth_less_than_all_is_refused() -> None:

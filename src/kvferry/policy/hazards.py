@@ -58,6 +58,7 @@ def _cells() -> Ints:
 _CELLS: Ints = _cells()
 _WAITS = (1, 2, 3, 4, 6, 8, 11, 15, 20, 27, NUM_BUCKETS)
 """For how many buckets one might wait: not every number, they lie close enough."""
+_LAST_WAITED: Ints = np.array(_WAITS) - 1
 
 _SWITCH_SECONDS = 2.0
 """What is evicted for a newcomer does not come back when the newcomer goes: so holding one for a
@@ -102,6 +103,16 @@ class Hazards:
         logits += by_group[traits[:, :-1]].sum(1)[:, _GROUPS]
         logits += self._weight[_CELLS[traits[:, -1]]]  # what was said
         return 1 / (1 + np.exp(-logits))
+
+    def first_worth(self, traits: Ints) -> float:
+        """For one row of traits what :meth:`worth` says of the first bucket, for much less."""
+        chance = self.chances(traits)[0]
+        there = np.cumprod(1 - chance)
+        spent = _SPANS * (1 - chance / 2)
+        spent[1:] *= there[:-1]
+        held = np.cumsum(spent).take(_LAST_WAITED)
+        gain = (1 - there.take(_LAST_WAITED)) / (held + (_SWITCH_SECONDS + _NO_TIME))
+        return gain.item(gain.argmax())
 
     def worth(self, traits: Ints) -> Floats:
         """For each row of traits, by bucket of age: returns a second that a block is held."""

@@ -193,5 +193,5 @@ class Heard:
     def bids(self, record: int) -> tuple[float, float]:
         """What a newcomer's own blocks are worth, and those that it shares."""
         row, (_, common, _) = self.row(record), self.shared(record)
-        own = self.table.fresh(row, 0)
-        return own, own + self.table.fresh(common, 0) if common != NO_ROW else own
+        own = self.table.first(row)
+        return own, own + self.table.first(common) if common != NO_ROW else own

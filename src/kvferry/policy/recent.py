@@ -87,6 +87,7 @@ class RecentBlocks:
         self._rows = self._table.view(_ROW)[:, 0]  # a row at a time is copied the fastest
         self._word = self._table[:, _WORD]
         self._record = self._table[:, _RECORD]
+        self._next = self._table[:, _NEXT]
         self._shared = self._table[:, _SHARED]
 
     @staticmethod
@@ -140,37 +141,40 @@ class RecentBlocks:
         """
         words, places, is_known = listed
         self._record[places] = record
-        start = is_known.find(0)
-        while start >= 0:  # mostly all behind the first that is new are, too
-            end = is_known.find(1, start)
-            self._begin(words, places, start, end if end >= 0 else len(words), record)
-            start = is_known.find(0, end) if end >= 0 else -1
+        end = min(is_known.rfind(1) + 1, len(words) - 1)
+        apart = self._next[places[:end]] != words[1 : end + 1]
+        if is_known.find(0, 0, end) >= 0:
+            apart &= np.frombuffer(is_known, dtype=np.bool_, count=end)
+        for at in apart.nonzero()[0].tolist():
+            self._follow(places.item(at), words.item(at + 1))
+        if is_known.find(0) >= 0:
+            self._begin(listed, record)
         if parts_at:
-            self._table[places[parts_at - 1], _WAYS] += 1
+            self._table[listed.places[parts_at - 1], _WAYS] += 1
 
-    def _begin(
-        self, words: Words, places: npt.NDArray[np.int64], start: int, end: int, record: int
-    ) -> None:
-        """Those from ``start`` to ``end`` are new; the one before them, if any, is not."""
-        if start:
-            self._follow(places.item(start - 1), words.item(start))
-        rows = _FRESH[start:end].copy()
-        rows[:, _WORD] = words[start:end]
-        rows[:, _RECORD] = record
-        after = words[start + 1 : end + 1]
-        rows[: len(after), _NEXT] = after
-        self._rows[places[start:end]] = rows.view(_ROW)[:, 0]
-        self._num_noted += end - start
+    def _begin(self, listed: Listed, record: int) -> None:
+        """Some blocks of a request are new: others are in their places."""
+        words, places, is_known = listed
+        first = is_known.find(0)
+        new = _FRESH[first : len(words)].copy()
+        new[:, _WORD] = words[first:]
+        new[:, _RECORD] = record
+        new[:-1, _NEXT] = words[first + 1 :]
+        rows, places = new.view(_ROW)[:, 0], places[first:]
+        if is_known.find(1, first) >= 0:
+            which = (np.frombuffer(is_known, dtype=np.uint8, offset=first) == 0).nonzero()[0]
+            rows, places = rows[which], places.take(which)
+        self._rows[places] = rows
+        self._num_noted += len(places)
 
     def _follow(self, place: int, word: int) -> None:
-        """A new block follows the one at this place: the first, or another than the first.
+        """This word follows a block that is known, for the first time or again.
 
-        The first is remembered. What was known before to follow it has shown already whether it
-        is shared.
+        Where it is not the first to do so, the block is shared. The first is remembered.
         """
-        first = self._table.item(place, _NEXT)
+        first = self._next.item(place)
         if not first:
-            self._table[place, _NEXT] = word
+            self._next[place] = word
         elif first != word:
             self._shared[place] = 1
 

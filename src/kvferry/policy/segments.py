@@ -56,10 +56,10 @@ class Segments:
         return self._stamp.take(slots) != _NOT_HELD
 
     def holds_all(self, slots: SlotArray) -> bool:
-        return np.count_nonzero(self._stamp.take(slots)) == len(slots)
+        return int(np.count_nonzero(self._stamp.take(slots))) == len(slots)
 
     def holds_any(self, slots: SlotArray) -> bool:
-        return np.count_nonzero(self._stamp.take(slots)) > 0
+        return int(np.count_nonzero(self._stamp.take(slots))) > 0
 
     def has(self, slot: int) -> bool:
         return self._stamp.item(slot) != _NOT_HELD

@@ -11,6 +11,7 @@ from kvferry.policy.traits import NUM_TRAITS, Traits
 _FIRST_ROWS = 64
 NO_ROW = 0
 """Is worth nothing."""
+_DUE = -(1 << 40)  # the version of a row that is to be worked out before it is looked at
 _AT_ONCE = 16  # rows that are worked out again when they are looked at
 _LATE = 2  # changes that a row may be behind: to follow together, with the next, costs less
 _MOST_AT_ONCE = 256  # and when the model has changed: a few hundred microseconds
@@ -20,7 +21,8 @@ class WorthTable:
     """A row for each set of traits that was met. Owns the rows and the model that they follow.
 
     When the model has changed, those rows that were of use lately follow it at once, others when
-    they are looked at. There are only so many sets of traits.
+    they are looked at: many together cost little more than one. There are only so many sets of
+    traits.
     """
 
     def __init__(self) -> None:
@@ -31,6 +33,7 @@ class WorthTable:
         self._version = np.zeros(_FIRST_ROWS, dtype=np.int64)
         self._learned = 0
         self._of_use: set[int] = set()  # since the model last changed
+        self._first: dict[int, float] = {}  # by row, since then: what it says of the first bucket
         self.worth = np.zeros((_FIRST_ROWS, NUM_BUCKETS))
         """By row and bucket of age: returns a second that a block is held."""
 
@@ -45,8 +48,7 @@ class WorthTable:
                 self.worth = np.concatenate((self.worth, np.zeros_like(self.worth)))
             self._sets.append(traits)
             self._traits[row] = traits
-            self._version[row] = self._learned
-            self.worth[row] = self.hazards.worth(self._traits[row : row + 1])[0]
+            self._version[row] = _DUE
         self._of_use.add(row)
         return row
 
@@ -71,6 +73,7 @@ class WorthTable:
         self.hazards.learn(self._traits.take(rows, axis=0), buckets, kinds % 2, times)
         self._learned += 1
         self._version[NO_ROW] = self._learned
+        self._first.clear()
         of_use = sorted(self._of_use)[:_MOST_AT_ONCE]
         self._of_use.clear()
         if of_use:
@@ -81,13 +84,22 @@ class WorthTable:
         self._of_use.update(rows.tolist())
         old = rows[self._version.take(rows) < self._learned - _LATE]
         if len(old):
-            self._renew(np.array(sorted(set(old.tolist()))[:_AT_ONCE]))
+            old = np.unique(old)
+            version = self._version.take(old)
+            count = max(_AT_ONCE, int(np.count_nonzero(version == _DUE)))
+            self._renew(old.take(version.argsort(kind="stable")[:count]))
 
-    def fresh(self, row: int, bucket: int) -> float:
-        """What a row says, by the model as it is."""
-        if self._version.item(row) != self._learned:
-            self._renew(np.array([row]))
-        return self.worth.item(row, bucket)
+    def first(self, row: int) -> float:
+        """What a row says of the first bucket, by the model as it is."""
+        worth = self._first.get(row)
+        if worth is None:
+            if self._version.item(row) == self._learned:
+                worth = self.worth.item(row, 0)
+            else:  # the whole row would take five times as long
+                worth = self.hazards.first_worth(self._traits[row : row + 1])
+                self._version[row] = _DUE
+            self._first[row] = worth
+        return worth
 
     def _renew(self, rows: npt.NDArray[np.int64]) -> None:
         self._version[rows] = self._learned
