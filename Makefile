@@ -37,7 +37,7 @@ SIM_READY := $(VENV)/.ready-gpu-sim-$(TORCH_VERSION)-$(TRITON_VERSION)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo fleet mooncake-libs test test-vllm test-vllm-matrix check docs format soak bench env gpu-sim hooks clean
+.PHONY: help demo fleet mooncake-libs test test-vllm test-vllm-matrix check docs format soak bench env gpu-sim vllm-mooncake hooks clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,7 +66,8 @@ test-vllm: ## run the tests inside a real vLLM alone (part of make test)
 	    echo "vLLM $(VLLM_NEWEST) could not be installed: tests inside vLLM are skipped" >&2; \
 	    [ "$(VLLM)" != required ]; exit; \
 	fi; \
-	status=0; .venv-vllm/bin/python -m pytest $(VLLM_TESTS) --durations=10 $(ARGS) \
+	$(MAKE) --no-print-directory vllm-mooncake || exit; \
+	status=0; MOONCAKE=$(MOONCAKE) .venv-vllm/bin/python -m pytest $(VLLM_TESTS) --durations=10 $(ARGS) \
 	    || status=$$?; \
 	[ $$status -eq 0 ] || [ $$status -eq 5 -a -n "$(ARGS)" ]
 
@@ -139,6 +140,19 @@ mooncake-libs: $(DEV_READY)
 	if $(BIN)/python tools/mooncake_libs.py >/dev/null; then exit 0; fi; \
 	echo "tests of the Mooncake store will be skipped" >&2; \
 	[ "$(MOONCAKE)" != required ]
+
+# The same beside vLLM, in the environment that is there already.
+vllm-mooncake:
+	@if [ "$(MOONCAKE)" = off ]; then exit 0; fi; \
+	if $(MAKE) --no-print-directory -s .venv-vllm/.ready-mooncake && \
+	    .venv-vllm/bin/python tools/mooncake_libs.py >/dev/null; then exit 0; fi; \
+	echo "tests of the Mooncake store inside vLLM will be skipped" >&2; \
+	[ "$(MOONCAKE)" != required ]
+
+.venv-vllm/.ready-mooncake: pyproject.toml
+	@echo "installing Mooncake into .venv-vllm"
+	@.venv-vllm/bin/python -m pip install -qq --disable-pip-version-check -e '.[mooncake]'
+	@touch $@
 
 # A CPU build that pip can already see goes first (a mirror, PIP_FIND_LINKS): it fails at once where
 # there is none, while plain `torch` on Linux would bring gigabytes of CUDA. Then PyTorch's own

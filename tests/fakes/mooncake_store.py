@@ -64,7 +64,9 @@ def load_here() -> None:
 class Master:
     """``mooncake_master`` with its HTTP metadata server. It remembers nothing when it dies."""
 
-    def __init__(self) -> None:
+    def __init__(self, client_ttl: int = 2) -> None:
+        """``client_ttl``: after so many seconds of silence a client's memory counts as lost."""
+        self._client_ttl = client_ttl
         self.port, self.metadata_port, self._metrics_port = free_port(), free_port(), free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -86,7 +88,7 @@ class Master:
                 "--enable_http_metadata_server=true",
                 "--http_metadata_server_host=127.0.0.1",
                 f"--http_metadata_server_port={self.metadata_port}",
-                "--client_ttl=2",
+                f"--client_ttl={self._client_ttl}",
             ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -231,13 +231,20 @@ def _is_skewed(said: str, now: datetime) -> bool:
 class Wire:
     """A stretch of network before a server: it can be cut, held up, or slowed."""
 
-    def __init__(self, to_port: int) -> None:
-        self._to_port = to_port
+    def __init__(self, to_port: int, to_host: str = "127.0.0.1") -> None:
+        self._to = (to_host, to_port)
+        self.num_answered = 0
+        """Bytes of answers that have passed."""
         self.delay = 0.0
         self.is_held = False
         self.cut_after: int | None = None
         """Bytes of each answer after which the line is cut."""
+        self.cut_asking_after: int | None = None
+        """The same the other way."""
+        self.garble: Callable[[bytes], bytes] | None = None
+        """What becomes of a piece of an answer on its way."""
         self._open: set[socket.socket] = set()
+        self._lost: set[socket.socket] = set()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True).start()
@@ -252,6 +259,10 @@ class Wire:
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
+    def lose(self) -> None:
+        """What is connected now passes nothing any more, and nobody is told."""
+        self._lost |= self._open
+
     def _accept(self) -> None:
         while True:
             try:
@@ -262,7 +273,7 @@ class Wire:
 
     def _join(self, near: socket.socket) -> None:
         try:
-            far = socket.create_connection(("127.0.0.1", self._to_port), timeout=60)
+            far = socket.create_connection(self._to, timeout=60)
         except OSError:
             near.close()
             return
@@ -275,16 +286,22 @@ class Wire:
         try:
             while data := source.recv(65536):
                 time.sleep(self.delay)
-                while self.is_held:
+                while self.is_held or source in self._lost:
                     time.sleep(0.01)
-                if answers and self.cut_after is not None and passed + len(data) > self.cut_after:
+                most = self.cut_after if answers else self.cut_asking_after
+                if most is not None and passed + len(data) > most:
                     break
+                if answers and self.garble is not None:
+                    data = self.garble(data)
                 sink.sendall(data)
                 passed += len(data)
+                if answers:
+                    self.num_answered += len(data)
         except OSError:
             pass
         for sock in (source, sink):  # who reads the other way must wake up too
             self._open.discard(sock)
+            self._lost.discard(sock)
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
@@ -293,3 +310,4 @@ class Wire:
         self._listener.close()
         self.is_held = False
         self.cut()
+        self._lost.clear()

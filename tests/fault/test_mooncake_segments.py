@@ -3,54 +3,20 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-from tests.fakes import mooncake_store, remote, s3_servers
+from tests.fakes import mooncake_store, s3_servers
+from tests.fakes.mooncake_fleet import ALL, Fleet, is_well
 from tests.fakes.remote import LONG, Store
 
 from kvferry.tiers import Way
 
 pytestmark = pytest.mark.skipif(bool(mooncake_store.lacking()), reason=mooncake_store.lacking())
 
-ALL = list(range(8))
 POISON = 0xEE
-
-
-class Fleet:
-    """A master, and servers in one namespace with the same bytes to share."""
-
-    def __init__(self, close: ExitStack) -> None:
-        self._close = close
-        self.master = mooncake_store.Master()
-        self.master.start()
-        close.callback(self.master.kill)
-        self._namespace = secrets.token_bytes(32)
-        self._servers: list[Store] = []
-
-    def server(self, options: str = "", place: str = "") -> Store:
-        slots = remote.mapped_slots(16)
-        tier = remote.open_mooncake_tier(
-            place or self.master.place,
-            options,
-            namespace=self._namespace,
-            environment_=mooncake_store.environment(),
-            slots=slots,
-        )
-        self._close.callback(tier.close)
-        made = Store(tier, self._namespace, slots)
-        if self._servers:
-            made.rows[:] = self._servers[0].rows
-        self._servers.append(made)
-        return made
-
-    def peer(self) -> mooncake_store.Peer:
-        made = mooncake_store.Peer(self.master)
-        self._close.callback(made.close)
-        return made
 
 
 @pytest.fixture
@@ -63,18 +29,6 @@ def drain_right(reader: Store) -> None:
     """What is said to have come is there to the last byte."""
     for result in reader.tier.drain(LONG):
         assert (reader.into[result.ok] == reader.rows[result.ok]).all()
-
-
-def is_well(server: Store) -> bool:
-    """Whether all can be read, after writing what is missing; what comes is right at every step."""
-    server.tier.poll()
-    if server.tier.ailment:
-        return False
-    came = server.reads(ALL)
-    missing = [number for number in ALL if not came[number]]
-    if missing:
-        server.do(Way.WRITE, missing, within=2.0)
-    return not missing
 
 
 def test_a_peer_restarted_while_others_read_from_it(fleet: Fleet) -> None:
@@ -95,7 +49,7 @@ def test_a_peer_restarted_while_others_read_from_it(fleet: Fleet) -> None:
 
 def test_a_server_that_loses_its_segment_gives_another(fleet: Fleet) -> None:
     """The process that gave it dies; the engine beside it, and the others, go on."""
-    giver, reader = fleet.server("?segment=16MiB"), fleet.server()
+    giver, reader = fleet.server("&segment=16MiB"), fleet.server()
     reader.wait_healed()
     giver.write(ALL)
     assert reader.reads(ALL) == [True] * 8

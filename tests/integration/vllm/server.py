@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ from typing import Any
 
 START_SECONDS = 240.0
 STOP_SECONDS = 60.0
+WAIT_SECONDS = 120.0
 COMMAND = Path(sys.executable).parent / "vllm"
 
 
@@ -147,6 +149,32 @@ class Server:
         assert found, f"no metric {name}"
         wanted = {f'{label}="{value}"' for label, value in labels.items()}
         return sum(float(value) for said, value in found if wanted <= set(said.split(",")))
+
+    def counted(self, name: str, **labels: str) -> float:
+        """The same; 0 where nothing has been counted yet."""
+        return self.metric(name, **labels) if f"\n{name}{{" in self.get("/metrics") else 0.0
+
+    def wait_for(self, name: str, least: float, most: float = math.inf, **labels: str) -> None:
+        """Until a metric lies there."""
+        is_there = self.reaches(name, least, most, WAIT_SECONDS, **labels)
+        assert is_there, f"{name} is not {least}:\n{self.log[-3000:]}"
+
+    def reaches(
+        self,
+        name: str,
+        least: float,
+        most: float = math.inf,
+        seconds: float = WAIT_SECONDS,
+        **labels: str,
+    ) -> bool:
+        """Whether it does. What was counted is told with answers, so some are asked for."""
+        give_up = time.monotonic() + seconds
+        while not least <= self.counted(name, **labels) <= most:
+            if time.monotonic() > give_up:
+                return False
+            self.tokens([1, 2, 3], max_tokens=1)
+            time.sleep(0.1)
+        return True
 
     def settle(self, seconds: float = 30.0) -> None:
         """Wait until the engine rests: then everything that was counted has been told."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,7 +23,6 @@ FERRY = {
     "promote_deadline": "5min",
     "ask_deadline": "5min",
 }
-LONG = 120.0
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -42,16 +40,6 @@ def ferry() -> Iterator[dict[str, str]]:
     server.close()
 
 
-def wait_for(server: Server, name: str, least: float, **labels: str) -> None:
-    """Until a metric is so high. What was counted is told with answers, so there must be some."""
-    give_up = time.monotonic() + LONG
-    sample = f"\n{name}{{"  # there are none yet where nothing has been counted
-    while sample not in server.get("/metrics") or server.metric(name, **labels) < least:
-        assert time.monotonic() < give_up, f"{name} is not {least}:\n{server.log[-3000:]}"
-        server.tokens([1, 2, 3], max_tokens=1)
-        time.sleep(0.1)
-
-
 def test_what_one_server_computed_another_loads(expect, llama, ferry, tmp_path):
     prompts = make_prompts(71, *[200] * 4)
     with ThreadPoolExecutor() as at_once:
@@ -65,11 +53,11 @@ def test_what_one_server_computed_another_loads(expect, llama, ferry, tmp_path):
         assert [first.tokens(prompt) for prompt in prompts] == expected
         # Six whole blocks of each prompt, four layers of keys and values in float32.
         written = 4 * 6 * 4 * 2 * (32 * 2 * 32 * 4)
-        wait_for(first, "vllm:kvferry_moved_bytes_total", written, dst="remote")
+        first.wait_for("vllm:kvferry_moved_bytes_total", written, dst="remote")
         assert first.metric("vllm:kvferry_promoted_tokens_total") == 0
         first.kill()  # with all of its memory: what the other finds it has from the store alone
         assert [second.tokens(prompt) for prompt in prompts] == expected
-        wait_for(second, "vllm:kvferry_promoted_tokens_total", 4 * 192)
+        second.wait_for("vllm:kvferry_promoted_tokens_total", 4 * 192)
         assert second.metric("vllm:kvferry_moved_bytes_total", src="remote") >= written
         assert second.metric("vllm:external_prefix_cache_hits_total") >= 4 * 192
         assert second.metric("vllm:kvferry_failed_transfers_total") == 0

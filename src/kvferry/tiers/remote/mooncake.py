@@ -44,6 +44,16 @@ _KNOCK_SECONDS = 1.0
 _LATE_SECONDS = 300.0
 """Bytes of a transfer that failed come no later than this, if they come at all."""
 
+_DEFAULTS = {
+    "GLOG_minloglevel": "2",
+    "MC_LOG_LEVEL": "ERROR",
+    # After so long without a byte a connection is given up, and the next call makes another. Its
+    # own 30 s are how long a store stays away whose connections a firewall or a cable has lost.
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "5",
+}
+"""What the engine is told by variables, unless the environment says otherwise."""
+
 _RAISED = -1
 _NO_ROOM, _WRONG_SIZE, _NOT_READY, _NOT_FOUND = -200, -600, -703, -704
 _WORDS = {
@@ -109,9 +119,13 @@ class MooncakeClient:
         fault = _knock(self._address.place)
         if fault is not None:
             return fault
+        host = options.get("host") or _host_towards(self._address.place)
+        # With a metadata server it tells others where its memory is by this alone, and else finds
+        # an interface of the machine by itself.
+        os.environ.setdefault("MC_TCP_BIND_ADDRESS", host)
         store = self._library()
         code = store.setup(
-            options.get("host") or _host_towards(self._address.place),
+            host,
             options.get("metadata", "P2PHANDSHAKE"),
             parse_size(options.get("segment", "0"), minimum=0),
             _LOCAL_BUFFER,
@@ -270,8 +284,8 @@ def open_mooncake(
     address: RemoteAddress, object_bytes: int, folder: str, window: Window | None = None
 ) -> MooncakeClient:
     """A client that joins its store when it is first probed."""
-    for name, level in (("GLOG_minloglevel", "2"), ("MC_LOG_LEVEL", "ERROR")):
-        os.environ.setdefault(name, level)
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
     from mooncake.store import MooncakeDistributedStore
 
     return MooncakeClient(address, object_bytes, folder, MooncakeDistributedStore, window)
