@@ -7,10 +7,10 @@ byte and whose copies take as long as at 55 GB/s. So these are microseconds of P
 that wait for each other, without the time that the real driver's calls take; what a card makes of
 it, ``call_to_done.py`` says. For each size: how long the look-up takes, when the first copy is
 queued and when the call returns, both counted from the call, how long after the end of the last
-copy the caller has its ``Done`` (by ``wait``, ``poll`` with a timeout, and ``await``), how many
-Python functions are called on the way, and how often other threads are woken. With ``--other`` the
-``src`` folder of another checkout is measured too, in turn, each time in a process of its own. The
-lower quartile of all rounds counts: a busy machine adds to the others.
+copy the caller has its ``Done`` (by ``wait``, ``poll`` with a timeout, and ``await``), and how many
+Python functions are called on the way. With ``--other`` the ``src`` folder of another checkout is
+measured too, in turn, each time in a process of its own. The lower quartile of all rounds counts: a
+busy machine adds to the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -45,14 +44,14 @@ FIGURES = {
     "load first": "load: first copy queued",
     "load returns": "load: returns",
     **{f"load {end}": f"load: last copy's end to `Done`, {end}" for end in ENDS},
-    "load calls": "look-up, load and wait: Python calls",
-    "load wakes": "load and wait: wake-ups of other threads",
+    "load calls": "look-up and load: Python calls until the first copy is queued",
+    "load ends": "load: Python calls from the last copy's end to `Done`",
     "store first": "store: first copy queued",
     "store returns": "store: returns",
     "store wait": "store: last copy's end to `Done`, wait",
-    "store calls": "store and wait: Python calls",
+    "store calls": "store: Python calls until the first copy is queued",
 }
-COUNTS = ("load calls", "load wakes", "store calls")
+COUNTS = ("load calls", "load ends", "store calls")
 Figures = dict[str, dict[str, list[float]]]
 """Every round's, by shape and name: microseconds, or how many."""
 
@@ -119,24 +118,21 @@ class Rig:
 
 
 class Counted:
-    """Within it calls of Python functions by this thread, and wake-ups of others, are counted."""
+    """Within it calls of Python functions by this thread are counted, until a copy is queued."""
 
-    def __init__(self) -> None:
-        self.num_calls = self.num_wakes = 0
-        self._own = threading.get_ident()
+    def __init__(self, card: Any) -> None:
+        self._card = card
 
     def __enter__(self) -> None:
-        self.num_calls = self.num_wakes = 0
-        sys.setprofile(self.see)
+        self.num_calls = 0
+        self._card.watch()
+        sys.setprofile(self._see)
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
 
-    def see(self, frame: Any, event: str, _: object) -> None:
-        if threading.get_ident() == self._own:
-            self.num_calls += event == "call"
-        elif event == "return" and frame.f_code is threading.Condition.wait.__code__:
-            self.num_wakes += 1
+    def _see(self, _: object, event: str, __: object) -> None:
+        self.num_calls += event == "call" and self._card.first is None
 
 
 def measure(page_bytes: int, num_bytes: int, rounds: int) -> dict[str, list[float]]:
@@ -163,33 +159,29 @@ def measure(page_bytes: int, num_bytes: int, rounds: int) -> dict[str, list[floa
             for verb, times in (("load", load), ("store", store)):
                 for name, value in times.items():
                     found[f"{verb} {name}"].append(value)
+    for _ in range(4):
+        _count(rig, found)
     ferry.close()
-    counted = Counted()
-    threading.setprofile(counted.see)  # for those that this ferry starts
-    rig = Rig(page_bytes, num_bytes)
-    for number in range(6):
-        _count(rig, counted, found if number > 2 else {name: [] for name in FIGURES})
-    rig.ferry.close()
     return found
 
 
-def _count(rig: Rig, counted: Counted, found: dict[str, list[float]]) -> None:
-    ferry = rig.ferry
+def _count(rig: Rig, found: dict[str, list[float]]) -> None:
+    ferry, counted = rig.ferry, Counted(rig.card)
     keys, blocks = rig.request()
     with counted:
         ticket = ferry.store(keys, blocks)
-        time.sleep(0.05)  # then nobody waits in turns, which are not counted the same twice
-        done = ferry.wait(ticket)
-    if done.num_blocks < rig.count:
+    if ferry.wait(ticket).num_blocks < rig.count:
         ferry.reset()
         return
     found["store calls"].append(counted.num_calls)
     with counted:
         ticket = ferry.load(ferry.match(keys), blocks)
-        time.sleep(0.05)
-        ferry.wait(ticket)
     found["load calls"].append(counted.num_calls)
-    found["load wakes"].append(counted.num_wakes)
+    ferry.poll()  # as who waits does, while it is copied
+    time.sleep(0.05)
+    with counted:
+        ferry.wait(ticket)
+    found["load ends"].append(counted.num_calls)
 
 
 def in_a_process(source: Path, shape: str, rounds: int) -> dict[str, list[float]]:
