@@ -148,3 +148,20 @@ def test_what_is_queued_where_it_is_asked_for_wakes_nobody(
     lane.release()  # nobody else would queue it
     assert lane.flush(5)
     assert [job for job, _ in path.queued] == [0, 1, 2]
+
+
+def test_who_waits_for_an_order_hears_that_it_is_queued(lane: Lane, path: SlowPath) -> None:
+    path.gate.clear()
+    submission = submit(lane, path, 0)
+    assert path.began.wait(5)
+    heard: list[bool] = []
+    end = time.monotonic() + 600
+    waiter = threading.Thread(
+        target=lambda: heard.append(lane.wait_until_queued(submission, end)), daemon=True
+    )
+    waiter.start()
+    while not lane._queued._waiters:  # type: ignore[attr-defined]
+        time.sleep(1e-3)
+    path.gate.set()
+    waiter.join(30)
+    assert heard == [True]
