@@ -32,6 +32,11 @@ _OPTIONS = {
     MOONCAKE: ("metadata", "protocol", "device", "segment", "host", "in_place"),
 }
 
+P2P = "P2PHANDSHAKE"
+"""Mooncake's word for no metadata server: clients ask each other."""
+
+_METADATA = re.compile(r"(https?|etcd|redis)://[^/\s]+\S*")
+
 SPARE_BYTES = 128
 """Room behind every host slot for what proves a block, where a store's process works in place."""
 
@@ -104,7 +109,7 @@ def read_remote(name: str, value: object) -> RemoteAddress:
         raise ConfigError(f"{name}: expected {_EXAMPLES}, got {shown(value)}")
     try:
         parts = urlsplit(value.strip())
-        options = dict(parse_qsl(parts.query, strict_parsing=bool(parts.query)))
+        pairs = parse_qsl(parts.query, strict_parsing=bool(parts.query))
         port = parts.port
     except ValueError as error:
         raise ConfigError(f"{name}: {quoted(value)} is no address ({error})") from error
@@ -115,6 +120,9 @@ def read_remote(name: str, value: object) -> RemoteAddress:
             f"{name}: an address carries no credentials, it is shown to people; give them to S3 in "
             "the ordinary ways (AWS_ACCESS_KEY_ID, a profile, an instance's role)"
         )
+    options = dict(pairs)
+    if len(options) < len(pairs):
+        raise ConfigError(f"{name}: every option may be given once, got {quoted(parts.query)}")
     for option in options:
         if option not in _OPTIONS[parts.scheme]:
             raise ConfigError(
@@ -152,13 +160,19 @@ def _s3(name: str, bucket: str, prefix: str, options: Mapping[str, str]) -> Remo
 def _mooncake(
     name: str, host: str, port: int | None, path: str, options: dict[str, str]
 ) -> RemoteAddress:
-    if not host or port is None:
+    if not host or not port:
         raise ConfigError(f"{name}: expected mooncake://MASTER:PORT, got no host or no port")
     if path:
         raise ConfigError(f"{name}: mooncake:// has no path, got {quoted(path)}")
     protocol = options.get("protocol", "tcp")
     if protocol not in ("tcp", "rdma"):
         raise ConfigError(f"{name}: protocol: expected tcp or rdma, got {shown(protocol)}")
+    metadata = options.get("metadata", P2P)
+    if metadata != P2P and not _METADATA.fullmatch(metadata):
+        raise ConfigError(
+            f"{name}: metadata: expected {P2P}, or the address of a metadata server such as "
+            f"http://MASTER:8080/metadata, got {shown(metadata)}"
+        )
     in_place = options.get("in_place", "yes")
     if in_place not in ("yes", "no"):
         raise ConfigError(f"{name}: in_place: expected yes or no, got {shown(in_place)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -96,6 +97,20 @@ def test_a_master_that_is_away_at_the_start(
     store.wait_healed()
     store.write(ALL)
     assert store.reads(ALL) == [True] * 8
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("metadata=http://127.0.0.1:9/metadata", "the metadata server at 127.0.0.1:9 cannot be"),
+        ("segment=4000TiB", r"cannot be joined .*; has this machine 4000TiB to give\?"),
+    ],
+)
+def test_what_keeps_a_server_from_joining_is_named(
+    open_store: Open, master: mooncake_store.Master, options: str, reason: str
+) -> None:
+    store = open_store(master.place, f"?{options}")
+    store.wait(lambda: re.search(reason, store.tier.ailment) is not None)
 
 
 def test_a_store_without_memory_says_so(open_store: Open, master: mooncake_store.Master) -> None:

@@ -18,9 +18,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from kvferry.quantities import parse_size
-from kvferry.remote_settings import RemoteAddress
+from kvferry.remote_settings import P2P, RemoteAddress
 from kvferry.tiers.base import Way
 from kvferry.tiers.remote.call_lane import CallLane
 from kvferry.tiers.remote.client import Fault, NotThere, Stored
@@ -53,6 +54,8 @@ _DEFAULTS = {
     "MC_TCP_STATUS_TIMEOUT_SEC": "5",
 }
 """What the engine is told by variables, unless the environment says otherwise."""
+
+_PORTS = {"http": "80", "https": "443"}
 
 _RAISED = -1
 _NO_ROOM, _WRONG_SIZE, _NOT_READY, _NOT_FOUND = -200, -600, -703, -704
@@ -115,8 +118,12 @@ class MooncakeClient:
 
     def _join(self) -> Fault | None:
         options = self._address.options
-        # Against a dead master the setup holds the interpreter's lock for a minute and a half.
+        # Against a dead master the setup holds the interpreter's lock for a minute and a half; of
+        # a dead metadata server it says nothing but that it failed.
+        metadata = urlsplit(options.get("metadata", P2P))
         fault = _knock(self._address.place)
+        if fault is None and metadata.scheme in ("http", "https"):
+            fault = _knock(metadata.netloc, "metadata server", _PORTS[metadata.scheme])
         if fault is not None:
             return fault
         host = options.get("host") or _host_towards(self._address.place)
@@ -126,7 +133,7 @@ class MooncakeClient:
         store = self._library()
         code = store.setup(
             host,
-            options.get("metadata", "P2PHANDSHAKE"),
+            options.get("metadata", P2P),
             parse_size(options.get("segment", "0"), minimum=0),
             _LOCAL_BUFFER,
             options.get("protocol", "tcp"),
@@ -134,7 +141,12 @@ class MooncakeClient:
             self._address.place,
         )
         if code:
-            return Fault(f"the store at {self._address.place} cannot be joined (error {code})")
+            hint = (
+                f"; has this machine {options['segment']} to give?" if "segment" in options else ""
+            )
+            return Fault(
+                f"the store at {self._address.place} cannot be joined (error {code}){hint}"
+            )
         memories: list[Staging | Window] = [self.staging]
         if self._window is not None:
             memories.append(self._window)
@@ -310,13 +322,14 @@ def _fault(code: int) -> Fault:
     return Fault(_WORDS.get(code, f"error {code}"))
 
 
-def _knock(place: str) -> Fault | None:
+def _knock(place: str, who: str = "master", usual_port: str = "") -> Fault | None:
     """Whether somebody is there."""
     host, _, port = place.rpartition(":")
     try:
+        host, port = (host, port) if port.isdigit() else (place, usual_port)
         socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_SECONDS).close()
     except OSError as error:
-        return Fault(f"the master at {place} cannot be reached: {error}")
+        return Fault(f"the {who} at {place} cannot be reached: {error}")
     return None
 
 
