@@ -59,7 +59,7 @@ _END_SECONDS = 3.0
 """How long a process may take to leave its store in order."""
 
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
-_STARTING = "its process is starting"
+_STARTING = "its process has not heard from the store yet"
 
 
 @dataclass(eq=False)
