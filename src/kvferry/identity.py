@@ -109,6 +109,11 @@ class Namespace:
         """The mask that moves an engine's hashes into this namespace."""
         return blake2b(self.fingerprint, digest_size=KEY_BYTES, person=_ADOPT).digest()
 
+    @cached_property
+    def adoption_words(self) -> npt.NDArray[np.uint64]:
+        """The same as the words of a key."""
+        return np.frombuffer(self.adoption, dtype="<u8")
+
     def bump(self) -> Namespace:
         """The next epoch: shares no key with this one, so everything stored so far is forgotten."""
         return replace(self, epoch=self.epoch + 1)
@@ -186,8 +191,8 @@ def adopt(namespace: Namespace, hashes: Iterable[bytes]) -> Keys:
         map(len, contents)
     ):
         contents = [_digest(position, content) for position, content in enumerate(contents)]
-    mask = np.frombuffer(namespace.adoption, dtype="<u8")
-    return Keys(np.frombuffer(b"".join(contents), dtype="<u8").reshape(-1, KEY_WORDS) ^ mask)
+    words = np.frombuffer(b"".join(contents), dtype="<u8").reshape(-1, KEY_WORDS)
+    return Keys(words ^ namespace.adoption_words)
 
 
 def adopt_one(namespace: Namespace, content: bytes) -> Key:

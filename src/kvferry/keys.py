@@ -76,12 +76,10 @@ class Keys:
             raise KeyFormatError(f"a mask must be {KEY_BYTES} bytes, got {len(mask)}")
         return Keys._of(self.array ^ np.frombuffer(mask, dtype="<u8"))
 
-    def part(self, which: slice, mask: KeyArray) -> Keys:
-        """Some of the keys, each XORed with a mask of ``KEY_WORDS`` words."""
-        keys = Keys.__new__(Keys)
-        keys.array = self.array[which] ^ mask
-        keys.array.setflags(write=False)
-        return keys
+    def part(self, which: slice, mask: KeyArray | None) -> Keys:
+        """Some of the keys, each XORed with a mask of ``KEY_WORDS`` words where there is one."""
+        part = self.array[which]
+        return Keys._of(part if mask is None else part ^ mask)
 
     def keys(self) -> Keys:
         """Itself: a chain that does not grow."""

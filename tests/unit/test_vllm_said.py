@@ -48,6 +48,17 @@ def test_what_is_not_understood_is_not_heeded_and_said(params):
     assert "are not heeded" in words
 
 
+def test_what_was_read_before_is_known_by_what_it_says_alone():
+    """Seen red where hints were known by the object they came in, or by equality: 1 is no flag."""
+    said: dict[str, Any] = {"kvferry": {"over": True}}
+    assert hints_of(said) == hints_of({"kvferry": {"over": True}}) == (Hints(over=True), "")
+    said["kvferry"]["over"] = False
+    assert hints_of(said) == (Hints(), "")
+    hints, words = hints_of({"kvferry": {"over": 1}})
+    assert hints == Hints()
+    assert "must be true or false" in words
+
+
 def nested(depth: int, kind: type) -> object:
     value: object = 1
     for _ in range(depth):

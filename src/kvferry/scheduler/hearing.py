@@ -29,7 +29,9 @@ class Hearing:
         """A request was looked up for the first time, and this is what it was told."""
         tokens = self._open[request] = explanation.asked_tokens
         hit = explanation.device_tokens + explanation.host_tokens
-        keys = request.chain.keys()[: tokens // self._matcher.hash_tokens]
+        keys, num_keys = request.chain.keys(), tokens // self._matcher.hash_tokens
+        if num_keys < len(keys):
+            keys = keys[:num_keys]
         for g, group in enumerate(self._matcher.groups):
             slot_keys = self._matcher.all_keys(g, keys)
             if self._host is not None:

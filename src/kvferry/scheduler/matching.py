@@ -57,7 +57,7 @@ class Matcher:
         self._alignment = math.lcm(hash_tokens, *(group.block_tokens for group in self.groups))
         self._step = math.lcm(self._alignment, *(group.stop_tokens for group in self.groups))
         self._can_serve: Present = [np.empty(0, dtype=bool) for _ in self.groups]
-        self._masks: list[KeyArray] = []
+        self._masks: list[KeyArray | None] = []
         self.begin_epoch(0)
         self.look = self._follow if self.is_full and not lower.levels else self._survey
         """See what is there, without claiming any of it: hits end ``spare_tokens`` early."""
@@ -67,15 +67,17 @@ class Matcher:
         if epoch != self.epoch:
             self.epoch_before, self.epoch = self.epoch, epoch
         scopes = [scope(epoch, g) for g in range(len(self.groups))]
-        self._masks = [np.frombuffer(mask, dtype="<u8") for mask in scopes]
+        self._masks = [np.frombuffer(mask, dtype="<u8") if any(mask) else None for mask in scopes]
 
     # -- keys -----------------------------------------------------------------------------------
 
     def slot_keys(self, group: int, keys: Keys, blocks: range) -> Keys:
         """The pool keys of these blocks of a request."""
-        ratio = self._ratios[group]
+        ratio, mask = self._ratios[group], self._masks[group]
+        if mask is None and ratio == 1 and blocks == range(len(keys.array)):
+            return keys
         cut = slice((blocks.start + 1) * ratio - 1, blocks.stop * ratio, ratio)
-        return keys.part(cut, self._masks[group])
+        return keys.part(cut, mask)
 
     def all_keys(self, group: int, keys: Keys) -> Keys:
         """The pool keys of every whole block of a request."""
