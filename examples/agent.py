@@ -2,10 +2,10 @@
 
 An agent's turn ends in a tool call. Its tool runs for a while, and meanwhile other requests come
 and push the agent's blocks out of a small host memory, because nobody used them lately. The agent
-knows better: it says that it *goes on*, until when at the latest, and once the tool has answered it
-has its blocks *fetched* while it still writes its next prompt.
+knows better: it has its blocks *kept*, until when at the latest, and once the tool has answered it
+has them *fetched* while it still writes its next prompt.
 
-    turn ──> tool call: "goes on within 10 min" ──> the tool answers: prefetch ──> next turn
+    turn ──> tool call: "keep for 10 min" ──> the tool answers: prefetch ──> next turn
 
 The same agents are served four times: with host memory alone and with a level below it, each time
 without and with what they know. The tokens are the same every time.
@@ -48,7 +48,6 @@ class Serving:
         block_bytes = sum(tensor[0].nbytes for tensor in self.runner.kv)
         config = Config.from_dict(
             {
-                "policy": "lru",
                 "load_policy": "always",
                 "levels": levels,
                 "max_storing_blocks": HOST_BLOCKS,
@@ -78,8 +77,8 @@ class Serving:
             self.first_token_seconds.append(done.first_token_at - done.arrival)
         agent.said += done.generated
         agent.tokens = list(done.tokens)
-        if self.hints:  # its tool runs now: it will be back within so long
-            self.offloader.scheduler.control.hint(done.keys, Hints(goes_on=True, within=600.0))
+        if self.hints:  # its tool runs now: it will be back within that time
+            self.offloader.scheduler.control.hint(done.keys, Hints(keep_seconds=600.0))
 
     def tool_answers(self, agent: Agent) -> None:
         """The tool is done. Its result is added to the prompt; meanwhile the blocks may come up."""
@@ -113,7 +112,7 @@ class Serving:
 def main() -> None:
     began, answers, cost = time.monotonic(), [], {}
     print(f"{AGENTS} agents of {TURNS} turns, {OTHERS} other requests during each tool call\n")
-    print(f"{'LRU, and':<46}{'agents prefill':>15}{'first token':>14}")
+    print(f"{'Served from':<46}{'agents prefill':>15}{'first token':>14}")
     for words, levels in (("host memory alone", "none"), ("a level below it", "memory:64MiB")):
         for hints in (False, True):
             serving = Serving(hints=hints, levels=levels)
