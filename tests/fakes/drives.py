@@ -47,6 +47,11 @@ class Weather:
         self.drives.append(ThreadDrive(setup, opened))
         return self.drives[-1]
 
+    def be_patient(self, seconds: float) -> None:
+        """From here on a call to a drive may take so long, before it is given up."""
+        for drive in self.drives:
+            drive._server._deadline = drive._server._lanes._deadline = seconds
+
     def kill(self) -> None:
         """From here on nothing reaches the medium, and no drive comes back."""
         self.is_over = True
@@ -127,6 +132,10 @@ class ThreadDrive:
         self.channel.send(frame(FrameKind.HELLO, setup.pack()))
         self._thread = threading.Thread(target=self._serve, name="drive", daemon=True)
         self._thread.start()
+
+    def say(self, data: bytes) -> None:
+        """Send something of the test's own to whoever started the drive."""
+        self._theirs.send(data)
 
     def _serve(self) -> None:
         self._server.serve()

@@ -114,16 +114,18 @@ def test_a_drive_that_does_not_answer_ails_until_it_does(tmp_path: Path, weather
             reached.set()
             assert gate.wait(LONG)
 
-    with DiskLife(tmp_path, weather.launch, deadline=0.2, num_threads=1, job_bytes=1) as life:
+    with DiskLife(tmp_path, weather.launch, num_threads=1, job_bytes=1) as life:
         weather.stripes = life.tier.stripes
         rows = life.write(range(6))
         weather.fault = hang
+        weather.be_patient(0.2)
         into, result = life.read([3, 4])
         assert not result.ok[0]
         assert "no answer for 0.2 s" in result.reasons[0]
         assert "no answer" in life.wait_ailing()
         assert not life.do(Way.WRITE, [5], life.fresh(1)).ok.any()
         before = into.copy()
+        weather.be_patient(LONG)
         gate.set()
         life.wait_well()
         time.sleep(0.05)
@@ -139,11 +141,13 @@ def test_a_write_given_up_leaves_no_block(tmp_path: Path, weather: Weather) -> N
         if way is Way.WRITE and at == key(1):
             assert gate.wait(LONG)
 
-    with DiskLife(tmp_path, weather.launch, deadline=0.2) as life:
+    with DiskLife(tmp_path, weather.launch) as life:
         weather.stripes = life.tier.stripes
         life.write([0, 1])
         weather.fault = hang
+        weather.be_patient(0.2)
         assert not life.do(Way.WRITE, [1], life.fresh(1)).ok.any()
+        weather.be_patient(LONG)
         gate.set()
         life.wait_well()
         assert life.read([0, 1])[1].ok.tolist() == [True, False]
@@ -155,15 +159,17 @@ def test_a_hung_commit_ails_too(
     tmp_path: Path, weather: Weather, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
-    with DiskLife(tmp_path, weather.launch, deadline=0.2) as life:
+    with DiskLife(tmp_path, weather.launch) as life:
         weather.stripes = life.tier.stripes
         rows = life.write([0])
         life.wait_durable()
         weather.sync = lambda: gate.wait(LONG)
         life.write([1])
+        weather.be_patient(0.2)
         assert "no answer" in life.wait_ailing()
-        gate.set()
+        weather.be_patient(LONG)
         weather.sync = None
+        gate.set()
         life.wait_well()
         life.expect([0], rows)
 

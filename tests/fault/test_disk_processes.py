@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.fakes.disk_life import LONG, DiskLife, wait_until
+from tests.fakes.drives import ThreadDrive, Weather
 
 from kvferry.errors import ConfigError
 from kvferry.tiers import Way
+from kvferry.tiers.disk import tier
+from kvferry.tiers.disk.channel import Channel
 from kvferry.tiers.disk.engine_memory import EngineMemory, open_own_memory
+from kvferry.tiers.disk.messages import FrameKind, ResultMessage, frame, pack_result
+from kvferry.tiers.disk.setup import DriveSetup
+from kvferry.tiers.disk.status import Status
 
 
 def pids(life: DiskLife) -> list[int]:
@@ -53,18 +62,88 @@ def test_a_drive_that_was_killed_comes_back_with_what_was_durable(tmp_path: Path
 
 
 def test_a_drive_that_is_stopped_is_given_up_and_touches_nothing_later(tmp_path: Path) -> None:
-    with DiskLife(tmp_path, deadline=0.3) as life:
+    with DiskLife(tmp_path) as life:
         rows = life.write(range(20))
         life.wait_durable()
         (pid,) = pids(life)
+        (link,) = life.tier._links
+        patience, link._silence = link._silence, 0.3
         os.kill(pid, signal.SIGSTOP)
         into, result = life.read(range(20))
+        link._silence = patience  # a machine that is busy may need that long to start another
         assert not result.ok.any()
         into[:] = 0x11  # the result is here: the memory is ours again
         wait_until(lambda: is_gone(pid))
         assert (into == 0x11).all()
         life.wait_well()
         life.expect(range(20), rows)
+
+
+@pytest.fixture
+def _opens_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for all the time there is has found out by then that there was no answer."""
+    monkeypatch.setattr(tier, "OPEN_SECONDS", LONG)
+
+
+class MadDrive:
+    """Says what no drive would, and nothing else."""
+
+    ending = "ended"
+
+    def __init__(self, setup: DriveSetup) -> None:
+        ours, self._theirs = socket.socketpair()
+        self.channel, self.status, self.pid = Channel(ours), Status(), os.getpid()
+        self._theirs.sendall(frame(FrameKind.READY, b"short"))
+
+    def kill(self) -> bool:
+        return True
+
+    def wait(self, timeout: float) -> bool:
+        return False
+
+    def close(self) -> None:
+        self._theirs.close()
+        self.channel.close()
+        self.status.close()
+
+
+@pytest.mark.usefixtures("_opens_at_once")
+def test_a_drive_that_says_what_cannot_be_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="said something that cannot be"):
+        DiskLife(tmp_path, MadDrive)
+
+
+@pytest.mark.usefixtures("_opens_at_once")
+def test_a_drive_that_cannot_be_started_is_refused_at_once(tmp_path: Path) -> None:
+    def launch(setup: DriveSetup) -> ThreadDrive:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with pytest.raises(ConfigError, match="Too many open files"):
+        DiskLife(tmp_path, launch)
+
+
+def test_a_drive_that_answers_what_cannot_be_loses_its_orders_and_comes_back(
+    tmp_path: Path,
+) -> None:
+    weather = Weather()
+    gate = threading.Event()
+    with DiskLife(tmp_path, weather.launch) as life:
+        rows = life.write(range(4))
+        life.wait_durable()
+        weather.stripes = life.tier.stripes
+        weather.fault = lambda way, key: gate.wait(LONG)
+        life.send(Way.READ, range(4), life.fresh(4))
+        (number,) = life.tier._orders
+        wrong = ResultMessage(number, np.ones(3, dtype=bool), {}, 0, 0.0)
+        weather.drives[0].say(pack_result(wrong))
+        life.wait_ailing()
+        gate.set()
+        (result,) = life.tier.drain(LONG)
+        assert not result.ok.any()
+        assert "3 results for 4 blocks" in result.reasons[0]
+        weather.fault = None
+        life.wait_well()
+        life.expect(range(4), rows)
 
 
 def test_closing_does_not_wait_for_a_drive_that_is_stopped(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvferry.errors import KvferryError
+from kvferry.errors import IntegrityError, KvferryError
 from kvferry.tiers.disk.channel import Channel
 from kvferry.tiers.disk.messages import (
     FrameKind,
@@ -104,6 +104,8 @@ class DriveLink:
         """The last generation that the drive has made durable."""
         self._past: list[DiskFigures] = []
         self._num_starts = 0
+        self._silence = setup.deadline + 1.0
+        """A drive that is up and says nothing for so many seconds is killed."""
         self._is_closing = False
         self._is_given_up = False
         self._thread = threading.Thread(
@@ -203,8 +205,8 @@ class DriveLink:
             child = self._launch(
                 replace(self._setup, generation=self._forgotten, device=self._device)
             )
-        except KvferryError as error:
-            self._refuse(str(error))
+        except Exception as error:  # whatever it is, who opens us waits for an answer
+            self._refuse(_words(error))
             return
         with self._changed:
             self._child = child
@@ -213,7 +215,11 @@ class DriveLink:
                 child.channel.end()
         is_safe = True
         try:
-            reason = self._listen(child)
+            try:
+                reason = self._listen(child)
+            except Exception as error:  # with this thread all its orders would wait for ever
+                log.exception("%s: the drive process said something that cannot be", self.path)
+                reason = f"the drive process said something that cannot be: {_words(error)}"
             if not child.wait(0 if reason else 1.0):
                 is_safe = child.kill()
             self._lose(child, reason or f"the drive process {child.ending}", is_safe)
@@ -234,8 +240,7 @@ class DriveLink:
             # Time that we ourselves were stopped does not count: only ticks that we saw pass.
             missed = 0.0 if now_beat != beat else missed + min(time.monotonic() - before, 1.0)
             beat = now_beat
-            patience = self._setup.deadline + 1.0 if self.ready is not None else _PATIENCE
-            if missed > patience:
+            if missed > (self._silence if self.ready is not None else _PATIENCE):
                 return f"the drive process did not answer for {missed:.0f} s"
         return ""
 
@@ -247,6 +252,9 @@ class DriveLink:
         with self._changed:
             if kind is FrameKind.RESULT:
                 result = unpack_result(body)
+                count = self._orders.get(result.id)
+                if count is not None and count != len(result.ok):
+                    raise IntegrityError(f"{len(result.ok)} results for {count} blocks")
                 if self._orders.pop(result.id, None) is not None:
                     self._ended(result)
             elif kind is FrameKind.AILS:
@@ -303,3 +311,7 @@ class DriveLink:
             else:
                 self._left_behind |= set(self._orders)
             self._changed.notify_all()
+
+
+def _words(error: Exception) -> str:
+    return str(error) if isinstance(error, KvferryError) else f"{type(error).__name__}: {error}"
