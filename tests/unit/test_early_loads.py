@@ -143,19 +143,19 @@ def test_a_copy_that_fails_fails_from_there_on(
 ) -> None:
     ferry, wanted = below(attach)
     engine, sent = ferry._rank.engine, []
-    submit = engine.submit
+    submit, gate = engine.submit, threading.Event()
 
     def fail_the_second(transfer: Any) -> Any:
         if transfer.dst == "device":
             sent.append(transfer)
+            gate.set()  # the rest comes up once the first blocks are on their way
             if len(sent) == 2:
                 raise RuntimeError("no copies today")
         return submit(transfer)
 
     monkeypatch.setattr(engine, "submit", fail_the_second)
-    gate = threading.Event()
     slow = chat(ferry, 0)[2:]
-    tier().fault = lambda way, key: gate.wait(0.2) if way is Way.READ and key in set(slow) else None
+    tier().fault = lambda way, key: gate.wait(20) if way is Way.READ and key in set(slow) else None
     done = ferry.wait(ferry.load(ferry.match(chat(ferry, 0)), DESTINATION), 20)
     assert not done.ok
     assert done.num_blocks < CHAT_BLOCKS

@@ -250,10 +250,10 @@ def test_a_long_prompt_takes_milliseconds():
     ns = namespace(block_tokens=16)
     best = float("inf")
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.thread_time()  # ours alone: a machine that is busy does not fail it
         chain(ns, tokens)
-        best = min(best, time.perf_counter() - start)
-    assert best < 0.08  # ten times the cost, so that a busy machine does not fail it
+        best = min(best, time.thread_time() - start)
+    assert best < 0.08  # ten times the cost
 
 
 # -- the namespace
