@@ -57,7 +57,7 @@ def test_on_a_gpu_it_is_pinned_copies_and_gives_everything_back() -> None:
     driver = fake_driver()
     rank = open_on_gpu([KV.layout], settings(), driver=driver, compute_stream=lambda: 0)
     assert rank.host.is_pinned
-    assert rank.host.growth.wait(5)
+    assert rank.host.growth.wait(60)
     assert rank.ready_slots == rank.host.num_slots
     assert copies_right(rank) == "dma"
     rank.note_step()
@@ -111,7 +111,7 @@ def test_a_machine_is_measured_before_its_host_memory_grows(
     monkeypatch.setattr(opening, "calibrate", measure)
     auto = settings(copy_path="auto")
     rank = open_on_gpu([KV.layout], auto, driver=driver, compute_stream=lambda: 0)
-    assert rank.host.growth.wait(5)
+    assert rank.host.growth.wait(60)
     assert pinned_before == [0]
     assert "register_host" in driver.calls
     rank.close()
@@ -140,7 +140,7 @@ def test_levels_are_opened_with_a_rank_and_closed_before_its_memory(on_gpu: bool
     else:
         rank = open_on_cpu([KV.layout], config)
     assert list(rank.levels) == ["memory", "memory-by-key"]
-    assert rank.host.growth.wait(5)
+    assert rank.host.growth.wait(60)
     rank.host.tier.rows[3] = 7
     name = TierName("memory")
     mover = rank.levels[name]

@@ -151,7 +151,7 @@ def test_ctrl_c_ends_it_cleanly(tmp_path: Path) -> None:
     assert "conversations" in first_line
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Interrupted. Nothing was written." in output
     assert "Traceback" not in output

@@ -28,7 +28,7 @@ def ferry():
 
 def ask(url: str, path: str, *, method: str = "GET", host: str | None = None):
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=10)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)
     try:
         headers = {"Host": host} if host is not None else {}
         connection.request(method, path, headers=headers)
@@ -176,7 +176,7 @@ def test_scraped_by_many_while_it_works(ferry):
     def scrape():
         while not stop.is_set():
             try:
-                with urlopen(f"{url}metrics", timeout=10) as reply:
+                with urlopen(f"{url}metrics", timeout=60) as reply:
                     text = reply.read().decode()
                 seen.append(
                     sum(

@@ -19,6 +19,9 @@ from tests.integration.test_endpoint import ask
 
 from kvferry.errors import ConfigError
 from kvferry.metrics.http import MOST_CONNECTIONS, HttpServer, Reply
+from kvferry.metrics.http_connection import ConnectionState
+
+ANSWERING = ConnectionState.ANSWERING
 
 
 @pytest.fixture
@@ -29,7 +32,7 @@ def server():
 
 
 def dial(server: HttpServer) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    return socket.create_connection(("127.0.0.1", server.port), timeout=60)
 
 
 def raw(server: HttpServer, request: bytes) -> bytes:
@@ -230,7 +233,7 @@ def has_ipv6() -> bool:
 def test_addresses_of_version_six(host):
     server = HttpServer(lambda path: Reply(b"hello"), host=host)
     try:
-        connection = http.client.HTTPConnection("::1", server.port, timeout=10)
+        connection = http.client.HTTPConnection("::1", server.port, timeout=60)
         connection.request("GET", "/")
         assert connection.getresponse().read() == b"hello"
         connection.close()
@@ -276,7 +279,8 @@ def test_who_asks_the_same_at_the_same_time_gets_the_same_answer():
             client.sendall(b"GET /first HTTP/1.0\r\n\r\n")
             while not calls:  # one is being answered; the others ask after that began
                 time.sleep(0.01)
-        time.sleep(0.2)
+        while [c.state for c in list(server._connections)].count(ANSWERING) < len(clients):
+            time.sleep(0.01)
         go.set()
         replies = [client.makefile("rb").read().split(b"\r\n\r\n")[1] for client in clients]
         assert all(replies)

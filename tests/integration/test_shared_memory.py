@@ -59,7 +59,7 @@ class RankProcess:
 def other_rank(handle: SharedHandle, link: Connection) -> None:
     """A rank whose device loses its KV after the store: it gets it back from the host."""
     me = RankProcess(1, kv_of(0), handle)
-    me.host.growth.wait(10)
+    me.host.growth.wait(60)
     link.send(me.host.ready_slots)
     while (plan := link.recv()) is not None:
         if any(transfer.dst == DEVICE for transfer in plan.transfers):
@@ -81,7 +81,7 @@ def test_two_processes_store_once_and_both_load() -> None:
         scheduler = ByName(
             Pool(first.host.num_slots, num_ready=0), [FullAttention(16)], num_ranks=RANKS
         )
-        first.host.growth.wait(10)
+        first.host.growth.wait(60)
         scheduler.note_ready(Rank(0), first.host.ready_slots)
         assert scheduler.pool.num_free == 0  # the other rank has not said so yet
         assert ours.poll(30)

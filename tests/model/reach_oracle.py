@@ -11,7 +11,7 @@ what is held; and a recurrent layer must find the state it had after token P-1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Literal, NamedTuple
 
 Kind = Literal["full", "sliding", "chunked", "state"]
@@ -73,7 +73,8 @@ def needed_blocks(layer: Layer, hit: int, held: int) -> frozenset[int]:
     return frozenset(token // layer.block_tokens for token in lacking)
 
 
-def servable(layer: Layer, present: Bits, hit: int, held: int = 0) -> bool:
+@lru_cache(maxsize=1 << 16)
+def servable(layer: Layer, present: tuple[bool, ...], hit: int, held: int = 0) -> bool:
     if not has_boundary(layer, hit):
         return False
     blocks = needed_blocks(layer, hit, held)
@@ -84,10 +85,9 @@ def longest(
     layers: Sequence[Layer], present: Sequence[Bits], limit: int, step: int, held: int = 0
 ) -> int:
     """The longest hit over ``held`` that all layers serve, or ``held`` where there is none."""
+    parts = [(layer, tuple(bits)) for layer, bits in zip(layers, present, strict=True)]
     for hit in range(limit, held, -1):
-        if hit % step == 0 and all(
-            servable(layer, bits, hit, held) for layer, bits in zip(layers, present, strict=True)
-        ):
+        if hit % step == 0 and all(servable(layer, bits, hit, held) for layer, bits in parts):
             return hit
     return held
 

@@ -25,6 +25,7 @@ when you change either file.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache, lru_cache
 from itertools import product
 
 import numpy as np
@@ -62,6 +63,7 @@ LARGE_KINDS: tuple[tuple[oracle.Kind, int], ...] = (
 )
 
 
+@cache
 def group_of(layer: Layer) -> reach.Group:
     kind, tokens, span = layer
     if kind == "full":
@@ -81,8 +83,15 @@ def bitmaps(num_slots: int) -> Iterator[tuple[bool, ...]]:
     return product((False, True), repeat=num_slots)
 
 
+@lru_cache(maxsize=1 << 12)
+def _mask(bits: tuple[bool, ...]) -> reach.BoolArray:
+    mask = np.array(bits, dtype=np.bool_)
+    mask.flags.writeable = False  # it is handed out again
+    return mask
+
+
 def as_mask(bits: Sequence[bool]) -> reach.BoolArray:
-    return np.array(bits, dtype=np.bool_)
+    return _mask(tuple(bits))
 
 
 @pytest.fixture(params=[1, 64])

@@ -34,7 +34,7 @@ class SlowPath:
 
     def enqueue(self, job: Any, stream: int, ready: int | None = None) -> None:
         self.began.set()
-        assert self.gate.wait(10)
+        assert self.gate.wait(30)
         self.queued.append((job, threading.current_thread().name))
 
 
@@ -83,7 +83,7 @@ def test_who_flushes_queues_what_the_thread_has_not_taken(
     for number in range(3):
         submit(lane, path, number)
     assert not path.queued
-    assert lane.flush(5)
+    assert lane.flush(30)
     assert path.queued == [(number, threading.current_thread().name) for number in range(3)]
 
 
@@ -92,18 +92,18 @@ def test_orders_stay_in_order_though_two_queue_them(lane: Lane, path: SlowPath) 
         path.queued.clear()
         for number in range(6):
             submit(lane, path, number, quick=number % 3 == 2)
-        assert lane.flush(5), round_
+        assert lane.flush(30), round_
         assert [job for job, _ in path.queued] == list(range(6))
 
 
 def test_a_quick_order_does_not_overtake_one_that_waits(lane: Lane, path: SlowPath) -> None:
     path.gate.clear()
     submit(lane, path, 0)
-    assert path.began.wait(5)
+    assert path.began.wait(30)
     submit(lane, path, 1, quick=True)  # returns at once: the thread is inside the one before
     assert not path.queued
     path.gate.set()
-    assert lane.flush(5)
+    assert lane.flush(30)
     assert [job for job, _ in path.queued] == [0, 1]
 
 
@@ -112,13 +112,13 @@ def test_a_thread_that_hangs_in_the_driver_holds_a_flush_no_longer_than_its_time
 ) -> None:
     path.gate.clear()
     submit(lane, path, 0)
-    assert path.began.wait(5)
+    assert path.began.wait(30)
     submit(lane, path, 1)
     began = time.monotonic()
     assert not lane.flush(0.05)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     path.gate.set()
-    assert lane.flush(5)
+    assert lane.flush(30)
 
 
 def test_without_a_thread_the_caller_queues(

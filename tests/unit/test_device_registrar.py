@@ -64,7 +64,7 @@ def test_a_tier_pins_through_the_driver_and_gives_back() -> None:
     driver = FakeDriver()
     registrar = DriverRegistrar(driver)
     with HostMemory(1 << 20, 10_007, registrar=registrar, chunk_bytes=1 << 16) as host:
-        assert host.growth.wait(5)
+        assert host.growth.wait(60)
         assert host.is_pinned
         assert driver.leaks() == {"registrations": len(host.tier.chunks)}
     assert driver.leaks() == {}

@@ -245,7 +245,7 @@ def test_closing_with_a_pending_hit_ends_everything(attach):
 
 def test_a_level_that_hangs_is_a_miss_by_its_deadline(attach, monkeypatch):
     monkeypatch.setattr("kvferry.tiers.tier_mover._kept", [])
-    ferry = attach(promote_deadline="50ms")
+    ferry = attach(promote_deadline="50ms", level_write_out="50ms")
     _, gate = pending(ferry)
     ferry._rank.levels["levels"]._close_seconds = 0.05
     assert bring(ferry, 0) == (0, b"")

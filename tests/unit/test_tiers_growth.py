@@ -178,6 +178,8 @@ def test_bytes_written_while_it_grows_stay(slot: int, num_slots: int, pages: int
         ready = growth.ready_slots
         slots = np.arange(written, ready)
         host.rows[slots] = wanted[slots]
+        if written == ready:
+            time.sleep(0.0002)  # who grows it needs the interpreter, too
         written = ready
     got = np.empty_like(wanted)
     got[:] = host.rows
@@ -214,7 +216,8 @@ def test_beside_a_busy_model_one_thread_at_a_time_pins_and_rests_nine_times_as_l
     assert registrar.most_at_once == 1
     # The first chunk is pinned before anybody looks whether the model is busy; the last may still
     # be rested from.
-    assert growth.stats().rest_seconds >= 9 * 0.002 * (registrar.num_calls - 3)
+    num_calls = registrar.num_calls  # before the rests: it goes on meanwhile
+    assert growth.stats().rest_seconds >= 9 * 0.002 * (num_calls - 3)
     assert max(ahead) >= 2, "pages are touched while others are pinned or rested from"
     busy.clear()
     assert growth.wait(LONG)
@@ -223,7 +226,8 @@ def test_beside_a_busy_model_one_thread_at_a_time_pins_and_rests_nine_times_as_l
     growth.close()
 
 
-def test_the_rest_ends_when_the_model_does() -> None:
+def test_the_rest_ends_when_the_model_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth_module, "_PIN_REST", 1e6)
     registrar = FakeRegistrar(seconds=0.02)
     busy = threading.Event()
     busy.set()
@@ -231,7 +235,6 @@ def test_the_rest_ends_when_the_model_does() -> None:
     until(lambda: registrar.num_calls > 1)
     busy.clear()
     assert growth.wait(LONG)
-    assert growth.stats().rest_seconds < 9 * 0.02 * 2
     growth.close()
 
 

@@ -78,7 +78,7 @@ def two() -> Iterator[list[RankMemory]]:
         ranks = [open_on_cpu([KV.layout], config, rank=Rank(number)) for number in range(2)]
         for each in ranks:
             closing.callback(each.close)
-            assert each.host.growth.wait(5)
+            assert each.host.growth.wait(60)
         yield ranks
 
 
