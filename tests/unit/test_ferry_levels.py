@@ -146,7 +146,7 @@ def test_tickets_end_once_however_much_moves_below(attach):
     while len(ended) < CHATS or ferry._scheduler.num_awaited:
         ended += ferry.poll()
         assert time.monotonic() < give_up
-    assert [done.ticket for done in ended] == tickets
+    assert sorted(done.ticket for done in ended) == tickets  # one that finds no room ends at once
     assert ferry.stats().bytes_moved["host", "levels"] > 0
 
 
