@@ -26,6 +26,7 @@ from kvferry.tiers.disk.engine_memory import EngineMemory, open_own_memory
 from kvferry.tiers.disk.messages import FrameKind, ResultMessage, frame, pack_result
 from kvferry.tiers.disk.setup import DriveSetup
 from kvferry.tiers.disk.status import Status
+from kvferry.types import Key
 
 
 def pids(life: DiskLife) -> list[int]:
@@ -127,11 +128,15 @@ def test_a_drive_that_answers_what_cannot_be_loses_its_orders_and_comes_back(
 ) -> None:
     weather = Weather()
     gate = threading.Event()
+
+    def hang(way: Way, at: Key) -> None:
+        assert gate.wait(LONG)
+
     with DiskLife(tmp_path, weather.launch) as life:
         rows = life.write(range(4))
         life.wait_durable()
         weather.stripes = life.tier.stripes
-        weather.fault = lambda way, key: gate.wait(LONG)
+        weather.fault = hang
         life.send(Way.READ, range(4), life.fresh(4))
         (number,) = life.tier._orders
         wrong = ResultMessage(number, np.ones(3, dtype=bool), {}, 0, 0.0)

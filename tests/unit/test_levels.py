@@ -680,7 +680,11 @@ def test_a_slow_medium_hits_the_deadline(serve: Callable[..., Server]) -> None:
     server.keep("a", story(1, 4), 16, fill=1)
     evict(server.scheduler.pool, 8)
     gate = threading.Event()
-    tier.fault = lambda way, key: gate.wait(30)
+
+    def hang(way: Way, at: Key) -> None:
+        assert gate.wait(30)
+
+    tier.fault = hang
     try:
         assert server.wait_for("b", story(1, 4)) == 0
     finally:
