@@ -1,19 +1,17 @@
-"""What objects of several blocks would gain on S3 over an object for each block.
+"""What several blocks of a chain in one object gain on S3 over an object for each block.
 
     PYTHONPATH=src:. python bench/remote_packs.py [--server rclone] [--latency 20ms] [--rounds 3]
 
-By the plain client, so it is the most that packs could give: nothing is sealed, found, or copied
-out of a pack. Compared in one run, in turn: objects of one block with as many requests under way
-as kvferry has for that size, and objects of 4, 8 and 16 blocks with 32 requests (fewer where they
-would hold more than 256 MiB). ``find`` is a chain's blocks looked up by HEAD, one for each object.
-The latency is put before each answer by a process between client and server, which is there for the
-row of 0 ms too.
+Through the tier, as an engine uses it: every block sealed and proven, found before it is read, and
+read by another process than the one that wrote it. Compared in one run, in turn: objects of one
+block (``pack=1``), and objects of as many as each name says. A chain is looked up twice: where it
+is, and where nothing is. The latency is put before each answer by a process between client and
+server, which is there for the rows of 0 ms too.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import secrets
 import socket
 import statistics
@@ -21,29 +19,31 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
+import numpy as np
+
+from kvferry.keys import Keys
 from kvferry.quantities import KiB, MiB, parse_seconds
+from kvferry.tiers import Batch, BatchId, Way
+from kvferry.tiers.remote import RemoteTier
 
 SKIPPED = 77
 try:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' real servers
-    import obstore
     from tests.fakes import remote, s3_servers
-
-    from kvferry.tiers.remote.s3 import FIND_CALLS, most_calls
 except ModuleNotFoundError as error:
     print(f"{error}: pip install -e '.[dev]'", file=sys.stderr)
     sys.exit(SKIPPED)
 
+ONE = 1
 PACKS = (4, 8, 16)
-FEW_CALLS, MOST_BYTES = 32, 256 * MiB
 TOTALS = {"rclone": 64 * MiB, "moto": 16 * MiB}  # a round's bytes: moto is slow
-NUM_FOUND = 512
-Done = Callable[[int], Any]
+MOST_BLOCKS = 512
+PIECE = 16 * MiB  # a batch: as the scheduler orders them
+DEADLINE = 120.0
 
 
 def serve_latency(to_port: int, seconds: float) -> None:
@@ -92,94 +92,112 @@ def behind_latency(port: int, seconds: float) -> Iterator[str]:
         proxy.stdout.close()
 
 
-async def at_once(one: Done, count: int, calls: int) -> None:
-    """All of them, so many at a time."""
-    limit = asyncio.Semaphore(calls)
+class Chain:
+    """Blocks of one size, sent by one tier and fetched by another, in objects of so many."""
 
-    async def bounded(at: int) -> None:
-        async with limit:
-            await one(at)
-
-    await asyncio.gather(*map(bounded, range(count)))
-
-
-def seconds_of(one: Done, count: int, calls: int) -> float:
-    begun = time.perf_counter()
-    asyncio.run(at_once(one, count, calls))
-    return time.perf_counter() - begun
-
-
-class Objects:
-    """So many blocks of one size, in objects of so many."""
-
-    def __init__(self, store: Any, size: int, in_one: int, total: int, calls: int) -> None:
-        self._store, self._in_one, self._calls = store, in_one, calls
-        self._content = secrets.token_bytes(in_one * size)
-        self._count = max(1, total // size // in_one)
-        self._names: list[str] = []
+    def __init__(self, endpoint: str, size: int, total: int, in_one: int) -> None:
+        namespace = secrets.token_bytes(32)
+        self._tiers = [
+            remote.open_s3(endpoint, size, namespace=namespace, pack=in_one) for _ in range(2)
+        ]
+        rng = np.random.default_rng()
+        count = min(total // size, MOST_BLOCKS)
+        self._sent = rng.integers(0, 256, (count, size), dtype=np.uint8)
+        self._got = np.zeros_like(self._sent)
+        self._sizes = np.array([size], dtype=np.int64)
+        self._next_id = 0
 
     def rates(self) -> Iterator[tuple[str, float]]:
         """Bytes a second written and read; blocks a second looked up."""
-        self._names = [f"packs/{secrets.token_hex(16)}" for _ in range(self._count)]
-        num_bytes = self._count * len(self._content)
-        for way, one in (("put", self._put), ("get", self._get)):
-            yield way, num_bytes / seconds_of(one, self._count, self._calls)
-        num_found = NUM_FOUND // self._in_one
-        yield "find", NUM_FOUND / seconds_of(self._head, num_found, FIND_CALLS)
-        obstore.delete(self._store, self._names)
+        keys, others = (self._keys(), self._keys())
+        writer, reader = self._tiers
+        count = len(self._sent)
+        self._got[:] = 0
+        yield "put", self._sent.nbytes / self._move(writer, Way.WRITE, keys, self._sent)
+        yield "find", count / self._find(reader, keys, there=True)
+        yield "get", self._sent.nbytes / self._move(reader, Way.READ, keys, self._got)
+        yield "find, not there", count / self._find(reader, others, there=False)
+        assert (self._sent == self._got).all(), "bytes differ"
 
-    async def _put(self, at: int) -> None:
-        await obstore.put_async(self._store, self._names[at], self._content, use_multipart=False)
+    def close(self) -> None:
+        for tier in self._tiers:
+            tier.close()
 
-    async def _get(self, at: int) -> None:
-        answer = await obstore.get_async(self._store, self._names[at])
-        assert len(await answer.bytes_async()) == len(self._content)
+    def _keys(self) -> Keys:
+        return Keys.from_bytes([secrets.token_bytes(32) for _ in self._sent])
 
-    async def _head(self, at: int) -> None:
-        await obstore.head_async(self._store, self._names[at % self._count])
+    def _move(self, tier: RemoteTier, way: Way, keys: Keys, rows: np.ndarray) -> float:
+        begun = time.perf_counter()
+        step = PIECE // rows.shape[1]
+        starts = (rows.ctypes.data + np.arange(len(rows)) * rows.shape[1])[:, None]
+        for at in range(0, len(rows), step):
+            some = slice(at, at + step)
+            self._submit(tier, way, keys[some], starts[some], self._sizes)
+        return self._took(tier, begun)
+
+    def _find(self, tier: RemoteTier, keys: Keys, *, there: bool) -> float:
+        begun = time.perf_counter()
+        nowhere = np.empty((0, 0), dtype=np.int64)
+        self._submit(tier, Way.FIND, keys, nowhere, self._sizes[:0])
+        return self._took(tier, begun, there)
+
+    def _submit(
+        self, tier: RemoteTier, way: Way, keys: Keys, starts: np.ndarray, sizes: np.ndarray
+    ) -> None:
+        self._next_id += 1
+        runs = np.zeros(len(keys), dtype=np.int64)
+        end = time.monotonic() + DEADLINE
+        tier.submit(Batch(BatchId(self._next_id), way, keys, end, starts, sizes, runs=runs))
+
+    @staticmethod
+    def _took(tier: RemoteTier, begun: float, ok: bool = True) -> float:
+        for result in tier.drain(DEADLINE):
+            assert (result.ok == ok).all(), result.reasons
+        return time.perf_counter() - begun
 
 
 def compare(endpoint: str, kind: str, size: int, rounds: int) -> None:
-    """Every way in turn; a line for each direction."""
-    store, total = remote.bucket_at(endpoint), TOTALS[kind]
-    ways = {"one": (1, most_calls(size))}
-    ways |= {f"of {n}": (n, min(FEW_CALLS, MOST_BYTES // size // n)) for n in PACKS}
-    objects = {name: Objects(store, size, n, total, calls) for name, (n, calls) in ways.items()}
-    rates: dict[tuple[str, str], list[float]] = {}
+    """Every way in turn; a line for each: blocks one by one, and times as fast in packs."""
+    chains = {n: Chain(endpoint, size, TOTALS[kind], n) for n in (ONE, *PACKS)}
+    rates: dict[tuple[str, int], list[float]] = {}
     for number in range(rounds + 1):
-        for name, each in objects.items():
-            for way, rate in each.rates():
+        for in_one, chain in chains.items():
+            for way, rate in chain.rates():
                 if number:  # the first warms connections
-                    rates.setdefault((way, name), []).append(rate)
-    for way, unit in (("put", 1e9), ("get", 1e9), ("find", 1e3)):
-        middle = {name: statistics.median(rates[way, name]) / unit for name in ways}
-        figures = "".join(f"{middle[name]:15.2f}" for name in ways)
-        print(
-            f"{f'{way}, {size // KiB} KiB':20}{figures}{middle['of 8'] / middle['one']:15.2f}",
-            flush=True,
-        )
+                    rates.setdefault((way, in_one), []).append(rate)
+    for chain in chains.values():
+        chain.close()
+    for way in dict.fromkeys(way for way, _ in rates):
+        unit = 1e9 if way in ("put", "get") else 1e3
+        ones = rates[way, ONE]
+        line = f"{f'{way}, {size // KiB} KiB':28}{statistics.median(ones) / unit:12.2f}"
+        for in_one in PACKS:
+            ratios = [pack / one for pack, one in zip(rates[way, in_one], ones, strict=True)]
+            line += f"{statistics.median(ratios):10.2f}"
+        print(line, flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--server", choices=s3_servers.SERVERS, default="rclone")
     parser.add_argument("--latency", default="20ms", help="before each answer; none is run too")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[64, 256, 1024, 2304], help="KiB")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[64, 256, 512, 1024], help="KiB")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pass-on", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.pass_on:
         serve_latency(args.pass_on, float(args.latency))
     latency = parse_seconds(args.latency, name="latency")
-    # rclone would hash a file for its ETag whenever it is asked for: no store at scale does.
-    options = ["--etag-hash="] if args.server == "rclone" else []
+    # rclone would hash a file for its ETag whenever it is asked for, and list a folder for every
+    # object in it: no store at scale does.
+    options = ["--etag-hash=", "--dir-cache-time=1h"] if args.server == "rclone" else []
     server = s3_servers.S3Server(args.server, "/dev/shm", None, *options)
     server.start()
-    heads = ["one", *(f"of {n}" for n in PACKS), "of 8/one"]
     try:
         for seconds in (0.0, latency):
-            print(f"\n{args.server}, {seconds * 1e3:g} ms before each answer; GB/s, 1000 blocks/s")
-            print(f"{'':20}{''.join(f'{head:>15}' for head in heads)}")
+            print(f"\n{args.server}, {seconds * 1e3:g} ms before each answer")
+            heads = "".join(f"{f'of {n}':>10}" for n in PACKS)
+            print(f"{'GB/s, 1000 blocks/s':28}{'one by one':>12}{heads}   times as fast")
             with behind_latency(server.port, seconds) as endpoint:
                 for size in args.sizes:
                     compare(endpoint, args.server, size * KiB, args.rounds)

@@ -2,7 +2,7 @@
 
 ::
 
-    s3://bucket/prefix?endpoint=http://127.0.0.1:9000    everything behind ? may be left out
+    s3://bucket/prefix?endpoint=http://127.0.0.1:9000&pack=8    what is behind ? may be left out
     mooncake://master:50051?metadata=P2PHANDSHAKE&protocol=tcp&segment=4GiB
 """
 
@@ -27,8 +27,13 @@ STORE_KINDS = (S3, MOONCAKE)
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII)
 _PREFIX = re.compile(r"[A-Za-z0-9._=-]+(/[A-Za-z0-9._=-]+)*", re.ASCII)
 _MOST_PREFIX = 512
+_MOST_PACK = 16
+
+PACK = "pack"
+"""The option that says how many blocks of a chain are written as one object."""
+
 _OPTIONS = {
-    S3: ("endpoint", "region"),
+    S3: ("endpoint", "region", PACK),
     MOONCAKE: ("metadata", "protocol", "device", "segment", "host", "in_place"),
 }
 
@@ -60,6 +65,11 @@ class RemoteAddress:
         path = f"/{self.prefix}" if self.prefix else ""
         query = f"?{urlencode(self.options, safe=':/[]')}" if self.options else ""
         return f"{self.kind}://{self.place}{path}{query}"
+
+    @property
+    def pack(self) -> int | None:
+        """How many blocks at most are written as one object; None: as many as is fast."""
+        return int(self.options[PACK]) if PACK in self.options else None
 
     @property
     def works_in_place(self) -> bool:
@@ -153,6 +163,13 @@ def _s3(name: str, bucket: str, prefix: str, options: Mapping[str, str]) -> Remo
     if endpoint is not None and urlsplit(endpoint).scheme not in ("http", "https"):
         raise ConfigError(
             f"{name}: endpoint: expected http://... or https://..., got {shown(endpoint)}"
+        )
+    pack = options.get(PACK, "1")
+    if not (
+        pack.isascii() and pack.isdecimal() and len(pack) <= 2 and 1 <= int(pack) <= _MOST_PACK
+    ):
+        raise ConfigError(
+            f"{name}: pack: expected a number of blocks from 1 to {_MOST_PACK}, got {shown(pack)}"
         )
     return RemoteAddress(S3, bucket, prefix, options)
 

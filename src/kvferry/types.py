@@ -45,6 +45,9 @@ HOST = TierName("host")
 SlotArray = npt.NDArray[np.int64]
 """Slot numbers, one per block. On the device a slot is the engine's block id."""
 
+RunNumbers = npt.NDArray[np.int64]
+"""One per block: neighbours with the same number follow each other in one chain, without a gap."""
+
 NO_SLOT = -1
 """In arrays of slots: there is none."""
 
@@ -83,8 +86,9 @@ class Transfer:
 
     ``group`` names the layers whose blocks these are (it selects the device layout). Below the host
     blocks travel with their ``keys``, and what has not begun ``within`` so many seconds is not
-    wanted any more; a tier that finds blocks by their keys has ``NO_SLOTS`` on its side. A load
-    ``in_parts`` lands layer after layer, so that who reads them can begin before it is whole.
+    wanted any more; a tier that finds blocks by their keys has ``NO_SLOTS`` on its side, and may be
+    told of ``runs`` among those that go down. A load ``in_parts`` lands layer after layer, so that
+    who reads them can begin before it is whole.
     """
 
     id: TransferId
@@ -96,6 +100,7 @@ class Transfer:
     keys: KeyRows | None = None
     within: float | None = None
     in_parts: bool = False
+    runs: RunNumbers | None = None
 
     def __post_init__(self) -> None:
         lengths = [len(self.src_slots), len(self.dst_slots)]
@@ -119,13 +124,14 @@ class Question:
     """Which of these ``keys`` a level has, to be answered ``within`` so many seconds.
 
     Its id is one of the transfers' ids and its answer a receipt: the positions of the keys that are
-    not there count as failed.
+    not there count as failed. ``runs`` tells which of them follow each other.
     """
 
     id: TransferId
     level: TierName
     keys: KeyRows
     within: float
+    runs: RunNumbers | None = None
 
     def __len__(self) -> int:
         return len(self.keys)

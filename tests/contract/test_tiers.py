@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from tests.fakes import mooncake_store, remote, s3_servers
 from tests.fakes.crafted_keys import key, keys
 from tests.fakes.drives import Weather
+from tests.fakes.paired import Paired
 from tests.fakes.remote_in_thread import InThread, Watched
 
 from kvferry.errors import ClosedError, InputError, TransferError
@@ -191,7 +192,7 @@ def on_disk(
     )
 
 
-def s3(block_bytes: int = BLOCK_BYTES, *, kind: str) -> Rig:
+def s3(block_bytes: int = BLOCK_BYTES, *, kind: str, in_packs: bool = False) -> Rig:
     """In a real server, behind a door at which blocks can be told apart by their names."""
     namespace = secrets.token_bytes(32)
     door = s3_servers.Door(s3_servers.server(kind))
@@ -202,7 +203,7 @@ def s3(block_bytes: int = BLOCK_BYTES, *, kind: str) -> Rig:
         raise
     whose = Whose(namespace, block_bytes)
     return Rig(
-        tier,
+        Paired(tier) if in_packs else tier,
         block_bytes,
         lambda fault: setattr(door, "fault", fault),
         lambda numbers: remote.remove(kind, whose.names(keys(numbers))),
@@ -259,6 +260,7 @@ QUICK = sorted(TIERS)
 
 for each in s3_servers.SERVERS:
     TIERS[f"s3, {each}"] = partial(s3, kind=each)
+    TIERS[f"s3, {each}, in packs"] = partial(s3, kind=each, in_packs=True)
 if not mooncake_store.lacking():
     TIERS["mooncake"] = mooncake
 SLOW = sorted(TIERS.keys() - set(QUICK))

@@ -17,6 +17,7 @@ from tests.fakes.crafted_keys import keys
 
 from kvferry.quantities import KiB
 from kvferry.remote_settings import SPARE_BYTES, RemoteSettings, read_remote
+from kvferry.scheduler.following import run_numbers
 from kvferry.tiers import (
     Batch,
     BatchId,
@@ -80,6 +81,7 @@ def open_s3(
     num_ranks: int = 1,
     bandwidth: int | None = None,
     is_well: bool = True,
+    pack: int | None = None,
 ) -> RemoteTier:
     """A tier in a namespace of its own, unless told which; waited for if it should be well."""
     setup = TierSetup(
@@ -87,7 +89,7 @@ def open_s3(
         block_bytes,
         Rank(rank),
         num_ranks,
-        options=f"s3://{bucket}/tests?endpoint={endpoint}",
+        options=f"s3://{bucket}/tests?endpoint={endpoint}{f'&pack={pack}' if pack else ''}",
         shared_namespace=namespace or secrets.token_bytes(32),
     )
     if bandwidth is not None:
@@ -134,8 +136,11 @@ def mapped_slots(num_slots: int, size: int = IN_PLACE_SIZE) -> HostTier:
 class Store:
     """A tier, and blocks of random bytes to move through it. Block ``n`` has key ``n``.
 
-    With ``slots`` they lie there: eight to write, then eight to read into.
+    With ``slots`` they lie there: eight to write, then eight to read into. Where they are a chain,
+    block ``n + 1`` follows block ``n``.
     """
+
+    is_chain = False
 
     def __init__(self, tier: RemoteTier, namespace: bytes, slots: HostTier | None = None) -> None:
         self.tier = tier
@@ -149,14 +154,15 @@ class Store:
 
     def send(self, way: Way, numbers: list[int], within: float = LONG) -> None:
         self._next_id += 1
+        runs = run_numbers(np.array(numbers), np.zeros(1, np.int64)) if self.is_chain else None
         memory = self.rows if way is Way.WRITE else self.into
         starts = np.array(numbers, dtype=np.int64) * memory.strides[0]
         addresses = (memory.ctypes.data + starts)[:, None]
         sizes = np.array([self.tier.block_bytes], dtype=np.int64)
         end = time.monotonic() + within
-        batch = Batch(BatchId(self._next_id), way, keys(numbers), end)
+        batch = Batch(BatchId(self._next_id), way, keys(numbers), end, runs=runs)
         if way is not Way.FIND:
-            batch = Batch(batch.id, way, batch.keys, end, addresses, sizes)
+            batch = Batch(batch.id, way, batch.keys, end, addresses, sizes, runs=runs)
         self.tier.submit(batch)
 
     def do(self, way: Way, numbers: list[int], within: float = LONG) -> Result:

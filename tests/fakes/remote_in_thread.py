@@ -26,6 +26,7 @@ class Watched:
     def __init__(self, inner: StoreClient) -> None:
         self.fault: SayOf | None = None
         self.num_calls = inner.num_calls
+        self.blocks_per_object = inner.blocks_per_object
         self.staging = inner.staging
         self._inner = inner
 
@@ -40,7 +41,7 @@ class Watched:
     async def probe(self) -> Fault | None:
         return await self._inner.probe()
 
-    async def find(self, names: Sequence[str], size: int) -> list[NotThere | Fault | None]:
+    async def find(self, names: Sequence[str], size: int) -> list[int | NotThere | Fault]:
         fault = await self._say(Way.FIND, names[0])
         return [fault] if fault else await self._inner.find(names, size)
 

@@ -56,8 +56,8 @@ class Below:
     def _ask(self, request: Request | Prefetch, look: Look, parts: Parts) -> bool:
         if self._has_asked or not parts.lower.can_be_asked:
             return False
-        keys = parts.matcher.to_ask(look)
-        self.waits |= parts.lower.ask(keys) if len(keys) else set()
+        keys, at = parts.matcher.to_ask(look)
+        self.waits |= parts.lower.ask(keys, at) if len(keys) else set()
         parts.waits.add(request, self.waits)
         self._has_asked = bool(self.waits)
         self.num_asked = len(keys) if self._has_asked else 0

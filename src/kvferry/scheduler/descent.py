@@ -16,6 +16,7 @@ from kvferry.keys import Keys
 from kvferry.lease import Purpose
 from kvferry.policy import Watermark
 from kvferry.pool import Pool
+from kvferry.scheduler.following import run_numbers
 from kvferry.scheduler.level import Level, WriteMode
 from kvferry.scheduler.outbox import End, Outbox
 from kvferry.scheduler.side_by_side import Runs
@@ -216,6 +217,12 @@ class Descent:
             level.gate.wrote(len(going))
         reading = self._host.pin(going, Purpose.COPY)
         assert reading is not None
-        transfer_id = self._outbox.move(End.of(HOST, reading), room.end, going)
+        following = None
+        if level.pool is None and (chained or runs is not None):
+            # Some of a chain may have been here before it was stored: these do not all follow.
+            starts, _ = runs if runs is not None else self._host.runs_of(keys)
+            starts = np.searchsorted(room.positions, starts)
+            following = run_numbers(room.positions, starts[starts < len(going)])
+        transfer_id = self._outbox.move(End.of(HOST, reading), room.end, going, following)
         self._note_sent(transfer_id, level, going)
         return True

@@ -31,7 +31,7 @@ from kvferry.scheduler.flight import Flight
 from kvferry.scheduler.level import KeyedLevel, Level
 from kvferry.scheduler.outbox import End, Outbox
 from kvferry.scheduler.write_out import WriteOut
-from kvferry.types import HOST, Health, Key, Question, TierName, TransferId
+from kvferry.types import HOST, Health, Key, Question, SlotArray, TierName, TransferId
 
 _PIECE_BYTES = 16 << 20
 """A promotion travels in pieces of this size, so that the first can be used before the last: long
@@ -153,23 +153,24 @@ class LowerLevels:
         """Whether there is a level that finds blocks by their keys."""
         return any(isinstance(level, KeyedLevel) and not level.ailment for level in self.levels)
 
-    def ask(self, keys: Keys) -> set[TransferId]:
+    def ask(self, keys: Keys, at: SlotArray) -> set[TransferId]:
         """Ask which of these (distinct) keys are there; returns the questions to wait for.
 
-        What another request has asked already is not asked again.
+        What another request has asked already is not asked again. ``at`` is where each stands.
         """
         questions = set()
         now = self._clock()
         for level in self.usable:
-            rest = keys.take(level.unknown(keys, now))
+            unknown = level.unknown(keys, now)
+            rest, places = keys.take(unknown), at[unknown]
             for question_id, (asked, pieces) in self._asking.items():
                 if asked is level and len(rest):
                     words = np.concatenate([piece.array[:, 0] for piece in pieces])
                     pending = np.isin(rest.array[:, 0], words)
                     questions |= {question_id} if pending.any() else set()
-                    rest = rest.take(~pending)
+                    rest, places = rest.take(~pending), places[~pending]
             if len(rest):
-                question_id = self._outbox.ask(level.name, rest)
+                question_id = self._outbox.ask(level.name, rest, places)
                 self._asking.setdefault(question_id, (level, []))[1].append(rest)
                 questions.add(question_id)
         return questions

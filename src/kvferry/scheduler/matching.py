@@ -25,7 +25,7 @@ from kvferry.pool import Pool
 from kvferry.scheduler.levels import LowerLevels
 from kvferry.scheduler.look import Look, Missing, Present
 from kvferry.slot_states import SlotState
-from kvferry.types import NO_SLOT, Key, SlotArray
+from kvferry.types import NO_SLOT, NO_SLOTS, Key, SlotArray
 
 
 class Matcher:
@@ -146,7 +146,7 @@ class Matcher:
             size = group.block_tokens
             blocks = range(computed_tokens // size, -(-most // size))
             asked.append(self.slot_keys(g, keys, blocks))
-            slots = self._host.leading(asked[g]) if blocks else _NO_SLOTS
+            slots = self._host.leading(asked[g]) if blocks else NO_SLOTS
             found.append(slots)
             longest = min(longest, (blocks.start + len(slots)) * size)
         longest = max(longest - longest % self._step, computed_tokens)
@@ -350,10 +350,10 @@ class Matcher:
                 count += int((~self._host.known(self.slot_keys(g, look.keys, blocks))).sum())
         return count
 
-    def to_ask(self, look: Look) -> Keys:
+    def to_ask(self, look: Look) -> tuple[Keys, SlotArray]:
         """The keys of which to know whether a level has them: a longer hit may hang on them.
 
-        No more of them than there is room for: what could not be brought up need not be known.
+        And where each stands (next numbers, next blocks). No more of them than there is room for.
         """
         assert look.host is not None
         assert look.everywhere is not None
@@ -362,13 +362,14 @@ class Matcher:
         maybe = [e | u for e, u in zip(look.everywhere, unknown, strict=True)]
         longest = self._longest(maybe, look.computed_tokens, look.max_tokens)
         if longest <= look.all_tokens:
-            return Keys.empty()
+            return Keys.empty(), NO_SLOTS
         hoped = self.within(replace(look, everywhere=maybe, all_tokens=longest), self._lower.room)
-        asked = Keys.empty()
+        asked, places = Keys.empty(), NO_SLOTS
         for g, group in enumerate(self.groups):
-            stop = -(-hoped.all_tokens // group.block_tokens)
-            asked += keys[g][:stop].take(unknown[g][:stop])
-        return asked
+            at = np.flatnonzero(unknown[g][: -(-hoped.all_tokens // group.block_tokens)])
+            asked += keys[g].take(at)
+            places = np.append(places, at + g * _APART)
+        return asked, places
 
     def to_promote(self, look: Look) -> Iterator[tuple[int, Keys, Key | None]]:
         """By group, the run of blocks to complete for the longer hit, and the key before it."""
@@ -397,4 +398,5 @@ class Matcher:
         return reach.needed(self.groups[g], num_tokens, computed_tokens=computed_tokens)
 
 
-_NO_SLOTS: SlotArray = np.empty(0, dtype=np.int64)
+_APART = 1 << 40
+"""No chain is as long: blocks of two groups never follow each other."""

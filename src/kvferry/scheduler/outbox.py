@@ -13,12 +13,14 @@ from kvferry.keys import Keys
 from kvferry.lease import Lease, Purpose
 from kvferry.policy import OverlapDecision
 from kvferry.scheduler.flight import Flights
+from kvferry.scheduler.following import run_numbers
 from kvferry.scheduler.transit import Transit
 from kvferry.types import (
     DEVICE,
     HOST,
     Plan,
     Question,
+    RunNumbers,
     SlotArray,
     TierName,
     Transfer,
@@ -81,7 +83,7 @@ class Outbox:
         self._stores: list[StoreOrder] = []
         self._store_ids: dict[int, TransferId] = {}
         self._moves: list[MoveOrder] = []
-        self._questions: dict[TierName, tuple[TransferId, list[Keys]]] = {}
+        self._questions: dict[TierName, tuple[TransferId, list[tuple[Keys, SlotArray]]]] = {}
         self._forget: tuple[TierName, ...] = ()
         self._step = 0
 
@@ -124,7 +126,7 @@ class Outbox:
             transfer_id = self._store_ids[group] = self._flights.new_id()
         return transfer_id
 
-    def move(self, src: End, dst: End, keys: Keys) -> TransferId:
+    def move(self, src: End, dst: End, keys: Keys, runs: RunNumbers | None = None) -> TransferId:
         """Order blocks from one tier to another."""
         config = self._config
         transfer = Transfer(
@@ -135,16 +137,20 @@ class Outbox:
             dst.slots,
             keys=keys.array,
             within=config.promote_deadline if dst.tier == HOST else config.store_deadline,
+            runs=runs,
         )
         self._moves.append(MoveOrder(transfer, src.leases + dst.leases))
         return transfer.id
 
-    def ask(self, level: TierName, keys: Keys) -> TransferId:
-        """Ask a level which of these keys it has; a level is asked one question a step."""
+    def ask(self, level: TierName, keys: Keys, at: SlotArray) -> TransferId:
+        """Ask a level which of these keys it has; a level is asked one question a step.
+
+        ``at`` is where each stands in its chain: the next number is the next block.
+        """
         if level not in self._questions:
             self._questions[level] = (self._flights.new_id(), [])
         question_id, asked = self._questions[level]
-        asked.append(keys)
+        asked.append((keys, at))
         return question_id
 
     def forget(self, levels: tuple[TierName, ...]) -> list[TransferId]:
@@ -202,8 +208,10 @@ class Outbox:
     def _launch_question(self, level: TierName, now: float) -> Question:
         question_id, asked = self._questions[level]
         within = self._config.ask_deadline
-        keys = np.concatenate([keys.array for keys in asked])
-        question = Question(question_id, level, keys, within)
+        keys = np.concatenate([keys.array for keys, _ in asked])
+        at = np.concatenate([at for _, at in asked])
+        starts = np.cumsum([0, *(len(at) for _, at in asked[:-1])])
+        question = Question(question_id, level, keys, within, run_numbers(at, starts))
         self._flights.launch(question, (), now + within)
         return question
 

@@ -26,7 +26,7 @@ from kvferry.disk_settings import DiskSettings
 from kvferry.errors import InputError
 from kvferry.keys import Keys, Recovered
 from kvferry.remote_settings import RemoteSettings
-from kvferry.types import FIRST_RANK, Rank, SlotArray, TierName
+from kvferry.types import FIRST_RANK, Rank, RunNumbers, SlotArray, TierName
 
 Rows = npt.NDArray[np.uint8]
 """Blocks as rows of bytes, one row per slot."""
@@ -101,7 +101,9 @@ class Batch:
     Piece ``j`` of every block has ``sizes[j]`` bytes; a block is its pieces in their order. The
     memory belongs to the caller and stays as it is, mapped and (for a write) unchanged, until the
     batch's result has been polled. ``places[i]`` is its place in a placed tier. After ``deadline``
-    (``time.monotonic``) nothing of it is begun any more.
+    (``time.monotonic``) nothing of it is begun any more. ``runs``, where it is given, tells which
+    blocks of a write or a look-up follow each other: a tier may lay those side by side, and need
+    not.
     """
 
     id: BatchId
@@ -111,6 +113,7 @@ class Batch:
     addresses: Addresses = field(default_factory=lambda: np.empty((0, 0), dtype=np.int64))
     sizes: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     places: SlotArray | None = None
+    runs: RunNumbers | None = None
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -218,6 +221,8 @@ def check_batch(tier: Tier, batch: Batch) -> None:
     what = f"tier {tier.name}, batch {batch.id}"
     if not len(batch):
         raise InputError(f"{what}: it names no blocks; an empty batch is never sent")
+    if batch.runs is not None and len(batch.runs) != len(batch):
+        raise InputError(f"{what}: {len(batch)} blocks have {len(batch.runs)} run numbers")
     if batch.way is Way.FIND:
         if tier.num_places is not None:
             raise InputError(f"{what}: its places are given out by us; it knows no keys to find")

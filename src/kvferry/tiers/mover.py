@@ -17,6 +17,7 @@ from kvferry.types import (
     Question,
     Rank,
     Receipt,
+    RunNumbers,
     SlotArray,
     Transfer,
     TransferId,
@@ -130,15 +131,18 @@ class SharedLevelMover(SharedMover):
             return self._pass(transfer.id)
         self._parts[transfer.id] = part
         src, dst = (src[part], below) if transfer.src == HOST else (below, dst[part])
-        keys = transfer.keys[part]
-        return self._mover.submit(replace(transfer, src_slots=src, dst_slots=dst, keys=keys))
+        keys, runs = transfer.keys[part], _some_of(transfer.runs, part)
+        return self._mover.submit(
+            replace(transfer, src_slots=src, dst_slots=dst, keys=keys, runs=runs)
+        )
 
     def ask(self, question: Question) -> object:
         part = self._own(question.keys)
         if not len(part):
             return self._pass(question.id)
         self._parts[question.id] = part
-        return self._mover.ask(replace(question, keys=question.keys[part]))
+        runs = _some_of(question.runs, part)
+        return self._mover.ask(replace(question, keys=question.keys[part], runs=runs))
 
     def forget(self) -> None:
         self._mover.forget()
@@ -162,3 +166,8 @@ class SharedLevelMover(SharedMover):
             return receipt
         failed = part if receipt.outcome is Outcome.FAILED else part[list(receipt.failed)]
         return replace(receipt, outcome=Outcome.PARTIAL, failed=tuple(failed.tolist()))
+
+
+def _some_of(runs: RunNumbers | None, part: SlotArray) -> RunNumbers | None:
+    """A rank's own blocks of a run follow each other, too: whose each is, its key alone says."""
+    return None if runs is None else runs[part]

@@ -103,7 +103,8 @@ class TierMover:
         """Have the tier find out which keys it has."""
         self._require_open()
         end = time.monotonic() + question.within
-        self._tier.submit(Batch(BatchId(question.id), Way.FIND, Keys(question.keys), end))
+        keys = Keys(question.keys)
+        self._tier.submit(Batch(BatchId(question.id), Way.FIND, keys, end, runs=question.runs))
 
     def forget(self) -> None:
         self._require_open()
@@ -170,6 +171,7 @@ class TierMover:
             self._addresses(transfer, slots),
             self._sizes,
             places if self._tier.num_places is not None else None,
+            transfer.runs,
         )
 
     def _addresses(self, transfer: Transfer, slots: SlotArray) -> SlotArray:

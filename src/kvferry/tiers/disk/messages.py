@@ -21,7 +21,7 @@ from kvferry.tiers.base import Way
 
 HEAD = struct.Struct("<IB3x")
 _NUMBER = struct.Struct("<q")
-_ORDER = struct.Struct("<qqdIIB7x")
+_ORDER = struct.Struct("<qqdIIBB6x")
 _RESULT = struct.Struct("<qqdII")
 _REASON = struct.Struct("<II")
 _READY = struct.Struct("<qqqq")
@@ -50,7 +50,10 @@ class FrameKind(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class OrderMessage:
-    """A part of a batch, for one drive: as ``tiers.Batch``, with the drive's own places."""
+    """A part of a batch, for one drive: as ``tiers.Batch``, with the drive's own places.
+
+    ``runs`` are for a shared store, which has no places.
+    """
 
     id: int
     way: Way
@@ -60,6 +63,7 @@ class OrderMessage:
     keys: Words
     sizes: Numbers
     addresses: Numbers
+    runs: Numbers | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,15 +100,17 @@ def pack_order(order: OrderMessage) -> bytes:
         len(order.places),
         len(order.sizes),
         _WAYS.index(order.way),
+        order.runs is not None,
     )
-    arrays = (order.sizes, order.places, order.keys, order.addresses)
+    arrays = [order.sizes, order.places, order.keys, order.addresses]
+    arrays += [order.runs] if order.runs is not None else []
     return frame(
         FrameKind.ORDER, b"".join((head, *(np.ascontiguousarray(a).tobytes() for a in arrays)))
     )
 
 
 def unpack_order(body: bytes) -> OrderMessage:
-    number, generation, deadline, count, pieces, way = _ORDER.unpack_from(body)
+    number, generation, deadline, count, pieces, way, has_runs = _ORDER.unpack_from(body)
     at = _ORDER.size
     sizes = np.frombuffer(body, np.int64, pieces, at)
     at += sizes.nbytes
@@ -113,7 +119,11 @@ def unpack_order(body: bytes) -> OrderMessage:
     keys = np.frombuffer(body, np.uint64, 4 * count, at).reshape(count, 4)
     at += keys.nbytes
     addresses = np.frombuffer(body, np.int64, count * pieces, at).reshape(count, pieces)
-    return OrderMessage(number, _WAYS[way], generation, deadline, places, keys, sizes, addresses)
+    at += addresses.nbytes
+    runs = np.frombuffer(body, np.int64, count, at) if has_runs else None
+    return OrderMessage(
+        number, _WAYS[way], generation, deadline, places, keys, sizes, addresses, runs
+    )
 
 
 def pack_result(result: ResultMessage) -> bytes:

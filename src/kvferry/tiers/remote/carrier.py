@@ -7,7 +7,8 @@
     where the engine's slots are mapped here: seal behind the slot ──> put
             get into the slot ── is it whole, and ours?
 
-No block counts that has not been verified here. What has not come at the deadline is given up: from
+Where blocks are small, several of a chain go into one object (``packs.py``), each one sealed. No
+block counts that has not been verified here. What has not come at the deadline is given up: from
 then on nobody touches the memory it was for.
 """
 
@@ -15,9 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,7 @@ from kvferry.tiers.remote.bandwidth import Bandwidth
 from kvferry.tiers.remote.breaker import Breaker
 from kvferry.tiers.remote.client import Fault, NotThere, StoreClient
 from kvferry.tiers.remote.names import Whose
+from kvferry.tiers.remote.packs import LookUp, Parcel, Whereabouts, cut
 from kvferry.tiers.remote.sealing import open_sealing
 from kvferry.tiers.remote.staging import address_of
 from kvferry.tiers.remote.window import Window
@@ -55,10 +58,20 @@ class Errand:
     def __post_init__(self) -> None:
         self.ends = [NotThere(_NOT_BEGUN)] * len(self.names)
 
+    def end(self, parcels: Sequence[Parcel], end: _End) -> None:
+        """This became of all blocks of these objects."""
+        for parcel in parcels:
+            for at in parcel.positions:
+                self.ends[at] = end
+
     @property
     def left(self) -> float:
         """Seconds until its deadline."""
         return self.order.deadline - time.monotonic()
+
+
+_Do = Callable[[Errand, Sequence[Parcel]], Awaitable[None]]
+"""What is done with some objects; says of each block what became of it."""
 
 
 class Carrier:
@@ -87,8 +100,8 @@ class Carrier:
         # One more is made ready, or proven, beside those that are with the client.
         self._begun = {way: asyncio.Semaphore(client.num_calls + 1) for way in Way}
         self._calls = {way: asyncio.Semaphore(client.num_calls) for way in Way}
-        self._suspects: dict[str, None] = {}
-        self._does = {Way.FIND: self._find, Way.READ: self._read, Way.WRITE: self._write}
+        self._suspects: dict[str, set[bytes]] = {}  # which blocks of an object are not ours
+        self._whereabouts = Whereabouts()
 
     def errand(self, order: OrderMessage) -> Errand:
         keys = list(Keys(order.keys))
@@ -97,10 +110,31 @@ class Carrier:
     async def carry(self, errand: Errand) -> ResultMessage:
         """All of it, until its deadline."""
         start = time.perf_counter()
-        step, count = self._client.names_per_call(errand.order.way), len(errand.names)
+        if errand.order.way is Way.FIND:
+            await self._look_up(errand)
+        elif errand.order.way is Way.READ:
+            await self._all(errand, self._whereabouts.parcels(errand.names), self._read)
+        else:
+            most = self._client.blocks_per_object
+            await self._all(errand, cut(errand.names, errand.order.runs, most), self._write)
+        self._judge(errand)
+        return _result(errand, self._whose.block_bytes, time.perf_counter() - start)
+
+    async def _look_up(self, errand: Errand) -> None:
+        names = errand.names
+        look_up = LookUp(names, errand.order.runs, partial(self._is_doubted, errand))
+        order = look_up.in_order(self._client.blocks_per_object)
+        asked = [Parcel(names[at], (at,), (0,), 1) for at in order]
+        await self._all(errand, asked, partial(self._find, look_up))
+        for parcel in look_up.parcels():
+            errand.end([parcel], None)
+            self._whereabouts.note(parcel, names)
+
+    async def _all(self, errand: Errand, parcels: Sequence[Parcel], does: _Do) -> None:
+        step = self._client.names_per_call(errand.order.way)
         tasks = [
-            asyncio.create_task(self._some(errand, range(at, min(at + step, count))))
-            for at in range(0, count, step)
+            asyncio.create_task(self._some(errand, parcels[at : at + step], does))
+            for at in range(0, len(parcels), step)
         ]
         try:
             await asyncio.wait(tasks, timeout=max(0.0, errand.left))
@@ -108,30 +142,27 @@ class Carrier:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        self._judge(errand)
-        return _result(errand, self._whose.block_bytes, time.perf_counter() - start)
 
-    async def _some(self, errand: Errand, positions: range) -> None:
+    async def _some(self, errand: Errand, parcels: Sequence[Parcel], does: _Do) -> None:
         way = errand.order.way
         async with self._begun[way]:
             if way is not Way.FIND:
-                num_bytes = len(positions) * self._whose.block_bytes
+                num_bytes = sum(each.num_blocks for each in parcels) * self._whose.block_bytes
                 await asyncio.sleep(self._bandwidth.wait(num_bytes, time.monotonic()))
             reason = self._stopped(errand)
             if reason:
-                errand.ends[positions.start : positions.stop] = [NotThere(reason)] * len(positions)
+                errand.end(parcels, NotThere(reason))
                 return
             try:
-                ends = await self._does[way](errand, positions)
+                await does(errand, parcels)
             except Exception as error:  # a bug of ours or of a client: these blocks have failed
-                ends = [Fault(f"{type(error).__name__}: {error}")] * len(positions)
-            errand.ends[positions.start : positions.stop] = ends
+                errand.end(parcels, Fault(f"{type(error).__name__}: {error}"))
 
     @asynccontextmanager
-    async def _turn(self, errand: Errand, positions: range) -> AsyncIterator[None]:
+    async def _turn(self, errand: Errand, parcels: Sequence[Parcel]) -> AsyncIterator[None]:
         """With the client: what does not come from here on is the store's fault."""
         async with self._calls[errand.order.way]:
-            errand.ends[positions.start : positions.stop] = [_NOT_COME] * len(positions)
+            errand.end(parcels, _NOT_COME)
             yield
 
     def _stopped(self, errand: Errand) -> str:
@@ -140,46 +171,66 @@ class Carrier:
             return "cancelled"
         return self._breaker.ailment or (_NOT_BEGUN if errand.left <= 0 else "")
 
-    async def _find(self, errand: Errand, positions: range) -> list[_End]:
-        names = errand.names[positions.start : positions.stop]
-        async with self._turn(errand, positions):
-            ends = await self._client.find(names, self._whose.object_bytes)
-        for name, end in zip(names, ends, strict=True):
-            if isinstance(end, NotThere) and end.reason != NotThere.reason:
-                self._suspect(name)
-        # What we know to be no block of ours is not there, whatever the store says.
-        return [
-            NotThere("it is not what it should be")
-            if end is None and name in self._suspects
-            else end
-            for name, end in zip(names, ends, strict=True)
-        ]
+    async def _find(self, look_up: LookUp, errand: Errand, parcels: Sequence[Parcel]) -> None:
+        # Some may have been found meanwhile, in an object that has them too.
+        asked = [each for each in parcels if not look_up.has(each.positions[0])]
+        names = [each.name for each in asked]
+        if not names:
+            return
+        async with self._turn(errand, asked):
+            counts = await self._client.find(names, self._whose.object_bytes)
+        for parcel, count in zip(asked, counts, strict=True):
+            (at,) = parcel.positions
+            if isinstance(count, int):
+                # What we know to be no block of ours is not there, whatever the store says.
+                errand.end([parcel], NotThere("it is not what it should be"))
+                look_up.found(at, count)
+                continue
+            if isinstance(count, NotThere) and count.reason != NotThere.reason:
+                self._suspect(parcel.name, errand.keys[at])
+            errand.end([parcel], count)
 
-    async def _read(self, errand: Errand, positions: range) -> list[_End]:
-        names = errand.names[positions.start : positions.stop]
-        ends: list[_End] = []
-        slots = self._in_place(errand.order, positions)
-        async with self._turn(errand, positions):
+    def _is_doubted(self, errand: Errand, of: int, at: int) -> bool:
+        return errand.keys[at] in self._suspects.get(errand.names[of], ())
+
+    async def _read(self, errand: Errand, parcels: Sequence[Parcel]) -> None:
+        names = [each.name for each in parcels]
+        slots = self._in_place(errand.order, parcels)
+        async with self._turn(errand, parcels):
             given = await self._client.get(names, self._whose.object_bytes, slots)
         await asyncio.sleep(0)  # whose turn it is now begins, and goes on beside our proofs
-        for at, name, stored in zip(positions, names, given, strict=True):
-            if not isinstance(stored, memoryview):
-                ends.append(stored)
-                continue
-            try:
-                block = self._sealing.unseal(stored, errand.keys[at])
-                ends.append(self._end(errand, at, block, in_place=bool(slots)))
-            finally:
-                self._staging.give_back(stored)
-            if block is None:
-                self._suspect(name)
-        return ends
+        for parcel, stored in zip(parcels, given, strict=True):
+            if isinstance(stored, memoryview):
+                try:
+                    self._take_out(errand, parcel, stored, in_place=bool(slots))
+                finally:
+                    self._staging.give_back(stored)
+            else:
+                errand.end([parcel], stored)
+            for at in parcel.positions:
+                if isinstance(errand.ends[at], NotThere):
+                    self._whereabouts.drop(errand.names[at])
 
-    def _in_place(self, order: OrderMessage, positions: range) -> list[memoryview]:
+    def _take_out(
+        self, errand: Errand, parcel: Parcel, stored: memoryview, *, in_place: bool
+    ) -> None:
+        """Bring those of an object's blocks that are wanted, and are proven, to where they go."""
+        size = self._whose.object_bytes
+        for at, behind in zip(parcel.positions, parcel.behind, strict=True):
+            start = len(stored) - (behind + 1) * size
+            if start < 0:
+                errand.ends[at] = NotThere("the object has become shorter")
+                continue
+            block = self._sealing.unseal(stored[start : start + size], errand.keys[at])
+            errand.ends[at] = self._end(errand, at, block, in_place=in_place)
+            if block is None:
+                self._suspect(parcel.name, errand.keys[at])
+
+    def _in_place(self, order: OrderMessage, parcels: Sequence[Parcel]) -> list[memoryview]:
         """The engine's own slots as rooms for these objects; none where they must be copied."""
         if self._window is None or len(order.sizes) != 1:
             return []
-        there = order.addresses[positions.start : positions.stop, 0]
+        there = order.addresses[[each.positions[0] for each in parcels], 0]
         return self._window.rooms(there, self._whose.object_bytes)
 
     def _end(self, errand: Errand, at: int, block: memoryview | None, *, in_place: bool) -> _End:
@@ -192,30 +243,46 @@ class Carrier:
                 return NotThere("the engine's memory cannot be written")
         return None
 
-    async def _write(self, errand: Errand, positions: range) -> list[_End]:
-        slots = self._in_place(errand.order, positions)
-        rooms = slots or self._staging.lend(len(positions))
+    async def _write(self, errand: Errand, parcels: Sequence[Parcel]) -> None:
+        slots = self._in_place(errand.order, parcels)
+        rooms = slots or self._staging.lend(len(parcels))
         if not rooms:
-            return [Fault("too many calls to the store hang")] * len(positions)
-        for at, room in zip(positions, rooms, strict=True):
-            if not slots and not self._fetch(errand, at, self._sealing.plain(room)):
+            errand.end(parcels, Fault("too many calls to the store hang"))
+            return
+        objects = [
+            room[: each.num_blocks * self._whose.object_bytes]
+            for each, room in zip(parcels, rooms, strict=True)
+        ]
+        for parcel, room in zip(parcels, objects, strict=True):
+            if not self._put_in(errand, parcel, room, in_place=bool(slots)):
                 self._give_back(rooms)
-                return [NotThere("the engine's memory cannot be read")] * len(positions)
-            self._sealing.seal(room, errand.keys[at])
-        names = errand.names[positions.start : positions.stop]
+                errand.end(parcels, NotThere("the engine's memory cannot be read"))
+                return
+        names = [each.name for each in parcels]
         replace = [name in self._suspects for name in names]
         is_ours = True
         try:
-            async with self._turn(errand, positions):
+            async with self._turn(errand, parcels):
                 is_ours = False  # the client's, who gives them back
-                ends = await self._client.put(names, rooms, replace=replace)
+                ends = await self._client.put(names, objects, replace=replace)
         finally:
             if is_ours:
                 self._give_back(rooms)
-        for name, end in zip(names, ends, strict=True):
+        for parcel, end in zip(parcels, ends, strict=True):
+            errand.end([parcel], end)
             if end is None:
-                self._suspects.pop(name, None)
-        return list(ends)
+                self._suspects.pop(parcel.name, None)
+                self._whereabouts.note(parcel, errand.names)
+
+    def _put_in(self, errand: Errand, parcel: Parcel, room: memoryview, *, in_place: bool) -> bool:
+        """Make an object of blocks; False where they cannot be had."""
+        size = self._whose.object_bytes
+        for start, at in zip(range(0, len(room), size), parcel.positions, strict=True):
+            piece = room[start : start + size]
+            if not in_place and not self._fetch(errand, at, self._sealing.plain(piece)):
+                return False
+            self._sealing.seal(piece, errand.keys[at])
+        return True
 
     def _give_back(self, rooms: Sequence[memoryview]) -> None:
         for each in rooms:
@@ -231,11 +298,11 @@ class Carrier:
         offsets = np.cumsum(order.sizes) - order.sizes
         return address_of(room) + offsets, order.addresses[at], order.sizes
 
-    def _suspect(self, name: str) -> None:
-        """What lies under this name is not ours. The next write replaces it, where it may."""
-        while len(self._suspects) >= _MOST_SUSPECTS:
+    def _suspect(self, name: str, key: bytes) -> None:
+        """This block in the object is not ours. The next write replaces it, where it may."""
+        while name not in self._suspects and len(self._suspects) >= _MOST_SUSPECTS:
             del self._suspects[next(iter(self._suspects))]
-        self._suspects[name] = None
+        self._suspects.setdefault(name, set()).add(key)
 
     # -- health -------------------------------------------------------------------------------
 

@@ -41,19 +41,23 @@ class StoreClient(Protocol):
     num_calls: int
     """How many calls of one kind are best under way at once."""
 
+    blocks_per_object: int
+    """How many blocks of a chain are best written as one object; rooms of the staging hold that."""
+
     def names_per_call(self, way: Way) -> int:
         """How many names are best given at once."""
 
     async def probe(self) -> Fault | None:
         """Whether objects can be written and read back."""
 
-    async def find(self, names: Sequence[str], size: int) -> list[NotThere | Fault | None]:
-        """Which are there, as objects of this size (None: it is)."""
+    async def find(self, names: Sequence[str], size: int) -> list[int | NotThere | Fault]:
+        """Which are there, and how many blocks each has that are of this size with their seal."""
 
     async def get(
         self, names: Sequence[str], size: int, rooms: Sequence[memoryview]
     ) -> list[Stored]:
-        """Objects of this size. Whoever takes one gives its memory back to the staging.
+        """Objects of one or more blocks of this size. Whoever takes one gives its memory back to
+        the staging.
 
         They come into ``rooms``, which are slots of the engine's, where some are given (that is:
         where the client has the engine's window). What is cancelled writes nothing there any more.
@@ -62,7 +66,8 @@ class StoreClient(Protocol):
     async def put(
         self, names: Sequence[str], objects: Sequence[memoryview], *, replace: Sequence[bool]
     ) -> list[NotThere | Fault | None]:
-        """Write them; one that is there already stays as it is, unless it is to be replaced.
+        """Write them; one that is there already stays as it is, unless it is to be replaced, or
+        (where the store can say so) has fewer blocks.
 
         ``objects`` are lent from the staging: the client gives them back once nobody reads them,
         which may be long after it was cancelled. Or they are the engine's slots: what was put of

@@ -72,6 +72,7 @@ class MooncakeClient:
     """One client of a store. Owns it, and the segment that it gives."""
 
     num_calls = _CALLS
+    blocks_per_object = 1
 
     def __init__(
         self,
@@ -158,11 +159,11 @@ class MooncakeClient:
         self._store = store
         return None
 
-    async def find(self, names: Sequence[str], size: int) -> list[NotThere | Fault | None]:
+    async def find(self, names: Sequence[str], size: int) -> list[int | NotThere | Fault]:
         codes = await self._codes(
             Way.FIND, lambda: self._store.batch_is_exist(list(names)), len(names), lambda _: None
         )
-        return [None if code == 1 else _fault(code) if code else NotThere() for code in codes]
+        return [1 if code == 1 else _fault(code) if code else NotThere() for code in codes]
 
     async def get(
         self, names: Sequence[str], size: int, rooms: Sequence[memoryview]

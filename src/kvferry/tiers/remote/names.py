@@ -22,7 +22,7 @@ from kvferry.remote_settings import SPARE_BYTES
 from kvferry.tiers.cipher import NONCE_BYTES, TAG_BYTES, derived_key
 from kvferry.types import KEY_BYTES
 
-FORMAT = 1
+FORMAT = 2
 """Of names and seals. Another format is another place: never read as if it were ours."""
 
 SHARED = 0

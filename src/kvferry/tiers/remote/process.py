@@ -37,6 +37,7 @@ from kvferry.tiers.remote.breaker import Breaker
 from kvferry.tiers.remote.carrier import Carrier, Errand
 from kvferry.tiers.remote.client import StoreClient
 from kvferry.tiers.remote.names import Whose
+from kvferry.tiers.remote.packs import best_in_one
 from kvferry.tiers.remote.window import Window
 
 PROBE_SECONDS = 2.0
@@ -52,7 +53,8 @@ def open_client(
         return open_mooncake(address, whose.object_bytes, whose.folder(), window)
     from kvferry.tiers.remote.s3 import S3Client
 
-    return S3Client(address, whose.object_bytes, whose.folder(), env)
+    in_one = best_in_one(whose.block_bytes, whose.object_bytes, address.pack)
+    return S3Client(address, whose.object_bytes, whose.folder(), env, in_one)
 
 
 OpenClient = Callable[[RemoteAddress, Whose, Mapping[str, str], Window | None], StoreClient]

@@ -1,8 +1,10 @@
-"""S3 and what speaks like it: an object for each block, many requests at once.
+"""S3 and what speaks like it: objects of one or more blocks, many requests at once.
 
 Servers differ. Some honour a conditional put, some ignore it and overwrite, some refuse it; some
 answer a missing bucket as a missing object. Nothing here rests on that: an object proves itself
-when it is read, and whoever overwrites writes the same bytes.
+when it is read, and whoever overwrites writes the same bytes: of as many blocks, or of another
+number of those that end with the same one. Where the server ignores the condition a shorter object
+may so take the place of a longer; what it lacks is missing until somebody writes it again.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ import obstore
 from obstore import exceptions
 from obstore.store import S3Store
 
-from kvferry.remote_settings import RemoteAddress
+from kvferry.remote_settings import PACK, RemoteAddress
 from kvferry.tiers.base import Way
 from kvferry.tiers.remote.aws import ca_bundle, s3_config
 from kvferry.tiers.remote.client import Fault, NotThere, Stored
+from kvferry.tiers.remote.packs import most_in_one
 from kvferry.tiers.remote.s3_reasons import reason_of
 from kvferry.tiers.remote.staging import Staging
 
@@ -45,15 +48,24 @@ class S3Client:
     """
 
     def __init__(
-        self, address: RemoteAddress, object_bytes: int, folder: str, env: Mapping[str, str]
+        self,
+        address: RemoteAddress,
+        object_bytes: int,
+        folder: str,
+        env: Mapping[str, str],
+        blocks_per_object: int = 1,
     ) -> None:
-        config = s3_config(address.options, env)
+        """``object_bytes`` has a block with its seal."""
+        told = {name: value for name, value in address.options.items() if name != PACK}
+        config = s3_config(told, env)
         roots = ca_bundle(env)
         self._prefix = f"{address.prefix}/" if address.prefix else ""
         self._probe_name = f"{self._prefix}{folder}/probe"
         self._can_create = True
+        self._object_bytes = object_bytes
         self.num_calls = most_calls(object_bytes)
-        self.staging = Staging(object_bytes, 2 * self.num_calls)
+        self.blocks_per_object = blocks_per_object
+        self.staging = Staging(blocks_per_object * object_bytes, 2 * self.num_calls)
         self._store = S3Store(
             address.place,
             # Blocks carry a checksum of their own: a second over each, slower one gains nothing.
@@ -91,17 +103,17 @@ class S3Client:
             return Fault(reason_of(error))
         return None
 
-    async def find(self, names: Sequence[str], size: int) -> list[NotThere | Fault | None]:
+    async def find(self, names: Sequence[str], size: int) -> list[int | NotThere | Fault]:
         return list(await asyncio.gather(*(self._find(name, size) for name in names)))
 
-    async def _find(self, name: str, size: int) -> NotThere | Fault | None:
+    async def _find(self, name: str, size: int) -> int | NotThere | Fault:
         try:
             there = await obstore.head_async(self._store, self._prefix + name)
         except FileNotFoundError:
             return NotThere()
         except Exception as error:
             return Fault(reason_of(error))
-        return None if there["size"] == size else NotThere(_wrong(there["size"], size))
+        return _num_blocks(there["size"], size) or NotThere(_wrong(there["size"], size))
 
     async def get(
         self, names: Sequence[str], size: int, rooms: Sequence[memoryview] = ()
@@ -111,7 +123,7 @@ class S3Client:
     async def _get(self, name: str, size: int) -> Stored:
         try:
             got = await obstore.get_async(self._store, self._prefix + name)
-            if got.meta["size"] != size:  # before its body, which may be anything
+            if not _num_blocks(got.meta["size"], size):  # before its body, which may be anything
                 return NotThere(_wrong(got.meta["size"], size))
             return memoryview(await got.bytes_async())
         except FileNotFoundError:
@@ -144,13 +156,22 @@ class S3Client:
                     await self._put(self._prefix + name, stored, "create")
                     return None
                 except exceptions.AlreadyExistsError:
-                    return None  # by us or by another server: the same bytes
+                    # By us or by another server: the same bytes, but maybe of fewer blocks.
+                    if not await self._is_shorter(name, len(stored)):
+                        return None
                 except (exceptions.NotSupportedError, NotImplementedError):
                     self._can_create = False
             await self._put(self._prefix + name, stored, "overwrite")
         except Exception as error:
             return Fault(reason_of(error))
         return None
+
+    async def _is_shorter(self, name: str, size: int) -> bool:
+        """Whether what is there has fewer bytes; an object of one block need not be asked."""
+        if size <= self._object_bytes:
+            return False
+        there = await obstore.head_async(self._store, self._prefix + name)
+        return int(there["size"]) < size
 
     async def _put(self, path: str, stored: Any, mode: Any) -> None:
         await obstore.put_async(self._store, path, stored, mode=mode, use_multipart=False)
@@ -163,5 +184,11 @@ class S3Client:
         """Connections end with the process."""
 
 
+def _num_blocks(num_bytes: int, size: int) -> int:
+    """How many blocks of this size an object of ours has; 0: it cannot be one of ours."""
+    count, rest = divmod(num_bytes, size)
+    return count if not rest and count <= most_in_one(size) else 0
+
+
 def _wrong(got: int, wanted: int) -> str:
-    return f"{got} bytes are there where {wanted} should be"
+    return f"{got} bytes are there where {wanted} should be, or a few times as many"

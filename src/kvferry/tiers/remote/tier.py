@@ -333,6 +333,7 @@ def _order(errand: _Errand) -> OrderMessage:
         keys=batch.keys.array,
         sizes=batch.sizes,
         addresses=batch.addresses if batch.sizes.size else np.zeros((len(batch), 0), np.int64),
+        runs=batch.runs,
     )
 
 

@@ -1,0 +1,173 @@
+"""Several blocks of a chain in one object: how a write is cut, and which object has a block.
+
+::
+
+    chain     k0 k1 k2 k3 k4 k5 k6 k7 k8 k9
+    objects   [           k4][     k7]   [k9]      an object has the name of its last block
+
+A key stands for the whole chain before it. So who knows the chain, finds an object by its name and
+sees how many blocks it has, knows which those are; and whoever does not know the chain is told
+wrongly of none, because each block is proven by itself when it is read. Two servers may give one
+name to objects of different length: where the server can tell, the longer stays (``s3.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
+
+_MOST_IN_ONE, _MOST_BYTES = 16, 8 << 20
+"""The most that is ever taken for an object of ours, and so the most that is written."""
+
+_SMALL_BYTES, _ENOUGH_BYTES = 256 << 10, 1 << 20
+_ENOUGH_IN_ONE = 8
+"""Larger blocks gain nothing in packs; and larger packs little more, while who needs one block of
+them reads all, and whose chain leaves theirs in their midst finds none. (``bench/remote_packs.py``,
+figures in docs/fleet.md.)"""
+
+_MOST_KNOWN = 1 << 16
+
+
+def most_in_one(object_bytes: int) -> int:
+    """How many blocks of this size an object may have, whoever wrote it."""
+    return max(1, min(_MOST_IN_ONE, _MOST_BYTES // object_bytes))
+
+
+def best_in_one(block_bytes: int, object_bytes: int, told: int | None) -> int:
+    """How many blocks we write into one object: as the settings say, or what is fast."""
+    fast = min(_ENOUGH_IN_ONE, _ENOUGH_BYTES // block_bytes) if block_bytes <= _SMALL_BYTES else 1
+    return min(told if told is not None else fast, most_in_one(object_bytes))
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """An object, and those of an order's blocks that are in it.
+
+    ``positions`` are the order's; ``behind`` says for each how many blocks come behind it in the
+    object. ``num_blocks`` are in it, as far as is known.
+    """
+
+    name: str
+    positions: Sequence[int]
+    behind: Sequence[int]
+    num_blocks: int
+
+
+def cut(names: Sequence[str], runs: npt.NDArray[Any] | None, most: int) -> list[Parcel]:
+    """The objects to write these blocks as: runs in order, so many blocks each."""
+    if runs is None or most == 1:
+        return [Parcel(name, (at,), (0,), 1) for at, name in enumerate(names)]
+    numbers, parcels, start = runs.tolist(), [], 0
+    for stop in range(1, len(names) + 1):
+        if stop == len(names) or numbers[stop] != numbers[start] or stop - start == most:
+            positions = range(start, stop)
+            behind = range(len(positions) - 1, -1, -1)
+            parcels.append(Parcel(names[stop - 1], positions, behind, len(positions)))
+            start = stop
+    return parcels
+
+
+class Whereabouts:
+    """Which object a block was last known to be in. Owns that, for so many blocks.
+
+    A block of which nothing is known is looked for under its own name.
+    """
+
+    def __init__(self, capacity: int = _MOST_KNOWN) -> None:
+        self._capacity = capacity
+        self._known: dict[str, tuple[str, int, int]] = {}  # the object, blocks behind it, all
+
+    def note(self, parcel: Parcel, names: Sequence[str]) -> None:
+        """Blocks of an order, whose ``names`` these are, are in this object."""
+        for at, behind in zip(parcel.positions, parcel.behind, strict=True):
+            self.drop(names[at])
+            if parcel.num_blocks > 1:
+                self._known[names[at]] = (parcel.name, behind, parcel.num_blocks)
+        while len(self._known) > self._capacity:
+            del self._known[next(iter(self._known))]
+
+    def drop(self, name: str) -> None:
+        """The block of this name is not where it was."""
+        self._known.pop(name, None)
+
+    def parcels(self, names: Sequence[str]) -> list[Parcel]:
+        """The objects to read these blocks from."""
+        found: dict[str, list[tuple[int, int, int]]] = {}
+        for at, name in enumerate(names):
+            where, behind, count = self._known.get(name, (name, 0, 1))
+            found.setdefault(where, []).append((at, behind, count))
+        return [
+            Parcel(
+                name,
+                [at for at, _, _ in blocks],
+                [behind for _, behind, _ in blocks],
+                max(count for _, _, count in blocks),
+            )
+            for name, blocks in found.items()
+        ]
+
+
+class LookUp:
+    """What was heard so far of one question's blocks. Owns which objects there are of theirs.
+
+    ``is_doubted(object, block)`` says of two positions that the one's object is known not to have
+    the other's block as it should be.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        runs: npt.NDArray[Any] | None,
+        is_doubted: Callable[[int, int], bool],
+    ) -> None:
+        self._names = names
+        self._runs = runs.tolist() if runs is not None else range(len(names))
+        self._is_doubted = is_doubted
+        self._objects: list[list[int]] = [[] for _ in names]  # that have each block
+        self._counts: dict[int, int] = {}
+
+    def in_order(self, most: int) -> list[int]:
+        """Every position: first those where an object of so many blocks would end.
+
+        What these turn out to cover need not be asked for any more.
+        """
+        coarse: list[int] = []
+        fine: list[int] = []
+        start = 0
+        for at, run in enumerate(self._runs):
+            if run != self._runs[start]:
+                start = at
+            is_last = at + 1 == len(self._names) or self._runs[at + 1] != run
+            (coarse if is_last or (at - start + 1) % most == 0 else fine).append(at)
+        return coarse + fine
+
+    def has(self, at: int) -> bool:
+        """Whether an object was found that this block is in."""
+        return bool(self._objects[at])
+
+    def found(self, at: int, num_blocks: int) -> None:
+        """There is an object with the name of this block, and with so many blocks."""
+        self._counts[at] = num_blocks
+        for block in range(at, max(-1, at - num_blocks), -1):
+            if self._runs[block] != self._runs[at]:
+                break
+            if not self._is_doubted(at, block):
+                self._objects[block].append(at)
+
+    def parcels(self) -> list[Parcel]:
+        """Each block that is there, in one object: as few objects as will do."""
+        chosen: dict[int, list[int]] = {}
+        last = -1
+        for at in range(len(self._names) - 1, -1, -1):
+            objects = self._objects[at]
+            if objects and last not in objects:
+                last = min(objects, key=lambda each: each - self._counts[each])
+            if objects:
+                chosen.setdefault(last, []).append(at)
+        return [
+            Parcel(self._names[of], blocks, [of - at for at in blocks], self._counts[of])
+            for of, blocks in chosen.items()
+        ]
