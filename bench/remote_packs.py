@@ -7,11 +7,16 @@ read by another process than the one that wrote it. Compared in one run, in turn
 block (``pack=1``), and objects of as many as each name says. A chain is looked up twice: where it
 is, and where nothing is. The latency is put before each answer by a process between client and
 server, which is there for the rows of 0 ms too.
+
+First, without bytes, how well the real scheduler's orders can be packed: conversations that come
+back in random order and grow by a few blocks each time, written as they are stored or when the host
+evicts them.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import secrets
 import socket
 import statistics
@@ -27,13 +32,17 @@ import numpy as np
 
 from kvferry.keys import Keys
 from kvferry.quantities import KiB, MiB, parse_seconds
+from kvferry.scheduler.level import KeyedLevel, WriteMode
 from kvferry.tiers import Batch, BatchId, Way
 from kvferry.tiers.remote import RemoteTier
+from kvferry.tiers.remote.packs import cut
+from kvferry.types import TierName
 
 SKIPPED = 77
 try:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' real servers
     from tests.fakes import remote, s3_servers
+    from tests.fakes.desk import FULL, Desk, story
 except ModuleNotFoundError as error:
     print(f"{error}: pip install -e '.[dev]'", file=sys.stderr)
     sys.exit(SKIPPED)
@@ -156,6 +165,35 @@ class Chain:
         return time.perf_counter() - begun
 
 
+def tell_packed(write: WriteMode, turn_blocks: tuple[int, int]) -> None:
+    """How many objects of up to eight blocks a fleet's server would write for so many blocks."""
+    level = TierName("store")
+    desk = Desk(levels=[KeyedLevel(level, write)], slots=2048, policy="lru")
+    rng = random.Random(7)
+    lengths = dict.fromkeys(range(200), 0)
+    num_blocks = num_objects = num_alone = 0
+    for turn in range(1500):
+        number = rng.randrange(len(lengths))
+        lengths[number] += rng.randint(*turn_blocks)
+        name, chain = str(turn), story(number, min(lengths[number], 999))
+        desk.store(name, chain, len(chain) * FULL.block_tokens)
+        desk.scheduler.finish(name)
+        desk.now += 1.0
+        for _ in range(2):  # what was stored is sent down with the next
+            for move in desk.plan():
+                if move.dst == level:
+                    parcels = cut([""] * len(move), move.runs, 8)
+                    num_blocks += len(move)
+                    num_objects += len(parcels)
+                    num_alone += sum(each.num_blocks == 1 for each in parcels)
+            desk.land()
+    print(
+        f"{write.value + f', turns of {turn_blocks[0]} to {turn_blocks[1]} blocks':34}"
+        f"{num_blocks:8} blocks in {num_objects:6} objects, {num_alone / num_blocks:6.1%} alone",
+        flush=True,
+    )
+
+
 def compare(endpoint: str, kind: str, size: int, rounds: int) -> None:
     """Every way in turn; a line for each: blocks one by one, and times as fast in packs."""
     chains = {n: Chain(endpoint, size, TOTALS[kind], n) for n in (ONE, *PACKS)}
@@ -188,6 +226,9 @@ def main() -> None:
     if args.pass_on:
         serve_latency(args.pass_on, float(args.latency))
     latency = parse_seconds(args.latency, name="latency")
+    for write in (WriteMode.THROUGH, WriteMode.SPILL):
+        for turn_blocks in ((1, 6), (3, 60)):
+            tell_packed(write, turn_blocks)
     # rclone would hash a file for its ETag whenever it is asked for, and list a folder for every
     # object in it: no store at scale does.
     options = ["--etag-hash=", "--dir-cache-time=1h"] if args.server == "rclone" else []

@@ -128,8 +128,8 @@ class Config:
     remote: str | None = setting(
         None,
         optional(STORE),
-        "A store that servers share, below all levels: s3://BUCKET/PREFIX or "
-        "mooncake://MASTER:PORT.",
+        "A store that servers share, below all levels: s3://BUCKET/PREFIX (?pack=BLOCKS in one "
+        "object, else as many as is fast) or mooncake://MASTER:PORT.",
     )
     remote_bandwidth: int | None = setting(
         None,

@@ -181,9 +181,11 @@ def test_the_longer_of_two_objects_of_one_name_holds_both(fleet: Fleet) -> None:
     short, long = fleet.join(8), fleet.join(8)
     long.rows[:] = short.rows
     short.write([5, 6, 7])
+    theirs = fleet.join(like=long)
+    assert found(theirs, ALL) == [5, 6, 7]
     long.write(ALL)
     assert fleet.objects() == {7: 8}, "what was there had fewer blocks"
-    theirs = fleet.join(like=long)
+    assert read(theirs, [5, 6, 7]) == [5, 6, 7], "they lie elsewhere in it now"
     assert found(theirs, ALL) == ALL
     assert read(theirs, ALL) == ALL
 

@@ -13,12 +13,14 @@ from tests.fakes.crafted_keys import key
 
 from kvferry.config import Config
 from kvferry.errors import ConfigError
+from kvferry.quantities import KiB, MiB
 from kvferry.tiers import TierSetup, open_tier
 from kvferry.tiers.remote import open_remote
 from kvferry.tiers.remote.aws import ca_bundle, s3_config
 from kvferry.tiers.remote.bandwidth import Bandwidth
 from kvferry.tiers.remote.breaker import FIRST_WAIT, LONGEST_WAIT, Breaker
 from kvferry.tiers.remote.names import SEAL_BYTES, Whose
+from kvferry.tiers.remote.packs import best_in_one
 from kvferry.tiers.remote.staging import Staging, address_of
 from kvferry.types import TierName
 
@@ -137,6 +139,7 @@ def test_staging_lends_each_room_once_and_ignores_what_is_not_its_own() -> None:
             "s3://bucket?endpoint=http://127.0.0.1:9000",
             "s3://bucket?endpoint=http://127.0.0.1:9000",
         ),
+        ("s3://bucket/a?pack=16", "s3://bucket/a?pack=16"),
     ],
 )
 def test_addresses_in_normal_form(text: str, normal: str) -> None:
@@ -157,6 +160,12 @@ def test_addresses_in_normal_form(text: str, normal: str) -> None:
         ("s3://key:secret@bucket/x", "carries no credentials"),
         ("s3://bucket?endpoint=ftp://x", "endpoint: expected http"),
         ("s3://bucket?secret=x", "no option 'secret'"),
+        ("s3://bucket?pack=0", "pack: expected a number of blocks from 1 to 16, got '0'"),
+        ("s3://bucket?pack=17", "from 1 to 16"),
+        ("s3://bucket?pack=-1", "from 1 to 16"),
+        ("s3://bucket?pack=all", "from 1 to 16"),
+        (f"s3://bucket?pack={'9' * 5000}", "from 1 to 16"),
+        ("mooncake://m:1?pack=4", "no option 'pack'"),
         ("s3://bucket?endpoint", "is no address"),
         (7, "expected s3://"),
         ("s3://buck\net", "expected s3://"),
@@ -188,6 +197,27 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     setup = TierSetup(TierName("remote"), 64, options=spec.options, shared_namespace=bytes(32))
     with pytest.raises(ConfigError, match=r"remote: s3://bucket .* needs obstore .*kvferry\[s3\]"):
         open_tier(spec, setup)
+
+
+@pytest.mark.parametrize(
+    ("block", "told", "in_one"),
+    [
+        (1, None, 8),
+        (64 * KiB, None, 8),
+        (256 * KiB, None, 4),
+        (256 * KiB + 1, None, 1),
+        (4 * MiB, None, 1),
+        (64 * KiB, 1, 1),
+        (64 * KiB, 16, 16),
+        (MiB, 4, 4),
+        (MiB, 16, 7),
+        (9 * MiB, 16, 1),
+    ],
+)
+def test_small_blocks_are_packed_and_others_if_told(
+    block: int, told: int | None, in_one: int
+) -> None:
+    assert best_in_one(block, block + SEAL_BYTES, told) == in_one
 
 
 # -- credentials -----------------------------------------------------------------------------------
