@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from kvferry.keys import Keys
 from kvferry.tiers import Batch, BatchId, Result, Way
-from kvferry.tiers.base import check_batch
+from kvferry.tiers.base import CLOSE_SECONDS, check_batch
 from kvferry.tiers.remote import RemoteTier
 
 
@@ -22,7 +21,9 @@ class Paired:
 
     def __init__(self, tier: RemoteTier) -> None:
         self.inner = tier
-        self.name, self.num_places, self.block_bytes = tier.name, None, tier.block_bytes
+        self.name = tier.name
+        self.num_places: int | None = None
+        self.block_bytes = tier.block_bytes
         self._batches: dict[BatchId, tuple[Batch, np.ndarray]] = {}
 
     def submit(self, batch: Batch) -> None:
@@ -67,5 +68,20 @@ class Paired:
         digest = np.frombuffer(key, dtype=np.uint8)
         return np.resize(digest, self.block_bytes)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+    # -- as they are ----------------------------------------------------------------------------
+
+    @property
+    def ailment(self) -> str:
+        return self.inner.ailment
+
+    def attach_memory(self, address: int, num_bytes: int) -> None:
+        self.inner.attach_memory(address, num_bytes)
+
+    def cancel(self, batch_id: BatchId) -> None:
+        self.inner.cancel(batch_id)
+
+    def forget(self) -> None:
+        self.inner.forget()
+
+    def close(self, timeout: float = CLOSE_SECONDS) -> tuple[BatchId, ...]:
+        return self.inner.close(timeout)

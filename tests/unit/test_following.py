@@ -33,10 +33,12 @@ def joined(message: Transfer | Question) -> set[tuple[Key, Key]]:
     return {(told[n - 1], told[n]) for n in range(1, len(told)) if runs[n] == runs[n - 1]}
 
 
-def following(desk: Desk, chains: Sequence[Keys], message: Transfer | Question) -> set:
+def following(
+    desk: Desk, chains: Sequence[Keys], message: Transfer | Question
+) -> set[tuple[Key, Key]]:
     """Neighbours in the message that really do."""
     matcher = desk.scheduler._parts.matcher
-    after = set()
+    after: set[tuple[Key, Key]] = set()
     for chain in chains:
         for group in range(len(desk.groups)):
             own = list(matcher.all_keys(group, chain))
