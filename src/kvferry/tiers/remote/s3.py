@@ -63,9 +63,10 @@ class S3Client:
         self._probe_name = f"{self._prefix}{folder}/probe"
         self._can_create = True
         self._object_bytes = object_bytes
-        self.num_calls = most_calls(object_bytes)
+        room = blocks_per_object * object_bytes
+        self.num_calls = min(most_calls(object_bytes), max(4, _MOST_BYTES // room))
         self.blocks_per_object = blocks_per_object
-        self.staging = Staging(blocks_per_object * object_bytes, 2 * self.num_calls)
+        self.staging = Staging(room, 2 * self.num_calls)
         self._store = S3Store(
             address.place,
             # Blocks carry a checksum of their own: a second over each, slower one gains nothing.
