@@ -91,6 +91,7 @@ class MatchCounts:
     hit_tokens: int = 0
     promoted_tokens: int = 0
     expired_hits: int = 0
+    early_loads: int = 0
     verdicts: Counter[str] = field(default_factory=Counter)
     overlaps: Counter[str] = field(default_factory=Counter)
     missed: Counter[str] = field(default_factory=Counter)
@@ -114,7 +115,8 @@ class SchedulerStats:
     bytes per second of one rank while it had something to bring. ``memory_curve`` estimates, by
     tier, which share of prompt tokens it and those above it would have, had it so many times its
     memory; empty while too little is known. ``overlaps`` counts loads by how they went together
-    with the forward pass, where an engine lets us decide that.
+    with the forward pass, where an engine lets us decide that; ``early_loads`` those that began
+    before all of their blocks had come up from below.
     """
 
     pool: PoolCounts
@@ -149,3 +151,4 @@ class SchedulerStats:
     level_bandwidth: Mapping[str, float | None] = field(default_factory=dict)
     memory_curve: Mapping[str, Mapping[float, float]] = field(default_factory=dict)
     overlaps: Mapping[str, int] = field(default_factory=dict)
+    early_loads: int = 0

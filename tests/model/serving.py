@@ -45,7 +45,7 @@ from kvferry.errors import TransferError
 from kvferry.identity import scope
 from kvferry.keys import Keys
 from kvferry.pool import Pool
-from kvferry.scheduler import NO_BLOCK
+from kvferry.scheduler import NO_BLOCK, State
 from kvferry.scheduler.level import PlacedLevel, WriteMode, level_of
 from kvferry.slot_states import SlotState
 from kvferry.stats import SchedulerStats
@@ -103,6 +103,8 @@ class Serving:
         self.num_finished = 0
         self.num_loads = 0
         self.num_failed = 0
+        self.num_pieces = 0
+        self.num_parts = 0
         self._allocated = 0
         self._known: dict[tuple[int, int], tuple[int, int]] = {}
         for story, keys in enumerate(self.stories.keys):
@@ -148,8 +150,13 @@ class Serving:
             block_bytes=[VALUE_BYTES] * len(setup.groups),
             levels=self.levels,
             joins_loads=setup.joins_loads,
+            loads_early=setup.piece_slots > 0,
             clock=lambda: self.now,
         )
+        if setup.piece_slots:
+            parts = self.scheduler._parts
+            parts.lower._piece_slots = setup.piece_slots
+            parts.coming._share = lambda levels: 1.0  # type: ignore[method-assign]
         self.devices = [Device(setup.num_blocks, setup.num_ranks) for _ in setup.groups]
         self.host = [rank.host.rows.view(np.uint64)[:, 0] for rank in self.ranks]
         self.requests: dict[str, Served] = {}
@@ -489,24 +496,34 @@ class Serving:
         self._act(self.scheduler.settle(receipts))
 
     def _act(self, settled: SettledByName) -> None:
+        self._hold(settled.ordered)
+        self.num_pieces += len(settled.ordered)
         for request_id in settled.loaded:
-            self._loaded(self.requests[request_id])
+            request = self.requests[request_id]
+            self._loaded(request, request.loading[1])
+            self.num_loads += 1
         for failed in settled.failed:
             request = self.requests[failed.request_id]
             assert request.state == "loading"
-            assert request.loading[0] == failed.first_token
+            first, last, _ = request.loading
+            assert failed.first_token + failed.num_tokens == last
+            if not self.setup.piece_slots:
+                assert first == failed.first_token
+            assert first <= failed.first_token < last
             self.num_failed += 1
             self._cut(request, failed.first_token)
-            request.state = "running"
+            self._loaded(request, failed.first_token)  # what came before that is there
+            self.num_parts += failed.first_token > first
         for g, blocks in settled.released:
             self.devices[g].release(blocks.tolist())
 
-    def _loaded(self, request: Served) -> None:
+    def _loaded(self, request: Served, last: int) -> None:
         assert request.state == "loading"
-        first, last, weights = request.loading
-        self.num_loads += 1
+        first, _, weights = request.loading
         for g, group in enumerate(self.groups):
-            places = reach.needed(group, last, computed_tokens=first)
+            places = range(0)
+            if last > first:
+                places = reach.needed(group, last, computed_tokens=first)
             blocks = request.tables[g][places.start : places.stop]
             values = self.stories.values[request.story][g][places.start : places.stop]
             expected = values ^ salt(weights)
@@ -551,6 +568,21 @@ class Serving:
         self.scheduler.check_integrity()
         self._check_device()
         self._check_promises()
+        self._check_transit()
+
+    def _check_transit(self) -> None:
+        """The blocks that loads count as taken are those of the loads there are, and no others."""
+        scheduler = self.scheduler
+        loads = [t for t in scheduler._flights.transfers() if t.dst == DEVICE]
+        loads += [order.transfer for order in scheduler._outbox._loads]
+        coming = scheduler._parts.coming._loads
+        kept = sum(load.last - load.sent for load in coming.values())
+        assert scheduler._transit.blocks_to_device == sum(map(len, loads)) + kept
+        for request, load in coming.items():
+            assert request.state is State.LOADING
+            assert load.first <= load.good <= load.end
+            assert load.first < load.sent <= load.last <= load.end
+            assert load.is_open or request.loading or load.reason
 
     def _check_device(self) -> None:
         for pool in self.devices:
@@ -681,6 +713,8 @@ class Serving:
             assert pool.counts.leased == 0
         for device in self.devices:
             assert not any(device.holders), "a device block is still held"
+        assert not scheduler._parts.coming
+        assert not scheduler._transit.blocks_to_device
         assert not scheduler._parts.waits._waiting
         assert not scheduler.requests
         assert not scheduler._parts.hits._being_loaded.any()

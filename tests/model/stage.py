@@ -51,6 +51,8 @@ class Setup:
     levels: tuple[tuple[int | None, WriteMode], ...] = ()
     """Places (None: it finds blocks by their keys) and write mode of each, nearest first."""
     joins_loads: bool = True
+    piece_slots: int = 0
+    """With any, hits are loaded while they come up, in pieces of so many blocks."""
     bounded: bool = True
     store_mode: str = "eager"
     store_after: int = 1

@@ -147,4 +147,5 @@ def random_setup(rng: random.Random) -> Setup:
         load_policy=rng.choice(["always", "always", "auto"]),
         num_stories=rng.choice([4, 8, 12]),
         seed=rng.randrange(1 << 16),
+        piece_slots=rng.choice([0, 1, 2, 4]),
     )

@@ -123,6 +123,9 @@ LANDED = _counter("landed_transfers", "Transfers that every rank has answered fo
 FAILED = _counter("failed_transfers", "Those of them that did not bring their bytes.")
 OVERDUE = _counter("overdue_transfers", "Transfers whose deadline passed before their answer.")
 EXPIRED_HITS = _counter("expired_hits", "Hits let go because nobody loaded them in time.")
+EARLY_LOADS = _counter(
+    "early_loads", "Loads that began while their last blocks came up; where vLLM is the engine."
+)
 STALE_RECEIPTS = _counter("stale_receipts", "Answers that came twice or too late.")
 SHED_STORES = _counter("shed_stores", "Times that stores waited because too many were under way.")
 EVICTED = _counter("evicted_blocks", "Blocks dropped to make room.", _TIER)

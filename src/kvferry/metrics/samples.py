@@ -126,6 +126,7 @@ def _plain(snapshot: Snapshot) -> tuple[tuple[Metric, float | None], ...]:
         (names.FAILED, stats.failed),
         (names.OVERDUE, stats.overdue),
         (names.EXPIRED_HITS, stats.expired_hits),
+        (names.EARLY_LOADS, stats.early_loads),
         (names.STALE_RECEIPTS, stats.stale_receipts),
         (names.SHED_STORES, stats.shed_stores),
         (names.LOST_BLOCKS, stats.lost_blocks),

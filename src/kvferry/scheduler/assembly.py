@@ -10,6 +10,7 @@ from kvferry.config import Config
 from kvferry.level_kinds import DISK
 from kvferry.pool import Pool
 from kvferry.scheduler.accounts import Accounts
+from kvferry.scheduler.coming import ComingLoads
 from kvferry.scheduler.explainer import Explainer
 from kvferry.scheduler.gate import TIMES, gate_of
 from kvferry.scheduler.hearing import listening
@@ -56,6 +57,7 @@ def assemble(
     spare_tokens: int,
     levels: Sequence[Level],
     joins_loads: bool,
+    loads_early: bool,
     engine: EngineBlocks | None,
     clock: Callable[[], float],
 ) -> Parts:
@@ -134,6 +136,8 @@ def assemble(
             num_device_blocks=num_device_blocks or 0,
             clock=clock,
         )
+    is_early = loads_early and len(groups) == 1 and matcher.is_full and not spare_tokens
+    parts.coming = ComingLoads(parts, transit, is_on=is_early)
     return parts
 
 

@@ -10,6 +10,7 @@ from kvferry.scheduler.look import Look
 from kvferry.types import TransferId
 
 if TYPE_CHECKING:
+    from kvferry.scheduler.hit import PinnedHit
     from kvferry.scheduler.parts import Parts
     from kvferry.scheduler.prefetch import Prefetch
     from kvferry.scheduler.request import Request
@@ -22,7 +23,15 @@ class Below:
     then is computed.
     """
 
-    __slots__ = ("_has_asked", "_has_promoted", "declined", "hoped_tokens", "num_asked", "waits")
+    __slots__ = (
+        "_has_asked",
+        "_has_promoted",
+        "declined",
+        "foreseen",
+        "hoped_tokens",
+        "num_asked",
+        "waits",
+    )
 
     def __init__(self) -> None:
         self.num_asked = 0
@@ -32,6 +41,8 @@ class Below:
         """How many tokens its hit has if all comes up that was ordered at the last look."""
         self.declined: Decision | None = None
         """Why what lay below was not brought up at the last look: computing it was faster."""
+        self.foreseen: PinnedHit | None = None
+        """What it was last told it will have; nothing of it is claimed."""
         self._has_asked = False
         self._has_promoted = False
 
@@ -90,10 +101,15 @@ class Below:
 
     def drop(self, request: Request | Prefetch, parts: Parts) -> None:
         """It waits for nothing any more, and may ask anew."""
+        self.stop_waiting(request, parts)
+        self.renew()
+
+    def stop_waiting(self, request: Request | Prefetch, parts: Parts) -> None:
+        """It waits for nothing any more."""
         parts.waits.remove(request, self.waits)
         self.waits = set()
         self.hoped_tokens = 0
-        self.renew()
+        self.foreseen = None
 
     def renew(self) -> None:
         """The next look may ask and bring up again."""

@@ -111,7 +111,7 @@ class Hits:
         self._patience = config.match_deadline
         self._max_blocks = max_blocks
         self._block_bytes = tuple(block_bytes)
-        self._joins_loads = joins_loads
+        self.joins_loads = joins_loads
         self._clock = clock
         self._being_loaded = np.zeros(pool.num_slots, dtype=np.int32)
         self._num_loads = 0
@@ -130,7 +130,7 @@ class Hits:
             leases.append(self._pool.claim(slots) if slots is not None else None)
             num_bytes += len(slots) * size if slots is not None else 0
         hit.leases = tuple(leases)
-        if self._joins_loads and self._transit.blocks_to_device:
+        if self.joins_loads and self._transit.blocks_to_device:
             hit.joined = self._joined(look)
             if hit.joined is not None:
                 hit.must_wait = True
@@ -151,7 +151,7 @@ class Hits:
         if hit.joined is not None:
             return bool(self._being_loaded.take(hit.joined).any())
         if hit.num_loads != self._num_loads:  # who else was promised these blocks may have begun
-            if self._joins_loads and self._joined(hit.look) is not None:
+            if self.joins_loads and self._joined(hit.look) is not None:
                 return False
             hit.num_loads = self._num_loads
         if hit.generation != self._pool.generation and self._matcher.can_grow(hit.look):
@@ -167,12 +167,24 @@ class Hits:
 
         One load alone always does, or it would wait for ever.
         """
-        loading = self._transit.blocks_to_device
-        if self._max_blocks is not None:
-            loading += sum(len(lease) for lease in hit.leases if lease is not None)
-            if loading > self._max_blocks:
-                return False
+        return self._fits(sum(len(lease) for lease in hit.leases if lease is not None))
+
+    def _fits(self, num_blocks: int) -> bool:
+        loading = self._transit.blocks_to_device + num_blocks
+        if self._max_blocks is not None and loading > self._max_blocks:
+            return False
         return self._transit.bytes_to_device <= self._max_bytes
+
+    def may_begin(self, slots: SlotArray, num_blocks: int) -> bool:
+        """Whether a load of so many blocks may begin, of which these slots are here by now."""
+        if self.joins_loads and self._being_loaded.take(slots).any():
+            return False
+        return not self._transit.blocks_to_device or self._fits(num_blocks)
+
+    def worth_loading(self, num_tokens: int, group: int, num_blocks: int) -> Decision:
+        """Whether so many blocks of a group are loaded sooner than computed."""
+        num_bytes = num_blocks * self._block_bytes[group]
+        return self.worth.decide(num_tokens, num_bytes, self._transit.bytes_to_device)
 
     def began(self, lease: Lease) -> None:
         """A load of these slots was ordered: others that want them join it."""

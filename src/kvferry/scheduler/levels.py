@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +56,22 @@ class _Move:
     keys: Keys
     upward: bool
     late: bool = False
+
+
+class Coming(NamedTuple):
+    """Blocks on their way up, piece by piece, and the levels that they come from."""
+
+    pieces: tuple[Keys, ...]
+    levels: frozenset[TierName]
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(map(len, self.pieces))
+
+    def brings(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        """For each key, whether its block is one of these."""
+        words = np.concatenate([piece.array[:, 0] for piece in self.pieces])
+        return np.isin(keys.array[:, 0], words)
 
 
 class LowerLevels:
@@ -221,6 +238,15 @@ class LowerLevels:
             for transfer_id, move in self._moves.items()
             if move.upward and not move.late and np.isin(coming, move.keys.array[:, 0]).any()
         }
+
+    def coming(self, transfer_ids: Collection[TransferId]) -> Coming | None:
+        """What these promotions bring; None if there are none, or others than promotions."""
+        moves = [self._moves.get(transfer_id) for transfer_id in transfer_ids]
+        found = [move for move in moves if move is not None and move.upward]
+        if not found or len(found) < len(moves):
+            return None
+        names = frozenset(move.level.name for move in found)
+        return Coming(tuple(move.keys for move in found), names)
 
     def _liftable(self, keys: Keys) -> tuple[Level, Keys] | None:
         """The longest start of a run that one level can complete, and that level."""

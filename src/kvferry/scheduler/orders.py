@@ -78,9 +78,12 @@ def checked_blocks(
     return found
 
 
-def wrong_tables(tables: Sequence[BlockTable], num_groups: int) -> InputError:
-    """What to raise where there is not one table for each group."""
-    return InputError(f"got {len(tables)} block tables for {num_groups} groups; give one per group")
+def require_tables(tables: Sequence[BlockTable], num_groups: int) -> None:
+    """Refuse where there is not one table for each group."""
+    if len(tables) != num_groups:
+        raise InputError(
+            f"got {len(tables)} block tables for {num_groups} groups; give one per group"
+        )
 
 
 def held_blocks(

@@ -9,6 +9,7 @@ from typing import Any
 from kvferry.answers import DeviceBlocks
 from kvferry.pool import Pool
 from kvferry.scheduler.accounts import Accounts
+from kvferry.scheduler.coming import ComingLoads
 from kvferry.scheduler.hit import Hits
 from kvferry.scheduler.journal import Journal
 from kvferry.scheduler.levels import LowerLevels
@@ -27,6 +28,7 @@ class Parts:
     ``sizes`` are the tokens of a block, by group, ``least_tokens`` the least of them. The last
     ``spare_tokens`` of a request are neither loaded nor stored. ``owing`` are requests that were
     answered and are not counted yet, ``pinned`` those with a hit nobody has loaded yet.
+    ``coming`` are loads in pieces, where the engine lets us order those.
     ``released`` are device blocks that nobody copies any more, until the engine is told.
     """
 
@@ -49,6 +51,7 @@ class Parts:
     owing: dict[Any, None] = field(default_factory=dict)
     pinned: dict[Any, None] = field(default_factory=dict)
     released: list[DeviceBlocks] = field(default_factory=list)
+    coming: ComingLoads = field(init=False)
 
     def tell_owing(self, *, are_whole: bool = False) -> None:
         """Count and explain every answer that nobody has counted yet.

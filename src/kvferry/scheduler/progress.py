@@ -56,6 +56,12 @@ class Progress:
         parts = self._parts
         return min(num_tokens, len(chain) * parts.matcher.hash_tokens) - parts.spare_tokens
 
+    def is_worth_storing(self, num_tokens: int) -> bool:
+        """Whether enough of so many computed tokens is new for a store to be worth its cost."""
+        parts, rests = self._parts, self._parts.rests
+        step = parts.least_tokens if rests is None else rests.step
+        return num_tokens >= self.since + step + parts.spare_tokens
+
     def unstored_from(self, chain: KeyChain, num_tokens: int) -> int | None:
         """From which token on something of so many storable tokens is to be stored, if it is."""
         parts = self._parts

@@ -10,20 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvferry.answers import Match, MatchState
-from kvferry.errors import InputError
 from kvferry.hints import Hints
 from kvferry.keys import KeyChain, Keys
 from kvferry.policy import OverlapDecision
 from kvferry.scheduler.below import Below
+from kvferry.scheduler.coming import order_load
 from kvferry.scheduler.flight import Flight
 from kvferry.scheduler.hit import PinnedHit
 from kvferry.scheduler.leaving import Held, go_on, leave, take_back_loads
 from kvferry.scheduler.look import Missing
-from kvferry.scheduler.orders import BlockTable, Ordered, wrong_tables
+from kvferry.scheduler.orders import BlockTable, Ordered, require_tables
 from kvferry.scheduler.owed import Owed, OwedMiss, tell
 from kvferry.scheduler.parts import Parts
 from kvferry.scheduler.progress import Progress
-from kvferry.scheduler.request_state import OVER, State, over
+from kvferry.scheduler.request_state import OVER, State, negative, over
 from kvferry.types import RequestId, TransferId
 
 
@@ -58,12 +58,10 @@ class Request:
         self.chain = chain
         self.state = State.UNKNOWN
         self.progress = Progress(parts)
-        self.loading: set[TransferId] = set()
-        """Its loads under way; ``progress`` is how far it is stored."""
+        self.loading: set[TransferId] = set()  # its loads under way
         self.is_counted = self.is_explained = False
         self._parts = parts
-        self.below = Below() if parts.lower.levels else None
-        """What it asked of the levels."""
+        self.below = Below() if parts.lower.levels else None  # what it asked of the levels
         self._hit: PinnedHit | None = None
         self._promised: Match | None = None  # what its load brings
         self._missed: tuple[int, int, int, Missing] | None = None  # when, what was asked and lacked
@@ -83,12 +81,11 @@ class Request:
         if self.state in OVER:
             raise over(self.id, "matched")
         if computed_tokens < 0 or (max_tokens is not None and max_tokens < 0):
-            raise InputError(
-                f"request {self.id!r}: computed_tokens and max_tokens must not be negative, got "
-                f"{computed_tokens} and {max_tokens}"
-            )
-        if self.loading or self.waits_below:
-            return Match(MatchState.WAIT, computed_tokens, computed_tokens)
+            raise negative(self.id, computed_tokens, max_tokens)
+        self._computed = computed_tokens
+        if self.loading or self.waits_below or self.state is State.LOADING:
+            coming = parts.coming.foresee(self, computed_tokens, max_tokens)
+            return coming or Match(MatchState.WAIT, computed_tokens, computed_tokens)
         if self._owed is not None:
             self.tell()
         if not computed_tokens and self.progress.is_outdated:
@@ -96,7 +93,6 @@ class Request:
         num_keys = len(chain)
         covered = num_keys * parts.matcher.hash_tokens
         max_tokens = covered if max_tokens is None else min(max_tokens, covered)
-        self._computed = computed_tokens
         hit = self._hit
         if hit is not None:
             holds = hit.answers(chain.keys(), computed_tokens, max_tokens)
@@ -192,8 +188,9 @@ class Request:
         window or a chunk leaves a hit unread, the table says ``NO_BLOCK`` until it is computed.
         """
         parts, hit = self._parts, self._hit
-        if len(tables) != len(parts.sizes):
-            raise wrong_tables(tables, len(parts.sizes))
+        require_tables(tables, len(parts.sizes))
+        if hit is None and self.waits_below:
+            return parts.coming.begin(self, tables[0])
         if hit is None or not hit.leases:
             return ()
         if not hit.is_of(self.chain, parts.matcher.hash_tokens):
@@ -206,12 +203,10 @@ class Request:
         del parts.pinned[self]
         if self.below is not None:
             self.below.renew()
-        ordered = []
-        for g, lease, blocks in pieces:
-            transfer_id = parts.outbox.load(self, g, lease, blocks, overlap)
-            parts.hits.began(lease)
-            self.loading.add(transfer_id)
-            ordered.append(Ordered(g, blocks, transfer_id, look.blocks[g], look.asked[g], self))
+        ordered = [
+            order_load(self, parts, piece, look.blocks[piece[0]], look.asked[piece[0]], overlap)
+            for piece in pieces
+        ]
         if not ordered:  # a hit that reads nothing has no landing to wait for
             self.state = State.LOADED
             return ()
@@ -222,19 +217,26 @@ class Request:
             go_on(self, self._computed, self._parts)
         return tuple(ordered)
 
+    @property
+    def has_more_to_load(self) -> bool:
+        """Whether more pieces of its load may be ordered, as they come up: ``Settled.ordered``."""
+        return self._parts.coming.is_open(self)
+
     def landed(self, flight: Flight) -> tuple[Match, str] | None:
         """One of its loads has ended, or its time is up: what was promised, and why it failed.
 
         None while others are on their way. The first failure fails the request; what else it
         waits for lands on its own.
         """
-        transfer_id = flight.transfer.id
+        parts, transfer_id = self._parts, flight.transfer.id
         if transfer_id not in self.loading:
             return None
         if self._owed is not None:  # what is said of it first makes an entry of its own
             self.tell()
-        self._parts.journal.ended(self.id, flight)
+        parts.journal.ended(self.id, flight)
         self.loading.discard(transfer_id)
+        if parts.coming.note_landed(self, flight):
+            return None  # told when all of its pieces have ended
         if self.loading and not flight.reason:
             return None
         self.loading.clear()
@@ -276,8 +278,7 @@ class Request:
         parts = self._parts
         if self.state in OVER:
             raise over(self.id, "stored")
-        if len(tables) != len(parts.sizes):
-            raise wrong_tables(tables, len(parts.sizes))
+        require_tables(tables, len(parts.sizes))
         if self._owed is not None:
             self.tell()
         if parts.stores.admission.counts:  # what others asked before counts before it
@@ -292,16 +293,11 @@ class Request:
 
         What is not stored while it runs is stored by :meth:`leave`.
         """
-        parts, rests = self._parts, self._parts.rests
-        step = parts.least_tokens if rests is None else rests.step
-        return num_tokens >= self.progress.since + step + parts.spare_tokens
+        return self.progress.is_worth_storing(num_tokens)
 
     @property
     def stored_tokens(self) -> int:
-        """Leading tokens that :meth:`store` is done with; while there are more, call it again.
-
-        Bounds may have made it leave the rest for later.
-        """
+        """Leading tokens that :meth:`store` is done with; bounds may leave it more to do later."""
         return self.progress.tokens
 
     # -- its ends -------------------------------------------------------------------------------
@@ -365,6 +361,7 @@ class Request:
         A load under way keeps what it was promised.
         """
         self._let_go()
+        self._parts.coming.forget(self)
         if self.state in (State.MATCHED, State.WAITING) and not self.waits_below:
             self.state = State.UNKNOWN
         self.progress.is_outdated = True
@@ -385,6 +382,7 @@ class Request:
         if self.loading:
             take_back_loads(self, parts)
             self._promised = None
+        parts.coming.drop(self)
         if self.below is not None:
             self.below.drop(self, parts)
 

@@ -21,6 +21,7 @@ class State(Enum):
                    │ match, answered at once                                 ▼
                    └──────> ANSWERED ────────────── run, store ──────────> RUNNING
                    match: what it wants is on its way: WAITING               │
+                   (whose end may be foreseen: WAITING ──load──> LOADING)    │
                                                            leave: LEFT ◀─────┤
                                            stored late, or gone on with: └──▶ ENDED ◀── end
     """
@@ -29,7 +30,7 @@ class State(Enum):
     ANSWERED = "answered"  # it was told that nothing is here; not counted yet
     WAITING = "waiting"  # blocks it wants are coming up, or another request loads them
     MATCHED = "matched"  # a hit is pinned for it
-    LOADING = "loading"  # its hit is on its way to the device
+    LOADING = "loading"  # its hit is on its way to the device, its last blocks maybe to the host
     LOADED = "loaded"  # its hit is on the device, nothing is computed on it yet
     RUNNING = "running"  # the engine computes it, in the blocks it has now
     LEFT = "left"  # it has ended; some of it is to be stored late
@@ -42,3 +43,11 @@ OVER = (State.LEFT, State.ENDED)
 def over(request_id: RequestId, verb: str) -> InputError:
     """What to raise where one that is over is to do something."""
     return InputError(f"request {request_id!r} has ended and cannot be {verb}; open a new one")
+
+
+def negative(request_id: RequestId, computed_tokens: int, max_tokens: int | None) -> InputError:
+    """What to raise where a question has fewer tokens than none."""
+    return InputError(
+        f"request {request_id!r}: computed_tokens and max_tokens must not be negative, got "
+        f"{computed_tokens} and {max_tokens}"
+    )

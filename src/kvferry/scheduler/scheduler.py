@@ -65,6 +65,7 @@ class Scheduler:
         spare_tokens: int = 0,
         levels: Sequence[Level] = (),
         joins_loads: bool = True,
+        loads_early: bool = False,
         engine: EngineBlocks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -77,7 +78,8 @@ class Scheduler:
         stored: drafts of them may still be refused. ``levels`` lie below the host. ``joins_loads``
         says that the engine shares device blocks between requests: a block that one request loads
         then serves the others once it has landed, so a second request that wants it waits and loads
-        nothing. ``engine`` lets requests that end be stored late (``Request.leave``).
+        nothing. With ``loads_early`` a hit's last blocks may still come up when it is answered; see
+        ``Settled.ordered``. ``engine`` lets requests that end be stored late (``Request.leave``).
         """
         _require_sizes(groups, num_ranks, block_bytes)
         config = config if config is not None else Config()
@@ -108,6 +110,7 @@ class Scheduler:
             spare_tokens=spare_tokens,
             levels=levels,
             joins_loads=joins_loads,
+            loads_early=loads_early,
             engine=engine,
             clock=clock,
         )
@@ -117,8 +120,7 @@ class Scheduler:
             self._transit,
             stores_in_order=not self._parts.stores.is_lazy,
         )
-        self.control = Control(self._parts)
-        """What is done with blocks from outside."""
+        self.control = Control(self._parts)  # what is done with blocks from outside
         self.write_out = self._parts.lower.write_out
         """What goes to the disk while the engine has nothing to do."""
         self._ahead = Ahead(self._parts, clock)

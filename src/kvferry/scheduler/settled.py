@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvferry.answers import DeviceBlocks, Landing
+from kvferry.scheduler.orders import Ordered
 from kvferry.scheduler.request import Request
 
 
@@ -29,6 +30,8 @@ class Settled:
     device blocks are touched by no transfer any more: drop the hold taken when ``load``, ``store``
     or ``leave`` returned them (one hold per mention). ``landed`` are all transfers that ended.
     ``expired`` requests left their hit alone for too long: it is let go, as if never asked for.
+    ``ordered`` are further pieces of loads whose blocks still come up: hold their device blocks, as
+    when ``load`` returned the first.
     """
 
     loaded: tuple[Request, ...] = ()
@@ -36,3 +39,4 @@ class Settled:
     released: tuple[DeviceBlocks, ...] = ()
     landed: tuple[Landing, ...] = ()
     expired: tuple[Request, ...] = ()
+    ordered: tuple[Ordered, ...] = ()

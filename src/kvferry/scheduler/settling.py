@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvferry import reach
-from kvferry.answers import DeviceBlocks, Landing
+from kvferry.answers import DeviceBlocks, Landing, Match
 from kvferry.scheduler.flight import Flight, Flights
+from kvferry.scheduler.orders import Ordered
 from kvferry.scheduler.parts import Parts
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.settled import FailedLoad, Settled
@@ -59,10 +60,11 @@ class Settling:
         if now >= self._flights.next_deadline:
             for flight in self._flights.expire(now):
                 self._give_up(flight, loaded, failed)
+        ordered = self._load_on(loaded, failed) if parts.coming else ()
         expired = self._expire_hits(now) if parts.pinned else ()
         released = tuple(parts.released)
         parts.released.clear()
-        return Settled(tuple(loaded), tuple(failed), released, tuple(landings), expired)
+        return Settled(tuple(loaded), tuple(failed), released, tuple(landings), expired, ordered)
 
     def _end_load(
         self,
@@ -123,13 +125,29 @@ class Settling:
     def _tell(self, flight: Flight, loaded: list[Request], failed: list[FailedLoad]) -> None:
         (request,) = flight.served
         ended = request.landed(flight)
-        if ended is None:
-            return
-        promised, reason = ended
+        if ended is not None:
+            promised, reason = ended
+            self._ended(request, promised, reason, loaded, failed)
+
+    def _ended(
+        self,
+        request: Request,
+        promised: Match,
+        reason: str,
+        loaded: list[Request],
+        failed: list[FailedLoad],
+    ) -> None:
         if reason:
             failed.append(FailedLoad(request, promised.computed_tokens, promised.to_load, reason))
         else:
             loaded.append(request)
+
+    def _load_on(self, loaded: list[Request], failed: list[FailedLoad]) -> tuple[Ordered, ...]:
+        """Order more of loads in pieces, before another request asks for the same blocks."""
+        ordered, ended = self._parts.coming.advance()
+        for request, promised, reason in ended:
+            self._ended(request, promised, reason, loaded, failed)
+        return tuple(ordered)
 
     def _write_through(self, flight: Flight, group: int) -> None:
         # Lazy stores come from anywhere; eager ones follow each other where every key is needed.

@@ -45,6 +45,7 @@ def snapshot(
         hit_tokens=matches.hit_tokens,
         promoted_tokens=matches.promoted_tokens,
         expired_hits=matches.expired_hits,
+        early_loads=matches.early_loads,
         shed_stores=storing.num_shed,
         verdicts=MappingProxyType(dict(matches.verdicts)),
         missed=MappingProxyType(dict(matches.missed)),

@@ -36,6 +36,10 @@ class Transit:
         self.blocks_to_device += num_blocks
         self.bytes_to_device += num_blocks * self._block_bytes[group]
 
+    def keep(self, num_blocks: int) -> None:
+        """So many more device blocks are kept for loads not ordered yet; fewer, if negative."""
+        self.blocks_to_device += num_blocks
+
     def store(self, group: int, num_blocks: int) -> None:
         """So many more blocks are to be stored; fewer, where it is negative."""
         self.blocks_from_device += num_blocks

@@ -32,5 +32,8 @@ def scheduler_for(
         block_bytes=shapes[0].block_bytes,
         spare_tokens=spare_tokens,
         levels=levels,
+        # By their blocks vLLM is told what of a load did not come, or it would compute all of it.
+        loads_early=setup.support.fails_by_block
+        and setup.told_tokens == setup.groups[0].block_tokens,
         engine=blocks,
     )

@@ -50,7 +50,9 @@ class StepOrders:
     side is out of service and will read no receipts. ``epoch`` becomes another when everything is
     forgotten: loads are of blocks stored in it. ``is_quiet`` says that this is one of many steps
     that only decode, and that nothing else is in here. ``early`` has the loads of which vLLM may be
-    told before they have landed, and how much of each must have.
+    told before they have landed, and how much of each must have. ``going_on`` are the requests of
+    whose loads more pieces follow, in later steps: the last is of one that is not among them. Such
+    a request in ``undone`` has its load closed, in this step: those blocks of it will not come.
     """
 
     plan: Plan = NO_PLAN
@@ -61,6 +63,7 @@ class StepOrders:
     epoch: int = 0
     is_quiet: bool = False
     early: dict[str, EarlyShares] = field(default_factory=dict)
+    going_on: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)

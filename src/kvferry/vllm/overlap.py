@@ -71,9 +71,9 @@ class VllmOverlap:
         return num_blocks * self._block_bytes / bandwidth if bandwidth else None
 
 
-def shares_of(overlap: OverlapDecision) -> EarlyShares | None:
+def shares_of(overlap: OverlapDecision | None) -> EarlyShares | None:
     """How much of the load must have landed before vLLM is told; None where all of it must have."""
-    if overlap.share is None:
+    if overlap is None or overlap.share is None:
         return None
     return EarlyShares(0.0 if overlap.is_alone else overlap.share, overlap.share)
 

@@ -29,7 +29,7 @@ from kvferry.vllm.messages import RankShape, StepOrders
 from kvferry.vllm.outside import VllmTokens
 from kvferry.vllm.overlap import VllmOverlap, shares_of
 from kvferry.vllm.pace import LONG_TOKENS, Pace
-from kvferry.vllm.promise import Promise, sorted_out
+from kvferry.vllm.promise import Promises
 from kvferry.vllm.reports import Reports
 from kvferry.vllm.said import opened
 from kvferry.vllm.setup import Setup
@@ -87,7 +87,7 @@ class Serving:
         assert rests is not None  # the scheduler was given vLLM's blocks
         self._rests = rests
         self._pace = Pace()
-        self._promises: list[Promise] = []
+        self._promises = Promises()
         self._times_prefills = False  # and so must look at the next step
         self._unlooked: list[Tracked] = []  # they run since a calm step
         self._has_settled = False
@@ -149,12 +149,12 @@ class Serving:
         if num_external_tokens:
             tables = blocks.get_block_ids()
             told = self.told_blocks(ferried.id, tables[0], num_external_tokens)
-            overlap = self._overlap.decide(num_external_tokens)
+            overlap = None  # of what still comes up vLLM is not told early
+            if ferried.state is State.MATCHED:
+                overlap = self._overlap.decide(num_external_tokens)
             ordered = ferried.load([table_of(ids) for ids in tables], overlap)
             self.blocks.hold(ordered)
-            transfers = tuple([part.transfer for part in ordered])
-            early = shares_of(overlap)
-            self._promises.append(Promise(ferried.id, ferried, transfers, told, early))
+            self._promises.make(ferried, told, ordered, shares_of(overlap))
 
     def told_blocks(
         self, request_id: str, ids: Sequence[int], num_external_tokens: int
@@ -184,13 +184,12 @@ class Serving:
             self._let_run(step)
             return self._quiet_orders
         plan = self._plan(step)
-        loads, undone, early = sorted_out(self._promises)
-        self._promises.clear()
+        promised = self._promises.take()
         epoch = self.scheduler.epoch
         if self._quiet_orders.epoch != epoch:
             self._quiet_orders = StepOrders(computes=True, epoch=epoch, is_quiet=True)
         computes = step.total_num_scheduled_tokens > 0
-        return StepOrders(plan, loads, undone, computes, epoch=epoch, early=early)
+        return StepOrders(plan, computes=computes, epoch=epoch, **promised._asdict())
 
     def _is_calm(self, step: Any) -> bool:
         """Whether all that is new in this step are requests that can be counted later.
@@ -327,6 +326,9 @@ class Serving:
         self._settle_at = time.monotonic() + _SETTLE_SECONDS
         settled = self.scheduler.settle(receipts)
         self.blocks.drop(settled.released)
+        if settled.ordered:
+            self.blocks.hold(settled.ordered)
+            self._promises.go_on(settled.ordered)
         if settled.landed and self.reports.events is not None:
             self.reports.events.settled()
         for failure in settled.failed:
@@ -363,7 +365,7 @@ class Serving:
     @property
     def unkept(self) -> dict[str, tuple[int, ...]]:
         """Loads vLLM waits for and no rank was told of, with the blocks they were meant for."""
-        return {promise.request_id: promise.blocks for promise in self._promises}
+        return self._promises.unkept
 
     @property
     def has_work(self) -> bool:
@@ -371,7 +373,7 @@ class Serving:
         ours = self.scheduler
         is_moving = self._rests or ours.num_queued or ours.num_awaited
         is_left = not self._tracked and ours.write_out.is_due
-        return bool(is_moving or is_left or self.reports.is_ordered)
+        return bool(is_moving or is_left or self._promises or self.reports.is_ordered)
 
     @property
     def frees_soon(self) -> bool:

@@ -31,7 +31,7 @@ from kvferry.types import (
     Transfer,
     TransferId,
 )
-from kvferry.vllm.awaited import AwaitedLoad, ToldLoads
+from kvferry.vllm.awaited import AwaitedLoad, LoadsInPieces, ToldLoads
 from kvferry.vllm.early import LandingLoads
 from kvferry.vllm.geometry import device_of, layouts_of
 from kvferry.vllm.guard import Guard
@@ -47,7 +47,6 @@ from kvferry.worker import Worker
 log = logging.getLogger(__name__)
 
 _STALE = "the model's weights have changed"
-
 
 _IDLE_SECONDS = 0.5e-3
 """How long a step without a forward may wait for a load. An engine with nothing to compute steps as
@@ -81,23 +80,22 @@ class WorkerSide:
         self._kv_caches: Mapping[str, Any] = {}
         self._memory: RankMemory | None = None
         self._worker: Worker | None = None
-        self._told_shape = False
+        self._told_shape = self._drained = False
         self._news: MemoryNews | None = None
         self._later: Plan = NO_PLAN
         self._computes = False
         self._is_run_due = False  # a load has come, and the model has not run since
         self._loads: dict[TransferId, AwaitedLoad] = {}  # one for each transfer it waits for
+        self._pieces = LoadsInPieces()
         self._num_awaited = 0  # receipts
         self._below: set[TransferId] = set()  # what levels were asked for and have not answered
         self._receipts: list[Receipt] = []
         self._health: list[Health] = []
         self.told = ToldLoads()
-        self._drained = False
         self._is_busy = True  # something of an earlier step is still to be seen to, or told
         self._freshness = Freshness()
         self._lasting = LastingWrites(config)
-        self.early: LandingLoads | None = None
-        """Loads that may be read before they have landed, where the settings let any be."""
+        self.early: LandingLoads | None = None  # where loads may be read before they have landed
 
     # -- start and end --------------------------------------------------------------------------
 
@@ -176,16 +174,14 @@ class WorkerSide:
     def _give_up(self, orders: StepOrders) -> None:
         """Nobody may wait for us: what was asked and what was on its way counts as failed."""
         self._drain()
-        blocks = {t.id: t.dst_slots.tolist() for t in orders.plan.transfers}
-        for request_id, ids in orders.loads.items():
-            self.told.fail(request_id, {block for id in ids for block in blocks.get(id, ())})
         for load in self._loads.values():
-            if not load.is_told:  # of those all has landed by now
+            if not load.is_told and not load.is_open:  # of those told all has landed by now
                 self.told.fail(load.request_id, load.blocks)
-        for request_id, undone in orders.undone.items():
-            self.told.fail(request_id, undone)
+        for request_id, lost in self._pieces.give_up(orders):
+            self.told.fail(request_id, lost)
+        ordered = {transfer.id for transfer in orders.plan.transfers}
         self._loads.clear()
-        held = [transfer for transfer in self._lasting.take_all() if transfer.id not in blocks]
+        held = [transfer for transfer in self._lasting.take_all() if transfer.id not in ordered]
         self._refuse((*held, *orders.plan.transfers, *orders.plan.questions), self.guard.reason)
 
     def _begin(self, orders: StepOrders) -> None:
@@ -214,9 +210,9 @@ class WorkerSide:
 
     def _carry_out(self, orders: StepOrders) -> None:
         for request_id, ids in orders.loads.items():
-            load = AwaitedLoad(request_id, set(ids), orders.epoch)
+            load = self._pieces.ordered(request_id, ids, orders)
             self._loads.update(dict.fromkeys(ids, load))
-            if self.early is not None:
+            if self.early is not None and not load.in_pieces:
                 load.early = orders.early.get(request_id)
                 self.early.ordered(load)
         if self._memory is not None and orders.loads:
@@ -229,14 +225,18 @@ class WorkerSide:
         others: list[Transfer] = []
         for transfer in orders.plan.transfers:
             if transfer.id in self._loads:
-                self._loads[transfer.id].blocks.update(transfer.dst_slots.tolist())
+                self._loads[transfer.id].bring(transfer.id, transfer.dst_slots.tolist())
             (stores if transfer.src == DEVICE else others).append(transfer)
         plan = orders.plan
         if self.shape.levels:
             self._below.update([order.id for order in others if order.dst != DEVICE])
             self._below.update([question.id for question in plan.questions])
         for request_id, blocks in orders.undone.items():
-            self.told.fail(request_id, blocks)
+            closed = self._pieces.close(request_id, blocks)
+            if closed is None:
+                self.told.fail(request_id, blocks)
+            elif not closed.waiting:
+                self._end(closed)
         if orders.epoch == LASTING_EPOCH:
             others = self._lasting.hold(others)
         if orders.loads and self._freshness.is_stale(orders.epoch):
@@ -358,17 +358,20 @@ class WorkerSide:
         if not load.is_told and self._freshness.is_stale(load.epoch):
             receipt = replace(receipt, outcome=Outcome.FAILED, reason=receipt.reason or _STALE)
         self._receipts.append(receipt)
-        load.waiting.discard(receipt.transfer_id)
-        load.failed |= receipt.outcome is not Outcome.OK
-        if load.waiting:
-            return
+        if load.end(receipt.transfer_id, ok=receipt.outcome is Outcome.OK):
+            self._end(load, receipt.reason)
+
+    def _end(self, load: AwaitedLoad, reason: str = "") -> None:
+        """Nothing more of a load is on its way, or will be."""
+        if load.in_pieces and self._freshness.is_stale(load.epoch):
+            load.lose(load.blocks.copy())  # the first came before the weights changed
         if self.early is not None:
             self.early.ended(load)
         if load.is_told:
             if load.failed:  # with the device: what vLLM computed of it is lost like all else
-                log.error("a load failed after it was on its way: %s", receipt.reason)
+                log.error("a load failed after it was on its way: %s", reason)
         elif load.failed:
-            self.told.fail(load.request_id, load.blocks)
+            self.told.fail(load.request_id, load.lost)
         else:
             self.told.arrived.add(load.request_id)
             self._is_run_due = True

@@ -1,0 +1,350 @@
+"""Loads in pieces under vLLM: ordered while the last blocks still come up, told once and whole.
+
+Seen red with: ranks that tell of a load whose first piece has landed; ends of requests that are not
+told to the ranks; a failure that counts for the blocks before it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.connector.test_levels import (
+    CHAT_BLOCKS,
+    HOST_BLOCKS,
+    chat,
+    hashes,
+    levels_of,
+    make,
+    scheduler_of,
+    settle,
+    step,
+    tiers_of,
+)
+from tests.fakes.pools import evict
+from tests.fakes.sides import BLOCK_TOKENS, NUM_BLOCKS, Sides, assert_same, request_of
+
+from kvferry.tiers import Way
+from kvferry.types import Key
+
+__all__ = ["make"]  # a fixture
+ALL = CHAT_BLOCKS * BLOCK_TOKENS
+
+
+class Gates:
+    """Holds reads of a conversation's blocks on one rank until each is let through, or fails."""
+
+    def __init__(self, sides: Sides, rank: int, number: int) -> None:
+        assert sides.side.serving is not None
+        probe = request_of("probe", hashes(number))
+        ferried = sides.side.serving._track(probe).ferried
+        keys = list(scheduler_of(sides)._parts.matcher.all_keys(0, ferried.chain.keys()))
+        sides.side.finished(probe)
+        self._gates = {key: threading.Event() for key in keys}
+        self._failing: set[bytes] = set()
+        self._keys = keys
+        tiers_of(sides)[rank].fault = self._hold
+
+    def _hold(self, way: Way, key: Key) -> None:
+        if way is Way.READ and key in self._gates:
+            assert self._gates[key].wait(30)
+            if key in self._failing:
+                raise OSError("bad sector")
+
+    def let(self, *blocks: int) -> None:
+        for block in blocks:
+            self._gates[self._keys[block]].set()
+
+    def fail(self, *blocks: int) -> None:
+        self._failing.update(self._keys[block] for block in blocks)
+        self.let(*blocks)
+
+
+@pytest.fixture
+def begin(make: Callable[..., Sides]) -> Any:
+    """Sides whose first conversations are below only, each piece of them one block."""
+    gates: list[Gates] = []
+
+    def start(num_ranks: int = 2, **options: Any) -> tuple[Sides, list[Any], list[Gates]]:
+        sides = make(num_ranks, level_write="through", **options)
+        parts = scheduler_of(sides)._parts
+        parts.lower._piece_slots = 1
+        parts.coming._share = lambda levels: 1.0
+        wanted = [chat(sides, number) for number in range(8)]
+        evict(scheduler_of(sides).pool, HOST_BLOCKS)
+        gates.extend(Gates(sides, rank, 0) for rank in range(num_ranks))
+        return sides, wanted, gates
+
+    yield start
+    for gate in gates:
+        gate.let(*range(CHAT_BLOCKS))
+
+
+def until(sides: Sides, holds: Callable[[Any], bool], scheduled: Any = None) -> Any:
+    give_up = time.monotonic() + 20
+    while True:
+        told = step(sides, scheduled)
+        if holds(told):
+            return told
+        assert not told.finished_recving, "told of before its time"
+        assert time.monotonic() < give_up
+
+
+def loading(sides: Sides, gates: list[Gates], num_up: int = 1) -> tuple[Any, list[int]]:
+    """A reader that vLLM was told of while only its first blocks were up."""
+    request = request_of("reader", hashes(0))
+    for gate in gates:
+        gate.let(*range(num_up))
+    found: Any = (None, False)
+    give_up = time.monotonic() + 20
+    while (found := sides.side.match(request, 0)) == (None, False):
+        step(sides)
+        assert time.monotonic() < give_up
+    assert found == (ALL, True)
+    sides.side.allocated(request, sides.allocate("reader", CHAT_BLOCKS + 1), ALL)
+    blocks = sides.tables["reader"][:CHAT_BLOCKS]
+    sides.write(blocks, np.nan)
+    return request, blocks
+
+
+def has_landed(sides: Sides, block: int) -> bool:
+    return all(not np.isnan(kv[block]).any() for arrays in sides.kv for kv in arrays.values())
+
+
+def finish(sides: Sides, request: Any) -> None:
+    sides.end(request)
+    settle(sides)
+    scheduler_of(sides).check_integrity()
+    assert not scheduler_of(sides).requests
+    assert not scheduler_of(sides)._transit.blocks_to_device
+    assert sides.pool.get_num_free_blocks() == NUM_BLOCKS - 1
+    assert not any(rank._loads or rank._pieces._open for rank in sides.ranks)
+    assert not sides.side.guard.broken
+    assert not any(rank.guard.broken for rank in sides.ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_the_first_blocks_are_on_the_device_while_the_last_are_read(begin, num_ranks):
+    sides, wanted, gates = begin(num_ranks)
+    request, blocks = loading(sides, gates)
+    until(sides, lambda told: has_landed(sides, blocks[0]))
+    assert not has_landed(sides, blocks[1])
+    for gate in gates:
+        gate.let(1, 2)
+    until(sides, lambda told: has_landed(sides, blocks[2]))
+    assert not has_landed(sides, blocks[3])
+    for gate in gates:
+        gate.let(3)
+    told = until(sides, lambda told: told.finished_recving)
+    assert told.finished_recving == {"reader"}
+    assert not told.invalid_block_ids
+    assert_same(sides.bytes_at(blocks), wanted[0])
+    assert scheduler_of(sides).stats().hit_tokens == ALL
+    finish(sides, request)
+
+
+def test_ranks_that_read_in_another_order_tell_of_it_when_all_have_all(begin):
+    """One rank gets the first blocks early and the last late, the other the other way round."""
+    sides, wanted, gates = begin(2)
+    request, blocks = loading(sides, gates)
+    gates[0].let(1, 2, 3)
+    gates[1].let(3)
+    for _ in range(20):
+        assert not step(sides).finished_recving
+    assert not has_landed(sides, blocks[1])
+    gates[1].let(2)
+    for _ in range(20):
+        assert not step(sides).finished_recving
+    gates[1].let(1)
+    told = until(sides, lambda told: told.finished_recving)
+    assert not told.invalid_block_ids
+    assert_same(sides.bytes_at(blocks), wanted[0])
+    finish(sides, request)
+
+
+@pytest.mark.parametrize("bad", [1, 2, 3])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_does_not_come_up_is_computed_and_what_did_is_kept(begin, bad, rank):
+    sides, wanted, gates = begin(2)
+    request, blocks = loading(sides, gates)
+    gates[rank].fail(bad)
+    for gate in gates:
+        gate.let(*range(CHAT_BLOCKS))
+    invalid: set[int] = set()
+    give_up = time.monotonic() + 20
+    while True:
+        told = step(sides)
+        invalid |= set(told.invalid_block_ids or ())
+        if told.finished_recving:
+            break
+        assert time.monotonic() < give_up
+    assert blocks[bad] in invalid
+    assert not invalid & set(blocks[:bad])
+    assert_same(sides.bytes_at(blocks[:bad]), wanted[0])
+    request.num_computed_tokens = bad * BLOCK_TOKENS
+    sides.side.allocated(request, request_blocks(sides), 0)
+    step(sides, {"reader": request.num_tokens - request.num_computed_tokens})
+    finish(sides, request)
+
+
+def request_blocks(sides: Sides) -> Any:
+    from types import SimpleNamespace
+
+    return SimpleNamespace(get_block_ids=lambda: (sides.tables["reader"],))
+
+
+def test_a_piece_that_cannot_be_copied_leaves_those_before_it(begin, monkeypatch):
+    sides, _wanted, gates = begin(1)
+    request, blocks = loading(sides, gates)
+    until(sides, lambda told: has_landed(sides, blocks[0]))
+    worker = sides.ranks[0]._worker
+    execute = worker.execute
+
+    def refuse(plan: Any) -> None:
+        for transfer in plan.transfers:
+            if transfer.dst == "device":
+                raise RuntimeError("the link is down")
+        execute(plan)
+
+    monkeypatch.setattr(worker, "execute", refuse)
+    gates[0].let(1, 2, 3)
+    told = until(sides, lambda told: told.finished_recving)
+    assert set(told.invalid_block_ids) >= set(blocks[1:])
+    sides.end(request)
+    settle(sides)
+
+
+def test_a_drive_that_goes_away_ends_the_load(begin):
+    sides, wanted, gates = begin(2)
+    request, blocks = loading(sides, gates)
+    until(sides, lambda told: has_landed(sides, blocks[0]))
+    tiers_of(sides)[1].go_away("unplugged")
+    told = until(sides, lambda told: told.finished_recving)
+    assert set(told.invalid_block_ids) == set(blocks[1:])
+    assert_same(sides.bytes_at(blocks[:1]), wanted[0])
+    for gate in gates:
+        gate.let(1, 2, 3)
+    finish(sides, request)
+
+
+def test_a_read_that_takes_too_long_ends_the_load(begin):
+    sides, wanted, gates = begin(2, promote_deadline="500ms")
+    request, blocks = loading(sides, gates)
+    told = until(sides, lambda told: told.finished_recving)
+    assert set(told.invalid_block_ids) == set(blocks[1:])
+    assert_same(sides.bytes_at(blocks[:1]), wanted[0])
+    for gate in gates:
+        gate.let(1, 2, 3)
+    finish(sides, request)
+
+
+def test_a_request_that_is_aborted_is_told_of_once_no_rank_writes_its_blocks(begin):
+    """vLLM frees the blocks of such a request when it hears of it, and waits for that."""
+    sides, _wanted, gates = begin(2)
+    request, blocks = loading(sides, gates)
+    until(sides, lambda told: has_landed(sides, blocks[0]))
+    sides.side.finished(request)
+    assert sides.side.has_work
+    told = until(sides, lambda told: told.finished_recving)
+    assert told.finished_recving == {"reader"}
+    for gate in gates:
+        gate.let(1, 2, 3)
+    settle(sides)
+    assert not has_landed(sides, blocks[1])
+    sides.free(request)
+    assert sides.pool.get_num_free_blocks() == NUM_BLOCKS - 1
+    scheduler_of(sides).check_integrity()
+
+
+def test_an_abort_right_after_a_piece_was_ordered(begin):
+    sides, _wanted, gates = begin(2)
+    request, _blocks = loading(sides, gates, num_up=CHAT_BLOCKS - 1)
+    step(sides)
+    for gate in gates:
+        gate.let(CHAT_BLOCKS - 1)
+    scheduler = scheduler_of(sides)
+    give_up = time.monotonic() + 20
+    told: Any = None
+    while not scheduler._outbox._loads:  # the last piece waits for the next plan
+        orders = sides.orders()
+        for rank in sides.ranks:
+            rank.begin(orders)
+            rank.after_forward()
+        told = sides.answer(0, 1)
+        assert not told.finished_recving
+        assert time.monotonic() < give_up
+    sides.side.finished(request)
+    told = until(sides, lambda told: told.finished_recving)
+    assert told.finished_recving == {"reader"}
+    settle(sides)
+    sides.free(request)
+    assert sides.pool.get_num_free_blocks() == NUM_BLOCKS - 1
+    scheduler.check_integrity()
+
+
+def test_a_reset_ends_the_load_and_keeps_what_has_landed(begin):
+    sides, wanted, gates = begin(2)
+    request, blocks = loading(sides, gates)
+    until(sides, lambda told: has_landed(sides, blocks[0]))
+    sides.side.reset()
+    told = until(sides, lambda told: told.finished_recving)
+    assert set(told.invalid_block_ids) == set(blocks[1:])
+    assert_same(sides.bytes_at(blocks[:1]), wanted[0])
+    for gate in gates:
+        gate.let(1, 2, 3)
+    finish(sides, request)
+
+
+def test_others_that_want_the_same_wait_and_load_nothing(begin):
+    sides, _wanted, gates = begin(1)
+    request, _blocks = loading(sides, gates)
+    other = request_of("other", hashes(0))
+    for _ in range(5):
+        assert sides.side.match(other, 0) == (None, False)
+        step(sides)
+    gates[0].let(1, 2, 3)
+    give_up = time.monotonic() + 20
+    while not (told := step(sides)).finished_recving:
+        assert sides.side.match(other, 0) == (None, False)
+        assert time.monotonic() < give_up
+    assert told.finished_recving == {"reader"}
+    sides.side.finished(other)
+    finish(sides, request)
+
+
+def test_out_of_service_in_the_midst_tells_vllm_what_will_not_come(begin):
+    sides, wanted, gates = begin(2)
+    _request, blocks = loading(sides, gates)
+    until(sides, lambda told: has_landed(sides, blocks[0]))
+    sides.side._trip("test", RuntimeError("a mistake of ours"))
+    told = until(sides, lambda told: told.finished_recving)
+    assert set(told.invalid_block_ids) == set(blocks[1:])
+    assert_same(sides.bytes_at(blocks[:1]), wanted[0])
+    for gate in gates:
+        gate.let(1, 2, 3)
+    for level in levels_of(sides):
+        level._close_seconds = 5
+
+
+def test_a_rank_that_fails_in_the_midst_tells_of_the_request_once(begin, monkeypatch):
+    sides, _wanted, gates = begin(2)
+    request, blocks = loading(sides, gates)
+    until(sides, lambda told: has_landed(sides, blocks[0]))
+
+    def fail() -> Any:
+        raise RuntimeError("a mistake of ours")
+
+    monkeypatch.setattr(sides.ranks[1]._worker, "poll", fail)
+    step(sides)
+    monkeypatch.undo()
+    assert sides.ranks[1].guard.broken
+    for gate in gates:
+        gate.let(1, 2, 3)
+    until(sides, lambda told: told.finished_recving)
+    for _ in range(5):
+        assert not step(sides).finished_recving
+    sides.end(request)
