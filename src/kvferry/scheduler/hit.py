@@ -189,12 +189,12 @@ class Hits:
     def began(self, lease: Lease) -> None:
         """A load of these slots was ordered: others that want them join it."""
         self._num_loads += 1
-        if self._joins_loads:
+        if self.joins_loads:
             self._being_loaded[lease.slots] += 1
 
     def ended(self, lease: Lease) -> None:
         """A load of these slots landed, was taken back, or is so late that nobody should wait."""
-        if self._joins_loads:
+        if self.joins_loads:
             self._being_loaded[lease.slots] -= 1
 
     def _joined(self, look: Look) -> SlotArray | None:

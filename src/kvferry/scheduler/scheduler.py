@@ -114,11 +114,9 @@ class Scheduler:
             engine=engine,
             clock=clock,
         )
+        in_order = not self._parts.stores.is_lazy
         self._settling = Settling(
-            self._parts,
-            self._flights,
-            self._transit,
-            stores_in_order=not self._parts.stores.is_lazy,
+            self._parts, self._flights, self._transit, stores_in_order=in_order
         )
         self.control = Control(self._parts)  # what is done with blocks from outside
         self.write_out = self._parts.lower.write_out
