@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from tests.fakes.pools import evict
 from tests.fakes.sides import BLOCK_TOKENS, NUM_BLOCKS, Sides, assert_same, request_of
 
 from kvferry.tiers import Way
-from kvferry.types import Key
+from kvferry.types import DEVICE, Key, Outcome
 
 __all__ = ["make"]  # a fixture
 ALL = CHAT_BLOCKS * BLOCK_TOKENS
@@ -186,18 +187,41 @@ def test_what_does_not_come_up_is_computed_and_what_did_is_kept(begin, bad, rank
     assert not invalid & set(blocks[:bad])
     assert_same(sides.bytes_at(blocks[:bad]), wanted[0])
     request.num_computed_tokens = bad * BLOCK_TOKENS
-    sides.side.allocated(request, request_blocks(sides), 0)
+    sides.side.allocated(request, None, 0)
     step(sides, {"reader": request.num_tokens - request.num_computed_tokens})
     finish(sides, request)
 
 
-def request_blocks(sides: Sides) -> Any:
-    from types import SimpleNamespace
-
-    return SimpleNamespace(get_block_ids=lambda: (sides.tables["reader"],))
-
-
 def test_a_piece_that_cannot_be_copied_leaves_those_before_it(begin, monkeypatch):
+    sides, wanted, gates = begin(1)
+    request, blocks = loading(sides, gates)
+    until(sides, lambda told: has_landed(sides, blocks[0]))
+    worker = sides.ranks[0]._worker
+    execute, poll = worker.execute, worker.poll
+    loads: set[int] = set()
+
+    def note(plan: Any) -> None:
+        loads.update(each.id for each in plan.transfers if each.dst == DEVICE)
+        execute(plan)
+
+    def fail() -> list[Any]:
+        return [
+            replace(each, outcome=Outcome.FAILED, reason="the link is down")
+            if each.transfer_id in loads
+            else each
+            for each in poll()
+        ]
+
+    monkeypatch.setattr(worker, "execute", note)
+    monkeypatch.setattr(worker, "poll", fail)
+    gates[0].let(1, 2, 3)
+    told = until(sides, lambda told: told.finished_recving)
+    assert set(told.invalid_block_ids) == set(blocks[1:])
+    assert_same(sides.bytes_at(blocks[:1]), wanted[0])
+    finish(sides, request)
+
+
+def test_a_rank_whose_copies_raise_gives_up_the_whole_load(begin, monkeypatch):
     sides, _wanted, gates = begin(1)
     request, blocks = loading(sides, gates)
     until(sides, lambda told: has_landed(sides, blocks[0]))
@@ -205,9 +229,8 @@ def test_a_piece_that_cannot_be_copied_leaves_those_before_it(begin, monkeypatch
     execute = worker.execute
 
     def refuse(plan: Any) -> None:
-        for transfer in plan.transfers:
-            if transfer.dst == "device":
-                raise RuntimeError("the link is down")
+        if any(transfer.dst == DEVICE for transfer in plan.transfers):
+            raise RuntimeError("the link is down")
         execute(plan)
 
     monkeypatch.setattr(worker, "execute", refuse)
@@ -267,16 +290,9 @@ def test_an_abort_right_after_a_piece_was_ordered(begin):
     for gate in gates:
         gate.let(CHAT_BLOCKS - 1)
     scheduler = scheduler_of(sides)
-    give_up = time.monotonic() + 20
-    told: Any = None
-    while not scheduler._outbox._loads:  # the last piece waits for the next plan
-        orders = sides.orders()
-        for rank in sides.ranks:
-            rank.begin(orders)
-            rank.after_forward()
-        told = sides.answer(0, 1)
-        assert not told.finished_recving
-        assert time.monotonic() < give_up
+    (ferried,) = scheduler.requests
+    until(sides, lambda told: not ferried.has_more_to_load)
+    assert scheduler._outbox._loads  # the last piece waits for the next plan
     sides.side.finished(request)
     told = until(sides, lambda told: told.finished_recving)
     assert told.finished_recving == {"reader"}

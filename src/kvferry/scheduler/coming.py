@@ -42,7 +42,6 @@ _SHARE = 1 / 8
 GPU's link a drive reads one part in some 15 of what is copied in the same time."""
 
 _GONE = "blocks that were coming up did not"
-_FORGOTTEN = "everything was forgotten while it came up"
 
 
 class ComingLoad:
@@ -261,12 +260,6 @@ class ComingLoads:
         load = self._loads.pop(request, None)
         if load is not None:
             self._lose(load, load.sent, _GONE)
-
-    def forget(self, request: Request) -> None:
-        """Nothing more of it comes up: all was forgotten. What was ordered is kept."""
-        load = self._loads.get(request)
-        if load is not None and load.is_open:
-            self._lose(load, load.sent, _FORGOTTEN)
 
 
 def order_load(

@@ -358,10 +358,9 @@ class Request:
     def forget(self) -> None:
         """Everything stored was forgotten: so was its hit, and what it has computed is of before.
 
-        A load under way keeps what it was promised.
+        A load under way keeps what it was promised; of one in pieces, what was ordered.
         """
         self._let_go()
-        self._parts.coming.forget(self)
         if self.state in (State.MATCHED, State.WAITING) and not self.waits_below:
             self.state = State.UNKNOWN
         self.progress.is_outdated = True
