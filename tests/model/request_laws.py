@@ -152,7 +152,7 @@ def _check_transit(scheduler: Scheduler) -> None:
     assert transit.blocks_to_device == sum(len(transfer) for transfer, _ in loads)
     assert transit.blocks_from_device == stores
     hits = scheduler._parts.hits
-    joined = loads if hits._joins_loads else []
+    joined = loads if hits.joins_loads else []
     reading = Counter(int(slot) for _, lease in joined for slot in lease.slots)
     found = hits._being_loaded
     assert {int(s): int(found[s]) for s in found.nonzero()[0]} == dict(reading)

@@ -26,7 +26,7 @@ from kvferry.policy import OverlapDecision
 from kvferry.scheduler.flight import Flight
 from kvferry.scheduler.hit import PinnedHit
 from kvferry.scheduler.leaving import go_on
-from kvferry.scheduler.look import Look
+from kvferry.scheduler.look import Look, Missing
 from kvferry.scheduler.orders import BlockTable, Ordered, checked_blocks
 from kvferry.scheduler.request_state import State
 from kvferry.scheduler.transit import Transit
@@ -156,7 +156,9 @@ class ComingLoads:
             return None
         tokens, missing = blocks.stop * size, None
         if tokens + size <= most:
-            missing = parts.matcher.missing(0, keys, blocks.stop)
+            (key,) = parts.matcher.slot_keys(0, keys, range(blocks.stop, blocks.stop + 1))
+            is_coming = parts.pool.state_of(key) is not SlotState.FREE
+            missing = Missing(0, tokens, key, is_coming)
         look = Look(
             keys, computed_tokens, most, tokens, tokens, (None,), (blocks,), (asked,), missing
         )

@@ -186,7 +186,7 @@ class Matcher:
         for g, group in enumerate(self.groups):
             block = computed_tokens // group.block_tokens + len(found[g])
             if block * group.block_tokens < longer:
-                return self.missing(g, keys, block)
+                return self._missing(g, keys, block)
         return None
 
     def _survey(
@@ -262,11 +262,10 @@ class Matcher:
             blocks = self.needed(g, longer, look.computed_tokens)
             present = look.host[g][blocks.start : blocks.stop]
             if not present.all():
-                return self.missing(g, look.keys, blocks.start + int(present.argmin()))
+                return self._missing(g, look.keys, blocks.start + int(present.argmin()))
         return None
 
-    def missing(self, g: int, keys: Keys, block: int) -> Missing:
-        """A block that is not here, as what stopped a hit."""
+    def _missing(self, g: int, keys: Keys, block: int) -> Missing:
         key = self.slot_keys(g, keys, range(block, block + 1))[0]
         is_coming = self._host.state_of(key) is not SlotState.FREE
         return Missing(g, block * self.groups[g].block_tokens, key, is_coming)
