@@ -9,7 +9,9 @@ from kvferry.types import HOST, TierName
 
 _WEIGHT = 0.2  # of the newest measurement in a running average
 _MIN_TOKENS = 16  # a measurement over fewer tokens is mostly overhead
-_MEASURE_EVERY = 32  # hits declined in a row before one is loaded to see: only loads measure
+# Hits in a row that computing wins, before one is loaded to see: only loads measure. Soon at first,
+# when all that is known may be one slow read of a drive that had just woken; then ever more rarely.
+_FIRST_PATIENCE, _MOST_PATIENCE = 2, 32
 
 
 class Verdict(Enum):
@@ -40,7 +42,7 @@ class LoadOrCompute:
 
     The link to the device is one; each level below the host has another. One bad first measurement
     would end all loads, and with them all measurements: so a hit is loaded now and then although
-    computing it looks faster.
+    computing it looks faster, soon at first and then after twice as many each time.
     """
 
     def __init__(self, policy: str, *, prefill_rate: float | None = None) -> None:
@@ -48,7 +50,8 @@ class LoadOrCompute:
         self._given_rate = prefill_rate
         self._learned_rate: float | None = None
         self._bandwidths: dict[TierName, float] = {}
-        self._num_declined: dict[TierName, int] = {}
+        self._num_declined: dict[TierName, int] = {}  # in a row, on each link
+        self._patience: dict[TierName, int] = {}
 
     @property
     def prefill_rate(self) -> float | None:
@@ -96,10 +99,16 @@ class LoadOrCompute:
         if load <= compute:
             self._num_declined[link] = 0
             return Decision(Verdict.LOAD_FASTER, load, compute)
-        self._num_declined[link] = self._num_declined.get(link, 0) + 1
-        if self._num_declined[link] % _MEASURE_EVERY == 0 and not queued_bytes:
+        if self._is_time_to_measure(link) and not queued_bytes:
+            self._num_declined[link] = 0
+            self._patience[link] = min(_MOST_PATIENCE, 2 * self._patience[link])
             return Decision(Verdict.LOAD_TO_MEASURE, load, compute)
         return Decision(Verdict.COMPUTE_FASTER, load, compute)
+
+    def _is_time_to_measure(self, link: TierName) -> bool:
+        """Computing wins once more; whether it has won as often as there is patience for."""
+        self._num_declined[link] = self._num_declined.get(link, 0) + 1
+        return self._num_declined[link] >= self._patience.setdefault(link, _FIRST_PATIENCE)
 
 
 class BusyTime:
