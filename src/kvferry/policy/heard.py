@@ -101,24 +101,25 @@ class Heard:
     def answered(self, keys: Keys, num_tokens: int, now: float) -> tuple[int, int]:
         """A request was answered; returns its record as it was, and as it is from now on."""
         record, last = self._latest
-        words = None
+        listed = None
         if last != keys.array.item(-1, 0):
-            words = self._recent.listed(keys)
-            record = self._recent.look(self._recent.find(words)).record
+            listed = self._recent.find(self._recent.listed(keys))
+            record = self._recent.deepest(listed)
         at = self.records.place(record)
         if at is None:
             return NO_RECORD, NO_RECORD
         before, facts = record, self.records.facts(at)
         row = self.table.row(with_answer(self.table.traits(facts.row), num_tokens))
-        length = len(words) if words is not None else facts.length
+        length = len(listed.words) if listed is not None else facts.length
         if self.records.time.item(at) == now:
             self.records.amend(at, row, length)
         else:  # it is from now on that nobody has gone on with it
             record = self.records.renew(record, now, row, length)
-            words = self._recent.listed(keys) if words is None else words
             self._latest = (record, keys.array.item(-1, 0))
-        if words is not None:
-            self._recent.renew(words, record)
+            if listed is None:
+                listed = self._recent.find(self._recent.listed(keys))
+        if listed is not None:
+            self._recent.note(listed, record)
         return before, record
 
     def said(self, record: int, said: Said, until: float | None = None) -> None:

@@ -120,6 +120,11 @@ class RecentBlocks:
             return Known(depth, self._record.item(places.item(depth - 1)))
         return self._known(places, depth, ways.item(-1) + 1)
 
+    def deepest(self, listed: Listed) -> int:
+        """The record of the deepest block that is known of a request; -1 where none is."""
+        at = listed.is_known.rfind(1)
+        return self._record.item(listed.places.item(at)) if at >= 0 else -1
+
     def shared_up_to(self, listed: Listed, known: Known) -> Known:
         """The same, where a request goes another way behind all that is known of it."""
         if known.depth == known.shared:
@@ -187,10 +192,6 @@ class RecentBlocks:
     def share(self, listed: Listed, shared: int, record: int) -> None:
         """What is common up to this listed block was asked for, as a record of its own says."""
         self._table[listed.places.item(shared - 1), _SHARER] = record
-
-    def renew(self, words: Words, record: int) -> None:
-        """The last request with these listed words, or the first of them, is another record now."""
-        self.note(self.find(words), record)
 
     def records_of(self, keys: Keys) -> npt.NDArray[np.int64]:
         """For each key, whatever its position, the record of its last request; -1 if not listed."""
