@@ -336,6 +336,8 @@ class Carrier:
             fault = await asyncio.wait_for(probing, within)
         except asyncio.TimeoutError:
             fault = Fault(f"the store has not answered for {within:g} s")
+        except Exception as error:  # or nobody would ask the store again
+            fault = Fault(f"{type(error).__name__}: {error}")
         before = self._breaker.ailment
         if fault is not None:
             self._breaker.failed(fault.reason, time.monotonic())
