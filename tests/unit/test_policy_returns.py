@@ -141,6 +141,15 @@ def test_rows_that_were_never_looked_at_are_worked_out_before_they_are() -> None
     assert np.array_equal(table.worth[rows], table.hazards.worth(np.array(every)))
 
 
+def test_what_several_share_is_worth_something_before_anything_is_learned() -> None:
+    """Seen red with only conversations' own rows worked out when they are looked at."""
+    heard = Heard(1024)
+    common = heard.table.row(shared(ways=3, gap=5.0))
+    (worth,) = heard.worths(np.array([0]), np.array([common]), np.array([0.0]))
+    assert worth == heard.table.hazards.worth(np.array([shared(ways=3, gap=5.0)]))[0, 0]
+    assert worth > 0
+
+
 def test_what_was_not_of_use_lately_is_worked_out_when_it_is() -> None:
     table = WorthTable()
     row = table.row(NEW)

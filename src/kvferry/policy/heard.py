@@ -184,6 +184,7 @@ class Heard:
     ) -> npt.NDArray[np.float64]:
         """What blocks are worth at these ages: by their conversation, and by others."""
         self.table.follow(rows)
+        self.table.work_out(commons)
         buckets = ENDS.searchsorted(ages, "right")
         np.minimum(buckets, NUM_BUCKETS - 1, out=buckets)
         table = self.table.worth.reshape(-1)

@@ -89,6 +89,15 @@ class WorthTable:
             count = max(_AT_ONCE, int(np.count_nonzero(version == _DUE)))
             self._renew(old.take(version.argsort(kind="stable")[:count]))
 
+    def work_out(self, rows: npt.NDArray[np.int64]) -> None:
+        """Those of these rows that are due, and no others.
+
+        What is shared need not follow the model at once: where it did, less was hit.
+        """
+        due = rows[self._version.take(rows) == _DUE]
+        if len(due):
+            self._renew(np.unique(due))
+
     def first(self, row: int) -> float:
         """What a row says of the first bucket, by the model as it is."""
         worth = self._first.get(row)
