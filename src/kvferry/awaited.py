@@ -91,6 +91,8 @@ class Awaited:
 
     def _watch(self, loop: AbstractEventLoop) -> None:
         with self._changed:
+            if self._loop is not loop:
+                self._is_telling = False  # another loop may have dropped the call
             self._loop = loop
             self._changed.notify_all()
         if self._thread is None:

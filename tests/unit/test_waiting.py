@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -354,3 +356,28 @@ def test_who_was_told_is_not_held_up_by_the_thread_that_watched(
     asyncio.run(life())
     assert woken
     assert 0 not in woken, "woken though nobody waits"
+
+
+def test_a_call_that_a_closed_loop_dropped_does_not_silence_the_next_loop(
+    ferry: kvferry.Ferry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red with ``_is_telling`` left as it was for another loop: nobody was told any more."""
+    held, ticket, news = Held(ferry), store(ferry), threading.Event()
+    awaited = ferry._awaited
+
+    async def wait(seconds: float) -> None:
+        await asyncio.wait_for(ferry.ended(ticket), seconds)
+
+    loop = asyncio.new_event_loop()
+    with monkeypatch.context() as patched:
+        patched.setattr(awaited, "_await_news", lambda seconds: news.wait(LONG))
+        with contextlib.suppress(asyncio.TimeoutError):
+            loop.run_until_complete(wait(0.05))
+        news.set()  # the thread tells a loop that nobody runs any more
+        give_up = time.monotonic() + LONG
+        while not awaited._is_telling:
+            assert time.monotonic() < give_up
+            time.sleep(1e-3)
+        loop.close()
+    threading.Timer(0.2, held.go_on.set).start()
+    asyncio.run(wait(LONG))
