@@ -31,6 +31,7 @@ from tests.fakes.sides import BLOCK_TOKENS, NUM_BLOCKS, Sides, assert_same, requ
 
 from kvferry.tiers import Way
 from kvferry.types import DEVICE, Key, Outcome
+from kvferry.vllm.weights import Freshness
 
 __all__ = ["make"]  # a fixture
 ALL = CHAT_BLOCKS * BLOCK_TOKENS
@@ -364,3 +365,43 @@ def test_a_rank_that_fails_in_the_midst_tells_of_the_request_once(begin, monkeyp
     for _ in range(5):
         assert not step(sides).finished_recving
     sides.end(request)
+
+
+class _Sum:
+    is_done = True
+
+    def __init__(self, value: int) -> None:
+        self._value = value
+
+    def result(self) -> tuple[int, ...]:
+        return (self._value,)
+
+
+class _Weights:
+    value = 1
+
+    def mark(self) -> None: ...
+
+    def begin(self) -> _Sum:
+        return _Sum(self.value)
+
+
+@pytest.mark.parametrize("how", ["last piece", "level away"])
+def test_what_came_before_the_weights_changed_is_lost_however_the_load_ends(
+    begin: Any, how: str
+) -> None:
+    """Seen red with weights looked at only where a piece is ordered."""
+    sides, _, gates = begin(1)
+    weights: Any = _Weights()
+    sides.ranks[0]._freshness = Freshness(weights)
+    _, blocks = loading(sides, gates)
+    until(sides, lambda told: has_landed(sides, blocks[0]))
+    for _ in range(3):
+        step(sides)
+    weights.value = 2
+    if how == "level away":
+        tiers_of(sides)[0].go_away("unplugged")
+    else:
+        gates[0].let(*range(CHAT_BLOCKS))
+    told = until(sides, lambda told: told.finished_recving)
+    assert set(told.invalid_block_ids) == set(blocks)

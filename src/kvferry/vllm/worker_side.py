@@ -235,8 +235,10 @@ class WorkerSide:
             closed = self._pieces.close(request_id, blocks)
             if closed is None:
                 self.told.fail(request_id, blocks)
-            elif not closed.waiting:
-                self._end(closed)
+            else:
+                self._freshness.mark()  # what came of it must fit the weights as they are now
+                if not closed.waiting:
+                    self._end(closed)
         if orders.epoch == LASTING_EPOCH:
             others = self._lasting.hold(others)
         if orders.loads and self._freshness.is_stale(orders.epoch):
