@@ -225,6 +225,8 @@ def main() -> int:
         print(json.dumps(measure(*SHAPES[arguments.child], arguments.rounds)))
         return 0
     own = Path(__file__).resolve().parent.parent / "src"
+    if arguments.other and not (arguments.other / "kvferry").is_dir():
+        parser.error(f"--other {arguments.other}: there is no kvferry in that folder")
     sources = {"here": own, **({"other": arguments.other} if arguments.other else {})}
     figures: dict[str, Figures] = {
         name: {shape: {figure: [] for figure in FIGURES} for shape in SHAPES} for name in sources

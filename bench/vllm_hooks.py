@@ -100,7 +100,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--modelless", action="store_true", help="vLLM's steps without a model")
     parser.add_argument("--other", type=Path, metavar="SRC", help="another checkout's src folder")
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.other and not (args.other / "kvferry").is_dir():
+        parser.error(f"--other {args.other}: there is no kvferry in that folder")
+    return args
 
 
 def main() -> int:
