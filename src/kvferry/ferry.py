@@ -90,6 +90,7 @@ class Ferry(FerryLooks, FerryControl, FerryWaiting, Closing):
                     WriteMode(config.level_write),
                     policy_named(config.level_policy),
                     recovered=[level.recovered()],
+                    most_in_one=level.most_in_one,
                 )
                 for name, level in rank.levels.items()
             ],

@@ -84,6 +84,7 @@ class Offloader(Closing):
                     writes[name],
                     level_policy,
                     recovered=[each.recovered()],
+                    most_in_one=each.most_in_one,
                 )
                 for name, each in below.items()
             ],

@@ -67,11 +67,11 @@ class Below:
     def _ask(self, request: Request | Prefetch, look: Look, parts: Parts) -> bool:
         if self._has_asked or not parts.lower.can_be_asked:
             return False
-        keys, at = parts.matcher.to_ask(look)
-        self.waits |= parts.lower.ask(keys, at) if len(keys) else set()
+        wanted = parts.matcher.to_ask(look)
+        self.waits |= parts.lower.ask(wanted) if wanted is not None else set()
         parts.waits.add(request, self.waits)
         self._has_asked = bool(self.waits)
-        self.num_asked = len(keys) if self._has_asked else 0
+        self.num_asked = wanted.num_needed if wanted is not None and self._has_asked else 0
         return self._has_asked
 
     def _promote(self, request: Request | Prefetch, look: Look, parts: Parts, room: int) -> bool:

@@ -29,10 +29,11 @@ from kvferry.policy import BusyTime, Decision, LoadOrCompute
 from kvferry.pool import Pool
 from kvferry.scheduler.descent import Descent
 from kvferry.scheduler.flight import Flight
+from kvferry.scheduler.following import Wanted
 from kvferry.scheduler.level import KeyedLevel, Level
 from kvferry.scheduler.outbox import End, Outbox
 from kvferry.scheduler.write_out import WriteOut
-from kvferry.types import HOST, Health, Key, Question, SlotArray, TierName, TransferId
+from kvferry.types import HOST, Health, Key, Question, TierName, TransferId
 
 _PIECE_BYTES = 16 << 20
 """A promotion travels in pieces of this size, so that the first can be used before the last: long
@@ -170,25 +171,31 @@ class LowerLevels:
         """Whether there is a level that finds blocks by their keys."""
         return any(isinstance(level, KeyedLevel) and not level.ailment for level in self.levels)
 
-    def ask(self, keys: Keys, at: SlotArray) -> set[TransferId]:
-        """Ask which of these (distinct) keys are there; returns the questions to wait for.
+    @property
+    def most_in_one(self) -> int:
+        """How many blocks of a chain may lie in one object of any level."""
+        return max((level.most_in_one for level in self.usable), default=1)
 
-        What another request has asked already is not asked again. ``at`` is where each stands.
+    def ask(self, wanted: Wanted) -> set[TransferId]:
+        """Ask which of these (distinct) blocks are there; returns the questions to wait for.
+
+        What another request has asked already is not asked again, where its answer is as good.
         """
         questions = set()
         now = self._clock()
         for level in self.usable:
-            unknown = level.unknown(keys, now)
-            rest, places = keys.take(unknown), at[unknown]
+            most = level.most_in_one
+            unknown = level.unknown(wanted.keys, now)
+            rest = wanted.take(np.where(wanted.beyond == 0, unknown, wanted.beyond < most))
             for question_id, (asked, pieces) in self._asking.items():
-                if asked is level and len(rest):
-                    words = np.concatenate([piece.array[:, 0] for piece in pieces])
-                    pending = np.isin(rest.array[:, 0], words)
-                    questions |= {question_id} if pending.any() else set()
-                    rest, places = rest.take(~pending), places[~pending]
-            if len(rest):
-                question_id = self._outbox.ask(level.name, rest, places)
-                self._asking.setdefault(question_id, (level, []))[1].append(rest)
+                for piece in pieces if asked is level else ():
+                    pending = rest.answered_by(piece, most)
+                    if pending.any():
+                        questions.add(question_id)
+                        rest = rest.take(~pending)
+            if rest.num_needed:
+                question_id = self._outbox.ask(level.name, rest.keys, rest.at)
+                self._asking.setdefault(question_id, (level, []))[1].append(rest.keys)
                 questions.add(question_id)
         return questions
 
@@ -346,7 +353,8 @@ class LowerLevels:
         now = self._clock()
         if isinstance(flight.transfer, Question):
             level, _ = self._asking.pop(flight.transfer.id)
-            level.answered(Keys(flight.transfer.keys), ~flight.lost, now)
+            told = Keys(flight.transfer.keys)
+            level.answered(told, ~flight.lost, now, in_time=not flight.overdue)
             return None
         move = self._moves.pop(flight.transfer.id, None)
         if move is not None:

@@ -22,6 +22,7 @@ from kvferry.identity import scope
 from kvferry.index import num_leading
 from kvferry.keys import KeyArray, KeyChain, Keys, masked_key
 from kvferry.pool import Pool
+from kvferry.scheduler.following import Wanted
 from kvferry.scheduler.levels import LowerLevels
 from kvferry.scheduler.look import Look, Missing, Present
 from kvferry.slot_states import SlotState
@@ -350,10 +351,10 @@ class Matcher:
                 count += int((~self._host.known(self.slot_keys(g, look.keys, blocks))).sum())
         return count
 
-    def to_ask(self, look: Look) -> tuple[Keys, SlotArray]:
+    def to_ask(self, look: Look) -> Wanted | None:
         """The keys of which to know whether a level has them: a longer hit may hang on them.
 
-        And where each stands (next numbers, next blocks). No more of them than there is room for.
+        No more of them than there is room for; and some behind, where objects have several blocks.
         """
         assert look.host is not None
         assert look.everywhere is not None
@@ -362,14 +363,14 @@ class Matcher:
         maybe = [e | u for e, u in zip(look.everywhere, unknown, strict=True)]
         longest = self._longest(maybe, look.computed_tokens, look.max_tokens)
         if longest <= look.all_tokens:
-            return Keys.empty(), NO_SLOTS
+            return None
         hoped = self.within(replace(look, everywhere=maybe, all_tokens=longest), self._lower.room)
-        asked, places = Keys.empty(), NO_SLOTS
+        wanted = []
         for g, group in enumerate(self.groups):
-            at = np.flatnonzero(unknown[g][: -(-hoped.all_tokens // group.block_tokens)])
-            asked += keys[g].take(at)
-            places = np.append(places, at + g * _APART)
-        return asked, places
+            end = -(-hoped.all_tokens // group.block_tokens)
+            more = self._lower.most_in_one - 1 if isinstance(group, reach.FullAttention) else 0
+            wanted.append(Wanted.of(g, keys[g], unknown[g], end, more))
+        return Wanted.joined(wanted)
 
     def to_promote(self, look: Look) -> Iterator[tuple[int, Keys, Key | None]]:
         """By group, the run of blocks to complete for the longer hit, and the key before it."""
@@ -396,7 +397,3 @@ class Matcher:
         if num_tokens <= computed_tokens:  # what the engine has may end where no state is kept
             return range(0)
         return reach.needed(self.groups[g], num_tokens, computed_tokens=computed_tokens)
-
-
-_APART = 1 << 40
-"""No chain is as long: blocks of two groups never follow each other."""

@@ -60,6 +60,11 @@ class Remembered:
         self._until[slots] = until
         self._sent[slots] &= there[: len(slots)]
 
+    def doubt_sent(self, keys: Keys) -> None:
+        """Somebody did not find these: do not rely on having sent them."""
+        found = self._index.find(keys)
+        self._sent[found[found != NO_SLOT]] = False
+
     def note_sent(self, keys: Keys) -> None:
         """The blocks of these keys are on their way there."""
         self._sent[self._slots(keys)] = True

@@ -79,6 +79,11 @@ class TierMover:
         """The tier's places, for ``scheduler.level_of``; None where it finds blocks by keys."""
         return self._tier.num_places
 
+    @property
+    def most_in_one(self) -> int:
+        """How many blocks of a chain the tier may keep in one object, for the same."""
+        return int(getattr(self._tier, "most_in_one", 1))
+
     def recovered(self) -> Recovered:
         """What the tier still has from an earlier life, for ``PlacedLevel.restore``.
 

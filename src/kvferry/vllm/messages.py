@@ -78,9 +78,11 @@ class LevelShape:
     num_places: int | None
     keys: KeyRows = field(default_factory=lambda: np.empty((0, KEY_BYTES // 8), dtype="<u8"))
     places: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    most_in_one: int = 1
+    """How many blocks of a chain it may keep in one object."""
 
     def without_blocks(self) -> LevelShape:
-        return LevelShape(self.name, self.num_places)
+        return LevelShape(self.name, self.num_places, most_in_one=self.most_in_one)
 
 
 @dataclass(frozen=True)

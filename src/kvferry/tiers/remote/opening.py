@@ -9,6 +9,7 @@ from dataclasses import asdict
 from kvferry.errors import ConfigError
 from kvferry.remote_settings import MOONCAKE, S3, RemoteSettings, read_remote
 from kvferry.tiers.base import TierSetup
+from kvferry.tiers.remote.packs import most_in_one
 from kvferry.tiers.remote.tier import OPEN_SECONDS, RemoteTier
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,8 @@ def open_remote(setup: TierSetup) -> RemoteTier:
     file = setup.host_file
     if file is not None and file.pitch >= setup.block_bytes + spare_bytes > setup.block_bytes:
         hello["host_file"] = asdict(file)
-    tier = RemoteTier(setup.name, setup.block_bytes, hello)
+    in_one = most_in_one(setup.block_bytes) if address.kind == S3 else 1
+    tier = RemoteTier(setup.name, setup.block_bytes, hello, most_in_one=in_one)
     tier.start(OPEN_SECONDS)
     if tier.refusal:
         tier.close()

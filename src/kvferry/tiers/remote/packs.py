@@ -28,7 +28,8 @@ _ENOUGH_IN_ONE = 8
 them reads all, and whose chain leaves theirs in their midst finds none. (``bench/remote_packs.py``,
 figures in docs/fleet.md.)"""
 
-_MOST_KNOWN = 1 << 16
+_MOST_KNOWN = 1 << 17
+"""As many as the scheduler remembers answers for: what it believes to be there, we can find."""
 
 
 def most_in_one(object_bytes: int) -> int:

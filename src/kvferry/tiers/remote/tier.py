@@ -93,10 +93,13 @@ class RemoteTier:
         block_bytes: int,
         hello: Mapping[str, object],
         launch: Launch = ProcessBeside,
+        most_in_one: int = 1,
     ) -> None:
+        """``most_in_one`` blocks of a chain may be in one object, whoever wrote it."""
         check_size(name, 1, block_bytes)
         self.name = name
         self.block_bytes = block_bytes
+        self.most_in_one = most_in_one
         self._hello = hello
         self._launch = launch
         self._environment = dict(os.environ)  # for every process of its life: who we are to S3

@@ -1,0 +1,262 @@
+"""Levels that keep several blocks of a chain in one object, which has the name of the last.
+
+Whether such a level finds a block hangs on who asks: on what follows the block in his chain.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.fakes.crafted_keys import keys
+from tests.fakes.desk import Desk
+from tests.fakes.packed_store import MOST, STORE, PackedStore, brought, packing, promoted
+
+from kvferry import reach
+from kvferry.answers import MatchState
+from kvferry.keys import Keys
+from kvferry.scheduler.following import Wanted, run_numbers
+from kvferry.scheduler.level import KeyedLevel, WriteMode
+from kvferry.types import HOST, TierName
+
+SYSTEM = list(range(10))
+A = keys([*SYSTEM, *range(100, 160)])
+B = keys([*SYSTEM, *range(200, 260)])
+
+
+def served(chain: Keys, most: int = 8) -> tuple[Desk, PackedStore]:
+    """A server that knows nothing yet, over a store that another wrote a chain to."""
+    store = PackedStore()
+    store.put(chain, most)
+    return Desk(levels=[packing()], slots=512), store
+
+
+@pytest.mark.parametrize("most", [1, 8, 16])
+def test_who_leaves_a_pack_in_its_midst_does_not_spoil_it_for_who_comes_next(most: int) -> None:
+    desk, store = served(B, most)
+    assert brought(desk, "a", A, store) == 10 - 10 % most
+    desk.scheduler.finish("a")
+    desk.now += 1.0
+    assert brought(desk, "b", B, store) == len(B)
+
+
+@pytest.mark.parametrize("most", [1, 8, 16])
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_nor_for_who_asks_in_the_same_step(most: int, order: str) -> None:
+    desk, store = served(B, most)
+    for name in order:
+        desk.match(name, A if name == "a" else B)
+    store.serve(desk)
+    assert brought(desk, "b", B, store) == len(B)
+    assert brought(desk, "a", A, store) == 10, "what came up for the other he has, too"
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_nor_for_who_asks_while_the_other_waits(order: str) -> None:
+    desk, store = served(B)
+    chains = {"a": A, "b": B}
+    for name in order:
+        desk.match(name, chains[name])
+        desk.plan()
+    assert len(desk.asked) == 2
+    store.say(desk)
+    assert brought(desk, "b", B, store) == len(B)
+
+
+def test_two_questions_under_way_end_in_any_order_and_yes_wins() -> None:
+    for swapped in (False, True):
+        desk, store = served(B)
+        desk.match("a", A)
+        desk.plan()
+        desk.match("b", B)
+        desk.plan()
+        questions = desk.asked[::-1] if swapped else desk.asked[:]
+        for question in questions:
+            desk.asked = [question]
+            store.say(desk)
+        level = desk.scheduler._parts.lower.levels[0]
+        assert level.there(B, desk.now).all()
+
+
+def test_only_the_blocks_about_the_parting_are_asked_for_twice() -> None:
+    common = list(range(50))
+    desk = Desk(levels=[packing()], slots=1024)
+    first, second = keys([*common, *range(100, 130)]), keys([*common, *range(200, 230)])
+    desk.match("a", first)
+    desk.match("b", second)
+    desk.match("c", first)
+    desk.match("d", first[:60])
+    desk.plan()
+    (question,) = desk.asked
+    assert list(Keys(question.keys)) == [*first, *second[50 - (MOST - 1) :]]
+    assert question.runs is not None
+    assert len(set(question.runs.tolist())) == 2
+
+
+def test_a_level_of_single_blocks_believes_a_no_as_before() -> None:
+    desk = Desk(levels=[KeyedLevel(STORE, WriteMode.THROUGH, most_in_one=1)], slots=512)
+    desk.match("a", A)
+    desk.match("b", B)
+    desk.plan()
+    (question,) = desk.asked
+    assert list(Keys(question.keys)) == [*A, *B[10:]]
+    desk.say(Keys.empty())
+    assert desk.match("b", B).state is MatchState.MISS
+    assert desk.match("c", B).state is MatchState.MISS
+
+
+def test_who_was_told_no_does_not_ask_again() -> None:
+    desk, store = served(B)
+    assert brought(desk, "a", A, store) == 8
+    heads = store.num_heads
+    for _ in range(3):
+        assert desk.match("a", A).num_tokens == 32
+        store.serve(desk)
+    assert store.num_heads == heads
+
+
+def test_a_question_that_is_not_answered_in_time_is_believed_by_all() -> None:
+    """Else everybody who comes would wait for a store that hangs, one after the other."""
+    desk = Desk(levels=[packing()], slots=256, ask_deadline=5.0)
+    desk.match("a", A)
+    desk.match("b", B)
+    desk.plan()
+    desk.now = 6.0
+    desk.scheduler.settle([])
+    assert desk.match("a", A).state is MatchState.MISS
+    assert desk.match("c", A).state is MatchState.MISS
+
+
+# -- what a "no" is not ----------------------------------------------------------------------------
+
+
+class Heard:
+    """Takes note of what is said to have gone."""
+
+    def __init__(self) -> None:
+        self.gone: list[bytes] = []
+
+    def came(self, level: TierName, keys: Keys) -> None:
+        pass
+
+    def went(self, level: TierName, keys: Keys | None) -> None:
+        self.gone += map(bytes, keys if keys is not None else ())
+
+    def rose(self, keys: Keys) -> None:
+        pass
+
+
+def test_a_no_tells_nobody_that_a_block_is_gone() -> None:
+    level, heard = packing(), Heard()
+    level.listen(heard)
+    level.answered(A, np.zeros(len(A), dtype=bool), 0.0)
+    assert heard.gone == []
+    level.moved(A[:2], np.array([True, False]), upward=True, now=0.0)
+    assert heard.gone == [bytes(A[1])], "what could not be read is a fact"
+
+
+def test_a_no_and_a_yes_for_one_block_in_one_question() -> None:
+    level = packing()
+    twice = A[:4] + A[:4]
+    there = np.array([True, False, False, False, False, True, False, True])
+    for answer in (there, there[::-1].copy()):
+        level.reset()
+        asked = twice if answer is there else twice[::-1]
+        level.answered(asked, answer, 0.0)
+        assert level.there(A[:4], 1.0).tolist() == [True, True, False, True]
+        assert level.unknown(A[:4], 1.0).tolist() == [False, False, True, False]
+
+
+def test_what_one_did_not_find_he_writes_for_those_who_go_his_way() -> None:
+    """Though this very server wrote it once, in an object that ends on another's way."""
+    store = PackedStore()
+    one = Desk(levels=[packing()], slots=128)
+    one.keep("b", B, 240)
+    store.serve(one)
+    level = one.scheduler._parts.lower.levels[0]
+    one.now += 60.0
+    assert level.known(B[:60], one.now).all(), "it knows what it sent"
+    level.answered(A[:60], np.arange(60) < 8, one.now)
+    assert level.known(A[:60], one.now).tolist() == [n < 8 for n in range(60)]
+
+
+# -- behind the end of a hit -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pack", [1, 8, 16])
+@pytest.mark.parametrize(("num_blocks", "most"), [(8, 31), (16, 63), (9, 35), (24, 70), (8, 32)])
+def test_a_hit_that_ends_inside_a_pack_gets_its_part_of_it(
+    pack: int, num_blocks: int, most: int
+) -> None:
+    chain = keys(range(num_blocks))
+    desk, store = served(chain, pack)
+    assert brought(desk, "b", chain, store, most=most) == most // 4
+
+
+@pytest.mark.parametrize("pack", [1, 8, 16])
+def test_so_does_one_that_is_cut_for_lack_of_room(pack: int) -> None:
+    chain = keys(range(100))
+    store = PackedStore()
+    store.put(chain, pack)
+    desk = Desk(levels=[packing()], slots=80)
+    assert brought(desk, "b", chain, store) == 20
+
+
+def test_what_lies_behind_is_only_asked_for() -> None:
+    chain = keys(range(40))
+    desk, store = served(chain)
+    desk.match("b", chain, most=39)
+    desk.plan()
+    (question,) = desk.asked
+    assert list(Keys(question.keys)) == list(chain[: 9 + MOST - 1])
+    store.say(desk)
+    desk.match("b", chain, most=39)
+    (going,) = promoted(desk.plan())
+    assert list(going) == list(chain[:9])
+    desk.land()
+    assert desk.match("b", chain, most=39).num_tokens == 36
+    why = desk.scheduler.explain("b")
+    assert why is not None
+    assert why.asked_blocks == 9
+
+
+def test_only_full_attention_and_only_levels_with_packs_are_asked_for_it() -> None:
+    chain = keys(range(40))
+    single = KeyedLevel(TierName("single"))
+    window = reach.SlidingWindow(4, window=9)
+    desk = Desk(reach.FullAttention(4), window, levels=[single, packing()], slots=512)
+    desk.match("b", chain, most=40)
+    desk.plan()
+    sizes = {question.level: len(question) for question in desk.asked}
+    assert sizes == {"single": 20, STORE: 20 + MOST - 1}
+
+
+# -- which question answers which ------------------------------------------------------------------
+
+
+@given(
+    common=st.integers(0, 12),
+    own=st.integers(0, 12),
+    other=st.integers(0, 12),
+    most=st.integers(1, 6),
+    gap=st.integers(0, 24),
+)
+def test_a_question_answers_what_it_names_with_all_that_follows(
+    common: int, own: int, other: int, most: int, gap: int
+) -> None:
+    ours = list(range(common + own))
+    at = np.array([n for n in range(len(ours)) if n != gap], dtype=np.int64)
+    asked = keys([*range(common), *range(100, 100 + other)])
+    wanted = Wanted(keys(ours).take(at), at, np.zeros_like(at))
+    runs = run_numbers(at, np.zeros(1, dtype=np.int64)) if len(at) else at
+    expected = [
+        all(
+            at[m] < common
+            for m in range(n, min(n + most, len(at)))
+            if runs[m] == runs[n]
+        )
+        for n in range(len(at))
+    ]
+    if len(at):
+        assert wanted.answered_by(asked, most).tolist() == expected
