@@ -141,6 +141,15 @@ class PoolRoom(PoolFind):
         before = [self._index.key_of(slot) if slot != NO_SLOT else None for slot in firsts]
         return starts, tuple(before)
 
+    def line(self, key: Key, most: int) -> Keys:
+        """The blocks before this one that it follows, and itself, so many of them at most."""
+        slots: list[int] = []
+        slot = self._index.find_one(key)
+        while slot != NO_SLOT and len(slots) < most:
+            slots.append(slot)
+            slot = self._chains.parent_of(slot)
+        return self._index.keys_of(np.array(slots[::-1], dtype=np.int64))
+
     def _spare(self) -> int:
         """So many slots are made free beyond need; few, or none where what goes is copied below."""
         return self._num_spare if self.feeds_below else self._num_spare + self._num_spare_alone

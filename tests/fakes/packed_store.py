@@ -12,7 +12,8 @@ from tests.fakes.desk import Desk
 
 from kvferry.answers import MatchState
 from kvferry.keys import Keys
-from kvferry.scheduler.level import KeyedLevel, WriteMode
+from kvferry.scheduler.level import WriteMode
+from kvferry.scheduler.packing_level import PackingLevel
 from kvferry.tiers.remote.packs import LookUp, cut
 from kvferry.types import HOST, Outcome, Rank, Receipt, TierName, Transfer
 
@@ -20,8 +21,8 @@ STORE = TierName("store")
 MOST = 16
 
 
-def packing(write: WriteMode = WriteMode.THROUGH, most_in_one: int = MOST) -> KeyedLevel:
-    return KeyedLevel(STORE, write, capacity=1000, most_in_one=most_in_one)
+def packing(write: WriteMode = WriteMode.THROUGH, most_in_one: int = MOST) -> PackingLevel:
+    return PackingLevel(STORE, write, capacity=1000, most_in_one=most_in_one)
 
 
 class PackedStore:
@@ -81,13 +82,18 @@ class PackedStore:
                 return
 
 
+    def keep(self, desk: Desk, name: str, chain: Keys, most: int = 8) -> None:
+        """A whole life, and what goes down by that."""
+        desk.store(name, chain, 4 * len(chain))
+        desk.scheduler.finish(name)
+        self.serve(desk, most)
+
+
 def names(keys: Keys) -> list[str]:
     return [bytes(key).hex() for key in keys]
 
 
-def brought(
-    desk: Desk, name: str, chain: Keys, store: PackedStore, most: int | None = None
-) -> int:
+def brought(desk: Desk, name: str, chain: Keys, store: PackedStore, most: int | None = None) -> int:
     """How many blocks a request has in the host in the end, with what comes up for it."""
     for _ in range(8):
         match = desk.match(name, chain, most=most)

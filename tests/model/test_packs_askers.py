@@ -1,7 +1,8 @@
 """Servers ask a shared store of packs for chains that part, many at a time, and in any order.
 
 Whoever else asks, whatever they were told and whenever: a request gets as many blocks as it would
-have found alone, and is not kept waiting for ever.
+have found alone, and is not kept waiting for ever. And what one server has written, whatever else
+it wrote before with the same beginning, any other finds.
 """
 
 from __future__ import annotations
@@ -54,6 +55,18 @@ class Askers(RuleBasedStateMachine):
             most = max(0, 4 * len(chain) - cut)
             self.waiting.append((server, name, chain, most, min(length, most // 4)))
             self.desks[server].match(name, chain, most=most)
+
+    @rule(server=_servers, chain=_chains, pack=st.integers(1, MOST))
+    def compute(self, server: int, chain: Keys, pack: int) -> None:
+        """A server stores a whole chain, which is written through: others find it by itself."""
+        desk = self.desks[server]
+        self.store.serve(desk, pack)
+        is_new = not desk.pool.known(chain[len(chain) - 1 :])[0]
+        name = f"c{self.num_requests}"
+        self.num_requests += 1
+        self.store.keep(desk, name, chain, pack)
+        if is_new:
+            assert all(self.store.found(chain, np.zeros(len(chain), dtype=np.int64)))
 
     @rule(server=_servers)
     def step(self, server: int) -> None:

@@ -18,7 +18,7 @@ from kvferry.answers import MatchState
 from kvferry.keys import Keys
 from kvferry.scheduler.following import Wanted, run_numbers
 from kvferry.scheduler.level import KeyedLevel, WriteMode
-from kvferry.types import HOST, TierName
+from kvferry.types import TierName
 
 SYSTEM = list(range(10))
 A = keys([*SYSTEM, *range(100, 160)])
@@ -95,7 +95,7 @@ def test_only_the_blocks_about_the_parting_are_asked_for_twice() -> None:
 
 
 def test_a_level_of_single_blocks_believes_a_no_as_before() -> None:
-    desk = Desk(levels=[KeyedLevel(STORE, WriteMode.THROUGH, most_in_one=1)], slots=512)
+    desk = Desk(levels=[KeyedLevel(STORE, WriteMode.THROUGH)], slots=512)
     desk.match("a", A)
     desk.match("b", B)
     desk.plan()
@@ -172,13 +172,66 @@ def test_what_one_did_not_find_he_writes_for_those_who_go_his_way() -> None:
     """Though this very server wrote it once, in an object that ends on another's way."""
     store = PackedStore()
     one = Desk(levels=[packing()], slots=128)
-    one.keep("b", B, 240)
-    store.serve(one)
+    store.keep(one, "b", B)
     level = one.scheduler._parts.lower.levels[0]
     one.now += 60.0
     assert level.known(B[:60], one.now).all(), "it knows what it sent"
     level.answered(A[:60], np.arange(60) < 8, one.now)
     assert level.known(A[:60], one.now).tolist() == [n < 8 for n in range(60)]
+
+
+def test_what_is_known_to_be_there_is_named_again_for_what_lies_before_it() -> None:
+    """Its object may have become longer: written again by who had more of the chain."""
+    chain = keys(range(12))
+    desk, store = served(chain[4:8])
+    assert brought(desk, "a", chain, store) == 0
+    desk.scheduler.finish("a")
+    store.put(chain[:8], 8)
+    assert brought(desk, "b", chain, store) == 8
+
+
+# -- where chains part -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pack", [1, 4, 8, 16])
+@pytest.mark.parametrize("write", list(WriteMode))
+def test_another_server_finds_every_conversation_behind_one_system_prompt(
+    write: WriteMode, pack: int
+) -> None:
+    store = PackedStore()
+    one = Desk(levels=[packing(write)], slots=128)
+    chains = {u: keys([*SYSTEM, *range(u * 100, u * 100 + 20)]) for u in (1, 2, 3)}
+    for number, chain in chains.items():
+        store.keep(one, str(number), chain, pack)
+    for number in range(10, 50):  # what is spilled goes before these
+        store.keep(one, str(number), keys(range(100 * number, 100 * number + 8)), pack)
+    for chain in chains.values():
+        two = Desk(levels=[packing()], slots=512)
+        assert brought(two, "r", chain, store) == len(chain)
+
+
+def test_what_two_share_is_written_twice_and_no_more() -> None:
+    store = PackedStore()
+    one = Desk(levels=[packing()], slots=512)
+    sizes = []
+    for number in range(1, 6):
+        one.keep(str(number), keys([*SYSTEM, *range(number * 100, number * 100 + 20)]), 120)
+        moves = [move for move in one.plan() if move.dst == STORE]
+        store.take(moves, 8)
+        one.land()
+        store.serve(one)
+        sizes.append(sorted(len(move) for move in moves))
+    assert sizes == [[30], [10, 20], [20], [20], [20]]
+
+
+def test_a_conversation_that_goes_on_elsewhere_writes_only_what_is_new() -> None:
+    """Its end was found and nothing behind it: so an object ends there."""
+    desk, store = served(B[:30])
+    assert brought(desk, "b", B, store) == 30
+    desk.scheduler.finish("b")
+    desk.keep("c", B, 280)
+    sizes = [len(move) for move in desk.plan() if move.dst == STORE]
+    assert sizes == [40]
 
 
 # -- behind the end of a hit -----------------------------------------------------------------------
@@ -251,11 +304,7 @@ def test_a_question_answers_what_it_names_with_all_that_follows(
     wanted = Wanted(keys(ours).take(at), at, np.zeros_like(at))
     runs = run_numbers(at, np.zeros(1, dtype=np.int64)) if len(at) else at
     expected = [
-        all(
-            at[m] < common
-            for m in range(n, min(n + most, len(at)))
-            if runs[m] == runs[n]
-        )
+        all(at[m] < common for m in range(n, min(n + most, len(at))) if runs[m] == runs[n])
         for n in range(len(at))
     ]
     if len(at):

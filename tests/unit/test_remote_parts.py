@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from tests.fakes.crafted_keys import key
 from kvferry.config import Config
 from kvferry.errors import ConfigError
 from kvferry.quantities import KiB, MiB
+from kvferry.remote_settings import read_remote
 from kvferry.tiers import TierSetup, open_tier
 from kvferry.tiers.remote import open_remote
 from kvferry.tiers.remote.aws import ca_bundle, s3_config
@@ -283,3 +285,33 @@ def test_authorities_of_ones_own_are_read_from_where_tools_of_aws_look(tmp_path)
     assert s3_config({}, from_profile) == {"region": "us-east-1"}, "no word of it to the client"
     with pytest.raises(ConfigError, match=r"AWS_CA_BUNDLE.*not-here"):
         ca_bundle({**home, "AWS_CA_BUNDLE": str(tmp_path / "not-here")})
+
+
+# -- s3 --------------------------------------------------------------------------------------------
+
+
+def test_an_object_that_goes_while_we_ask_how_long_it_is_gets_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("obstore")
+    from obstore.exceptions import AlreadyExistsError
+
+    from kvferry.tiers.remote import s3
+
+    put: list[tuple[str, str]] = []
+
+    async def head(store: object, path: str) -> None:
+        raise FileNotFoundError(path)
+
+    async def put_one(store: object, path: str, stored: object, *, mode: str, **_: object) -> None:
+        put.append((path, mode))
+        if mode == "create":
+            raise AlreadyExistsError(path)
+
+    monkeypatch.setattr("obstore.head_async", head)
+    monkeypatch.setattr("obstore.put_async", put_one)
+    address = read_remote("remote", "s3://bucket/p?endpoint=http://127.0.0.1:9&region=here")
+    client = s3.S3Client(address, 64, "folder", {}, 2)
+    (room,) = client.staging.lend(1)
+    assert asyncio.run(client.put(["k"], [room], replace=[False])) == [None]
+    assert put == [("p/k", "create"), ("p/k", "overwrite")]

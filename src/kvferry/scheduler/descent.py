@@ -20,7 +20,7 @@ from kvferry.scheduler.following import run_numbers
 from kvferry.scheduler.level import Level, WriteMode
 from kvferry.scheduler.outbox import End, Outbox
 from kvferry.scheduler.side_by_side import Runs
-from kvferry.types import HOST, Key, TierName, TransferId
+from kvferry.types import HOST, NO_SLOTS, Key, TierName, TransferId
 
 _CLEAN_SHARE = 8
 """With spilling, the coldest slot in so many of the host has a copy below before it is needed."""
@@ -218,11 +218,37 @@ class Descent:
         reading = self._host.pin(going, Purpose.COPY)
         assert reading is not None
         following = None
-        if level.pool is None and (chained or runs is not None):
+        before: tuple[Key | None, ...] = ()
+        if level.joints is not None and (chained or runs is not None):
+            starts, before = self._host.runs_of(going)
+            following = level.joints.cut(going, starts, before)
+        elif level.pool is None and (chained or runs is not None):
             # Some of a chain may have been here before it was stored: these do not all follow.
             starts, _ = runs if runs is not None else self._host.runs_of(keys)
             starts = np.searchsorted(room.positions, starts)
             following = run_numbers(room.positions, starts[starts < len(going)])
         transfer_id = self._outbox.move(End.of(HOST, reading), room.end, going, following)
         self._note_sent(transfer_id, level, going)
+        for key in before:
+            if key is not None:
+                self._send_end(level, key)
         return True
+
+    def _send_end(self, level: Level, key: Key) -> None:
+        """Another chain goes on from a block that the level has: see that an object ends there."""
+        joints, last = level.joints, Keys.from_bytes((key,))
+        if joints is None or joints.ends(key) or not level.known(last, self._clock())[0]:
+            return
+        line = self._host.line(key, level.most_in_one)
+        ends = [at for at, each in enumerate(line) if joints.ends(each)]
+        line = line[ends[-1] + 1 :] if ends else line
+        reading = self._host.pin(line, Purpose.COPY)
+        if reading is None or len(reading) < len(line):
+            if reading is not None:
+                reading.release()
+            return
+        if level.gate is not None:
+            level.gate.wrote(len(line))
+        runs = joints.cut(line, NO_SLOTS, ())
+        transfer_id = self._outbox.move(End.of(HOST, reading), level.read(line), line, runs)
+        self._note_sent(transfer_id, level, line)

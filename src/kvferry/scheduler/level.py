@@ -6,10 +6,6 @@
     placed level  a pool of ours says        a slot of that pool   the leases tell the pool
     keyed level   it is asked, and answers   its key, no slot      what happened is an answer too
                   are remembered
-
-Where a keyed level keeps several blocks of a chain in one object, with the name of the last, it
-finds a block only for who knows the chain up to there. Its "yes" is true for everybody; its "no"
-says nothing to a chain that goes on differently, and is forgotten as soon as it was said.
 """
 
 from __future__ import annotations
@@ -24,17 +20,16 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import InputError
 from kvferry.keys import Keys, Recovered
-from kvferry.policy import EvictionPolicyMaker, Lru
 from kvferry.pool import Pool
 from kvferry.scheduler.gate import Gate
+from kvferry.scheduler.joints import Joints
 from kvferry.scheduler.outbox import End
 from kvferry.scheduler.recovered import agreed
 from kvferry.scheduler.remembered import Remembered
 from kvferry.scheduler.side_by_side import Runs, SideBySide
 from kvferry.slot_states import PoolCounts
-from kvferry.types import NO_SLOTS, Key, Rank, SlotArray, TierName
+from kvferry.types import NO_SLOTS, Key, Rank, RunNumbers, SlotArray, TierName
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +83,8 @@ class Level(ABC):
     pool: Pool | None = None
     most_in_one = 1
     """How many blocks of a chain may lie in one object, which has the name of the last."""
+    joints: Joints | None = None
+    """What of it ends an object, where not every block does."""
 
     def __init__(self, name: TierName, write: WriteMode = WriteMode.SPILL) -> None:
         self.name = name
@@ -150,7 +147,13 @@ class Level(ABC):
         """
 
     def answered(  # noqa: B027  may be no news
-        self, keys: Keys, there: Flags, now: float, *, in_time: bool = True
+        self,
+        keys: Keys,
+        there: Flags,
+        now: float,
+        *,
+        in_time: bool = True,
+        runs: RunNumbers | None = None,
     ) -> None:
         """It was asked about these keys: which it has, or that it has not said ``in_time``."""
 
@@ -270,7 +273,6 @@ class KeyedLevel(Level):
     """A level that finds blocks by their keys. Owns what is remembered of its answers.
 
     ``remember`` seconds an answer is believed, yes or no; ``capacity`` keys are remembered at most.
-    Where objects may have more blocks than one (``most_in_one``), a "no" is not believed at all.
     """
 
     def __init__(
@@ -280,10 +282,8 @@ class KeyedLevel(Level):
         *,
         remember: float = REMEMBER_SECONDS,
         capacity: int = REMEMBER_KEYS,
-        most_in_one: int = 1,
     ) -> None:
         super().__init__(name, write)
-        self.most_in_one = most_in_one
         self.num_asked = 0
         self.num_found = 0
         self._remember = remember
@@ -322,27 +322,19 @@ class KeyedLevel(Level):
         self._answers.note_sent(keys.take(positions))
         return Room(positions, End(self.name, NO_SLOTS))
 
-    def answered(self, keys: Keys, there: Flags, now: float, *, in_time: bool = True) -> None:
+    def answered(
+        self,
+        keys: Keys,
+        there: Flags,
+        now: float,
+        *,
+        in_time: bool = True,
+        runs: RunNumbers | None = None,
+    ) -> None:
         self.num_asked += len(keys)
         self.num_found += int(there.sum())
-        if self.most_in_one > 1:
-            if in_time:
-                self._note_not_found(keys.take(~there), now)
-                keys = keys.take(there)
-            # Several chains may have been asked for in one question, with the same beginning.
-            _, first = np.unique(keys.array[:, 0], return_index=True)
-            keys = keys.take(np.sort(first))
-            there = np.full(len(keys), in_time)
         self._answers.answer(keys, there, now + self._remember)
         self._tell_found(keys, there)
-
-    def _note_not_found(self, keys: Keys, now: float) -> None:
-        """An asker who knows one way to go on did not find these. They may be there for others.
-
-        But our having written them helps him nothing: with what he computes they are written again,
-        for those who go his way. And who removes objects by age does not tell us.
-        """
-        self._answers.doubt_sent(keys.take(~self._answers.there(keys, now)))
 
     def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:
         super().moved(keys, ok, upward=upward, now=now)
@@ -368,29 +360,3 @@ class KeyedLevel(Level):
         for listener in self.listeners:
             listener.came(self.name, keys.take(there))
             listener.went(self.name, keys.take(~there))
-
-
-def level_of(
-    name: TierName,
-    num_places: int | None,
-    write: WriteMode,
-    policy: EvictionPolicyMaker = Lru,
-    *,
-    recovered: Sequence[Recovered] = (),
-    most_in_one: int = 1,
-) -> Level:
-    """The level for a tier with so many places, or for one that finds blocks by their keys.
-
-    ``policy`` says which blocks make room in the places.
-    ``recovered`` is what each rank's tier still has from an earlier life (``TierMover.recovered``),
-    ``most_in_one`` how many blocks it may keep in one object (``TierMover.most_in_one``).
-    """
-    if num_places is None:
-        return KeyedLevel(name, write, most_in_one=most_in_one)
-    level = PlacedLevel(name, Pool(num_places, policy, side_by_side=True), write)
-    if any(len(places) for _, places in recovered):
-        try:
-            level.restore(recovered)
-        except InputError as error:  # a tier's mistake must not keep an engine from starting
-            log.error("level %s begins empty: %s", name, error)
-    return level

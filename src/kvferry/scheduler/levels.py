@@ -354,7 +354,8 @@ class LowerLevels:
         if isinstance(flight.transfer, Question):
             level, _ = self._asking.pop(flight.transfer.id)
             told = Keys(flight.transfer.keys)
-            level.answered(told, ~flight.lost, now, in_time=not flight.overdue)
+            in_time, runs = not flight.overdue, flight.transfer.runs
+            level.answered(told, ~flight.lost, now, in_time=in_time, runs=runs)
             return None
         move = self._moves.pop(flight.transfer.id, None)
         if move is not None:

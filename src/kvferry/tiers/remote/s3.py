@@ -171,7 +171,10 @@ class S3Client:
         """Whether what is there has fewer bytes; an object of one block need not be asked."""
         if size <= self._object_bytes:
             return False
-        there = await obstore.head_async(self._store, self._prefix + name)
+        try:
+            there = await obstore.head_async(self._store, self._prefix + name)
+        except FileNotFoundError:  # removed since it was in our way
+            return True
         return int(there["size"]) < size
 
     async def _put(self, path: str, stored: Any, mode: Any) -> None:
