@@ -32,7 +32,8 @@ import numpy as np
 
 from kvferry.keys import Keys
 from kvferry.quantities import KiB, MiB, parse_seconds
-from kvferry.scheduler.level import KeyedLevel, WriteMode
+from kvferry.scheduler.level import WriteMode
+from kvferry.scheduler.packing_level import PackingLevel
 from kvferry.tiers import Batch, BatchId, Way
 from kvferry.tiers.remote import RemoteTier
 from kvferry.tiers.remote.packs import cut
@@ -168,7 +169,8 @@ class Chain:
 def tell_packed(write: WriteMode, turn_blocks: tuple[int, int]) -> None:
     """How many objects of up to eight blocks a fleet's server would write for so many blocks."""
     level = TierName("store")
-    desk = Desk(levels=[KeyedLevel(level, write)], slots=2048, policy="lru")
+    below = PackingLevel(level, write, most_in_one=16)
+    desk = Desk(levels=[below], slots=2048, policy="lru")
     rng = random.Random(7)
     lengths = dict.fromkeys(range(200), 0)
     num_blocks = num_objects = num_alone = 0

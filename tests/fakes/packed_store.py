@@ -81,7 +81,6 @@ class PackedStore:
             else:
                 return
 
-
     def keep(self, desk: Desk, name: str, chain: Keys, most: int = 8) -> None:
         """A whole life, and what goes down by that."""
         desk.store(name, chain, 4 * len(chain))

@@ -15,7 +15,7 @@ from tests.fakes import remote, s3_servers
 from tests.fakes.crafted_keys import keys
 from tests.fakes.remote import SIZE, Store, environment
 
-from kvferry.tiers import Way
+from kvferry.tiers import HostTier, TierMover, Way
 from kvferry.tiers.remote import RemoteTier
 from kvferry.tiers.remote.names import SEAL_BYTES
 
@@ -135,6 +135,15 @@ def test_a_chain_that_leaves_a_pack_in_its_midst_finds_what_comes_before(fleet: 
     assert found(theirs, [0, 1, 2, 3, 4, 5]) == [0, 1, 2, 3, 4, 5]
     assert read(theirs, ALL[:6]) == ALL[:6]
     assert found(ours, ALL) == ALL
+
+
+@pytest.mark.parametrize("kind", ["moto"])
+@pytest.mark.parametrize("pack", [None, 1, 16])
+def test_whoever_asks_is_told_how_long_objects_may_be(fleet: Fleet, pack: int | None) -> None:
+    """Whatever our own setting is: others may write longer ones."""
+    tier = fleet.join(pack).tier
+    host = HostTier(1, SIZE)
+    assert TierMover(host, tier).most_in_one == 16
 
 
 @pytest.mark.parametrize("kind", ["moto"])

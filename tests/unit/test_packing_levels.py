@@ -210,6 +210,20 @@ def test_another_server_finds_every_conversation_behind_one_system_prompt(
         assert brought(two, "r", chain, store) == len(chain)
 
 
+def test_what_goes_down_after_another_that_follows_it_ends_where_that_begins() -> None:
+    store = PackedStore()
+    one = Desk(levels=[packing(WriteMode.SPILL)], slots=1024)
+    for name, chain in (("a", A), ("b", B)):
+        store.keep(one, name, chain)
+    lower = one.scheduler._parts.lower
+    for part in (A[10:], B):
+        lower.send_out(lower.levels[0], part)
+        store.serve(one)
+    two = Desk(levels=[packing()], slots=512)
+    assert brought(two, "a", A, store) == len(A)
+    assert brought(two, "b", B, store) == len(B)
+
+
 def test_what_two_share_is_written_twice_and_no_more() -> None:
     store = PackedStore()
     one = Desk(levels=[packing()], slots=512)

@@ -12,6 +12,7 @@ from tests.fakes.kv import make_kv
 from kvferry.config import Config
 from kvferry.rank import RankMemory, open_on_cpu
 from kvferry.scheduler import KeyedLevel, PlacedLevel, WriteMode
+from kvferry.scheduler.packing_level import PackingLevel
 from kvferry.types import (
     HOST,
     Outcome,
@@ -43,6 +44,18 @@ def test_levels_are_those_of_all_ranks_with_the_fewest_places() -> None:
     assert isinstance(far, KeyedLevel)
     assert (near.name, far.name) == (NEAR, FAR)
     assert near.write is far.write is WriteMode.THROUGH
+
+
+@pytest.mark.parametrize(("is_shared", "most"), [(False, 16), (True, 32)])
+def test_a_level_in_packs_is_one_for_the_scheduler_too(is_shared: bool, most: int) -> None:
+    """Ranks that share host memory have every other block each: one object's lie apart."""
+    packed = LevelShape(FAR, None, most_in_one=16)
+    assert packed.without_blocks().most_in_one == 16
+    single = LevelShape(NEAR, None)
+    shapes = [RankShape(Rank(n), levels=(single, packed), is_shared=is_shared) for n in range(2)]
+    near, far = levels_of(shapes, Config())
+    assert (near.most_in_one, far.most_in_one) == (1, most)
+    assert (near.joints, isinstance(far, PackingLevel)) == (None, True)
 
 
 def test_no_levels_are_no_levels() -> None:
