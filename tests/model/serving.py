@@ -47,7 +47,7 @@ from kvferry.keys import Keys
 from kvferry.pool import Pool
 from kvferry.scheduler import NO_BLOCK, State
 from kvferry.scheduler.level import PlacedLevel, WriteMode
-from kvferry.scheduler.level_kinds import level_of
+from kvferry.scheduler.level_making import level_of
 from kvferry.slot_states import SlotState
 from kvferry.stats import SchedulerStats
 from kvferry.tiers import Batch, BatchId, HostTier, KeyedMemoryTier, MemoryTier, TierMover, Way

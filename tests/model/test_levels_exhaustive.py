@@ -19,7 +19,7 @@ from kvferry.answers import MatchState
 from kvferry.keys import Keys
 from kvferry.pool import Pool
 from kvferry.scheduler.level import KeyedLevel, Level, PlacedLevel, WriteMode
-from kvferry.scheduler.level_kinds import level_of
+from kvferry.scheduler.level_making import level_of
 from kvferry.types import Outcome, Rank, Receipt, TierName, Transfer, as_slots
 
 NAME = TierName("below")

@@ -21,7 +21,7 @@ from kvferry.errors import TransferError
 from kvferry.keys import Keys
 from kvferry.pool import Pool
 from kvferry.scheduler.level import PlacedLevel, WriteMode
-from kvferry.scheduler.level_kinds import level_of
+from kvferry.scheduler.level_making import level_of
 from kvferry.tiers import HostTier, KeyedMemoryTier, MemoryTier, TierMover, Way
 from kvferry.types import (
     DEVICE,

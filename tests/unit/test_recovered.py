@@ -12,7 +12,7 @@ from kvferry.errors import InputError
 from kvferry.keys import Recovered
 from kvferry.pool import Pool
 from kvferry.scheduler.level import PlacedLevel, WriteMode
-from kvferry.scheduler.level_kinds import level_of
+from kvferry.scheduler.level_making import level_of
 from kvferry.scheduler.recovered import agreed, united, within
 from kvferry.types import TierName, as_slots
 

@@ -15,7 +15,7 @@ from kvferry.errors import InputError
 from kvferry.free_runs import EXTENT, FreeRuns, Neighbours
 from kvferry.pool import Pool
 from kvferry.scheduler.level import PlacedLevel, WriteMode
-from kvferry.scheduler.level_kinds import level_of
+from kvferry.scheduler.level_making import level_of
 from kvferry.types import NO_SLOT, SlotArray, TierName, as_slots
 
 DISK = TierName("disk")

@@ -1,7 +1,7 @@
 """The scheduler half: what moves, when, and what became of it. Never touches a byte."""
 
 from kvferry.scheduler.level import KeyedLevel, Level, PlacedLevel, WriteMode
-from kvferry.scheduler.level_kinds import level_of
+from kvferry.scheduler.level_making import level_of
 from kvferry.scheduler.orders import NO_BLOCK, BlockTable, EngineBlocks, Ordered
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.request_state import State
