@@ -27,8 +27,8 @@ _chains = st.lists(st.integers(0, 1), min_size=1, max_size=LENGTH).map(
 _servers = st.integers(0, 1)
 
 
-class Askers(RuleBasedStateMachine):
-    """Two servers on one store. Objects only come, so what was there once is found."""
+class Servers(RuleBasedStateMachine):
+    """Two of them on one store. Objects only come, so what was there once is found."""
 
     @initialize(pack=st.integers(1, MOST))
     def begin(self, pack: int) -> None:
@@ -37,12 +37,6 @@ class Askers(RuleBasedStateMachine):
         self.desks = [Desk(levels=[packing(most_in_one=MOST)], slots=1024) for _ in range(2)]
         self.waiting: list[tuple[int, str, Keys, int, int]] = []
         self.num_requests = 0
-
-    @rule(chain=_chains, start=st.integers(0, LENGTH), most=st.integers(1, MOST))
-    def write(self, chain: Keys, start: int, most: int) -> None:
-        """A third server has written a part of a chain."""
-        going = chain[start:] if start < len(chain) else chain
-        self.store.put(going, most)
 
     @rule(server=_servers, chains=st.lists(_chains, min_size=1, max_size=3), cut=st.integers(0, 6))
     def ask(self, server: int, chains: Sequence[Keys], cut: int) -> None:
@@ -55,18 +49,6 @@ class Askers(RuleBasedStateMachine):
             most = max(0, 4 * len(chain) - cut)
             self.waiting.append((server, name, chain, most, min(length, most // 4)))
             self.desks[server].match(name, chain, most=most)
-
-    @rule(server=_servers, chain=_chains, pack=st.integers(1, MOST))
-    def compute(self, server: int, chain: Keys, pack: int) -> None:
-        """A server stores a whole chain, which is written through: others find it by itself."""
-        desk = self.desks[server]
-        self.store.serve(desk, pack)
-        is_new = not desk.pool.known(chain[len(chain) - 1 :])[0]
-        name = f"c{self.num_requests}"
-        self.num_requests += 1
-        self.store.keep(desk, name, chain, pack)
-        if is_new:
-            assert all(self.store.found(chain, np.zeros(len(chain), dtype=np.int64)))
 
     @rule(server=_servers)
     def step(self, server: int) -> None:
@@ -95,5 +77,35 @@ class Askers(RuleBasedStateMachine):
         desk.check_empty()
 
 
+class Askers(Servers):
+    """They only ask, for what others wrote, whole or in part."""
+
+    @rule(chain=_chains, start=st.integers(0, LENGTH), most=st.integers(1, MOST))
+    def write(self, chain: Keys, start: int, most: int) -> None:
+        """A third server has written a part of a chain."""
+        going = chain[start:] if start < len(chain) else chain
+        self.store.put(going, most)
+
+
+class Writers(Servers):
+    """They write what they compute themselves."""
+
+    @rule(server=_servers, chain=_chains, pack=st.integers(1, MOST))
+    def compute(self, server: int, chain: Keys, pack: int) -> None:
+        """A server stores a whole chain, which is written through: others find it by itself."""
+        desk = self.desks[server]
+        self.store.serve(desk, pack)
+        level = desk.scheduler._parts.lower.levels[0]
+        last = chain[len(chain) - 1 :]
+        is_new = not (desk.pool.known(last) | level.known(last, desk.now))[0]
+        name = f"c{self.num_requests}"
+        self.num_requests += 1
+        self.store.keep(desk, name, chain, pack)
+        if is_new:
+            assert all(self.store.found(chain, np.zeros(len(chain), dtype=np.int64)))
+
+
 TestAskers = Askers.TestCase
 TestAskers.settings = settings(max_examples=100, stateful_step_count=15, deadline=None)
+TestWriters = Writers.TestCase
+TestWriters.settings = settings(max_examples=100, stateful_step_count=15, deadline=None)

@@ -210,6 +210,16 @@ def test_another_server_finds_every_conversation_behind_one_system_prompt(
         assert brought(two, "r", chain, store) == len(chain)
 
 
+def test_so_it_does_what_goes_on_from_what_came_up_long_ago() -> None:
+    one, store = served(B)
+    assert brought(one, "b", B, store) == len(B)
+    one.scheduler.finish("b")
+    one.now += 60.0
+    store.keep(one, "a", A)
+    two = Desk(levels=[packing()], slots=512)
+    assert brought(two, "a", A, store) == len(A)
+
+
 def test_what_goes_down_after_another_that_follows_it_ends_where_that_begins() -> None:
     store = PackedStore()
     one = Desk(levels=[packing(WriteMode.SPILL)], slots=1024)

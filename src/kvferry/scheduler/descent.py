@@ -235,9 +235,15 @@ class Descent:
         return True
 
     def _send_end(self, level: Level, key: Key) -> None:
-        """Another chain goes on from a block that the level has: see that an object ends there."""
-        joints, last = level.joints, Keys.from_bytes((key,))
-        if joints is None or joints.ends(key) or not level.known(last, self._clock())[0]:
+        """A chain goes on from a block of the host's: see that an object ends there.
+
+        What is not there yet goes there in its own time where blocks are spilled. Where they are
+        written through, it came up from there, and how long ago nobody remembers.
+        """
+        joints, now = level.joints, self._clock()
+        if joints is None or joints.ends(key):
+            return
+        if level.write is WriteMode.SPILL and not level.known(Keys.from_bytes((key,)), now)[0]:
             return
         line = self._host.line(key, level.most_in_one)
         ends = [at for at, each in enumerate(line) if joints.ends(each)]
@@ -249,6 +255,7 @@ class Descent:
             return
         if level.gate is not None:
             level.gate.wrote(len(line))
+        level.reserve(line, parent=None, chained=True, now=now)  # from now on it is known
         runs = joints.cut(line, NO_SLOTS, ())
         transfer_id = self._outbox.move(End.of(HOST, reading), level.read(line), line, runs)
         self._note_sent(transfer_id, level, line)
