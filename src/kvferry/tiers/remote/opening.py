@@ -55,7 +55,8 @@ def open_remote(setup: TierSetup) -> RemoteTier:
     file = setup.host_file
     if file is not None and file.pitch >= setup.block_bytes + spare_bytes > setup.block_bytes:
         hello["host_file"] = asdict(file)
-    in_one = most_in_one(setup.block_bytes) if address.kind == S3 else 1
+    # The tier refuses blocks without bytes, and says so.
+    in_one = most_in_one(max(1, setup.block_bytes)) if address.kind == S3 else 1
     tier = RemoteTier(setup.name, setup.block_bytes, hello, most_in_one=in_one)
     tier.start(OPEN_SECONDS)
     if tier.refusal:
