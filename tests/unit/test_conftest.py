@@ -13,9 +13,10 @@ CONFTEST = Path(__file__).parents[1] / "conftest.py"
 
 @pytest.mark.parametrize("daemon", [True, False])
 def test_a_leaked_thread_fails_its_test(pytester, daemon):
-    pytester.makeconftest(
-        CONFTEST.read_text().replace("THREAD_GRACE_S = 2.0", "THREAD_GRACE_S = 0.1")
-    )
+    conftest = CONFTEST.read_text()
+    impatient = conftest.replace("THREAD_GRACE_S = 20.0", "THREAD_GRACE_S = 0.1")
+    assert impatient != conftest
+    pytester.makeconftest(impatient)
     pytester.makepyfile(
         f"""
         import threading
