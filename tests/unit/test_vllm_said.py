@@ -49,7 +49,7 @@ def test_what_is_not_understood_is_not_heeded_and_said(params):
 
 
 def test_what_was_read_before_is_known_by_what_it_says_alone():
-    """Seen red where hints were known by the object they came in, or by equality: 1 is no flag."""
+    """Not by the object they came in, and not by equality: 1 is no flag."""
     said: dict[str, Any] = {"kvferry": {"over": True}}
     assert hints_of(said) == hints_of({"kvferry": {"over": True}}) == (Hints(over=True), "")
     said["kvferry"]["over"] = False
