@@ -10,16 +10,18 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from functools import lru_cache
 from pathlib import Path
 
-from tests.fakes.s3_servers import free_port
+from tests.fakes.ports import free_port
 from tools import mooncake_libs
 
 from kvferry.quantities import MiB
 
-_START_SECONDS = 30.0
+_START_SECONDS = 60.0
+_TRIES = 3
 
 
 @lru_cache
@@ -67,8 +69,13 @@ class Master:
     def __init__(self, client_ttl: int = 2) -> None:
         """``client_ttl``: after so many seconds of silence a client's memory counts as lost."""
         self._client_ttl = client_ttl
-        self.port, self.metadata_port, self._metrics_port = free_port(), free_port(), free_port()
+        self._choose_ports()
         self._process: subprocess.Popen[bytes] | None = None
+        self._was_up = False
+        self._log = Path(tempfile.gettempdir(), f"kvferry-mooncake-{os.getpid()}-{self.port}.log")
+
+    def _choose_ports(self) -> None:
+        self.port, self.metadata_port, self._metrics_port = free_port(), free_port(), free_port()
 
     @property
     def place(self) -> str:
@@ -79,33 +86,56 @@ class Master:
         return f"http://127.0.0.1:{self.metadata_port}/metadata"
 
     def start(self) -> None:
-        self._process = subprocess.Popen(
-            [
-                Path(sys.executable).parent / "mooncake_master",
-                f"--rpc_port={self.port}",
-                "--rpc_address=127.0.0.1",
-                f"--metrics_port={self._metrics_port}",
-                "--enable_http_metadata_server=true",
-                "--http_metadata_server_host=127.0.0.1",
-                f"--http_metadata_server_port={self.metadata_port}",
-                f"--client_ttl={self._client_ttl}",
-            ],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, **environment()},
-            start_new_session=True,
-        )
+        """For the first time, on ports that are its own from then on; or again on those."""
+        for _ in range(_TRIES):
+            self._begin()
+            if self._comes_up():
+                return
+            if not self._was_up:
+                self._choose_ports()  # somebody was quicker
+        raise AssertionError(f"mooncake_master ended at once: {self._said()}")
+
+    def _begin(self) -> None:
+        command = [
+            str(Path(sys.executable).parent / "mooncake_master"),
+            f"--rpc_port={self.port}",
+            "--rpc_address=127.0.0.1",
+            f"--metrics_port={self._metrics_port}",
+            "--enable_http_metadata_server=true",
+            "--http_metadata_server_host=127.0.0.1",
+            f"--http_metadata_server_port={self.metadata_port}",
+            f"--client_ttl={self._client_ttl}",
+        ]
+        with self._log.open("ab") as out:
+            self._process = subprocess.Popen(
+                command,
+                stdout=out,
+                stderr=out,
+                env={**os.environ, **environment()},
+                start_new_session=True,
+            )
+
+    def _comes_up(self) -> bool:
+        """Not if it ends instead."""
+        assert self._process is not None
         end = time.monotonic() + _START_SECONDS
         while not (_answers(self.port) and _answers(self.metadata_port)):
-            assert self._process.poll() is None, "mooncake_master ended at once"
-            assert time.monotonic() < end, "mooncake_master does not answer"
+            if self._process.poll() is not None:
+                return False
+            assert time.monotonic() < end, f"mooncake_master does not answer: {self._said()}"
             time.sleep(0.02)
+        self._was_up = True
+        return True
+
+    def _said(self) -> str:
+        return self._log.read_text(errors="replace")[-2000:]
 
     def kill(self) -> None:
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._process = None
+            self._log.unlink(missing_ok=True)
 
 
 _PEER = """

@@ -26,6 +26,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.fakes.ports import free_port
+
 from kvferry.tiers import Way
 from kvferry.types import Key
 
@@ -38,12 +40,6 @@ SERVERS = ("rclone", "moto")
 _WAYS = {"HEAD": Way.FIND, "GET": Way.READ, "PUT": Way.WRITE}
 _NAME = re.compile(r"/([0-9a-f]{64})$")
 _START_SECONDS = 60.0
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 class S3Server:
@@ -87,17 +83,19 @@ class S3Server:
             command = [str(bin_dir / "moto_server"), "-H", "127.0.0.1", "-p", str(self.port)]
         command += self._options
         environment = {**os.environ, "RCLONE_CONFIG": "/dev/null"}
-        self._process = subprocess.Popen(
-            command,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,  # else it shares its processor time with whoever started it
-        )
+        log = self._folder.with_suffix(".log")
+        with log.open("wb") as out:
+            self._process = subprocess.Popen(
+                command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # else it shares its processor time with who started it
+            )
         end = time.monotonic() + _START_SECONDS
         while not self._answers():
-            assert self._process.poll() is None, f"{self.kind} ended at once"
-            assert time.monotonic() < end, f"{self.kind} does not answer"
+            assert self._process.poll() is None, f"{self.kind} ended: {log.read_text()[-2000:]}"
+            assert time.monotonic() < end, f"{self.kind} is silent: {log.read_text()[-2000:]}"
             time.sleep(0.05)
 
     def make_bucket(self, name: str) -> None:
@@ -123,6 +121,7 @@ class S3Server:
 
     def close(self) -> None:
         self.kill()
+        self._folder.with_suffix(".log").unlink(missing_ok=True)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

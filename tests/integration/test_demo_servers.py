@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,10 +21,11 @@ from tests.fakes import mooncake_store
 from kvferry.cli.commands import kvferry
 from kvferry.cli.fleet_report import fleet_gain, fleet_verdict
 from kvferry.errors import InputError, TransferError
+from kvferry.playground import mooncake_master
 from kvferry.playground.compare import Turn
 from kvferry.playground.fleet import FleetFigures, FleetResult
 from kvferry.playground.model import ModelShape
-from kvferry.playground.mooncake_master import require_mooncake
+from kvferry.playground.mooncake_master import MooncakeMaster, require_mooncake
 from kvferry.playground.server import ServerSetup
 from kvferry.playground.server_processes import ServerProcesses
 
@@ -141,6 +143,22 @@ def test_what_is_missing_is_said_before_anything_is_done(
     assert "libibverbs.so.1: cannot open" in words
     assert "libibverbs1, libnuma1 and liburing2: apt-get install them" in words
     assert not html.exists()
+
+
+@needs_mooncake
+def test_a_port_that_another_took_first_is_left_to_him(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in mooncake_store.environment().items():
+        monkeypatch.setenv(name, value)
+    free = mooncake_master._free_ports
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken = other.getsockname()[1]
+        offers = iter([[*free(1), taken], free(2)])
+        monkeypatch.setattr(mooncake_master, "_free_ports", lambda count: next(offers))
+        with MooncakeMaster() as master:
+            assert next(offers, None) is None
+            assert mooncake_master._answers(int(master.place.rpartition(":")[2]))
 
 
 def test_nobody_is_killed_of_one_server() -> None:

@@ -14,6 +14,7 @@ from kvferry.closing import Closing
 from kvferry.errors import InputError, TransferError
 
 _START_SECONDS = 20.0
+_TRIES = 3
 _END_SECONDS = 5.0
 _CLIENT_SECONDS = 2
 """A server that says nothing for so long is gone, and its memory with it."""
@@ -58,8 +59,21 @@ class MooncakeMaster(Closing):
     """Owns the process. It answers on the loopback only, and remembers nothing."""
 
     def __init__(self) -> None:
-        port, metrics_port = _free_ports(2)
+        for _ in range(_TRIES):
+            port, metrics_port = _free_ports(2)
+            self._begin(port, metrics_port)
+            try:
+                if self._comes_up(port):
+                    break  # else somebody else took a port before it did
+            except BaseException:
+                self.close()
+                raise
+        else:
+            raise TransferError(f"mooncake_master ended with {self._process.returncode}")
         self.place = f"127.0.0.1:{port}"
+        self.pid = self._process.pid
+
+    def _begin(self, port: int, metrics_port: int) -> None:
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-c", _RUN),
@@ -73,23 +87,19 @@ class MooncakeMaster(Closing):
             env=_environment(),
             start_new_session=True,  # Ctrl-C is for us; the servers still say farewell to it
         )
-        self.pid = self._process.pid
-        try:
-            self._await(port)
-        except BaseException:
-            self.close()
-            raise
 
-    def _await(self, port: int) -> None:
+    def _comes_up(self, port: int) -> bool:
+        """Not if it ends instead."""
         end = time.monotonic() + _START_SECONDS
         while not _answers(port):
             if self._process.poll() is not None:
-                raise TransferError(f"mooncake_master ended with {self._process.returncode}")
+                return False
             if time.monotonic() > end:
                 raise TransferError(
                     f"mooncake_master has not answered for {_START_SECONDS:.0f} seconds"
                 )
             time.sleep(0.02)
+        return True
 
     def close(self) -> None:
         if self._process.poll() is None:

@@ -8,18 +8,20 @@ import math
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
+from tests.fakes.ports import free_port
+
 START_SECONDS = 240.0
 STOP_SECONDS = 60.0
 WAIT_SECONDS = 120.0
+TRIES = 3
+PORT_TAKEN = re.compile("address already in use|EADDRINUSE", re.IGNORECASE)
 COMMAND = Path(sys.executable).parent / "vllm"
 
 
@@ -39,7 +41,7 @@ class Server:
     def __init__(
         self, model: Path, log: Path, *options: str, ferry: dict[str, Any] | None = None
     ) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         self._log = log
         connector = {
             "kv_connector": "kvferry",
@@ -55,7 +57,17 @@ class Server:
         ]
         if ferry is not None:
             arguments += ["--kv-transfer-config", json.dumps(connector)]
-        with log.open("wb") as out:
+        for _ in range(TRIES):
+            self._begin(arguments)
+            if self._becomes_healthy():
+                return
+            # Between its processes vLLM picks ports first and binds them later.
+            if not PORT_TAKEN.search(self.log):
+                break
+        raise AssertionError(f"the server did not start:\n{self.log[-5000:]}")
+
+    def _begin(self, arguments: list[str]) -> None:
+        with self._log.open("wb") as out:
             self.process = subprocess.Popen(
                 arguments,
                 stdout=out,
@@ -63,19 +75,19 @@ class Server:
                 env=process_env(),
                 start_new_session=True,
             )
-        self._wait_until_healthy()
 
-    def _wait_until_healthy(self) -> None:
+    def _becomes_healthy(self) -> bool:
+        """If not, it is gone."""
         give_up = time.monotonic() + START_SECONDS
         while True:
             try:
                 self.get("/health")
-                return
-            except (urllib.error.URLError, ConnectionError):
+                return True
+            except OSError:
                 ended = self.process.poll() is not None
                 if ended or time.monotonic() > give_up:
                     self.kill()
-                    raise AssertionError(f"the server did not start:\n{self.log[-5000:]}") from None
+                    return False
                 time.sleep(0.2)
 
     # -- asking ---------------------------------------------------------------------------------
@@ -235,10 +247,3 @@ def _session(pid: int) -> int | None:
         return None
     state, _, _, session = stat.rpartition(")")[2].split()[:4]
     return int(session) if state != "Z" else None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port

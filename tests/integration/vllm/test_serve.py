@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import sys
 import time
@@ -11,11 +10,10 @@ from urllib.request import urlopen
 
 import pytest
 import yaml
+from tests.fakes.ports import free_port, free_ports
 from tests.integration.vllm.engine import make_prompts
 from tests.integration.vllm.server import COMMAND, Server, our_shared_memory, process_env
 
-from kvferry.errors import ConfigError
-from kvferry.metrics.http import HttpServer
 from kvferry.watch.scrape import explain
 from kvferry.watch.view import Watch
 
@@ -42,19 +40,6 @@ def serve(tmp_path):
     yield begin
     for server in running:
         server.kill()
-
-
-def two_free_ports() -> int:
-    """The first of two that follow each other."""
-    while True:
-        servers: list[HttpServer] = []
-        with contextlib.suppress(ConfigError):
-            servers.append(HttpServer(lambda path: None))
-            servers.append(HttpServer(lambda path: None, port=servers[0].port + 1))
-        for server in servers:
-            server.close()
-        if len(servers) == 2:
-            return servers[0].port
 
 
 def check_tools(vllms: str, ours: str) -> None:
@@ -119,9 +104,9 @@ def check_a_clients_id(server: Server, ours: str, prompt: list[int]) -> None:
 
 
 def test_answers_metrics_and_an_orderly_end(serve, llama):
-    probe = HttpServer(lambda path: None)  # a port that is free
-    probe.close()
-    server = serve(llama, ferry={**FERRY, "metrics_port": probe.port})
+    port = free_port()
+    server = serve(llama, ferry={**FERRY, "metrics_port": port})
+    url = f"http://127.0.0.1:{port}/"
     assert "kvferry is in service" in server.log
     prompts = make_prompts(41, *[350] * 6)
     answers = [server.complete(prompt) for prompt in prompts]
@@ -141,9 +126,9 @@ def test_answers_metrics_and_an_orderly_end(serve, llama):
     assert server.metric("vllm:kvferry_moved_bytes_total") > 0
     assert server.metric("vllm:kvferry_failed_transfers_total") == 0
     assert server.metric("vllm:kvferry_slot_bytes") > 0
-    check_tools(f"http://127.0.0.1:{server.port}", probe.url)
-    check_spread(server, probe.url)
-    check_a_clients_id(server, probe.url, prompts[0])
+    check_tools(f"http://127.0.0.1:{server.port}", url)
+    check_spread(server, url)
+    check_a_clients_id(server, url, prompts[0])
     server.post("/reset_prefix_cache?reset_external=true", {})
     assert server.complete(prompts[0]) == answers[0]
     assert server.terminate() == 0
@@ -154,7 +139,7 @@ def test_answers_metrics_and_an_orderly_end(serve, llama):
 
 def test_each_engine_of_a_data_parallel_server_tells_its_own(serve, llama):
     """Two engines behind two API servers: one endpoint counts for all, two ports explain."""
-    first = two_free_ports()
+    first = free_ports(2)
     server = serve(llama, "--data-parallel-size", "2", ferry={**FERRY, "metrics_port": first})
     prompts = make_prompts(43, *[200] * 6)
     for prompt in prompts:
