@@ -17,8 +17,8 @@ def write_out(
 ) -> None:
     """Go on with ``advance`` and ``send`` until all of it is written, or for so many seconds.
 
-    Also what is on its way to the host now. Whatever goes wrong, whoever closes goes on with that;
-    an interrupt ends it, and is passed on.
+    Also what is being stored now; nobody waits for what is read. Whatever goes wrong, whoever
+    closes goes on with that; an interrupt ends it, and is passed on.
     """
     began = time.monotonic()
     end = began + seconds
@@ -27,7 +27,7 @@ def write_out(
             advance()
             scheduler.write_out.advance()
             send()
-            if not (scheduler.write_out.is_due or scheduler.num_in_flight):
+            if not scheduler.write_out.is_under_way:
                 return
             pause(now - began)
     except Exception:

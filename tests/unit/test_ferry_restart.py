@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -21,7 +22,9 @@ from tests.unit.test_ferry_levels import (
 
 import kvferry
 from kvferry.errors import ClosedError
-from kvferry.types import as_slots
+from kvferry.tiers import Result, Way
+from kvferry.tiers.threaded import Task
+from kvferry.types import TierName, as_slots
 
 __all__ = ["attach"]  # a fixture
 
@@ -117,6 +120,61 @@ def test_a_level_that_takes_nothing_does_not_keep_us(
     first.close()  # long before the ten minutes are over
     assert "48 blocks that only host memory holds are left as they are" in caplog.text
     assert not lasting.shelves["here", 0]
+
+
+@pytest.fixture
+def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No read of a shelf ends before the test does."""
+    end = threading.Event()
+    carry_out = lasting.ShelfTier._carry_out
+    threads: list[threading.Thread] = []
+
+    def hang(self: lasting.ShelfTier, task: Task) -> Result:
+        if task.batch.way is Way.READ:
+            threads.append(threading.current_thread())
+            end.wait()
+        return carry_out(self, task)
+
+    monkeypatch.setattr(lasting.ShelfTier, "_carry_out", hang)
+    kept: list[object] = []
+    monkeypatch.setattr("kvferry.tiers.tier_mover._kept", kept)
+    yield
+    end.set()
+    for thread in threads:  # they touch the memory, which is given back after this
+        thread.join()
+    kept.clear()
+
+
+def hang(ferry: kvferry.Ferry) -> None:
+    """Have a read begin that never ends; nobody waits long for it once all else is closed."""
+    ferry._rank.levels[TierName("shelf")]._close_seconds = 0.05
+    assert ferry.match(chat(ferry, 0)).is_pending
+    ferry.poll()
+
+
+@pytest.mark.usefixtures("hung")
+def test_a_read_that_hangs_does_not_keep_us(attach: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = attach(SHELF)
+    fill(first)
+    first.close()
+    second = attach(SHELF, promote_deadline="10min", level_write_out="10min")
+    hang(second)
+    monkeypatch.setattr("kvferry.last_writes.pause", lambda seconds: pytest.fail("it waits"))
+    second.close()  # there is nothing to write
+    assert second._rank.levels[TierName("shelf")].is_stuck
+
+
+@pytest.mark.usefixtures("hung")
+def test_beside_a_read_that_hangs_all_is_written_out(attach: Open) -> None:
+    first = attach(SHELF)
+    fill(first)
+    first.close()
+    before = len(lasting.shelves["here", 0])
+    second = attach(SHELF, promote_deadline="10min", level_write_out="10min")
+    hang(second)
+    second.store(chat(second, 50), list(range(CHAT_BLOCKS)))
+    second.close()
+    assert len(lasting.shelves["here", 0]) == before + CHAT_BLOCKS
 
 
 def test_a_reset_is_not_undone_by_a_restart(attach: Open) -> None:

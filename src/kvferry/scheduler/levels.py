@@ -319,6 +319,12 @@ class LowerLevels:
             if move.level is level and not move.upward
         )
 
+    @property
+    def is_keeping(self) -> bool:
+        """Whether blocks are on their way into the host or down from it, and not late."""
+        is_going = any(not (move.upward or move.late) for move in self._moves.values())
+        return is_going or self._outbox.is_storing
+
     def send_out(self, level: Level, keys: Keys) -> None:
         """Copy these blocks of the host, which it lacks, to a level."""
         self._descent.send_runs(level, keys)

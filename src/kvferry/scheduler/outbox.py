@@ -91,6 +91,11 @@ class Outbox:
         orders = len(self._loads) + len(self._stores) + len(self._moves)
         return orders + len(self._questions) + len(self._forget)
 
+    @property
+    def is_storing(self) -> bool:
+        """Whether blocks are to be stored from the device, sent off or not."""
+        return self._transit.blocks_from_device > 0
+
     def load(
         self,
         request: Any,

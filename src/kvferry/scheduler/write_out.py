@@ -67,6 +67,14 @@ class WriteOut:
         return bool(self._seconds) and (len(self._left) > 0 or self._host.generation != self._seen)
 
     @property
+    def is_under_way(self) -> bool:
+        """Whether there may be something to send, now or once it is stored, or something goes down.
+
+        What comes up is no matter: whoever closes would wait for a read that hangs.
+        """
+        return self.is_due or self._lower.is_keeping
+
+    @property
     def can_be(self) -> bool:
         """Whether there is a level that is spilled to and can be used, and time for this."""
         return bool(self._seconds) and self._level() is not None
