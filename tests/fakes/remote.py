@@ -192,6 +192,10 @@ class Store:
     def wait_healed(self) -> None:
         self.wait(lambda: not self.tier.ailment)
 
+    def wait_ailing(self, words: str) -> None:
+        """Until this is why it cannot be used: a busy machine may first only hear nothing."""
+        self.wait(lambda: words in self.tier.ailment)
+
 
 def open_mooncake_tier(
     place: str,

@@ -38,6 +38,7 @@ NUM_PLACES = 48
 BLOCK_BYTES = 8192
 STORE_BYTES = 4 << 20
 LIFE_SECONDS = 0.15
+PATIENCE = 60.0
 SECRET = sys.argv[4].encode() if len(sys.argv) > 4 else None
 _FIELDS = ("version", "durable", "generation_of", "words")
 
@@ -95,7 +96,7 @@ class Life:
             BatchId(self.next_id),
             way,
             Keys.from_bytes(key_of(*block) for block in blocks),
-            time.monotonic() + 5,
+            time.monotonic() + PATIENCE,
             rows.ctypes.data + np.arange(len(blocks))[:, None] * BLOCK_BYTES,
             np.array([BLOCK_BYTES]),
             np.array([place for place, _ in blocks]),
@@ -141,7 +142,7 @@ class Life:
             return {}
         blocks = sorted(found.items())
         self.send(Way.READ, blocks)
-        (result,) = self.tier.drain(30)
+        (result,) = self.tier.drain(PATIENCE)
         _, _, rows = self.under_way.pop(result.batch_id)
         here = {}
         for at, (place, version) in enumerate(blocks):
@@ -258,7 +259,7 @@ def kill_in_time(pid: int, notes: Notes, rng: random.Random) -> int:
     """Kill it, before it is open or after, with its drive or without; its exit code."""
     start = time.monotonic()
     if rng.random() < 0.8:
-        while not notes.is_ready[0] and time.monotonic() - start < 30:
+        while not notes.is_ready[0] and time.monotonic() - start < PATIENCE:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 return os.waitstatus_to_exitcode(status)

@@ -117,6 +117,7 @@ def test_a_drive_that_does_not_answer_ails_until_it_does(tmp_path: Path, weather
     with DiskLife(tmp_path, weather.launch, num_threads=1, job_bytes=1) as life:
         weather.stripes = life.tier.stripes
         rows = life.write(range(6))
+        life.wait_durable()  # or a commit may be what takes too long
         weather.fault = hang
         weather.be_patient(0.2)
         into, result = life.read([3, 4])
@@ -144,9 +145,11 @@ def test_a_write_given_up_leaves_no_block(tmp_path: Path, weather: Weather) -> N
     with DiskLife(tmp_path, weather.launch) as life:
         weather.stripes = life.tier.stripes
         life.write([0, 1])
+        life.wait_durable()
         weather.fault = hang
         weather.be_patient(0.2)
         assert not life.do(Way.WRITE, [1], life.fresh(1)).ok.any()
+        life.wait_ailing()  # which is told apart from the result, and may come after it
         weather.be_patient(LONG)
         gate.set()
         life.wait_well()

@@ -92,7 +92,7 @@ def test_a_master_that_is_away_at_the_start(
 ) -> None:
     master.kill()
     store = open_store(master.place, "?segment=16MiB")
-    assert "cannot be reached" in store.tier.ailment
+    store.wait_ailing("cannot be reached")
     master.start()
     store.wait_healed()
     store.write(ALL)
@@ -115,7 +115,7 @@ def test_what_keeps_a_server_from_joining_is_named(
 
 def test_a_store_without_memory_says_so(open_store: Open, master: mooncake_store.Master) -> None:
     store = open_store(master.place)
-    assert "no room" in store.tier.ailment
+    store.wait_ailing("no room")
     peer = mooncake_store.Peer(master)
     store.wait_healed()
     store.write(ALL)

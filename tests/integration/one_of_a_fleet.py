@@ -17,6 +17,7 @@ import numpy as np
 import kvferry
 
 BLOCKS, BLOCK_TOKENS = 12, 16
+SECONDS = 30.0  # far more than a store takes: on a busy machine, too
 
 
 def main() -> None:
@@ -32,12 +33,19 @@ def main() -> None:
         host="16MiB",
         level_write="through",
         load_policy="always",
+        ask_deadline=SECONDS,
+        promote_deadline=SECONDS,
     ) as ferry:
         keys = ferry.keys(tokens)
         num_hit = 0
+        ferry.poll()
+        end = time.monotonic() + SECONDS
+        while any(ferry.stats().ailments.values()) and time.monotonic() < end:
+            time.sleep(0.01)
+            ferry.poll()
         if what == "store":
             ferry.wait(ferry.store(keys, range(BLOCKS)))
-            end = time.monotonic() + 30
+            end = time.monotonic() + SECONDS
             while ferry.stats().in_flight and time.monotonic() < end:
                 ferry.poll()
         else:

@@ -33,7 +33,7 @@ class Polled:
     def __init__(self, **settings) -> None:
         kv = [np.zeros((32, 2, 16, 2, 8), np.float32) for _ in range(2)]
         self.ferry = kvferry.attach(kv, model="m", block_tokens=16, host="8MiB", **settings)
-        self.busy = threading.Event()
+        self._busy, self._is_waiting = threading.Event(), threading.Event()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self.url = self.ferry.serve_metrics(0)
@@ -44,10 +44,20 @@ class Polled:
 
     def _run(self) -> None:
         while not self._ended.is_set():
-            if not self.busy.is_set():
+            if self._busy.is_set():
+                self._is_waiting.set()
+            else:
                 self.ferry.poll()
             time.sleep(0.001)
         self.ferry.close()
+
+    def keep_busy(self) -> None:
+        """From here on it does not poll: not even to its end what it had begun."""
+        self._busy.set()
+        assert self._is_waiting.wait(30)
+
+    def go_on(self) -> None:
+        self._busy.clear()
 
     def close(self) -> None:
         self._ended.set()
@@ -247,7 +257,7 @@ def test_a_slow_client_is_dropped_and_keeps_nobody_waiting(polled):
 
 def test_a_busy_engine_says_so_and_answers_others_meanwhile(polled, monkeypatch):
     monkeypatch.setattr(inboxes.Inbox.order, "__defaults__", (0.3,))
-    polled.busy.set()
+    polled.keep_busy()
     status, told = order(polled.url, "drop", {"tokens": TOKENS})
     assert status == 503
     assert "did not come by within 0.3 s; nothing was done" in told["error"]
@@ -264,12 +274,13 @@ def test_a_busy_engine_says_so_and_answers_others_meanwhile(polled, monkeypatch)
     connection.close()
     for thread in waiting:
         thread.join()
-    polled.busy.clear()
+    polled.go_on()
     assert order(polled.url, "lookup", {"tokens": TOKENS})[1]["host_tokens"] == 64  # none was done
 
 
-def test_an_engine_that_closes_tells_who_waits(polled):
-    polled.busy.set()
+def test_an_engine_that_closes_tells_who_waits(polled, monkeypatch):
+    monkeypatch.setattr(inboxes.Inbox.order, "__defaults__", (60.0,))
+    polled.keep_busy()
     told: list[tuple[int, dict]] = []
     waiting = threading.Thread(
         target=lambda: told.append(order(polled.url, "drop", {"tokens": TOKENS}))

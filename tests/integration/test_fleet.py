@@ -64,7 +64,7 @@ def serve(settings: Mapping[str, str], what: str, seed: int = 1, model: str = "m
         cwd=ROOT,
         env={**os.environ, **settings},
         capture_output=True,
-        timeout=90,
+        timeout=110,
         text=True,
     )
     assert done.returncode == 0, done.stderr

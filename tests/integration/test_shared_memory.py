@@ -49,7 +49,7 @@ class RankProcess:
 
     def execute(self, plan: Plan) -> list[Receipt]:
         self.worker.execute(plan)
-        return self.worker.drain(10)
+        return self.worker.drain(60)
 
     def close(self) -> None:
         self.worker.close()
@@ -84,7 +84,7 @@ def test_two_processes_store_once_and_both_load() -> None:
         first.host.growth.wait(60)
         scheduler.note_ready(Rank(0), first.host.ready_slots)
         assert scheduler.pool.num_free == 0  # the other rank has not said so yet
-        assert ours.poll(30)
+        assert ours.poll(60)
         scheduler.note_ready(Rank(1), ours.recv())
         assert scheduler.pool.num_free == first.host.num_slots
 
@@ -94,7 +94,7 @@ def test_two_processes_store_once_and_both_load() -> None:
         plan = scheduler.plan()
         ours.send(plan)
         mine = first.execute(plan)
-        assert ours.poll(30)
+        assert ours.poll(60)
         theirs_done, _ = ours.recv()
         settled = scheduler.settle([*mine, *theirs_done])
         assert all(landing.ok for landing in settled.landed)
@@ -110,7 +110,7 @@ def test_two_processes_store_once_and_both_load() -> None:
             layer[:] = 0
         ours.send(plan)
         mine = first.execute(plan)
-        assert ours.poll(30)
+        assert ours.poll(60)
         theirs_done, their_kv = ours.recv()
         assert scheduler.settle([*mine, *theirs_done]).loaded == ("b",)
         for wanted, here, there in zip(kv_of(0), first.kv, their_kv, strict=True):
@@ -119,7 +119,7 @@ def test_two_processes_store_once_and_both_load() -> None:
         scheduler.close()
     finally:
         ours.send(None)
-        process.join(10)
+        process.join(60)
         first.close()
     assert process.exitcode == 0
 

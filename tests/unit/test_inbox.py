@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -19,8 +20,17 @@ class Askers:
 
     def __init__(self, inbox: Inbox) -> None:
         self._inbox = inbox
+        self._asked = threading.Semaphore(0)
         self._threads: list[threading.Thread] = []
         self.answers: list[object] = []
+        put = inbox._put
+
+        def noted(key: Any) -> Any:
+            question = put(key)
+            self._asked.release()
+            return question
+
+        inbox._put = noted  # type: ignore[method-assign]
 
     def ask(self, work: Callable[..., object], *args: object) -> None:
         def run() -> None:
@@ -29,7 +39,7 @@ class Askers:
         thread = threading.Thread(target=run)
         self._threads.append(thread)
         thread.start()
-        time.sleep(0.01)  # long enough to have asked
+        assert self._asked.acquire(timeout=30)
 
     def join(self) -> None:
         for thread in self._threads:
@@ -244,6 +254,8 @@ def test_the_engines_thread_only_hands_out_facts():
         words.append(threading.get_ident())
         return "because"
 
+    # However late the engine comes by: who asks does not look for itself.
+    inbox.ask = partial(inbox.ask, patience=30)  # type: ignore[method-assign]
     source = Source(scheduler, inbox, why_path=why_path)  # type: ignore[arg-type]
     told: list[object] = []
     asker = threading.Thread(target=lambda: told.append(source.explain("cmpl-a")))

@@ -446,7 +446,7 @@ def test_a_store_that_never_answers_costs_one_deadline(serve: Callable[..., Serv
     start = time.monotonic()
     assert server.wait_for("b", story(1, 4)) == 0
     assert server.wait_for("c", story(1, 4)) == 0, "and for others none"
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30, "it waited until the gate gave up"
     gate.set()
     tier.fault = None
 
