@@ -41,7 +41,7 @@ def copies_right(rank: RankMemory) -> str:
 
 
 def drain(rank: RankMemory) -> str:
-    (receipt,) = rank.engine.drain(5.0)
+    (receipt,) = rank.engine.drain(60.0)
     assert receipt.outcome is Outcome.OK, receipt.reason
     return receipt.path
 
@@ -146,7 +146,7 @@ def test_levels_are_opened_with_a_rank_and_closed_before_its_memory(on_gpu: bool
     mover = rank.levels[name]
     for order in (below(1, HOST, name, 3, 0), below(2, name, HOST, 0, 5)):
         mover.submit(order)
-        assert [receipt.outcome for receipt in mover.drain(5)] == [Outcome.OK]
+        assert [receipt.outcome for receipt in mover.drain(60)] == [Outcome.OK]
     assert (rank.host.tier.rows[5] == 7).all()
     rank.close()
     rank.close()

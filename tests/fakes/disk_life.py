@@ -18,7 +18,7 @@ from kvferry.tiers.disk.setup import DriveSetup
 from kvferry.tiers.disk.tier import DiskTier
 from kvferry.types import TierName, as_slots
 
-LONG = 30.0
+LONG = 60.0
 BLOCK_BYTES = 12288
 STORE_BYTES = 4 << 20
 

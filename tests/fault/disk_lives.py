@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 from tests.fakes.disk_life import setups
 
+from kvferry.errors import ConfigError
 from kvferry.keys import Keys
 from kvferry.tiers import Batch, BatchId, Result, Way
 from kvferry.tiers.disk.tier import DiskTier
@@ -67,16 +68,27 @@ def content_of(place: int, version: int) -> np.ndarray[Any, Any]:
     return rng.integers(0, 256, BLOCK_BYTES, dtype=np.uint8)
 
 
+def open_tier(folder: Path) -> DiskTier:
+    """Once the drive of the life before, if it still lives, has done its last commit."""
+    told = setups(
+        folder, block_bytes=BLOCK_BYTES, size=STORE_BYTES, commit_seconds=0.01, key=SECRET
+    )
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return DiskTier(TierName("disk"), told)
+        except ConfigError as error:
+            if "is open in" not in str(error) or time.monotonic() > end:
+                raise
+
+
 class Life:
     """One life: owns the tier and the memory of its batches."""
 
     def __init__(self, folder: Path, notes: Notes, rng: random.Random) -> None:
         self.notes = notes
         self.rng = rng
-        told = setups(
-            folder, block_bytes=BLOCK_BYTES, size=STORE_BYTES, commit_seconds=0.01, key=SECRET
-        )
-        self.tier = DiskTier(TierName("disk"), told)
+        self.tier = open_tier(folder)
         notes.drive[0] = self.drive()
         self.next_id = 0
         self.under_way: dict[BatchId, tuple[Way, list[tuple[int, int]], Any]] = {}

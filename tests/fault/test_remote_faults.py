@@ -198,7 +198,8 @@ def test_a_store_that_is_away_at_the_start_is_used_when_it_comes(
     assert store.reads([0]) == [True]
 
 
-def test_the_doctor_says_what_is_wrong_with_a_store() -> None:
+def test_the_doctor_says_what_is_wrong_with_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.tiers.remote.opening.OPEN_SECONDS", LONG)
     server = s3_servers.server("rclone")
     address = f"s3://{s3_servers.BUCKET}/doctor?endpoint={server.endpoint}"
     wrong = {**remote.CREDENTIALS, "AWS_SECRET_ACCESS_KEY": "not-the-secret-at-all"}
@@ -208,6 +209,8 @@ def test_the_doctor_says_what_is_wrong_with_a_store() -> None:
     ):
         with remote.environment(credentials):
             (finding,) = check_levels(Config(remote=address))
+            if "has not answered" in finding.words:  # in two seconds, on a machine that is busy
+                (finding,) = check_levels(Config(remote=address))
         assert (finding.grade, words in finding.words) == (grade, True), finding
 
 
@@ -228,7 +231,7 @@ def test_a_clock_gone_wrong_costs_one_batch_and_heals_with_it(
     store.write([0, 1])
     door.clock = _ahead(hours)
     store.into[:] = 0xEE
-    assert not store.do(Way.READ, [0, 1], within=5.0).ok.any()
+    assert not store.do(Way.READ, [0, 1], within=20.0).ok.any()
     store.wait_ailing("RequestTimeTooSkewed")
     store.send(Way.FIND, [0])
     (result,) = store.tier.poll()
@@ -316,16 +319,26 @@ def test_a_held_up_network_costs_one_deadline(open_store: Open, wire: s3_servers
     store.write([0, 1])
     wire.is_held = True
     store.into[:] = 0xEE
-    result = store.do(Way.READ, [0, 1], within=0.3)
-    assert not result.ok.any()
+    result = store.lose(Way.READ, [0, 1])
     assert "in time" in result.reasons[0]
-    store.wait(lambda: bool(store.tier.ailment))
     store.send(Way.FIND, [0])
     assert len(store.tier.poll()) == 1, "the second pays nothing"
     wire.is_held = False
     store.wait_healed()
     assert (store.into == 0xEE).all(), "what came late touched nothing"
     assert store.reads([0, 1]) == [True, True]
+
+
+def test_one_deadline_is_the_price_however_much_was_asked_for(
+    open_store: Open, wire: s3_servers.Wire
+) -> None:
+    """Seen red where blocks that waited behind those the store had counted as answers of its."""
+    store = open_store(wire.endpoint)
+    wire.is_held = True
+    reasons = set(store.lose(Way.FIND, list(range(1000))).reasons.values())
+    assert len(reasons) == 2, "some were asked for, some waited behind them"
+    store.send(Way.FIND, [0])
+    assert len(store.tier.poll()) == 1, "the second pays nothing"
 
 
 def test_lines_cut_in_the_middle_of_answers(open_store: Open, wire: s3_servers.Wire) -> None:

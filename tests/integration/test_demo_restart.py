@@ -131,8 +131,25 @@ def test_a_process_that_cannot_serve_is_an_error_and_leaves_nothing(
         run_restart(scenario())
 
 
-def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
+ENDLESS = """
+import sys, time
+if "kvferry.playground.life" in sys.orig_argv:
+    from kvferry.playground.engine import Engine
+    step = Engine.step
+
+    def slow_step(self):
+        time.sleep(0.1)
+        return step(self)
+
+    Engine.step = slow_step
+"""
+"""It still runs when a test on a busy machine gets round to ending it."""
+
+
+def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     html = tmp_path / "report.html"
+    (tmp_path / "sitecustomize.py").write_text(ENDLESS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     command = [sys.executable, "-m", "kvferry", *TINY, "--html", str(html)]
     process = subprocess.Popen(
         command,

@@ -13,6 +13,7 @@ from urllib.request import urlopen
 import numpy as np
 import pytest
 from tests.fakes import levels as tiers
+from tests.fakes.ports import free_port
 
 import kvferry
 from kvferry.errors import ConfigError
@@ -121,13 +122,10 @@ def test_bound_to_all_addresses_any_name_will_do():
 
 def test_settings_start_it():
     kv = [np.zeros((4, 2, 16, 2, 8), np.float32)]
-    probe = HttpServer(lambda path: None)
-    probe.close()
-    with kvferry.attach(
-        kv, model="m", block_tokens=16, host="1MiB", metrics_port=probe.port
-    ) as ferry:
-        assert ferry.serve_metrics() == f"http://127.0.0.1:{probe.port}/"
-        assert ask(f"http://127.0.0.1:{probe.port}/", "/metrics")[0] == 200
+    port = free_port()
+    with kvferry.attach(kv, model="m", block_tokens=16, host="1MiB", metrics_port=port) as ferry:
+        assert ferry.serve_metrics() == f"http://127.0.0.1:{port}/"
+        assert ask(f"http://127.0.0.1:{port}/", "/metrics")[0] == 200
 
 
 def test_a_port_in_use_is_named_and_nothing_is_left_behind():

@@ -20,10 +20,10 @@ from urllib.request import urlopen
 import pytest
 import yaml
 from tests.fakes.endpoint import FakeEndpoint, stats
+from tests.fakes.ports import free_port
 from tests.unit.test_deploy import DEPLOY, board, filled, rules
 
 from kvferry.metrics.catalog import FIGURES
-from kvferry.metrics.http import HttpServer
 from kvferry.metrics.samples import Snapshot
 
 RULES = DEPLOY / "prometheus" / "kvferry-alerts.yml"
@@ -164,9 +164,8 @@ class Prometheus:
 
     def __init__(self, folder: Path, targets: list[str]) -> None:
         assert PROMETHEUS is not None
-        probe = HttpServer(lambda path: None)  # a port that is free
-        probe.close()
-        self.url = probe.url
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}/"
         config = folder / "prometheus.yml"
         config.write_text(
             yaml.safe_dump(
@@ -185,7 +184,7 @@ class Prometheus:
                 PROMETHEUS,
                 f"--config.file={config}",
                 f"--storage.tsdb.path={folder / 'data'}",
-                f"--web.listen-address=127.0.0.1:{probe.port}",
+                f"--web.listen-address=127.0.0.1:{port}",
             ],
             stdout=self._log,
             stderr=subprocess.STDOUT,

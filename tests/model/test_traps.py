@@ -581,7 +581,7 @@ def test_a_copy_thread_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
             worker.execute(
                 Plan(number, (Transfer(TransferId(number), DEVICE, HOST, slots, slots),))
             )
-            (receipt,) = worker.drain(5.0)
+            (receipt,) = worker.drain(60.0)
             assert receipt.outcome is Outcome.FAILED
             assert "MemoryError: no" in receipt.reason
     finally:
@@ -607,7 +607,7 @@ def test_a_tier_that_raises() -> None:
             ),
         )
         worker.execute(plan)
-        receipts = worker.drain(5.0)
+        receipts = worker.drain(60.0)
         assert sorted(r.transfer_id for r in receipts) == [1, 2]
         assert all(r.outcome is Outcome.FAILED for r in receipts)
     finally:
@@ -678,13 +678,17 @@ def test_hash_seeds_that_differ_between_processes() -> None:
     assert len(seen) == 1
 
 
+def shared_files() -> set[str]:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.partition("/dev/shm")[2] for line in lines if "/dev/shm" in line}
+
+
 def test_host_memory_leaves_no_files() -> None:
     """A crash that leaves files in /dev/shm fills the machine; private memory has no name."""
-    shm = Path("/dev/shm")
-    before = set(shm.iterdir()) if shm.exists() else set()
+    before = shared_files()  # of this process: what others keep there comes and goes
     tier = HostTier(64, 4096)
     tier.rows[:] = 1
-    assert (set(shm.iterdir()) if shm.exists() else set()) <= before
+    assert shared_files() <= before
     tier.close()
     assert threading.active_count() < 50
 

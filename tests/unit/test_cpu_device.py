@@ -171,25 +171,25 @@ def unordered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stream, "wait", lambda self, event: None)
 
 
-def store_after_slow_compute(compute: Stream) -> bool:
+def store_after_slow_compute(compute: Stream, patience: float) -> bool:
     """Compute writes block 0 late; was the store right to read it when it did?"""
     rig = Rig(layer_outermost, compute=compute)
     gate = threading.Event()
 
     def work() -> None:
-        assert gate.wait(10)
+        assert gate.wait(60)
         rig.fill(3)
 
     compute.run(work)
     rig.store([0], [0])
-    rig.engine.drain(0.1)  # time enough for a store that does not wait
+    rig.engine.drain(patience)
     gate.set()
     compute.synchronize()
     rig.engine.close()
     return rig.host[0, : rig.layout.block_bytes].tobytes() == rig.block(0)
 
 
-def load_after_slow_reader(compute: Stream) -> bool:
+def load_after_slow_reader(compute: Stream, patience: float) -> bool:
     """Compute still reads block 0 of another request; does it see what was there?"""
     rig = Rig(layer_outermost, compute=compute)
     rig.fill(4)
@@ -198,12 +198,12 @@ def load_after_slow_reader(compute: Stream) -> bool:
     gate = threading.Event()
 
     def work() -> None:
-        assert gate.wait(10)
+        assert gate.wait(60)
         seen.append(rig.block(0))
 
     compute.run(work)
     rig.load([0], [0])
-    rig.engine.drain(0.1)
+    rig.engine.drain(patience)
     gate.set()
     compute.synchronize()
     rig.engine.close()
@@ -211,17 +211,17 @@ def load_after_slow_reader(compute: Stream) -> bool:
     return seen == [before]
 
 
-def reader_after_slow_load(compute: Stream) -> bool:
+def reader_after_slow_load(compute: Stream, patience: float) -> bool:
     """Compute queued after a load reads its block; does it see the loaded bytes?"""
     rig = Rig(layer_outermost, compute=compute)
     gate = threading.Event()
-    rig.engine._loads.run(lambda: gate.wait(10))
+    rig.engine._loads.run(lambda: gate.wait(60))
     seen: list[bytes] = []
     rig.load([0], [0])
     rig.engine.order_compute_after_loads()
     compute.run(lambda: seen.append(rig.block(0)))
     marker = compute.record()
-    marker.synchronize(0.1)
+    marker.synchronize(patience)
     gate.set()
     compute.synchronize()
     rig.engine.close()
@@ -234,9 +234,9 @@ def reader_after_slow_load(compute: Stream) -> bool:
 def test_ordering_and_that_it_is_needed(
     race, compute: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert race(compute)
+    assert race(compute, 0.1)  # who waits as it should waits through all of it
     unordered(monkeypatch)
-    assert not race(compute), "without the wait this must go wrong, or it proves nothing"
+    assert not race(compute, 30.0), "without the wait this must go wrong, or it proves nothing"
 
 
 # -- streams -----------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ def test_what_is_queued_where_it_is_asked_for_wakes_nobody(
     lane: Lane, path: SlowPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit(lane, path, 0)  # the thread is there
-    assert lane.flush(5)
+    assert lane.flush(30)
     woken: list[int] = []
     monkeypatch.setattr(lane._changed, "notify_all", lambda: woken.append(1))
     lane.hold()
@@ -146,14 +146,14 @@ def test_what_is_queued_where_it_is_asked_for_wakes_nobody(
     submit(lane, path, 2)
     monkeypatch.undo()
     lane.release()  # nobody else would queue it
-    assert lane.flush(5)
+    assert lane.flush(30)
     assert [job for job, _ in path.queued] == [0, 1, 2]
 
 
 def test_who_waits_for_an_order_hears_that_it_is_queued(lane: Lane, path: SlowPath) -> None:
     path.gate.clear()
     submission = submit(lane, path, 0)
-    assert path.began.wait(5)
+    assert path.began.wait(30)
     heard: list[bool] = []
     end = time.monotonic() + 600
     waiter = threading.Thread(

@@ -591,7 +591,7 @@ class Server:
     def rest(self) -> None:
         for _ in range(10):
             self.worker.execute(self.scheduler.plan())
-            self.scheduler.settle(self.worker.drain(5.0))
+            self.scheduler.settle(self.worker.drain(60.0))
 
     def keep(self, request_id: str, keys: Keys, num_tokens: int, fill: int) -> None:
         blocks = list(range(num_tokens // 4))

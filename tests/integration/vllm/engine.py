@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,9 @@ from kvferry.stats import SchedulerStats
 from kvferry.types import DEVICE, HOST, Outcome, Receipt, Transfer
 
 BLOCK_TOKENS = 32
+LONG = 200.0
+"""Seconds: far more than anything here takes, and less than a test may."""
+
 Tokens = list[int]
 
 
@@ -91,22 +95,34 @@ class Engine:
             if output.finished
         }
 
-    def run(self, most_steps: int = 5000) -> dict[str, Tokens]:
+    def run(self) -> dict[str, Tokens]:
         """Step until every request has ended."""
         done: dict[str, Tokens] = {}
-        for _ in range(most_steps):
-            if not self.llm.llm_engine.has_unfinished_requests():
-                return done
+        give_up = time.monotonic() + LONG
+        while self.llm.llm_engine.has_unfinished_requests():
+            assert time.monotonic() < give_up, f"requests still wait: {self._figures()}"
             done |= self.step()
-        raise AssertionError(f"requests still wait after {most_steps} steps")
+        return done
 
-    def settle(self, most_steps: int = 5000) -> None:
+    def settle(self) -> None:
         """Step until every copy has landed and been told."""
-        for _ in range(most_steps):
-            if not self.connector.has_pending_push_work():
-                return
+        give_up = time.monotonic() + LONG
+        while self.connector.has_pending_push_work():
+            assert time.monotonic() < give_up, f"copies still fly: {self._figures()}"
             self.step()
-        raise AssertionError(f"copies still fly after {most_steps} steps")
+
+    def await_levels(self) -> None:
+        """Step until every level below can be used: on a busy machine it may come up late."""
+        give_up = time.monotonic() + LONG
+        self.step()
+        while any(self.stats.ailments.values()):
+            assert time.monotonic() < give_up, self.stats.ailments
+            self.step()
+            time.sleep(0.01)
+
+    def _figures(self) -> object:
+        serving = self.side.serving if self.connector is not None else None
+        return serving.scheduler.stats() if serving is not None else "kvferry is not in service"
 
     def forget_device(self) -> None:
         """Drop vLLM's own prefix cache, so that whatever comes back comes through kvferry."""

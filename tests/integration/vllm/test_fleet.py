@@ -35,10 +35,12 @@ def test_what_one_engine_computed_another_loads(start, expect, llama, store):
     address = f"s3://{s3_servers.BUCKET}/vllm?endpoint={store.endpoint}"
     ferry = {**FERRY, "remote": address}
     first = start(llama, ferry=ferry)
+    first.await_levels()
     assert first.generate(prompts) == expected
     first.settle()
     assert first.stats.bytes_moved["host", "remote"] > 0
     second = start(llama, ferry=ferry)
+    second.await_levels()
     assert second.generate(prompts) == expected
     assert second.stats.bytes_moved["remote", "host"] > 0
     assert second.stats.hit_tokens >= 4 * 192

@@ -14,13 +14,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.registry import CollectorRegistry
+from tests.fakes.ports import free_port
 from tests.integration.vllm.engine import make_prompts
 
 from kvferry.device.planning.builtin_profile import builtin_profile
 from kvferry.device.planning.path_choices import PathChoices
 from kvferry.metrics.catalog import MetricKind
 from kvferry.metrics.collector import FerryCollector
-from kvferry.metrics.http import HttpServer
 from kvferry.metrics.samples import Snapshot
 from kvferry.metrics.source import installed_version
 from kvferry.stats import SIZE_BOUNDS, TIME_BOUNDS, SchedulerStats, TrafficCounts
@@ -166,15 +166,15 @@ def test_the_planners_reason_reaches_whoever_explains(start, llama, monkeypatch)
         return memory
 
     monkeypatch.setattr(worker_side, "open_rank", open_rank)
-    probe = HttpServer(lambda path: None)  # a port that is free
-    probe.close()
-    engine = start(llama, ferry={**FERRY, "metrics_port": probe.port})
+    port = free_port()
+    engine = start(llama, ferry={**FERRY, "metrics_port": port})
     prompts = make_prompts(72, 300)
     engine.generate(prompts)
     engine.forget_device()
     engine.generate(prompts)
     engine.settle()
-    told = [explain(probe.url, row["request_id"]) for row in explain(probe.url)["requests"]]
+    url = f"http://127.0.0.1:{port}/"
+    told = [explain(url, row["request_id"]) for row in explain(url)["requests"]]
     copies = [copy for one in told for copy in one["copies"]]
     assert {copy["dst"] for copy in copies} == {"device", "host"}
     for copy in copies:

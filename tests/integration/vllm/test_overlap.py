@@ -27,6 +27,9 @@ FERRY = {
 PART_SECONDS = 0.03
 """How long each part of a load takes here: long after its request has begun to run."""
 
+LATE_SECONDS = 0.3
+"""The same where a test must see what is read too early, also on a machine that is busy."""
+
 
 @pytest.fixture
 def slow_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,12 +37,17 @@ def slow_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     _slow_down(monkeypatch)
 
 
-def _slow_down(monkeypatch: Any) -> None:
+@pytest.fixture
+def late_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    _slow_down(monkeypatch, LATE_SECONDS)
+
+
+def _slow_down(monkeypatch: Any, seconds: float = PART_SECONDS) -> None:
     real = _BlockViews.load
 
     def late(self: Any, transfer: Any, host: Any, start: int = 0) -> int:
         if transfer.in_parts:
-            time.sleep(PART_SECONDS)
+            time.sleep(seconds)
         return real(self, transfer, host, start)
 
     monkeypatch.setattr(_BlockViews, "load", late)
@@ -81,7 +89,7 @@ def test_a_prompt_comes_back_while_it_is_computed(start, expect, llama, slow_par
 
 @pytest.mark.parametrize("breaks", ["no layer waits", "for the part before"])
 def test_it_is_the_waiting_that_keeps_tokens_right(
-    start, expect, llama, slow_parts, monkeypatch, breaks
+    start, expect, llama, late_parts, monkeypatch, breaks
 ):
     prompts = make_prompts(2, 300)
     expected = expect(llama, prompts)
@@ -119,7 +127,7 @@ def test_a_load_that_fails_is_computed(start, expect, llama, slow_parts, monkeyp
 
 
 def test_others_go_on_though_it_is_aborted_in_mid_flight(
-    start, expect, llama, slow_parts, monkeypatch
+    start, expect, llama, late_parts, monkeypatch
 ):
     """Its blocks go to others only when nothing lands in them any more."""
     prompts = make_prompts(12, 300, 290)

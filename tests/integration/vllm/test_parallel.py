@@ -32,11 +32,38 @@ if __name__ == "__main__":
         outputs = llm.generate(asked, sampling, use_tqdm=False)
         tokens = [list(o.outputs[0].token_ids) for o in outputs]
         return tokens, [o.num_cached_tokens for o in outputs]
+    # Sums by name; what was counted is told as the engine rests, and heard with an answer.
+    def figures_now(**labels):
+        llm.generate([{"prompt_token_ids": [1, 2, 3]}], sampling, use_tqdm=False)
+        time.sleep(1)
+        figures = {}
+        for metric in llm.get_metrics():
+            if labels.items() <= metric.labels.items():
+                value = getattr(metric, "value", 0)
+                figures[metric.name] = figures.get(metric.name, 0) + value
+        return figures
+    # A busy machine may take long for it.
+    def wait_until(is_so, **labels):
+        end = time.monotonic() + 200
+        while not is_so(figures := figures_now(**labels)):
+            if time.monotonic() > end:
+                sys.exit(f"it never came: {labels} {figures}")
+    def await_blocks(tier):
+        wanted = sum(len(prompt) // 32 for prompt in prompts)
+        wait_until(lambda told: told.get("vllm:kvferry_slots", 0) >= wanted, tier=tier,
+                   state="cached")
+        busy = "vllm:kvferry_queued_transfers", "vllm:kvferry_transfers_in_flight"
+        for _ in range(2):
+            wait_until(lambda told: not any(told.get(name, 0) for name in busy))
+    wait_until(lambda told: "vllm:kvferry_slots" in told
+               and not told.get("vllm:kvferry_level_away", 0))
     first, found = generate()
     if not has_second_half:
-        time.sleep(2)  # what was stored is on its way down, and durable a second later
+        await_blocks("disk")
+        time.sleep(3)  # and durable a second later
         print("RESULT", json.dumps({"first": first, "found": found}))
         sys.exit()
+    await_blocks("host")
     time.sleep(3)  # a reset at once may come before what the last tokens left is stored
     for _ in range(600):  # the engine steps on by itself until its stores have landed
         if llm.reset_prefix_cache():
@@ -45,12 +72,8 @@ if __name__ == "__main__":
     else:
         sys.exit("the device's cache was never reset: what it still has would look like a load")
     again, cached = generate()
-    for _ in range(2):  # what was counted is told once the engine rests, and heard with the next
-        time.sleep(0.5)
-        llm.generate([{"prompt_token_ids": [1, 2, 3]}], sampling, use_tqdm=False)
-    figures = {}
-    for metric in llm.get_metrics():
-        figures[metric.name] = figures.get(metric.name, 0) + getattr(metric, "value", 0)
+    figures_now()
+    figures = figures_now()
     print("RESULT", json.dumps({"first": first, "found": found, "again": again, "cached": cached,
                                 "figures": figures}))
 """

@@ -30,7 +30,7 @@ from kvferry.tiers.disk.engine_memory import EngineMemory
 from kvferry.tiers.disk.messages import OrderMessage, ResultMessage
 from kvferry.tiers.remote.bandwidth import Bandwidth
 from kvferry.tiers.remote.breaker import Breaker
-from kvferry.tiers.remote.client import Fault, NotThere, StoreClient
+from kvferry.tiers.remote.client import Fault, NotAsked, NotThere, StoreClient
 from kvferry.tiers.remote.names import Whose
 from kvferry.tiers.remote.packs import LookUp, Parcel, Whereabouts, cut
 from kvferry.tiers.remote.sealing import open_sealing
@@ -56,7 +56,7 @@ class Errand:
     ends: list[_End] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.ends = [NotThere(_NOT_BEGUN)] * len(self.names)
+        self.ends = [NotAsked(_NOT_BEGUN)] * len(self.names)
 
     def end(self, parcels: Sequence[Parcel], end: _End) -> None:
         """This became of all blocks of these objects."""
@@ -151,7 +151,7 @@ class Carrier:
                 await asyncio.sleep(self._bandwidth.wait(num_bytes, time.monotonic()))
             reason = self._stopped(errand)
             if reason:
-                errand.end(parcels, NotThere(reason))
+                errand.end(parcels, NotAsked(reason))
                 return
             try:
                 await does(errand, parcels)
@@ -307,11 +307,17 @@ class Carrier:
     # -- health -------------------------------------------------------------------------------
 
     def _judge(self, errand: Errand) -> None:
-        """What an order tells of the store: all faults and no answer, and it is left alone."""
+        """What an order tells of the store: all faults and no answer, and it is left alone.
+
+        A store that hangs takes as many blocks as are asked for at once; those that wait behind
+        them were never asked for, and are no answer.
+        """
         faults = [end for end in errand.ends if isinstance(end, Fault)]
         answers = sum(end is None for end in errand.ends)
         if errand.order.way is not Way.WRITE:
-            answers += sum(isinstance(end, NotThere) for end in errand.ends)
+            answers += sum(
+                isinstance(end, NotThere) and not isinstance(end, NotAsked) for end in errand.ends
+            )
         if faults and not answers and not self._breaker.ailment:
             self._breaker.failed(faults[0].reason, time.monotonic())
             self._tell(self._breaker.ailment)

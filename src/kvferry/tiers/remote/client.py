@@ -24,6 +24,10 @@ class NotThere:
     reason: str = "not here"
 
 
+class NotAsked(NotThere):
+    """Nobody asked it for this one: which tells nothing of the store."""
+
+
 Stored = memoryview | NotThere | Fault
 """What a store gave for one name."""
 
