@@ -17,6 +17,7 @@ import pytest
 from tests.connector.test_levels import (
     CHAT_BLOCKS,
     HOST_BLOCKS,
+    ask,
     chat,
     hashes,
     levels_of,
@@ -29,6 +30,7 @@ from tests.connector.test_levels import (
 from tests.fakes.pools import evict
 from tests.fakes.sides import BLOCK_TOKENS, NUM_BLOCKS, Sides, assert_same, request_of
 
+from kvferry.keys import Keys
 from kvferry.tiers import Way
 from kvferry.types import DEVICE, Key, Outcome
 from kvferry.vllm.weights import Freshness
@@ -49,6 +51,7 @@ class Gates:
         self._gates = {key: threading.Event() for key in keys}
         self._failing: set[bytes] = set()
         self._keys = keys
+        self._others = tiers_of(sides)[rank].fault
         tiers_of(sides)[rank].fault = self._hold
 
     def _hold(self, way: Way, key: Key) -> None:
@@ -56,6 +59,8 @@ class Gates:
             assert self._gates[key].wait(30)
             if key in self._failing:
                 raise OSError("bad sector")
+        elif self._others is not None:
+            self._others(way, key)
 
     def let(self, *blocks: int) -> None:
         for block in blocks:
@@ -263,6 +268,78 @@ def test_a_read_that_takes_too_long_ends_the_load(begin):
     assert_same(sides.bytes_at(blocks[:1]), wanted[0])
     for gate in gates:
         gate.let(1, 2, 3)
+    finish(sides, request)
+
+
+def fall_silent(sides: Sides) -> None:
+    """Nothing comes up for a minute, as far as loads in pieces can see."""
+    parts = scheduler_of(sides)._parts
+    clock = parts.clock
+    parts.clock = lambda: clock() + 60.001
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_drive_that_falls_silent_ends_the_load_long_before_its_deadline(begin, num_ranks):
+    sides, wanted, gates = begin(num_ranks)
+    request, blocks = loading(sides, gates)
+    until(sides, lambda told: has_landed(sides, blocks[0]))
+    fall_silent(sides)
+    told = until(sides, lambda told: told.finished_recving)
+    assert set(told.invalid_block_ids) == set(blocks[1:])
+    request.num_computed_tokens = BLOCK_TOKENS
+    sides.side.allocated(request, None, 0)
+    for gate in gates:
+        gate.let(1, 2, 3)
+    step(sides, {"reader": request.num_tokens - request.num_computed_tokens})
+    settle(sides)
+    assert not has_landed(sides, blocks[1])  # it is the engine's now: what comes late stays above
+    assert_same(sides.bytes_at(blocks[:1]), wanted[0])
+    finish(sides, request)
+
+
+def test_no_load_begins_while_a_drive_is_silent(begin):
+    sides, _wanted, gates = begin(1)
+    request, blocks = loading(sides, gates)
+    until(sides, lambda told: has_landed(sides, blocks[0]))
+    fall_silent(sides)
+    until(sides, lambda told: told.finished_recving)
+    other = request_of("other", hashes(0))
+    for _ in range(5):  # one block is here, and the others are coming
+        assert sides.side.match(other, 0) == (None, False)
+        step(sides)
+    gates[0].let(1, 2, 3)
+    assert ask(sides, other) == (ALL, True)
+    sides.side.finished(other)
+    finish(sides, request)
+
+
+def test_loads_in_pieces_leave_half_of_the_device_to_others(begin):
+    sides, wanted, gates = begin(1)
+    tiers_of(sides)[0]._num_threads = 2 * CHAT_BLOCKS  # one for each read that hangs
+    scheduler_of(sides)._parts.lower._most_promoting = 2 * CHAT_BLOCKS
+    coming = scheduler_of(sides)._parts.coming
+    assert coming._max_blocks == NUM_BLOCKS // 2
+    coming._max_blocks = 2 * CHAT_BLOCKS - 1
+    request, blocks = loading(sides, gates)
+    gates.append(Gates(sides, 0, 1))
+    gates[1].let(0)
+    other = request_of("other", hashes(1))
+    give_up = time.monotonic() + 20
+    first = Keys.from_bytes(gates[1]._keys[:1])
+    while not scheduler_of(sides).pool.match(first):
+        assert sides.side.match(other, 0) == (None, False)
+        step(sides)
+        assert time.monotonic() < give_up
+    assert sides.side.match(other, 0) == (None, False)
+    assert coming.num_held == CHAT_BLOCKS
+    gates[0].let(1, 2, 3)
+    told = until(sides, lambda told: told.finished_recving)
+    assert not told.invalid_block_ids
+    assert_same(sides.bytes_at(blocks), wanted[0])
+    assert not coming.num_held
+    assert sides.side.match(other, 0) == (ALL, True)
+    gates[1].let(1, 2, 3)
+    sides.side.finished(other)
     finish(sides, request)
 
 

@@ -495,6 +495,11 @@ class Serving:
         for receipt in receipts:
             self.receipts.remove(receipt)
         self._act(self.scheduler.settle(receipts))
+        coming = self.scheduler._parts.coming
+        for load in coming._loads.values():
+            assert not load.is_open or self.now < load.since + coming._patience, (
+                "a load waits for a level that says nothing"
+            )
 
     def _act(self, settled: SettledByName) -> None:
         self._hold(settled.ordered)
@@ -576,7 +581,9 @@ class Serving:
         scheduler = self.scheduler
         loads = [t for t in scheduler._flights.transfers() if t.dst == DEVICE]
         loads += [order.transfer for order in scheduler._outbox._loads]
-        coming = scheduler._parts.coming._loads
+        pieces = scheduler._parts.coming
+        assert not self.setup.bounded or pieces.num_held <= self.setup.num_blocks // 2
+        coming = pieces._loads
         kept = sum(load.last - load.sent for load in coming.values())
         assert scheduler._transit.blocks_to_device == sum(map(len, loads)) + kept
         for request, load in coming.items():

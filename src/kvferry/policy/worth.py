@@ -119,23 +119,24 @@ class BusyTime:
 
     def __init__(self) -> None:
         self._num_under_way = 0
-        self._since = 0.0
+        self.since = 0.0
+        """When it last brought something, or began to have something to do."""
         self._num_bytes = 0
 
     def begin(self, now: float) -> None:
         """A transfer is on its way."""
         if not self._num_under_way:
-            self._since, self._num_bytes = now, 0
+            self.since, self._num_bytes = now, 0
         self._num_under_way += 1
 
     def end(self, num_bytes: int, now: float) -> tuple[int, float]:
         """It ended with so many bytes; returns what came in which time since there was news."""
         self._num_under_way -= 1
         self._num_bytes += num_bytes
-        if now <= self._since:  # several came at once: they count with the next
+        if now <= self.since:  # several came at once: they count with the next
             return 0, 0.0
-        came, seconds = self._num_bytes, now - self._since
-        self._since, self._num_bytes = now, 0
+        came, seconds = self._num_bytes, now - self.since
+        self.since, self._num_bytes = now, 0
         return came, seconds
 
 

@@ -42,6 +42,9 @@ one long load at a time fits, and the link rests while its request is told and r
 needs a new block only now and then.
 """
 
+_COMING = 1 / 2
+"""The share that loads may hold whose last blocks still come up from a level."""
+
 
 def assemble(
     pool: Pool,
@@ -137,7 +140,13 @@ def assemble(
             clock=clock,
         )
     is_early = loads_early and len(groups) == 1 and matcher.is_full and not spare_tokens
-    parts.coming = ComingLoads(parts, transit, is_on=is_early)
+    parts.coming = ComingLoads(
+        parts,
+        transit,
+        is_on=is_early,
+        max_blocks=_bound(None, num_device_blocks, _COMING),
+        deadline=config.promote_deadline,
+    )
     return parts
 
 

@@ -9,7 +9,8 @@
 
 Device blocks are taken before all bytes are here. So a load begins as late as loses nothing: when
 the rest is read in the time that copying all of it takes. What does not come up ends it early: the
-blocks before that are on the device, the others are computed.
+blocks before that are on the device, the others are computed. So does a level that falls silent,
+and all such loads together may take half of the device: a drive that hangs must not hold it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,12 @@ _SHARE = 1 / 8
 """So much of a hit may still be below when its load begins, where a speed is not known yet: on a
 GPU's link a drive reads one part in some 15 of what is copied in the same time."""
 
+_PATIENCE = 1 / 5
+"""A load that gets nothing more for so much of ``promote_deadline`` goes on without: its last
+blocks were to be there in the time of one copy, which is milliseconds."""
+
 _GONE = "blocks that were coming up did not"
+_LATE = "blocks that were coming up did not in time"
 
 
 class ComingLoad:
@@ -49,13 +55,26 @@ class ComingLoad:
 
     Blocks are counted from the request's start: ``first`` to ``end`` were promised, those up to
     ``sent`` are ordered, no more than ``last`` ever will be, and those from ``good`` on are lost.
+    ``since`` is when the last of them was ordered.
     """
 
-    __slots__ = ("_keys", "_table", "end", "first", "good", "last", "pieces", "reason", "sent")
+    __slots__ = (
+        "_keys",
+        "_table",
+        "end",
+        "first",
+        "good",
+        "last",
+        "pieces",
+        "reason",
+        "sent",
+        "since",
+    )
 
     def __init__(self, look: Look, table: SlotArray) -> None:
         self.first, self.end = look.blocks[0].start, look.blocks[0].stop
         self.sent = self.first
+        self.since = 0.0
         self.last = self.good = self.end
         self.reason = ""
         self.pieces: dict[TransferId, int] = {}  # where each begins
@@ -83,7 +102,7 @@ class ComingLoad:
             self._keys[piece],
         )
         self.pieces[ordered.transfer] = self.sent
-        self.sent = stop
+        self.sent, self.since = stop, parts.clock()
         return ordered
 
     def is_stuck(self, request: Request, parts: Parts) -> bool:
@@ -107,8 +126,19 @@ class ComingLoads:
     For an engine with one group whose hits read every block; others get a load as one.
     """
 
-    def __init__(self, parts: Parts, transit: Transit, *, is_on: bool) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        transit: Transit,
+        *,
+        is_on: bool,
+        max_blocks: int | None,
+        deadline: float,
+    ) -> None:
+        """``max_blocks`` bounds the device blocks of all of them; ``deadline`` is a promotion's."""
         self._is_on = is_on
+        self._max_blocks = max_blocks
+        self._patience = deadline * _PATIENCE
         self._parts = parts
         self._transit = transit
         self._size = parts.sizes[0]
@@ -142,13 +172,15 @@ class ComingLoads:
             return None
         if coming.num_blocks > len(blocks) * self._share(coming.levels):
             return None
+        if parts.clock() >= coming.heard + self._patience:
+            return None  # the level hangs, as far as anybody can see
         keys = request.chain.keys()
         asked = parts.matcher.slot_keys(0, keys, blocks)
         slots = parts.pool.leading(asked)
         if not len(slots) or self._is_joined(request):
             return None
         count = num_leading(parts.pool.cached(asked) | coming.brings(asked))
-        if not parts.hits.may_begin(slots, count):
+        if not (self._has_room(count) and parts.hits.may_begin(slots, count)):
             return None
         blocks, asked = blocks[:count], asked[:count]
         decision = parts.hits.worth_loading(len(blocks) * size, 0, count)
@@ -172,6 +204,17 @@ class ComingLoads:
         speeds, link = [worth.bandwidth_of(name) for name in levels], worth.bandwidth
         known = [speed for speed in speeds if speed]
         return min(1.0, min(known) / link) if link and len(known) == len(speeds) else _SHARE
+
+    def _has_room(self, num_blocks: int) -> bool:
+        """Whether a load of so many blocks may be open beside those that are."""
+        if self._max_blocks is None:
+            return True
+        return self.num_held + num_blocks <= self._max_blocks
+
+    @property
+    def num_held(self) -> int:
+        """Device blocks of loads that wait for a level."""
+        return sum(load.end - load.first for load in self._loads.values() if load.is_open)
 
     def _is_joined(self, request: Request) -> bool:
         """Whether another request is loading blocks that this one waits for."""
@@ -229,6 +272,7 @@ class ComingLoads:
         """
         ordered: list[Ordered] = []
         ended: list[tuple[Request, Match, str]] = []
+        late = self._parts.clock() - self._patience
         for request, load in tuple(self._loads.items()):
             if load.is_open:
                 piece = load.order(request, self._parts)
@@ -237,6 +281,8 @@ class ComingLoads:
                     self._transit.keep(-len(piece.blocks))
                 if load.is_open and load.is_stuck(request, self._parts):
                     self._lose(load, load.sent, _GONE)
+                elif load.is_open and load.since <= late:
+                    self._lose(load, load.sent, _LATE)
             if not load.is_open and not request.loading:
                 ended.append((request, self._end(request, load), load.reason))
         return ordered, ended

@@ -60,10 +60,14 @@ class _Move:
 
 
 class Coming(NamedTuple):
-    """Blocks on their way up, piece by piece, and the levels that they come from."""
+    """Blocks on their way up, piece by piece, and the levels that they come from.
+
+    All of those have brought something, or begun to, at ``heard`` or later.
+    """
 
     pieces: tuple[Keys, ...]
     levels: frozenset[TierName]
+    heard: float
 
     @property
     def num_blocks(self) -> int:
@@ -253,7 +257,8 @@ class LowerLevels:
         if not found or len(found) < len(moves):
             return None
         names = frozenset(move.level.name for move in found)
-        return Coming(tuple(move.keys for move in found), names)
+        heard = min(self._busy[name].since for name in names)
+        return Coming(tuple(move.keys for move in found), names, heard)
 
     def _liftable(self, keys: Keys) -> tuple[Level, Keys] | None:
         """The longest start of a run that one level can complete, and that level."""
