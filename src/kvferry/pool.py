@@ -130,6 +130,7 @@ class Pool(PoolWishes):
         ``beside`` says where they should lie, in a pool that is ``side_by_side``.
         Where the pool is divided, they are the ``tenant``'s.
         """
+        self._catch_up()
         if self._duplicates.any_in(keys):
             raise InputError(f"{len(keys)} keys to reserve are not distinct; a chain never repeats")
         found = self._index.find(keys)
@@ -193,6 +194,7 @@ class Pool(PoolWishes):
 
     def reset(self) -> None:
         """Forget everything at once. Claimed slots come back when their leases end."""
+        self._catch_up()
         self._unclaim(self._holds.drop_all())
         self._first.clear()
         state = self._state[:-1]
@@ -209,6 +211,7 @@ class Pool(PoolWishes):
 
     def end(self, lease: Lease, ending: Ending, failed: SlotArray) -> None:
         """Take a lease's slots back. Called by the lease itself, exactly once."""
+        self._catch_up()
         self._leases.remove(lease)
         slots = lease.slots
         readers = None

@@ -16,7 +16,15 @@ from kvferry.free_together import FreeTogether, num_spare_together
 from kvferry.goes_first import GoesFirst
 from kvferry.holds import Holds
 from kvferry.keys import Keys
-from kvferry.policy import Arriving, EvictionPolicyMaker, Fair, HearsHints, HearsRequests, Residents
+from kvferry.policy import (
+    Arriving,
+    EvictionPolicy,
+    EvictionPolicyMaker,
+    Fair,
+    HearsHints,
+    HearsRequests,
+    Residents,
+)
 from kvferry.pool_find import PoolFind
 from kvferry.slot_states import SlotState
 from kvferry.types import NO_SLOT, Key, SlotArray
@@ -55,12 +63,16 @@ class PoolRoom(PoolFind):
         """Called with the keys of blocks that can no longer be matched, whatever took them away."""
         self.feeds_below = False
         """Whether what goes from here is copied to a level below."""
+        self.before_policy: Callable[[], None] | None = None
+        """Called before the policy is asked or told anything else: who owes it news tells it now."""
+        self._clock = clock
+        self._then: float | None = None  # while it is told of what was before
         self._readers = np.zeros(num_slots, dtype=np.int32)
         self._chains = Chains(num_slots)
         self._conversations = Conversations(num_slots)
         residents = Residents(
             num_slots=num_slots,
-            now=clock,
+            now=self.now,
             keys_of=self._index.keys_of,
             positions_of=self._conversations.positions_of,
             conversations_of=self._conversations.conversations_of,
@@ -72,7 +84,7 @@ class PoolRoom(PoolFind):
         )
         self._residents = residents
         self._make_policy = policy
-        self._policy = policy(residents)
+        self._chosen_policy = policy(residents)
         self._fair: Fair | None = None
         self._ceilings: list[int] = []
         self.before = 0
@@ -80,7 +92,6 @@ class PoolRoom(PoolFind):
         self._hears: HearsRequests | None = None
         self._hears_hints: HearsHints | None = None
         self._listen()
-        self._clock = clock
         self._holds = Holds(num_slots, int(num_slots * keep_share))
         self._first = GoesFirst(num_slots)
         self._free: FreeRuns | FreeTogether | FreeSlots
@@ -95,6 +106,21 @@ class PoolRoom(PoolFind):
             self._free = FreeSlots(num_slots)
         self._num_idle = 0  # cached, and nobody reads them
         self._num_doomed = self._num_evicted = 0
+
+    @property
+    def _policy(self) -> EvictionPolicy:
+        """Who says what goes first, and has heard of every request by now."""
+        self._catch_up()
+        return self._chosen_policy
+
+    def _catch_up(self) -> None:
+        """To be called before slots change: a policy hears of a request as things were then."""
+        if self.before_policy is not None:
+            self.before_policy()
+
+    def now(self) -> float:
+        """The time, in seconds from some moment on."""
+        return self._clock() if self._then is None else self._then
 
     def _does_feed_below(self) -> bool:
         return self.feeds_below
@@ -183,7 +209,7 @@ class PoolRoom(PoolFind):
         ordered = going.copy()
         ordered.sort(kind="stable")  # quick where there are runs
         if np.count_nonzero(ordered[1:] == ordered[:-1]):
-            raise IntegrityError(f"{type(self._policy).__name__} let go of a slot twice")
+            raise IntegrityError(f"{type(self._chosen_policy).__name__} let go of a slot twice")
         self._num_evicted += len(going)
         if self._fair is not None:
             self._fair.went(going)
@@ -263,13 +289,13 @@ class PoolRoom(PoolFind):
         self.before = before
         self._fair.own(np.flatnonzero(np.isin(self._state[:-1], (_WRITING, _CACHED))), before)
         self._fair.count_held(self._holds.all_held(), 1)
-        self._policy = self._fair
+        self._chosen_policy = self._fair
         self._listen()
         self._policy.insert(np.flatnonzero(cached))
         self._policy.insert(np.ascontiguousarray(order[::-1]))  # the last named goes first
 
     def _listen(self) -> None:
-        policy: object = self._policy
+        policy: object = self._chosen_policy
         self._hears = policy if isinstance(policy, HearsRequests) else None
         self._hears_hints = policy if isinstance(policy, HearsHints) else None
 

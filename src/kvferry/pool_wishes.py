@@ -74,15 +74,28 @@ class PoolWishes(PoolRoom):
         """Whether the policy wants to be told of requests."""
         return self._hears is not None
 
-    def asked(self, keys: Keys, num_tokens: int, slots: SlotArray) -> None:
-        """A request of so many tokens, with these whole blocks, found the leading ``slots``."""
-        if self._hears is not None:
-            self._hears.asked(keys, num_tokens, slots)
+    def asked(
+        self, keys: Keys, num_tokens: int, slots: SlotArray, at: float | None = None
+    ) -> None:
+        """A request of so many tokens, with these whole blocks, found the leading ``slots``.
 
-    def answered(self, keys: Keys, num_tokens: int) -> None:
+        It was ``at`` this time, where that is told later.
+        """
+        if self._hears is not None:
+            self._then = at
+            try:
+                self._hears.asked(keys, num_tokens, slots)
+            finally:
+                self._then = None
+
+    def answered(self, keys: Keys, num_tokens: int, at: float | None = None) -> None:
         """A request whose whole blocks these are was answered with so many tokens."""
         if self._hears is not None:
-            self._hears.answered(keys, num_tokens)
+            self._then = at
+            try:
+                self._hears.answered(keys, num_tokens)
+            finally:
+                self._then = None
 
     def hint(self, keys: Keys, evidence: Evidence) -> None:
         """This was said of a request with these keys, whose leading blocks are here."""
@@ -96,6 +109,7 @@ class PoolWishes(PoolRoom):
         A policy that hears it is told; others are helped.
         """
         if self._hears_hints is not None:
+            self._catch_up()
             self._hears_hints.hint(slots, evidence)
         elif evidence.over:
             self.go_first(slots, 0)

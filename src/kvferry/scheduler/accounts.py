@@ -56,12 +56,18 @@ class Accounts:
 
     def close(self) -> None:
         self._explainer.close()
+        if self._hearing is not None:
+            self._hearing.tell()
         if self.observing is not None:
             self.observing.close()
 
     def watch(self, config: Config, pool: Pool, clock: Callable[[], float]) -> None:
         """Let others learn from every request, as the settings say."""
         self.observing = observing(config, pool, self._lower.levels, self._matcher, clock)
+        if self.observing is not None and self._hearing is not None and self._hearing.is_late:
+            # A request's keys are made for the policy: so not when it asks, if that can be.
+            if not self.observing.wants_ends:
+                self._hearing.also = self.observing.note
 
     @property
     def memory_curve(self) -> Points:
@@ -136,8 +142,9 @@ class Accounts:
         if is_new:
             request.is_explained = True
             self.counts.missed[explanation.reason.value] += 1
-            if self.observing is not None:
+            hearing = self._hearing
+            if self.observing is not None and (hearing is None or hearing.also is None):
                 self.observing.answered(request, explanation)
-            if self._hearing is not None:
-                self._hearing.asked(request, explanation)
+            if hearing is not None:
+                hearing.asked(request, explanation)
         self._journal.explained(explanation, is_new=is_new)

@@ -122,7 +122,7 @@ def assemble(
             admission,
             lower,
             tenants,
-            listening(pool, levels, matcher),
+            listening(pool, levels, matcher, is_late=engine is not None),
             on_device,
         ),
         tenants=tenants,

@@ -1,10 +1,18 @@
-"""Tells eviction policies that want it of every request: what it asked for, how it was answered."""
+"""Tells eviction policies that want it of every request: what it asked for, how it was answered.
+
+Beside an engine that serves, they are told late, many requests at once: before anything of a pool
+changes or is chosen, or once so many are owed. Nobody can tell the difference, each is told with
+its time and as slots were then; but a request that comes between two steps finds little of all
+this in the processor's caches, and to tell one takes three times what it takes behind another.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
+from kvferry.keys import Keys
 from kvferry.pool import Pool
 from kvferry.scheduler.level import Level
 from kvferry.scheduler.matching import Matcher
@@ -14,22 +22,77 @@ from kvferry.types import NO_SLOTS
 if TYPE_CHECKING:
     from kvferry.scheduler.request import Request
 
+MOST_OWED = 32
+"""Events, so about a millisecond: the engine's step waits while they are told."""
+
+
+class _Asked(NamedTuple):
+    at: float
+    request: Request
+    explanation: Explanation
+    num_keys: int  # of its chain, which may grow until it is told
+
+
+class _Ended(NamedTuple):
+    at: float
+    request: Request
+    tokens: int
+
 
 class Hearing:
-    """Owns which requests were told of and have not ended. The policies are the pools'."""
+    """Owns what is to be told, and which requests have not ended. The policies are the pools'."""
 
-    def __init__(self, host: Pool | None, below: Sequence[Pool], matcher: Matcher) -> None:
+    def __init__(
+        self, host: Pool | None, below: Sequence[Pool], matcher: Matcher, *, is_late: bool = False
+    ) -> None:
         """Of the host's pool and those of levels below it, those with such a policy."""
         self._host = host
         self._below = below
         self._matcher = matcher
         self._open: dict[Request, int] = {}
+        self._owed: deque[_Asked | _Ended] = deque()
+        self.is_late = is_late
+        self.also: Callable[[float, Keys, Request, Explanation], None] | None = None
+        """Who else is told, when a request is: when it asked, its keys, what it was told."""
+        pools = [pool for pool in (host, *below) if pool is not None]
+        self._now = pools[0].now
+        if is_late:
+            for pool in pools:
+                pool.before_policy = self.tell
 
     def asked(self, request: Request, explanation: Explanation) -> None:
         """A request was looked up for the first time, and this is what it was told."""
-        tokens = self._open[request] = explanation.asked_tokens
-        hit = explanation.device_tokens + explanation.host_tokens
-        keys, num_keys = request.chain.keys(), tokens // self._matcher.hash_tokens
+        self._open[request] = explanation.asked_tokens
+        self._owed.append(_Asked(self._now(), request, explanation, len(request.chain)))
+        if not self.is_late or len(self._owed) >= MOST_OWED:
+            self.tell()
+
+    def ended(self, request: Request) -> None:
+        """A request is over, if it was not already: what its chain has grown by is its answer."""
+        tokens = self._open.pop(request, None)
+        if tokens is not None:
+            self._owed.append(_Ended(self._now(), request, tokens))
+            if not self.is_late or len(self._owed) >= MOST_OWED:
+                self.tell()
+
+    def tell(self) -> None:
+        """Tell all that is owed, in the order in which it was."""
+        while self._owed:
+            news = self._owed.popleft()
+            if isinstance(news, _Asked):
+                self._tell_asked(news)
+            else:
+                self._tell_ended(news)
+
+    def _tell_asked(self, news: _Asked) -> None:
+        at, request, explanation, num_chain = news
+        keys = request.chain.keys()
+        if num_chain < len(keys):
+            keys = keys[:num_chain]
+        if self.also is not None:
+            self.also(at, keys, request, explanation)
+        tokens, hit = explanation.asked_tokens, explanation.device_tokens + explanation.host_tokens
+        num_keys = tokens // self._matcher.hash_tokens
         if num_keys < len(keys):
             keys = keys[:num_keys]
         for g, group in enumerate(self._matcher.groups):
@@ -38,29 +101,28 @@ class Hearing:
                 # Only as far as the hit goes: to look for the rest would be in vain.
                 whole = slot_keys[: hit // group.block_tokens]
                 slots = self._host.leading(whole) if len(whole) else NO_SLOTS
-                self._host.asked(slot_keys, tokens, slots)
+                self._host.asked(slot_keys, tokens, slots, at)
             for pool in self._below:
                 # What it has of them is of use only where it is read.
-                pool.asked(slot_keys, tokens, NO_SLOTS)
+                pool.asked(slot_keys, tokens, NO_SLOTS, at)
 
-    def ended(self, request: Request) -> None:
-        """A request is over, if it was not already: what its chain has grown by is its answer."""
-        tokens = self._open.pop(request, None)
-        if tokens is None:
-            return
+    def _tell_ended(self, news: _Ended) -> None:
+        at, request, tokens = news
         keys = request.chain.keys()
         answer = max(0, len(keys) * self._matcher.hash_tokens - tokens)
         for g in range(len(self._matcher.groups)):
             slot_keys = self._matcher.all_keys(g, keys)
             for pool in (self._host, *self._below):
                 if pool is not None:
-                    pool.answered(slot_keys, answer)
+                    pool.answered(slot_keys, answer, at)
 
 
-def listening(host: Pool, levels: Sequence[Level], matcher: Matcher) -> Hearing | None:
+def listening(
+    host: Pool, levels: Sequence[Level], matcher: Matcher, *, is_late: bool
+) -> Hearing | None:
     """Who tells the policies of these pools; None where no policy wants to be told."""
     pools = [level.pool for level in levels if level.pool is not None]
     below = [pool for pool in pools if pool.hears_requests]
     if not host.hears_requests and not below:
         return None
-    return Hearing(host if host.hears_requests else None, below, matcher)
+    return Hearing(host if host.hears_requests else None, below, matcher, is_late=is_late)

@@ -56,7 +56,11 @@ class Observing:
 
     def answered(self, request: Request, explanation: Explanation) -> None:
         """A request was looked up for the first time, and this is what it was told."""
-        noted = (self._clock(), request.chain.keys(), explanation, request.hints)
+        self.note(self._clock(), request.chain.keys(), request, explanation)
+
+    def note(self, at: float, keys: Keys, request: Request, explanation: Explanation) -> None:
+        """The same, where it was ``at`` this time that it asked for these."""
+        noted = (at, keys, explanation, request.hints)
         if self.wants_ends:  # how long its answer is will be written into what is handed over
             seen = self._open[request] = self._read(noted)
             self._see(seen)
