@@ -130,7 +130,6 @@ class Pool(PoolWishes):
         ``beside`` says where they should lie, in a pool that is ``side_by_side``.
         Where the pool is divided, they are the ``tenant``'s.
         """
-        self._catch_up()
         if self._duplicates.any_in(keys):
             raise InputError(f"{len(keys)} keys to reserve are not distinct; a chain never repeats")
         found = self._index.find(keys)

@@ -65,6 +65,8 @@ class PoolFind:
     def leading(self, keys: Keys) -> SlotArray:
         """The slots of the leading keys whose blocks can be read now."""
         found = self._index.find_leading(keys)
+        if not len(found):
+            return found
         readable = self._state.take(found) == _CACHED
         return found if readable.all() else found[: int(readable.argmin())]
 

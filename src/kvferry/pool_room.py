@@ -64,7 +64,7 @@ class PoolRoom(PoolFind):
         self.feeds_below = False
         """Whether what goes from here is copied to a level below."""
         self.before_policy: Callable[[], None] | None = None
-        """Called before the policy is asked or told anything else: who owes it news tells it now."""
+        """Called before the policy is asked or told of anything: who owes it news tells it now."""
         self._clock = clock
         self._then: float | None = None  # while it is told of what was before
         self._readers = np.zeros(num_slots, dtype=np.int32)

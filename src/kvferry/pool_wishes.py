@@ -74,9 +74,7 @@ class PoolWishes(PoolRoom):
         """Whether the policy wants to be told of requests."""
         return self._hears is not None
 
-    def asked(
-        self, keys: Keys, num_tokens: int, slots: SlotArray, at: float | None = None
-    ) -> None:
+    def asked(self, keys: Keys, num_tokens: int, slots: SlotArray, at: float | None = None) -> None:
         """A request of so many tokens, with these whole blocks, found the leading ``slots``.
 
         It was ``at`` this time, where that is told later.

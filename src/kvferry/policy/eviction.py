@@ -58,7 +58,7 @@ class Residents:
 
     num_slots: int
     now: Callable[[], float]
-    """Seconds, from some moment on."""
+    """Seconds, from some moment on; while a policy is told of a request, when that was."""
     keys_of: Callable[[SlotArray], Keys]
     positions_of: Callable[[SlotArray], npt.NDArray[np.int64]]
     conversations_of: Callable[[SlotArray], npt.NDArray[np.int64]]
@@ -140,13 +140,15 @@ class HearsRequests(Protocol):
         """A request asks for these blocks: all whole ones of its ``num_tokens``, from the first on.
 
         ``slots`` are the leading ones that it found here. Told once for each request, when it comes
-        or a little later, and before its own blocks are stored.
+        or some requests later, but before anything here changes or is chosen, so before its own
+        blocks are stored.
         """
 
     def answered(self, keys: Keys, num_tokens: int) -> None:
         """A request with these whole blocks, its answer's among them, got that many tokens.
 
-        Told once it is over, before or after the last of its blocks are stored.
+        Told once it is over, or later in the same way, before or after the last of its blocks are
+        stored.
         """
 
 

@@ -64,10 +64,9 @@ class Accounts:
     def watch(self, config: Config, pool: Pool, clock: Callable[[], float]) -> None:
         """Let others learn from every request, as the settings say."""
         self.observing = observing(config, pool, self._lower.levels, self._matcher, clock)
-        if self.observing is not None and self._hearing is not None and self._hearing.is_late:
-            # A request's keys are made for the policy: so not when it asks, if that can be.
-            if not self.observing.wants_ends:
-                self._hearing.also = self.observing.note
+        hearing, students = self._hearing, self.observing
+        if hearing is not None and hearing.is_late and students and not students.wants_ends:
+            hearing.also = students.note  # a request's keys are made once, then
 
     @property
     def memory_curve(self) -> Points:

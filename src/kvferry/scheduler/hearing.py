@@ -17,12 +17,12 @@ from kvferry.pool import Pool
 from kvferry.scheduler.level import Level
 from kvferry.scheduler.matching import Matcher
 from kvferry.scheduler.why import Explanation
-from kvferry.types import NO_SLOTS
+from kvferry.types import NO_SLOT, NO_SLOTS, SlotArray
 
 if TYPE_CHECKING:
     from kvferry.scheduler.request import Request
 
-MOST_OWED = 32
+MOST_OWED = 16
 """Events, so about a millisecond: the engine's step waits while they are told."""
 
 
@@ -98,13 +98,21 @@ class Hearing:
         for g, group in enumerate(self._matcher.groups):
             slot_keys = self._matcher.all_keys(g, keys)
             if self._host is not None:
-                # Only as far as the hit goes: to look for the rest would be in vain.
-                whole = slot_keys[: hit // group.block_tokens]
-                slots = self._host.leading(whole) if len(whole) else NO_SLOTS
+                slots = self._found(self._host, slot_keys, hit // group.block_tokens)
                 self._host.asked(slot_keys, tokens, slots, at)
             for pool in self._below:
                 # What it has of them is of use only where it is read.
                 pool.asked(slot_keys, tokens, NO_SLOTS, at)
+
+    @staticmethod
+    def _found(host: Pool, keys: Keys, num_hit: int) -> SlotArray:
+        """Where the leading blocks are, as far as the hit goes: what is behind it is not there.
+
+        What was on the device may not be here at all.
+        """
+        if not num_hit or not len(keys) or host.slot_of(keys[0]) == NO_SLOT:
+            return NO_SLOTS
+        return host.leading(keys[:num_hit])
 
     def _tell_ended(self, news: _Ended) -> None:
         at, request, tokens = news

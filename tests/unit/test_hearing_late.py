@@ -1,0 +1,163 @@
+"""Policies that are told of requests late decide as if they had been told at once."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+from tests.fakes.crafted_keys import keys
+from tests.unit.test_hearing import BLOCK, Chain, Listener
+
+from kvferry.config import Config
+from kvferry.keys import Keys
+from kvferry.policy import Residents
+from kvferry.policy.eviction import EvictionPolicyMaker
+from kvferry.policy.returns import Returns
+from kvferry.pool import Pool
+from kvferry.reach import FullAttention
+from kvferry.scheduler import Scheduler
+from kvferry.scheduler.hearing import MOST_OWED, Hearing
+from kvferry.scheduler.why import Explanation, Reason
+from kvferry.types import SlotArray
+
+
+class Timed(Listener):
+    """One that writes down when, too."""
+
+    def __init__(self, residents: Residents) -> None:
+        super().__init__(residents)
+        self._residents = residents
+        self.times: list[float] = []
+
+    def asked(self, keys: Keys, num_tokens: int, slots: SlotArray) -> None:
+        super().asked(keys, num_tokens, slots)
+        self.times.append(self._residents.now())
+
+    def answered(self, keys: Keys, num_tokens: int) -> None:
+        super().answered(keys, num_tokens)
+        self.times.append(self._residents.now())
+
+
+class Told:
+    """A pool, and who tells its policy. ``now`` is the pool's time."""
+
+    def __init__(
+        self, policy: EvictionPolicyMaker = Timed, *, num_slots: int = 64, is_late: bool = True
+    ) -> None:
+        self.now = 0.0
+        self.pool = Pool(num_slots, policy, clock=lambda: self.now)
+        matcher = Scheduler(self.pool, (FullAttention(BLOCK),), config=Config())._parts.matcher
+        self.hearing = Hearing(self.pool, (), matcher, is_late=is_late)
+        self.gone: list[Keys] = []
+        self.pool.listeners.append(self.gone.append)
+
+    @property
+    def policy(self) -> Any:
+        return self.pool._chosen_policy
+
+    def asked(self, chain: Chain | Keys, hit: int = 0) -> Any:
+        """A request with this chain, of which so many blocks were had."""
+        request = type("Asking", (), {"chain": chain})()
+        tokens = len(chain) * BLOCK
+        told = Explanation("r", tokens, 0, hit * BLOCK, 0, Reason.NEVER_STORED)
+        self.hearing.asked(request, told)
+        return request
+
+    def store(self, blocks: Keys, parent: Any = None) -> None:
+        lease = self.pool.reserve(blocks, parent=parent)
+        if lease is not None:
+            lease.commit()
+
+
+def test_each_is_told_with_its_time_before_anything_is_stored() -> None:
+    told = Told()
+    told.now = 1.0
+    chain = Chain(4)
+    request = told.asked(chain)
+    told.now = 2.0
+    other = told.asked(Chain(2))
+    chain.length = 6
+    told.now = 5.0
+    told.hearing.ended(request)
+    told.now = 9.0
+    assert told.policy.heard == []
+    told.store(keys(range(6)))
+    assert told.policy.heard == [
+        ("asked", 4, 64, []),
+        ("asked", 2, 32, []),
+        ("answered", 6, 32, []),
+    ]
+    assert told.policy.times == [1.0, 2.0, 5.0]
+    told.hearing.ended(other)
+    assert told.pool.counts.cached == 6
+    told.pool.coldest(1)
+    assert told.policy.times == [1.0, 2.0, 5.0, 9.0], "nor is anything chosen before"
+    assert told.pool.now() == 9.0
+
+
+def test_what_a_request_found_is_what_was_there_when_it_asked() -> None:
+    """Seen red without ``_catch_up`` in ``Pool.end``, and without that in ``Pool.reset``."""
+    told = Told()
+    lease = told.pool.reserve(keys(range(4)))
+    assert lease is not None
+    told.asked(keys(range(4)), hit=4)
+    lease.commit()
+    told.asked(keys(range(4)), hit=4)
+    told.pool.reset()
+    assert [len(each[3]) for each in told.policy.heard] == [0, 4]
+
+
+def test_no_more_than_so_many_are_owed() -> None:
+    told = Told()
+    for _ in range(MOST_OWED - 1):
+        told.asked(keys(range(2)))
+    assert told.policy.heard == []
+    told.asked(keys(range(2)))
+    assert len(told.policy.heard) == MOST_OWED
+
+
+def test_others_that_learn_get_the_keys_of_when_it_asked() -> None:
+    told, heard = Told(), []
+    told.hearing.also = lambda at, keys, request, explanation: heard.append((at, len(keys)))
+    told.now = 3.0
+    chain = Chain(4)
+    told.asked(chain)
+    chain.length, told.now = 7, 4.0
+    assert not heard
+    told.hearing.tell()
+    assert heard == [(3.0, 4)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_late_or_at_once_the_same_blocks_go(seed: int) -> None:
+    """Seen red with the time of the telling instead of its own."""
+    sides = [Told(Returns, num_slots=48, is_late=is_late) for is_late in (False, True)]
+    rng = Random(seed)
+    chats: list[list[int]] = []
+    running: list[tuple[list[int], list[Any]]] = []
+    next_block = 1
+    for _ in range(600):
+        for side in sides:
+            side.now += 0.1
+        if len(running) < 4 and rng.random() < 0.6:
+            chat = chats.pop(rng.randrange(len(chats))) if chats and rng.random() < 0.6 else [0]
+            chat = [*chat, *range(next_block, next_block + rng.randrange(1, 5))]
+            next_block = chat[-1] + 1
+            hits = [side.pool.match(keys(chat)) for side in sides]
+            assert hits[0] == hits[1]
+            running.append((chat, [side.asked(keys(chat), hits[0]) for side in sides]))
+        elif running:
+            chat, requests = running.pop(rng.randrange(len(running)))
+            for side, request in zip(sides, requests, strict=True):
+                side.hearing.ended(request)
+                hit = side.pool.match(keys(chat))
+                if hit < len(chat):
+                    side.store(keys(chat[hit:]), keys(chat)[hit - 1] if hit else None)
+            if len(chat) < 24:
+                chats.append(chat)
+    for side in sides:
+        side.pool.check_integrity()
+    at_once, late = ([key for each in side.gone for key in each] for side in sides)
+    assert len(at_once) > 100
+    assert at_once == late
