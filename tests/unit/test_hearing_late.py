@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tests.fakes.crafted_keys import keys
 from tests.unit.test_hearing import BLOCK, Chain, Listener
+from tests.unit.test_request import NoBlocks
 
 from kvferry.config import Config
 from kvferry.keys import Keys
@@ -161,3 +162,18 @@ def test_late_or_at_once_the_same_blocks_go(seed: int) -> None:
     at_once, late = ([key for each in side.gone for key in each] for side in sides)
     assert len(at_once) > 100
     assert at_once == late
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_beside_an_engine_it_is_late_and_at_the_end_all_is_told(is_late: bool) -> None:
+    pool = Pool(64, Timed)
+    engine = NoBlocks() if is_late else None
+    scheduler = Scheduler(pool, (FullAttention(BLOCK),), config=Config(), engine=engine)
+    policy: Any = pool._chosen_policy
+    request = scheduler.open("r", keys(range(4)))
+    request.match()
+    scheduler.count_answered()
+    assert len(policy.heard) == (0 if is_late else 1)
+    request.end()
+    scheduler.close()
+    assert [each[0] for each in policy.heard] == ["asked", "answered"]
