@@ -12,6 +12,8 @@ import numpy.typing as npt
 from kvferry.errors import IntegrityError
 from kvferry.types import NO_SLOT, SlotArray, slot_numbers
 
+_FEW = 8  # up to so many plain Python beats arrays
+
 
 class Chains:
     """Parents and how many children each has. Owns only these; knows no keys, states or claims."""
@@ -178,6 +180,10 @@ class Chains:
         return above.astype(np.int64, copy=False)
 
     def _lose_child(self, parents: SlotArray) -> None:
+        if len(parents) <= _FEW:
+            for parent in parents.tolist():
+                self._children[parent] -= 1
+            return
         # np.subtract.at counts repeats but is slow: use it only for the few that do repeat.
         once = self.last_mentions(parents)
         self._children[parents[once]] -= 1

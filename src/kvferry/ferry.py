@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING
 
 from kvferry.answers import MatchState
@@ -98,6 +98,11 @@ class Ferry(FerryLooks, FerryControl, FerryWaiting, Closing):
         )
         self._scheduler.watch_requests()
         self._has_levels = bool(rank.levels)
+        # With levels a plan looks at the pool, and of several groups each store at the one before.
+        later = not rank.levels and len(groups) == 1
+        self._written_later: AbstractContextManager[None] = (
+            self._scheduler.pool.later if later else nullcontext()
+        )
         self._pending = PendingHits(config.match_deadline)
         self._tickets = Tickets()
         self._awaited = Awaited(
@@ -264,21 +269,27 @@ class Ferry(FerryLooks, FerryControl, FerryWaiting, Closing):
         ticket = self._tickets.give()
         request = self._scheduler.open(f"store-{next(_names)}", keys, read_hints(hints))
         try:
-            ordered = request.store(tables, num_keys * self.namespace.block_tokens)
+            with self._written_later:
+                ordered = request.store(tables, num_keys * self.namespace.block_tokens)
+                note = ""
+                if len(tables) == 1 and (not ordered or len(ordered[0].blocks) < num_keys - first):
+                    num_ordered = len(ordered[0].blocks) if ordered else 0
+                    note = self._why_left_out(keys, first, num_ordered)
+                self._send(ticket, ordered, note)
         finally:
             request.end()
-        note = ""
-        if len(tables) == 1 and (not ordered or len(ordered[0].blocks) < num_keys - first):
-            note = why_left_out(
-                self._scheduler,
-                self._config,
-                keys,
-                first=first,
-                num_ordered=len(ordered[0].blocks) if ordered else 0,
-                block_bytes=self._layouts[0].block_bytes,
-            )
-        self._send(ticket, ordered, note)
         return ticket
+
+    def _why_left_out(self, keys: Keys, first: int, num_ordered: int) -> str:
+        self._scheduler.pool.later.catch_up()  # it is asked what it knows of these keys
+        return why_left_out(
+            self._scheduler,
+            self._config,
+            keys,
+            first=first,
+            num_ordered=num_ordered,
+            block_bytes=self._layouts[0].block_bytes,
+        )
 
     def _send(
         self,

@@ -81,12 +81,14 @@ class FreeTogether:
         rest = count - int(total[num_whole - 1])
         whole, others = order[:num_whole], order[num_whole:]
         last = others[int((lengths[others] >= rest).nonzero()[0][-1])]  # the tightest of them
-        runs = np.sort(np.append(whole, last))
-        starts, ends = self._starts[runs], self._ends[runs].copy()
-        ends[runs == last] = self._starts[last] + rest
-        self._starts[last] += rest
-        stays = self._starts != self._ends
-        stays[whole] = False
+        goes = np.zeros(len(lengths), dtype=bool)
+        goes[whole] = goes[last] = True
+        starts, ends = self._starts[goes], self._ends[goes]
+        first = self._starts.item(last)
+        ends[starts == first] = first + rest
+        self._starts[last] = first + rest
+        goes[last] = lengths.item(last) == rest
+        stays = ~goes
         self._starts, self._ends = self._starts[stays], self._ends[stays]
         self.count -= count
         return _slots(starts, ends)
@@ -95,7 +97,8 @@ class FreeTogether:
         """So many slots of the beginning of a run are free no more."""
         self._starts[run] += count
         if self._starts[run] == self._ends[run]:
-            self._starts, self._ends = np.delete(self._starts, run), np.delete(self._ends, run)
+            stays = self._starts != self._ends
+            self._starts, self._ends = self._starts[stays], self._ends[stays]
 
     def _take_next(self, count: int) -> SlotArray:
         taken, self._next = self._next[:count], self._next[count:]
@@ -109,12 +112,18 @@ class FreeTogether:
 
 def _joined(starts: SlotArray, ends: SlotArray) -> tuple[SlotArray, SlotArray]:
     """Runs in order; those that touch are one."""
-    apart = starts[1:] != ends[:-1]
-    return starts[np.append(True, apart)], ends[np.append(apart, True)]
+    touching = (starts[1:] == ends[:-1]).nonzero()[0]
+    if not len(touching):
+        return starts, ends
+    is_start, is_end = np.ones(len(starts), dtype=bool), np.ones(len(starts), dtype=bool)
+    is_start[touching + 1] = is_end[touching] = False
+    return starts[is_start], ends[is_end]
 
 
 def _slots(starts: SlotArray, ends: SlotArray) -> SlotArray:
     """The numbers in these runs, one run after the other."""
     lengths = ends - starts
     before = lengths.cumsum() - lengths
-    return np.arange(int(lengths.sum())) + (starts - before).repeat(lengths)
+    slots = (starts - before).repeat(lengths)
+    slots += np.arange(len(slots))
+    return slots

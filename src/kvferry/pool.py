@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -29,7 +30,8 @@ from kvferry.policy import Arriving, EvictionPolicyMaker, Lru
 from kvferry.pool_check import PoolCheck
 from kvferry.pool_wishes import PoolWishes
 from kvferry.slot_states import PoolCounts, SlotState
-from kvferry.types import NO_SLOT, Key, SlotArray
+from kvferry.types import NO_SLOT, NO_SLOTS, Key, SlotArray
+from kvferry.written_later import WrittenLater
 
 KEEP_SHARE = 0.25
 # As plain numbers: numpy takes an IntEnum the long way.
@@ -67,6 +69,9 @@ class Pool(PoolWishes):
         """Slots from the first on that can be used; the others wait for :meth:`grow`."""
         self.num_reserved = 0
         """Slots given out for writing so far."""
+        self.later = WrittenLater()
+        """Within it the keys of what is reserved are written down last. Meanwhile nothing may be
+        asked of the pool: they are neither known nor missing."""
         self._duplicates = Duplicates()
         self._leases: set[Lease] = set()
         self.grow(num_slots if num_ready is None else num_ready)
@@ -130,6 +135,7 @@ class Pool(PoolWishes):
         ``beside`` says where they should lie, in a pool that is ``side_by_side``.
         Where the pool is divided, they are the ``tenant``'s.
         """
+        self.later.catch_up()
         if self._duplicates.any_in(keys):
             raise InputError(f"{len(keys)} keys to reserve are not distinct; a chain never repeats")
         found = self._index.find(keys)
@@ -141,8 +147,10 @@ class Pool(PoolWishes):
             raise InputError("a key to reserve is its own parent; a chain never repeats")
         missing = (found == NO_SLOT).nonzero()[0]
         all_new = above == NO_SLOT and len(missing) == len(found)
-        own = missing[:0] if all_new else np.concatenate(([above], found))
-        own = own[own != NO_SLOT]
+        own = NO_SLOTS
+        if not all_new:
+            own = np.concatenate(([above], found))
+            own = own[own != NO_SLOT]
         if self._fair is not None:
             arriving = Arriving(keys, found, above, chained)
             missing = self._within_ceiling(missing, own, arriving, tenant)
@@ -153,17 +161,11 @@ class Pool(PoolWishes):
             self._use(own[self._state.take(own) == _CACHED])
         positions = missing[: self._free.count]
         near = beside.at(positions) if beside is not None else None
-        slots = self._give_out(keys, positions, near)
+        slots = self._give_out(len(positions), near)
         if self._fair is not None:
             self._fair.own(slots, tenant)
-        if len(slots) and self._policy.wants_chains:
-            chains = self._chains if chained else None
-            self._conversations.arrive(slots, positions, found, above, chains)
-        if chained and len(missing) == len(found):
-            self._chains.begin(slots, above)
-        elif chained:
-            found[positions] = slots
-            self._chains.link(found, np.concatenate(([above], found[:-1])))
+        arriving = Arriving(keys, found, above, chained)
+        self.later.write(partial(self._write_down, arriving, positions, slots))
         if not len(slots):
             return None
         lease = Lease(Purpose.WRITE, slots, positions, self)
@@ -187,12 +189,14 @@ class Pool(PoolWishes):
 
         The slots stay claimed until the lease ends, because a slow rank may still touch them.
         """
+        self.later.catch_up()
         if lease.ended is not None:
             raise LeaseError(f"{lease!r} cannot be disowned: it ended by {lease.ended.value}")
         self._doom(lease.slots)
 
     def reset(self) -> None:
         """Forget everything at once. Claimed slots come back when their leases end."""
+        self.later.catch_up()
         self._catch_up()
         self._unclaim(self._holds.drop_all())
         self._first.clear()
@@ -210,6 +214,7 @@ class Pool(PoolWishes):
 
     def end(self, lease: Lease, ending: Ending, failed: SlotArray) -> None:
         """Take a lease's slots back. Called by the lease itself, exactly once."""
+        self.later.catch_up()
         self._catch_up()
         self._leases.remove(lease)
         slots = lease.slots
@@ -283,14 +288,29 @@ class Pool(PoolWishes):
             num_doomed=self._num_doomed,
         ).check()
 
-    def _give_out(self, keys: Keys, positions: SlotArray, beside: Neighbours | None) -> SlotArray:
-        """Slots for the keys at these positions, which are in the index from now on."""
-        count = len(positions)
+    def _give_out(self, count: int, beside: Neighbours | None) -> SlotArray:
+        """So many free slots, to be written from now on."""
         slots = self._free.take(count, beside)
         if count:
             self.num_reserved += count
             self._state[slots] = _WRITING
-            # Not a copy of the whole request: so many bytes are mapped and faulted in anew.
-            new = keys if count == len(keys.array) else keys.take(positions)
-            self._index.insert(new, slots)
         return slots
+
+    def _write_down(self, arriving: Arriving, positions: SlotArray, slots: SlotArray) -> None:
+        """Which keys were given which slots: they are known, and follow each other, from now on.
+
+        ``positions`` are those of the keys that were; where the others are, ``arriving`` says.
+        """
+        keys, found, above, chained = arriving
+        if len(slots):
+            # Not a copy of the whole request: so many bytes are mapped and faulted in anew.
+            new = keys if len(slots) == len(keys.array) else keys.take(positions)
+            self._index.insert(new, slots)
+            if self._policy.wants_chains:
+                chains = self._chains if chained else None
+                self._conversations.arrive(slots, positions, found, above, chains)
+        if chained and len(slots) == len(found):
+            self._chains.begin(slots, above)
+        elif chained:
+            found[positions] = slots
+            self._chains.link(found, np.concatenate(([above], found[:-1])))

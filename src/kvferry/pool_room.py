@@ -184,7 +184,8 @@ class PoolRoom(PoolFind):
         """Evict until ``count`` slots are free or nothing more can go."""
         self._unclaim(self._holds.expire(self._clock()))
         # A chain must not push out its own beginning to make room for its end.
-        self._readers[own] += 1
+        if len(own):
+            self._readers[own] += 1
         try:
             if self._first:
                 going = self._first.take(count - self._free.count, self._chains, self._is_idle)
@@ -195,7 +196,8 @@ class PoolRoom(PoolFind):
                 self._unclaim(self._holds.give_way(count - self._free.count))
                 self._evict_by_policy(count, arriving)
         finally:
-            self._readers[own] -= 1
+            if len(own):
+                self._readers[own] -= 1
 
     def _evict_by_policy(self, count: int, arriving: Arriving) -> None:
         wanted = count - self._free.count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -165,3 +166,32 @@ def test_who_waits_for_an_order_hears_that_it_is_queued(lane: Lane, path: SlowPa
     path.gate.set()
     waiter.join(30)
     assert heard == [True]
+
+
+class PiecePath(SlowPath):
+    """Queues every job in four pieces."""
+
+    def pieces(self, job: Any, stream: int, ready: int | None = None) -> Iterator[None]:
+        for number in range(4):
+            self.queued.append(((job, number), threading.current_thread().name))
+            yield
+
+
+@pytest.mark.parametrize("num_begun", [1, 2, 4, 9])
+def test_who_begins_a_copy_queues_its_first_pieces(
+    lane: Lane, num_begun: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane, "_has_thread", lambda: True)  # one that never gets its turn
+    monkeypatch.setattr(lane, "_num_begun", num_begun)
+    path = PiecePath()
+    lane.hold()
+    for number in range(2):
+        submit(lane, path, number).num_bytes = 1
+    lane.begin(0)
+    lane.release()
+    every = [(number, piece) for number in range(2) for piece in range(4)]
+    begun = min(num_begun, 4) if num_begun <= 4 else len(every)
+    assert [job for job, _ in path.queued] == every[:begun]
+    assert lane.flush(30)
+    assert [job for job, _ in path.queued] == every
+    assert lane.num_unqueued == 0

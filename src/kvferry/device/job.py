@@ -77,13 +77,13 @@ class CopyJob:
         slots = self.host_slots
         if self._is_one_run():
             return _ONE_RUN
-        follows = np.zeros(len(slots), dtype=bool)
-        np.equal(slots[1:], slots[:-1] + 1, out=follows[1:])
+        heads = np.ones(len(slots), dtype=bool)
+        np.not_equal(slots[1:], slots[:-1] + 1, out=heads[1:])
         if self.host_chunk is not None:
             # The driver refuses one copy across two registrations.
             chunks = slots * self.host_pitch // self.host_chunk
-            follows[1:] &= chunks[1:] == chunks[:-1]
-        return np.flatnonzero(~follows)
+            heads[1:] |= chunks[1:] != chunks[:-1]
+        return heads.nonzero()[0]
 
     def _is_one_run(self) -> bool:
         """The common case, seen in a third of the time: the first copy waits for this."""

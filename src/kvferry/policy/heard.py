@@ -143,9 +143,7 @@ class Heard:
         latest = self.latest_with(keys)
         if latest is not None:
             return latest
-        records = self._recent.records_of(keys)
-        records = records[records != NO_RECORD]
-        return records.item(-1) if len(records) else NO_RECORD
+        return self._recent.deepest(self._recent.find(keys.array[:, 0].view(np.int64)))
 
     def records_of(self, keys: Keys) -> npt.NDArray[np.int64]:
         """For each block its last request, as far as is known; else that of the one before it."""

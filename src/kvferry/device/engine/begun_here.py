@@ -8,7 +8,7 @@ from kvferry.device.engine.lane import Lane
 
 SMALL_BYTES = 80 << 20
 """What takes a few pieces only: they are queued sooner than another thread hears of them. Of more
-the first is queued at once, and while it is copied the thread gets there."""
+the first are queued at once, and while they are copied the thread gets there."""
 
 
 class BegunHere:

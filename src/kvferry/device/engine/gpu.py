@@ -47,6 +47,10 @@ from kvferry.types import DEVICE, FIRST_RANK, HOST, Rank, Receipt, SlotArray, Tr
 
 log = logging.getLogger(__name__)
 
+_NUM_BEGUN = {Direction.LOAD: 1, Direction.STORE: 2}
+"""Pieces of a copy that who submits it queues itself: a store's first is over before another thread
+is sure to have had its turn at the interpreter."""
+
 
 class GpuEngine(Closing):
     """Copies blocks between paged device memory and pinned host slots.
@@ -326,6 +330,7 @@ class GpuEngine(Closing):
                     self._order_events,
                     self._timing_events,
                     pick=self._pick,
+                    num_begun=_NUM_BEGUN[direction],
                     patience=patience,
                     gates=self._gates,
                     wait_for_load=self._wait_for_load,

@@ -49,7 +49,7 @@ class Lane:
 
     Submissions that take long go to the thread, so that ``submit`` never holds the serving loop.
     ``patience`` is how long a driver may refuse to say whether a copy is over; ``pick`` finds a
-    path for a job that comes without one.
+    path for a job that comes without one; ``num_begun`` pieces are queued by who begins a copy.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class Lane:
         timing_events: EventPool,
         *,
         pick: Callable[[Submission, CopyJob], Path],
+        num_begun: int = 1,
         patience: float,
         gates: Gates,
         wait_for_load: Callable[[Submission, float | None], bool],
@@ -69,6 +70,7 @@ class Lane:
         self._gates = gates
         self._wait_for_load = wait_for_load
         self._pick = pick
+        self._num_begun = num_begun
         self._name = name
         self._driver = driver
         self._order_events = order_events
@@ -109,7 +111,7 @@ class Lane:
         """
         order = _Order(submission, job, path)
         with self._changed:
-            here = quick and not self._num_unqueued and _is_free(submission)
+            here = quick and not self._num_unqueued and submission.is_free
             self._open.append(submission)
             self._num_unqueued += 1
             if not here:
@@ -127,16 +129,17 @@ class Lane:
         self._is_held = True
 
     def begin(self, small: int) -> None:
-        """Queue here what has so few bytes, and the first piece of what has more.
+        """Queue here what has so few bytes, and the first pieces of what has more.
 
         So the first bytes move before another thread has heard of them.
         """
         if not self._orders or not self._turn.acquire(blocking=False):
             return
         try:
-            while self._orders and _is_free(self._orders[0].submission):
+            while self._orders and self._orders[0].submission.is_free:
                 order = self._orders[0]
-                if not self._queue(order, whole=order.submission.num_bytes <= small):
+                whole = order.submission.num_bytes <= small
+                if not any(self._queue(order, whole=whole) for _ in range(self._num_begun)):
                     break
         finally:
             self._turn.release()
@@ -393,8 +396,3 @@ class Lane:
         except Exception as error:  # a device that is lost: nothing runs on it any more
             submission.fail(error)
             gate.open_now()
-
-
-def _is_free(submission: Submission) -> bool:
-    """Whether nothing it comes behind is still being queued."""
-    return submission.after is None or submission.after.queued

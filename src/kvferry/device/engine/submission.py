@@ -34,6 +34,11 @@ class Submission:
     after: Submission | None = None
     """A load that compute waits for; so may this, which is queued only once that one is."""
 
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing it comes behind is still being queued."""
+        return self.after is None or self.after.queued
+
     def fail(self, error: BaseException) -> None:
         if not self.reason:
             self.reason = f"{type(error).__name__}: {error}"
