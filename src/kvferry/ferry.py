@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING
@@ -374,8 +375,12 @@ class Ferry(FerryLooks, FerryControl, FerryWaiting, Closing):
         self._owner.require()
         self._scheduler.note_prefill(num_tokens, seconds)
 
-    def reset(self) -> None:
-        """Forget every block kept, at once; hits not loaded yet are gone too."""
+    def reset(self) -> bool:
+        """Forget every block kept, at once; hits not loaded yet are gone too.
+
+        Returns whether what is on disk stays forgotten whatever happens next, for which it waits
+        ``Config.disk_deadline`` seconds at most. A drive that is away forgets when it is back.
+        """
         self._owner.require()
         self._scheduler.reset()
         for request in self._scheduler.requests:
@@ -384,6 +389,9 @@ class Ferry(FerryLooks, FerryControl, FerryWaiting, Closing):
                 request.end()
         if self._has_levels:
             self._send_plan()  # a level may outlive us: it must hear of this
+        end = time.monotonic() + self._config.disk_deadline
+        levels = self._rank.levels.values()
+        return all(level.wait_forgotten(max(0.0, end - time.monotonic())) for level in levels)
 
     def close(self) -> None:
         """Finish the copies in flight and give the memory back. Safe to call twice.

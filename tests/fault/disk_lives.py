@@ -7,6 +7,9 @@ writes, reads and forgets at random until it is killed, or its drive process is,
 asked and answered is written down in memory that outlives it. Block content and key follow from
 place and version, so a block that is read says by itself whether it is right.
 
+Now and then the store is marked instead, as vLLM's scheduler does when it cannot reach the engine:
+from then on nothing may be there again, also of what is written until the engine hears of it.
+
 What is judged: a block that can be read is the one that was written; a block that was durable, and
 neither overwritten nor forgotten since, can be read; nothing that was forgotten comes back once the
 forgetting was durable, or anything written after it is there.
@@ -32,6 +35,7 @@ from tests.fakes.disk_life import setups
 from kvferry.errors import ConfigError
 from kvferry.keys import Keys
 from kvferry.tiers import Batch, BatchId, Result, Way
+from kvferry.tiers.disk.marking import mark_stores
 from kvferry.tiers.disk.tier import DiskTier
 from kvferry.types import TierName
 
@@ -57,6 +61,8 @@ class Notes:
             rest[at : at + 1] for at in range(5)
         )
         """How often all was forgotten: submitted, and known durable."""
+        self.marked = rest[5:6]
+        """Nothing of an earlier generation may be there again: marked, whoever has heard of it."""
 
 
 def key_of(place: int, version: int) -> bytes:
@@ -137,7 +143,7 @@ class Life:
             if here.get(place) == notes.version[place]:
                 newest = max(newest, int(notes.generation_of[place]))
         # A version that was superseded may be of any earlier generation: those are not judged.
-        least = max(newest, int(notes.forgotten[0]))
+        least = max(newest, int(notes.forgotten[0]), int(notes.marked[0]))
         for place, version in here.items():
             if version == notes.version[place]:
                 was = int(notes.generation_of[place])
@@ -146,6 +152,7 @@ class Life:
         for place in range(NUM_PLACES):
             notes.durable[place] = here.get(place, 0)
         self.answered = here
+        notes.generation[0] = max(notes.generation[0], notes.marked[0])
         if notes.generation[0] > least:  # it may be forgotten or not: let it be
             notes.generation_of[list(here)] = notes.generation[0]
 
@@ -175,7 +182,9 @@ class Life:
             run = range(first, min(NUM_PLACES, first + self.rng.randint(1, 8)))
             free = [place for place in run if place not in busy]
             what = self.rng.random()
-            if what < 0.01:
+            if what < 0.005:
+                self.mark()
+            elif what < 0.015 and not self.is_marked or what < 0.06 and self.is_marked:
                 self.forget()
             elif what < 0.02 and self.drive():
                 os.kill(self.drive(), signal.SIGKILL)
@@ -195,6 +204,17 @@ class Life:
             notes.generation_of[place] = notes.generation[0]
             notes.version[place] += 1
         self.send(Way.WRITE, [(place, int(notes.version[place])) for place in places])
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether all that is written now will be forgotten."""
+        return bool(self.notes.marked[0] > self.notes.generation[0])
+
+    def mark(self) -> None:
+        self.notes.durable[:] = 0
+        told = mark_stores(self.tier.stores())
+        assert not told, told
+        self.notes.marked[0] = self.notes.generation[0] + 1
 
     def forget(self) -> None:
         self.notes.durable[:] = 0
@@ -228,6 +248,8 @@ class Life:
         if not is_same:
             for place in [p for p, v in self.answered.items() if self.notes.durable[p] != v]:
                 del self.answered[place]  # a drive that died may have lost it
+        elif self.is_marked:
+            return
         elif not figures.pending and not figures.durable_lag and link.has_forgotten:
             for place, version in before.items():
                 self.notes.durable[place] = version

@@ -93,6 +93,9 @@ class Level(ABC):
         """What may be written to it; None where that is everything."""
         self.listeners: list[LevelListener] = []
         self._ailing: dict[Rank, str] = {}
+        self.has_remains = False
+        """Whether ranks found blocks of an earlier life here, and none that all of them have. One
+        of them may have been told to forget: then the others have what nobody may find again."""
 
     @property
     def ailment(self) -> str:
@@ -196,7 +199,9 @@ class PlacedLevel(Level):
 
         Before anything is stored.
         """
-        return self.take_up(agreed(recovered, self.pool.num_slots))
+        num_blocks = self.take_up(agreed(recovered, self.pool.num_slots))
+        self.has_remains = not num_blocks and any(len(places) for _, places in recovered)
+        return num_blocks
 
     def take_up(self, recovered: Recovered) -> int:
         """These blocks are here, whatever ranks they are on; returns how many are new."""

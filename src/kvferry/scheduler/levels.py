@@ -113,6 +113,9 @@ class LowerLevels:
         self._asking: dict[TransferId, tuple[Level, list[Keys]]] = {}
         self._most_promoting = max(1, host.num_slots // _PROMOTING_SHARE)
         host.feeds_below = bool(self.levels)
+        remains = tuple(level.name for level in self.levels if level.has_remains)
+        if remains:
+            outbox.forget(remains)
         self._descent = Descent(host, outbox, clock, self._note_sent)
         self.write_out = WriteOut(
             host,

@@ -28,6 +28,7 @@ from kvferry.types import (
 )
 
 if TYPE_CHECKING:
+    from kvferry.tiers.disk.messages import StoreAt
     from kvferry.tiers.disk.status import DiskFigures
 
 log = logging.getLogger(__name__)
@@ -135,6 +136,16 @@ class TierMover:
         """What the drives below did so far, if there are any; never waits for one."""
         figures = getattr(self._tier, "figures", None)
         return cast("DiskFigures", figures()) if callable(figures) else None
+
+    def wait_forgotten(self, timeout: float) -> bool:
+        """Whether what was forgotten stays so after a crash, where the tier outlives us."""
+        wait = getattr(self._tier, "wait_forgotten", None)
+        return bool(wait(timeout)) if callable(wait) else True
+
+    def stores(self) -> tuple[StoreAt, ...]:
+        """Where the tier's blocks lie on disk, if they do."""
+        stores = getattr(self._tier, "stores", None)
+        return cast("tuple[StoreAt, ...]", stores()) if callable(stores) else ()
 
     def close(self) -> None:
         """Finish what was submitted and close the tier; never waits long for one that hangs."""

@@ -35,7 +35,12 @@ def shapes_of(memory: RankMemory) -> tuple[LevelShape, ...]:
         keys, places = level.recovered()
         shapes.append(
             LevelShape(
-                name, level.num_places, keys.array, places.astype(np.int32), level.most_in_one
+                name,
+                level.num_places,
+                keys.array,
+                places.astype(np.int32),
+                level.most_in_one,
+                level.stores(),
             )
         )
     return tuple(shapes)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.device.planning.path_choices import PathChoices
+from kvferry.tiers.disk.messages import StoreAt
 from kvferry.tiers.disk.status import DiskFigures
 from kvferry.types import (
     KEY_BYTES,
@@ -80,9 +81,13 @@ class LevelShape:
     places: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     most_in_one: int = 1
     """How many blocks of a chain it may keep in one object."""
+    stores: tuple[StoreAt, ...] = ()
+    """Where its blocks lie on disk, if they do."""
 
     def without_blocks(self) -> LevelShape:
-        return LevelShape(self.name, self.num_places, most_in_one=self.most_in_one)
+        return LevelShape(
+            self.name, self.num_places, most_in_one=self.most_in_one, stores=self.stores
+        )
 
 
 @dataclass(frozen=True)

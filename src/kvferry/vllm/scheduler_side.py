@@ -18,6 +18,7 @@ from kvferry.level_kinds import show_levels
 from kvferry.quantities import rounded_size
 from kvferry.types import Rank
 from kvferry.vllm.blocks import VllmBlocks
+from kvferry.vllm.disk_marks import DiskMarks
 from kvferry.vllm.figures import idle_figures
 from kvferry.vllm.guard import Guard
 from kvferry.vllm.levels import disagreement
@@ -48,6 +49,8 @@ class SchedulerSide:
         self._manager: Any = None
         self._shapes: dict[int, RankShape] = {}
         self._undone: dict[str, tuple[int, ...]] = {}
+        self._marks: DiskMarks | None = None
+        self._is_reset_due = False
         self._drained: set[Rank] = set()
         self._told_at = 0.0
 
@@ -68,6 +71,7 @@ class SchedulerSide:
         refusals = [f"rank {shape.rank}: {shape.refusal}" for shape in new if shape.refusal]
         self.refusal = self.refusal or "; ".join(refusals)
         if new and len(self._shapes) == self.setup.num_ranks:
+            self._marks = DiskMarks(self._shapes.values(), self.setup.config.disk_deadline)
             self.refusal = self.refusal or disagreement(self._shapes.values())
             self._begin()
             log.info(self.banner())
@@ -81,6 +85,8 @@ class SchedulerSide:
         try:
             blocks = VllmBlocks(self.setup.groups, self._block_pool, self._manager)
             self.serving = Serving(self.setup, self._shapes, blocks)
+            if self._is_reset_due:
+                self.serving.reset()
         except Exception as error:
             self._trip("start", error)
         # What the levels still have may be hundreds of megabytes: it is known by now.
@@ -206,12 +212,27 @@ class SchedulerSide:
                 self._trip("finished", error)
 
     def reset(self) -> bool:
+        """Forget everything; whether what is on disk stays forgotten, whatever happens next.
+
+        The ranks hear of it with the next step in any case. Out of service too, there may be blocks
+        on disk that the next life would find.
+        """
         if self.serving is not None:
             try:
                 self.serving.reset()
             except Exception as error:
                 self._trip("reset", error)
-        return True
+        if self._marks is None:  # before the first step, where vLLM lets ranks tell us no sooner
+            self._is_reset_due = True
+            return bool(self.refusal) or not self.setup.config.disk
+        try:
+            reason = self._marks.write()
+        except Exception as error:
+            self._trip("reset", error)
+            reason = self.guard.reason
+        if reason:
+            log.error("what is on disk may be found again if the server dies now: %s", reason)
+        return not reason
 
     @property
     def has_work(self) -> bool:

@@ -81,10 +81,11 @@ class Committer:
             return self._failed(mark, error, are_lost=False)
         self._health.refuse_writes("journal", "")
         self._status.put(Count.JOURNAL_BYTES, self._ledger.num_journal_bytes)
-        self._shelf.committed()
         if mark.generation != self._generation:
+            # Before what came since counts as durable: a mark to forget would take it along.
             self._generation = mark.generation
             self._forgot(mark.generation)
+        self._shelf.committed()
         self._status.add(Count.COMMITS, 1)
         self._status.add(Count.COMMIT_MICROSECONDS, int((time.monotonic() - start) * 1e6))
         return True

@@ -26,11 +26,13 @@ from kvferry.tiers.disk.channel import Channel
 from kvferry.tiers.disk.committer import Committer
 from kvferry.tiers.disk.engine_memory import EngineMemory
 from kvferry.tiers.disk.epoch import read_epoch, write_epoch
+from kvferry.tiers.disk.forget_mark import ordered_in
 from kvferry.tiers.disk.health import DriveHealth
 from kvferry.tiers.disk.lanes import Lanes
 from kvferry.tiers.disk.messages import (
     FrameKind,
     ReadyMessage,
+    StoreAt,
     pack_number,
     pack_ready,
     pack_result,
@@ -73,6 +75,7 @@ class DriveServer:
         self._mem_fd = mem_fd
         self._open_file = open_file
         self._epoch = 0
+        self._ordered = self._settled = 0
         self._threads: list[DriveThread] = []
 
     def serve(self) -> None:
@@ -123,6 +126,7 @@ class DriveServer:
         self._file = file
         self._shelf = Shelf(store.ledger, self._status, setup.commit_seconds)
         self._shelf.start_at(setup.generation)
+        self._ordered = self._settled = setup.generation
         self._committer = Committer(
             self._shelf,
             store.ledger,
@@ -157,6 +161,7 @@ class DriveServer:
         self._committer.start()
         report = "; ".join((*store.notes, str(store.ledger.report)))
         ready = ReadyMessage(
+            StoreAt(str(store.folder), store.store_id),
             store.num_places,
             read_epoch(store.folder),
             os.stat(setup.path).st_dev,
@@ -190,15 +195,22 @@ class DriveServer:
         elif kind is FrameKind.CANCEL:
             self._lanes.cancel(unpack_number(body))
         elif kind is FrameKind.FORGET:
-            generation, epoch = unpack_forget(body)
-            self._epoch = epoch
+            generation, epoch, ordered = unpack_forget(body)
+            self._epoch, self._ordered = epoch, ordered
             self._shelf.forget(generation)
 
     def _forgot(self, generation: int) -> None:
         """All of it is gone for good, as the journal has it."""
-        if self._epoch:
+        folder, epoch, ordered = self._store.folder, self._epoch, self._ordered
+        if self._settled < ordered <= generation:
+            # Not where a drive only mends what it missed: then an engine that has not heard of the
+            # mark may still write what the mark is for. A newer mark than the order we obeyed may
+            # be settled with it: what was written between the two has names no other life asks for.
+            self._settled = ordered
+            epoch = max(epoch, ordered_in(folder) or 0, read_epoch(folder))
+        if epoch:
             try:
-                write_epoch(self._store.folder, self._epoch)
+                write_epoch(folder, epoch)
             except OSError as error:  # at worst it will forget once more when it is next opened
                 log.warning("its epoch cannot be written: %s", error)
         self._channel.send(pack_number(FrameKind.FORGOT, generation))

@@ -30,6 +30,7 @@ from kvferry.tiers.disk.folder import (
     remove_store,
     stores_under,
 )
+from kvferry.tiers.disk.forget_mark import is_due
 from kvferry.tiers.disk.header import Header
 from kvferry.tiers.disk.ledger import FILE_NAMES
 from kvferry.tiers.disk.lock import StoreLock
@@ -178,13 +179,15 @@ def _content(path: Path) -> Iterator[StoreContent]:
             files.append(DiskFile(path / name, writable=False))
             undo.callback(files[-1].close)
         newest = newest_header(files, shape, superblock.store_id)
-        if newest is None:
+        is_forgotten = is_due(path)
+        if newest is None or is_forgotten:
+            words = "no journal could be read"
             yield StoreContent(
                 superblock,
                 path / BLOCKS_NAME,
-                RecoveryReport(words="no journal could be read"),
+                RecoveryReport(words="told to forget everything" if is_forgotten else words),
                 lambda: iter(()),
-                lambda: newest_header(files, shape, superblock.store_id) is None,
+                lambda: is_due(path) or newest_header(files, shape, superblock.store_id) is None,
             )
             return
         file, header = newest

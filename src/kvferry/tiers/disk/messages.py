@@ -9,10 +9,12 @@ machine, so nothing here is kept for others to read::
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +26,8 @@ _NUMBER = struct.Struct("<q")
 _ORDER = struct.Struct("<qqdIIBB6x")
 _RESULT = struct.Struct("<qqdII")
 _REASON = struct.Struct("<II")
-_READY = struct.Struct("<qqqq")
-_FORGET = struct.Struct("<qq")
+_READY = struct.Struct("<qqqq16sI")
+_FORGET = struct.Struct("<qqq")
 _SAYS = struct.Struct("<I")
 _WAYS = (Way.READ, Way.WRITE, Way.FIND)
 
@@ -77,10 +79,18 @@ class ResultMessage:
     seconds: float
 
 
+class StoreAt(NamedTuple):
+    """One store, for whoever may reach it: where it lies, and the id that was drawn for it."""
+
+    folder: str
+    store_id: bytes
+
+
 @dataclass(frozen=True)
 class ReadyMessage:
     """A drive is open: its places, its epoch, its file system, how many blocks it laid down."""
 
+    store: StoreAt
     num_places: int
     epoch: int
     device: int
@@ -167,23 +177,27 @@ def unpack_number(body: bytes) -> int:
 
 
 def pack_ready(ready: ReadyMessage) -> bytes:
-    head = _READY.pack(ready.num_places, ready.epoch, ready.device, ready.num_recovered)
-    return frame(FrameKind.READY, head + ready.report.encode())
+    folder = os.fsencode(ready.store.folder)
+    numbers = (ready.num_places, ready.epoch, ready.device, ready.num_recovered)
+    head = _READY.pack(*numbers, ready.store.store_id, len(folder))
+    return frame(FrameKind.READY, head + folder + ready.report.encode())
 
 
 def unpack_ready(body: bytes) -> ReadyMessage:
-    num_places, epoch, device, num_recovered = _READY.unpack_from(body)
-    report = body[_READY.size :].decode()
-    return ReadyMessage(num_places, epoch, device, num_recovered, report)
+    *numbers, store_id, length = _READY.unpack_from(body)
+    end = _READY.size + length
+    folder, report = os.fsdecode(body[_READY.size : end]), body[end:].decode()
+    return ReadyMessage(StoreAt(folder, store_id), *numbers, report)
 
 
-def pack_forget(generation: int, epoch: int) -> bytes:
-    return frame(FrameKind.FORGET, _FORGET.pack(generation, epoch))
+def pack_forget(generation: int, epoch: int, ordered: int) -> bytes:
+    """``ordered`` is the last generation that began because everything was to be forgotten."""
+    return frame(FrameKind.FORGET, _FORGET.pack(generation, epoch, ordered))
 
 
-def unpack_forget(body: bytes) -> tuple[int, int]:
-    generation, epoch = _FORGET.unpack(body)
-    return generation, epoch
+def unpack_forget(body: bytes) -> tuple[int, int, int]:
+    generation, epoch, ordered = _FORGET.unpack(body)
+    return generation, epoch, ordered
 
 
 def pack_text(kind: FrameKind, text: str) -> bytes:

@@ -49,8 +49,7 @@ class DriveProcess:
         ours, theirs = socket.socketpair()
         memory = open_own_memory()
         self.status = Status()
-        root = os.path.dirname(sys.modules["kvferry"].__path__[0])
-        command = [sys.executable, "-c", _START, root, module]
+        command = _command(module)
         fds = [theirs.fileno(), self.status.fd, -1 if memory is None else memory]
         try:
             self._child = subprocess.Popen(
@@ -104,6 +103,38 @@ class DriveProcess:
         """Give the line and the page back. A child that hangs is left to the kernel."""
         self.channel.close()
         self.status.close()
+
+
+def run_apart(module: str, told: bytes, timeout: float) -> bytes:
+    """What a small module of kvferry answers on its standard output, in a process of its own.
+
+    OSError where it cannot be started, fails or takes too long: it is then left to the kernel.
+    """
+    child = subprocess.Popen(
+        _command(module),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=_environment(),
+        start_new_session=True,
+    )
+    try:
+        answer, errors = child.communicate(told, timeout)
+    except subprocess.TimeoutExpired:
+        child.kill()  # and no waiting for it: it may hang in a call to a drive for hours
+        for pipe in (child.stdin, child.stdout, child.stderr):
+            if pipe is not None:
+                pipe.close()
+        raise TimeoutError(f"no answer for {timeout:g} s") from None
+    if child.returncode:
+        lines = errors.decode(errors="replace").strip().splitlines()
+        raise OSError(lines[-1] if lines else f"it ended with status {child.returncode}")
+    return answer
+
+
+def _command(module: str) -> list[str]:
+    root = os.path.dirname(sys.modules["kvferry"].__path__[0])
+    return [sys.executable, "-c", _START, root, module]
 
 
 def _environment() -> dict[str, str]:

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 RECENT_SECONDS = 7 * 86400.0
 """What was used since counts as about to be used again."""
 
-_SMALL_FILES = 3 * 4096  # superblock, lock and epoch
+_SMALL_FILES = 4 * 4096  # superblock, lock, epoch and mark
 _ASIDE = 4096  # the superblock that takes the place of the old one
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from kvferry.closing import Closing
-from kvferry.errors import StoreError
+from kvferry.errors import KvferryError, StoreError
+from kvferry.tiers.disk import forget_mark
 from kvferry.tiers.disk.allocation import allocate
 from kvferry.tiers.disk.folder import BLOCKS_NAME, StoreFolder, alone_in, set_aside
 from kvferry.tiers.disk.ledger import FILE_NAMES, Ledger, journal_bytes
@@ -58,7 +59,9 @@ class Store(Closing):
         """The store of ``identity`` under ``root``, brought to the size of its share.
 
         StoreError, with what to do, where it cannot be had; StoreInUseError where another process
-        has it. ``may_create`` false: a directory that has vanished is not made anew.
+        has it. ``may_create`` false: an engine that had it open before opens it again. A directory
+        that has vanished is not made anew, and a mark to forget stays: the engine may still write
+        what it is for.
         ``on_behalf_of`` is the process others are told of.
         """
         try:
@@ -121,6 +124,13 @@ def _open(
             ledger = size.shorten() if size.is_smaller else None
         if ledger is None:
             ledger = size.open_ledger()
+        undo.callback(_give_back, ledger)
+        if forget_mark.is_due(lock.folder):
+            ledger.forget()
+            ledger.commit()
+            notes.append("it was told to forget everything, and has")
+            if may_create:
+                forget_mark.settle(lock.folder)
         undo.pop_all()
     store = cls(lock, size.superblock, ledger)
     store.notes += [*notes, *room.notes]
@@ -151,6 +161,11 @@ def _claim(
     except BaseException:
         lock.release()
         raise
+
+
+def _give_back(ledger: Ledger) -> None:
+    with suppress(KvferryError):  # whatever is wrong was said already
+        ledger.close()
 
 
 def _require_same(
@@ -194,6 +209,7 @@ class _Sizing:
         length = journal_bytes(Shape(identity.proof_bytes), num_places)
         self._lengths = dict.fromkeys(FILE_NAMES, length)
         self._lengths[BLOCKS_NAME] = num_places * identity.pitch
+        self._lengths[forget_mark.FILE_NAME] = forget_mark.FILE_BYTES
         self.is_smaller = any(self._length(name) > self._lengths[name] for name in self._lengths)
 
     def lengthen(self) -> bool:
@@ -202,6 +218,7 @@ class _Sizing:
             allocate(self._folder / name, max(self._length(name), length))
             for name, length in self._lengths.items()
         ]
+        sync_folder(self._folder)
         if not self.is_smaller:
             self._write_superblock()
         return all(whole)

@@ -24,7 +24,7 @@ from kvferry.tiers.base import (
 )
 from kvferry.tiers.disk.block_file import pitch_of
 from kvferry.tiers.disk.link import DriveLink, Launch
-from kvferry.tiers.disk.messages import Numbers, OrderMessage, ResultMessage
+from kvferry.tiers.disk.messages import Numbers, OrderMessage, ResultMessage, StoreAt
 from kvferry.tiers.disk.process import DriveProcess
 from kvferry.tiers.disk.setup import DriveSetup
 from kvferry.tiers.disk.status import DiskFigures, Flags, add_up
@@ -199,6 +199,23 @@ class DiskTier:
                 self._epoch = max(self._epoch + 1, time.time_ns())
             for link in self._links:
                 link.forget(self._epoch)
+
+    def wait_forgotten(self, timeout: float) -> bool:
+        """Whether nothing forgotten could come back any more, whatever happens next.
+
+        Waits for drives that are well; one that is away forgets when it is back.
+        """
+        with self._changed:
+            links = self._links
+            self._changed.wait_for(
+                lambda: all(link.has_forgotten or link.ailment for link in links), timeout
+            )
+            return all(link.has_forgotten for link in links)
+
+    def stores(self) -> tuple[StoreAt, ...]:
+        """Where the blocks lie, for who must reach them without us; of drives that were opened."""
+        with self._changed:
+            return tuple(link.ready.store for link in self._links if link.ready is not None)
 
     def figures(self) -> DiskFigures:
         """What was moved, and what went wrong, so far."""

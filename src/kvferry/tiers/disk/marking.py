@@ -1,0 +1,68 @@
+"""Orders stores that other processes have open to forget everything, from a process of its own.
+
+Of its own because a drive that hangs may hang whoever writes to it, and keep that process from
+ending. It is told the stores as JSON on its standard input, and answers what failed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvferry.errors import StoreError
+from kvferry.tiers.disk.epoch import read_epoch
+from kvferry.tiers.disk.files import DiskFile
+from kvferry.tiers.disk.forget_mark import FILE_NAME, ordered_in, write_mark
+from kvferry.tiers.disk.messages import StoreAt
+from kvferry.tiers.disk.process import run_apart
+from kvferry.tiers.disk.superblock import read_superblock
+
+MODULE = "kvferry.tiers.disk.marking"
+
+
+def is_here(store: StoreAt) -> bool:
+    """Whether this very store can be reached under its name: a rank may be on another host."""
+    try:
+        superblock = read_superblock(Path(store.folder))
+    except (OSError, StoreError):
+        return False
+    return superblock is not None and superblock.store_id == store.store_id
+
+
+def mark_apart(stores: Sequence[StoreAt], timeout: float) -> str:
+    """Mark these stores, in ``timeout`` seconds at most; why not all of them are, or nothing."""
+    told = [[store.folder, store.store_id.hex()] for store in stores]
+    try:
+        return str(json.loads(run_apart(MODULE, json.dumps(told).encode(), timeout)))
+    except (OSError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def mark_stores(stores: Sequence[StoreAt]) -> str:
+    """Here and now; why not all of them are marked, or nothing."""
+    folders = [Path(store.folder) for store in stores]
+    known = [number for each in folders for number in (read_epoch(each), ordered_in(each) or 0)]
+    # Newer than whatever any of them has forgotten, also where the clock was put back.
+    number = max(time.time_ns(), *known) + 1
+    failed = []
+    for store, folder in zip(stores, folders, strict=True):
+        try:
+            if not is_here(store):
+                raise OSError("the store is no longer there")
+            file = DiskFile(folder / FILE_NAME)
+            try:
+                write_mark(file, number)
+            finally:
+                file.close()
+        except OSError as error:
+            failed.append(f"{folder}: {error.strerror or error}")
+    return "; ".join(failed)
+
+
+def main() -> None:
+    told = json.load(sys.stdin)
+    stores = [StoreAt(folder, bytes.fromhex(store_id)) for folder, store_id in told]
+    print(json.dumps(mark_stores(stores)))

@@ -1,0 +1,124 @@
+"""Forgetting that was promised holds: whoever dies, and whatever was still being written."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from tests.fakes.disk_life import LONG, DiskLife, wait_until
+from tests.fault.test_disk_processes import pids
+
+from kvferry.tiers.disk.forget_mark import is_due
+from kvferry.tiers.disk.marking import mark_stores
+
+
+def found(folder: Path, num_drives: int = 1) -> int:
+    """How many blocks the next life finds."""
+    with DiskLife(folder, num_drives=num_drives) as life:
+        keys, _ = life.tier.recovered()
+        return len(keys)
+
+
+def kill_drives(life: DiskLife) -> None:
+    for pid in pids(life):
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("num_drives", [1, 2])
+def test_what_an_engine_writes_that_has_not_heard_is_forgotten(
+    tmp_path: Path, num_drives: int
+) -> None:
+    with DiskLife(tmp_path, num_drives=num_drives) as life:
+        life.write(range(8))
+        life.wait_durable()
+        assert mark_stores(life.tier.stores()) == ""
+        life.write(range(4, 12))
+        life.wait_durable()
+    assert found(tmp_path, num_drives) == 0
+
+
+def test_a_drive_that_dies_behind_the_mark_does_not_take_it_along(tmp_path: Path) -> None:
+    """It opens its store again, obeys, and goes on to write for an engine that has not heard."""
+    with DiskLife(tmp_path) as life:
+        rows = life.write(range(8))
+        life.wait_durable()
+        assert mark_stores(life.tier.stores()) == ""
+        kill_drives(life)
+        wait_until(lambda: life.tier.figures().restarts > 0)
+        life.wait_well()
+        _, result = life.read(range(8))
+        assert not result.ok.any(), "it obeyed"
+        life.write(range(8), rows)
+        life.wait_durable()
+    assert found(tmp_path) == 0
+
+
+@pytest.mark.parametrize("num_drives", [1, 2])
+def test_once_the_engine_has_heard_what_it_writes_stays(tmp_path: Path, num_drives: int) -> None:
+    with DiskLife(tmp_path, num_drives=num_drives) as life:
+        life.write(range(8))
+        life.wait_durable()
+        assert mark_stores(life.tier.stores()) == ""
+        life.tier.forget()
+        rows = life.write(range(20, 24))
+        assert life.tier.wait_forgotten(LONG)
+        life.wait_durable()
+        kill_drives(life)
+    with DiskLife(tmp_path, num_drives=num_drives) as life:
+        keys, places = life.tier.recovered()
+        assert sorted(places.tolist()) == list(range(20, 24))
+        life.expect(range(20, 24), rows)
+        assert mark_stores(life.tier.stores()) == "", "and it can be told again"
+    assert found(tmp_path, num_drives) == 0
+
+
+def test_a_drive_that_only_mends_what_it_missed_leaves_the_mark(tmp_path: Path) -> None:
+    """Then its engine has not heard of the order, and may still write what that is for."""
+    with DiskLife(tmp_path) as life:
+        (store,) = life.tier.stores()
+        assert mark_stores([store]) == ""
+        (link,) = life.tier._links
+        with life.tier._changed:
+            link.agree(1)
+        wait_until(lambda: link.has_forgotten)
+        assert is_due(Path(store.folder))
+        life.write(range(4))
+        life.wait_durable()
+    assert found(tmp_path) == 0
+
+
+def test_a_mark_on_one_drive_is_one_for_all_drives_of_the_tier(tmp_path: Path) -> None:
+    with DiskLife(tmp_path, num_drives=2) as life:
+        life.write(range(256))
+        life.wait_durable()
+        first, _ = life.tier.stores()
+        assert mark_stores([first]) == ""
+    assert found(tmp_path, 2) == 0
+    assert found(tmp_path, 2) == 0
+
+
+def test_a_tier_says_when_forgetting_is_durable(tmp_path: Path) -> None:
+    """Whatever happens then: here its drive dies at once, and takes no last word with it."""
+    with DiskLife(tmp_path) as life:
+        life.write(range(8))
+        life.wait_durable()
+        life.tier.forget()
+        assert life.tier.wait_forgotten(LONG)
+        kill_drives(life)
+        life.tier.close()
+    assert found(tmp_path) == 0
+
+
+def test_a_tier_whose_drive_has_not_answered_does_not_say_so(tmp_path: Path) -> None:
+    with DiskLife(tmp_path) as life:
+        life.write(range(8))
+        life.wait_durable()
+        (pid,) = pids(life)
+        os.kill(pid, signal.SIGSTOP)
+        life.tier.forget()
+        assert not life.tier.wait_forgotten(0.05)
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: life.tier.wait_forgotten(0.0))  # when it is back
+    assert found(tmp_path) == 0

@@ -1,0 +1,191 @@
+"""A mark in a store's folder that says: forget everything. Whoever opens the store obeys first."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.unit.test_disk_store import fill, identity, placed
+
+from kvferry.quantities import MiB
+from kvferry.tiers.disk import epoch, forget_mark, inspection, marking
+from kvferry.tiers.disk.files import DiskFile
+from kvferry.tiers.disk.messages import StoreAt
+from kvferry.tiers.disk.process import run_apart
+from kvferry.tiers.disk.room import DiskBound
+from kvferry.tiers.disk.store import Store
+
+MARK = "forget"
+BOUND = DiskBound(16 * MiB, for_others=0.5)
+
+
+def open_store(root: Path, name: int = 1, **options: bool) -> Store:
+    return Store.open(root, identity(name), BOUND, **options)
+
+
+def leave(root: Path, name: int = 1, places: tuple[int, ...] = (4, 2)) -> StoreAt:
+    """A store with blocks that nobody has open."""
+    with open_store(root, name) as store:
+        fill(store, list(places))
+        return StoreAt(str(store.folder), store.store_id)
+
+
+def left(root: Path, name: int = 1) -> list[int]:
+    """What whoever opens the store next finds."""
+    with open_store(root, name) as store:
+        return placed(store)
+
+
+def test_who_opens_a_marked_store_forgets_first(tmp_path: Path) -> None:
+    store = leave(tmp_path)
+    assert left(tmp_path) == [4, 2]
+    assert marking.mark_stores([store]) == ""
+    assert left(tmp_path) == []
+    leave(tmp_path, places=(7,))
+    assert left(tmp_path) == [7], "it was told once"
+
+
+def test_a_mark_in_a_process_of_its_own_is_the_same(tmp_path: Path) -> None:
+    stores = [leave(tmp_path / "one"), leave(tmp_path / "two")]
+    assert marking.mark_apart(stores, 60) == ""
+    assert left(tmp_path / "one") == left(tmp_path / "two") == []
+
+
+def test_another_namespace_is_left_alone(tmp_path: Path) -> None:
+    mine, other = leave(tmp_path, 1), leave(tmp_path, 2)
+    assert marking.mark_stores([mine]) == ""
+    assert left(tmp_path, 2) == [4, 2]
+    assert left(tmp_path, 1) == []
+    assert left(tmp_path, 2) == [4, 2]
+    assert not forget_mark.is_due(Path(other.folder))
+
+
+def test_what_is_written_behind_a_mark_is_forgotten_too(tmp_path: Path) -> None:
+    """An engine that has not heard of it goes on; it may even lose its drive and open it again."""
+    with open_store(tmp_path) as store:
+        fill(store, [1])
+        assert marking.mark_stores([StoreAt(str(store.folder), store.store_id)]) == ""
+        fill(store, [2])
+    with open_store(tmp_path, may_create=False) as store:
+        assert placed(store) == []
+        fill(store, [3])
+    assert left(tmp_path) == []
+    assert left(tmp_path) == []
+
+
+def test_an_order_after_the_clock_was_put_back_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = leave(tmp_path)
+    assert marking.mark_stores([store]) == ""
+    assert left(tmp_path) == []
+    leave(tmp_path)
+    monkeypatch.setattr(marking.time, "time_ns", lambda: 5)
+    assert marking.mark_stores([store]) == ""
+    assert left(tmp_path) == []
+
+
+def damage(path: Path, change: Callable[[bytearray], None]) -> None:
+    data = bytearray(path.read_bytes())
+    change(data)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("at", [0, 3, 8, 15])
+def test_a_mark_that_cannot_be_believed_counts_once(tmp_path: Path, at: int) -> None:
+    store = leave(tmp_path)
+    assert marking.mark_stores([store]) == ""
+    assert left(tmp_path) == []
+    leave(tmp_path)
+
+    def flip(data: bytearray) -> None:
+        data[at] ^= 0x40
+
+    damage(Path(store.folder) / MARK, flip)
+    assert left(tmp_path) == []
+    leave(tmp_path, places=(9,))
+    assert left(tmp_path) == [9]
+
+
+def test_a_mark_that_cannot_be_read_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave(tmp_path)
+
+    def refuse(file: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(forget_mark, "read_mark", refuse)
+        assert left(tmp_path) == []
+
+
+def test_a_store_from_before_there_were_marks_has_none(tmp_path: Path) -> None:
+    store = leave(tmp_path)
+    mark = Path(store.folder) / MARK
+    mark.unlink()
+    assert left(tmp_path) == [4, 2]
+    assert mark.stat().st_size == 4096
+    assert not any(mark.read_bytes())
+
+
+@pytest.mark.parametrize("call", ["write_at", "sync"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_mark_that_cannot_be_written_is_not_claimed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+) -> None:
+    stores = [leave(tmp_path / "one"), leave(tmp_path / "two")]
+
+    def refuse(file: object, *args: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskFile, call, refuse)
+        told = marking.mark_stores(stores)
+    for store in stores:
+        assert f"{store.folder}: {os.strerror(code)}" in told
+
+
+def test_one_that_is_gone_does_not_keep_the_others_from_theirs(tmp_path: Path) -> None:
+    gone, here = leave(tmp_path / "one"), leave(tmp_path / "two")
+    stranger = here._replace(store_id=bytes(16))
+    assert not marking.is_here(stranger)
+    gone = gone._replace(folder=str(tmp_path / "none"))
+    assert not marking.is_here(gone)
+    told = marking.mark_stores([gone, here])
+    assert told == f"{gone.folder}: the store is no longer there"
+    assert left(tmp_path / "two") == []
+    assert left(tmp_path / "one") == [4, 2]
+
+
+def test_who_does_not_answer_in_time_is_left(tmp_path: Path) -> None:
+    store = leave(tmp_path)
+    assert marking.mark_apart([store], 0.0) == "TimeoutError: no answer for 0 s"
+    with pytest.raises(OSError, match="JSONDecodeError"):
+        run_apart(marking.MODULE, b"what?", 60)
+
+
+def test_a_marked_store_is_listed_verified_and_purged_as_what_it_is(tmp_path: Path) -> None:
+    store, _ = leave(tmp_path, 1), leave(tmp_path, 2)
+    assert marking.mark_stores([store]) == ""
+    counts = {
+        each.folder.path.name: each.num_blocks for each in inspection.list_stores(tmp_path)
+    }
+    assert counts == {identity(1).folder_name: 0, identity(2).folder_name: 2}
+    with inspection.reading(Path(store.folder)) as content:
+        assert list(content.pieces()) == []
+        assert content.is_current()
+        assert "told to forget everything" in str(content.report)
+    inspection.purge_store(Path(store.folder))
+    assert not Path(store.folder).exists()
+    assert left(tmp_path, 1) == [], "and a new store has no mark"
+
+
+def test_the_bound_counts_the_mark(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        assert (store.folder / MARK).stat().st_mode & 0o777 == 0o600
+        assert marking.mark_stores([StoreAt(str(store.folder), store.store_id)]) == ""
+        epoch.write_epoch(store.folder, 1)
+        sizes = [-(-each.stat().st_size // 4096) * 4096 for each in store.folder.iterdir()]
+        assert sum(sizes) <= BOUND.size
