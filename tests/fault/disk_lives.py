@@ -184,9 +184,9 @@ class Life:
             what = self.rng.random()
             if what < 0.005:
                 self.mark()
-            elif what < 0.015 and not self.is_marked or what < 0.06 and self.is_marked:
+            elif what < (0.06 if self.is_marked else 0.015):
                 self.forget()
-            elif what < 0.02 and self.drive():
+            elif what < 0.025 and self.drive():
                 os.kill(self.drive(), signal.SIGKILL)
             elif free and what < 0.6 and len(self.under_way) < 6:
                 self.write(free)

@@ -5,13 +5,20 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.fakes.disk_life import LONG, DiskLife, wait_until
 from tests.fault.test_disk_processes import pids
+from tests.unit.test_ferry_levels import Open, attach, fill
 
+import kvferry
 from kvferry.tiers.disk.forget_mark import is_due
 from kvferry.tiers.disk.marking import mark_stores
+from kvferry.tiers.disk.tier import DiskTier
+from kvferry.types import TierName
+
+__all__ = ["attach"]  # a fixture
 
 
 def found(folder: Path, num_drives: int = 1) -> int:
@@ -67,7 +74,7 @@ def test_once_the_engine_has_heard_what_it_writes_stays(tmp_path: Path, num_driv
         life.wait_durable()
         kill_drives(life)
     with DiskLife(tmp_path, num_drives=num_drives) as life:
-        keys, places = life.tier.recovered()
+        _, places = life.tier.recovered()
         assert sorted(places.tolist()) == list(range(20, 24))
         life.expect(range(20, 24), rows)
         assert mark_stores(life.tier.stores()) == "", "and it can be told again"
@@ -122,3 +129,50 @@ def test_a_tier_whose_drive_has_not_answered_does_not_say_so(tmp_path: Path) -> 
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: life.tier.wait_forgotten(0.0))  # when it is back
     assert found(tmp_path) == 0
+
+
+# -- the library -----------------------------------------------------------------------------------
+
+
+def attach_disk(attach: Open, folder: Path, **options: Any) -> tuple[kvferry.Ferry, DiskTier]:
+    ferry = attach("", disk=str(folder), disk_size="16MiB", level_write="through", **options)
+    tier = ferry._rank.levels[TierName("disk")]._tier
+    assert isinstance(tier, DiskTier)
+    return ferry, tier
+
+
+def stored(ferry: kvferry.Ferry) -> int:
+    counts = ferry.stats().levels["disk"]
+    return counts.cached
+
+
+def test_a_ferry_that_was_reset_stays_so(attach: Open, tmp_path: Path) -> None:
+    ferry, tier = attach_disk(attach, tmp_path)
+    fill(ferry)
+    wait_until(lambda: not tier.figures().pending and not tier.figures().durable_lag)
+    assert ferry.reset()
+    (child,) = [link._child for link in tier._links]
+    assert child is not None
+    os.kill(child.pid, signal.SIGKILL)
+    ferry.close()
+    ferry, _ = attach_disk(attach, tmp_path)
+    assert stored(ferry) == 0
+
+
+def test_a_reset_that_is_not_durable_yet_is_not_claimed(attach: Open, tmp_path: Path) -> None:
+    ferry, tier = attach_disk(attach, tmp_path, disk_deadline=1)
+    fill(ferry)
+    (link,) = tier._links
+    link._silence = LONG
+    child = link._child
+    assert child is not None
+    os.kill(child.pid, signal.SIGSTOP)
+    try:
+        assert not ferry.reset()
+    finally:
+        os.kill(child.pid, signal.SIGCONT)
+    wait_until(lambda: tier.wait_forgotten(0.0))
+
+
+def test_a_ferry_without_a_disk_is_reset_at_once(attach: Open) -> None:
+    assert attach("memory:1MiB").reset()

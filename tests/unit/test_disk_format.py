@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 
+from kvferry.tiers.disk.files import DiskFile
+from kvferry.tiers.disk.forget_mark import read_mark, write_mark
 from kvferry.tiers.disk.header import Header
 from kvferry.tiers.disk.pages import Seal, Shape, Spot, pack
 from kvferry.tiers.disk.proofs import Digests, Seals
@@ -36,7 +39,7 @@ def text(data: bytes, rows: Table, words: str) -> bytes:
 
 
 def test_rows_leave_no_gap() -> None:
-    for name, end in (("superblock", 448), ("header", 512)):
+    for name, end in (("superblock", 448), ("header", 512), ("forget", 512)):
         rows = sorted((at, row[0]) for at, row in table(name).items())
         ends = [at + count for at, count in rows]
         gaps = [b for (b, _), a in zip(rows[1:], ends, strict=False) if a != b]
@@ -131,3 +134,19 @@ def test_records_in_a_page_are_as_said() -> None:
     (plain, sealed) = re.findall(r"(\d+) with proofs of 16 bytes, (\d+) with 28", PAGE)[0]
     assert Shape(Digests.proof_bytes).per_page == int(plain)
     assert Shape(Seals.proof_bytes).per_page == int(sealed)
+
+
+def test_an_order_to_forget_is_as_written(tmp_path: Path) -> None:
+    path, rows = tmp_path / "forget", table("forget")
+    path.write_bytes(bytes(4096))
+    file = DiskFile(path)
+    assert read_mark(file) == 0
+    write_mark(file, 1_800_000_000_123_456_789)
+    assert read_mark(file) == 1_800_000_000_123_456_789
+    file.close()
+    data = path.read_bytes()
+    assert len(data) == 4096
+    assert number(data, rows, "number") == 1_800_000_000_123_456_789
+    digest = blake2b(data[:8], digest_size=8, person=b"kvferry.forget").digest()
+    assert text(data, rows, "blake2b") == digest
+    assert not any(data[16:])

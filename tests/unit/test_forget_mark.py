@@ -169,9 +169,7 @@ def test_who_does_not_answer_in_time_is_left(tmp_path: Path) -> None:
 def test_a_marked_store_is_listed_verified_and_purged_as_what_it_is(tmp_path: Path) -> None:
     store, _ = leave(tmp_path, 1), leave(tmp_path, 2)
     assert marking.mark_stores([store]) == ""
-    counts = {
-        each.folder.path.name: each.num_blocks for each in inspection.list_stores(tmp_path)
-    }
+    counts = {each.folder.path.name: each.num_blocks for each in inspection.list_stores(tmp_path)}
     assert counts == {identity(1).folder_name: 0, identity(2).folder_name: 2}
     with inspection.reading(Path(store.folder)) as content:
         assert list(content.pieces()) == []
