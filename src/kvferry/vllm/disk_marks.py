@@ -16,6 +16,9 @@ from kvferry.vllm.messages import RankShape
 
 log = logging.getLogger("vllm.kvferry")
 
+_START_SECONDS = 10.0
+"""Beside what a drive may take: the mark is written by a process that has to start first."""
+
 
 class DiskMarks:
     """Knows the stores of all ranks, and which of them can be reached from here.
@@ -24,11 +27,11 @@ class DiskMarks:
     that it never was here.
     """
 
-    def __init__(self, shapes: Iterable[RankShape], timeout: float) -> None:
+    def __init__(self, shapes: Iterable[RankShape], drive_seconds: float) -> None:
         stores = [store for shape in shapes for level in shape.levels for store in level.stores]
         self._here = [store for store in stores if is_here(store)]
         self._is_apart = bool(stores) and not self._here
-        self._timeout = timeout
+        self._timeout = drive_seconds + _START_SECONDS
 
     def write(self) -> str:
         """Mark them; why what is on disk may still be found after a crash, or nothing."""
