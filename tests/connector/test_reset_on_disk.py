@@ -46,10 +46,6 @@ def test_without_another_step_nothing_comes_back(
 ) -> None:
     sides = live(num_ranks)
     chat(sides, 0)
-    end(sides)
-    sides = live(num_ranks)
-    assert restored(sides) == CHAT_BLOCKS
-    chat(sides, 1)
     assert sides.side.reset()
     end(sides)
     sides = live(num_ranks)
