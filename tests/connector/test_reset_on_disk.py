@@ -61,18 +61,18 @@ def test_without_another_step_nothing_comes_back(
 
 
 def test_what_was_ordered_before_and_is_written_after_does_not_come_back(
-    live: Callable[..., Sides],
+    live: Callable[..., Sides], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank has its orders of the step before, and carries them out though the mark is there."""
     sides = live()
     ordered = []
     orders = sides.orders
 
-    def keep(scheduled: dict[str, int] | None = None) -> Any:
-        ordered.append(orders(scheduled))
+    def keep(*args: Any, **options: Any) -> Any:
+        ordered.append(orders(*args, **options))
         return ordered[-1]
 
-    sides.orders = keep  # type: ignore[method-assign]
+    monkeypatch.setattr(sides, "orders", keep)
     chat(sides, 0)
     writes = [each for each in ordered if any(t.dst == "disk" for t in each.plan.transfers)]
     assert writes

@@ -128,14 +128,14 @@ def check_all_crashes(life: MarkedLife, most: int = 512) -> int:
     rng, seen = random.Random(1), set()
     for moment in life.moments:
         every = [list(states(file, rng, most)) for file in moment.files]
-        images = list(itertools.product(*every, moment.epochs))
+        images = list(itertools.product(itertools.product(*every), moment.epochs))
         assert len(images) < most, "all of them, not a sample"
         for image in images:
             what = (image, moment.promised, moment.is_forgotten)
             if what in seen:
                 continue
             seen.add(what)
-            *contents, number = image
+            contents, number = image
             for name, content in zip(NAMES, contents, strict=True):
                 (life.path / name).write_bytes(content)
             (life.path / epoch.FILE_NAME).unlink(missing_ok=True)

@@ -22,8 +22,8 @@ MARK = "forget"
 BOUND = DiskBound(16 * MiB, for_others=0.5)
 
 
-def open_store(root: Path, name: int = 1, **options: bool) -> Store:
-    return Store.open(root, identity(name), BOUND, **options)
+def open_store(root: Path, name: int = 1, *, may_create: bool = True) -> Store:
+    return Store.open(root, identity(name), BOUND, may_create=may_create)
 
 
 def leave(root: Path, name: int = 1, places: tuple[int, ...] = (4, 2)) -> StoreAt:
@@ -83,7 +83,7 @@ def test_an_order_after_the_clock_was_put_back_is_one(
     assert marking.mark_stores([store]) == ""
     assert left(tmp_path) == []
     leave(tmp_path)
-    monkeypatch.setattr(marking.time, "time_ns", lambda: 5)
+    monkeypatch.setattr("kvferry.tiers.disk.marking.time.time_ns", lambda: 5)
     assert marking.mark_stores([store]) == ""
     assert left(tmp_path) == []
 

@@ -184,10 +184,11 @@ def pack_ready(ready: ReadyMessage) -> bytes:
 
 
 def unpack_ready(body: bytes) -> ReadyMessage:
-    *numbers, store_id, length = _READY.unpack_from(body)
+    num_places, epoch, device, num_recovered, store_id, length = _READY.unpack_from(body)
     end = _READY.size + length
     folder, report = os.fsdecode(body[_READY.size : end]), body[end:].decode()
-    return ReadyMessage(StoreAt(folder, store_id), *numbers, report)
+    store = StoreAt(folder, store_id)
+    return ReadyMessage(store, num_places, epoch, device, num_recovered, report)
 
 
 def pack_forget(generation: int, epoch: int, ordered: int) -> bytes:
