@@ -6,11 +6,12 @@ Needs no card: the library runs on a stand-in for CUDA's driver (``stand_in_card
 byte and whose copies take as long as at 55 GB/s. So these are microseconds of Python and of threads
 that wait for each other, without the time that the real driver's calls take; what a card makes of
 it, ``call_to_done.py`` says. For each size: how long the look-up takes, when the first copy is
-queued and when the call returns, both counted from the call, how long after the end of the last
-copy the caller has its ``Done`` (by ``wait``, ``poll`` with a timeout, and ``await``), and how many
-Python functions are called on the way. With ``--other`` the ``src`` folder of another checkout is
-measured too, in turn, each time in a process of its own. The lower quartile of all rounds counts: a
-busy machine adds to the others.
+queued and when the call returns, both counted from the call, when the last copy of a store ends
+(less the time that so many bytes take: what is left is time without a copy), how long after the end
+of the last copy the caller has its ``Done`` (by ``wait``, ``poll`` with a timeout, and ``await``),
+and how many Python functions are called on the way. With ``--other`` the ``src`` folder of another
+checkout is measured too, in turn, each time in a process of its own. The lower quartile of all
+rounds counts: a busy machine adds to the others.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ FIGURES = {
     "load ends": "load: Python calls from the last copy's end to `Done`",
     "store first": "store: first copy queued",
     "store returns": "store: returns",
+    "store copied": "store: last copy's end, less the copy's own time",
     "store wait": "store: last copy's end to `Done`, wait",
+    "store whole": "store: `Done`, less the copy's own time",
     "store calls": "store: Python calls until the first copy is queued",
 }
 COUNTS = ("load calls", "load ends", "store calls")
@@ -66,9 +69,10 @@ class Rig:
         from kvferry.identity import Namespace
         from kvferry.rank import open_on_gpu
         from kvferry.reach import FullAttention
-        from stand_in_card import stand_in
+        from stand_in_card import BYTES_PER_SECOND, stand_in
 
         self.card, driver = stand_in()
+        self.seconds = num_bytes // (page_bytes * LAYERS) * page_bytes * LAYERS / BYTES_PER_SECOND
         self.count = num_bytes // (page_bytes * LAYERS)
         self.num_blocks = self.count * 3 // 2
         # Never touched, so it takes no memory.
@@ -113,6 +117,7 @@ class Rig:
     def _moments(self, end: str, began: float, returned: float, ended: float) -> dict[str, float]:
         first: Any = self.card.first
         moments = {"first": first - began, "returns": returned - began}
+        moments["copied"] = self.card.last - began - self.seconds
         moments[end] = ended - self.card.last
         return {name: 1e6 * seconds for name, seconds in moments.items()}
 
@@ -154,6 +159,8 @@ def measure(page_bytes: int, num_bytes: int, rounds: int) -> dict[str, list[floa
         looked = time.perf_counter() - began
         assert len(hit) == rig.count
         load, _ = rig.timed(partial(ferry.load, hit, blocks), end)
+        store["whole"] = store["copied"] + store["wait"]
+        del load["copied"]
         if number >= 3:  # the first ones make kernels, buffers and threads
             found["match"].append(1e6 * looked)
             for verb, times in (("load", load), ("store", store)):
@@ -177,7 +184,8 @@ def _count(rig: Rig, found: dict[str, list[float]]) -> None:
     with counted:
         ticket = ferry.load(ferry.match(keys), blocks)
     found["load calls"].append(counted.num_calls)
-    ferry.poll()  # as who waits does, while it is copied
+    if ferry.poll():  # as who waits does, while it is copied; on a busy machine that is over now
+        return
     time.sleep(0.05)
     with counted:
         ferry.wait(ticket)
