@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from kvferry.cli import fleet_report, policies_report, restart_report
 from kvferry.cli.demo_progress import FleetProgress, LifeProgress, PolicyProgress, following
+from kvferry.cli.demo_tables import (
+    show_comparison,
+    show_fleet,
+    show_policies,
+    show_restart,
+)
 from kvferry.cli.json_output import is_stdout, json_option, put
-from kvferry.cli.report import NAMES, ROWS, gain, render, verdict
+from kvferry.cli.report import render
 from kvferry.errors import ConfigError, InputError, KvferryError
-from kvferry.level_kinds import LevelSpec, read_levels, show_levels
+from kvferry.level_kinds import LevelSpec, read_levels
 from kvferry.playground.compare import (
     Answers,
     Comparison,
@@ -35,9 +40,6 @@ from kvferry.playground.threads import limit_matrix_threads
 from kvferry.playground.workload import Chat
 from kvferry.quantities import parse_size
 from kvferry.tiers import TierSetup, open_tier
-from kvferry.watch.words import show_bytes
-
-Shown = TypeVar("Shown")
 
 INTERRUPTED = 130
 TOKENS_DIFFER = 1
@@ -219,53 +221,61 @@ def demo(
             host_bytes=host,
             levels=levels,
         )
-        if host < setting.block_bytes:
-            raise InputError(
-                f"--host {host} bytes holds not even one block of {setting.block_bytes} bytes"
-            )
-        for level in levels:  # before a minute's work, not after it
-            open_tier(
-                level, TierSetup(level.name, setting.block_bytes, options=level.options)
-            ).close()
-        if kill and servers is None:
-            raise InputError("--kill kills one of several servers: give --servers too")
-        if servers is not None:
-            require_mooncake()
+        _require_runnable(setting, servers, kill)
     except (InputError, ConfigError) as error:
         raise click.UsageError(str(error), ctx) from error
     _require_folder(html, None if is_stdout(json_file) else json_file)
-    again: Restart | None = None
-    kept: PoliciesResult | None = None
-    fleet: FleetResult | None = None
     try:
         result = _run_all(setting, console)
-        _show(result, console)
-        if restart:
-            again = run_restart(setting, LifeProgress(console))
-            _show_restart(again, console)
-        if policies:
-            kept = run_policies(PolicyTrial(ReturningChat(seed=seed)), PolicyProgress(console))
-            _show_policies(kept, console)
-        if servers is not None:
-            fleet = run_fleet(setting, servers, kill=kill, on_turn=FleetProgress(console))
-            _show_fleet(fleet, console)
+        show_comparison(result, console)
+        also = _run_also(setting, restart, policies, servers, kill, console)
     except KeyboardInterrupt:
         console.print("Interrupted. Nothing was written.")
         ctx.exit(INTERRUPTED)
     except KvferryError as error:
         raise click.ClickException(str(error)) from error
-    more = restart_report.restart_section(again) if again else ""
-    more += policies_report.policies_section(kept) if kept else ""
-    more += fleet_report.fleet_section(fleet) if fleet else ""
-    html.write_text(render(result, more), encoding="utf-8")
-    console.print(f"Report: {html}", highlight=False, soft_wrap=True)
-    told = {"restart": again, "policies": kept, "fleet": fleet}
-    told_too = {name: each.to_dict() for name, each in told.items() if each is not None}
-    put(result.to_dict() | told_too, json_file)
-    if json_file is not None and not is_stdout(json_file):
-        console.print(f"Figures: {json_file}", highlight=False, soft_wrap=True)
-    if not all(each.tokens_equal for each in (result, again, kept, fleet) if each is not None):
+    _write(result, also, html, json_file, console)
+    if not (result.tokens_equal and also.tokens_equal):
         ctx.exit(TOKENS_DIFFER)
+
+
+@dataclass
+class _Also:
+    """What was asked for besides the comparison, as far as it was."""
+
+    restart: Restart | None = None
+    policies: PoliciesResult | None = None
+    fleet: FleetResult | None = None
+
+    @property
+    def tokens_equal(self) -> bool:
+        every = (self.restart, self.policies, self.fleet)
+        return all(each.tokens_equal for each in every if each is not None)
+
+    def sections(self) -> str:
+        """Of the report, in the order in which they were shown."""
+        sections = restart_report.restart_section(self.restart) if self.restart else ""
+        sections += policies_report.policies_section(self.policies) if self.policies else ""
+        return sections + (fleet_report.fleet_section(self.fleet) if self.fleet else "")
+
+    def to_dict(self) -> dict[str, Any]:
+        told = {"restart": self.restart, "policies": self.policies, "fleet": self.fleet}
+        return {name: each.to_dict() for name, each in told.items() if each is not None}
+
+
+def _require_runnable(setting: Scenario, servers: int | None, kill: bool) -> None:
+    """Before a minute's work, not after it."""
+    if setting.host_bytes < setting.block_bytes:
+        raise InputError(
+            f"--host {setting.host_bytes} bytes holds not even one block of "
+            f"{setting.block_bytes} bytes"
+        )
+    for level in setting.levels:
+        open_tier(level, TierSetup(level.name, setting.block_bytes, options=level.options)).close()
+    if kill and servers is None:
+        raise InputError("--kill kills one of several servers: give --servers too")
+    if servers is not None:
+        require_mooncake()
 
 
 def _default_device_blocks(chat: Chat, block_tokens: int = 16) -> int:
@@ -296,59 +306,34 @@ def _run_all(setting: Scenario, console: Console) -> Comparison:
     return compare(setting, results)
 
 
-def _show_restart(again: Restart, console: Console) -> None:
-    _put_table(restart_report.columns(again), restart_report.ROWS, console)
-    _put_words(again, restart_report.restart_verdict(again), console)
-    console.print(restart_report.restart_gain(again), highlight=False)
-
-
-def _show_policies(kept: PoliciesResult, console: Console) -> None:
-    columns = policies_report.columns(kept)
-    _put_table(columns, policies_report.ROWS, console, len(columns) - 1)
-    _put_words(kept, policies_report.policies_verdict(kept), console)
-    console.print(policies_report.policies_gain(kept), highlight=False)
-
-
-def _show_fleet(fleet: FleetResult, console: Console) -> None:
-    _put_table(fleet_report.columns(fleet), fleet_report.ROWS, console)
-    _put_words(fleet, fleet_report.fleet_verdict(fleet), console)
-    console.print(fleet_report.fleet_gain(fleet), highlight=False)
-
-
-def _put_table(
-    columns: Sequence[tuple[str, Shown]],
-    rows: Sequence[tuple[str, Callable[[Shown], str]]],
+def _run_also(
+    setting: Scenario,
+    restart: bool,
+    policies: bool,
+    servers: int | None,
+    kill: bool,
     console: Console,
-    coloured: int = 0,
+) -> _Also:
+    """Each is shown as soon as it is there."""
+    also = _Also()
+    if restart:
+        also.restart = run_restart(setting, LifeProgress(console))
+        show_restart(also.restart, console)
+    if policies:
+        trial = PolicyTrial(ReturningChat(seed=setting.chat.seed))
+        also.policies = run_policies(trial, PolicyProgress(console))
+        show_policies(also.policies, console)
+    if servers is not None:
+        also.fleet = run_fleet(setting, servers, kill=kill, on_turn=FleetProgress(console))
+        show_fleet(also.fleet, console)
+    return also
+
+
+def _write(
+    result: Comparison, also: _Also, html: Path, json_file: Path | None, console: Console
 ) -> None:
-    table = Table(title=None, header_style="bold")
-    table.add_column("")
-    for at, (name, column) in enumerate(columns):
-        widest = max(len(show(column)) for _, show in rows)  # words may be broken, numbers not
-        style = "cyan" if at == coloured else None
-        table.add_column(name, justify="right", style=style, min_width=widest)
-    for name, show in rows:
-        table.add_row(name, *(show(column) for _, column in columns))
-    console.print(table)
-
-
-def _put_words(
-    result: Comparison | Restart | PoliciesResult | FleetResult, words: str, console: Console
-) -> None:
-    style, mark = ("green", "OK") if result.tokens_equal else ("bold red", "FAILED")
-    console.print(f"[{style}]{mark}[/] {words}", highlight=False)
-
-
-def _show(result: Comparison, console: Console) -> None:
-    columns = [(NAMES[way], figures) for way, figures in result.figures.items()]
-    _put_table(columns, ROWS, console, list(result.figures).index(ServingWay.KVFERRY))
-    _put_words(result, verdict(result), console)
-    console.print(gain(result), highlight=False)
-    if result.setting.levels:
-        ferried = result.figures[ServingWay.KVFERRY]
-        console.print(
-            f"Below host memory ({show_levels(result.setting.levels)}): "
-            f"{show_bytes(ferried.spilled_bytes)} went down, "
-            f"{show_bytes(ferried.promoted_bytes)} came back.",
-            highlight=False,
-        )
+    html.write_text(render(result, also.sections()), encoding="utf-8")
+    console.print(f"Report: {html}", highlight=False, soft_wrap=True)
+    put(result.to_dict() | also.to_dict(), json_file)
+    if json_file is not None and not is_stdout(json_file):
+        console.print(f"Figures: {json_file}", highlight=False, soft_wrap=True)
