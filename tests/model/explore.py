@@ -2,19 +2,18 @@
 
 Breadth first over whole states. A state is taken to be known when everything that can influence
 what comes next is equal: slots, keys, order of eviction, hits, flights, queues, holds, and the
-bytes of device and host. Each state is a snapshot (a pickle of the simulation), so branches do not
-touch each other.
+bytes of device and host. Each state is a snapshot, so branches do not touch each other.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from tests.fakes.pools import evict
+from tests.model import snapshots
 from tests.model.simulation import Request, Shape, Simulation
 
 from kvferry import scheduler as half
@@ -284,17 +283,16 @@ def explore(scenario: Scenario, *, most_states: int = 100_000) -> Report:
     report = Report()
     world = World(scenario)
     known = {hash(world.fingerprint())}
-    frontier = [pickle.dumps(world, pickle.HIGHEST_PROTOCOL)]
+    frontier = [(snapshots.keep(world), list(world.actions()))]
     while frontier:
         report.depth += 1
         following = []
-        for snapshot in frontier:
+        for snapshot, actions in frontier:
             report.states += 1
             if report.states > most_states:
                 raise AssertionError(f"more than {most_states} states: {report}")
-            actions = list(pickle.loads(snapshot).actions())
             for action in actions:
-                world = pickle.loads(snapshot)
+                world = snapshots.again(snapshot)
                 before = world.sim.num_loaded
                 world.do(action)
                 report.transitions += 1
@@ -304,9 +302,9 @@ def explore(scenario: Scenario, *, most_states: int = 100_000) -> Report:
                 if mark not in known:
                     world.sim.check()
                     known.add(mark)
-                    following.append(pickle.dumps(world, pickle.HIGHEST_PROTOCOL))
+                    following.append((snapshots.keep(world), list(world.actions())))
             if not actions:
                 report.ends += 1
-                pickle.loads(snapshot).sim.drain()
+                snapshots.again(snapshot).sim.drain()
         frontier = following
     return report

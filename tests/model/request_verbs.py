@@ -5,7 +5,6 @@ The world has no bytes; what is checked is who waits for what, and that nothing 
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from typing import Any
 
 from tests.fakes.crafted_keys import keys
 from tests.fakes.pools import evict
-from tests.model import request_laws
+from tests.model import request_laws, snapshots
 
 from kvferry.answers import DeviceBlocks
 from kvferry.config import Config
@@ -325,12 +324,12 @@ def explore(scenario: Scenario) -> Report:
     report = Report()
     world = World(scenario)
     known = {hash(world.fingerprint())}
-    frontier = [pickle.dumps(world, pickle.HIGHEST_PROTOCOL)]
+    frontier = [(snapshots.keep(world), list(world.actions()))]
     for _ in range(scenario.depth):
         following = []
-        for snapshot in frontier:
-            for action in list(pickle.loads(snapshot).actions()):
-                world = pickle.loads(snapshot)
+        for snapshot, actions in frontier:
+            for action in actions:
+                world = snapshots.again(snapshot)
                 world.do(action)
                 report.steps += 1
                 report.verbs[action[0]] += 1
@@ -340,7 +339,7 @@ def explore(scenario: Scenario) -> Report:
                 known.add(mark)
                 report.states += 1
                 report.seen.update(request.state for request in world.requests)
-                following.append(pickle.dumps(world, pickle.HIGHEST_PROTOCOL))
+                following.append((snapshots.keep(world), list(world.actions())))
                 world.drain()
         frontier = following
     return report

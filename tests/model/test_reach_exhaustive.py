@@ -94,10 +94,10 @@ def as_mask(bits: Sequence[bool]) -> reach.BoolArray:
     return _mask(tuple(bits))
 
 
-@pytest.fixture(params=[1, 64])
-def _first_look(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _first_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small cases would end in the first look; a narrow one makes them walk on to further looks."""
-    monkeypatch.setattr(reach, "_FIRST_LOOK", request.param)
+    monkeypatch.setattr(reach, "_FIRST_LOOK", 1)
 
 
 def check_longest(
@@ -123,15 +123,15 @@ def check_worth(layers: Sequence[Layer], held: Sequence[Sequence[bool]], step: i
     assert [mask.tolist() for mask in got] == oracle.worth(layers, held, step), (layers, held, step)
 
 
-def test_one_group_with_every_bitmap_up_to_ten_slots() -> None:
+def test_one_group_with_every_bitmap_up_to_eight_slots() -> None:
     cases = 0
     for size in SIZES:
         for layer in layers_of(KINDS, size):
-            for num_slots in range(11):
+            for num_slots in range(9):
                 for bits in bitmaps(num_slots):
                     check_longest([layer], [bits], num_slots * size + 1, None)
                     cases += 1
-    assert cases == 180_136
+    assert cases == 44_968
 
 
 @pytest.mark.usefixtures("_first_look")
@@ -147,16 +147,17 @@ def test_one_group_with_every_limit_start_and_alignment() -> None:
     assert cases == 137_280
 
 
-@pytest.mark.parametrize("step", [None, 1, 5])
-def test_two_groups_of_mixed_sizes_with_every_bitmap(step: int | None) -> None:
+@pytest.mark.parametrize(("step", "most"), [(None, 12), (1, 9), (5, 9)])
+def test_two_groups_of_mixed_sizes_with_every_bitmap(step: int | None, most: int) -> None:
     cases = 0
-    for sizes, tokens in (((2, 3), 12), ((2, 4), 12), ((4, 3), 12), ((1, 2), 6), ((3, 3), 9)):
+    for sizes, whole in (((2, 3), 12), ((2, 4), 12), ((4, 3), 12), ((1, 2), 6), ((3, 3), 9)):
+        tokens = min(whole, most)
         for one, two in product(layers_of(FEW_KINDS, sizes[0]), layers_of(FEW_KINDS, sizes[1])):
             for first in bitmaps(tokens // sizes[0]):
                 for second in bitmaps(tokens // sizes[1]):
                     check_longest([one, two], [first, second], tokens, step)
                     cases += 1
-    assert cases == 109_760
+    assert cases == {12: 109_760, 9: 42_336}[most]
 
 
 @pytest.mark.parametrize(("step", "third_size"), [(None, 4), (1, 3)])
@@ -165,13 +166,14 @@ def test_three_groups_with_every_bitmap(
 ) -> None:
     monkeypatch.setattr(reach, "_FIRST_LOOK", 2)
     cases = 0
+    kinds = (*FEW_KINDS[:2], *FEW_KINDS[3:4], *FEW_KINDS[5:])
     for one, two, three in product(
-        layers_of(FEW_KINDS, 4), layers_of(FEW_KINDS, 2), layers_of(FEW_KINDS, third_size)
+        layers_of(kinds, 4), layers_of(kinds, 2), layers_of(kinds, third_size)
     ):
         for present in product(bitmaps(2), bitmaps(4), bitmaps(2)):
             check_longest([one, two, three], present, 8, step)
             cases += 1
-    assert cases == 87_808
+    assert cases == 32_000
 
 
 def test_needed_blocks() -> None:
@@ -247,7 +249,7 @@ def models(draw: st.DrawFn) -> list[tuple[Layer, list[bool]]]:
     return parts
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(models(), st.integers(0, 400), st.integers(1, 24), st.integers(0, 100))
 def test_larger_models_agree(
     parts: list[tuple[Layer, list[bool]]], limit: int, step: int, held: int

@@ -38,7 +38,7 @@ SCENARIOS: dict[str, tuple[Scenario, int]] = {
     "one slot for two": (
         Scenario(
             Shape(FULL, ((1,), (2,)), num_ranks=1, num_slots=1, num_device_blocks=3),
-            (2, 2),
+            (2, 1),
             pins=True,
         ),
         100,
