@@ -80,20 +80,7 @@ def live(job: LifeJob) -> None:
 
 
 def _tell(request: ServedRequest) -> None:
-    assert request.first_token_at is not None
-    _say(
-        {
-            "turn": {
-                "id": request.id,
-                "answer": request.generated,
-                "prompt_tokens": len(request.prompt),
-                "device_tokens": request.num_device_hits,
-                "host_tokens": request.num_loaded,
-                "prefilled_tokens": request.num_prefilled,
-                "first_token_seconds": request.first_token_at - request.arrival,
-            }
-        }
-    )
+    _say({"turn": request.told()})
 
 
 def _say(line: dict[str, Any]) -> None:

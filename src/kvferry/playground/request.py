@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import numpy as np
 
@@ -93,6 +94,19 @@ class ServedRequest:
     @property
     def is_done(self) -> bool:
         return len(self.tokens) - len(self.prompt) >= self.max_new_tokens
+
+    def told(self) -> dict[str, Any]:
+        """What a server that is a process says of it once it is answered, for JSON."""
+        assert self.first_token_at is not None
+        return {
+            "id": self.id,
+            "answer": self.generated,
+            "prompt_tokens": len(self.prompt),
+            "device_tokens": self.num_device_hits,
+            "host_tokens": self.num_loaded,
+            "prefilled_tokens": self.num_prefilled,
+            "first_token_seconds": self.first_token_at - self.arrival,
+        }
 
     def span(self, count: int) -> Span:
         """Its next ``count`` tokens, for the model."""

@@ -89,19 +89,10 @@ def _arrived(lines: Lines, seconds: float) -> Iterator[str | None]:
 
 
 def _tell(request: ServedRequest, offloader: Offloader) -> None:
-    assert request.first_token_at is not None
     stats = offloader.stats()
     _say(
         {
-            "turn": {
-                "id": request.id,
-                "answer": request.generated,
-                "prompt_tokens": len(request.prompt),
-                "device_tokens": request.num_device_hits,
-                "host_tokens": request.num_loaded,
-                "prefilled_tokens": request.num_prefilled,
-                "first_token_seconds": request.first_token_at - request.arrival,
-            },
+            "turn": request.told(),
             "read_bytes": stats.bytes_moved.get((REMOTE, HOST), 0),
             "ailment": "; ".join(filter(None, stats.ailments.values())),
         }
