@@ -20,6 +20,8 @@ of many rows, and not one slot beside empty lanes.
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import numpy.typing as npt
 
@@ -47,6 +49,7 @@ _NO_WORDS = np.empty((0, KEY_WORDS), dtype="<u8")
 _NOWHERE: Positions = np.empty(0, dtype=np.int64)
 
 
+@cache
 def _picks(num_choices: int) -> Positions:
     """For each set of empty lanes, eight picks among the first of them; no lane where it is none.
 
@@ -55,7 +58,9 @@ def _picks(num_choices: int) -> Positions:
     every = range(_LANES)
     sets = [[lane for lane in every if empty >> lane & 1] or [_NO_LANE] for empty in range(256)]
     choices = [lanes[:num_choices] for lanes in sets]
-    return np.array([lanes[number % len(lanes)] for lanes in choices for number in range(8)])
+    picks = np.array([lanes[number % len(lanes)] for lanes in choices for number in range(8)])
+    picks.setflags(write=False)  # all tables have the same
+    return picks
 
 
 class TagTable:
