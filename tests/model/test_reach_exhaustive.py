@@ -9,7 +9,7 @@ when you change either file.
 - ``SlidingWindow.first_token``: ``- self.window``; ``- (self.window - 2)``
 - ``ChunkedLocal.first_token``: the chunk of the last cached token instead of the query's
 - ``RecurrentState.stop_tokens``: 1 (a state in the middle of a slot)
-- ``look_back``: 0 for a window, 0 for a chunk (the latter caught by the random models only)
+- ``look_back``: 0 for a window, 0 for a chunk (a chunk longer than what is held)
 - ``_cut``: no ``np.where`` (an empty read charged a slot); ``lengths // block_tokens`` (the ragged
   last slot forgotten); ``0`` for ``computed_tokens``
 - ``needed``: ``>`` for ``>=``; ``0`` for ``computed_tokens``
@@ -30,7 +30,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.model import reach_oracle as oracle
 from tests.model.reach_oracle import Layer
@@ -261,6 +261,7 @@ def test_larger_models_agree(
 
 @settings(max_examples=300, deadline=None)
 @given(models(), st.integers(1, 24))
+@example([(Layer("chunked", 1, 16), [False]), (Layer("full", 1), [True])], 3)
 def test_larger_models_agree_on_what_is_worth_storing(
     parts: list[tuple[Layer, list[bool]]], step: int
 ) -> None:
