@@ -72,7 +72,7 @@ parts = st.one_of(
 
 
 @given(forests(), parts)
-@settings(max_examples=120)
+@settings(max_examples=300)
 def test_what_can_go_leaves_no_descendant_behind(parents: dict[int, int], part: list[int]) -> None:
     forest = Forest(parents)
     expected = [forest.descendants(slot) <= set(part) for slot in part]
@@ -81,7 +81,7 @@ def test_what_can_go_leaves_no_descendant_behind(parents: dict[int, int], part: 
 
 
 @given(forests(), parts)
-@settings(max_examples=120)
+@settings(max_examples=300)
 def test_who_leaves_is_nobodys_parent_and_nobodys_child(
     parents: dict[int, int], part: list[int]
 ) -> None:
@@ -96,7 +96,7 @@ def test_who_leaves_is_nobodys_parent_and_nobodys_child(
 
 
 @given(forests(), parts)
-@settings(max_examples=120)
+@settings(max_examples=300)
 def test_who_leaves_with_all_descendants_leaves_a_sound_rest(
     parents: dict[int, int], part: list[int]
 ) -> None:
