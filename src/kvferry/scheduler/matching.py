@@ -55,8 +55,8 @@ class Matcher:
         self._host = host
         self._lower = lower
         self._ratios = [group.block_tokens // hash_tokens for group in self.groups]
-        self._alignment = math.lcm(hash_tokens, *(group.block_tokens for group in self.groups))
-        self._step = math.lcm(self._alignment, *(group.stop_tokens for group in self.groups))
+        self.alignment = math.lcm(hash_tokens, *(group.block_tokens for group in self.groups))
+        self._step = math.lcm(self.alignment, *(group.stop_tokens for group in self.groups))
         self._can_serve: Present = [np.empty(0, dtype=bool) for _ in self.groups]
         self._masks: list[KeyArray | None] = []
         self.begin_epoch(0)
@@ -206,7 +206,7 @@ class Matcher:
             host.append(np.concatenate((np.ones(first, dtype=bool), found[g] != NO_SLOT)))
         host_tokens = self._longest(host, computed_tokens, max_tokens, spare_tokens)
         everywhere, all_tokens = host, host_tokens
-        if self._lower.levels and host_tokens + self._alignment <= max_tokens:
+        if self._lower.levels and host_tokens + self.alignment <= max_tokens:
             everywhere = [
                 np.concatenate(
                     (here[: -len(below)], here[-len(below) :] | self._lower.cached(below))
@@ -247,7 +247,7 @@ class Matcher:
             self.groups,
             present,
             max_tokens,
-            alignment=self._alignment,
+            alignment=self.alignment,
             computed_tokens=computed_tokens,
         )
         if not spare_tokens or longest <= computed_tokens:
@@ -389,7 +389,7 @@ class Matcher:
         """Which of these blocks any hit can ever read."""
         if blocks.stop > len(self._can_serve[group]):
             tokens = 2 * blocks.stop * max(g.block_tokens for g in self.groups)
-            self._can_serve = reach.can_serve(self.groups, tokens, alignment=self._alignment)
+            self._can_serve = reach.can_serve(self.groups, tokens, alignment=self.alignment)
         return self._can_serve[group][blocks.start : blocks.stop]
 
     def needed(self, g: int, num_tokens: int, computed_tokens: int) -> range:

@@ -19,6 +19,10 @@ from kvferry.scheduler.on_device import OnDevice
 from kvferry.scheduler.orders import NO_BLOCK, BlockTable, Ordered, checked_blocks
 from kvferry.scheduler.outbox import Outbox
 from kvferry.scheduler.transit import Transit
+from kvferry.scheduler.usable import Bound, usable
+
+_Part = tuple[int, range, npt.NDArray[np.int64]]
+"""Blocks of a group that are to be stored: their places, and the device blocks they are in."""
 
 _NO_BOUND = 1 << 40
 
@@ -80,19 +84,71 @@ class Stores:
                         f"{num_tokens} tokens need {todo.stop}"
                     )
                 parts.append((g, todo, checked_blocks(g, tables[g], todo)))
+        chosen = None
+        if len(stored) > 1 and not self._all_fit(parts):
+            chosen = self._usable(stored, keys, parts, num_tokens)
         ordered = []
         for g, todo, blocks in parts:
+            if chosen is not None:
+                blocks = blocks[chosen[g].start - todo.start : chosen[g].stop - todo.start]
+                todo = chosen[g]
             slot_keys = self._matcher.slot_keys(g, keys, todo)
-            count = self._fitting(g, slot_keys)
+            count = self._fitting(g, slot_keys) if chosen is None else len(todo)
             if count < len(todo):
                 self.num_shed += 1
                 slot_keys, blocks, todo = slot_keys[:count], blocks[:count], todo[:count]
+            stored[g] = todo.stop
             if count:
-                stored[g] = todo.stop
                 order = self._order(request, g, keys, slot_keys, todo, blocks)
                 if order is not None:
                     ordered.append(order)
         return tuple(ordered)
+
+    def _all_fit(self, parts: Sequence[_Part]) -> bool:
+        """Whether the bounds allow all of it, whatever is kept already."""
+        return all(
+            sum(len(todo) * sizes[g] for g, todo, _ in parts) <= room
+            for room, sizes in self._bounds()
+        )
+
+    def _usable(
+        self, stored: Sequence[int], keys: Keys, parts: Sequence[_Part], num_tokens: int
+    ) -> dict[int, range] | None:
+        """What to store of more than the bounds allow, by group; see :func:`usable`."""
+        matcher = self._matcher
+        low = min(
+            count * group.block_tokens for count, group in zip(stored, matcher.groups, strict=True)
+        )
+        tables = {g: (todo, blocks) for g, todo, blocks in parts}
+        held, new = [], []
+        for g, group in enumerate(matcher.groups):
+            end = num_tokens // group.block_tokens
+            first = max(0, group.first_token(low)) // group.block_tokens
+            if isinstance(group, reach.FullAttention) or first > stored[g]:
+                first = stored[g]  # full attention: what is stored is taken for there
+            slot_keys = matcher.slot_keys(g, keys, range(first, end))
+            known = self._pool.known(slot_keys)
+            fresh = np.zeros(end - first, dtype=np.bool_)
+            if g in tables:
+                todo, blocks = tables[g]
+                fresh[todo.start - first :] = self._wanted(
+                    g, todo, blocks, slot_keys[todo.start - first :]
+                )
+            before = np.ones(first, dtype=np.bool_)
+            held.append(np.concatenate((before, known | fresh)))
+            new.append(np.concatenate((~before, fresh & ~known)))
+        chosen = usable(
+            matcher.groups,
+            {g: todo for g, todo, _ in parts},
+            held,
+            new,
+            self._bounds(),
+            above=low,
+            alignment=matcher.alignment,
+        )
+        if chosen is not None:
+            self.num_shed += any(chosen[g] != todo for g, todo, _ in parts)
+        return chosen
 
     def skip_known(self, stored: list[int], keys: Keys, num_tokens: int) -> None:
         """Count the whole blocks below ``num_tokens`` as stored, group by group, if they are kept.
@@ -127,11 +183,7 @@ class Stores:
     ) -> Ordered | None:
         matcher = self._matcher
         chained = isinstance(matcher.groups[g], reach.FullAttention)
-        wanted = blocks != NO_BLOCK
-        if not matcher.is_full:
-            wanted &= matcher.worth_storing(g, todo)
-        if self.admission.counts:
-            wanted &= self.admission.admits(slot_keys)
+        wanted = self._wanted(g, todo, blocks, slot_keys)
         asked, chosen = slot_keys, None
         if not wanted.all():
             if chained:  # what follows a block left out could never be reached
@@ -149,6 +201,17 @@ class Stores:
             blocks, slot_keys = blocks[at], slot_keys.take(at)
         transfer = self._outbox.store(g, lease, blocks, request)
         return Ordered(g, blocks, transfer, at + todo.start, slot_keys, request)
+
+    def _wanted(
+        self, g: int, todo: range, blocks: npt.NDArray[np.int64], slot_keys: Keys
+    ) -> npt.NDArray[np.bool_]:
+        """Which of these blocks are there, worth storing, and were asked for often enough."""
+        wanted = blocks != NO_BLOCK
+        if not self._matcher.is_full:
+            wanted &= self._matcher.worth_storing(g, todo)
+        if self.admission.counts:
+            wanted &= self.admission.admits(slot_keys)
+        return wanted
 
     # -- lazy -----------------------------------------------------------------------------------
 
@@ -212,3 +275,13 @@ class Stores:
             flying = transit.bytes_to_device + transit.bytes_from_device
             room = min(room, (self._max_bytes - flying) // self._block_bytes[g])
         return max(0, room)
+
+    def _bounds(self) -> list[Bound]:
+        """The same for all groups together."""
+        transit, bounds = self._transit, list[Bound]()
+        if self._max_blocks is not None:
+            room = max(0, self._max_blocks - transit.blocks_from_device)
+            bounds.append((room, (1,) * len(self._block_bytes)))
+        if any(self._block_bytes):
+            bounds.append((max(0, self._max_bytes - transit.num_bytes), self._block_bytes))
+        return bounds
