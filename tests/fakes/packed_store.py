@@ -92,10 +92,17 @@ def names(keys: Keys) -> list[str]:
     return [bytes(key).hex() for key in keys]
 
 
-def brought(desk: Desk, name: str, chain: Keys, store: PackedStore, most: int | None = None) -> int:
-    """How many blocks a request has in the host in the end, with what comes up for it."""
+def brought(
+    desk: Desk,
+    name: str,
+    chain: Keys,
+    store: PackedStore,
+    most: int | None = None,
+    computed: int = 0,
+) -> int:
+    """How many blocks a request has in the end, with what comes up for it into the host."""
     for _ in range(8):
-        match = desk.match(name, chain, most=most)
+        match = desk.match(name, chain, computed, most)
         if match.state is not MatchState.WAIT:
             return match.num_tokens // 4
         store.serve(desk)

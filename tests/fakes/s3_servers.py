@@ -143,6 +143,7 @@ class Door:
     """
 
     def __init__(self, behind: S3Server) -> None:
+        self.behind = behind
         self.fault: Callable[[Way, Key], None] | None = None
         self.garble: Callable[[bytes], bytes] | None = None
         self.clock: Callable[[], datetime] | None = None

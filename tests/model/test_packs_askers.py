@@ -1,13 +1,15 @@
 """Servers ask a shared store of packs for chains that part, many at a time, and in any order.
 
 Whoever else asks, whatever they were told and whenever: a request gets as many blocks as it would
-have found alone, and is not kept waiting for ever. And what one server has written, whatever else
-it wrote before with the same beginning, any other finds.
+have found alone before the time for which a "no" is believed, and is not kept waiting for ever.
+Nobody asks what was just answered to another with the same prompt. And what one server has written,
+whatever else it wrote before with the same beginning, any other finds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from hypothesis import settings
@@ -18,37 +20,91 @@ from tests.fakes.packed_store import PackedStore, brought, packing
 from tests.model.test_packs_stateful import chain_of
 
 from kvferry.keys import Keys
+from kvferry.scheduler.level import REMEMBER_SECONDS
 
 LENGTH, MOST = 9, 4
 
-_chains = st.lists(st.integers(0, 1), min_size=1, max_size=LENGTH).map(
-    lambda turns: Keys.from_bytes(chain_of([0, 0, *turns]))
+_turns = st.one_of(
+    # So few that two often ask for the same, or part inside an object.
+    st.builds(
+        lambda common, way, own: [0] * common + [way] * own,
+        st.integers(1, 5),
+        st.integers(1, 2),
+        st.integers(0, 4),
+    ),
+    st.lists(st.integers(0, 1), min_size=1, max_size=LENGTH),
 )
+_chains = _turns.map(lambda turns: Keys.from_bytes(chain_of([0, 0, *turns])))
 _servers = st.integers(0, 1)
 
 
+class Asked(NamedTuple):
+    """A prompt, how many of its blocks the engine has, and how many tokens a hit may have."""
+
+    chain: Keys
+    computed: int
+    most: int
+
+
+_requests = st.builds(
+    lambda chain, computed, cut: Asked(
+        chain, min(computed, len(chain) - 1), max(0, 4 * len(chain) - cut)
+    ),
+    _chains,
+    st.sampled_from([0, 0, 0, 1, 2, 4]),
+    st.integers(0, 6),
+)
+
+
 class Servers(RuleBasedStateMachine):
-    """Two of them on one store. Objects only come, so what was there once is found."""
+    """Two of them on one store, each with a clock. Objects only come.
 
-    @initialize(pack=st.integers(1, MOST))
-    def begin(self, pack: int) -> None:
+    What was there for as long as a "no" is believed is found, and at once what one wrote oneself.
+    """
+
+    @initialize(long_ago=st.lists(st.tuples(_chains, st.integers(1, MOST)), min_size=1, max_size=3))
+    def begin(self, long_ago: list[tuple[Keys, int]]) -> None:
         self.store = PackedStore()
-        self.pack = pack
         self.desks = [Desk(levels=[packing(most_in_one=MOST)], slots=1024) for _ in range(2)]
-        self.waiting: list[tuple[int, str, Keys, int, int]] = []
+        self.waiting: list[tuple[int, str, Asked, int]] = []
         self.num_requests = 0
+        self.came: list[tuple[list[float], int | None, dict[str, int]]] = []
+        self.before: dict[str, int] = {}
+        for chain, most in long_ago:
+            self.store.put(chain, most)
+        self.note(None)
+        for desk in self.desks:
+            desk.now += 2 * REMEMBER_SECONDS
 
-    @rule(server=_servers, chains=st.lists(_chains, min_size=1, max_size=3), cut=st.integers(0, 6))
-    def ask(self, server: int, chains: Sequence[Keys], cut: int) -> None:
+    def note(self, writer: int | None) -> None:
+        """Objects have come since the last time, from one of them or from a third."""
+        news = dict(self.store.counts.items() - self.before.items())
+        self.came.append(([desk.now for desk in self.desks], writer, news))
+        self.before = dict(self.store.counts)
+
+    def sure(self, server: int, asked: Asked) -> int:
+        """How long its hit is, at least, whatever this server was told before."""
+        surely = PackedStore()
+        for times, writer, objects in self.came:
+            if writer == server or times[server] <= self.desks[server].now - REMEMBER_SECONDS:
+                surely.counts |= objects  # those of one name only grow
+        chain = asked.chain[asked.computed :]
+        found = [*surely.found(chain, np.zeros(len(chain), dtype=np.int64)), False]
+        return min(asked.computed + found.index(False), max(asked.most // 4, asked.computed))
+
+    def gets(self, server: int, name: str, asked: Asked) -> int:
+        desk, most = self.desks[server], asked.most
+        computed = 4 * asked.computed
+        return brought(desk, name, asked.chain, self.store, most=most, computed=computed)
+
+    @rule(server=_servers, requests=st.lists(_requests, min_size=1, max_size=3))
+    def ask(self, server: int, requests: Sequence[Asked]) -> None:
         """Requests that come in one step."""
-        for chain in chains:
+        for asked in requests:
             name = f"r{self.num_requests}"
             self.num_requests += 1
-            alone = self.store.found(chain, np.zeros(len(chain), dtype=np.int64))
-            length = alone.index(False) if False in alone else len(alone)
-            most = max(0, 4 * len(chain) - cut)
-            self.waiting.append((server, name, chain, most, min(length, most // 4)))
-            self.desks[server].match(name, chain, most=most)
+            self.waiting.append((server, name, asked, self.sure(server, asked)))
+            self.desks[server].match(name, asked.chain, 4 * asked.computed, asked.most)
 
     @rule(server=_servers)
     def step(self, server: int) -> None:
@@ -65,16 +121,29 @@ class Servers(RuleBasedStateMachine):
             self.store.say(desk)
             desk.asked = later
 
-    @rule(server=_servers, seconds=st.sampled_from([0.0, 1.0, 11.0]))
+    @rule(server=_servers, seconds=st.sampled_from([0.0, 1.0, 5.0, 9.0, 11.0]))
     def all_get_theirs(self, server: int, seconds: float) -> None:
+        """Then time goes by for this server."""
         desk = self.desks[server]
-        for whose, name, chain, most, expected in self.waiting:
-            if whose == server:
-                assert brought(desk, name, chain, self.store, most=most) >= expected
-                desk.scheduler.finish(name)
+        mine = [each for each in self.waiting if each[0] == server]
+        for _, name, asked, expected in mine:
+            assert self.gets(server, name, asked) >= expected
+            desk.scheduler.finish(name)
+        for _, name, asked, _ in mine:
+            self.nobody_asks_twice(server, name, asked)
         self.waiting = [each for each in self.waiting if each[0] != server]
+        self.note(server)
         desk.now += seconds
         desk.check_empty()
+
+    def nobody_asks_twice(self, server: int, name: str, asked: Asked) -> None:
+        """The next with the same prompt, whom we may have to ask for; and the one after him."""
+        first = self.gets(server, f"{name}, the next", asked)
+        heads = self.store.num_heads
+        assert self.gets(server, f"{name}, the one after", asked) == first
+        assert self.store.num_heads == heads, "what was just asked was asked again"
+        for each in ("next", "one after"):
+            self.desks[server].scheduler.finish(f"{name}, the {each}")
 
 
 class Askers(Servers):
@@ -85,6 +154,7 @@ class Askers(Servers):
         """A third server has written a part of a chain."""
         going = chain[start:] if start < len(chain) else chain
         self.store.put(going, most)
+        self.note(None)
 
 
 class Writers(Servers):
@@ -101,6 +171,7 @@ class Writers(Servers):
         name = f"c{self.num_requests}"
         self.num_requests += 1
         self.store.keep(desk, name, chain, pack)
+        self.note(server)
         if is_new:
             assert all(self.store.found(chain, np.zeros(len(chain), dtype=np.int64)))
 

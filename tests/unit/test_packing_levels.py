@@ -16,9 +16,9 @@ from tests.fakes.packed_store import MOST, STORE, PackedStore, brought, packing,
 from kvferry import reach
 from kvferry.answers import MatchState
 from kvferry.keys import Keys
-from kvferry.scheduler.following import Wanted, run_numbers
+from kvferry.scheduler.following import Wanted, run_numbers, with_furthest
 from kvferry.scheduler.level import KeyedLevel, WriteMode
-from kvferry.types import TierName
+from kvferry.types import Health, Rank, TierName
 
 SYSTEM = list(range(10))
 A = keys([*SYSTEM, *range(100, 160)])
@@ -128,6 +128,96 @@ def test_a_question_that_is_not_answered_in_time_is_believed_by_all() -> None:
     assert desk.match("c", A).state is MatchState.MISS
 
 
+# -- for whom a "no" is remembered -----------------------------------------------------------------
+
+
+def num_asked(desk: Desk, store: PackedStore, chain: Keys) -> int:
+    """How many names a request makes the store look up, who comes now."""
+    before = store.num_heads
+    brought(desk, "whoever", chain, store)
+    desk.scheduler.finish("whoever")
+    desk.pool.reset()  # others have taken its place in the host since
+    return store.num_heads - before
+
+
+@pytest.mark.parametrize("most", [1, 8, 16])
+@pytest.mark.parametrize(
+    "there", [range(0), range(8), range(30), range(8, 40), range(69)], ids=repr
+)
+def test_who_comes_with_the_same_prompt_asks_nothing_for_a_while(most: int, there: range) -> None:
+    """Whatever is there of it: nothing, its beginning, its midst, all but its end."""
+    desk, store = served(A[there.start : there.stop], most)
+    first = num_asked(desk, store, A)
+    assert first > 0
+    for now in (1.0, 9.9):
+        desk.now = now
+        assert num_asked(desk, store, A) == 0
+    desk.now = 10.0
+    assert num_asked(desk, store, A) == first
+
+
+def test_who_goes_on_differently_asks_nothing_where_no_object_could_have_a_name_of_his() -> None:
+    desk, store = Desk(levels=[packing()], slots=512), PackedStore()
+    assert num_asked(desk, store, A) == len(A)
+    assert num_asked(desk, store, A[:MOST] + B[10:]) == 0, "the first block can be in none"
+    assert num_asked(desk, store, A[: MOST - 1] + B[10:]) == MOST - 1 + len(B[10:])
+    assert num_asked(desk, store, A) == 0, "others who asked changed nothing"
+    assert num_asked(desk, store, A + B[10:]) == 0, "nor could it if the prompt has grown"
+    assert num_asked(desk, store, A[: MOST - 1]) == MOST - 1
+
+
+def test_blocks_of_a_window_are_objects_of_their_own_and_their_no_is_everybodys() -> None:
+    """All that full attention needs is there, and nothing of the window."""
+    groups = (reach.FullAttention(4), reach.SlidingWindow(4, window=9))
+    desk, store = Desk(*groups, levels=[packing()], slots=512), PackedStore()
+    store.put(A[:20], 8)
+    assert brought(desk, "a", A[:20], store, most=80) == 0
+    first = store.num_heads
+    assert first >= 20
+    for name, most in (("b", 80), ("c", 79), ("d", 41)):
+        assert brought(desk, name, A[:20], store, most=most) == 0
+    assert store.num_heads == first
+
+
+@pytest.mark.parametrize("what", ["away", "reset"])
+def test_a_no_is_forgotten_with_all_else(what: str) -> None:
+    desk, store = Desk(levels=[packing()], slots=512), PackedStore()
+    first = num_asked(desk, store, A)
+    if what == "away":
+        for reason in ("away", ""):
+            desk.scheduler.note_health(Health(Rank(0), STORE, reason))
+    else:
+        desk.scheduler.reset()
+    assert num_asked(desk, store, A) == first
+
+
+def test_what_this_server_writes_it_finds_at_once() -> None:
+    desk, store = Desk(levels=[packing()], slots=512), PackedStore()
+    assert num_asked(desk, store, A) == len(A)
+    store.keep(desk, "a", A)
+    desk.pool.reset()
+    assert brought(desk, "b", A, store) == len(A)
+
+
+def test_a_no_that_comes_when_the_block_was_written_meanwhile_is_forgotten() -> None:
+    """Else it would be believed for longer than that the block was written."""
+    level, runs = packing(), np.zeros(len(A), dtype=np.int64)
+    level.reserve(A, parent=None, chained=True, now=0.0)
+    level.moved(A, np.ones(len(A), dtype=bool), upward=False, now=0.0)
+    level.answered(A, np.zeros(len(A), dtype=bool), 5.0, runs=runs)
+    assert level.there(A, 9.0).all()
+    assert level.unknown(A, 11.0, runs).all()
+
+
+def test_a_question_under_way_spares_nobody_the_names_behind_what_he_asks_for() -> None:
+    """Who has the beginning asks for the rest. The rest names the object that has the beginning."""
+    chain = keys(range(12))
+    desk, store = served(chain, 6)
+    desk.match("a", chain, 16)
+    desk.plan()
+    assert brought(desk, "b", chain, store) == 12
+
+
 # -- what a "no" is not ----------------------------------------------------------------------------
 
 
@@ -165,7 +255,7 @@ def test_a_no_and_a_yes_for_one_block_in_one_question() -> None:
         asked = twice if answer is there else twice[::-1]
         level.answered(asked, answer, 0.0)
         assert level.there(A[:4], 1.0).tolist() == [True, True, False, True]
-        assert level.unknown(A[:4], 1.0).tolist() == [False, False, True, False]
+        assert not level.unknown(A[:4], 1.0).any()
 
 
 def test_what_one_did_not_find_he_writes_for_those_who_go_his_way() -> None:
@@ -184,8 +274,8 @@ def test_what_is_known_to_be_there_is_named_again_for_what_lies_before_it() -> N
     """Its object may have become longer: written again by who had more of the chain."""
     chain = keys(range(12))
     desk, store = served(chain[4:8])
-    assert brought(desk, "a", chain, store) == 0
-    desk.scheduler.finish("a")
+    assert brought(desk, "a", chain, store, computed=16) == 8
+    desk.pool.reset()
     store.put(chain[:8], 8)
     assert brought(desk, "b", chain, store) == 8
 
@@ -333,3 +423,28 @@ def test_a_question_answers_what_it_names_with_all_that_follows(
     ]
     if len(at):
         assert wanted.answered_by(asked, most).tolist() == expected
+
+
+@given(
+    common=st.integers(0, 9),
+    own=st.integers(0, 9),
+    other=st.integers(0, 9),
+    most=st.integers(1, 6),
+    breaks=st.tuples(st.sets(st.integers(0, 18)), st.sets(st.integers(0, 18))),
+)
+def test_two_remember_the_same_where_the_same_blocks_follow(
+    common: int, own: int, other: int, most: int, breaks: tuple[set[int], set[int]]
+) -> None:
+    chains = [range(common + own), [*range(common), *range(100, 100 + other)]]
+    told = []
+    for chain, starts in zip(chains, breaks, strict=True):
+        runs = np.cumsum([at in starts for at in range(len(chain))])
+        following = [
+            [n for n, run in zip(chain[at : at + most], runs[at:], strict=False) if run == runs[at]]
+            for at in range(len(chain))
+        ]
+        told += list(zip(with_furthest(keys(chain), runs, most), following, strict=True))
+    for one, ones in told:
+        for another, others in told:
+            # A run is as good as told by its ends.
+            assert (one == another) == ((ones[0], ones[-1]) == (others[0], others[-1]))

@@ -212,9 +212,10 @@ class Control:
         for _, pool, _, slots in self._places(keys):
             held += int(np.count_nonzero(pool.holds.held(slots)))
         if parts.lower.can_be_asked:
-            for g in range(len(parts.matcher.groups)):
+            for g, group in enumerate(parts.matcher.groups):
                 chain = parts.matcher.all_keys(g, keys)
-                lacking = parts.lower.unknown(chain) & ~parts.pool.cached(chain)
+                is_chained = isinstance(group, reach.FullAttention)
+                lacking = parts.lower.unknown(chain, is_chained) & ~parts.pool.cached(chain)
                 unknown += int(np.count_nonzero(lacking))
         return Acted(
             num_tokens,

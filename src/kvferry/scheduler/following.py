@@ -28,6 +28,21 @@ def run_numbers(at: SlotArray, starts: SlotArray) -> RunNumbers:
     return np.cumsum(is_first)
 
 
+def with_furthest(keys: Keys, runs: RunNumbers | None, most: int) -> Keys:
+    """Each block, and the last that follows it within ``most`` of its run, as one key.
+
+    A key stands for the whole chain before it. So these are the same for two who ask only if both
+    name the same blocks from the one to the other. Without ``runs`` no block follows another.
+    """
+    if runs is None:
+        runs = np.arange(len(keys))
+    ends = np.append(np.flatnonzero(runs[1:] != runs[:-1]), len(keys) - 1)
+    here = np.arange(len(keys))
+    furthest = np.minimum(here + most - 1, ends[np.searchsorted(ends, here)])
+    # Turned, or a block and itself would make nothing.
+    return Keys(keys.array ^ np.roll(keys.array[furthest], -1, axis=1))
+
+
 class Wanted(NamedTuple):
     """Blocks to ask levels for, and where each stands: next numbers, next blocks.
 
@@ -40,14 +55,15 @@ class Wanted(NamedTuple):
     beyond: SlotArray
 
     @classmethod
-    def of(cls, group: int, keys: Keys, unknown: Flags, end: int, more: int) -> Wanted:
-        """Those of a group's blocks before the hit's end that are unknown, and ``more`` behind."""
-        here = np.arange(min(len(unknown), end + more))
-        is_needed = unknown[: len(here)] & (here < end)
-        last = np.maximum.accumulate(np.where(is_needed, here, -more - 1))
-        beyond = here - last
-        at = np.flatnonzero(beyond <= more)
-        return cls(keys.take(at), at + group * _APART, beyond[at])
+    def of(cls, group: int, keys: Keys, unknown: Flags, end: int, more: int | None) -> Wanted:
+        """Those of a group's blocks before the hit's end that are unknown, and ``more`` behind.
+
+        None: they are no chain, and none of them follows another.
+        """
+        here = np.arange(min(len(unknown), end + (more or 0)))
+        at = (here if more is not None else 2 * here) + group * _APART
+        whole = cls(keys[: len(here)], at, np.zeros_like(here))
+        return whole.lacking(~unknown[: len(here)] | (here >= end), (more or 0) + 1)
 
     @classmethod
     def joined(cls, parts: Sequence[Wanted]) -> Wanted:
@@ -60,12 +76,22 @@ class Wanted(NamedTuple):
         )
 
     @property
+    def runs(self) -> RunNumbers:
+        """Which of them follow each other."""
+        return run_numbers(self.at, np.zeros(1, dtype=np.int64))
+
+    @property
     def num_needed(self) -> int:
         """How many of them a hit hangs on."""
         return int(np.count_nonzero(self.beyond == 0))
 
-    def take(self, which: Flags) -> Wanted:
-        return Wanted(self.keys.take(which), self.at[which], self.beyond[which])
+    def lacking(self, known: Flags, most_in_one: int) -> Wanted:
+        """Those a hit hangs on that are not known, and whatever may name an object with one."""
+        is_needed = (self.beyond == 0) & ~known
+        last = np.maximum.accumulate(np.where(is_needed, self.at, -most_in_one))
+        beyond = self.at - last
+        which = beyond < most_in_one
+        return Wanted(self.keys.take(which), self.at[which], beyond[which])
 
     def answered_by(self, asked: Keys, most_in_one: int) -> Flags:
         """For each, whether a question about a chain with these keys says as much as our own would.
@@ -76,7 +102,7 @@ class Wanted(NamedTuple):
         named = np.isin(self.keys.array[:, 0], asked.array[:, 0])
         if most_in_one == 1 or named.all() or not named.any():
             return named
-        runs = run_numbers(self.at, np.zeros(1, dtype=np.int64))
+        runs = self.runs
         unnamed = np.flatnonzero(~named)
         here = np.arange(len(named))
         following = np.searchsorted(unnamed, here)

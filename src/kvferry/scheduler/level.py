@@ -116,8 +116,8 @@ class Level(ABC):
     def there(self, keys: Keys, now: float) -> Flags:
         """For each key, whether its block can be read, as far as is known."""
 
-    def unknown(self, keys: Keys, now: float) -> Flags:
-        """For each key, whether one would have to ask."""
+    def unknown(self, keys: Keys, now: float, runs: RunNumbers | None = None) -> Flags:
+        """For each key, whether one would have to ask who knows that these follow each other."""
         return np.zeros(len(keys), dtype=bool)
 
     @abstractmethod
@@ -297,7 +297,7 @@ class KeyedLevel(Level):
     def there(self, keys: Keys, now: float) -> Flags:
         return self._answers.there(keys, now)
 
-    def unknown(self, keys: Keys, now: float) -> Flags:
+    def unknown(self, keys: Keys, now: float, runs: RunNumbers | None = None) -> Flags:
         return self._answers.unknown(keys, now)
 
     def known(self, keys: Keys, now: float) -> Flags:

@@ -144,12 +144,13 @@ class LowerLevels:
             found |= level.there(keys, now)
         return found
 
-    def unknown(self, keys: Keys) -> npt.NDArray[np.bool_]:
-        """For each key, whether some level would have to be asked for it."""
+    def unknown(self, keys: Keys, chained: bool) -> npt.NDArray[np.bool_]:
+        """For each key of a request, whether some level would have to be asked for it."""
         unknown = np.zeros(len(keys), dtype=bool)
         now = self._clock()
+        runs = np.zeros(len(keys), dtype=np.int64) if chained else None
         for level in self.usable:
-            unknown |= level.unknown(keys, now)
+            unknown |= level.unknown(keys, now, runs)
         return unknown
 
     @property
@@ -192,14 +193,13 @@ class LowerLevels:
         now = self._clock()
         for level in self.usable:
             most = level.most_in_one
-            unknown = level.unknown(wanted.keys, now)
-            rest = wanted.take(np.where(wanted.beyond == 0, unknown, wanted.beyond < most))
+            rest = wanted.lacking(~level.unknown(wanted.keys, now, wanted.runs), most)
             for question_id, (asked, pieces) in self._asking.items():
                 for piece in pieces if asked is level else ():
-                    pending = rest.answered_by(piece, most)
-                    if pending.any():
+                    num_needed = rest.num_needed
+                    rest = rest.lacking(rest.answered_by(piece, most), most)
+                    if rest.num_needed < num_needed:
                         questions.add(question_id)
-                        rest = rest.take(~pending)
             if rest.num_needed:
                 question_id = self._outbox.ask(level.name, rest.keys, rest.at)
                 self._asking.setdefault(question_id, (level, []))[1].append(rest.keys)

@@ -51,7 +51,8 @@ class Matcher:
         self.epoch = 0
         self.epoch_before: int | None = None
         self.hash_tokens = hash_tokens
-        self.is_full = all(isinstance(group, reach.FullAttention) for group in self.groups)
+        self._chained = [isinstance(group, reach.FullAttention) for group in self.groups]
+        self.is_full = all(self._chained)
         self._host = host
         self._lower = lower
         self._ratios = [group.block_tokens // hash_tokens for group in self.groups]
@@ -302,7 +303,7 @@ class Matcher:
         watch = Keys.empty()
         longer = self._next_length(look)
         for g, group in enumerate(self.groups):
-            if isinstance(group, reach.FullAttention):
+            if self._chained[g]:
                 first = look.host_tokens // group.block_tokens
                 block = first + num_leading(look.host[g][first:])
                 if block < len(look.host[g]) and block * group.block_tokens < longer:
@@ -359,7 +360,7 @@ class Matcher:
         assert look.host is not None
         assert look.everywhere is not None
         keys = [self.slot_keys(g, look.keys, range(len(here))) for g, here in enumerate(look.host)]
-        unknown = [self._lower.unknown(k) & ~e for k, e in zip(keys, look.everywhere, strict=True)]
+        unknown = list(map(self._lower.unknown, keys, self._chained))
         maybe = [e | u for e, u in zip(look.everywhere, unknown, strict=True)]
         longest = self._longest(maybe, look.computed_tokens, look.max_tokens)
         if longest <= look.all_tokens:
@@ -368,8 +369,8 @@ class Matcher:
         wanted = []
         for g, group in enumerate(self.groups):
             end = -(-hoped.all_tokens // group.block_tokens)
-            more = self._lower.most_in_one - 1 if isinstance(group, reach.FullAttention) else 0
-            wanted.append(Wanted.of(g, keys[g], unknown[g], end, more))
+            more = self._lower.most_in_one - 1 if self._chained[g] else None
+            wanted.append(Wanted.of(g, keys[g], unknown[g] & ~look.everywhere[g], end, more))
         return Wanted.joined(wanted)
 
     def to_promote(self, look: Look) -> Iterator[tuple[int, Keys, Key | None]]:

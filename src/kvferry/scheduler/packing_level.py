@@ -1,8 +1,12 @@
 """A level that keeps several blocks of a chain in one object, which has the name of the last.
 
 It finds a block only for who knows the chain as far as that name. So its "yes" is true for
-everybody; but its "no" says nothing to a chain that goes on differently, and is believed by nobody
-but who asked.
+everybody. But its "no" says nothing to a chain that goes on differently: it is remembered together
+with the last block that could have named an object, and believed by whoever would name the same::
+
+    asked     k4 k5 k6 k7 b0 b1      "k4: no" as far as b1
+    asks now  k4 k5 k6 k7 b0 b1      would name the same, and need not ask
+              k4 k5 k6 k7 a0 a1      may find k4 to k7 in an object with the name of a0 or a1
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvferry.keys import Keys
+from kvferry.scheduler.following import with_furthest
 from kvferry.scheduler.joints import Joints
 from kvferry.scheduler.level import (
     REMEMBER_KEYS,
@@ -39,6 +44,12 @@ class PackingLevel(KeyedLevel):
         self.most_in_one = most_in_one
         self.joints = Joints()
 
+    def unknown(self, keys: Keys, now: float, runs: RunNumbers | None = None) -> Flags:
+        unknown = self._answers.unknown(keys, now)
+        if unknown.any():
+            unknown &= self._answers.unknown(with_furthest(keys, runs, self.most_in_one), now)
+        return unknown
+
     def answered(
         self,
         keys: Keys,
@@ -51,22 +62,24 @@ class PackingLevel(KeyedLevel):
         """What was not said in time is a "no" for everybody: it is the store that is slow."""
         if in_time:
             self.num_asked += int(np.count_nonzero(~there))
-            self._note_not_found(keys.take(~there), now)
+            self._note_not_found(keys, ~there, runs, now)
             self.joints.heard(keys, there, runs)
             keys = keys.take(there)
-        # Several chains may have been asked for in one question, with the same beginning.
-        _, first = np.unique(keys.array[:, 0], return_index=True)
-        keys = keys.take(np.sort(first))
+        keys = _distinct(keys)
         super().answered(keys, np.full(len(keys), in_time), now)
 
-    def _note_not_found(self, keys: Keys, now: float) -> None:
+    def _note_not_found(self, keys: Keys, lost: Flags, runs: RunNumbers | None, now: float) -> None:
         """An asker who knows one way to go on did not find these. They may be there for others.
 
         But our having written them helps him nothing: with what he computes they are written again,
         for those who go his way. And who removes objects by age does not tell us.
         """
-        self.joints.lost(keys)
-        self._answers.doubt_sent(keys.take(~self._answers.there(keys, now)))
+        self.joints.lost(keys.take(lost))
+        # What is there since it was asked for, because we wrote it, outlives this answer.
+        lost = lost & ~self._answers.there(keys, now)
+        self._answers.doubt_sent(keys.take(lost))
+        asked = _distinct(with_furthest(keys, runs, self.most_in_one).take(lost))
+        self._answers.answer(asked, np.zeros(len(asked), dtype=bool), now + self._remember)
 
     def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:
         self.joints.lost(keys.take(~ok))
@@ -79,3 +92,9 @@ class PackingLevel(KeyedLevel):
     def reset(self) -> None:
         self.joints.clear()
         super().reset()
+
+
+def _distinct(keys: Keys) -> Keys:
+    """Each once: several chains may have been asked for in one question, with one beginning."""
+    _, first = np.unique(keys.array[:, 0], return_index=True)
+    return keys.take(np.sort(first))
