@@ -45,8 +45,9 @@ class Server:
         self.host.rows[:] = 0xEE
         self.mover = TierMover(self.host, tier)
         level = PackingLevel(tier.name, WriteMode.THROUGH, most_in_one=self.mover.most_in_one)
-        long = dict.fromkeys(("ask_deadline", "promote_deadline", "store_deadline"), 60.0)
-        self.desk = Desk(levels=[level], slots=128, **long)
+        self.desk = Desk(
+            levels=[level], slots=128, ask_deadline=60.0, promote_deadline=60.0, store_deadline=60.0
+        )
         self.num_requests = 0
 
     def ask(self, chain: Keys) -> int:
