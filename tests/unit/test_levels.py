@@ -469,6 +469,29 @@ def test_nobody_joins_a_promotion_whose_time_is_up() -> None:
     desk.check_empty()
 
 
+def test_a_level_is_measured_by_the_time_in_which_it_had_something_to_bring() -> None:
+    told, other = story(1, 4), story(2, 4)
+    desk = below_only(told, slots=64, promote_deadline=3, block_bytes=[100])
+    desk.match("b", told)
+    (hung,) = desk.plan()
+    desk.flying.remove(hung)
+    desk.now = 3.5
+    desk.scheduler.settle()
+    desk.scheduler.finish("b")
+    desk.keep("c", other, 16)
+    settle_down(desk)
+    forget_host(desk)
+    desk.now = 1000.0
+    assert desk.match("d", other).state is MatchState.WAIT
+    desk.plan()
+    desk.now = 1002.0
+    desk.run()
+    assert desk.scheduler._parts.hits.worth.bandwidth_of(DISK) == 4 * 100 / 2
+    desk.land(hung)
+    desk.scheduler.finish("d")
+    desk.check_empty()
+
+
 def test_one_lost_piece_leaves_the_others() -> None:
     told = story(1, 64)
     desk = below_only(told, slots=400)

@@ -129,6 +129,10 @@ class BusyTime:
             self.since, self._num_bytes = now, 0
         self._num_under_way += 1
 
+    def give_up(self) -> None:
+        """Nobody waits for one of them any longer, which is no news of the others."""
+        self._num_under_way -= 1
+
     def end(self, num_bytes: int, now: float) -> tuple[int, float]:
         """It ended with so many bytes; returns what came in which time since there was news."""
         self._num_under_way -= 1

@@ -300,7 +300,8 @@ class LowerLevels:
             for level in self.usable
         }
         level = max(found, key=lambda level: found[level])
-        queued = sum(len(m.keys) for m in self._moves.values() if m.upward and m.level is level)
+        moves = (m for m in self._moves.values() if m.upward and not m.late and m.level is level)
+        queued = sum(len(move.keys) for move in moves)
         num_bytes = sum(map(len, lacking)) * self._slot_bytes
         return worth.decide(num_tokens, num_bytes, queued * self._slot_bytes, level.name)
 
@@ -356,7 +357,10 @@ class LowerLevels:
         if isinstance(flight.transfer, Question):
             self.landed(flight)
         elif flight.transfer.id in self._moves:
-            self._moves[flight.transfer.id].late = True
+            move = self._moves[flight.transfer.id]
+            move.late = True
+            if move.upward:  # else the level would count as busy while it rests
+                self._busy[move.level.name].give_up()
 
     def landed(self, flight: Flight) -> tuple[TierName, int, float] | None:
         """A transfer or a question below the host ended.
@@ -374,11 +378,12 @@ class LowerLevels:
         move = self._moves.pop(flight.transfer.id, None)
         if move is not None:
             move.level.moved(move.keys, ~flight.lost, upward=move.upward, now=now)
-            if move.upward:
+            if move.upward and not move.late:
                 num_moved = int(np.count_nonzero(~flight.lost)) if not flight.overdue else 0
                 took = self._busy[move.level.name].end(num_moved * self._slot_bytes, now)
                 return move.level.name, *took
-            self._descent.wrote(move.level.name, ok=not flight.lost.all())
+            if not move.upward:
+                self._descent.wrote(move.level.name, ok=not flight.lost.all())
         return None
 
     def reset(self) -> None:
