@@ -448,3 +448,8 @@ def test_two_remember_the_same_where_the_same_blocks_follow(
         for another, others in told:
             # A run is as good as told by its ends.
             assert (one == another) == ((ones[0], ones[-1]) == (others[0], others[-1]))
+
+
+def test_nothing_that_is_wanted_has_no_runs() -> None:
+    nothing = Wanted.of(0, A[:4], np.zeros(4, dtype=np.bool_), 4, MOST - 1)
+    assert len(nothing.keys) == len(nothing.runs) == len(with_furthest(A[:0], nothing.runs, MOST))

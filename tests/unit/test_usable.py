@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 from tests.fakes.desk import Desk, story
+from tests.fakes.pools import forget
 
 from kvferry import reach
 from kvferry.scheduler.usable import usable
@@ -155,3 +156,18 @@ def test_a_window_longer_than_the_bound_is_stored_bit_by_bit() -> None:
         desk.run()
     assert desk.hit(told) == 32
     assert desk.scheduler.stored_tokens("a") == 32
+
+
+def test_a_request_set_back_behind_what_is_kept_of_one_group_goes_on() -> None:
+    desk = Desk(FULL, WINDOW, max_storing_blocks=16, slots=64)
+    told = story(1, 8)
+    desk.keep("a", told, 32)
+    forget(desk.pool, desk.scheduler._parts.matcher.slot_keys(1, told, range(8)))
+    desk.match("b", told, computed=32)
+    desk.store("c", story(2, 8), 32)  # takes all the room
+    assert desk.store("b", told, 32) == {}
+    assert desk.store("b", told, 8) == {}
+    desk.run()
+    desk.store("b", told, 32)
+    desk.run()
+    assert desk.hit(told) == 32

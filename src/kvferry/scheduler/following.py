@@ -78,7 +78,7 @@ class Wanted(NamedTuple):
     @property
     def runs(self) -> RunNumbers:
         """Which of them follow each other."""
-        return run_numbers(self.at, np.zeros(1, dtype=np.int64))
+        return run_numbers(self.at, np.zeros(min(1, len(self.at)), dtype=np.int64))
 
     @property
     def num_needed(self) -> int:

@@ -125,7 +125,9 @@ class Stores:
             end = num_tokens // group.block_tokens
             first = max(0, group.first_token(low)) // group.block_tokens
             if isinstance(group, reach.FullAttention) or first > stored[g]:
-                first = stored[g]  # full attention: what is stored is taken for there
+                # Full attention: what is stored is taken for there. That may be more than is
+                # computed: from others, or from before the request was set back.
+                first = min(stored[g], end)
             slot_keys = matcher.slot_keys(g, keys, range(first, end))
             known = self._pool.known(slot_keys)
             fresh = np.zeros(end - first, dtype=np.bool_)
