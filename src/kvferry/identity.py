@@ -195,14 +195,6 @@ def adopt(namespace: Namespace, hashes: Iterable[bytes]) -> Keys:
     return Keys(words ^ namespace.adoption_words)
 
 
-def adopt_alike(namespace: Namespace, hashes: Sequence[bytes]) -> Keys:
-    """The same for hashes that are all digests of ``KEY_BYTES``, each of which is not looked at."""
-    words = np.frombuffer(b"".join(hashes), dtype="<u8")
-    if len(words) != len(hashes) * KEY_WORDS:
-        return adopt(namespace, hashes)
-    return Keys(words.reshape(-1, KEY_WORDS) ^ namespace.adoption_words)
-
-
 def adopt_one(namespace: Namespace, content: bytes) -> Key:
     """One key as :func:`adopt` gives it."""
     if type(content) is not bytes or len(content) != KEY_BYTES:

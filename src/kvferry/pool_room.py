@@ -252,6 +252,7 @@ class PoolRoom(PoolFind):
 
     def _doom(self, slots: SlotArray) -> None:
         """Nothing matches these claimed slots any more; they are free once nobody claims them."""
+        self._catch_up()
         if self._num_doomed:
             slots = slots[self._state.take(slots) != _DOOMED]
         if len(slots):
@@ -329,6 +330,7 @@ class PoolRoom(PoolFind):
     ) -> SlotArray:
         """As many of what is missing as a tenant may have, once it has given up of its own."""
         assert self._fair is not None
+        self._catch_up()
         fair, ceiling = self._fair, self._ceilings[tenant]
         over = int(fair.owned[tenant]) + len(missing) - ceiling
         if over <= 0 or ceiling >= self.num_slots:

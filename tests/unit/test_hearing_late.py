@@ -40,6 +40,13 @@ class Timed(Listener):
         self.times.append(self._residents.now())
 
 
+class Failing(Timed):
+    """One that has no ear."""
+
+    def asked(self, keys: Keys, num_tokens: int, slots: SlotArray) -> None:
+        raise RuntimeError("cannot hear")
+
+
 class Told:
     """A pool, and who tells its policy. ``now`` is the pool's time."""
 
@@ -107,6 +114,47 @@ def test_what_a_request_found_is_what_was_there_when_it_asked() -> None:
     told.asked(keys(range(4)), hit=4)
     told.pool.reset()
     assert [len(each[3]) for each in told.policy.heard] == [0, 4]
+
+
+@pytest.mark.parametrize("how", ["drop", "disown"])
+def test_blocks_in_use_that_are_dropped_were_found_by_who_asked_before(how: str) -> None:
+    """Seen red without ``_catch_up`` in ``PoolRoom._doom``."""
+    told = Told()
+    told.store(keys(range(4)))
+    lease = told.pool.pin(keys(range(4)))
+    assert lease is not None
+    told.asked(keys(range(4)), hit=4)
+    if how == "drop":
+        told.pool.drop(told.pool.leading(keys(range(4))))
+    else:
+        lease.disown()
+    assert [len(each[3]) for each in told.policy.heard] == [4]
+
+
+def test_who_makes_room_below_his_ceiling_has_heard_of_all_before() -> None:
+    """Seen red without ``_catch_up`` in ``PoolRoom._within_ceiling``."""
+    told = Told(num_slots=16)
+    told.pool.divide([None, None], [0.5, 1.0], 1)
+    told.store(keys(range(8)))
+    told.asked(keys(range(8)), hit=8)
+    told.store(keys(range(100, 104)))
+    assert told.pool.counts.cached == 8
+    assert [len(each[3]) for each in told.policy._inner[0].heard] == [8]
+
+
+def test_a_policy_that_fails_when_told_fails_the_next_request_and_no_pool() -> None:
+    """Seen red with the error raised where the pool catches up."""
+    told = Told(Failing)
+    lease = told.pool.reserve(keys(range(4)))
+    assert lease is not None
+    told.asked(keys(range(2)))
+    told.asked(keys(range(3)))
+    lease.commit()
+    told.pool.check_integrity()
+    assert told.pool.counts.cached == 4
+    with pytest.raises(RuntimeError, match="cannot hear"):
+        told.asked(keys(range(4)))
+    told.asked(keys(range(4)))
 
 
 def test_no_more_than_so_many_are_owed() -> None:

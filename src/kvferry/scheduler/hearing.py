@@ -51,6 +51,7 @@ class Hearing:
         self._matcher = matcher
         self._open: dict[Request, int] = {}
         self._owed: deque[_Asked | _Ended] = deque()
+        self._failure: Exception | None = None
         self.is_late = is_late
         self.also: Callable[[float, Keys, Request, Explanation], None] | None = None
         """Who else is told, when a request is: when it asked, its keys, what it was told."""
@@ -62,6 +63,9 @@ class Hearing:
 
     def asked(self, request: Request, explanation: Explanation) -> None:
         """A request was looked up for the first time, and this is what it was told."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
         self._open[request] = explanation.asked_tokens
         self._owed.append(_Asked(self._now(), request, explanation, len(request.chain)))
         if not self.is_late or len(self._owed) >= MOST_OWED:
@@ -76,13 +80,24 @@ class Hearing:
                 self.tell()
 
     def tell(self) -> None:
-        """Tell all that is owed, in the order in which it was."""
+        """Tell all that is owed, in the order in which it was.
+
+        A policy that fails when told late fails the next request: raised here, it would break off
+        whatever a pool is amid, and leave it in pieces.
+        """
         while self._owed:
-            news = self._owed.popleft()
-            if isinstance(news, _Asked):
-                self._tell_asked(news)
-            else:
-                self._tell_ended(news)
+            try:
+                self._tell(self._owed.popleft())
+            except Exception as error:
+                if not self.is_late:
+                    raise
+                self._failure = error
+
+    def _tell(self, news: _Asked | _Ended) -> None:
+        if isinstance(news, _Asked):
+            self._tell_asked(news)
+        else:
+            self._tell_ended(news)
 
     def _tell_asked(self, news: _Asked) -> None:
         at, request, explanation, num_chain = news

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvferry.identity import Namespace, adopt, adopt_alike, adopt_one
+from kvferry.identity import Namespace, adopt, adopt_one
 from kvferry.keys import Keys
-from kvferry.types import KEY_BYTES, Key
+from kvferry.types import Key
 
 _NO_KEYS = Keys.empty()
 
@@ -44,9 +44,7 @@ class RequestKeys:
         if known > len(hashes) or (known and hashes[known - 1] != self._last):
             self._keys, known = _NO_KEYS, 0
         if known < len(hashes):
-            # One function makes all hashes of an engine, so that one tells how long all are.
-            adopts = adopt_alike if len(hashes[known]) == KEY_BYTES else adopt
-            new = adopts(self._namespace, hashes[known:])
+            new = adopt(self._namespace, hashes[known:])
             self._keys = self._keys + new if known else new
             self._last = hashes[-1]
         return self._keys
