@@ -54,8 +54,10 @@ class Errand:
     keys: Sequence[bytes]
     is_cancelled: bool = False
     ends: list[_End] = field(init=False)
+    came: float = field(init=False)
 
     def __post_init__(self) -> None:
+        self.came = time.monotonic()
         self.ends = [NotAsked(_NOT_BEGUN)] * len(self.names)
 
     def end(self, parcels: Sequence[Parcel], end: _End) -> None:
@@ -102,6 +104,7 @@ class Carrier:
         self._calls = {way: asyncio.Semaphore(client.num_calls) for way in Way}
         self._suspects: dict[str, set[bytes]] = {}  # which blocks of an object are not ours
         self._whereabouts = Whereabouts()
+        self._heard_at = dict.fromkeys(Way, float("-inf"))  # when it last answered anybody
 
     def errand(self, order: OrderMessage) -> Errand:
         keys = list(Keys(order.keys))
@@ -179,6 +182,7 @@ class Carrier:
             return
         async with self._turn(errand, asked):
             counts = await self._client.find(names, self._whose.object_bytes)
+        self._hear(errand.order.way, counts)
         for parcel, count in zip(asked, counts, strict=True):
             (at,) = parcel.positions
             if isinstance(count, int):
@@ -198,6 +202,7 @@ class Carrier:
         slots = self._in_place(errand.order, parcels)
         async with self._turn(errand, parcels):
             given = await self._client.get(names, self._whose.object_bytes, slots)
+        self._hear(errand.order.way, given)
         await asyncio.sleep(0)  # whose turn it is now begins, and goes on beside our proofs
         for parcel, stored in zip(parcels, given, strict=True):
             if isinstance(stored, memoryview):
@@ -268,6 +273,7 @@ class Carrier:
         finally:
             if is_ours:
                 self._give_back(rooms)
+        self._hear(errand.order.way, ends)
         for parcel, end in zip(parcels, ends, strict=True):
             errand.end([parcel], end)
             if end is None:
@@ -306,11 +312,16 @@ class Carrier:
 
     # -- health -------------------------------------------------------------------------------
 
+    def _hear(self, way: Way, said: Sequence[object]) -> None:
+        if not all(isinstance(each, Fault) for each in said):
+            self._heard_at[way] = time.monotonic()
+
     def _judge(self, errand: Errand) -> None:
         """What an order tells of the store: all faults and no answer, and it is left alone.
 
         A store that hangs takes as many blocks as are asked for at once; those that wait behind
-        them were never asked for, and are no answer.
+        them were never asked for, and are no answer. But one that is merely busy may come to an
+        order so late that nothing of it is answered: it has answered others meanwhile.
         """
         faults = [end for end in errand.ends if isinstance(end, Fault)]
         answers = sum(end is None for end in errand.ends)
@@ -318,7 +329,8 @@ class Carrier:
             answers += sum(
                 isinstance(end, NotThere) and not isinstance(end, NotAsked) for end in errand.ends
             )
-        if faults and not answers and not self._breaker.ailment:
+        is_silent = self._heard_at[errand.order.way] <= errand.came
+        if faults and not answers and is_silent and not self._breaker.ailment:
             self._breaker.failed(faults[0].reason, time.monotonic())
             self._tell(self._breaker.ailment)
         elif answers and not faults:
