@@ -209,6 +209,23 @@ def test_a_no_that_comes_when_the_block_was_written_meanwhile_is_forgotten() -> 
     assert level.unknown(A, 11.0, runs).all()
 
 
+def test_what_is_not_there_pushes_out_nothing_that_we_sent() -> None:
+    """Seen red with one memory for both: what was written went down again."""
+    level = packing()
+    level.reserve(A, parent=None, chained=True, now=0.0)
+    level.moved(A, np.ones(len(A), dtype=bool), upward=False, now=0.0)
+    for first in range(1000, 5000, 100):  # four times what it remembers
+        unknown = keys(range(first, first + 100))
+        runs = np.zeros(len(unknown), dtype=np.int64)
+        level.answered(unknown, np.zeros(len(unknown), dtype=bool), 20.0, runs=runs)
+        assert not level.unknown(unknown, 21.0, runs).any()
+    assert level.known(A, 21.0).all()
+    assert level.reserve(A, parent=None, chained=True, now=21.0) is None
+    level.reset()
+    assert level.unknown(unknown, 21.0, runs).all()
+    assert not level.known(A, 21.0).any()
+
+
 def test_a_question_under_way_spares_nobody_the_names_behind_what_he_asks_for() -> None:
     """Who has the beginning asks for the rest. The rest names the object that has the beginning."""
     chain = keys(range(12))

@@ -23,11 +23,15 @@ from kvferry.scheduler.level import (
     KeyedLevel,
     WriteMode,
 )
-from kvferry.types import RunNumbers, TierName
+from kvferry.scheduler.remembered import Remembered
+from kvferry.types import Rank, RunNumbers, TierName
 
 
 class PackingLevel(KeyedLevel):
-    """A keyed level with ``most_in_one`` blocks in one object at most. Owns where objects end."""
+    """A keyed level with ``most_in_one`` blocks in one object at most. Owns where objects end.
+
+    ``capacity`` keys of blocks that are there or were sent are remembered, and as many "noes".
+    """
 
     joints: Joints
 
@@ -43,11 +47,12 @@ class PackingLevel(KeyedLevel):
         super().__init__(name, write, remember=remember, capacity=capacity)
         self.most_in_one = most_in_one
         self.joints = Joints()
+        self._noes = Remembered(capacity)  # beside the answers: they push out nothing we sent
 
     def unknown(self, keys: Keys, now: float, runs: RunNumbers | None = None) -> Flags:
         unknown = self._answers.unknown(keys, now)
         if unknown.any():
-            unknown &= self._answers.unknown(with_furthest(keys, runs, self.most_in_one), now)
+            unknown &= self._noes.unknown(with_furthest(keys, runs, self.most_in_one), now)
         return unknown
 
     def answered(
@@ -79,7 +84,7 @@ class PackingLevel(KeyedLevel):
         lost = lost & ~self._answers.there(keys, now)
         self._answers.doubt_sent(keys.take(lost))
         asked = _distinct(with_furthest(keys, runs, self.most_in_one).take(lost))
-        self._answers.answer(asked, np.zeros(len(asked), dtype=bool), now + self._remember)
+        self._noes.answer(asked, np.zeros(len(asked), dtype=bool), now + self._remember)
 
     def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:
         self.joints.lost(keys.take(~ok))
@@ -89,8 +94,13 @@ class PackingLevel(KeyedLevel):
         self.joints.lost(keys)
         super().dropped(keys)
 
+    def heard(self, rank: Rank, reason: str) -> None:
+        super().heard(rank, reason)
+        self._noes.doubt()
+
     def reset(self) -> None:
         self.joints.clear()
+        self._noes.clear()
         super().reset()
 
 
