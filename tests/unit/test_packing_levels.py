@@ -18,6 +18,7 @@ from kvferry.answers import MatchState
 from kvferry.keys import Keys
 from kvferry.scheduler.following import Wanted, run_numbers, with_furthest
 from kvferry.scheduler.level import KeyedLevel, WriteMode
+from kvferry.scheduler.packing_level import PackingLevel
 from kvferry.types import Health, Rank, TierName
 
 SYSTEM = list(range(10))
@@ -207,6 +208,21 @@ def test_a_no_that_comes_when_the_block_was_written_meanwhile_is_forgotten() -> 
     level.answered(A, np.zeros(len(A), dtype=bool), 5.0, runs=runs)
     assert level.there(A, 9.0).all()
     assert level.unknown(A, 11.0, runs).all()
+
+
+def test_where_no_no_is_remembered_each_asks_once() -> None:
+    level = PackingLevel(STORE, WriteMode.THROUGH, most_in_one=MOST, remembers_noes=False)
+    desk, store = Desk(levels=[level], slots=512), PackedStore()
+    store.put(A[:8], 8)
+    assert brought(desk, "a", A, store) == 8
+    heads = store.num_heads
+    for _ in range(3):
+        assert desk.match("a", A).num_tokens == 32
+        store.serve(desk)
+    assert store.num_heads == heads, "he was told"
+    desk.scheduler.finish("a")
+    store.put(A, 8)
+    assert brought(desk, "b", A, store) == len(A)
 
 
 def test_what_is_not_there_pushes_out_nothing_that_we_sent() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 
+import numpy as np
 import pytest
 from tests.fakes.crafted_keys import keys
 from tests.fakes.kv import make_kv
@@ -56,6 +57,24 @@ def test_a_level_in_packs_is_one_for_the_scheduler_too(is_shared: bool, most: in
     near, far = levels_of(shapes, Config())
     assert (near.most_in_one, far.most_in_one) == (1, most)
     assert (near.joints, isinstance(far, PackingLevel)) == (None, True)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "is_shared", "is_believed"), [(1, True, True), (2, False, True), (2, True, False)]
+)
+def test_a_no_is_believed_only_where_an_object_cannot_reach_further(
+    num_ranks: int, is_shared: bool, is_believed: bool
+) -> None:
+    """Seen red where 16 blocks of one rank's were thought to lie within 32: they may not."""
+    packed = LevelShape(FAR, None, most_in_one=16)
+    shapes = [RankShape(Rank(n), levels=(packed,), is_shared=is_shared) for n in range(num_ranks)]
+    (level,) = levels_of(shapes, Config())
+    common = range(16 * num_ranks)
+    asked, other = keys([*common, *range(100, 140)]), keys([*common, *range(200, 240)])
+    runs = np.zeros(len(asked), dtype=np.int64)
+    level.answered(asked, np.zeros(len(asked), dtype=bool), 0.0, runs=runs)
+    assert bool(level.unknown(other, 1.0, runs)[0]) is not is_believed
+    assert bool(level.unknown(asked, 1.0, runs).all()) is not is_believed
 
 
 def test_no_levels_are_no_levels() -> None:

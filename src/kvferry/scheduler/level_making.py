@@ -24,15 +24,17 @@ def level_of(
     *,
     recovered: Sequence[Recovered] = (),
     most_in_one: int = 1,
+    remembers_noes: bool = True,
 ) -> Level:
     """The level for a tier with so many places, or for one that finds blocks by their keys.
 
     ``policy`` says which blocks make room in the places.
     ``recovered`` is what each rank's tier still has from an earlier life (``TierMover.recovered``),
-    ``most_in_one`` how many blocks it may keep in one object (``TierMover.most_in_one``).
+    ``most_in_one`` how many blocks it may keep in one object (``TierMover.most_in_one``), and
+    ``remembers_noes`` whether such an object never reaches further in a chain.
     """
     if num_places is None and most_in_one > 1:
-        return PackingLevel(name, write, most_in_one=most_in_one)
+        return PackingLevel(name, write, most_in_one=most_in_one, remembers_noes=remembers_noes)
     if num_places is None:
         return KeyedLevel(name, write)
     level = PlacedLevel(name, Pool(num_places, policy, side_by_side=True), write)

@@ -41,11 +41,14 @@ class PackingLevel(KeyedLevel):
         write: WriteMode = WriteMode.SPILL,
         *,
         most_in_one: int,
+        remembers_noes: bool = True,
         remember: float = REMEMBER_SECONDS,
         capacity: int = REMEMBER_KEYS,
     ) -> None:
+        """``remembers_noes`` only where nothing further than ``most_in_one`` names an object."""
         super().__init__(name, write, remember=remember, capacity=capacity)
         self.most_in_one = most_in_one
+        self._remembers_noes = remembers_noes
         self.joints = Joints()
         self._noes = Remembered(capacity)  # beside the answers: they push out nothing we sent
 
@@ -83,8 +86,9 @@ class PackingLevel(KeyedLevel):
         # What is there since it was asked for, because we wrote it, outlives this answer.
         lost = lost & ~self._answers.there(keys, now)
         self._answers.doubt_sent(keys.take(lost))
-        asked = _distinct(with_furthest(keys, runs, self.most_in_one).take(lost))
-        self._noes.answer(asked, np.zeros(len(asked), dtype=bool), now + self._remember)
+        if self._remembers_noes:
+            asked = _distinct(with_furthest(keys, runs, self.most_in_one).take(lost))
+            self._noes.answer(asked, np.zeros(len(asked), dtype=bool), now + self._remember)
 
     def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:
         self.joints.lost(keys.take(~ok))

@@ -72,11 +72,19 @@ def levels_of(shapes: Iterable[RankShape], config: Config) -> list[Level]:
     for same in zip(*(shape.levels for shape in shapes), strict=True):
         num_places = min((each.num_places for each in same if each.num_places), default=None)
         if num_places is None:
-            # Where each rank has a part of the keys, an object's blocks are as much further apart.
+            # Where each rank has a part of the keys, an object's blocks are as much further apart:
+            # by and large, for which rank has a key is chance.
             apart = len(same) if shapes[0].is_shared else 1
             most = max(each.most_in_one for each in same)
             most_in_one = apart * most if most > 1 else 1
-            levels.append(level_of(same[0].name, None, write, most_in_one=most_in_one))
+            level = level_of(
+                same[0].name,
+                None,
+                write,
+                most_in_one=most_in_one,
+                remembers_noes=apart == 1,
+            )
+            levels.append(level)
             continue
         recovered = [
             within((Keys(each.keys), each.places.astype(np.int64)), num_places) for each in same
