@@ -63,7 +63,9 @@ def test_a_drive_that_dies_behind_the_mark_does_not_take_it_along(tmp_path: Path
 
 
 @pytest.mark.parametrize("num_drives", [1, 2])
-def test_once_the_engine_has_heard_what_it_writes_stays(tmp_path: Path, num_drives: int) -> None:
+def test_once_the_engine_has_heard_what_it_writes_serves_until_it_ends(
+    tmp_path: Path, num_drives: int
+) -> None:
     with DiskLife(tmp_path, num_drives=num_drives) as life:
         life.write(range(8))
         life.wait_durable()
@@ -72,12 +74,43 @@ def test_once_the_engine_has_heard_what_it_writes_stays(tmp_path: Path, num_driv
         rows = life.write(range(20, 24))
         assert life.tier.wait_forgotten(LONG)
         life.wait_durable()
+        life.expect(range(20, 24), rows)
         kill_drives(life)
     with DiskLife(tmp_path, num_drives=num_drives) as life:
+        assert len(life.tier.recovered()[0]) == 0
+        rows = life.write(range(4))
+        life.wait_durable()
+    with DiskLife(tmp_path, num_drives=num_drives) as life:
         _, places = life.tier.recovered()
-        assert sorted(places.tolist()) == list(range(20, 24))
-        life.expect(range(20, 24), rows)
+        assert sorted(places.tolist()) == list(range(4)), "it was told once"
+        life.expect(range(4), rows)
         assert mark_stores(life.tier.stores()) == "", "and it can be told again"
+    assert found(tmp_path, num_drives) == 0
+
+
+@pytest.mark.parametrize("num_drives", [1, 2])
+@pytest.mark.parametrize("is_heard_late", [False, True])
+def test_an_order_from_before_the_mark_leaves_the_mark(
+    tmp_path: Path, num_drives: int, is_heard_late: bool
+) -> None:
+    """As that to forget what ranks do not have in common, with the first step of a life."""
+    with DiskLife(tmp_path, num_drives=num_drives) as life:
+        drives = pids(life)
+        if not is_heard_late:
+            for link in life.tier._links:
+                link._silence = LONG
+            for pid in drives:
+                os.kill(pid, signal.SIGSTOP)
+            life.tier.forget()
+        assert mark_stores(life.tier.stores()) == ""
+        if is_heard_late:
+            life.tier.forget()
+        for pid in drives:
+            os.kill(pid, signal.SIGCONT)
+        assert life.tier.wait_forgotten(LONG)
+        life.write(range(4))
+        life.wait_durable()
+        kill_drives(life)
     assert found(tmp_path, num_drives) == 0
 
 

@@ -2,7 +2,8 @@
 
 A store's journals and its mark lie on a disk in memory that remembers every moment; whatever a
 power cut may leave of them is laid into a real folder, and opened as a server would. The order of
-events is that of an engine that is told late: marked, written to, told, written to.
+events is that of an engine that has not heard, and of the next one, which opens the store: marked,
+written to, forgotten and settled, written to.
 """
 
 from __future__ import annotations

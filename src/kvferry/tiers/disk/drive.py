@@ -75,7 +75,6 @@ class DriveServer:
         self._mem_fd = mem_fd
         self._open_file = open_file
         self._epoch = 0
-        self._ordered = self._settled = 0
         self._threads: list[DriveThread] = []
 
     def serve(self) -> None:
@@ -126,7 +125,6 @@ class DriveServer:
         self._file = file
         self._shelf = Shelf(store.ledger, self._status, setup.commit_seconds)
         self._shelf.start_at(setup.generation)
-        self._ordered = self._settled = setup.generation
         self._committer = Committer(
             self._shelf,
             store.ledger,
@@ -195,20 +193,19 @@ class DriveServer:
         elif kind is FrameKind.CANCEL:
             self._lanes.cancel(unpack_number(body))
         elif kind is FrameKind.FORGET:
-            generation, epoch, ordered = unpack_forget(body)
-            self._epoch, self._ordered = epoch, ordered
+            generation, self._epoch = unpack_forget(body)
             self._shelf.forget(generation)
 
     def _forgot(self, generation: int) -> None:
         """All of it is gone for good, as the journal has it."""
-        folder, epoch, ordered = self._store.folder, self._epoch, self._ordered
-        if self._settled < ordered <= generation:
-            # Not where a drive only mends what it missed: then an engine that has not heard of the
-            # mark may still write what the mark is for. A newer mark than the order we obeyed may
-            # be settled with it: what was written between the two has names no other life asks for.
-            self._settled = ordered
-            epoch = max(epoch, ordered_in(folder) or 0, read_epoch(folder))
-        if epoch:
+        folder = self._store.folder
+        known, due = read_epoch(folder), ordered_in(folder) or 0
+        epoch = max(known, self._epoch)
+        if known < due:
+            # A mark is left to whoever opens the store next: we cannot tell whether our engine had
+            # heard of it when it gave this order, and if not it still writes what the mark is for.
+            epoch = min(epoch, due - 1)
+        if epoch != known:
             try:
                 write_epoch(folder, epoch)
             except OSError as error:  # at worst it will forget once more when it is next opened

@@ -4,11 +4,12 @@ Who orders it may be another process than the engine that has the store open, an
 engine for a while (vLLM's scheduler speaks to its ranks with the next step only). The mark is good
 from the moment it is on the medium::
 
-    mark, sync: promised ──> the engine hears, and its drive forgets ──> epoch: the mark is settled
-                        └──> a crash ──> whoever opens the store forgets first ──> epoch
+    mark, sync: promised ──> the engine hears and its drive forgets, or there is a crash ──>
+        whoever opens the store in the next life forgets first ──> epoch: the mark is settled
 
-Until it is settled everything in the store is forgotten at the next opening: also what an engine
-that has not heard of it writes meanwhile.
+Until it is settled everything in the store is forgotten at the next opening. So is what an engine
+that has not heard of it writes meanwhile; and what one that has heard writes has names that no
+other life asks for. (So its drive settles nothing: it could not tell the two apart.)
 """
 
 from __future__ import annotations

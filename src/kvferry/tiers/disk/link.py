@@ -99,8 +99,6 @@ class DriveLink:
         self._left_behind: set[int] = set()
         self.generation = setup.generation
         """How often it was told to forget everything; orders carry it."""
-        self._ordered = setup.generation
-        """The last generation that somebody ordered; others only mend what a drive has missed."""
         self._epoch = 0
         self._forgotten = setup.generation
         """The last generation that the drive has made durable."""
@@ -132,21 +130,17 @@ class DriveLink:
 
     def forget(self, epoch: int) -> None:
         """Whoever is away hears of it when it is back, before anything else."""
-        self._ordered = self.generation + 1
-        self._begin_anew(epoch)
-
-    def _begin_anew(self, epoch: int) -> None:
         self.generation += 1
         self._epoch = epoch
         self.recovered = None
         if self._child is not None and self.ready is not None:
-            self._child.channel.send(pack_forget(self.generation, epoch, self._ordered))
+            self._child.channel.send(pack_forget(self.generation, epoch))
 
     def agree(self, epoch: int) -> None:
         """All drives of the tier forgot by then: what is older here is stale."""
         self._epoch = epoch
         if self.ready is not None and self.ready.epoch < epoch:
-            self._begin_anew(epoch)
+            self.forget(epoch)
 
     @property
     def is_settled(self) -> bool:
@@ -281,7 +275,7 @@ class DriveLink:
         if ready.epoch < self._epoch:
             self.generation += 1
         if self._forgotten != self.generation:
-            child.channel.send(pack_forget(self.generation, self._epoch, self._ordered))
+            child.channel.send(pack_forget(self.generation, self._epoch))
         self.refusal = ""
         self._ail("")
 

@@ -27,7 +27,7 @@ _ORDER = struct.Struct("<qqdIIBB6x")
 _RESULT = struct.Struct("<qqdII")
 _REASON = struct.Struct("<II")
 _READY = struct.Struct("<qqqq16sI")
-_FORGET = struct.Struct("<qqq")
+_FORGET = struct.Struct("<qq")
 _SAYS = struct.Struct("<I")
 _WAYS = (Way.READ, Way.WRITE, Way.FIND)
 
@@ -191,14 +191,13 @@ def unpack_ready(body: bytes) -> ReadyMessage:
     return ReadyMessage(store, num_places, epoch, device, num_recovered, report)
 
 
-def pack_forget(generation: int, epoch: int, ordered: int) -> bytes:
-    """``ordered`` is the last generation that began because everything was to be forgotten."""
-    return frame(FrameKind.FORGET, _FORGET.pack(generation, epoch, ordered))
+def pack_forget(generation: int, epoch: int) -> bytes:
+    return frame(FrameKind.FORGET, _FORGET.pack(generation, epoch))
 
 
-def unpack_forget(body: bytes) -> tuple[int, int, int]:
-    generation, epoch, ordered = _FORGET.unpack(body)
-    return generation, epoch, ordered
+def unpack_forget(body: bytes) -> tuple[int, int]:
+    generation, epoch = _FORGET.unpack(body)
+    return generation, epoch
 
 
 def pack_text(kind: FrameKind, text: str) -> bytes:
