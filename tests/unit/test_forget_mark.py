@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -164,6 +166,40 @@ def test_who_does_not_answer_in_time_is_left(tmp_path: Path) -> None:
     assert marking.mark_apart([store], 0.0) == "TimeoutError: no answer for 0 s"
     with pytest.raises(OSError, match="JSONDecodeError"):
         run_apart(marking.MODULE, b"what?", 60)
+
+
+def test_what_else_a_process_says_is_no_part_of_its_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a module of the site that greets whenever Python starts."""
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text("print('hello'); print()")
+    monkeypatch.syspath_prepend(str(site))
+    store = leave(tmp_path / "one")
+    assert marking.mark_apart([store], 60) == ""
+    gone = store._replace(folder=str(tmp_path / "none"))
+    assert marking.mark_apart([gone], 60) == f"{gone.folder}: the store is no longer there"
+    monkeypatch.setattr(marking, "run_apart", lambda *told: b"")
+    assert "JSONDecodeError" in marking.mark_apart([store], 60)
+
+
+def test_who_is_interrupted_leaves_no_process_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Interrupted(subprocess.Popen):
+        def communicate(self, *told: object) -> tuple[bytes, bytes]:
+            started.append(self)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_apart(marking.MODULE, b"[]", 60)
+    (child,) = started
+    try:
+        assert child.wait(60) == -signal.SIGKILL  # it waits for its input, which never comes
+    finally:
+        child.kill()
 
 
 def test_a_marked_store_is_listed_verified_and_purged_as_what_it_is(tmp_path: Path) -> None:

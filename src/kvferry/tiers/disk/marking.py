@@ -36,7 +36,9 @@ def mark_apart(stores: Sequence[StoreAt], timeout: float) -> str:
     """Mark these stores, in ``timeout`` seconds at most; why not all of them are, or nothing."""
     told = [[store.folder, store.store_id.hex()] for store in stores]
     try:
-        return str(json.loads(run_apart(MODULE, json.dumps(told).encode(), timeout)))
+        answer = run_apart(MODULE, json.dumps(told).encode(), timeout)
+        # What Python loads at its start may have something to say before us.
+        return str(json.loads(answer.splitlines()[-1] if answer else b""))
     except (OSError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
 

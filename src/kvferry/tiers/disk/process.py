@@ -108,7 +108,8 @@ class DriveProcess:
 def run_apart(module: str, told: bytes, timeout: float) -> bytes:
     """What a small module of kvferry answers on its standard output, in a process of its own.
 
-    OSError where it cannot be started, fails or takes too long: it is then left to the kernel.
+    OSError where it cannot be started, fails or takes too long: it is then left to the kernel. It
+    is ended too where we are interrupted.
     """
     child = subprocess.Popen(
         _command(module),
@@ -120,12 +121,14 @@ def run_apart(module: str, told: bytes, timeout: float) -> bytes:
     )
     try:
         answer, errors = child.communicate(told, timeout)
-    except subprocess.TimeoutExpired:
+    except BaseException as error:
         child.kill()  # and no waiting for it: it may hang in a call to a drive for hours
         for pipe in (child.stdin, child.stdout, child.stderr):
             if pipe is not None:
                 pipe.close()
-        raise TimeoutError(f"no answer for {timeout:g} s") from None
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise TimeoutError(f"no answer for {timeout:g} s") from None
+        raise
     if child.returncode:
         lines = errors.decode(errors="replace").strip().splitlines()
         raise OSError(lines[-1] if lines else f"it ended with status {child.returncode}")
