@@ -319,3 +319,27 @@ def test_flipped_bits_in_the_journal_cost_blocks_but_never_their_truth(
             assert (into[result.ok] == rows[numbers][result.ok]).all()
         news = life.write([1, 2])
         life.expect([1, 2], news)
+
+
+def test_what_waited_on_a_drive_that_died_waits_no_more(tmp_path: Path, weather: Weather) -> None:
+    """What it counted stays; but a gauge that nobody lowers would tell of it for ever."""
+    gate = threading.Event()
+    with DiskLife(tmp_path, weather.launch) as life:
+        weather.be_patient(LONG)
+        life.write(range(4))
+        wait_until(lambda: life.tier.figures().commits > 0)
+        assert life.tier.figures().journal_bytes > 0
+        weather.sync = lambda: gate.wait(LONG)
+        life.write(range(4, 8))
+        wait_until(lambda: life.tier.figures().durable_lag > 0)
+        before = life.tier.figures()
+        assert before.pending >= 4
+        weather.is_over = True
+        weather.drives[0].kill()
+        (link,) = life.tier._links
+        wait_until(lambda: link._child is None)
+        after = life.tier.figures()
+        gate.set()
+    assert (after.pending, after.durable_lag, after.journal_bytes) == (0, 0.0, 0)
+    assert after.written_bytes == before.written_bytes > 0
+    assert after.commits >= before.commits > 0

@@ -296,7 +296,9 @@ class DriveLink:
     def _lose(self, child: Child, reason: str, is_safe: bool) -> None:
         """The process is gone: so are its orders."""
         with self._changed:
-            self._past = [add_up([*self._past, child.status.figures()])]
+            # What it counted stays counted; what waited there, and since when, went with it.
+            last = replace(child.status.figures(), pending=0, durable_lag=0.0, journal_bytes=0)
+            self._past = [add_up([*self._past, last])]
             self._child = None
             if self.ready is None:
                 self.refusal = self.refusal or reason
