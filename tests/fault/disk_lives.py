@@ -8,7 +8,8 @@ asked and answered is written down in memory that outlives it. Block content and
 place and version, so a block that is read says by itself whether it is right.
 
 Now and then the store is marked instead, as vLLM's scheduler does when it cannot reach the engine:
-from then on nothing may be there again, also of what is written until the engine hears of it.
+from then on nothing may be there again, also of what is written until the engine hears of it. And
+nothing need be of what is written after that, until another life has opened the store.
 
 What is judged: a block that can be read is the one that was written; a block that was durable, and
 neither overwritten nor forgotten since, can be read; nothing that was forgotten comes back once the
@@ -99,6 +100,8 @@ class Life:
         self.next_id = 0
         self.under_way: dict[BatchId, tuple[Way, list[tuple[int, int]], Any]] = {}
         self.answered: dict[int, int] = {}
+        self.is_marked = False
+        """Whether all that is written in this life will be forgotten, whatever it hears."""
 
     def drive(self) -> int:
         child = self.tier._links[0]._child
@@ -205,12 +208,8 @@ class Life:
             notes.version[place] += 1
         self.send(Way.WRITE, [(place, int(notes.version[place])) for place in places])
 
-    @property
-    def is_marked(self) -> bool:
-        """Whether all that is written now will be forgotten."""
-        return bool(self.notes.marked[0] > self.notes.generation[0])
-
     def mark(self) -> None:
+        self.is_marked = True
         self.notes.durable[:] = 0
         told = mark_stores(self.tier.stores())
         assert not told, told
