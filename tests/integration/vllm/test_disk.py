@@ -37,6 +37,7 @@ def ferry(folder: Path, **settings: Any) -> dict[str, Any]:
         "load_deadline": "5min",
         "store_deadline": "5min",
         "promote_deadline": "5min",
+        "disk_deadline": "5min",
         **settings,
     }
 
