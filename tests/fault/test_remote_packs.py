@@ -281,6 +281,32 @@ def test_a_pack_whose_last_block_is_damaged_is_replaced(fleet: Fleet) -> None:
     assert read(theirs, ALL) == ALL
 
 
+@pytest.mark.parametrize("kind", ["moto"])
+def test_a_shorter_pack_that_lacks_the_damaged_block_leaves_the_longer(fleet: Fleet) -> None:
+    """Where the server minds the condition: else it may be overwritten whatever we ask."""
+    ours = fleet.join(8)
+    ours.write(ALL)
+    theirs = fleet.join(8, like=ours)
+    path = fleet.path(ours, 7)
+    content = bytearray(obstore.get(fleet.bucket, path).bytes())
+    content[2 * OBJECT + 17] ^= 1
+    obstore.put(fleet.bucket, path, bytes(content))
+    good = [0, 1, 3, 4, 5, 6, 7]
+    assert found(theirs, ALL) == ALL
+    assert read(theirs, ALL) == good
+    theirs.write([5, 6, 7])
+    assert fleet.objects() == {7: 8}, "its good blocks would be lost for nothing"
+    assert found(theirs, ALL) == good, "the bad one is bad still"
+    assert read(theirs, good) == good
+    theirs.write([2, 3, 4, 5, 6, 7])
+    assert fleet.objects() == {7: 6}, "this one brings it"
+    assert found(theirs, ALL) == ALL[2:]
+    assert read(theirs, ALL[2:]) == ALL[2:]
+    theirs.write([0, 1])
+    assert found(theirs, ALL) == ALL
+    assert read(theirs, ALL) == ALL
+
+
 @pytest.mark.parametrize("kind", ["rclone"])
 @pytest.mark.parametrize(
     ("cut_to", "says"),

@@ -264,7 +264,7 @@ class Carrier:
                 errand.end(parcels, NotThere("the engine's memory cannot be read"))
                 return
         names = [each.name for each in parcels]
-        replace = [name in self._suspects for name in names]
+        replace = [self._mends(errand, each) for each in parcels]
         is_ours = True
         try:
             async with self._turn(errand, parcels):
@@ -274,11 +274,21 @@ class Carrier:
             if is_ours:
                 self._give_back(rooms)
         self._hear(errand.order.way, ends)
-        for parcel, end in zip(parcels, ends, strict=True):
+        for parcel, end, is_new in zip(parcels, ends, replace, strict=True):
             errand.end([parcel], end)
             if end is None:
-                self._suspects.pop(parcel.name, None)
+                if is_new:
+                    self._suspects.pop(parcel.name, None)
                 self._whereabouts.note(parcel, errand.names)
+
+    def _mends(self, errand: Errand, parcel: Parcel) -> bool:
+        """Whether it brings a block that is not ours in the object of its name.
+
+        Only then may it take that object's place: one that brings none of them may be shorter, and
+        what it lacks, which is good, would be lost for nothing.
+        """
+        suspects = self._suspects.get(parcel.name, set())
+        return any(errand.keys[at] in suspects for at in parcel.positions)
 
     def _put_in(self, errand: Errand, parcel: Parcel, room: memoryview, *, in_place: bool) -> bool:
         """Make an object of blocks; False where they cannot be had."""
@@ -305,7 +315,7 @@ class Carrier:
         return address_of(room) + offsets, order.addresses[at], order.sizes
 
     def _suspect(self, name: str, key: bytes) -> None:
-        """This block in the object is not ours. The next write replaces it, where it may."""
+        """This block in the object is not ours. The next object that has it replaces that one."""
         while name not in self._suspects and len(self._suspects) >= _MOST_SUSPECTS:
             del self._suspects[next(iter(self._suspects))]
         self._suspects.setdefault(name, set()).add(key)
