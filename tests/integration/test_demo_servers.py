@@ -10,18 +10,19 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from tests.fakes import mooncake_store
+from tests.fakes import mooncake_store, remote, s3_servers
 
 from kvferry.cli.commands import kvferry
 from kvferry.cli.fleet_report import fleet_gain, fleet_verdict
 from kvferry.errors import InputError, TransferError
-from kvferry.playground import mooncake_master
+from kvferry.playground import mooncake_master, server
 from kvferry.playground.compare import Turn
 from kvferry.playground.fleet import FleetFigures, FleetResult
 from kvferry.playground.model import ModelShape
@@ -198,6 +199,67 @@ def test_a_server_that_cannot_serve_is_an_error(
     assert "no_such_setting" in capfd.readouterr().err
 
 
+@pytest.fixture
+def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[s3_servers.Door]:
+    for name, value in remote.CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    made = s3_servers.Door(s3_servers.server("moto"))
+    yield made
+    made.close()
+
+
+def sharing(door: s3_servers.Door) -> ServerSetup:
+    shape = ModelShape(width=64, num_layers=2, num_heads=2, hidden=64)
+    address = f"s3://{s3_servers.BUCKET}/demo?endpoint={door.endpoint}"
+    return ServerSetup(shape, 8, 1 << 20, 16, {"remote": address})
+
+
+def refusing(door: s3_servers.Door, num_requests: int | None = None) -> Callable[[], datetime]:
+    """A clock so wrong that every request is refused, or the first few."""
+    now = datetime.now(timezone.utc)
+
+    def clock() -> datetime:
+        is_over = num_requests is not None and door.num_requests > num_requests
+        return datetime.now(timezone.utc) if is_over else now - timedelta(days=1)
+
+    return clock
+
+
+def test_a_server_begins_when_the_store_that_it_shares_is_there(
+    door: s3_servers.Door,
+    mark: str,  # whose server was started before
+) -> None:
+    door.clock = refusing(door, 3)
+    with ServerProcesses(sharing(door), 1) as servers:
+        servers.say(0, {"id": "a", "prompt": [1], "max_new_tokens": 1})
+        _, said = servers.hear()
+    assert said is not None
+    assert said["ailment"] == ""
+    assert door.num_requests > 3
+
+
+def test_a_server_whose_store_does_not_come_ends_and_says_so(
+    door: s3_servers.Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door.clock = refusing(door)
+    monkeypatch.setattr(server, "_STORE_SECONDS", 0.5)
+    near, far = os.pipe()
+    with (
+        os.fdopen(near) as source,
+        os.fdopen(far, "w"),
+        pytest.raises(TransferError, match=r"no store to share for 0.5 seconds, .* nothing"),
+    ):
+        server.serve_lines(sharing(door), source)
+
+
+def test_a_server_that_nobody_speaks_to_waits_for_no_store(door: s3_servers.Door) -> None:
+    door.clock = refusing(door)
+    near, far = os.pipe()
+    os.close(far)
+    with os.fdopen(near) as source:
+        server.serve_lines(sharing(door), source)
+
+
 def test_wrong_answers_and_a_store_that_was_away_are_said() -> None:
     turn = Turn(0, 0, 32, 0, 0, 32, 0.1)
     fleet = FleetFigures([turn], {"a": [1, 2]}, {0: 1}, 0, None, (), "")
@@ -208,3 +270,14 @@ def test_wrong_answers_and_a_store_that_was_away_are_said() -> None:
     assert fleet_verdict(result).startswith("1 of 1 answers differ")
     assert "The store was away for a while: remote: the master is gone." in fleet_gain(result)
     assert not FleetResult(2, replace(fleet, answers={}), fleet).tokens_equal
+
+
+def test_no_saving_is_told_where_nothing_was_shared() -> None:
+    turn = Turn(0, 0, 32, 0, 0, 32, 0.1)
+    alone = FleetFigures([turn], {"a": [1, 2]}, {0: 1}, 0, None, (), "")
+    shared = replace(alone, turns=[replace(turn, prefilled_tokens=8)], read_bytes=4096)
+    assert "sharing saved 75%" in fleet_gain(FleetResult(2, shared, alone))
+    vain = FleetResult(2, replace(shared, read_bytes=0), alone)
+    assert "this shows nothing of what sharing saves" in fleet_gain(vain)
+    assert "saved " not in fleet_gain(vain)
+    assert vain.to_dict()["prefill_saved_share"] is None

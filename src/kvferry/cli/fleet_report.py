@@ -37,11 +37,14 @@ def fleet_verdict(result: FleetResult) -> str:
 
 def fleet_gain(result: FleetResult) -> str:
     """What sharing bought, in a few sentences."""
-    said = [
-        f"Every turn went to one of {result.num_servers} servers, by chance. With one store for "
-        f"all they computed {result.shared.prefill_tokens:,} prefill tokens instead of "
-        f"{result.alone.prefill_tokens:,}: sharing saved {result.saved_share:.0%}."
-    ]
+    said = [f"Every turn went to one of {result.num_servers} servers, by chance."]
+    if result.saved_share is None:
+        said.append("Nothing was read from the store: this shows nothing of what sharing saves.")
+    else:
+        said.append(
+            f"With one store for all they computed {result.shared.prefill_tokens:,} prefill tokens "
+            f"instead of {result.alone.prefill_tokens:,}: sharing saved {result.saved_share:.0%}."
+        )
     if result.shared.killed is not None:
         said.append(
             f"Server {result.shared.killed} was killed at half of the turns; what it had under "

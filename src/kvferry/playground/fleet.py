@@ -91,8 +91,13 @@ class FleetResult:
         return self.num_different_turns == 0 and same_turns
 
     @property
-    def saved_share(self) -> float:
-        """Of the prefill that servers alone compute, what sharing saves."""
+    def saved_share(self) -> float | None:
+        """Of the prefill that servers alone compute, what sharing saves; None: nothing was shared.
+
+        What is computed more or less then is chance: which turns came while others were answered.
+        """
+        if not self.shared.read_bytes:
+            return None
         return 1 - self.shared.prefill_tokens / self.alone.prefill_tokens
 
     def to_dict(self) -> dict[str, Any]:

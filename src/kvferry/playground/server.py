@@ -13,14 +13,16 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
+import select
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, TextIO
 
 from kvferry.config import Config
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, TransferError
 from kvferry.level_kinds import REMOTE
 from kvferry.playground.engine import Engine, Limits
 from kvferry.playground.model import Decoder, ModelShape
@@ -32,6 +34,9 @@ from kvferry.types import HOST
 
 _IDLE_SECONDS = 0.02
 """How long an idle server waits for a turn before it looks after its copies again."""
+
+_STORE_SECONDS = 30.0
+"""How long a server waits for a store that it is to share, on a machine that is busy."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ def serve_lines(setup: ServerSetup, source: TextIO) -> None:
         Offloader(runner, host_bytes=setup.host_bytes, config=config) as offloader,
     ):
         engine = Engine(runner, limits=Limits(), offloader=offloader)
+        _wait_for_store(engine, offloader, source)
         # Not before: a thread that waits for input would stand in the way of a refusal.
         threading.Thread(target=_listen, args=(source, lines), daemon=True).start()
         while True:
@@ -78,6 +84,30 @@ def serve_lines(setup: ServerSetup, source: TextIO) -> None:
                 engine.submit(ServedRequest(**json.loads(line), arrival=engine.clock()))
             for request in engine.step():
                 _tell(request, offloader)
+
+
+def _wait_for_store(engine: Engine, offloader: Offloader, source: TextIO) -> None:
+    """Until all that lies below can be used, or nobody speaks to us any more.
+
+    Whoever served without it would compute what others have, and nobody would learn from that what
+    sharing saves.
+    """
+    gone = select.poll()
+    gone.register(source, 0)  # tells of nothing but the end
+    end = time.monotonic() + _STORE_SECONDS
+    engine.step()
+    while (ailment := _ailment(offloader)) and not gone.poll(0):
+        if time.monotonic() > end:
+            raise TransferError(
+                f"no store to share for {_STORE_SECONDS:g} seconds, and without one there is "
+                f"nothing to show: {ailment}"
+            )
+        time.sleep(_IDLE_SECONDS)
+        engine.step()
+
+
+def _ailment(offloader: Offloader) -> str:
+    return "; ".join(filter(None, offloader.stats().ailments.values()))
 
 
 def _arrived(lines: Lines, seconds: float) -> Iterator[str | None]:
@@ -94,7 +124,7 @@ def _tell(request: ServedRequest, offloader: Offloader) -> None:
         {
             "turn": request.told(),
             "read_bytes": stats.bytes_moved.get((REMOTE, HOST), 0),
-            "ailment": "; ".join(filter(None, stats.ailments.values())),
+            "ailment": _ailment(offloader),
         }
     )
 
