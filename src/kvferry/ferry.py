@@ -73,30 +73,7 @@ class Ferry(FerryLooks, FerryControl, FerryWaiting, Closing):
         self._worker = Worker(
             {(DEVICE, HOST): rank.engine, (HOST, DEVICE): rank.engine}, levels=rank.levels
         )
-        self._scheduler = Scheduler(
-            Pool(
-                rank.host.num_slots,
-                policy_named(config.policy),
-                num_ready=rank.ready_slots,
-                together=True,
-            ),
-            groups,
-            config=config,
-            hash_block_tokens=namespace.block_tokens,
-            block_bytes=[layout.block_bytes for layout in layouts],
-            levels=[
-                level_of(
-                    name,
-                    level.num_places,
-                    WriteMode(config.level_write),
-                    policy_named(config.level_policy),
-                    recovered=[level.recovered()],
-                    most_in_one=level.most_in_one,
-                )
-                for name, level in rank.levels.items()
-            ],
-            joins_loads=False,
-        )
+        self._scheduler = _scheduler_over(rank, layouts, groups, namespace, config)
         self._scheduler.watch_requests()
         self._has_levels = bool(rank.levels)
         # With levels a plan looks at the pool, and of several groups each store at the one before.
@@ -409,3 +386,37 @@ class Ferry(FerryLooks, FerryControl, FerryWaiting, Closing):
             self._owner.close()
             self._dropped.detach()
             self._parts.close()
+
+
+def _scheduler_over(
+    rank: RankMemory,
+    layouts: Sequence[GroupLayout],
+    groups: Sequence[Group],
+    namespace: Namespace,
+    config: Config,
+) -> Scheduler:
+    """The scheduler half over one rank's memory and the levels below it."""
+    return Scheduler(
+        Pool(
+            rank.host.num_slots,
+            policy_named(config.policy),
+            num_ready=rank.ready_slots,
+            together=True,
+        ),
+        groups,
+        config=config,
+        hash_block_tokens=namespace.block_tokens,
+        block_bytes=[layout.block_bytes for layout in layouts],
+        levels=[
+            level_of(
+                name,
+                level.num_places,
+                WriteMode(config.level_write),
+                policy_named(config.level_policy),
+                recovered=[level.recovered()],
+                most_in_one=level.most_in_one,
+            )
+            for name, level in rank.levels.items()
+        ],
+        joins_loads=False,
+    )

@@ -147,15 +147,7 @@ def open_on_cpu(
     """For KV tensors in ordinary memory. A disk needs ``contents``: what it has outlives us."""
     activity = Activity()
     with ExitStack() as undo:
-        host = HostMemory(
-            config.host,
-            _slot_bytes(layouts),
-            pin=Pin(config.host_pin),
-            busy=activity.is_busy,
-            num_ranks=num_ranks_here,
-            shared=shared,
-            spare_bytes=_spare_bytes(layouts, config),
-        )
+        host = _open_host(layouts, config, activity, num_ranks_here, shared)
         undo.callback(host.close)
         whose = tier_setup(config, layouts, contents, rank, num_ranks, num_ranks_here)
         levels = _open_levels(config, host, whose, undo)
@@ -199,17 +191,7 @@ def open_on_gpu(
         # Before there is host memory: its growth beside a calibration would be measured with it.
         planner = open_planner(driver, path_set.paths, copy_path=config.copy_path)
         registrar = DriverRegistrar(driver)
-        host = HostMemory(
-            config.host,
-            _slot_bytes(layouts),
-            registrar=registrar,
-            pin=Pin(config.host_pin),
-            busy=activity.is_busy,
-            pci_bus_id=registrar.pci_bus_id,
-            num_ranks=num_ranks_here,
-            shared=shared,
-            spare_bytes=_spare_bytes(layouts, config),
-        )
+        host = _open_host(layouts, config, activity, num_ranks_here, shared, registrar)
         undo.callback(host.close)
         if not host.is_pinned:
             # A kernel that touches memory the driver does not know kills the process's GPU work.
@@ -232,6 +214,28 @@ def open_on_gpu(
             runs_beside=lambda: activity.runs_beside,
         )
         return RankMemory(host, engine, activity, undo.pop_all(), levels)
+
+
+def _open_host(
+    layouts: Sequence[GroupLayout],
+    config: Config,
+    activity: Activity,
+    num_ranks_here: int | None,
+    shared: SharedMemory | None,
+    registrar: DriverRegistrar | None = None,
+) -> HostMemory:
+    """Host slots for the blocks of these groups; a ``registrar`` pins them for its card."""
+    return HostMemory(
+        config.host,
+        _slot_bytes(layouts),
+        registrar=registrar,
+        pin=Pin(config.host_pin),
+        busy=activity.is_busy,
+        pci_bus_id=registrar.pci_bus_id if registrar is not None else None,
+        num_ranks=num_ranks_here,
+        shared=shared,
+        spare_bytes=_spare_bytes(layouts, config),
+    )
 
 
 def _open_levels(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -225,18 +227,11 @@ def demo(
     except (InputError, ConfigError) as error:
         raise click.UsageError(str(error), ctx) from error
     _require_folder(html, None if is_stdout(json_file) else json_file)
-    try:
+    with _interruptible(ctx, console):
         result = _run_all(setting, console)
-        show_comparison(result, console)
         also = _run_also(setting, restart, policies, servers, kill, console)
-    except KeyboardInterrupt:
-        console.print("Interrupted. Nothing was written.")
-        ctx.exit(INTERRUPTED)
-    except KvferryError as error:
-        raise click.ClickException(str(error)) from error
     _write(result, also, html, json_file, console)
-    if not (result.tokens_equal and also.tokens_equal):
-        ctx.exit(TOKENS_DIFFER)
+    ctx.exit(0 if result.tokens_equal and also.tokens_equal else TOKENS_DIFFER)
 
 
 @dataclass
@@ -261,6 +256,18 @@ class _Also:
     def to_dict(self) -> dict[str, Any]:
         told = {"restart": self.restart, "policies": self.policies, "fleet": self.fleet}
         return {name: each.to_dict() for name, each in told.items() if each is not None}
+
+
+@contextmanager
+def _interruptible(ctx: click.Context, console: Console) -> Iterator[None]:
+    """What stops it half-way is said in a sentence."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.print("Interrupted. Nothing was written.")
+        ctx.exit(INTERRUPTED)
+    except KvferryError as error:
+        raise click.ClickException(str(error)) from error
 
 
 def _require_runnable(setting: Scenario, servers: int | None, kill: bool) -> None:
@@ -291,6 +298,7 @@ def _require_folder(*files: Path | None) -> None:
 
 
 def _run_all(setting: Scenario, console: Console) -> Comparison:
+    """The three ways, shown beside each other."""
     limit_matrix_threads(1)
     chat = setting.chat
     console.print(
@@ -303,7 +311,9 @@ def _run_all(setting: Scenario, console: Console) -> Comparison:
     with following(console, chat.num_conversations * chat.num_turns) as follow:
         for way in ServingWay:
             results[way] = run(setting, way, decoder, follow(way))
-    return compare(setting, results)
+    result = compare(setting, results)
+    show_comparison(result, console)
+    return result
 
 
 def _run_also(

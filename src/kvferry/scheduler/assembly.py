@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from kvferry import reach
 from kvferry.config import Config
 from kvferry.level_kinds import DISK
 from kvferry.pool import Pool
 from kvferry.scheduler.accounts import Accounts
 from kvferry.scheduler.coming import ComingLoads
+from kvferry.scheduler.engine_shape import EngineShape
 from kvferry.scheduler.explainer import Explainer
+from kvferry.scheduler.flight import Flights
 from kvferry.scheduler.gate import TIMES, gate_of
 from kvferry.scheduler.hearing import listening
 from kvferry.scheduler.hit import Hits
@@ -36,118 +37,80 @@ log = logging.getLogger("kvferry")
 _MOST_ON_DEVICE = 1 << 20
 """Keys, where nobody says how many blocks the device has."""
 
-_LOADING, _STORING = 7 / 8, 1 / 4
-"""Shares of the device's blocks that loads and stores may hold. With half of a small device cache
-one long load at a time fits, and the link rests while its request is told and runs; what runs
-needs a new block only now and then.
-"""
-
-_COMING = 1 / 2
-"""The share that loads may hold whose last blocks still come up from a level."""
-
 
 def assemble(
     pool: Pool,
-    groups: Sequence[reach.Group],
-    outbox: Outbox,
-    transit: Transit,
-    config: Config,
-    *,
-    hash_tokens: int,
-    num_ranks: int,
-    num_device_blocks: int | None,
-    block_bytes: Sequence[int],
-    spare_tokens: int,
+    shape: EngineShape,
     levels: Sequence[Level],
-    joins_loads: bool,
-    loads_early: bool,
+    config: Config,
     engine: EngineBlocks | None,
     clock: Callable[[], float],
 ) -> Parts:
     """As :class:`Scheduler` is asked for."""
+    transit, flights = Transit(shape.block_bytes), Flights(shape.num_ranks)
+    outbox = Outbox(flights, transit, config, len(shape.groups))
+    lower = _lower(pool, levels, outbox, shape, config, clock)
+    matcher = Matcher(shape.groups, pool, lower, shape.hash_tokens)
+    on_device = _on_device(shape) if config.store_mode == "lazy" else None
+    stores = Stores(matcher, pool, outbox, transit, config, shape, on_device)
+    tenants = _divided(config.tenants, pool, levels) if config.tenants else None
+    journal, admission = Journal(), stores.admission
+    accounts = Accounts(
+        matcher,
+        Explainer(matcher, pool, admission, lower),
+        journal,
+        admission,
+        lower,
+        tenants,
+        listening(pool, levels, matcher, is_late=engine is not None),
+        on_device,
+    )
+    parts = Parts(
+        pool=pool,
+        matcher=matcher,
+        hits=Hits(matcher, pool, transit, config, shape, clock),
+        stores=stores,
+        transit=transit,
+        flights=flights,
+        outbox=outbox,
+        lower=lower,
+        waits=Waits(),
+        journal=journal,
+        accounts=accounts,
+        tenants=tenants,
+        rests=_rests(engine, shape, matcher, clock) if engine is not None else None,
+        sizes=shape.sizes,
+        least_tokens=min(shape.sizes),
+        spare_tokens=shape.spare_tokens,
+        clock=clock,
+    )
+    parts.coming = ComingLoads(parts, shape, config)
+    return parts
+
+
+def _lower(
+    pool: Pool,
+    levels: Sequence[Level],
+    outbox: Outbox,
+    shape: EngineShape,
+    config: Config,
+    clock: Callable[[], float],
+) -> LowerLevels:
+    """What lies below the host, and what of the host may go there and stay."""
     if disk := next((level for level in levels if level.name == DISK), None):
-        _let_through(disk, pool, config, max(block_bytes) * num_ranks, clock())
+        _let_through(disk, pool, config, shape.slot_bytes * shape.num_ranks, clock())
     lower = LowerLevels(
         pool,
         levels,
         outbox,
         clock,
-        slot_bytes=max(block_bytes),
+        slot_bytes=shape.slot_bytes,
         lasting=frozenset(spec.name for spec in config.all_levels if spec.outlives_us),
         write_out=config.level_write_out,
     )
     for each in (pool, *(level.pool for level in levels if level.pool is not None)):
         each.holds.bound(config.keep_share)
-    matcher = Matcher(groups, pool, lower, hash_tokens)
-    on_device = None
-    if config.store_mode == "lazy":
-        on_device = _on_device(num_device_blocks, groups, hash_tokens)
-    stores = Stores(
-        matcher,
-        pool,
-        outbox,
-        transit,
-        config,
-        max_blocks=_bound(config.max_storing_blocks, num_device_blocks, _STORING),
-        block_bytes=block_bytes,
-        on_device=on_device,
-    )
-    hits = Hits(
-        matcher,
-        pool,
-        transit,
-        config,
-        max_blocks=_bound(config.max_loading_blocks, num_device_blocks, _LOADING),
-        block_bytes=block_bytes,
-        joins_loads=joins_loads,
-        clock=clock,
-    )
-    tenants = _divided(config.tenants, pool, levels) if config.tenants else None
-    journal, admission = Journal(), stores.admission
-    explainer = Explainer(matcher, pool, admission, lower)
-    sizes = tuple(group.block_tokens for group in groups)
-    parts = Parts(
-        pool=pool,
-        matcher=matcher,
-        hits=hits,
-        stores=stores,
-        outbox=outbox,
-        lower=lower,
-        waits=Waits(),
-        journal=journal,
-        accounts=Accounts(
-            matcher,
-            explainer,
-            journal,
-            admission,
-            lower,
-            tenants,
-            listening(pool, levels, matcher, is_late=engine is not None),
-            on_device,
-        ),
-        tenants=tenants,
-        sizes=sizes,
-        least_tokens=min(sizes),
-        spare_tokens=spare_tokens,
-        clock=clock,
-    )
-    if engine is not None:
-        parts.rests = Rests(
-            engine,
-            least_tokens=min(sizes),
-            is_full=matcher.is_full,
-            num_device_blocks=num_device_blocks or 0,
-            clock=clock,
-        )
-    is_early = loads_early and len(groups) == 1 and matcher.is_full and not spare_tokens
-    parts.coming = ComingLoads(
-        parts,
-        transit,
-        is_on=is_early,
-        max_blocks=_bound(None, num_device_blocks, _COMING),
-        deadline=config.promote_deadline,
-    )
-    return parts
+    return lower
 
 
 def _let_through(disk: Level, pool: Pool, config: Config, block_bytes: int, now: float) -> None:
@@ -176,18 +139,22 @@ def _divided(shares: Sequence[TenantShare], pool: Pool, levels: Sequence[Level])
     return tenants
 
 
-def _bound(given: int | None, num_device_blocks: int | None, share: float) -> int | None:
-    """A bound as given, or this share of the device's blocks; None where neither is known."""
-    if given is not None or num_device_blocks is None:
-        return given
-    return max(1, int(num_device_blocks * share))
+def _rests(
+    engine: EngineBlocks, shape: EngineShape, matcher: Matcher, clock: Callable[[], float]
+) -> Rests:
+    return Rests(
+        engine,
+        least_tokens=min(shape.sizes),
+        is_full=matcher.is_full,
+        num_device_blocks=shape.num_device_blocks or 0,
+        clock=clock,
+    )
 
 
-def _on_device(
-    num_device_blocks: int | None, groups: Sequence[reach.Group], hash_tokens: int
-) -> OnDevice:
+def _on_device(shape: EngineShape) -> OnDevice:
     """What the device has, as far as we were told: twice as many keys as it can have."""
-    if num_device_blocks is None:
+    hash_tokens = shape.hash_tokens
+    if shape.num_device_blocks is None:
         return OnDevice(_MOST_ON_DEVICE, hash_tokens)
-    largest = max(group.block_tokens for group in groups)
-    return OnDevice(max(1024, 2 * num_device_blocks * -(-largest // hash_tokens)), hash_tokens)
+    keys_a_block = -(-max(shape.sizes) // hash_tokens)
+    return OnDevice(max(1024, 2 * shape.num_device_blocks * keys_a_block), hash_tokens)

@@ -19,18 +19,19 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from kvferry.answers import Match, MatchState
+from kvferry.config import Config
 from kvferry.errors import InputError
 from kvferry.index import num_leading
 from kvferry.keys import Keys
 from kvferry.lease import Lease
 from kvferry.policy import OverlapDecision
+from kvferry.scheduler.engine_shape import EngineShape
 from kvferry.scheduler.flight import Flight
 from kvferry.scheduler.hit import PinnedHit
 from kvferry.scheduler.leaving import go_on
 from kvferry.scheduler.look import Look, Missing
 from kvferry.scheduler.orders import BlockTable, Ordered, checked_blocks
 from kvferry.scheduler.request_state import State
-from kvferry.scheduler.transit import Transit
 from kvferry.slot_states import SlotState
 from kvferry.types import SlotArray, TierName, TransferId
 
@@ -45,6 +46,9 @@ GPU's link a drive reads one part in some 15 of what is copied in the same time.
 _PATIENCE = 1 / 5
 """A load that gets nothing more for so much of ``promote_deadline`` goes on without: its last
 blocks were to be there in the time of one copy, which is milliseconds."""
+
+_DEVICE_SHARE = 1 / 2
+"""So much of the device all of these loads together may take."""
 
 _GONE = "blocks that were coming up did not"
 _LATE = "blocks that were coming up did not in time"
@@ -126,21 +130,13 @@ class ComingLoads:
     For an engine with one group whose hits read every block; others get a load as one.
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        transit: Transit,
-        *,
-        is_on: bool,
-        max_blocks: int | None,
-        deadline: float,
-    ) -> None:
-        """``max_blocks`` bounds the device blocks of all of them; ``deadline`` is a promotion's."""
-        self._is_on = is_on
-        self._max_blocks = max_blocks
-        self._patience = deadline * _PATIENCE
+    def __init__(self, parts: Parts, shape: EngineShape, config: Config) -> None:
+        reads_all = len(shape.groups) == 1 and parts.matcher.is_full
+        self._is_on = shape.loads_early and reads_all and not shape.spare_tokens
+        self._max_blocks = shape.bound(None, _DEVICE_SHARE)
+        self._patience = config.promote_deadline * _PATIENCE
         self._parts = parts
-        self._transit = transit
+        self._transit = parts.transit
         self._size = parts.sizes[0]
         self._loads: dict[Request, ComingLoad] = {}
 

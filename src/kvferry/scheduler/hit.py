@@ -12,11 +12,18 @@ from kvferry.keys import KeyChain, Keys
 from kvferry.lease import Lease
 from kvferry.policy import Decision, LoadOrCompute
 from kvferry.pool import Pool
+from kvferry.scheduler.engine_shape import EngineShape
 from kvferry.scheduler.look import Look
 from kvferry.scheduler.matching import Matcher
 from kvferry.scheduler.orders import BlockTable, checked_blocks
 from kvferry.scheduler.transit import Transit
 from kvferry.types import RequestId, SlotArray
+
+_SHARE = 7 / 8
+"""Of the device's blocks: so many may be in the hands of loads, where no setting says how many.
+With half of a small device cache one long load at a time fits, and the link rests while its request
+is told and runs; what runs needs a new block only now and then.
+"""
 
 
 class PinnedHit:
@@ -97,10 +104,7 @@ class Hits:
         pool: Pool,
         transit: Transit,
         config: Config,
-        *,
-        max_blocks: int | None,
-        block_bytes: Sequence[int],
-        joins_loads: bool,
+        shape: EngineShape,
         clock: Callable[[], float],
     ) -> None:
         self.worth = LoadOrCompute(config.load_policy, prefill_rate=config.prefill_rate)
@@ -109,9 +113,9 @@ class Hits:
         self._transit = transit
         self._max_bytes = config.max_bytes_in_flight
         self._patience = config.match_deadline
-        self._max_blocks = max_blocks
-        self._block_bytes = tuple(block_bytes)
-        self.joins_loads = joins_loads
+        self._max_blocks = shape.bound(config.max_loading_blocks, _SHARE)
+        self._block_bytes = shape.block_bytes
+        self.joins_loads = shape.joins_loads
         self._clock = clock
         self._being_loaded = np.zeros(pool.num_slots, dtype=np.int32)
         self._num_loads = 0

@@ -10,6 +10,7 @@ from kvferry.answers import DeviceBlocks
 from kvferry.pool import Pool
 from kvferry.scheduler.accounts import Accounts
 from kvferry.scheduler.coming import ComingLoads
+from kvferry.scheduler.flight import Flights
 from kvferry.scheduler.hit import Hits
 from kvferry.scheduler.journal import Journal
 from kvferry.scheduler.levels import LowerLevels
@@ -17,13 +18,14 @@ from kvferry.scheduler.matching import Matcher
 from kvferry.scheduler.outbox import Outbox
 from kvferry.scheduler.rests import Rests
 from kvferry.scheduler.storing import Stores
+from kvferry.scheduler.transit import Transit
 from kvferry.scheduler.waits import Waits
 from kvferry.tenants import Tenants
 
 
 @dataclass(eq=False)
 class Parts:
-    """Everything a request needs to look, load and store. Owned by the scheduler.
+    """Everything a scheduler's requests look, load and store with. Owned by the scheduler.
 
     ``sizes`` are the tokens of a block, by group, ``least_tokens`` the least of them. The last
     ``spare_tokens`` of a request are neither loaded nor stored. ``owing`` are requests that were
@@ -36,6 +38,8 @@ class Parts:
     matcher: Matcher
     hits: Hits
     stores: Stores
+    transit: Transit
+    flights: Flights
     outbox: Outbox
     lower: LowerLevels
     waits: Waits

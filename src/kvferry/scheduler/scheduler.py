@@ -25,19 +25,17 @@ from kvferry.pool import Pool
 from kvferry.scheduler.ahead import Ahead
 from kvferry.scheduler.assembly import assemble
 from kvferry.scheduler.control import Control
-from kvferry.scheduler.flight import Flights
+from kvferry.scheduler.engine_shape import EngineShape
 from kvferry.scheduler.hinted import HintedRequest
 from kvferry.scheduler.journal import Entry
 from kvferry.scheduler.leaving import store_left
 from kvferry.scheduler.level import Level
 from kvferry.scheduler.orders import BlockTable, EngineBlocks, Ordered
-from kvferry.scheduler.outbox import Outbox
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.rests import Rests
 from kvferry.scheduler.settled import Settled
 from kvferry.scheduler.settling import Settling
 from kvferry.scheduler.snapshot import Onlooker, snapshot
-from kvferry.scheduler.transit import Transit
 from kvferry.scheduler.why import Explanation
 from kvferry.stats import SchedulerStats
 from kvferry.types import Health, Plan, Rank, Receipt, RequestId
@@ -81,49 +79,34 @@ class Scheduler:
         nothing. With ``loads_early`` a hit's last blocks may still come up when it is answered; see
         ``Settled.ordered``. ``engine`` lets requests that end be stored late (``Request.leave``).
         """
-        _require_sizes(groups, num_ranks, block_bytes)
-        config = config if config is not None else Config()
-        hash_tokens = hash_block_tokens or min(group.block_tokens for group in groups)
-        block_bytes = tuple(block_bytes) or (0,) * len(groups)
+        shape = EngineShape(
+            groups=tuple(groups),
+            num_ranks=num_ranks,
+            hash_block_tokens=hash_block_tokens,
+            num_device_blocks=num_device_blocks,
+            block_bytes=tuple(block_bytes) or (0,) * len(groups),
+            spare_tokens=spare_tokens,
+            joins_loads=joins_loads,
+            loads_early=loads_early,
+        )
+        self._config = config if config is not None else Config()
+        self._parts = parts = assemble(pool, shape, levels, self._config, engine, clock)
         self.pool = pool
-        self._config = config
-        self.groups = tuple(groups)
+        self.groups = shape.groups
         self.epoch = 0
         """0 until everything is forgotten, then another number that no other life ever had."""
         self._num_resets = 0
         self._clock = clock
         self._closed = False
         self._ready = [pool.num_ready] * num_ranks
-        self._transit = Transit(block_bytes)
-        self._flights = Flights(num_ranks)
-        self._outbox = Outbox(self._flights, self._transit, config, len(self.groups))
-        self._parts = assemble(
-            pool,
-            self.groups,
-            self._outbox,
-            self._transit,
-            config,
-            hash_tokens=hash_tokens,
-            num_ranks=num_ranks,
-            num_device_blocks=num_device_blocks,
-            block_bytes=block_bytes,
-            spare_tokens=spare_tokens,
-            levels=levels,
-            joins_loads=joins_loads,
-            loads_early=loads_early,
-            engine=engine,
-            clock=clock,
-        )
-        in_order = not self._parts.stores.is_lazy
-        self._settling = Settling(
-            self._parts, self._flights, self._transit, stores_in_order=in_order
-        )
-        self.control = Control(self._parts)  # what is done with blocks from outside
-        self.write_out = self._parts.lower.write_out
+        self._transit, self._flights, self._outbox = parts.transit, parts.flights, parts.outbox
+        self._settling = Settling(parts)
+        self.control = Control(parts)  # what is done with blocks from outside
+        self.write_out = parts.lower.write_out
         """What goes to the disk while the engine has nothing to do."""
-        self._ahead = Ahead(self._parts, clock)
-        self.has_tenants = self._parts.tenants is not None
-        self.onlooker = Onlooker(self._snapshot, self._parts.journal)
+        self._ahead = Ahead(parts, clock)
+        self.has_tenants = parts.tenants is not None
+        self.onlooker = Onlooker(self._snapshot, parts.journal)
         """What others may see of it, from any thread."""
 
     # -- requests -------------------------------------------------------------------------------
@@ -368,33 +351,9 @@ class Scheduler:
         return self._snapshot()
 
     def _snapshot(self) -> SchedulerStats:
-        parts = self._parts
-        return snapshot(
-            self.pool,
-            parts.lower,
-            self._flights,
-            self._outbox,
-            self._transit,
-            parts.stores,
-            parts.hits,
-            parts.accounts.counts,
-            resets=self._num_resets,
-            tenants=parts.tenants,
-            memory_curve=parts.accounts.memory_curve,
-        )
+        return snapshot(self._parts, resets=self._num_resets)
 
     def check_integrity(self) -> None:
         """Prove the bookkeeping, the pools' included; raises IntegrityError."""
         self.pool.check_integrity()
         self._parts.lower.check_integrity()
-
-
-def _require_sizes(
-    groups: Sequence[reach.Group], num_ranks: int, block_bytes: Sequence[int]
-) -> None:
-    if num_ranks < 1:
-        raise InputError(f"num_ranks must be at least 1, got {num_ranks}")
-    if not groups:
-        raise InputError("no groups given; a model has at least one")
-    if block_bytes and len(block_bytes) != len(groups):
-        raise InputError(f"got {len(block_bytes)} block sizes for {len(groups)} groups")

@@ -13,26 +13,21 @@ from collections.abc import Sequence
 
 from kvferry import reach
 from kvferry.answers import DeviceBlocks, Landing, Match
-from kvferry.scheduler.flight import Flight, Flights
+from kvferry.scheduler.flight import Flight
 from kvferry.scheduler.orders import Ordered
 from kvferry.scheduler.parts import Parts
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.settled import FailedLoad, Settled
-from kvferry.scheduler.transit import Transit
 from kvferry.types import DEVICE, Question, Transfer
 
 
 class Settling:
     """Tells requests and the engine what ended. Owns nothing but its way of telling."""
 
-    def __init__(
-        self, parts: Parts, flights: Flights, transit: Transit, *, stores_in_order: bool
-    ) -> None:
-        """``stores_in_order`` says that a store goes on where the one before it ended."""
+    def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._flights = flights
-        self._transit = transit
-        self._stores_in_order = stores_in_order
+        self._flights = parts.flights
+        self._transit = parts.transit
 
     def report(self, landed: Sequence[Flight], now: float) -> Settled:
         """What changed for the engine, by these and by the time."""
@@ -153,7 +148,7 @@ class Settling:
         # Lazy stores come from anywhere; eager ones follow each other where every key is needed.
         parts = self._parts
         full = isinstance(parts.matcher.groups[group], reach.FullAttention)
-        chained = full and self._stores_in_order
+        chained = full and not parts.stores.is_lazy
         for lease in flight.leases:
             parent = parts.pool.key_before(lease) if chained else None
             parts.lower.write_through(parts.pool.keys_of(lease), parent=parent, chained=chained)

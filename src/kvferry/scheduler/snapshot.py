@@ -5,38 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import MappingProxyType
 
-from kvferry.observed.curve import Points
-from kvferry.pool import Pool
-from kvferry.scheduler.flight import Flights
-from kvferry.scheduler.hit import Hits
 from kvferry.scheduler.journal import Entry, Journal
 from kvferry.scheduler.level import KeyedLevel, PlacedLevel
-from kvferry.scheduler.levels import LowerLevels
-from kvferry.scheduler.outbox import Outbox
-from kvferry.scheduler.storing import Stores
-from kvferry.scheduler.transit import Transit
-from kvferry.stats import MatchCounts, SchedulerStats
-from kvferry.tenants import Tenants
+from kvferry.scheduler.parts import Parts
+from kvferry.stats import SchedulerStats
 from kvferry.types import HOST, RequestId
 
 
-def snapshot(
-    pool: Pool,
-    lower: LowerLevels,
-    flights: Flights,
-    outbox: Outbox,
-    transit: Transit,
-    storing: Stores,
-    hits: Hits,
-    matches: MatchCounts,
-    *,
-    resets: int,
-    tenants: Tenants | None = None,
-    memory_curve: Points,
-) -> SchedulerStats:
+def snapshot(parts: Parts, *, resets: int) -> SchedulerStats:
     """As of now; nothing in it changes afterwards."""
-    moved = flights.counts
-    below = {level.name: level.pool for level in lower.levels if level.pool is not None}
+    pool, levels, worth, tenants = parts.pool, parts.lower.levels, parts.hits.worth, parts.tenants
+    matches, moved = parts.accounts.counts, parts.flights.counts
+    below = {level.name: level.pool for level in levels if level.pool is not None}
+    keyed = [level for level in levels if isinstance(level, KeyedLevel)]
+    placed = [level for level in levels if isinstance(level, PlacedLevel)]
     return SchedulerStats(
         pool=pool.counts,
         levels=MappingProxyType({name: each.counts for name, each in below.items()}),
@@ -46,11 +28,11 @@ def snapshot(
         promoted_tokens=matches.promoted_tokens,
         expired_hits=matches.expired_hits,
         early_loads=matches.early_loads,
-        shed_stores=storing.num_shed,
+        shed_stores=parts.stores.num_shed,
         verdicts=MappingProxyType(dict(matches.verdicts)),
         missed=MappingProxyType(dict(matches.missed)),
         overlaps=MappingProxyType(dict(matches.overlaps)),
-        in_flight=len(flights),
+        in_flight=len(parts.flights),
         landed=moved.landed,
         failed=moved.failed,
         overdue=moved.overdue,
@@ -58,34 +40,22 @@ def snapshot(
         bytes_moved=MappingProxyType(dict(moved.bytes_moved)),
         seconds_moved=MappingProxyType(dict(moved.seconds_moved)),
         traffic=moved.traffic.snapshot(),
-        queued=len(outbox),
-        bytes_in_flight=transit.num_bytes,
+        queued=len(parts.outbox),
+        bytes_in_flight=parts.transit.num_bytes,
         leases=MappingProxyType(
             {HOST: pool.num_leases, **{name: each.num_leases for name, each in below.items()}}
         ),
         resets=resets,
         tenants=MappingProxyType(tenants.snapshot() if tenants is not None else {}),
-        memory_curve=memory_curve,
+        memory_curve=parts.accounts.memory_curve,
         lost_blocks=moved.lost_blocks,
-        ailments=MappingProxyType({level.name: level.ailment for level in lower.levels}),
-        asked=MappingProxyType(
-            {
-                level.name: (level.num_asked, level.num_found)
-                for level in lower.levels
-                if isinstance(level, KeyedLevel)
-            }
-        ),
-        restored=MappingProxyType(
-            {
-                level.name: level.num_restored
-                for level in lower.levels
-                if isinstance(level, PlacedLevel)
-            }
-        ),
-        bandwidth=hits.worth.bandwidth,
-        prefill_rate=hits.worth.prefill_rate,
+        ailments=MappingProxyType({level.name: level.ailment for level in levels}),
+        asked=MappingProxyType({level.name: (level.num_asked, level.num_found) for level in keyed}),
+        restored=MappingProxyType({level.name: level.num_restored for level in placed}),
+        bandwidth=worth.bandwidth,
+        prefill_rate=worth.prefill_rate,
         level_bandwidth=MappingProxyType(
-            {level.name: hits.worth.bandwidth_of(level.name) for level in lower.levels}
+            {level.name: worth.bandwidth_of(level.name) for level in levels}
         ),
     )
 

@@ -14,6 +14,7 @@ from kvferry.errors import InputError
 from kvferry.keys import Keys
 from kvferry.policy import SeenOften, Watermark
 from kvferry.pool import Pool
+from kvferry.scheduler.engine_shape import EngineShape
 from kvferry.scheduler.matching import Matcher
 from kvferry.scheduler.on_device import OnDevice
 from kvferry.scheduler.orders import NO_BLOCK, BlockTable, Ordered, checked_blocks
@@ -25,6 +26,9 @@ _Part = tuple[int, range, npt.NDArray[np.int64]]
 """Blocks of a group that are to be stored: their places, and the device blocks they are in."""
 
 _NO_BOUND = 1 << 40
+
+_SHARE = 1 / 4
+"""Of the device's blocks: so many may be in the hands of stores, where no setting says how many."""
 
 
 class Stores:
@@ -41,9 +45,7 @@ class Stores:
         outbox: Outbox,
         transit: Transit,
         config: Config,
-        *,
-        max_blocks: int | None,
-        block_bytes: Sequence[int],
+        shape: EngineShape,
         on_device: OnDevice | None = None,
     ) -> None:
         """``on_device`` knows what was said of blocks that are offered; None where none are."""
@@ -55,10 +57,11 @@ class Stores:
         self._pool = pool
         self._outbox = outbox
         self._transit = transit
-        self._max_blocks = max_blocks
+        self._max_blocks = shape.bound(config.max_storing_blocks, _SHARE)
         self._max_bytes = config.max_bytes_in_flight
-        self._block_bytes = tuple(block_bytes)
-        self._watermark = Watermark(most=max_blocks if max_blocks is not None else 1 << 20)
+        self._block_bytes = shape.block_bytes
+        most = self._max_blocks if self._max_blocks is not None else 1 << 20
+        self._watermark = Watermark(most=most)
 
     # -- eager ----------------------------------------------------------------------------------
 
