@@ -12,53 +12,22 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kvferry.engine import (
-    DEVICE,
-    FIRST_RANK,
-    HOST,
-    NO_BLOCK,
-    BlockTable,
-    Config,
-    CopyEngine,
-    DeviceBlocks,
-    FullAttention,
-    Group,
-    Key,
-    Keys,
-    MatchState,
-    Namespace,
-    Ordered,
-    Outcome,
-    Pool,
-    Receipt,
-    Request,
-    Scheduler,
-    SlidingWindow,
-    State,
-    Transfer,
-    Worker,
-    WriteMode,
-    chain,
-    describe,
-    level_of,
-    longest_hit,
-    needed,
-    open_on_cpu,
-)
+import kvferry.engine as kf
 
 BLOCK_TOKENS, STEP_TOKENS, DIM, LAYERS = 4, 8, 16, 2
-BOTH_KINDS = (FullAttention(BLOCK_TOKENS), SlidingWindow(BLOCK_TOKENS, window=8))
-FULL_ONLY = (FullAttention(BLOCK_TOKENS),)
+BOTH_KINDS = (kf.FullAttention(BLOCK_TOKENS), kf.SlidingWindow(BLOCK_TOKENS, window=8))
+FULL_ONLY = (kf.FullAttention(BLOCK_TOKENS),)
+Tables = Sequence[kf.BlockTable]  # one for each group
 
 
 class Model:
     """KV tensors of every group, and a forward pass that reads and writes them."""
 
-    def __init__(self, groups: Sequence[Group], num_blocks: int) -> None:
+    def __init__(self, groups: Sequence[kf.Group], num_blocks: int) -> None:
         shape = (num_blocks, BLOCK_TOKENS, DIM)
         self.groups = groups
         self.kv = [[np.zeros(shape, np.uint64) for _ in range(LAYERS)] for _ in groups]
@@ -76,7 +45,7 @@ class Model:
                     place = block, position % BLOCK_TOKENS
                     if position in span:
                         tensor[place] = rows[position]
-                    elif block == NO_BLOCK or not np.array_equal(tensor[place], rows[position]):
+                    elif block == kf.NO_BLOCK or not np.array_equal(tensor[place], rows[position]):
                         raise AssertionError(f"group {g}: wrong bytes for token {position}")
         self.num_computed += len(span)
         return int(sums[span.stop - 1]) % 1000
@@ -87,9 +56,9 @@ class Blocks:
 
     def __init__(self, num_blocks: int) -> None:
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self.by_key: dict[Key, int] = {}
+        self.by_key: dict[kf.Key, int] = {}
         self._num_holders = [0] * num_blocks
-        self._keys: list[Key | None] = [None] * num_blocks
+        self._keys: list[kf.Key | None] = [None] * num_blocks
 
     def take(self, count: int) -> list[int]:
         """The blocks freed longest ago, for one holder; what they cached is forgotten."""
@@ -108,11 +77,12 @@ class Blocks:
 
     def release(self, blocks: Iterable[int]) -> None:
         for block in blocks:
-            self._num_holders[block] -= 1
-            if not self._num_holders[block]:
-                self.free[block] = None
+            if block != kf.NO_BLOCK:
+                self._num_holders[block] -= 1
+                if not self._num_holders[block]:
+                    self.free[block] = None
 
-    def publish(self, block: int, key: Key) -> None:
+    def publish(self, block: int, key: kf.Key) -> None:
         """A full block can be found by its content from now on."""
         if key not in self.by_key:
             self.by_key[key], self._keys[block] = block, key
@@ -125,9 +95,9 @@ class Blocks:
 class Turn:
     """One request as the engine knows it; ``ferried`` is the same request as kvferry does."""
 
-    ferried: Request
+    ferried: kf.Request
     tokens: list[int]
-    keys: Keys
+    keys: kf.Keys
     num_new: int
     tables: list[list[int]] = field(default_factory=list)
     num_computed: int = 0
@@ -136,44 +106,30 @@ class Turn:
     num_preemptions: int = 0
 
 
-class FailingCopies:
-    """Stands between the worker and its copy engine; a load can be made to fail."""
+class LosingWorker(kf.Worker):
+    """A worker that can be made to lose a copy, as if a cable had been pulled."""
 
-    def __init__(self, copies: CopyEngine) -> None:
-        self.fails_next = False
-        self._copies = copies
-        self._failed: list[Receipt] = []
+    loses_next = False
 
-    def submit(self, transfer: Transfer) -> None:
-        if self.fails_next and transfer.dst == DEVICE:
-            self.fails_next = False
-            reason = "a cable was pulled"
-            self._failed.append(Receipt(transfer.id, FIRST_RANK, Outcome.FAILED, reason))
-        else:
-            self._copies.submit(transfer)
-
-    def poll(self) -> list[Receipt]:
-        failed, self._failed = self._failed, []
-        return failed + self._copies.poll()
-
-    def drain(self, timeout: float | None = None) -> list[Receipt]:
-        return self.poll() + self._copies.drain(timeout)
-
-    def close(self) -> None:
-        self._copies.close()
+    def poll(self) -> list[kf.Receipt]:
+        receipts = super().poll()
+        if receipts and self.loses_next:
+            self.loses_next = False
+            receipts[0] = replace(receipts[0], outcome=kf.Outcome.FAILED, reason="cable pulled")
+        return receipts
 
 
 class Engine:
     """The serving loop. Owns the device's blocks and both of kvferry's halves."""
 
-    def __init__(self, groups: Sequence[Group], *, device_blocks: int, host_slots: int) -> None:
+    def __init__(self, groups: Sequence[kf.Group], *, device_blocks: int, host_slots: int) -> None:
         self.model = Model(groups, device_blocks)
         self.blocks = [Blocks(device_blocks) for _ in groups]
         self.waiting: list[Turn] = []
         self.running: list[Turn] = []
-        self.turns: dict[Request, Turn] = {}
+        self.turns: dict[kf.Request, Turn] = {}
         self.num_held = 0
-        self.namespace = Namespace(
+        self.namespace = kf.Namespace(
             model="running-sum",
             dtype="uint64",
             layout="block,token,dim",
@@ -183,9 +139,9 @@ class Engine:
         self.open_halves(device_blocks, host_slots)
 
     def open_halves(self, device_blocks: int, host_slots: int) -> None:
-        layouts = [describe(tensors, block_axis=0) for tensors in self.model.kv]
+        layouts = [kf.describe(tensors, block_axis=0) for tensors in self.model.kv]
         block_bytes = [layout.block_bytes for layout in layouts]
-        config = Config.from_dict(
+        config = kf.Config.from_dict(
             {
                 "host": host_slots * max(block_bytes),
                 "levels": "below=memory:2MiB",
@@ -195,17 +151,16 @@ class Engine:
             }
         )
         # The worker half, one for each rank: host memory, a copy engine, the levels below.
-        self.rank = open_on_cpu(layouts, config)
-        self.copies = FailingCopies(self.rank.engine)
-        routes = {(DEVICE, HOST): self.copies, (HOST, DEVICE): self.copies}
-        self.worker = Worker(routes, levels=self.rank.levels)
+        self.rank = kf.open_on_cpu(layouts, config)
+        routes = {(kf.DEVICE, kf.HOST): self.rank.engine, (kf.HOST, kf.DEVICE): self.rank.engine}
+        self.worker = LosingWorker(routes, levels=self.rank.levels)
         # The scheduler half, one for all ranks: which block is where. It touches no bytes.
         levels = [
-            level_of(name, mover.num_places, WriteMode.THROUGH, recovered=[mover.recovered()])
+            kf.level_of(name, mover.num_places, kf.WriteMode.THROUGH, recovered=[mover.recovered()])
             for name, mover in self.rank.levels.items()
         ]
-        self.scheduler = Scheduler(
-            Pool(self.rank.host.num_slots, num_ready=self.rank.ready_slots),
+        self.scheduler = kf.Scheduler(
+            kf.Pool(self.rank.host.num_slots, num_ready=self.rank.ready_slots),
             self.model.groups,
             config=config,
             num_device_blocks=device_blocks,
@@ -223,7 +178,7 @@ class Engine:
 
     def submit(self, name: str, tokens: Sequence[int], num_new: int = 4) -> Turn:
         """A request has come: its tokens so far, and how many it wants generated."""
-        keys = chain(self.namespace, tokens)
+        keys = kf.chain(self.namespace, tokens)
         turn = Turn(self.scheduler.open(name, keys), list(tokens), keys, num_new)
         self.turns[turn.ferried] = turn
         self.waiting.append(turn)
@@ -243,7 +198,7 @@ class Engine:
             self.worker.execute(plan)
 
     def settle(self) -> None:
-        self.scheduler.note_ready(FIRST_RANK, self.rank.ready_slots)
+        self.scheduler.note_ready(kf.FIRST_RANK, self.rank.ready_slots)
         for change in self.worker.health():
             self.scheduler.note_health(change)
         settled = self.scheduler.settle(self.worker.poll())
@@ -267,12 +222,12 @@ class Engine:
             computed_tokens=turn.num_computed,
             max_tokens=len(turn.tokens) - 1,  # one must be computed, to have a next token
         )
-        if match.state is MatchState.WAIT:
+        if match.state is kf.MatchState.WAIT:
             self.cut(turn, 0)
             return False
-        if match.state is MatchState.HIT and not self.load(turn, match.num_tokens):
+        if match.state is kf.MatchState.HIT and not self.load(turn, match.num_tokens):
             return False
-        if turn.ferried.state is not State.LOADING:
+        if turn.ferried.state is not kf.State.LOADING:
             self.start(turn)
         return True
 
@@ -284,7 +239,7 @@ class Engine:
             return False
         for table, blocks, wanted in zip(turn.tables, self.blocks, places, strict=True):
             num_unread = num_tokens // BLOCK_TOKENS - len(table) - len(wanted)
-            table += [NO_BLOCK] * num_unread + blocks.take(len(wanted))
+            table += [kf.NO_BLOCK] * num_unread + blocks.take(len(wanted))
         self.hold(turn.ferried.load(turn.tables))
         turn.num_hit = num_tokens
         return True
@@ -293,13 +248,13 @@ class Engine:
         """The longest prefix that the device itself has, in all groups; holds its blocks."""
         groups, keys = self.model.groups, turn.keys[: (len(turn.tokens) - 1) // BLOCK_TOKENS]
         there = [np.array([key in b.by_key for key in keys], dtype=bool) for b in self.blocks]
-        num_tokens = longest_hit(groups, there, len(keys) * BLOCK_TOKENS)
+        num_tokens = kf.longest_hit(groups, there, len(keys) * BLOCK_TOKENS)
         turn.tables = []
         for group, blocks in zip(groups, self.blocks, strict=True):
-            read = needed(group, num_tokens)
+            read = kf.needed(group, num_tokens)
             found = [blocks.by_key[key] for key in keys[read.start : read.stop]]
             blocks.hold(found)
-            turn.tables.append([NO_BLOCK] * (num_tokens // BLOCK_TOKENS - len(found)) + found)
+            turn.tables.append([kf.NO_BLOCK] * (num_tokens // BLOCK_TOKENS - len(found)) + found)
         return num_tokens
 
     def start(self, turn: Turn) -> None:
@@ -330,7 +285,7 @@ class Engine:
         new = turn.tokens[len(turn.keys) * BLOCK_TOKENS :]
         if len(new) == BLOCK_TOKENS:
             parent = turn.keys[-1] if len(turn.keys) else None
-            turn.keys += chain(self.namespace, new, parent)
+            turn.keys += kf.chain(self.namespace, new, parent)
             turn.ferried.chain = turn.keys
         if not turn.num_new:
             self.finish(turn)
@@ -348,7 +303,7 @@ class Engine:
         """Its KV is there up to this token: full blocks go into the prefix cache."""
         for at in range(turn.num_computed // BLOCK_TOKENS, num_tokens // BLOCK_TOKENS):
             for table, blocks in zip(turn.tables, self.blocks, strict=True):
-                if table[at] != NO_BLOCK:
+                if table[at] != kf.NO_BLOCK:
                     blocks.publish(table[at], turn.keys[at])
         turn.num_computed = num_tokens
 
@@ -356,17 +311,17 @@ class Engine:
         """Let go of the blocks that a window has passed."""
         for group, table, blocks in zip(self.model.groups, turn.tables, self.blocks, strict=True):
             num_passed = max(0, group.first_token(turn.num_computed)) // BLOCK_TOKENS
-            blocks.release(block for block in table[:num_passed] if block != NO_BLOCK)
-            table[:num_passed] = [NO_BLOCK] * num_passed
+            blocks.release(table[:num_passed])
+            table[:num_passed] = [kf.NO_BLOCK] * num_passed
 
     def cut(self, turn: Turn, num_tokens: int) -> None:
         """Let go of its blocks from this token on."""
+        first = num_tokens // BLOCK_TOKENS
         for table, blocks in zip(turn.tables, self.blocks, strict=True):
-            first = num_tokens // BLOCK_TOKENS
-            blocks.release(block for block in reversed(table[first:]) if block != NO_BLOCK)
+            blocks.release(reversed(table[first:]))  # the end is forgotten before the beginning
             del table[first:]
 
-    def hold(self, ordered: Iterable[Ordered | DeviceBlocks]) -> None:
+    def hold(self, ordered: Iterable[kf.Ordered | kf.DeviceBlocks]) -> None:
         """Nobody else gets the blocks that a copy reads or writes, until ``settle`` says so."""
         for part in ordered:
             self.blocks[part.group].hold(part.blocks.tolist())
@@ -396,14 +351,14 @@ class Engine:
     def num_free(self) -> int:
         return min(len(blocks.free) for blocks in self.blocks)
 
-    def tables(self, request: Request, num_tokens: int, from_token: int) -> Sequence[BlockTable]:
+    def tables(self, request: kf.Request, num_tokens: int, from_token: int) -> Tables:
         """The blocks of a request that is about to leave."""
         return [table[: num_tokens // BLOCK_TOKENS] for table in self.turns[request].tables]
 
-    def remains(self, request: Request, num_tokens: int, from_token: int) -> Sequence[BlockTable]:
+    def remains(self, request: kf.Request, num_tokens: int, from_token: int) -> Tables:
         """Those of one that has left: whatever the prefix cache still has of them."""
         keys = request.chain.keys()[: num_tokens // BLOCK_TOKENS]
-        return [[blocks.by_key.get(key, NO_BLOCK) for key in keys] for blocks in self.blocks]
+        return [[blocks.by_key.get(key, kf.NO_BLOCK) for key in keys] for blocks in self.blocks]
 
     def serve(self) -> None:
         """Until everything is served, and nothing is on its way any more."""
@@ -438,9 +393,9 @@ def two_groups() -> None:
         talk(engine, f"{number}, first turn", stories[number])
     assert "48 loaded from below" in talk(engine, "0, third turn", stories[0])
     # A load that fails is computed instead.
-    engine.copies.fails_next = True
+    engine.worker.loses_next = True
     assert "48 tokens computed" in talk(engine, "4, second turn", stories[4])
-    assert not engine.copies.fails_next, "it was not even tried"
+    assert not engine.worker.loses_next, "it was not even tried"
     # Two at a time on a device for one: the later one is preempted, and comes back.
     turns = [engine.submit(f"{n}, beside another", stories[n], 24) for n in (1, 2)]
     engine.serve()
@@ -458,7 +413,7 @@ def rests() -> None:
     while first.num_new:
         engine.step()
     print("ended, and not stored yet:", first.ferried)
-    assert first.ferried.state is State.LEFT
+    assert first.ferried.state is kf.State.LEFT
     assert not engine.scheduler.stats().bytes_moved
     second = engine.submit("second turn", first.tokens)
     while second.num_new:
