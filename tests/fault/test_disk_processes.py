@@ -12,15 +12,16 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tests.fakes.disk_life import LONG, DiskLife, wait_until
+from tests.fakes.disk_life import LONG, DiskLife, setups, wait_until
 from tests.fakes.drives import ThreadDrive, Weather
 
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, StoreInUseError
 from kvferry.tiers import Way
-from kvferry.tiers.disk import tier
+from kvferry.tiers.disk import drive, tier
 from kvferry.tiers.disk.channel import Channel
 from kvferry.tiers.disk.engine_memory import EngineMemory, open_own_memory
 from kvferry.tiers.disk.messages import FrameKind, ResultMessage, frame, pack_result
@@ -330,6 +331,45 @@ def test_a_drive_ends_with_its_engine_and_commits_what_was_answered(tmp_path: Pa
     wait_until(lambda: is_gone(pid))
     with DiskLife(tmp_path) as life:
         assert sorted(life.tier.recovered()[1].tolist()) == list(range(20))
+
+
+def test_a_drive_that_is_slow_to_let_go_is_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, pid = start_engine(tmp_path)
+    os.kill(pid, signal.SIGSTOP)
+    end(engine)
+    lives: list[DiskLife] = []
+    opening = threading.Thread(target=lambda: lives.append(DiskLife(tmp_path)))
+    opening.start()
+    try:
+        wait_until(lambda: "for it to let go" in caplog.text or not opening.is_alive())
+        assert opening.is_alive(), "it was refused"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    opening.join()
+    with lives[0] as life:
+        assert sorted(life.tier.recovered()[1].tolist()) == list(range(20))
+
+
+def test_a_drive_whose_engine_hangs_up_waits_for_no_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sleep(seconds: float) -> None:
+        pytest.fail("it waits")
+
+    monkeypatch.setattr(drive, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    with DiskLife(tmp_path) as life:
+        rows = life.write([0])
+        ours, theirs = (Channel(each) for each in socket.socketpair())
+        ours.send(frame(FrameKind.FORGET, b"not lost by looking"))
+        ours.end()
+        with pytest.raises(StoreInUseError):
+            drive._open_patiently(setups(tmp_path)[0], theirs)
+        assert len(theirs.receive()) == 1
+        life.expect([0], rows)
+        ours.close()
+        theirs.close()
 
 
 def test_an_interrupt_is_the_engines_alone(tmp_path: Path) -> None:

@@ -99,6 +99,16 @@ class Channel:
             self.is_ended = got <= 0
         return self._cut()
 
+    @property
+    def has_hung_up(self) -> bool:
+        """Whether the other end will send nothing more; what it has sent may still be here."""
+        poll = select.poll()
+        with self._lock:
+            if self._is_closed:
+                return True
+            poll.register(self._sock.fileno(), select.POLLRDHUP)
+        return bool(poll.poll(0))
+
     def _cut(self) -> list[Frame]:
         frames: list[Frame] = []
         at = 0

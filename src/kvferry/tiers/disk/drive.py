@@ -56,7 +56,8 @@ BEAT_SECONDS = 0.1
 """How often a drive says that it is alive, and looks for what is late."""
 
 _CLOSE_SECONDS = 5.0
-_PATIENCE = 2.0
+_PATIENCE, _PATIENCE_AGAIN = 10.0, 2.0
+"""Seconds for another to let a store go. Shorter where the engine had it before: it tries again."""
 
 
 class DriveServer:
@@ -103,7 +104,7 @@ class DriveServer:
         return None
 
     def _open(self, setup: DriveSetup) -> None:
-        self._store = store = _open_patiently(setup)
+        self._store = store = _open_patiently(setup, self._channel)
         pitch = store.superblock.identity.pitch
         prover = open_prover(setup.block_bytes, store.store_id, setup.key)
         file = self._open_file(str(store.blocks_path), pitch, direct=setup.direct)
@@ -274,15 +275,24 @@ def open_store(setup: DriveSetup) -> Store:
     )
 
 
-def _open_patiently(setup: DriveSetup) -> Store:
-    """The drive process of an engine that was just killed may have its last commit still to do."""
-    end = time.monotonic() + _PATIENCE
+def _open_patiently(setup: DriveSetup, channel: Channel) -> Store:
+    """The drive process of an engine that was just killed may have its last commit still to do.
+
+    An engine that hangs up meanwhile, because somebody has interrupted it, need not wait for us.
+    """
+    patience = _PATIENCE if setup.device is None else _PATIENCE_AGAIN
+    began = time.monotonic()
+    is_said = False
     while True:
         try:
             return open_store(setup)
-        except StoreInUseError:
-            if time.monotonic() > end:
+        except StoreInUseError as error:
+            waited = time.monotonic() - began
+            if waited > patience or channel.has_hung_up:
                 raise
+            if waited > _PATIENCE_AGAIN and not is_said:
+                is_said = True
+                log.warning("%s (waiting %g s for it to let go)", error, patience)
             time.sleep(0.05)
 
 
