@@ -313,13 +313,19 @@ def test_no_load_begins_while_a_drive_is_silent(begin):
     finish(sides, request)
 
 
+def let_two_wait(sides: Sides) -> Any:
+    """Two conversations may come up at once, but only one in pieces."""
+    tiers_of(sides)[0]._num_threads = 2 * CHAT_BLOCKS  # one for each read that hangs
+    parts = scheduler_of(sides)._parts
+    parts.lower._most_promoting = 2 * CHAT_BLOCKS
+    assert parts.coming._max_blocks == NUM_BLOCKS // 2
+    parts.coming._max_blocks = 2 * CHAT_BLOCKS - 1
+    return parts.coming
+
+
 def test_loads_in_pieces_leave_half_of_the_device_to_others(begin):
     sides, wanted, gates = begin(1)
-    tiers_of(sides)[0]._num_threads = 2 * CHAT_BLOCKS  # one for each read that hangs
-    scheduler_of(sides)._parts.lower._most_promoting = 2 * CHAT_BLOCKS
-    coming = scheduler_of(sides)._parts.coming
-    assert coming._max_blocks == NUM_BLOCKS // 2
-    coming._max_blocks = 2 * CHAT_BLOCKS - 1
+    coming = let_two_wait(sides)
     request, blocks = loading(sides, gates)
     gates.append(Gates(sides, 0, 1))
     gates[1].let(0)
@@ -341,6 +347,33 @@ def test_loads_in_pieces_leave_half_of_the_device_to_others(begin):
     gates[1].let(1, 2, 3)
     sides.side.finished(other)
     finish(sides, request)
+
+
+def test_half_of_the_device_is_left_where_two_were_told_before_either_began(begin):
+    sides, wanted, gates = begin(1)
+    coming = let_two_wait(sides)
+    gates.append(Gates(sides, 0, 1))
+    readers = [request_of(f"reader {number}", hashes(number)) for number in range(2)]
+    for gate in gates:
+        gate.let(0)
+    give_up = time.monotonic() + 20
+    while [sides.side.match(each, 0) for each in readers] != [(ALL, True)] * 2:
+        step(sides)
+        assert time.monotonic() < give_up
+    for each in readers:
+        sides.side.allocated(each, sides.allocate(each.request_id, CHAT_BLOCKS + 1), ALL)
+    assert coming.num_held == CHAT_BLOCKS
+    blocks = [sides.tables[each.request_id][:CHAT_BLOCKS] for each in readers]
+    told = until(sides, lambda told: told.finished_recving)
+    assert told.finished_recving == {"reader 1"}
+    assert set(told.invalid_block_ids) == set(blocks[1]), "it computes what it was told of"
+    for gate in gates:
+        gate.let(1, 2, 3)
+    told = until(sides, lambda told: told.finished_recving)
+    assert not told.invalid_block_ids
+    assert_same(sides.bytes_at(blocks[0]), wanted[0])
+    sides.end(readers[1])
+    finish(sides, readers[0])
 
 
 def test_a_request_that_is_aborted_is_told_of_once_no_rank_writes_its_blocks(begin):

@@ -223,7 +223,9 @@ class ComingLoads:
         )
 
     def begin(self, request: Request, table: BlockTable) -> tuple[Ordered, ...]:
-        """Order what is up of the hit it was last told of; empty where that was lost meanwhile."""
+        """Order what is up of the hit it was last told of; empty where that was lost meanwhile,
+        or where others have begun that leave no room for it.
+        """
         below, parts = request.below, self._parts
         assert below is not None
         hit, below.foreseen = below.foreseen, None
@@ -235,6 +237,8 @@ class ComingLoads:
                 f"request {request.id!r}: group 0's block table has {len(table)} blocks, the hit "
                 f"of {look.host_tokens} tokens needs {blocks.stop}"
             )
+        if not self._has_room(len(blocks)):  # others have begun since it was told of
+            return ()
         load = ComingLoad(look, checked_blocks(0, table, blocks, least=0))
         ordered = load.order(request, parts)
         if ordered is None:
