@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -157,3 +159,24 @@ def test_no_rank_in_reach_is_said(
     with_stores(sides, lambda rank, store: store._replace(store_id=bytes(16)))
     assert sides.side.reset()
     assert "forgets with the next step" in caplog.text
+
+
+def test_a_drive_that_hangs_when_the_ranks_are_heard_holds_nobody(
+    live: Callable[..., Sides], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sides = live()
+    os.mkfifo(tmp_path / "superblock")  # who opens it to read waits for a writer
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_marks, "_START_SECONDS", -59.5)
+        hearing = threading.Thread(
+            target=with_stores,
+            args=(sides, lambda rank, store: store._replace(folder=str(tmp_path))),
+            daemon=True,
+        )
+        hearing.start()
+        hearing.join(30)
+    is_held = hearing.is_alive()
+    if is_held:
+        (tmp_path / "superblock").write_bytes(b"")
+    assert not is_held
+    assert not sides.side.reset(), "it may be here, and was not told"

@@ -161,6 +161,22 @@ def test_one_that_is_gone_does_not_keep_the_others_from_theirs(tmp_path: Path) -
     assert left(tmp_path / "one") == [4, 2]
 
 
+def test_which_stores_are_here_is_asked_in_a_process_of_its_own(tmp_path: Path) -> None:
+    here, gone = leave(tmp_path / "one"), leave(tmp_path / "two")
+    gone = gone._replace(folder=str(tmp_path / "none"))
+    stranger = here._replace(store_id=bytes(16))
+    assert marking.here_apart([stranger, here, gone], 60) == [here]
+
+
+def test_a_drive_that_hangs_counts_as_here_and_is_not_claimed_to_be_told(tmp_path: Path) -> None:
+    store = leave(tmp_path)
+    superblock = Path(store.folder) / "superblock"
+    superblock.unlink()
+    os.mkfifo(superblock)  # who opens it to read waits for a writer, who never comes
+    assert marking.here_apart([store], 0.5) == [store]
+    assert marking.mark_apart([store], 0.5) == "TimeoutError: no answer for 0.5 s"
+
+
 def test_who_does_not_answer_in_time_is_left(tmp_path: Path) -> None:
     store = leave(tmp_path)
     assert marking.mark_apart([store], 0.0) == "TimeoutError: no answer for 0 s"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from kvferry.tiers.disk.marking import is_here, mark_apart
+from kvferry.tiers.disk.marking import here_apart, mark_apart
 from kvferry.vllm.messages import RankShape
 
 log = logging.getLogger("vllm.kvferry")
@@ -29,9 +29,9 @@ class DiskMarks:
 
     def __init__(self, shapes: Iterable[RankShape], drive_seconds: float) -> None:
         stores = [store for shape in shapes for level in shape.levels for store in level.stores]
-        self._here = [store for store in stores if is_here(store)]
-        self._is_apart = bool(stores) and not self._here
         self._timeout = drive_seconds + _START_SECONDS
+        self._here = here_apart(stores, self._timeout) if stores else []
+        self._is_apart = bool(stores) and not self._here
 
     def write(self) -> str:
         """Mark them; why what is on disk may still be found after a crash, or nothing."""

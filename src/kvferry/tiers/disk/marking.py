@@ -1,16 +1,19 @@
 """Orders stores that other processes have open to forget everything, from a process of its own.
 
-Of its own because a drive that hangs may hang whoever writes to it, and keep that process from
-ending. It is told the stores as JSON on its standard input, and answers what failed.
+Of its own because a drive that hangs may hang whoever reads or writes there, and keep that process
+from ending. It is told what to do with which stores as JSON on its standard input, and answers
+which of them are here, or what failed.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from kvferry.errors import StoreError
 from kvferry.tiers.disk.epoch import read_epoch
@@ -20,7 +23,10 @@ from kvferry.tiers.disk.messages import StoreAt
 from kvferry.tiers.disk.process import run_apart
 from kvferry.tiers.disk.superblock import read_superblock
 
+log = logging.getLogger(__name__)
+
 MODULE = "kvferry.tiers.disk.marking"
+_MARK, _LOOK = "mark", "look"
 
 
 def is_here(store: StoreAt) -> bool:
@@ -32,15 +38,32 @@ def is_here(store: StoreAt) -> bool:
     return superblock is not None and superblock.store_id == store.store_id
 
 
+def here_apart(stores: Sequence[StoreAt], timeout: float) -> list[StoreAt]:
+    """Those of them that are here. If that is not known in ``timeout`` seconds, all of them are.
+
+    Whoever took what hangs for another host's would claim to have done what nobody did.
+    """
+    try:
+        found = _apart(_LOOK, stores, timeout)
+        return [store for store, is_so in zip(stores, found, strict=True) if is_so]
+    except (OSError, ValueError, TypeError) as error:
+        log.warning("whether stores on disk are of this host is not known: %s", error)
+        return list(stores)
+
+
 def mark_apart(stores: Sequence[StoreAt], timeout: float) -> str:
     """Mark these stores, in ``timeout`` seconds at most; why not all of them are, or nothing."""
-    told = [[store.folder, store.store_id.hex()] for store in stores]
     try:
-        answer = run_apart(MODULE, json.dumps(told).encode(), timeout)
-        # What Python loads at its start may have something to say before us.
-        return str(json.loads(answer.splitlines()[-1] if answer else b""))
+        return str(_apart(_MARK, stores, timeout))
     except (OSError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
+
+
+def _apart(what: str, stores: Sequence[StoreAt], timeout: float) -> Any:
+    told = [what, [[store.folder, store.store_id.hex()] for store in stores]]
+    answer = run_apart(MODULE, json.dumps(told).encode(), timeout)
+    # What Python loads at its start may have something to say before us.
+    return json.loads(answer.splitlines()[-1] if answer else b"")
 
 
 def mark_stores(stores: Sequence[StoreAt]) -> str:
@@ -65,6 +88,7 @@ def mark_stores(stores: Sequence[StoreAt]) -> str:
 
 
 def main() -> None:
-    told = json.load(sys.stdin)
+    what, told = json.load(sys.stdin)
     stores = [StoreAt(folder, bytes.fromhex(store_id)) for folder, store_id in told]
-    print(json.dumps(mark_stores(stores)))
+    answer = mark_stores(stores) if what == _MARK else [is_here(store) for store in stores]
+    print(json.dumps(answer))
