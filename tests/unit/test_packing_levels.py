@@ -17,7 +17,7 @@ from kvferry import reach
 from kvferry.answers import MatchState
 from kvferry.keys import Keys
 from kvferry.scheduler.following import Wanted, run_numbers, with_furthest
-from kvferry.scheduler.level import KeyedLevel, WriteMode
+from kvferry.scheduler.level import Answer, KeyedLevel, WriteMode
 from kvferry.scheduler.packing_level import PackingLevel
 from kvferry.types import Health, Rank, TierName
 
@@ -205,7 +205,7 @@ def test_a_no_that_comes_when_the_block_was_written_meanwhile_is_forgotten() -> 
     level, runs = packing(), np.zeros(len(A), dtype=np.int64)
     level.reserve(A, parent=None, chained=True, now=0.0)
     level.moved(A, np.ones(len(A), dtype=bool), upward=False, now=0.0)
-    level.answered(A, np.zeros(len(A), dtype=bool), 5.0, runs=runs)
+    level.answered(Answer(A, np.zeros(len(A), dtype=bool), runs=runs), 5.0)
     assert level.there(A, 9.0).all()
     assert level.unknown(A, 11.0, runs).all()
 
@@ -233,7 +233,7 @@ def test_what_is_not_there_pushes_out_nothing_that_we_sent() -> None:
     for first in range(1000, 5000, 100):  # four times what it remembers
         unknown = keys(range(first, first + 100))
         runs = np.zeros(len(unknown), dtype=np.int64)
-        level.answered(unknown, np.zeros(len(unknown), dtype=bool), 20.0, runs=runs)
+        level.answered(Answer(unknown, np.zeros(len(unknown), dtype=bool), runs=runs), 20.0)
         assert not level.unknown(unknown, 21.0, runs).any()
     assert level.known(A, 21.0).all()
     assert level.reserve(A, parent=None, chained=True, now=21.0) is None
@@ -273,7 +273,7 @@ class Heard:
 def test_a_no_tells_nobody_that_a_block_is_gone() -> None:
     level, heard = packing(), Heard()
     level.listen(heard)
-    level.answered(A, np.zeros(len(A), dtype=bool), 0.0)
+    level.answered(Answer(A, np.zeros(len(A), dtype=bool)), 0.0)
     assert heard.gone == []
     level.moved(A[:2], np.array([True, False]), upward=True, now=0.0)
     assert heard.gone == [bytes(A[1])], "what could not be read is a fact"
@@ -286,7 +286,7 @@ def test_a_no_and_a_yes_for_one_block_in_one_question() -> None:
     for answer in (there, there[::-1].copy()):
         level.reset()
         asked = twice if answer is there else twice[::-1]
-        level.answered(asked, answer, 0.0)
+        level.answered(Answer(asked, answer), 0.0)
         assert level.there(A[:4], 1.0).tolist() == [True, True, False, True]
         assert not level.unknown(A[:4], 1.0).any()
 
@@ -299,7 +299,7 @@ def test_what_one_did_not_find_he_writes_for_those_who_go_his_way() -> None:
     level = one.scheduler._parts.lower.levels[0]
     one.now += 60.0
     assert level.known(B[:60], one.now).all(), "it knows what it sent"
-    level.answered(A[:60], np.arange(60) < 8, one.now)
+    level.answered(Answer(A[:60], np.arange(60) < 8), one.now)
     assert level.known(A[:60], one.now).tolist() == [n < 8 for n in range(60)]
 
 

@@ -13,6 +13,7 @@ from tests.fakes.kv import make_kv
 from kvferry.config import Config
 from kvferry.rank import RankMemory, open_on_cpu
 from kvferry.scheduler import KeyedLevel, PlacedLevel, WriteMode
+from kvferry.scheduler.level import Answer
 from kvferry.scheduler.packing_level import PackingLevel
 from kvferry.types import (
     HOST,
@@ -72,7 +73,7 @@ def test_a_no_is_believed_only_where_an_object_cannot_reach_further(
     common = range(16 * num_ranks)
     asked, other = keys([*common, *range(100, 140)]), keys([*common, *range(200, 240)])
     runs = np.zeros(len(asked), dtype=np.int64)
-    level.answered(asked, np.zeros(len(asked), dtype=bool), 0.0, runs=runs)
+    level.answered(Answer(asked, np.zeros(len(asked), dtype=bool), runs=runs), 0.0)
     assert bool(level.unknown(other, 1.0, runs)[0]) is not is_believed
     assert bool(level.unknown(asked, 1.0, runs).all()) is not is_believed
 

@@ -60,6 +60,19 @@ class Room:
     end: End
 
 
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What a level said of some keys: which are ``there``, or that it has not said ``in_time``.
+
+    ``runs`` is what the asker knew to follow what.
+    """
+
+    keys: Keys
+    there: Flags
+    in_time: bool = True
+    runs: RunNumbers | None = None
+
+
 class LevelListener(Protocol):
     """Who wants to know what a level has, as far as that is heard."""
 
@@ -149,16 +162,8 @@ class Level(ABC):
         are.
         """
 
-    def answered(  # noqa: B027  may be no news
-        self,
-        keys: Keys,
-        there: Flags,
-        now: float,
-        *,
-        in_time: bool = True,
-        runs: RunNumbers | None = None,
-    ) -> None:
-        """It was asked about these keys: which it has, or that it has not said ``in_time``."""
+    def answered(self, answer: Answer, now: float) -> None:  # noqa: B027  may be no news
+        """It was asked, and has answered or not."""
 
     def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:
         """Blocks were read from it or written to it: which of them really."""
@@ -327,19 +332,11 @@ class KeyedLevel(Level):
         self._answers.note_sent(keys.take(positions))
         return Room(positions, End(self.name, NO_SLOTS))
 
-    def answered(
-        self,
-        keys: Keys,
-        there: Flags,
-        now: float,
-        *,
-        in_time: bool = True,
-        runs: RunNumbers | None = None,
-    ) -> None:
-        self.num_asked += len(keys)
-        self.num_found += int(there.sum())
-        self._answers.answer(keys, there, now + self._remember)
-        self._tell_found(keys, there)
+    def answered(self, answer: Answer, now: float) -> None:
+        self.num_asked += len(answer.keys)
+        self.num_found += int(answer.there.sum())
+        self._answers.answer(answer.keys, answer.there, now + self._remember)
+        self._tell_found(answer.keys, answer.there)
 
     def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:
         super().moved(keys, ok, upward=upward, now=now)

@@ -30,7 +30,7 @@ from kvferry.pool import Pool
 from kvferry.scheduler.descent import Descent
 from kvferry.scheduler.flight import Flight
 from kvferry.scheduler.following import Wanted
-from kvferry.scheduler.level import KeyedLevel, Level
+from kvferry.scheduler.level import Answer, KeyedLevel, Level
 from kvferry.scheduler.outbox import End, Outbox
 from kvferry.scheduler.write_out import WriteOut
 from kvferry.types import HOST, Health, Key, Question, TierName, TransferId
@@ -371,9 +371,8 @@ class LowerLevels:
         now = self._clock()
         if isinstance(flight.transfer, Question):
             level, _ = self._asking.pop(flight.transfer.id)
-            told = Keys(flight.transfer.keys)
-            in_time, runs = not flight.overdue, flight.transfer.runs
-            level.answered(told, ~flight.lost, now, in_time=in_time, runs=runs)
+            told, runs = Keys(flight.transfer.keys), flight.transfer.runs
+            level.answered(Answer(told, ~flight.lost, not flight.overdue, runs), now)
             return None
         move = self._moves.pop(flight.transfer.id, None)
         if move is not None:

@@ -19,6 +19,7 @@ from kvferry.scheduler.joints import Joints
 from kvferry.scheduler.level import (
     REMEMBER_KEYS,
     REMEMBER_SECONDS,
+    Answer,
     Flags,
     KeyedLevel,
     WriteMode,
@@ -58,23 +59,16 @@ class PackingLevel(KeyedLevel):
             unknown &= self._noes.unknown(with_furthest(keys, runs, self.most_in_one), now)
         return unknown
 
-    def answered(
-        self,
-        keys: Keys,
-        there: Flags,
-        now: float,
-        *,
-        in_time: bool = True,
-        runs: RunNumbers | None = None,
-    ) -> None:
+    def answered(self, answer: Answer, now: float) -> None:
         """What was not said in time is a "no" for everybody: it is the store that is slow."""
-        if in_time:
+        keys, there = answer.keys, answer.there
+        if answer.in_time:
             self.num_asked += int(np.count_nonzero(~there))
-            self._note_not_found(keys, ~there, runs, now)
-            self.joints.heard(keys, there, runs)
+            self._note_not_found(keys, ~there, answer.runs, now)
+            self.joints.heard(keys, there, answer.runs)
             keys = keys.take(there)
         keys = _distinct(keys)
-        super().answered(keys, np.full(len(keys), in_time), now)
+        super().answered(Answer(keys, np.full(len(keys), answer.in_time)), now)
 
     def _note_not_found(self, keys: Keys, lost: Flags, runs: RunNumbers | None, now: float) -> None:
         """An asker who knows one way to go on did not find these. They may be there for others.
