@@ -71,6 +71,12 @@ class Gates:
         self.let(*blocks)
 
 
+def let_all(gates: list[Gates], *blocks: int) -> None:
+    """On every rank."""
+    for gate in gates:
+        gate.let(*blocks)
+
+
 @pytest.fixture
 def begin(make: Callable[..., Sides]) -> Any:
     """Sides whose first conversations are below only, each piece of them one block."""
@@ -87,8 +93,7 @@ def begin(make: Callable[..., Sides]) -> Any:
         return sides, wanted, gates
 
     yield start
-    for gate in gates:
-        gate.let(*range(CHAT_BLOCKS))
+    let_all(gates, *range(CHAT_BLOCKS))
 
 
 def until(sides: Sides, holds: Callable[[Any], bool], scheduled: Any = None) -> Any:
@@ -101,11 +106,21 @@ def until(sides: Sides, holds: Callable[[Any], bool], scheduled: Any = None) -> 
         assert time.monotonic() < give_up
 
 
+def hear(sides: Sides) -> Any:
+    """Until vLLM is told of a load."""
+    return until(sides, lambda told: told.finished_recving)
+
+
+def expect_only_the_first(sides: Sides, blocks: list[int], wanted: list[Any]) -> None:
+    """A load ends early: vLLM is told of all blocks but the first, which has come."""
+    assert set(hear(sides).invalid_block_ids) == set(blocks[1:])
+    assert_same(sides.bytes_at(blocks[:1]), wanted[0])
+
+
 def loading(sides: Sides, gates: list[Gates], num_up: int = 1) -> tuple[Any, list[int]]:
     """A reader that vLLM was told of while only its first blocks were up."""
     request = request_of("reader", hashes(0))
-    for gate in gates:
-        gate.let(*range(num_up))
+    let_all(gates, *range(num_up))
     found: Any = (None, False)
     give_up = time.monotonic() + 20
     while (found := sides.side.match(request, 0)) == (None, False):
@@ -140,13 +155,11 @@ def test_the_first_blocks_are_on_the_device_while_the_last_are_read(begin, num_r
     request, blocks = loading(sides, gates)
     until(sides, lambda told: has_landed(sides, blocks[0]))
     assert not has_landed(sides, blocks[1])
-    for gate in gates:
-        gate.let(1, 2)
+    let_all(gates, 1, 2)
     until(sides, lambda told: has_landed(sides, blocks[2]))
     assert not has_landed(sides, blocks[3])
-    for gate in gates:
-        gate.let(3)
-    told = until(sides, lambda told: told.finished_recving)
+    let_all(gates, 3)
+    told = hear(sides)
     assert told.finished_recving == {"reader"}
     assert not told.invalid_block_ids
     assert_same(sides.bytes_at(blocks), wanted[0])
@@ -167,7 +180,7 @@ def test_ranks_that_read_in_another_order_tell_of_it_when_all_have_all(begin):
     for _ in range(20):
         assert not step(sides).finished_recving
     gates[1].let(1)
-    told = until(sides, lambda told: told.finished_recving)
+    told = hear(sides)
     assert not told.invalid_block_ids
     assert_same(sides.bytes_at(blocks), wanted[0])
     finish(sides, request)
@@ -179,8 +192,7 @@ def test_what_does_not_come_up_is_computed_and_what_did_is_kept(begin, bad, rank
     sides, wanted, gates = begin(2)
     request, blocks = loading(sides, gates)
     gates[rank].fail(bad)
-    for gate in gates:
-        gate.let(*range(CHAT_BLOCKS))
+    let_all(gates, *range(CHAT_BLOCKS))
     invalid: set[int] = set()
     give_up = time.monotonic() + 20
     while True:
@@ -221,9 +233,7 @@ def test_a_piece_that_cannot_be_copied_leaves_those_before_it(begin, monkeypatch
     monkeypatch.setattr(worker, "execute", note)
     monkeypatch.setattr(worker, "poll", fail)
     gates[0].let(1, 2, 3)
-    told = until(sides, lambda told: told.finished_recving)
-    assert set(told.invalid_block_ids) == set(blocks[1:])
-    assert_same(sides.bytes_at(blocks[:1]), wanted[0])
+    expect_only_the_first(sides, blocks, wanted)
     finish(sides, request)
 
 
@@ -241,7 +251,7 @@ def test_a_rank_whose_copies_raise_gives_up_the_whole_load(begin, monkeypatch):
 
     monkeypatch.setattr(worker, "execute", refuse)
     gates[0].let(1, 2, 3)
-    told = until(sides, lambda told: told.finished_recving)
+    told = hear(sides)
     assert set(told.invalid_block_ids) >= set(blocks[1:])
     sides.end(request)
     settle(sides)
@@ -252,22 +262,16 @@ def test_a_drive_that_goes_away_ends_the_load(begin):
     request, blocks = loading(sides, gates)
     until(sides, lambda told: has_landed(sides, blocks[0]))
     tiers_of(sides)[1].go_away("unplugged")
-    told = until(sides, lambda told: told.finished_recving)
-    assert set(told.invalid_block_ids) == set(blocks[1:])
-    assert_same(sides.bytes_at(blocks[:1]), wanted[0])
-    for gate in gates:
-        gate.let(1, 2, 3)
+    expect_only_the_first(sides, blocks, wanted)
+    let_all(gates, 1, 2, 3)
     finish(sides, request)
 
 
 def test_a_read_that_takes_too_long_ends_the_load(begin):
     sides, wanted, gates = begin(2, promote_deadline="500ms")
     request, blocks = loading(sides, gates)
-    told = until(sides, lambda told: told.finished_recving)
-    assert set(told.invalid_block_ids) == set(blocks[1:])
-    assert_same(sides.bytes_at(blocks[:1]), wanted[0])
-    for gate in gates:
-        gate.let(1, 2, 3)
+    expect_only_the_first(sides, blocks, wanted)
+    let_all(gates, 1, 2, 3)
     finish(sides, request)
 
 
@@ -284,12 +288,11 @@ def test_a_drive_that_falls_silent_ends_the_load_long_before_its_deadline(begin,
     request, blocks = loading(sides, gates)
     until(sides, lambda told: has_landed(sides, blocks[0]))
     fall_silent(sides)
-    told = until(sides, lambda told: told.finished_recving)
+    told = hear(sides)
     assert set(told.invalid_block_ids) == set(blocks[1:])
     request.num_computed_tokens = BLOCK_TOKENS
     sides.side.allocated(request, None, 0)
-    for gate in gates:
-        gate.let(1, 2, 3)
+    let_all(gates, 1, 2, 3)
     step(sides, {"reader": request.num_tokens - request.num_computed_tokens})
     settle(sides)
     assert not has_landed(sides, blocks[1])  # it is the engine's now: what comes late stays above
@@ -302,7 +305,7 @@ def test_no_load_begins_while_a_drive_is_silent(begin):
     request, blocks = loading(sides, gates)
     until(sides, lambda told: has_landed(sides, blocks[0]))
     fall_silent(sides)
-    until(sides, lambda told: told.finished_recving)
+    hear(sides)
     other = request_of("other", hashes(0))
     for _ in range(5):  # one block is here, and the others are coming
         assert sides.side.match(other, 0) == (None, False)
@@ -339,7 +342,7 @@ def test_loads_in_pieces_leave_half_of_the_device_to_others(begin):
     assert sides.side.match(other, 0) == (None, False)
     assert coming.num_held == CHAT_BLOCKS
     gates[0].let(1, 2, 3)
-    told = until(sides, lambda told: told.finished_recving)
+    told = hear(sides)
     assert not told.invalid_block_ids
     assert_same(sides.bytes_at(blocks), wanted[0])
     assert not coming.num_held
@@ -354,8 +357,7 @@ def test_half_of_the_device_is_left_where_two_were_told_before_either_began(begi
     coming = let_two_wait(sides)
     gates.append(Gates(sides, 0, 1))
     readers = [request_of(f"reader {number}", hashes(number)) for number in range(2)]
-    for gate in gates:
-        gate.let(0)
+    let_all(gates, 0)
     give_up = time.monotonic() + 20
     while [sides.side.match(each, 0) for each in readers] != [(ALL, True)] * 2:
         step(sides)
@@ -364,12 +366,11 @@ def test_half_of_the_device_is_left_where_two_were_told_before_either_began(begi
         sides.side.allocated(each, sides.allocate(each.request_id, CHAT_BLOCKS + 1), ALL)
     assert coming.num_held == CHAT_BLOCKS
     blocks = [sides.tables[each.request_id][:CHAT_BLOCKS] for each in readers]
-    told = until(sides, lambda told: told.finished_recving)
+    told = hear(sides)
     assert told.finished_recving == {"reader 1"}
     assert set(told.invalid_block_ids) == set(blocks[1]), "it computes what it was told of"
-    for gate in gates:
-        gate.let(1, 2, 3)
-    told = until(sides, lambda told: told.finished_recving)
+    let_all(gates, 1, 2, 3)
+    told = hear(sides)
     assert not told.invalid_block_ids
     assert_same(sides.bytes_at(blocks[0]), wanted[0])
     sides.end(readers[1])
@@ -383,10 +384,9 @@ def test_a_request_that_is_aborted_is_told_of_once_no_rank_writes_its_blocks(beg
     until(sides, lambda told: has_landed(sides, blocks[0]))
     sides.side.finished(request)
     assert sides.side.has_work
-    told = until(sides, lambda told: told.finished_recving)
+    told = hear(sides)
     assert told.finished_recving == {"reader"}
-    for gate in gates:
-        gate.let(1, 2, 3)
+    let_all(gates, 1, 2, 3)
     settle(sides)
     assert not has_landed(sides, blocks[1])
     sides.free(request)
@@ -398,14 +398,13 @@ def test_an_abort_right_after_a_piece_was_ordered(begin):
     sides, _wanted, gates = begin(2)
     request, _blocks = loading(sides, gates, num_up=CHAT_BLOCKS - 1)
     step(sides)
-    for gate in gates:
-        gate.let(CHAT_BLOCKS - 1)
+    let_all(gates, CHAT_BLOCKS - 1)
     scheduler = scheduler_of(sides)
     (ferried,) = scheduler.requests
     until(sides, lambda told: not ferried.has_more_to_load)
     assert scheduler._outbox._loads  # the last piece waits for the next plan
     sides.side.finished(request)
-    told = until(sides, lambda told: told.finished_recving)
+    told = hear(sides)
     assert told.finished_recving == {"reader"}
     settle(sides)
     sides.free(request)
@@ -418,11 +417,8 @@ def test_a_reset_ends_the_load_and_keeps_what_has_landed(begin):
     request, blocks = loading(sides, gates)
     until(sides, lambda told: has_landed(sides, blocks[0]))
     sides.side.reset()
-    told = until(sides, lambda told: told.finished_recving)
-    assert set(told.invalid_block_ids) == set(blocks[1:])
-    assert_same(sides.bytes_at(blocks[:1]), wanted[0])
-    for gate in gates:
-        gate.let(1, 2, 3)
+    expect_only_the_first(sides, blocks, wanted)
+    let_all(gates, 1, 2, 3)
     finish(sides, request)
 
 
@@ -448,11 +444,8 @@ def test_out_of_service_in_the_midst_tells_vllm_what_will_not_come(begin):
     _request, blocks = loading(sides, gates)
     until(sides, lambda told: has_landed(sides, blocks[0]))
     sides.side._trip("test", RuntimeError("a mistake of ours"))
-    told = until(sides, lambda told: told.finished_recving)
-    assert set(told.invalid_block_ids) == set(blocks[1:])
-    assert_same(sides.bytes_at(blocks[:1]), wanted[0])
-    for gate in gates:
-        gate.let(1, 2, 3)
+    expect_only_the_first(sides, blocks, wanted)
+    let_all(gates, 1, 2, 3)
     for level in levels_of(sides):
         level._close_seconds = 5
 
@@ -469,9 +462,8 @@ def test_a_rank_that_fails_in_the_midst_tells_of_the_request_once(begin, monkeyp
     step(sides)
     monkeypatch.undo()
     assert sides.ranks[1].guard.broken
-    for gate in gates:
-        gate.let(1, 2, 3)
-    until(sides, lambda told: told.finished_recving)
+    let_all(gates, 1, 2, 3)
+    hear(sides)
     for _ in range(5):
         assert not step(sides).finished_recving
     sides.end(request)
@@ -513,5 +505,5 @@ def test_what_came_before_the_weights_changed_is_lost_however_the_load_ends(
         tiers_of(sides)[0].go_away("unplugged")
     else:
         gates[0].let(*range(CHAT_BLOCKS))
-    told = until(sides, lambda told: told.finished_recving)
+    told = hear(sides)
     assert set(told.invalid_block_ids) == set(blocks)

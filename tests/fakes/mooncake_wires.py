@@ -5,10 +5,9 @@ from __future__ import annotations
 import http.client
 import json
 import threading
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tests.fakes.doors import Passing, open_door
 from tests.fakes.mooncake_store import Master
 from tests.fakes.s3_servers import Wire
 
@@ -28,11 +27,9 @@ class DataWires:
         """What clients have said of themselves, in order."""
         wires = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
+        class Handler(Passing):
             def _pass_on(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                body = self.read_body()
                 status, content = wires._ask(self.command, self.path, body)
                 self.send_response_only(status)
                 self.send_header("Content-Length", str(len(content)))
@@ -41,17 +38,7 @@ class DataWires:
 
             do_GET = do_PUT = do_DELETE = _pass_on  # noqa: N815
 
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-            def handle(self) -> None:
-                with suppress(OSError):  # whoever asked has gone
-                    super().handle()
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self._server.block_on_close = False
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+        self._server = open_door(Handler)
 
     @property
     def metadata(self) -> str:

@@ -22,10 +22,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from functools import lru_cache
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from tests.fakes.doors import Passing, open_door
 from tests.fakes.ports import free_port
 
 from kvferry.tiers import Way
@@ -151,12 +151,10 @@ class Door:
         self.num_requests = 0
         door = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
+        class Handler(Passing):
             def _pass_on(self) -> None:
                 door.num_requests += 1
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                body = self.read_body()
                 found = _NAME.search(self.path.partition("?")[0])
                 said = self.headers["x-amz-date"]
                 if door.clock is not None and _is_skewed(said, door.clock()):
@@ -193,20 +191,7 @@ class Door:
                 if self.command != "HEAD":
                     self.wfile.write(body)
 
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-            def handle(self) -> None:
-                with suppress(OSError):  # whoever asked has gone
-                    super().handle()
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self._server.block_on_close = False
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.01,), daemon=True
-        )
-        self._thread.start()
+        self._server = open_door(Handler)
 
     @property
     def endpoint(self) -> str:

@@ -1,0 +1,34 @@
+"""A door: an HTTP server in threads of the test, that stands before another and passes on."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+class Passing(BaseHTTPRequestHandler):
+    """One connection, which says nothing to the test's output and minds nobody who has gone."""
+
+    protocol_version = "HTTP/1.1"
+
+    def read_body(self) -> bytes:
+        """What was sent with the request."""
+        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def handle(self) -> None:
+        with suppress(OSError):  # whoever asked has gone
+            super().handle()
+
+
+def open_door(handler: type[Passing]) -> ThreadingHTTPServer:
+    """It stands open until ``shutdown`` and ``server_close``, or the end of the process."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    server.block_on_close = False
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    return server
