@@ -161,14 +161,14 @@ class Chains:
 
     def check(self, living: npt.NDArray[np.bool_]) -> None:
         """Prove that parents and children agree and that only ``living`` slots have any."""
-        linked = np.flatnonzero(self._parent != NO_SLOT)
+        linked = (self._parent != NO_SLOT).nonzero()[0]
         parents = self._parent[linked]
-        if not living[linked].all():
+        if np.count_nonzero(living[linked]) < len(linked):
             raise IntegrityError("pool: a dead slot has a parent")
-        if not living[parents].all():
+        if np.count_nonzero(living[parents]) < len(linked):
             raise IntegrityError("pool: a parent died before its child")
         counted = np.bincount(parents, minlength=len(self._parent))
-        if not np.array_equal(counted, self._children):
+        if np.count_nonzero(counted != self._children):
             raise IntegrityError("pool: children are miscounted")
 
     def _parents_among(self, slots: SlotArray) -> SlotArray:

@@ -68,7 +68,7 @@ class Holds:
         return np.maximum(self._firm.take(slots), self._soft.take(slots)) > 0
 
     def all_held(self) -> SlotArray:
-        return np.flatnonzero((self._firm > 0) | (self._soft > 0))
+        return ((self._firm > 0) | (self._soft > 0)).nonzero()[0]
 
     def until(self, slots: SlotArray) -> npt.NDArray[np.float64]:
         """Until when each is held, zero for those that are not."""

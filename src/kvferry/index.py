@@ -247,7 +247,7 @@ class Index:
 
     def slots(self) -> SlotArray:
         """Every slot in the index, ascending. Walks all of them: for checks only."""
-        return np.flatnonzero(self._place != _ABSENT)
+        return (self._place != _ABSENT).nonzero()[0]
 
 
 def num_leading(flags: npt.NDArray[np.bool_]) -> int:

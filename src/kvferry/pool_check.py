@@ -14,7 +14,12 @@ from kvferry.index import Index
 from kvferry.lease import Lease, Purpose
 from kvferry.policy import EvictionPolicy
 from kvferry.slot_states import PoolCounts, SlotState
-from kvferry.types import SlotArray
+from kvferry.types import NO_SLOTS, SlotArray
+
+Flags = npt.NDArray[np.bool_]
+
+_FREE, _WRITING, _CACHED, _DOOMED, _UNREADY = (state.value for state in SlotState)
+_WRITE = Purpose.WRITE  # looked up once: before Python 3.12 an enum finds its members slowly
 
 
 @dataclass(frozen=True)
@@ -40,66 +45,83 @@ class PoolCheck:
         the reader counts are those of the open leases; parents outlive their children.
         """
         self._check_free()
-        owned = (self.state == SlotState.WRITING) | (self.state == SlotState.CACHED)
-        self._check_index(np.flatnonzero(owned))
-        self._check_claims()
+        cached = self.state == _CACHED
+        owned = cached | (self.state == _WRITING)
+        self._check_index(owned.nonzero()[0])
+        self._check_claims(cached)
         self.chains.check(owned)
-        evictable = np.flatnonzero((self.state == SlotState.CACHED) & (self.readers == 0))
-        _require(bool(self.policy.holds(evictable).all()), "the policy lost a cached slot")
+        evictable = (cached & (self.readers == 0)).nonzero()[0]
+        _require(_all(self.policy.holds(evictable)), "the policy lost a cached slot")
 
     def _check_free(self) -> None:
-        state, free = self.state, self.free
+        unready, is_free = self.state == _UNREADY, self.state == _FREE
         _require(
-            np.array_equal(
-                np.flatnonzero(state == SlotState.UNREADY), np.arange(self.num_ready, len(state))
-            ),
+            _all(unready[self.num_ready :]) and not _any(unready[: self.num_ready]),
             "a slot is used before it is ready, or the other way round",
         )
-        _require(len(np.unique(free)) == len(free), "a slot is on the free list twice")
-        _require(bool((state[free] == SlotState.FREE).all()), "a slot in use is on the free list")
-        _require(int((state == SlotState.FREE).sum()) == len(free), "a free slot is not listed")
+        listed = self._marked(self.free)
+        _require(_num(listed) == len(self.free), "a slot is on the free list twice")
+        _require(not _any(listed & ~is_free), "a slot in use is on the free list")
+        _require(_num(is_free) == len(self.free), "a free slot is not listed")
 
     def _check_index(self, owned: SlotArray) -> None:
-        indexed = np.sort(self.index.slots())
-        _require(np.array_equal(indexed, owned), "index and slot states disagree")
+        indexed = self.index.slots()
+        _require(_same(indexed, owned), "index and slot states disagree")
         _require(len(self.index) == len(indexed), "the index miscounts itself")
         again = self.index.find(self.index.keys_of(indexed))
-        _require(np.array_equal(again, indexed), "an index entry points at a slot of another key")
+        _require(_same(again, indexed), "an index entry points at a slot of another key")
 
-    def _check_claims(self) -> None:
+    def _check_claims(self, cached: Flags) -> None:
         readers = np.zeros_like(self.readers)
-        writing: list[SlotArray] = [np.empty(0, dtype=np.int64)]
+        writing: list[SlotArray] = [NO_SLOTS]
         for lease in self.leases:
             _require(lease.ended is None, "an ended lease is still open in the pool")
-            if lease.purpose is Purpose.WRITE:
+            if lease.purpose is _WRITE:
                 writing.append(lease.slots)
             else:
                 readers[lease.slots] += 1
         readers[self.held] += 1
-        _require(self.counts.held == len(self.held), "held slots are miscounted")
-        _require(
-            bool((self.state[self.held] == SlotState.CACHED).all()), "a slot is held and not cached"
-        )
-        written = np.concatenate(writing)
-        _require(np.array_equal(readers, self.readers), "reader counts and leases disagree")
-        _require(len(np.unique(written)) == len(written), "two leases write one slot")
-        claimed = readers > 0
-        claimed[written] = True
-        unclaimed = self.state[~claimed]
-        _require(
-            bool(np.isin(unclaimed, (SlotState.FREE, SlotState.CACHED, SlotState.UNREADY)).all()),
-            "a slot is neither free nor cached though nobody claims it",
-        )
         counts = self.counts
-        cached = (self.state == SlotState.CACHED) & ~claimed
-        _require(counts.cached == int(cached.sum()), "cached slots are miscounted")
-        _require(counts.leased == int(claimed.sum()), "leased slots and leases disagree")
-        doomed = int((self.state == SlotState.DOOMED).sum())
+        _require(counts.held == len(self.held), "held slots are miscounted")
+        _require(_all(cached[self.held]), "a slot is held and not cached")
+        _require(_same(readers, self.readers), "reader counts and leases disagree")
+        written = np.concatenate(writing)
+        claimed = self._marked(written)
+        _require(_num(claimed) == len(written), "two leases write one slot")
+        claimed |= readers > 0
+        at_rest = cached | (self.state == _FREE) | (self.state == _UNREADY)
+        _require(
+            _all(at_rest | claimed), "a slot is neither free nor cached though nobody claims it"
+        )
+        _require(counts.cached == _num(cached & ~claimed), "cached slots are miscounted")
+        _require(counts.leased == _num(claimed), "leased slots and leases disagree")
+        doomed = _num(self.state == _DOOMED)
         _require(self.num_doomed == doomed, "doomed slots are miscounted")
         _require(
             counts.free + counts.cached + counts.leased + counts.unready == counts.total,
             "free + cached + leased + unready != total",
         )
+
+    def _marked(self, slots: SlotArray) -> Flags:
+        marks = np.zeros(len(self.state), dtype=bool)
+        marks[slots] = True
+        return marks
+
+
+# Each is one call of numpy: tests prove small pools hundreds of thousands of times.
+_num = np.count_nonzero
+
+
+def _any(flags: Flags) -> bool:
+    return bool(_num(flags))
+
+
+def _all(flags: Flags) -> bool:
+    return _num(flags) == len(flags)
+
+
+def _same(some: npt.NDArray[np.integer], others: npt.NDArray[np.integer]) -> bool:
+    return len(some) == len(others) and not _any(some != others)
 
 
 def _require(holds: bool, what: str) -> None:

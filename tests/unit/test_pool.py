@@ -382,6 +382,19 @@ def breaks(pool: Pool, how: str) -> None:
         pool._num_idle -= 1
     elif how == "doomed slots miscounted":
         pool._num_doomed += 1
+    elif how == "held slots miscounted":
+        pool._holds.count += 1
+    elif how == "a slot in use and free":
+        pool._state[int(pool._free.slots[0])] = SlotState.WRITING
+    elif how == "not ready and in use":
+        pool._state[-2] = SlotState.UNREADY
+    elif how == "neither this nor that":
+        pool._state[int(pool._index.find(keys([1]))[0])] = SlotState.DOOMED
+    elif how == "a slot written twice":
+        first, second = pool.reserve(keys([9])), pool.reserve(keys([10]))
+        assert first is not None
+        assert second is not None
+        first.slots[:] = second.slots
     elif how == "a lost lease":
         lease = pool.reserve(keys([9]))
         pool._leases.clear()
@@ -389,24 +402,29 @@ def breaks(pool: Pool, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "how",
+    ("how", "said"),
     [
-        "a reader nobody is",
-        "a free slot in use",
-        "a slot free twice",
-        "a wrong key",
-        "a lost parent",
-        "lost by the policy",
-        "idle slots miscounted",
-        "doomed slots miscounted",
-        "a lost lease",
+        ("a reader nobody is", "reader counts and leases disagree"),
+        ("a free slot in use", "a slot in use is on the free list"),
+        ("a slot in use and free", "a slot in use is on the free list"),
+        ("a slot free twice", "a slot is on the free list twice"),
+        ("not ready and in use", "a slot is used before it is ready"),
+        ("neither this nor that", "index and slot states disagree"),
+        ("a wrong key", "an index entry points at a slot of another key"),
+        ("a lost parent", "children are miscounted"),
+        ("lost by the policy", "the policy lost a cached slot"),
+        ("held slots miscounted", "held slots are miscounted"),
+        ("idle slots miscounted", "cached slots are miscounted"),
+        ("doomed slots miscounted", "doomed slots are miscounted"),
+        ("a slot written twice", "two leases write one slot"),
+        ("a lost lease", "a slot is neither free nor cached though nobody claims it"),
     ],
 )
-def test_integrity_is_really_checked(how: str) -> None:
+def test_integrity_is_really_checked(how: str, said: str) -> None:
     pool = Pool(8)
     stored(pool, [1, 2, 3])
     breaks(pool, how)
-    with pytest.raises(IntegrityError, match=r"^pool: "):
+    with pytest.raises(IntegrityError, match=f"^pool: {said}"):
         pool.check_integrity()
 
 
