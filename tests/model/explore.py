@@ -1,8 +1,8 @@
 """Every order in which a few requests and ranks can do what they do, for tiny sizes.
 
-Breadth first over whole states. A state is taken to be known when everything that can influence
-what comes next is equal: slots, keys, order of eviction, hits, flights, queues, holds, and the
-bytes of device and host. Each state is a snapshot, so branches do not touch each other.
+Depth first over whole states. A state is taken to be known when everything that can influence what
+comes next is equal: slots, keys, order of eviction, hits, flights, queues, holds, and the bytes of
+device and host. All but the first branch of a state begin with a copy, so none touches another.
 """
 
 from __future__ import annotations
@@ -278,33 +278,49 @@ class Names:
         return loads, transfer.group, self.slots(host), self.blocks(transfer.group, device)
 
 
+class _State:
+    """A state that was met: the first branch goes on in its world, the others in copies of it."""
+
+    def __init__(self, world: World) -> None:
+        self._actions = list(world.actions())
+        self._snapshot = snapshots.keep(world) if len(self._actions) > 1 else b""
+        self._world: World | None = world
+
+    @property
+    def is_done(self) -> bool:
+        return not self._actions
+
+    def branch(self) -> tuple[World, Action]:
+        world, self._world = self._world, None
+        return world or snapshots.again(self._snapshot), self._actions.pop()
+
+
 def explore(scenario: Scenario, *, most_states: int = 100_000) -> Report:
     """Visit every state; each must be sound, and each end must leave nothing behind."""
-    report = Report()
+    report = Report(states=1)
     world = World(scenario)
     known = {hash(world.fingerprint())}
-    frontier = [(snapshots.keep(world), list(world.actions()))]
-    while frontier:
-        report.depth += 1
-        following = []
-        for snapshot, actions in frontier:
+    path = [_State(world)]
+    while path:
+        if path[-1].is_done:
+            path.pop()
+            continue
+        world, action = path[-1].branch()
+        before = world.sim.num_loaded
+        world.do(action)
+        report.transitions += 1
+        report.actions[action[0]] += 1
+        report.loads += world.sim.num_loaded - before
+        mark = hash(world.fingerprint())
+        if mark not in known:
+            world.sim.check()
+            known.add(mark)
+            path.append(_State(world))
             report.states += 1
+            report.depth = max(report.depth, len(path))
+            if path[-1].is_done:
+                report.ends += 1
+                world.sim.drain()
             if report.states > most_states:
                 raise AssertionError(f"more than {most_states} states: {report}")
-            for action in actions:
-                world = snapshots.again(snapshot)
-                before = world.sim.num_loaded
-                world.do(action)
-                report.transitions += 1
-                report.actions[action[0]] += 1
-                report.loads += world.sim.num_loaded - before
-                mark = hash(world.fingerprint())
-                if mark not in known:
-                    world.sim.check()
-                    known.add(mark)
-                    following.append((snapshots.keep(world), list(world.actions())))
-            if not actions:
-                report.ends += 1
-                snapshots.again(snapshot).sim.drain()
-        frontier = following
     return report

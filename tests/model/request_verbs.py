@@ -325,7 +325,7 @@ def explore(scenario: Scenario) -> Report:
     world = World(scenario)
     known = {hash(world.fingerprint())}
     frontier = [(snapshots.keep(world), list(world.actions()))]
-    for _ in range(scenario.depth):
+    for depth in range(1, scenario.depth + 1):
         following = []
         for snapshot, actions in frontier:
             for action in actions:
@@ -339,7 +339,8 @@ def explore(scenario: Scenario) -> Report:
                 known.add(mark)
                 report.states += 1
                 report.seen.update(request.state for request in world.requests)
-                following.append((snapshots.keep(world), list(world.actions())))
+                if depth < scenario.depth:
+                    following.append((snapshots.keep(world), list(world.actions())))
                 world.drain()
         frontier = following
     return report
