@@ -7,11 +7,11 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from connectors.child import serve
 from connectors.engine import BLOCK_TOKENS, Engine, shape_of
 from connectors.first_tokens import FirstTokens, others
 from connectors.hooks import summary, thread_seconds, timed_hooks
 from connectors.loads import Load, difference, new_tokens, run_load
+from connectors.measuring import Measuring
 from connectors.toggled import toggled
 
 GROWN_AFTER = 30.0
@@ -33,43 +33,28 @@ class Case:
     fits: Load
 
 
-class Measurer:
+class Measurer(Measuring):
     """Owns the engine of this process; each method is an order's answer."""
+
+    ORDERS = (
+        "start",
+        "warm",
+        "forget",
+        "fits",
+        "hooks",
+        "toggled",
+        "ttft_begin",
+        "ttft_round",
+        "ttft_end",
+        "bytes",
+        "over",
+        "counted",
+    )
 
     def __init__(self, case: Case) -> None:
         self._case = case
-        self._engine: Engine | None = None
+        super().__init__()
         self._first_tokens: FirstTokens | None = None
-
-    def serve(self, descriptor: int) -> None:
-        orders = (
-            "load",
-            "start",
-            "warm",
-            "forget",
-            "fits",
-            "hooks",
-            "toggled",
-            "ttft_begin",
-            "ttft_round",
-            "ttft_end",
-            "bytes",
-            "over",
-            "counted",
-        )
-        serve({name: getattr(self, name) for name in orders}, descriptor)
-
-    @property
-    def engine(self) -> Engine:
-        assert self._engine is not None, "no order to start"
-        return self._engine
-
-    def load(self, _: None) -> float:
-        """Import vLLM: counted apart from the engine's own start."""
-        began = time.perf_counter()
-        from vllm import LLM  # noqa: F401
-
-        return time.perf_counter() - began
 
     def start(self, _: None) -> dict[str, Any]:
         case = self._case

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from connectors.case import warm_up
-from connectors.child import serve
 from connectors.engine import Engine, Shape, shape_of
 from connectors.first_tokens import ANSWER, others
 from connectors.loads import Load, new_tokens, run_load
+from connectors.measuring import Measuring
 from kvferry.identity import adopt
 
 GROWN_AFTER = 30.0
@@ -53,29 +53,16 @@ class DiskCase:
         return found
 
 
-class DiskMeasurer:
+class DiskMeasurer(Measuring):
     """Owns the engine of this process; each method is an order's answer."""
+
+    ORDERS = ("start", "warm", "fill", "back", "digests", "over", "counted")
 
     def __init__(self, case: DiskCase) -> None:
         self._case = case
-        self._engine: Engine | None = None
+        super().__init__()
         rng = random.Random(11)
         self._prompts = [new_tokens(rng, case.prompt_tokens) for _ in range(case.num_prompts)]
-
-    def serve(self, descriptor: int) -> None:
-        orders = ("load", "start", "warm", "fill", "back", "digests", "over", "counted")
-        serve({name: getattr(self, name) for name in orders}, descriptor)
-
-    @property
-    def engine(self) -> Engine:
-        assert self._engine is not None, "no order to start"
-        return self._engine
-
-    def load(self, _: None) -> float:
-        began = time.perf_counter()
-        from vllm import LLM  # noqa: F401
-
-        return time.perf_counter() - began
 
     def start(self, _: None) -> dict[str, Any]:
         case = self._case

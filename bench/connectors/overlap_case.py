@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from connectors.case import warm_up
-from connectors.child import serve
 from connectors.disk_case import CPU_OPTIONS, GROWN_AFTER, TinyShape
 from connectors.engine import Engine, Live, shape_of
 from connectors.first_tokens import ANSWER, GB, others
 from connectors.loads import new_tokens
+from connectors.measuring import Measuring
 
 DECODERS, DECODER_TOKENS = 8, 1000
 """Who decodes while others' hits are loaded: so many, with prompts so long."""
@@ -39,29 +39,16 @@ class OverlapCase:
         return asdict(self)
 
 
-class OverlapMeasurer:
+class OverlapMeasurer(Measuring):
     """Owns the engine of this process; each method is an order's answer."""
+
+    ORDERS = ("start", "warm", "copies", "fill", "first", "bytes", "beside")
 
     def __init__(self, case: OverlapCase) -> None:
         self._case = case
-        self._engine: Engine | None = None
+        super().__init__()
         rng = random.Random(21)
         self._prompts = [new_tokens(rng, case.prompt_tokens) for _ in range(case.num_prompts)]
-
-    def serve(self, descriptor: int) -> None:
-        orders = ("load", "start", "warm", "copies", "fill", "first", "bytes", "beside")
-        serve({name: getattr(self, name) for name in orders}, descriptor)
-
-    @property
-    def engine(self) -> Engine:
-        assert self._engine is not None, "no order to start"
-        return self._engine
-
-    def load(self, _: None) -> float:
-        began = time.perf_counter()
-        from vllm import LLM  # noqa: F401
-
-        return time.perf_counter() - began
 
     def start(self, _: None) -> dict[str, Any]:
         case = self._case

@@ -8,11 +8,11 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from connectors.child import serve
 from connectors.disk_case import CPU_OPTIONS, TinyShape
 from connectors.engine import Engine, Live, shape_of
 from connectors.first_tokens import others
 from connectors.loads import Load, new_tokens, run_load
+from connectors.measuring import Measuring
 
 GROWN_AFTER = 60.0
 
@@ -35,27 +35,17 @@ class RoundsCase:
         return asdict(self)
 
 
-class RoundsMeasurer:
+class RoundsMeasurer(Measuring):
     """Owns the engine of this process; each method is an order's answer."""
+
+    ORDERS = ("start", "grown", "round", "fill", "bound")
 
     def __init__(self, case: RoundsCase) -> None:
         self._case = case
-        self._engine: Engine | None = None
+        super().__init__()
         rng = random.Random(5)
         self._prompts = [new_tokens(rng, case.prompt_tokens) for _ in range(case.num_prompts)]
         self._answers: list[list[int]] = []
-
-    def serve(self, descriptor: int) -> None:
-        orders = ("load", "start", "grown", "round", "fill", "bound")
-        serve({name: getattr(self, name) for name in orders}, descriptor)
-
-    @property
-    def engine(self) -> Engine:
-        assert self._engine is not None, "no order to start"
-        return self._engine
-
-    def load(self, _: None) -> None:
-        from vllm import LLM  # noqa: F401
 
     def start(self, _: None) -> float:
         """As a server starts: nothing is warmed up but by vLLM itself."""
