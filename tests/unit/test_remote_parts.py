@@ -19,7 +19,6 @@ from kvferry.remote_settings import read_remote
 from kvferry.tiers import TierSetup, open_tier
 from kvferry.tiers.remote import open_remote
 from kvferry.tiers.remote.aws import ca_bundle, s3_config
-from kvferry.tiers.remote.bandwidth import Bandwidth
 from kvferry.tiers.remote.breaker import FIRST_WAIT, LONGEST_WAIT, Breaker
 from kvferry.tiers.remote.names import SEAL_BYTES, Whose
 from kvferry.tiers.remote.packs import best_in_one
@@ -97,23 +96,6 @@ def test_a_breaker_waits_ever_longer_until_blocks_move() -> None:
     breaker.worked()
     breaker.failed("later", now)
     assert breaker.probe_at - now == FIRST_WAIT
-
-
-@given(st.lists(st.tuples(st.integers(1, 10**6), st.floats(0, 1)), min_size=1, max_size=50))
-def test_a_cap_is_kept_over_any_stretch(moves: list[tuple[int, float]]) -> None:
-    rate, now, sent = 10**6, 1000.0, []
-    cap = Bandwidth(rate)
-    for num_bytes, pause in moves:
-        now += pause
-        sent.append((now + cap.wait(num_bytes, now), num_bytes))
-    for first in range(len(sent)):
-        for last in range(first, len(sent)):
-            passed = sum(n for _, n in sent[first:last])  # the last has only begun
-            assert passed <= rate * (sent[last][0] - sent[first][0] + 0.05) + 1
-
-
-def test_no_cap_waits_for_nothing() -> None:
-    assert Bandwidth(None).wait(1 << 40, 0.0) == 0.0
 
 
 def test_staging_lends_each_room_once_and_ignores_what_is_not_its_own() -> None:

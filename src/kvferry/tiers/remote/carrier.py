@@ -97,6 +97,7 @@ class Carrier:
         self._memory = memory
         self._window = window
         self._bandwidth = bandwidth
+        self._line = asyncio.Lock()  # who waits for the cap goes in the order of coming
         self._breaker = breaker
         self._tell = tell
         # One more is made ready, or proven, beside those that are with the client.
@@ -147,12 +148,8 @@ class Carrier:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _some(self, errand: Errand, parcels: Sequence[Parcel], does: _Do) -> None:
-        way = errand.order.way
-        async with self._begun[way]:
-            if way is not Way.FIND:
-                num_bytes = sum(each.num_blocks for each in parcels) * self._whose.block_bytes
-                await asyncio.sleep(self._bandwidth.wait(num_bytes, time.monotonic()))
-            reason = self._stopped(errand)
+        async with self._begun[errand.order.way]:
+            reason = await self._line_taken(errand, parcels)
             if reason:
                 errand.end(parcels, NotAsked(reason))
                 return
@@ -160,6 +157,21 @@ class Carrier:
                 await does(errand, parcels)
             except Exception as error:  # a bug of ours or of a client: these blocks have failed
                 errand.end(parcels, Fault(f"{type(error).__name__}: {error}"))
+
+    async def _line_taken(self, errand: Errand, parcels: Sequence[Parcel]) -> str:
+        """Wait until the cap lets these through; else why they should not begin."""
+        if errand.order.way is Way.FIND:
+            return self._stopped(errand)
+        num_bytes = sum(each.num_blocks for each in parcels) * self._whose.block_bytes
+        async with self._line:
+            while not (reason := self._stopped(errand)):
+                wait = self._bandwidth.take(num_bytes, time.monotonic())
+                if not wait:
+                    return ""
+                if wait >= errand.left:
+                    return _NOT_BEGUN
+                await asyncio.sleep(wait)
+            return reason
 
     @asynccontextmanager
     async def _turn(self, errand: Errand, parcels: Sequence[Parcel]) -> AsyncIterator[None]:

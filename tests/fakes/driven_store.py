@@ -1,0 +1,127 @@
+"""What carries orders to a store that answers when told to, on a clock that is the test's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
+
+import numpy as np
+
+from kvferry.tiers.base import Way
+from kvferry.tiers.disk.messages import OrderMessage, ResultMessage
+from kvferry.tiers.remote import carrier
+from kvferry.tiers.remote.bandwidth import Bandwidth
+from kvferry.tiers.remote.breaker import Breaker
+from kvferry.tiers.remote.client import Fault, NotThere
+from kvferry.tiers.remote.names import Whose
+
+NUM_CALLS, BLOCK_BYTES = 2, 64
+SAYS_NO, REFUSES = NotThere(), Fault("refused")
+
+
+class DrivenLoop(asyncio.SelectorEventLoop):
+    """Time passes when the test says so."""
+
+    now = 1000.0
+
+    def time(self) -> float:
+        return self.now
+
+
+class TellableStore:
+    """A client with look-ups only. Owns the calls that wait for an answer."""
+
+    staging = None
+    num_calls = NUM_CALLS
+    blocks_per_object = 1
+
+    def __init__(self) -> None:
+        self.waiting: list[asyncio.Future[NotThere | Fault]] = []
+
+    def names_per_call(self, way: Way) -> int:
+        return 1
+
+    async def find(self, names: Sequence[str], size: int) -> list[NotThere | Fault]:
+        call: asyncio.Future[NotThere | Fault] = asyncio.get_running_loop().create_future()
+        self.waiting.append(call)
+        try:
+            return [await call]
+        finally:
+            self.waiting.remove(call)
+
+    async def get(self, names: Sequence[str], *_: object) -> list[NotThere | Fault]:
+        return await self.find(names, 0)
+
+
+class Busy:
+    """Everything that carries orders to the store."""
+
+    def __init__(self, loop: DrivenLoop, bandwidth: int | None) -> None:
+        self.loop = loop
+        self.store = TellableStore()
+        self._breaker = Breaker()
+        self._carrier = carrier.Carrier(
+            cast(Any, self.store),
+            Whose(bytes(32), BLOCK_BYTES),
+            cast(Any, None),
+            None,
+            Bandwidth(bandwidth),
+            self._breaker,
+            lambda reason: None,
+        )
+        self._keys = np.random.default_rng()
+
+    @property
+    def ailment(self) -> str:
+        return self._breaker.ailment
+
+    def order(
+        self, num_blocks: int, *, within: float, way: Way = Way.FIND
+    ) -> asyncio.Task[ResultMessage]:
+        return self.carry(self.errand(num_blocks, within, way))
+
+    def carry(self, errand: carrier.Errand) -> asyncio.Task[ResultMessage]:
+        return self.loop.create_task(self._carrier.carry(errand))
+
+    def errand(self, num_blocks: int, within: float, way: Way) -> carrier.Errand:
+        message = OrderMessage(
+            id=0,
+            way=way,
+            generation=0,
+            deadline=self.loop.now + within,
+            places=np.zeros(num_blocks, dtype=np.int64),
+            keys=self._keys.integers(0, 1 << 63, (num_blocks, 4), dtype=np.uint64),
+            sizes=np.array([BLOCK_BYTES]),
+            addresses=np.zeros((num_blocks, 1), dtype=np.int64),
+        )
+        return self._carrier.errand(message)
+
+    async def settle(self, seconds: float = 0.0) -> None:
+        """Time passes, and whatever can go on by itself has gone on."""
+        self.loop.now += seconds
+        for _ in range(100):
+            await asyncio.sleep(0)
+
+    async def answer(self, answer: NotThere | Fault) -> None:
+        """To all that is with the store now, a moment later."""
+        self.loop.now += 0.001
+        for call in self.store.waiting:
+            call.set_result(answer)
+        await self.settle()
+
+
+@contextmanager
+def driven(bandwidth: int | None = None) -> Iterator[Busy]:
+    loop = DrivenLoop()
+    clock = SimpleNamespace(monotonic=loop.time, perf_counter=loop.time)
+    with patch.object(carrier, "time", clock):
+        yield Busy(loop, bandwidth)
+    loop.close()
+
+
+def run(busy: Busy, story: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    busy.loop.run_until_complete(story())

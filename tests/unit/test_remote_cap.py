@@ -1,0 +1,137 @@
+"""A cap on bytes a second: kept, and never in the way of others for bytes that did not move."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.fakes.driven_store import BLOCK_BYTES, SAYS_NO, Busy, driven, run
+
+from kvferry.tiers.base import Way
+from kvferry.tiers.remote.bandwidth import Bandwidth
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**6), st.floats(0, 1)), min_size=1, max_size=50))
+def test_a_cap_is_kept_over_any_stretch(moves: list[tuple[int, float]]) -> None:
+    rate, now, sent = 10**6, 1000.0, []
+    cap = Bandwidth(rate)
+    for num_bytes, pause in moves:
+        now += pause
+        while wait := cap.take(num_bytes, now):
+            now += wait
+        sent.append((now, num_bytes))
+    for first in range(len(sent)):
+        for last in range(first, len(sent)):
+            passed = sum(n for _, n in sent[first:last])  # the last has only begun
+            assert passed <= rate * (sent[last][0] - sent[first][0] + 0.05) + 1
+
+
+def test_no_cap_waits_for_nothing() -> None:
+    assert Bandwidth(None).take(1 << 40, 0.0) == 0.0
+
+
+def test_who_is_told_to_wait_has_taken_nothing() -> None:
+    cap = Bandwidth(100)
+    assert cap.take(100, 10.0) == 0.0
+    waits = [cap.take(100, 10.0) for _ in range(50)]
+    assert len(set(waits)) == 1
+    assert cap.take(100, 10.0 + waits[0]) == 0.0
+
+
+def test_two_threads_are_not_let_through_as_one() -> None:
+    """Seen red without the lock."""
+    both = threading.Barrier(2)
+
+    class Rate(int):
+        def __rtruediv__(self, num_bytes: int) -> float:
+            with suppress(threading.BrokenBarrierError):
+                both.wait(0.2)  # both have looked; unless one may not while the other takes
+            return num_bytes / int(self)
+
+    cap, waits = Bandwidth(Rate(100)), []
+    threads = [threading.Thread(target=lambda: waits.append(cap.take(100, 10.0))) for _ in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert sorted(wait > 0 for wait in waits) == [False, True]
+
+
+@pytest.fixture
+def capped() -> Iterator[Busy]:
+    """A block a second."""
+    with driven(bandwidth=BLOCK_BYTES) as made:
+        yield made
+
+
+def test_orders_given_up_while_they_wait_do_not_stop_the_line(capped: Busy) -> None:
+    """Seen red where bytes were claimed before the wait: the line was taken for ever."""
+
+    async def story() -> None:
+        for _ in range(10):
+            order = capped.order(8, within=1.5, way=Way.READ)
+            for _ in range(16):
+                await capped.settle(0.1)
+                await capped.answer(SAYS_NO)
+            reasons = list((await order).reasons.values())
+            assert 0 < reasons.count(SAYS_NO.reason) < 8, "some, and no more than the cap lets"
+
+    run(capped, story)
+
+
+def test_an_order_that_nobody_wants_takes_nothing(capped: Busy) -> None:
+    """Seen red where the cap was asked first."""
+
+    async def story() -> None:
+        for _ in range(20):
+            errand = capped.errand(8, 100.0, Way.WRITE)
+            errand.is_cancelled = True
+            carried = capped.carry(errand)
+            await capped.settle()
+            assert carried.done()
+        wanted = capped.order(1, within=1.0, way=Way.READ)
+        await capped.settle()
+        await capped.answer(SAYS_NO)
+        assert (await wanted).reasons == {0: SAYS_NO.reason}
+
+    run(capped, story)
+
+
+def test_one_cancelled_while_it_waits_takes_nothing(capped: Busy) -> None:
+    """Seen red where bytes were claimed before the wait."""
+
+    async def story() -> None:
+        errand = capped.errand(8, 100.0, Way.READ)
+        carried = capped.carry(errand)
+        await capped.settle()
+        errand.is_cancelled = True
+        await capped.answer(SAYS_NO)
+        wanted = capped.order(1, within=2.0, way=Way.READ)
+        await capped.settle(1.0)
+        await capped.answer(SAYS_NO)
+        assert wanted.done()
+        assert carried.done()
+        assert (await wanted).reasons == {0: SAYS_NO.reason}
+        reasons = list((await carried).reasons.values())
+        assert reasons == [SAYS_NO.reason] + ["cancelled"] * 7
+
+    run(capped, story)
+
+
+def test_who_would_wait_past_his_deadline_is_told_at_once(capped: Busy) -> None:
+    async def story() -> None:
+        first = capped.order(1, within=1.0, way=Way.READ)
+        await capped.settle()
+        late = capped.order(4, within=0.5, way=Way.READ)
+        await capped.settle()
+        assert late.done()
+        assert set((await late).reasons.values()) == {"not begun in time"}
+        assert not capped.ailment
+        await capped.answer(SAYS_NO)
+        await first
+
+    run(capped, story)
