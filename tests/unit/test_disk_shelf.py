@@ -12,7 +12,7 @@ from tests.fakes.crafted_keys import keys
 from kvferry.tiers.disk.ledger import FILE_NAMES, Ledger, journal_bytes
 from kvferry.tiers.disk.pages import Shape
 from kvferry.tiers.disk.shelf import Shelf
-from kvferry.tiers.disk.status import Status
+from kvferry.tiers.disk.status import Count, Status
 from kvferry.types import as_slots
 
 
@@ -52,3 +52,32 @@ def test_a_failed_journal_loses_nothing(ledger: Ledger) -> None:
     assert write(shelf, 2, begun) == ""
     assert np.flatnonzero(ledger.present).tolist() == [1, 2]
     assert len(shelf.mark().places) == 2
+
+
+def test_what_waits_for_a_commit_is_counted_through_all_that_can_happen(ledger: Ledger) -> None:
+    status = Status()
+    shelf = Shelf(ledger, status, 0.5)
+    seen = []
+
+    def note(*places: int) -> None:
+        for place in places:
+            write(shelf, place, shelf.begin(as_slots([place])))
+        seen.append(status.get(Count.PENDING))
+
+    note(1, 2)
+    mark = shelf.mark()
+    note(3)
+    shelf.committed()
+    note()
+    mark = shelf.mark()
+    note(4)
+    shelf.put_back(mark, are_lost=False)
+    note(5)
+    mark = shelf.mark()
+    note(6)
+    shelf.put_back(mark, are_lost=True)
+    note()
+    note(7, 8)
+    shelf.forget(0)
+    note(9)
+    assert seen == [2, 3, 1, 2, 3, 4, 0, 2, 1]

@@ -38,6 +38,7 @@ class Shelf:
         self._changed = threading.Condition()  # guards all below
         self._generation = 0
         self._written: list[Numbers] = []
+        self._num_written = 0
         self._since = 0.0
         """When the oldest event that no commit covers happened; 0: there is none."""
         self._committing: tuple[int, float] = (0, 0.0)
@@ -73,6 +74,7 @@ class Shelf:
             if len(places):
                 self._ledger.note_written(places, Keys(keys), proofs)
                 self._written.append(places)
+                self._num_written += len(places)
                 self._note()
             return ""
 
@@ -95,6 +97,7 @@ class Shelf:
             self._generation = generation
             self._ledger.forget()
             self._written.clear()
+            self._num_written = 0
             self._is_urgent = True
             self._note()
 
@@ -130,8 +133,9 @@ class Shelf:
         """What has happened until now. The next commit answers for it, or :meth:`put_back` does."""
         with self._changed:
             mark = Mark(self._ledger.num_noted, self._generation, self._written)
-            self._committing = (sum(map(len, self._written)), self._since)
+            self._committing = (self._num_written, self._since)
             self._written = []
+            self._num_written = 0
             self._since = 0.0
             self._is_urgent = False
             return mark
@@ -144,8 +148,10 @@ class Shelf:
                 for places in (*mark.places, *self._written):
                     self._ledger.note_lost(places)
                 self._written = []
+                self._num_written = 0
             else:
                 self._written[:0] = mark.places
+                self._num_written += self._committing[0]
             self._since = self._committing[1] or self._since or time.monotonic()
             self._committing = (0, 0.0)
             self._show()
@@ -157,7 +163,7 @@ class Shelf:
 
     def _show(self) -> None:
         count, since = self._committing
-        self._status.put(Count.PENDING, count + sum(map(len, self._written)))
+        self._status.put(Count.PENDING, count + self._num_written)
         self._status.put(Count.PENDING_SINCE, int((since or self._since) * 1e6))
 
     def close(self) -> None:
