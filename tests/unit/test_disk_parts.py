@@ -16,6 +16,7 @@ from kvferry.errors import ConfigError
 from kvferry.tiers import TierSetup, Way
 from kvferry.tiers.disk import open_disk
 from kvferry.tiers.disk.block_file import SECTOR, BlockFile
+from kvferry.tiers.disk.carriers import _runs
 from kvferry.tiers.disk.channel import Channel
 from kvferry.tiers.disk.epoch import read_epoch, write_epoch
 from kvferry.tiers.disk.messages import (
@@ -162,6 +163,22 @@ def test_a_file_system_without_direct_calls_is_used_without(
     with pytest.raises(OSError, match="the file of blocks ends"):
         file.read(7, again.data)
     file.close()
+
+
+_steps = st.sampled_from([1, 1, 1, 2, 0, -1])
+
+
+@given(steps=st.lists(st.tuples(_steps, _steps), max_size=8))
+def test_a_run_is_as_long_as_neighbours_are_neighbours_on_both_sides(
+    steps: list[tuple[int, int]],
+) -> None:
+    """In any order, and with a place that is named twice."""
+    places, slots = np.cumsum([(9, 9), *steps], axis=0).T.tolist()
+    runs = list(_runs(places, slots))
+    assert [at for first, last in runs for at in range(first, last)] == list(range(len(places)))
+    starts = {first for first, _ in runs}
+    for at, step in enumerate(steps, 1):
+        assert (at in starts) == (step != (1, 1))
 
 
 def test_an_epoch_that_cannot_be_believed_is_older_than_all(tmp_path: Path) -> None:

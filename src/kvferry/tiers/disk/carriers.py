@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from kvferry.tiers.disk.engine_memory import EngineMemory
 from kvferry.tiers.disk.health import DriveHealth
 from kvferry.tiers.disk.lanes import Job, Lanes
 from kvferry.tiers.disk.messages import Numbers
-from kvferry.tiers.disk.proofs import Buffer, Prover
+from kvferry.tiers.disk.proofs import Buffer, Proofs, Prover
 from kvferry.tiers.disk.shelf import Shelf
 from kvferry.tiers.disk.status import Count, Flags, Status
 
@@ -82,23 +81,31 @@ class DriveThread:
 
     def _read(self, job: Job) -> None:
         parts, order = self._parts, job.order.message
-        places = order.places[job.positions]
+        positions, places = job.positions, order.places[job.positions]
         is_here, proofs = parts.shelf.look(places, order.generation)
-        for at in np.flatnonzero(~is_here).tolist():
-            reason = f"place {places[at]} holds nothing"
-            self._fail(job.positions[at : at + 1], Count.ABSENT, reason)
-        if not is_here.any():
-            return
-        positions, places, proofs = job.positions[is_here], places[is_here], proofs[is_here]
-        keys = order.keys[positions]
+        if not is_here.all():
+            self._fail_absent(positions[~is_here], places[~is_here])
+            positions, places, proofs = positions[is_here], places[is_here], proofs[is_here]
+            if not len(positions):
+                return
         whole = self._move(parts.file.read, positions, places, Count.READ_MICROSECONDS)
-        right = parts.prover.check(self._buffer, places, keys, proofs)
-        for at in np.flatnonzero(whole & ~right).tolist():
-            reason = f"place {places[at]}: its bytes are not what was written"
+        right = parts.prover.check(self._buffer, places, order.keys[positions], proofs)
+        good = whole & right
+        if not good.all():
+            is_bad = whole & ~right
+            self._fail_damaged(positions[is_bad], places[is_bad], proofs[is_bad])
+        self._deliver(job, positions, np.flatnonzero(good))
+
+    def _fail_absent(self, positions: Numbers, places: Numbers) -> None:
+        for at, place in enumerate(places.tolist()):
+            self._fail(positions[at : at + 1], Count.ABSENT, f"place {place} holds nothing")
+
+    def _fail_damaged(self, positions: Numbers, places: Numbers, proofs: Proofs) -> None:
+        for at, place in enumerate(places.tolist()):
+            reason = f"place {place}: its bytes are not what was written"
             self._fail(positions[at : at + 1], Count.DAMAGED, reason)
-        if not right[whole].all():
-            parts.shelf.lose_damaged(places[whole & ~right], proofs[whole & ~right])
-        self._deliver(job, positions, np.flatnonzero(whole & right))
+        if len(places):
+            self._parts.shelf.lose_damaged(places, proofs)
 
     def _deliver(self, job: Job, positions: Numbers, good: Numbers) -> None:
         parts = self._parts
@@ -111,9 +118,12 @@ class DriveThread:
         finally:
             parts.status.set_copying(self._number, False)
             parts.lanes.end_delivery(job)
-        arrived = np.asarray(arrived.reshape(len(good), -1).all(axis=1))
-        parts.status.add(Count.READ_BYTES, int(arrived.sum()) * self._block_bytes(job))
-        self._fail_unreachable(positions[good[~arrived]])
+        num_arrived = len(good)
+        if not arrived.all():
+            arrived = np.asarray(arrived.reshape(len(good), -1).all(axis=1))
+            num_arrived = int(arrived.sum())
+            self._fail_unreachable(positions[good[~arrived]])
+        parts.status.add(Count.READ_BYTES, num_arrived * job.order.block_bytes)
 
     # -- down -------------------------------------------------------------------------------------
 
@@ -123,7 +133,8 @@ class DriveThread:
         keys = order.keys[positions]
         here, there, sizes = self._pieces(job, positions, np.arange(len(positions)))
         fetched = parts.memory.fetch(here, there, sizes).reshape(len(positions), -1).all(axis=1)
-        self._fail_unreachable(positions[~fetched])
+        if not fetched.all():
+            self._fail_unreachable(positions[~fetched])
         begun = parts.shelf.begin(places)
         if not parts.lanes.begin_delivery(job):
             return  # given up meanwhile: the memory may have been used again while we read it
@@ -139,7 +150,7 @@ class DriveThread:
         )
         if why_not:
             self._fail(positions[whole], Count.OTHER_FAILURES, why_not)
-        parts.status.add(Count.WRITTEN_BYTES, int(whole.sum()) * self._block_bytes(job))
+        parts.status.add(Count.WRITTEN_BYTES, int(whole.sum()) * job.order.block_bytes)
         parts.shelf.lose(places[~whole])
 
     # -- both -------------------------------------------------------------------------------------
@@ -156,36 +167,31 @@ class DriveThread:
 
         ``slots`` are their places in the buffer, if those are not 0, 1, ...
         """
-        slots = np.arange(len(places)) if slots is None else slots
-        whole = np.ones(len(places), dtype=bool)
+        there = places.tolist()
+        here = list(range(len(there))) if slots is None else slots.tolist()
+        whole = np.ones(len(there), dtype=bool)
         start = time.monotonic()
-        for first, last in _runs(places, slots):
-            if self._try(call, places, slots, first, last) is None:
+        for first, last in _runs(there, here):
+            if self._try(call, there[first], here[first], last - first) is None:
                 continue
             for at in range(first, last):  # one bad block is one bad block
-                error = self._try(call, places, slots, at, at + 1)
+                error = self._try(call, there[at], here[at], 1)
                 if error is not None:
                     whole[at] = False
-                    reason = f"place {places[at]}: {_words(error)}"
+                    reason = f"place {there[at]}: {_words(error)}"
                     self._fail(positions[at : at + 1], Count.DRIVE_ERRORS, reason)
         self._parts.status.add(clock, int((time.monotonic() - start) * 1e6))
         return whole
 
     def _try(
-        self,
-        call: Callable[[int, memoryview], None],
-        places: Numbers,
-        slots: Numbers,
-        first: int,
-        last: int,
+        self, call: Callable[[int, memoryview], None], place: int, slot: int, count: int
     ) -> Exception | None:
         pitch = self._parts.pitch
-        start = int(slots[first]) * pitch
-        data = self._buffer.stored[start : start + (last - first) * pitch]
+        data = self._buffer.stored[slot * pitch : (slot + count) * pitch]
         try:
-            call(int(places[first]), data)
+            call(place, data)
         except Exception as error:  # whatever a drive on a bad day makes the kernel say
-            if last - first == 1:
+            if count == 1:
                 self._parts.health.failed(self._way, error)
             return error
         self._parts.health.worked(self._way)
@@ -195,28 +201,29 @@ class DriveThread:
         self, job: Job, positions: Numbers, which: Numbers
     ) -> tuple[Numbers, Numbers, Numbers]:
         """Where the pieces of the blocks ``which`` are: in the buffer, in the engine, how long."""
-        order = job.order.message
-        offsets = order.sizes.cumsum() - order.sizes
-        here = (self._buffer.address + which * self._parts.pitch)[:, None] + offsets
-        there = order.addresses[positions[which]]
+        order = job.order
+        here = (self._buffer.address + which * self._parts.pitch)[:, None] + order.offsets
+        there = order.message.addresses[positions[which]]
         sizes = np.empty_like(here)
-        sizes[:] = order.sizes
+        sizes[:] = order.message.sizes
         return here.ravel(), there.ravel(), sizes.ravel()
 
-    def _block_bytes(self, job: Job) -> int:
-        return int(job.order.message.sizes.sum())
-
     def _fail_unreachable(self, positions: Numbers) -> None:
-        if len(positions):
-            self._fail(positions, Count.UNREACHABLE, "its host memory cannot be reached")
+        self._fail(positions, Count.UNREACHABLE, "its host memory cannot be reached")
 
 
-def _runs(places: Numbers, slots: Numbers) -> Iterator[tuple[int, int]]:
+def _runs(places: list[int], slots: list[int]) -> Iterator[tuple[int, int]]:
     """Ranges of neighbours, on the drive and in the buffer."""
-    if len(places):
-        is_cut = (places[1:] - places[:-1] != 1) | (slots[1:] - slots[:-1] != 1)
-        edges = [0, *(np.flatnonzero(is_cut) + 1).tolist(), len(places)]
-        yield from pairwise(edges)
+    first = 0
+    for at in range(1, len(places) + 1):
+        step = at - first
+        if (
+            at == len(places)
+            or places[at] - places[first] != step
+            or slots[at] - slots[first] != step
+        ):
+            yield first, at
+            first = at
 
 
 def _words(error: Exception) -> str:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvferry.tiers.disk.messages import Numbers
 
-_IOV_MAX = 1024
+_IOV_MAX, _IOV_BYTES = 1024, 16
 _PR_SET_PTRACER = 0x59616D61
 _REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS)
 
@@ -62,6 +62,7 @@ class EngineMemory:
         vectors = np.empty((2, len(sizes), 2), dtype=np.int64)
         vectors[0, :, 0], vectors[1, :, 0] = here, there
         vectors[:, :, 1] = sizes
+        ours, theirs = vectors[0].ctypes.data, vectors[1].ctypes.data
         ok = np.zeros(len(sizes), dtype=bool)
         at = 0
         while at < len(sizes):
@@ -69,14 +70,8 @@ class EngineMemory:
             if self._is_refused:
                 count, moved = 1, self._plain(plain, vectors[:, at])
             else:
-                moved = vectored(
-                    self._pid,
-                    vectors[0, at].ctypes.data,
-                    count,
-                    vectors[1, at].ctypes.data,
-                    count,
-                    0,
-                )
+                skip = at * _IOV_BYTES
+                moved = vectored(self._pid, ours + skip, count, theirs + skip, count, 0)
                 if moved < 0 and self._refuses(ctypes.get_errno()):
                     continue
             if at == 0 and count == len(sizes) and moved == int(sizes.sum()):

@@ -40,6 +40,12 @@ class Order:
     """The result was sent: the engine's memory is not ours any more."""
     reasons: dict[int, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        sizes = self.message.sizes
+        self.block_bytes = int(sizes.sum())
+        self.offsets: Numbers = sizes.cumsum() - sizes
+        """Where the pieces of a block begin, from its first byte."""
+
     def stopped(self, now: float) -> str:
         """Why no further job of it should begin; empty while they should."""
         if self.is_cancelled:
@@ -261,7 +267,7 @@ class Lanes:
             order.reasons.setdefault(position, reason)
         order.is_over = True
         del self._orders[order.message.id]
-        moved = int(order.ok.sum()) * int(order.message.sizes.sum())
+        moved = int(order.ok.sum()) * order.block_bytes
         seconds = time.monotonic() - order.began
         message = order.message
         self._answer(ResultMessage(message.id, order.ok, order.reasons, moved, seconds))

@@ -140,8 +140,8 @@ def key_check(key: bytes, store: bytes) -> bytes:
 
 def _names(places: Numbers, keys: Words, store: bytes) -> list[bytes]:
     """Everything but its content that a block must agree with, one text of bytes each."""
-    rows = np.empty((len(places), 40), dtype=np.uint8)
-    rows[:, :32] = np.ascontiguousarray(keys).view(np.uint8).reshape(-1, 32)
-    rows[:, 32:] = np.ascontiguousarray(places).view(np.uint8).reshape(-1, 8)
-    data = rows.tobytes()
-    return [data[at : at + 40] + store for at in range(0, len(data), 40)]
+    key, place = keys.tobytes(), places.tobytes()
+    return [
+        key[32 * at : 32 * at + 32] + place[8 * at : 8 * at + 8] + store
+        for at in range(len(places))
+    ]
