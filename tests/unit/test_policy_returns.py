@@ -163,6 +163,37 @@ def test_what_was_not_of_use_lately_is_worked_out_when_it_is() -> None:
     assert table.first(row) < before
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_lessons_that_waited_leave_what_each_would_have_left_at_once(seed: int) -> None:
+    """Seen red with rows that follow the last of several lessons instead of their own."""
+    at_once, waiting, rng = WorthTable(), WorthTable(), np.random.default_rng(seed)
+    every = [
+        conversation(turn=turn, gap=gap, grown=0, kind=TurnKind.GOES_ON)
+        for turn in range(1, 9)
+        for gap in (0.5, 2.0, 9.0, 40.0)
+    ]
+    rows = np.array([at_once.row(traits) for traits in every])
+    assert rows.tolist() == [waiting.row(traits) for traits in every]
+    for number in range(100):
+        of_use = rng.integers(0, len(every), 5).tolist()
+        lesson = rng.choice(rows, 50), rng.integers(0, NUM_BUCKETS, 50), rng.random(50) < 0.4
+        for table in (at_once, waiting):
+            for at in of_use:
+                table.row(every[at])
+            table.learn(*lesson)
+        model = at_once.hazards  # who is asked for it has learned
+        if number % 13 == 12:
+            looked_at = rng.choice(rows, 8)
+            for table in (at_once, waiting):
+                table.follow(looked_at)
+            assert np.array_equal(at_once.worth, waiting.worth)
+        if number % 19 == 18:
+            row = int(rng.choice(rows))
+            assert at_once.first(row) == waiting.first(row)
+    traits = np.array(every)
+    assert np.array_equal(model.chances(traits), waiting.hazards.chances(traits))
+
+
 def test_a_newcomer_that_is_worth_less_than_all_is_refused() -> None:
     now = [0.0]
     pool = Pool(8, Returns, clock=lambda: now[0])

@@ -7,16 +7,17 @@ so the deepest listed one that is known tells how much of a request is.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.keys import Keys
+from kvferry.keys import KEY_WORDS, Keys
 
 _ALL_UP_TO = 64
 _DOUBLINGS = 24
-_MIX = np.uint64(0x9E3779B97F4A7C15)
+_MIX = np.array(0x9E3779B97F4A7C15, dtype=np.uint64)  # an array: of a number numpy asks its kind
 
 Words = npt.NDArray[np.int64]
 """The first words of keys."""
@@ -32,6 +33,8 @@ def _listed() -> npt.NDArray[np.int64]:
 
 LISTED = _listed()
 """The positions in a request whose blocks are listed."""
+_POSITIONS: list[int] = LISTED.tolist()
+_FIRST_WORDS = LISTED * KEY_WORDS  # where the first word of each is, in an array of keys
 
 
 class Known(NamedTuple):
@@ -81,7 +84,7 @@ class RecentBlocks:
 
     def _make(self, bits: int) -> None:
         self._bits = bits
-        self._shift = np.uint64(64 - bits)
+        self._shift = np.array(64 - bits, dtype=np.uint64)
         self._table = np.empty((1 << bits, len(_EMPTY)), dtype=np.int64)
         self._table[:] = _EMPTY
         self._rows = self._table.view(_ROW)[:, 0]  # a row at a time is copied the fastest
@@ -93,11 +96,8 @@ class RecentBlocks:
     @staticmethod
     def listed(keys: Keys) -> Words:
         """The first words of those of a request's keys that are listed."""
-        count = len(keys.array)
-        words = keys.array[:, 0]
-        if count > _ALL_UP_TO:
-            words = words.take(LISTED[: LISTED.searchsorted(count)])
-        return words.view(np.int64)
+        array = keys.array
+        return array.take(_FIRST_WORDS[: bisect_left(_POSITIONS, len(array))]).view(np.int64)
 
     def find(self, words: Words) -> Listed:
         """What the table has of these listed words of a request, until the next is looked for."""

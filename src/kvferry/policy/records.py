@@ -62,14 +62,13 @@ class Records:
         self._passed = np.zeros(NUM_BUCKETS, dtype=np.int64)
         self.time = np.empty(0)
         self._facts = np.empty((0, len(Facts._fields)), dtype=np.int64)
+        self._bytes = self._facts.data  # a few numbers of one record are read and written so
         self._resize(min(_FIRST, 2 * capacity))
 
     def add(self, now: float, row: int, *, length: int = 0, turn: int = 0, tokens: int = 0) -> int:
         """A record of a request with traits in this row; returns its number."""
         at = self._begin(now)
-        _FACTS.pack_into(
-            self._facts.data, at * _FACTS.size, OPEN, row, length, turn, tokens, 0, 0, 0
-        )
+        _FACTS.pack_into(self._bytes, at * _FACTS.size, OPEN, row, length, turn, tokens, 0, 0, 0)
         return self.first + at
 
     def _begin(self, now: float) -> int:
@@ -90,31 +89,30 @@ class Records:
         return at if at >= 0 else None
 
     def facts(self, at: int) -> Facts:
-        return Facts._make(_FACTS.unpack_from(self._facts.data, at * _FACTS.size))
+        return Facts._make(_FACTS.unpack_from(self._bytes, at * _FACTS.size))
 
     def row(self, at: int) -> int:
         return self._facts.item(at, _ROW)
 
     def shared(self, at: int) -> tuple[int, int, int]:
         """How many leading blocks of it others have too, their row, and the ways from there."""
-        return _SOME.unpack_from(self._facts.data, at * _FACTS.size + 8 * _SHARED)
+        return _SOME.unpack_from(self._bytes, at * _FACTS.size + 8 * _SHARED)
 
     def amend(self, at: int, row: int, length: int) -> None:
         """More is known of it now."""
-        _SOME.pack_into(
-            self._facts.data, at * _FACTS.size, self._facts.item(at, _RETURNED), row, length
-        )
+        returned = self._facts.item(at, _RETURNED)
+        _SOME.pack_into(self._bytes, at * _FACTS.size, returned, row, length)
 
     def share(self, at: int, shared: int, row: int, ways: int) -> None:
         """Its first blocks are others', too."""
-        _SOME.pack_into(self._facts.data, at * _FACTS.size + 8 * _SHARED, shared, row, ways)
+        _SOME.pack_into(self._bytes, at * _FACTS.size + 8 * _SHARED, shared, row, ways)
 
     def renew(self, record: int, now: float, row: int, length: int) -> int:
         """Instead of a record, one that begins now; returns its number."""
         self.lose(record)
         _, _, _, *others = self.facts(record - self.first)
         at = self._begin(now)
-        _FACTS.pack_into(self._facts.data, at * _FACTS.size, OPEN, row, length, *others)
+        _FACTS.pack_into(self._bytes, at * _FACTS.size, OPEN, row, length, *others)
         return self.first + at
 
     def returns(self, record: int, now: float) -> None:
@@ -133,7 +131,7 @@ class Records:
     def teach(self, learn: Learn, now: float) -> bool:
         """Let the model learn of every bucket that a record has passed since; False if none has."""
         ends = self.time[: self._count].searchsorted(now - ENDS, "right")
-        counts = np.clip(ends - self._passed, 0, _AT_ONCE)
+        counts = np.minimum(np.maximum(ends - self._passed, 0), _AT_ONCE)
         total = int(counts.sum())
         if not total:
             return False
@@ -166,4 +164,4 @@ class Records:
         count = self._count
         time, facts = np.zeros(size), np.zeros((size, len(Facts._fields)), dtype=np.int64)
         time[:count], facts[:count] = self.time[:count], self._facts[:count]
-        self.time, self._facts = time, facts
+        self.time, self._facts, self._bytes = time, facts, facts.data
