@@ -38,6 +38,7 @@ from kvferry.setting_kinds import (
     TENANTS,
     Auto,
     Kind,
+    Setting,
     nearest,
     one_of,
     optional,
@@ -130,6 +131,12 @@ class Config:
         optional(STORE),
         "A store that servers share, below all levels: s3://BUCKET/PREFIX (?pack=BLOCKS in one "
         "object, else as many as is fast) or mooncake://MASTER:PORT.",
+    )
+    remote_after: str = setting(
+        "evicted",
+        one_of("evicted", "asked-twice"),
+        "Write to that store what host memory drops (with level_write = through: what is stored), "
+        "or only what was asked for again by then.",
     )
     remote_bandwidth: int | None = setting(
         None,
@@ -334,20 +341,6 @@ class Config:
             _read(given, "overrides"),
         ]
         return cls(**{name: value for layer in layers for name, value in layer.items()})
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One setting, described for people: everything is text."""
-
-    name: str
-    env: str
-    accepts: str
-    default: str
-    help: str
-
-    def __str__(self) -> str:
-        return f"{self.name} = {self.default}  ({self.accepts}; {self.env})  {self.help}"
 
 
 def describe() -> tuple[Setting, ...]:

@@ -46,6 +46,20 @@ class Kind(Generic[T]):
     show: Callable[[T], str] = str
 
 
+@dataclass(frozen=True)
+class Setting:
+    """One setting, described for people: everything is text."""
+
+    name: str
+    env: str
+    accepts: str
+    default: str
+    help: str
+
+    def __str__(self) -> str:
+        return f"{self.name} = {self.default}  ({self.accepts}; {self.env})  {self.help}"
+
+
 class Auto(Enum):
     """A value to be found by looking at the machine."""
 

@@ -1,4 +1,4 @@
-"""What goes to disk at all: blocks asked for again, and so many bytes a day."""
+"""What goes to a disk or a shared store at all: what is asked for again, so many bytes a day."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from tests.fakes.crafted_keys import keys
 from tests.fakes.desk import Desk, story
 
 from kvferry.config import Config
+from kvferry.keys import Keys
+from kvferry.level_kinds import DISK, REMOTE
 from kvferry.pool import Pool
 from kvferry.scheduler.gate import Gate, WriteBudget, gate_of
-from kvferry.scheduler.level import PlacedLevel, WriteMode
-from kvferry.types import TierName
+from kvferry.scheduler.level import KeyedLevel, PlacedLevel, WriteMode
+from kvferry.scheduler.level_making import level_of
+from kvferry.types import Key, TierName
 
-DISK = TierName("disk")
 DAY = 86400.0
 
 
@@ -54,11 +56,26 @@ def test_a_gate_lets_through_what_it_should() -> None:
     assert gate.lets(some, DAY / 7).sum() == 3
 
 
-def test_the_settings_make_one_where_it_matters() -> None:
-    assert gate_of(Config(), num_keys=9, block_bytes=1, now=0.0) is None
-    for settings in ({"disk_after": "asked-twice"}, {"disk_write_per_day": "1GiB"}):
-        config = Config.from_dict({"disk_after": "evicted", **settings})
-        assert gate_of(config, num_keys=9, block_bytes=1, now=0.0) is not None
+@pytest.mark.parametrize(
+    ("settings", "gated"),
+    [
+        ({}, set()),
+        ({"disk_after": "evicted", "remote_after": "evicted"}, set()),
+        ({"disk_after": "asked-twice"}, {DISK}),
+        ({"disk_write_per_day": "1GiB"}, {DISK}),
+        ({"remote_after": "asked-twice"}, {REMOTE}),
+        ({"disk_after": "asked-twice", "remote_after": "asked-twice"}, {DISK, REMOTE}),
+    ],
+)
+def test_the_settings_make_one_where_it_matters(
+    settings: dict[str, object], gated: set[TierName]
+) -> None:
+    config = Config.from_dict(settings)
+    gates = {
+        name: gate_of(config, name, num_keys=None, block_bytes=1, now=0.0)
+        for name in (DISK, REMOTE, TierName("memory"))
+    }
+    assert {name for name, gate in gates.items() if gate is not None} == gated
 
 
 def desk_of(name: TierName = DISK, **settings: Any) -> Desk:
@@ -109,4 +126,60 @@ def test_what_must_be_asked_for_again_is_written_before_it_goes() -> None:
     """As it is stored it was asked for once: written through, nothing would ever be there."""
     level = PlacedLevel(DISK, Pool(200), WriteMode.THROUGH)
     desk = Desk(levels=[level], slots=16, block_bytes=[1000], disk_after="asked-twice")
+    assert live(desk, 1, 1, 2, 3, 4, 5, 6) == {1}
+
+
+# -- a shared store, which finds blocks by their keys ----------------------------------------------
+
+
+def written(desk: Desk, *numbers: int) -> set[int]:
+    """Conversations come in this order, the store has nothing; which of them it was sent, whole."""
+    sent: set[Key] = set()
+    for turn, number in enumerate(numbers):
+        told = story(number, 8)
+        desk.match(f"t{turn}", told)
+        desk.plan()
+        desk.say(Keys.empty())
+        desk.match(f"t{turn}", told)
+        desk.store(f"t{turn}", told, 32)
+        desk.scheduler.finish(f"t{turn}")
+        for _ in range(5):
+            desk.plan()
+            for move in desk.flying:
+                if move.dst == REMOTE and move.keys is not None:
+                    sent |= set(Keys(move.keys))
+            desk.land()
+    desk.check_empty()
+    chain = desk.scheduler._parts.matcher.slot_keys
+    whole = {number: set(chain(0, story(number, 8), range(8))) for number in numbers}
+    assert not any(0 < len(keys & sent) < len(keys) for keys in whole.values()), "a part is no use"
+    return {number for number, keys in whole.items() if keys <= sent}
+
+
+@pytest.mark.parametrize("most_in_one", [1, 4], ids=["a block an object", "packs"])
+@pytest.mark.parametrize("write", WriteMode)
+def test_only_what_was_asked_for_again_is_shared(write: WriteMode, most_in_one: int) -> None:
+    order = (1, 1, 2, 3, 4, 5, 6)
+
+    def server(after: str) -> Desk:
+        level = level_of(REMOTE, None, write, most_in_one=most_in_one)
+        return Desk(levels=[level], slots=16, block_bytes=[1000], remote_after=after)
+
+    assert written(server("evicted"), *order) >= {1, 2, 3, 4}
+    assert written(server("asked-twice"), *order) == {1}
+
+
+def test_what_was_forgotten_meanwhile_is_shared_when_it_came_back() -> None:
+    """Host memory had dropped it, unwritten; its second coming counts all the same."""
+    level = KeyedLevel(REMOTE, WriteMode.THROUGH)
+    desk = Desk(levels=[level], slots=16, block_bytes=[1000], remote_after="asked-twice")
+    assert written(desk, 1, 2, 3, 4, 1, 5, 6, 7) == {1}
+
+
+def test_each_setting_holds_for_its_own_level() -> None:
+    disk, store = PlacedLevel(DISK, Pool(200)), KeyedLevel(REMOTE)
+    desk = Desk(levels=[disk, store], slots=16, block_bytes=[1000], remote_after="asked-twice")
+    assert written(desk, 1, 1, 2, 3, 4, 5, 6) == {1}
+    assert disk.pool.counts.cached >= 4 * 8
+    desk = desk_of(disk_after="asked-twice", remote_after="evicted")
     assert live(desk, 1, 1, 2, 3, 4, 5, 6) == {1}

@@ -160,6 +160,13 @@ def test_addresses_that_cannot_be(text: object, why: str) -> None:
         Config.from_dict({"remote": text})
 
 
+def test_what_is_shared_at_all_is_said_through_any_door() -> None:
+    assert Config().remote_after == "evicted"
+    assert Config.from_env({"KVFERRY_REMOTE_AFTER": "asked-twice"}).remote_after == "asked-twice"
+    with pytest.raises(ConfigError, match=r"remote_after: expected one of evicted, asked-twice"):
+        Config.from_dict({"remote_after": "never"})
+
+
 def test_the_store_is_the_last_level_and_its_name_is_taken() -> None:
     config = Config.from_dict({"levels": "memory:1MiB", "remote": "s3://bucket"})
     assert [level.name for level in config.all_levels] == ["memory", "remote"]

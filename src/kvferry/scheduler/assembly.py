@@ -6,14 +6,13 @@ import logging
 from collections.abc import Callable, Sequence
 
 from kvferry.config import Config
-from kvferry.level_kinds import DISK
 from kvferry.pool import Pool
 from kvferry.scheduler.accounts import Accounts
 from kvferry.scheduler.coming import ComingLoads
 from kvferry.scheduler.engine_shape import EngineShape
 from kvferry.scheduler.explainer import Explainer
 from kvferry.scheduler.flight import Flights
-from kvferry.scheduler.gate import TIMES, gate_of
+from kvferry.scheduler.gate import gate_of, times_asked
 from kvferry.scheduler.hearing import listening
 from kvferry.scheduler.hit import Hits
 from kvferry.scheduler.journal import Journal
@@ -97,8 +96,8 @@ def _lower(
     clock: Callable[[], float],
 ) -> LowerLevels:
     """What lies below the host, and what of the host may go there and stay."""
-    if disk := next((level for level in levels if level.name == DISK), None):
-        _let_through(disk, pool, config, shape.slot_bytes * shape.num_ranks, clock())
+    for level in levels:
+        _let_through(level, pool, config, shape.slot_bytes * shape.num_ranks, clock())
     lower = LowerLevels(
         pool,
         levels,
@@ -113,12 +112,12 @@ def _lower(
     return lower
 
 
-def _let_through(disk: Level, pool: Pool, config: Config, block_bytes: int, now: float) -> None:
-    """What of all that could go to the disk does; ``block_bytes`` are those of all ranks."""
-    num_keys = pool.num_slots + (disk.pool.num_slots if disk.pool is not None else 0)
-    disk.gate = gate_of(config, num_keys=num_keys, block_bytes=block_bytes, now=now)
-    if TIMES[config.disk_after] > 1:  # as it is stored nobody has asked for it again
-        disk.write = WriteMode.SPILL
+def _let_through(level: Level, pool: Pool, config: Config, block_bytes: int, now: float) -> None:
+    """What of all that could go to a level does; ``block_bytes`` are those of all ranks."""
+    num_keys = pool.num_slots + level.pool.num_slots if level.pool is not None else None
+    level.gate = gate_of(config, level.name, num_keys=num_keys, block_bytes=block_bytes, now=now)
+    if times_asked(config, level.name) > 1:  # as it is stored nobody has asked for it again
+        level.write = WriteMode.SPILL
 
 
 def _divided(shares: Sequence[TenantShare], pool: Pool, levels: Sequence[Level]) -> Tenants:

@@ -7,7 +7,9 @@ import numpy.typing as npt
 
 from kvferry.config import Config
 from kvferry.keys import Keys
+from kvferry.level_kinds import DISK, REMOTE
 from kvferry.policy import SeenOften
+from kvferry.types import TierName
 
 _DAY = 86400.0
 _BURST = 8
@@ -16,8 +18,8 @@ _BURST = 8
 _LEAST_KEYS, _MOST_KEYS = 1 << 18, 1 << 20
 """So many different blocks are told apart among all that were asked for lately, in 4 to 16 MiB."""
 
-TIMES = {"evicted": 1, "asked-twice": 2}
-"""How often a block must have been asked for, by the setting's words."""
+_TIMES = {"evicted": 1, "asked-twice": 2}
+"""How often a block must have been asked for, by the settings' words."""
 
 
 class WriteBudget:
@@ -81,14 +83,27 @@ class Gate:
             self._budget.spend(num_blocks * self._block_bytes)
 
 
-def gate_of(config: Config, *, num_keys: int, block_bytes: int, now: float) -> Gate | None:
-    """What the settings let through to the disk; None where that is everything.
+def times_asked(config: Config, level: TierName) -> int:
+    """How often a block must have been asked for to go to this level."""
+    after = {DISK: config.disk_after, REMOTE: config.remote_after}.get(level, "evicted")
+    return _TIMES[after]
 
-    ``num_keys``: about how many blocks host memory and disk hold together.
+
+def gate_of(
+    config: Config, level: TierName, *, num_keys: int | None, block_bytes: int, now: float
+) -> Gate | None:
+    """What the settings let through to a level; None where that is everything.
+
+    ``num_keys``: about how many blocks host memory and the level hold together; None: any number.
     """
-    times, per_day = TIMES[config.disk_after], config.disk_write_per_day
+    times = times_asked(config, level)
+    per_day = config.disk_write_per_day if level == DISK else None
     if times == 1 and per_day is None:
         return None
     return Gate(
-        times=times, num_keys=num_keys, bytes_per_day=per_day, block_bytes=block_bytes, now=now
+        times=times,
+        num_keys=_MOST_KEYS if num_keys is None else num_keys,
+        bytes_per_day=per_day,
+        block_bytes=block_bytes,
+        now=now,
     )
