@@ -115,6 +115,8 @@ def read_remote(name: str, value: object) -> RemoteAddress:
     """The address of a shared store; ConfigError that says what to write instead."""
     if isinstance(value, RemoteAddress):
         return value
+    if isinstance(value, str) and "@" in unquote(unquote(value)):
+        raise ConfigError(f"{name}: {_NO_SECRETS}")  # nothing of it is said again
     if not isinstance(value, str) or not value.isprintable():
         raise ConfigError(f"{name}: expected {_EXAMPLES}, got {shown(value)}")
     try:
@@ -125,11 +127,6 @@ def read_remote(name: str, value: object) -> RemoteAddress:
         raise ConfigError(f"{name}: {quoted(value)} is no address ({error})") from error
     if parts.scheme not in _OPTIONS:
         raise ConfigError(f"{name}: expected {_EXAMPLES}, got {shown(value)}")
-    if parts.username is not None or parts.password is not None:
-        raise ConfigError(
-            f"{name}: an address carries no credentials, it is shown to people; give them to S3 in "
-            "the ordinary ways (AWS_ACCESS_KEY_ID, a profile, an instance's role)"
-        )
     options = dict(pairs)
     if len(options) < len(pairs):
         raise ConfigError(f"{name}: every option may be given once, got {quoted(parts.query)}")
@@ -146,6 +143,11 @@ def read_remote(name: str, value: object) -> RemoteAddress:
 
 
 _EXAMPLES = "s3://BUCKET/PREFIX or mooncake://MASTER:PORT"
+_NO_SECRETS = (
+    "an address carries no credentials (nothing before an @), it is shown to people; give them to "
+    "S3 in the ordinary ways (AWS_ACCESS_KEY_ID, a profile, an instance's role), and Mooncake's "
+    "Redis its password in MC_REDIS_PASSWORD"
+)
 
 
 def _s3(name: str, bucket: str, prefix: str, options: Mapping[str, str]) -> RemoteAddress:
@@ -160,9 +162,10 @@ def _s3(name: str, bucket: str, prefix: str, options: Mapping[str, str]) -> Remo
             f"and single slashes between them, at most {_MOST_PREFIX}"
         )
     endpoint = options.get("endpoint")
-    if endpoint is not None and urlsplit(endpoint).scheme not in ("http", "https"):
+    if endpoint is not None and not _is_endpoint(endpoint):
         raise ConfigError(
-            f"{name}: endpoint: expected http://... or https://..., got {shown(endpoint)}"
+            f"{name}: endpoint: expected http://HOST:PORT or https://HOST:PORT, got "
+            f"{shown(endpoint)}"
         )
     pack = options.get(PACK, "1")
     if not (
@@ -172,6 +175,14 @@ def _s3(name: str, bucket: str, prefix: str, options: Mapping[str, str]) -> Remo
             f"{name}: pack: expected a number of blocks from 1 to {_MOST_PACK}, got {shown(pack)}"
         )
     return RemoteAddress(S3, bucket, prefix, options)
+
+
+def _is_endpoint(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a bracket that is not closed, a port that is none
+        return False
 
 
 def _mooncake(
