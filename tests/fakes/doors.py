@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -32,3 +33,14 @@ def open_door(handler: type[Passing]) -> ThreadingHTTPServer:
     server.block_on_close = False
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     return server
+
+
+@contextmanager
+def standing_open(handler: type[Passing]) -> Iterator[int]:
+    """Its port; it is closed behind the test."""
+    server = open_door(handler)
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()

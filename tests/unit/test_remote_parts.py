@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import secrets
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.fakes.crafted_keys import key
+from tests.fakes.doors import Passing, standing_open
 
 from kvferry.config import Config
 from kvferry.errors import ConfigError
@@ -20,6 +24,7 @@ from kvferry.tiers import TierSetup, open_tier
 from kvferry.tiers.remote import open_remote
 from kvferry.tiers.remote.aws import ca_bundle, s3_config
 from kvferry.tiers.remote.breaker import FIRST_WAIT, LONGEST_WAIT, Breaker
+from kvferry.tiers.remote.client import NotThere
 from kvferry.tiers.remote.names import SEAL_BYTES, Whose
 from kvferry.tiers.remote.packs import best_in_one
 from kvferry.tiers.remote.staging import Staging, address_of
@@ -260,6 +265,48 @@ def test_where_no_role_may_be_asked_missing_credentials_are_said(tmp_path) -> No
     with pytest.raises(ConfigError, match="no credentials"):
         s3_config({}, env)
     assert s3_config({}, {**env, "AWS_ACCESS_KEY_ID": "a"})["access_key_id"] == "a"
+
+
+def test_a_pods_identity_is_asked_for_its_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As EKS gives it: an address and a token's file. The client below asks there itself."""
+    pytest.importorskip("obstore")
+    from kvferry.tiers.remote import s3
+
+    asked: list[tuple[str, str]] = []
+
+    class Agent(Passing):
+        """Hands out keys, and is an S3 without anything."""
+
+        def do_GET(self) -> None:  # noqa: N802
+            asked.append((self.path, self.headers.get("Authorization", "")))
+            keys = {"AccessKeyId": "pods", "SecretAccessKey": "s", "Token": "t"}
+            body = json.dumps({**keys, "Expiration": "2999-01-01T00:00:00Z"}).encode()
+            self.send_response(200 if self.path == "/keys" else 404)
+            self.send_header("Content-Length", str(len(body) if self.path == "/keys" else 0))
+            self.end_headers()
+            if self.path == "/keys":
+                self.wfile.write(body)
+
+        do_HEAD = do_GET  # noqa: N815
+
+    (tmp_path / "token").write_text("a token")
+    env = {"HOME": str(tmp_path), "AWS_EC2_METADATA_DISABLED": "true"}
+    with standing_open(Agent) as port:
+        url = f"http://127.0.0.1:{port}"
+        env["AWS_CONTAINER_CREDENTIALS_FULL_URI"] = f"{url}/keys"
+        with pytest.raises(ConfigError, match="no credentials"):
+            s3_config({}, env)
+        env["AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"] = str(tmp_path / "token")
+        for name in [name for name in os.environ if name.startswith("AWS_")]:
+            monkeypatch.delenv(name)
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        client = s3.S3Client(read_remote("remote", f"s3://bucket?endpoint={url}"), 64, "f", env)
+        assert asyncio.run(client.find(["block"], 64)) == [NotThere()]
+    assert asked[0] == ("/keys", "a token")
+    assert "Credential=pods/" in asked[-1][1]
 
 
 def test_authorities_of_ones_own_are_read_from_where_tools_of_aws_look(tmp_path) -> None:

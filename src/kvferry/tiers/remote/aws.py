@@ -29,7 +29,14 @@ _OF_PROFILE = {
     "ca_bundle": "ca_bundle",
 }
 _SECRETS = ("access_key_id", "secret_access_key", "session_token")
-_OTHER_MEANS = ("AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI")
+_OTHER_MEANS = (
+    ("AWS_WEB_IDENTITY_TOKEN_FILE",),
+    ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",),
+    ("AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"),
+)
+"""Variables by which the client finds keys itself: all of a line. (The last are EKS Pod Identity's;
+without the token's file obstore 0.12 does not ask there.)"""
+
 DEFAULT_REGION = "us-east-1"
 
 
@@ -41,7 +48,8 @@ def s3_config(told: Mapping[str, str], env: Mapping[str, str]) -> dict[str, str]
         if (value := next((env[each] for each in variables if env.get(each)), ""))
     }
     profile = _profile(env)
-    has_keys = "access_key_id" in found or any(env.get(name) for name in _OTHER_MEANS)
+    has_means = any(all(env.get(name) for name in names) for names in _OTHER_MEANS)
+    has_keys = "access_key_id" in found or has_means
     for name, value in profile.items():
         if name != "ca_bundle" and not (has_keys and name in _SECRETS):
             found.setdefault(name, value)
