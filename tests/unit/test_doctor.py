@@ -262,6 +262,12 @@ def test_the_exit_code_follows_the_worst_line(env, name, grade, remedy):
     ]
 
 
+def test_its_help_says_what_is_looked_at_and_what_is_written_for_that():
+    told = " ".join(CliRunner().invoke(kvferry, ["doctor", "--help"]).output.split())
+    assert "the disk, the levels and the shared store that are set" in told
+    assert "writes an object of a few bytes" in told
+
+
 def test_a_fit_machine_passes_strictly():
     result = CliRunner().invoke(kvferry, ["doctor", "--strict"], obj=FIT)
     assert result.exit_code == 0

@@ -32,10 +32,11 @@ UNFIT = 1
 def doctor(ctx: click.Context, device: int, url: str | None, strict: bool, as_json: bool) -> None:
     """See whether this machine is fit for kvferry, and what to do where it is not.
 
-    Looks at the GPU, its driver and link, host memory and its limits, the disk if one is set, and
-    vLLM. Changes nothing; to see what a drive gives it writes and reads a file without a name there
-    for two seconds, 256 MiB at most. With --url it also asks a running server whether kvferry
-    serves there.
+    Looks at the GPU, its driver and link, host memory and its limits, the disk, the levels and the
+    shared store that are set, and vLLM. Changes nothing; to see what a drive gives it writes and
+    reads a file without a name there for two seconds, 256 MiB at most, and to see whether a store
+    can be used it writes an object of a few bytes and reads it back. With --url it also asks a
+    running server whether kvferry serves there.
 
     The exit code is 1 where a line says fail (with --strict: or warn), else 0.
     """
