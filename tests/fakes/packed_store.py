@@ -39,12 +39,12 @@ class PackedStore:
             there = self.counts.get(parcel.name, 0)
             self.counts[parcel.name] = max(there, parcel.num_blocks)
 
-    def found(self, keys: Keys, runs: np.ndarray | None) -> list[bool]:
-        """What a process says that is asked this."""
+    def found(self, keys: Keys, runs: np.ndarray | None, most: int = 8) -> list[bool]:
+        """What a process says that is asked this, and writes so many blocks into one object."""
         asked = names(keys)
         look_up = LookUp(asked, runs, lambda of, at: False)
-        for at in look_up.in_order(8):
-            if not look_up.has(at):
+        for at in look_up.in_order(most):
+            if not look_up.is_told(at):
                 self.num_heads += 1
                 if asked[at] in self.counts:
                     look_up.found(at, self.counts[asked[at]])

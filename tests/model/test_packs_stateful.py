@@ -14,9 +14,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.fakes.packed_store import PackedStore
 
 from kvferry.keys import Keys
 from kvferry.tiers import Way
@@ -269,9 +270,9 @@ def test_a_look_up_covers_what_objects_have_with_few(
             for block in range(max(0, at - objects[at] + 1), at + 1):
                 if runs[block] == runs[at] and (at + block) % 7:
                     expected.setdefault(block, set()).add(at)
-    assert [look_up.has(at) for at in range(len(runs))] == [
-        at in expected for at in range(len(runs))
-    ]
+    for at in range(len(runs)):
+        before = [block for block in range(max(0, at - 15), at + 1) if runs[block] == runs[at]]
+        assert look_up.is_told(at) == all(block in expected for block in before)
     chosen = {}
     for each in look_up.parcels():
         for at, behind in zip(each.positions, each.behind, strict=True):
@@ -286,9 +287,28 @@ def test_names_where_packs_would_end_are_asked_for_first() -> None:
     look_up = LookUp(
         [str(at) for at in range(7)], np.array([0, 0, 0, 0, 0, 1, 1]), lambda *_: False
     )
-    assert look_up.in_order(2) == [1, 3, 4, 6, 0, 2, 5]
+    assert look_up.in_order(2) == [1, 3, 4, 6, 5, 2, 0]
     look_up.found(3, 4)
-    assert [look_up.has(at) for at in range(7)] == [True] * 4 + [False] * 3
+    assert [look_up.is_told(at) for at in range(7)] == [True] * 4 + [False] * 3
+
+
+@given(
+    length=st.integers(1, 20),
+    most=st.integers(1, 9),
+    objects=st.dictionaries(st.integers(0, 19), st.integers(1, 9)),
+)
+@example(length=5, most=8, objects={1: 2, 4: 4})
+def test_what_any_object_has_is_found(length: int, most: int, objects: dict[int, int]) -> None:
+    """Also in one whose own name lies in the midst of another that goes back less far."""
+    store = PackedStore()
+    chain = Keys.from_bytes(chain_of([0] * length))
+    for at, count in objects.items():
+        if at < length:
+            store.put(chain[max(0, at - count + 1) : at + 1], most=9)
+    is_there = np.zeros(length, dtype=bool)
+    for at, count in objects.items():
+        is_there[max(0, at - count + 1) : at + 1] |= at < length
+    assert store.found(chain, np.zeros(length, dtype=np.int64), most) == is_there.tolist()
 
 
 def test_a_read_takes_each_object_once_and_forgets_the_oldest() -> None:

@@ -188,7 +188,7 @@ class Carrier:
 
     async def _find(self, look_up: LookUp, errand: Errand, parcels: Sequence[Parcel]) -> None:
         # Some may have been found meanwhile, in an object that has them too.
-        asked = [each for each in parcels if not look_up.has(each.positions[0])]
+        asked = [each for each in parcels if not look_up.is_told(each.positions[0])]
         names = [each.name for each in asked]
         if not names:
             return

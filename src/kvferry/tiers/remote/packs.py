@@ -133,7 +133,8 @@ class LookUp:
     def in_order(self, most: int) -> list[int]:
         """Every position: first those where an object of so many blocks would end.
 
-        What these turn out to cover need not be asked for any more.
+        What these turn out to cover need not be asked for any more; of the others the last first,
+        because an object goes back from its name.
         """
         coarse: list[int] = []
         fine: list[int] = []
@@ -143,11 +144,15 @@ class LookUp:
                 start = at
             is_last = at + 1 == len(self._names) or self._runs[at + 1] != run
             (coarse if is_last or (at - start + 1) % most == 0 else fine).append(at)
-        return coarse + fine
+        return coarse + fine[::-1]
 
-    def has(self, at: int) -> bool:
-        """Whether an object was found that this block is in."""
-        return bool(self._objects[at])
+    def is_told(self, at: int) -> bool:
+        """Whether this block's name can tell nothing more: an object has it, and all before it.
+
+        One that was found may go back less far than another with the name of a block in its midst.
+        """
+        reach = range(at, max(-1, at - _MOST_IN_ONE), -1)
+        return all(self._objects[each] for each in reach if self._runs[each] == self._runs[at])
 
     def found(self, at: int, num_blocks: int) -> None:
         """There is an object with the name of this block, and with so many blocks."""
