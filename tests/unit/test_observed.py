@@ -47,8 +47,6 @@ from kvferry.traces.writing import TraceWriter
 from kvferry.watch.view import Watch
 from kvferry.watch.words import memory_words
 
-PUBLISHED = Path("/work/shared/traces/mooncake_conversation.jsonl")
-
 
 def observed(
     numbers: list[int], at: float = 0.0, found: int = 0, **more: object

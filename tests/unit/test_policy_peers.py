@@ -10,8 +10,6 @@ One-line breaks that were tried; each made a test of this module fail.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -23,6 +21,7 @@ from tests.fakes.published_policies import (
     PublishedS3Fifo,
     PublishedSlru,
 )
+from tests.fakes.published_trace import PUBLISHED, needs_published
 
 from kvferry.keys import Keys
 from kvferry.policy import Arriving, EvictionPolicyMaker, Residents, policy_named
@@ -39,7 +38,6 @@ PAIRS: list[tuple[type, type[Published]]] = [
     (S3Fifo, PublishedS3Fifo),
 ]
 both = pytest.mark.parametrize(("make", "published"), PAIRS, ids=["slru", "arc", "s3fifo"])
-PUBLISHED = Path("/work/shared/traces/mooncake_conversation.jsonl")
 ARRIVING = Arriving(Keys.empty(), as_slots(()), NO_SLOT, True)
 
 
@@ -203,7 +201,7 @@ def test_a_scan_leaves_what_was_used_again(name: str) -> None:
     assert serve(hot) == 20
 
 
-@pytest.mark.skipif(not PUBLISHED.exists(), reason="the published trace is not here")
+@needs_published
 def test_hit_ratios_on_the_published_trace() -> None:
     """Within 0.003 of what others have computed with a simulation of their own.
 

@@ -11,13 +11,13 @@ One-line breaks that were tried; each made a test of this module fail.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.fakes.crafted_keys import keys
+from tests.fakes.published_trace import PUBLISHED, needs_published
 
 from kvferry.policy import EvictionPolicyMaker, Evidence, Lru
 from kvferry.policy.hazards import ENDS, NUM_BUCKETS, Hazards
@@ -33,7 +33,6 @@ from kvferry.replay import PoolReplay, Tokens
 from kvferry.simulate import Simulation, Trial, simulate
 from kvferry.types import as_slots
 
-PUBLISHED = Path("/work/shared/traces/mooncake_conversation.jsonl")
 NEW = conversation(turn=1, gap=None, grown=0, kind=TurnKind.NEW)
 Request = tuple[float, list[int]]
 
@@ -572,7 +571,7 @@ def test_every_trait_has_a_bin_whatever_its_value() -> None:
 # -- the public trace -----------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not PUBLISHED.exists(), reason="the public trace is not here")
+@needs_published
 def test_on_the_public_trace_it_is_as_far_ahead_as_it_is_said_to_be() -> None:
     trials = (Trial("returns", (3000,)),)
     simulated = simulate(Simulation(paths=(PUBLISHED,), trials=trials, bound=False, jobs=1))

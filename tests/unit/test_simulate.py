@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.fakes.published_trace import PUBLISHED, needs_published
 
 from kvferry.errors import ConfigError, InputError
 from kvferry.policy import Evidence, Lru, Residents, policy_named
@@ -26,8 +27,6 @@ from kvferry.simulate.scheduled import SchedulerReplay
 from kvferry.simulate.serving import count, run_bound
 from kvferry.traces import TraceRequest
 from kvferry.types import SlotArray
-
-PUBLISHED = Path("/work/shared/traces/mooncake_conversation.jsonl")
 
 
 def request(at: float, ids: list[int], partial: bool = False) -> TraceRequest:
@@ -249,7 +248,7 @@ def test_the_bound_is_the_best_there_is(requests: list[list[int]], capacity: int
     assert all_knowing(future, capacity).sum() == best_by_search(requests, capacity)
 
 
-@pytest.mark.skipif(not PUBLISHED.exists(), reason="the published trace is not here")
+@needs_published
 def test_the_bound_on_the_published_trace() -> None:
     whole = asked(PUBLISHED, keep_partial=True)
     bounds = [Trial(ALL_KNOWING, (capacity,)) for capacity in (1000, 3000, 10_000, 30_000)]
