@@ -26,7 +26,7 @@ from kvferry.tiers.disk.messages import OrderMessage
 from kvferry.tiers.remote.bandwidth import Bandwidth
 from kvferry.tiers.remote.breaker import Breaker
 from kvferry.tiers.remote.carrier import Carrier
-from kvferry.tiers.remote.client import Fault, NotThere, Stored
+from kvferry.tiers.remote.client import Fault, NotOurs, NotThere, Stored
 from kvferry.tiers.remote.names import Whose
 from kvferry.tiers.remote.packs import LookUp, Whereabouts, cut, most_in_one
 from kvferry.tiers.remote.staging import Staging
@@ -61,7 +61,7 @@ class Shelf:
             return NotThere()
         count, rest = divmod(len(self.objects[name]), size)
         is_ours = not rest and 1 <= count <= most_in_one(size)
-        return count if is_ours else NotThere("of another size")
+        return count if is_ours else NotOurs("of another size")
 
     async def get(
         self, names: Sequence[str], size: int, rooms: Sequence[memoryview]

@@ -30,7 +30,7 @@ from kvferry.tiers.disk.engine_memory import EngineMemory
 from kvferry.tiers.disk.messages import OrderMessage, ResultMessage
 from kvferry.tiers.remote.bandwidth import Bandwidth
 from kvferry.tiers.remote.breaker import Breaker
-from kvferry.tiers.remote.client import Fault, NotAsked, NotThere, StoreClient
+from kvferry.tiers.remote.client import Fault, NotAsked, NotOurs, NotThere, StoreClient
 from kvferry.tiers.remote.names import Whose
 from kvferry.tiers.remote.packs import LookUp, Parcel, Whereabouts, cut
 from kvferry.tiers.remote.sealing import open_sealing
@@ -202,7 +202,7 @@ class Carrier:
                 errand.end([parcel], NotThere("it is not what it should be"))
                 look_up.found(at, count)
                 continue
-            if isinstance(count, NotThere) and count.reason != NotThere.reason:
+            if isinstance(count, NotOurs):
                 self._suspect(parcel.name, errand.keys[at])
             errand.end([parcel], count)
 
@@ -227,6 +227,8 @@ class Carrier:
             for at in parcel.positions:
                 if isinstance(errand.ends[at], NotThere):
                     self._whereabouts.drop(errand.names[at])
+                if isinstance(errand.ends[at], NotOurs):
+                    self._suspect(parcel.name, errand.keys[at])
 
     def _take_out(
         self, errand: Errand, parcel: Parcel, stored: memoryview, *, in_place: bool
@@ -240,8 +242,6 @@ class Carrier:
                 continue
             block = self._sealing.unseal(stored[start : start + size], errand.keys[at])
             errand.ends[at] = self._end(errand, at, block, in_place=in_place)
-            if block is None:
-                self._suspect(parcel.name, errand.keys[at])
 
     def _in_place(self, order: OrderMessage, parcels: Sequence[Parcel]) -> list[memoryview]:
         """The engine's own slots as rooms for these objects; none where they must be copied."""
@@ -253,7 +253,7 @@ class Carrier:
     def _end(self, errand: Errand, at: int, block: memoryview | None, *, in_place: bool) -> _End:
         """Bring a block that was proven to where it should be, if it is not there yet."""
         if block is None:
-            return NotThere("what is there is no block of ours: it fails its proof")
+            return NotOurs("what is there is no block of ours: it fails its proof")
         if not in_place:
             here, there, sizes = self._pieces(errand.order, at, block)
             if not self._memory.deliver(here, there, sizes).all():

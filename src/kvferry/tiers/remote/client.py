@@ -19,9 +19,13 @@ class Fault:
 
 @dataclass(frozen=True)
 class NotThere:
-    """It answered: this is not here, or what is here cannot be ours."""
+    """It answered: this is not here, or not to be had."""
 
     reason: str = "not here"
+
+
+class NotOurs(NotThere):
+    """Something is there under this name that cannot be ours: the next write replaces it."""
 
 
 class NotAsked(NotThere):

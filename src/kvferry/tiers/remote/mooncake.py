@@ -24,7 +24,7 @@ from kvferry.quantities import parse_size
 from kvferry.remote_settings import P2P, RemoteAddress
 from kvferry.tiers.base import Way
 from kvferry.tiers.remote.call_lane import CallLane
-from kvferry.tiers.remote.client import Fault, NotThere, Stored
+from kvferry.tiers.remote.client import Fault, NotOurs, NotThere, Stored
 from kvferry.tiers.remote.staging import Staging, address_of
 from kvferry.tiers.remote.window import Window
 
@@ -195,7 +195,7 @@ class MooncakeClient:
                 continue
             self._ended([room], [code])
             if code >= 0 or code == _WRONG_SIZE:
-                given.append(NotThere("it has another size than it should"))
+                given.append(NotOurs("it has another size than it should"))
             else:
                 given.append(NotThere(_MISSES[code]) if code in _MISSES else _fault(code))
         return given

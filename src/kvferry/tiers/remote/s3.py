@@ -21,7 +21,7 @@ from obstore.store import S3Store
 from kvferry.remote_settings import PACK, RemoteAddress
 from kvferry.tiers.base import Way
 from kvferry.tiers.remote.aws import ca_bundle, s3_config
-from kvferry.tiers.remote.client import Fault, NotThere, Stored
+from kvferry.tiers.remote.client import Fault, NotOurs, NotThere, Stored
 from kvferry.tiers.remote.packs import most_in_one
 from kvferry.tiers.remote.s3_reasons import reason_of
 from kvferry.tiers.remote.staging import Staging
@@ -114,7 +114,7 @@ class S3Client:
             return NotThere()
         except Exception as error:
             return Fault(reason_of(error))
-        return _num_blocks(there["size"], size) or NotThere(_wrong(there["size"], size))
+        return _num_blocks(there["size"], size) or NotOurs(_wrong(there["size"], size))
 
     async def get(
         self, names: Sequence[str], size: int, rooms: Sequence[memoryview] = ()
@@ -125,7 +125,7 @@ class S3Client:
         try:
             got = await obstore.get_async(self._store, self._prefix + name)
             if not _num_blocks(got.meta["size"], size):  # before its body, which may be anything
-                return NotThere(_wrong(got.meta["size"], size))
+                return NotOurs(_wrong(got.meta["size"], size))
             return memoryview(await got.bytes_async())
         except FileNotFoundError:
             return NotThere("holds nothing")
