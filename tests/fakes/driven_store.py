@@ -13,13 +13,16 @@ import numpy as np
 
 from kvferry.tiers.base import Way
 from kvferry.tiers.disk.messages import OrderMessage, ResultMessage
-from kvferry.tiers.remote import carrier
+from kvferry.tiers.remote import carrier, errand
 from kvferry.tiers.remote.bandwidth import Bandwidth
 from kvferry.tiers.remote.breaker import Breaker
 from kvferry.tiers.remote.client import Fault, NotThere
+from kvferry.tiers.remote.errand import Errand
 from kvferry.tiers.remote.names import Whose
 
 NUM_CALLS, BLOCK_BYTES = 2, 64
+WHOSE = Whose(bytes(32), BLOCK_BYTES)
+Answer = NotThere | Fault | memoryview
 SAYS_NO, REFUSES = NotThere(), Fault("refused")
 
 
@@ -35,25 +38,25 @@ class DrivenLoop(asyncio.SelectorEventLoop):
 class TellableStore:
     """A client with look-ups only. Owns the calls that wait for an answer."""
 
-    staging = None
+    staging = SimpleNamespace(give_back=lambda room: None)
     num_calls = NUM_CALLS
     blocks_per_object = 1
 
     def __init__(self) -> None:
-        self.waiting: list[asyncio.Future[NotThere | Fault]] = []
+        self.waiting: list[asyncio.Future[Answer]] = []
 
     def names_per_call(self, way: Way) -> int:
         return 1
 
-    async def find(self, names: Sequence[str], size: int) -> list[NotThere | Fault]:
-        call: asyncio.Future[NotThere | Fault] = asyncio.get_running_loop().create_future()
+    async def find(self, names: Sequence[str], size: int) -> list[Answer]:
+        call: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self.waiting.append(call)
         try:
             return [await call]
         finally:
             self.waiting.remove(call)
 
-    async def get(self, names: Sequence[str], *_: object) -> list[NotThere | Fault]:
+    async def get(self, names: Sequence[str], *_: object) -> list[Answer]:
         return await self.find(names, 0)
 
 
@@ -63,31 +66,31 @@ class Busy:
     def __init__(self, loop: DrivenLoop, bandwidth: int | None) -> None:
         self.loop = loop
         self.store = TellableStore()
-        self._breaker = Breaker()
+        self.breaker = Breaker()
         self._carrier = carrier.Carrier(
             cast(Any, self.store),
-            Whose(bytes(32), BLOCK_BYTES),
-            cast(Any, None),
+            WHOSE,
+            cast(Any, SimpleNamespace(deliver=lambda *_: np.ones(1, dtype=bool))),
             None,
             Bandwidth(bandwidth),
-            self._breaker,
+            self.breaker,
             lambda reason: None,
         )
         self._keys = np.random.default_rng()
 
     @property
     def ailment(self) -> str:
-        return self._breaker.ailment
+        return self.breaker.ailment
 
     def order(
         self, num_blocks: int, *, within: float, way: Way = Way.FIND
     ) -> asyncio.Task[ResultMessage]:
         return self.carry(self.errand(num_blocks, within, way))
 
-    def carry(self, errand: carrier.Errand) -> asyncio.Task[ResultMessage]:
+    def carry(self, errand: Errand) -> asyncio.Task[ResultMessage]:
         return self.loop.create_task(self._carrier.carry(errand))
 
-    def errand(self, num_blocks: int, within: float, way: Way) -> carrier.Errand:
+    def errand(self, num_blocks: int, within: float, way: Way) -> Errand:
         message = OrderMessage(
             id=0,
             way=way,
@@ -106,7 +109,7 @@ class Busy:
         for _ in range(100):
             await asyncio.sleep(0)
 
-    async def answer(self, answer: NotThere | Fault) -> None:
+    async def answer(self, answer: Answer) -> None:
         """To all that is with the store now, a moment later."""
         self.loop.now += 0.001
         for call in self.store.waiting:
@@ -118,7 +121,7 @@ class Busy:
 def driven(bandwidth: int | None = None) -> Iterator[Busy]:
     loop = DrivenLoop()
     clock = SimpleNamespace(monotonic=loop.time, perf_counter=loop.time)
-    with patch.object(carrier, "time", clock):
+    with patch.object(carrier, "time", clock), patch.object(errand, "time", clock):
         yield Busy(loop, bandwidth)
     loop.close()
 

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 
 import pytest
-from tests.fakes.driven_store import NUM_CALLS, REFUSES, SAYS_NO, Busy, driven, run
+from tests.fakes.driven_store import (
+    BLOCK_BYTES,
+    NUM_CALLS,
+    REFUSES,
+    SAYS_NO,
+    WHOSE,
+    Answer,
+    Busy,
+    driven,
+    run,
+)
 
 from kvferry.tiers.base import Way
+from kvferry.tiers.remote.breaker import FIRST_WAIT
 
 
 @pytest.fixture
@@ -83,5 +95,31 @@ def test_so_is_one_that_finds_objects_and_does_not_give_them(busy: Busy) -> None
         await busy.settle(1.0)
         await read
         assert busy.ailment == "the store has not answered in time"
+
+    run(busy, story)
+
+
+def test_a_store_that_gave_no_block_is_trusted_again_only_when_it_gives_one(busy: Busy) -> None:
+    """Seen red where look-ups, or answers without a block, made the next wait short again."""
+
+    async def answered(way: Way, answer: Answer | None = None) -> None:
+        errand = busy.errand(1, 1.0, way)
+        carried = busy.carry(errand)
+        await busy.settle()
+        if answer is None:
+            block = memoryview(secrets.token_bytes(BLOCK_BYTES))
+            answer = memoryview(bytes(block) + WHOSE.seal(block, errand.keys[0]))
+        await busy.answer(answer)
+        await carried
+
+    async def story() -> None:
+        await answered(Way.READ, REFUSES)
+        assert busy.ailment
+        busy.breaker.probed()
+        await answered(Way.FIND, SAYS_NO)
+        await answered(Way.READ, SAYS_NO)
+        assert busy.breaker.wait == 2 * FIRST_WAIT
+        await answered(Way.READ)
+        assert busy.breaker.wait == FIRST_WAIT
 
     run(busy, story)

@@ -20,7 +20,7 @@ from kvferry.config import Config
 from kvferry.errors import ConfigError
 from kvferry.quantities import KiB, MiB
 from kvferry.remote_settings import read_remote
-from kvferry.tiers import TierSetup, open_tier
+from kvferry.tiers import TierSetup, Way, open_tier
 from kvferry.tiers.remote import open_remote
 from kvferry.tiers.remote.aws import ca_bundle, s3_config
 from kvferry.tiers.remote.breaker import FIRST_WAIT, LONGEST_WAIT, Breaker
@@ -98,9 +98,22 @@ def test_a_breaker_waits_ever_longer_until_blocks_move() -> None:
     breaker.failed("dead again", now)
     assert breaker.probe_at - now == LONGEST_WAIT, "a probe that comes through is not yet a store"
     breaker.probed()
-    breaker.worked()
+    breaker.worked(Way.FIND)
     breaker.failed("later", now)
     assert breaker.probe_at - now == FIRST_WAIT
+
+
+def test_only_what_failed_makes_the_wait_short_again_once_it_works() -> None:
+    """Seen red where any way did: a store that gave no block was asked for one again and again."""
+    breaker, now = Breaker(jitter=lambda: 1.0), 100.0
+    for way in (Way.READ, Way.WRITE):
+        breaker.failed("dead", now, way)
+        breaker.probed()
+    for way in (Way.FIND, Way.WRITE):
+        breaker.worked(way)
+        assert breaker.wait == 4 * FIRST_WAIT
+    breaker.worked(Way.READ)
+    assert breaker.wait == FIRST_WAIT
 
 
 def test_staging_lends_each_room_once_and_ignores_what_is_not_its_own() -> None:

@@ -3,36 +3,103 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
+from collections.abc import Sequence
 from typing import Any, cast
+
+import pytest
 
 from kvferry.tiers.remote.bandwidth import Bandwidth
 from kvferry.tiers.remote.breaker import Breaker
 from kvferry.tiers.remote.carrier import Carrier
-from kvferry.tiers.remote.client import Fault
+from kvferry.tiers.remote.client import Fault, NotThere, Stored
 from kvferry.tiers.remote.names import Whose
+from kvferry.tiers.remote.staging import Staging
+
+WHOSE = Whose(bytes(32), 64)
+NO = Fault("no")
 
 
-def test_a_probe_that_raises_is_one_that_failed_and_the_next_is_made() -> None:
-    """Seen red with probes that may raise: the store was never asked again."""
-    answers: list[Exception | Fault | None] = [UnicodeError("label empty"), Fault("away"), None]
-    told: list[str] = []
+class Shelf:
+    """A client whose probes end as they are told to. Owns its objects."""
 
-    async def probe() -> Fault | None:
-        answer = answers.pop(0)
+    num_calls = 1
+
+    def __init__(self, *probes: Exception | Fault | None) -> None:
+        self.probes = list(probes)
+        self.staging = Staging(WHOSE.object_bytes, 2)
+        self.objects: dict[str, bytes] = {}
+        self.says: dict[str, NotThere | Fault] = {}  # instead of doing it
+
+    async def probe(self) -> Fault | None:
+        answer = self.probes.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    client = cast(Any, SimpleNamespace(staging=None, num_calls=1, probe=probe))
-    whose = Whose(bytes(32), 64)
-    carrier = Carrier(client, whose, cast(Any, None), None, Bandwidth(None), Breaker(), told.append)
+    async def put(
+        self, names: Sequence[str], objects: Sequence[memoryview], *, replace: Sequence[bool]
+    ) -> list[NotThere | Fault | None]:
+        if "put" not in self.says:
+            self.objects[names[0]] = bytes(objects[0])
+        self.staging.give_back(objects[0])
+        return [self.says.get("put")]
 
-    async def three_probes() -> None:
-        for _ in range(3):
+    async def find(self, names: Sequence[str], size: int) -> list[int | NotThere | Fault]:
+        return [self.says.get("find") or (1 if names[0] in self.objects else NotThere())]
+
+    async def get(
+        self, names: Sequence[str], size: int, rooms: Sequence[memoryview]
+    ) -> list[Stored]:
+        if "get" in self.says:
+            return [self.says["get"]]
+        (room,) = self.staging.lend(1)
+        room[:] = self.objects[names[0]]
+        return [room]
+
+
+def told_after_all_probes(shelf: Shelf) -> list[str]:
+    told: list[str] = []
+    carrier = Carrier(
+        cast(Any, shelf), WHOSE, cast(Any, None), None, Bandwidth(None), Breaker(), told.append
+    )
+
+    async def all_probes() -> None:
+        while shelf.probes:
             await carrier._probe(60.0)
 
-    asyncio.run(three_probes())
-    assert told[0] == "UnicodeError: label empty"
-    assert told[-1] == ""
-    assert not answers
+    asyncio.run(all_probes())
+    assert len(shelf.staging.lend(2)) == 2, "every room is given back"
+    return told
+
+
+def test_a_probe_that_raises_is_one_that_failed_and_the_next_is_made() -> None:
+    """Seen red with probes that may raise: the store was never asked again."""
+    told = told_after_all_probes(Shelf(UnicodeError("label empty"), Fault("away"), None))
+    assert told == ["UnicodeError: label empty", "away", ""]
+
+
+@pytest.mark.parametrize("call", ["put", "find", "get"])
+def test_a_store_that_was_away_is_so_until_a_block_comes_back_from_it(call: str) -> None:
+    """Seen red where a small object was enough."""
+    shelf = Shelf(Fault("away"), None)
+    shelf.says[call] = NO
+    assert told_after_all_probes(shelf) == ["away", "no"]
+
+
+@pytest.mark.parametrize("call", ["find", "get"])
+def test_one_that_lost_it_is_still_away(call: str) -> None:
+    shelf = Shelf(Fault("away"), None)
+    shelf.says[call] = NotThere()
+    assert "does not give back" in told_after_all_probes(shelf)[-1]
+
+
+def test_one_that_is_full_is_not_away() -> None:
+    shelf = Shelf(Fault("away"), None)
+    shelf.says["put"] = NotThere("no room")
+    assert told_after_all_probes(shelf) == ["away", ""]
+
+
+def test_a_store_that_is_well_from_the_start_is_given_no_block() -> None:
+    shelf = Shelf(None)
+    assert told_after_all_probes(shelf) == []
+    assert not shelf.objects

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -31,46 +30,16 @@ from kvferry.tiers.disk.messages import OrderMessage, ResultMessage
 from kvferry.tiers.remote.bandwidth import Bandwidth
 from kvferry.tiers.remote.breaker import Breaker
 from kvferry.tiers.remote.client import Fault, NotAsked, NotOurs, NotThere, StoreClient
+from kvferry.tiers.remote.errand import NOT_BEGUN, End, Errand
 from kvferry.tiers.remote.names import Whose
 from kvferry.tiers.remote.packs import LookUp, Parcel, Whereabouts, cut
 from kvferry.tiers.remote.sealing import open_sealing
 from kvferry.tiers.remote.staging import address_of
+from kvferry.tiers.remote.trial import Trial
 from kvferry.tiers.remote.window import Window
 
 _MOST_SUSPECTS = 4096
-_NOT_BEGUN = "not begun in time"
 _NOT_COME = Fault("the store has not answered in time")
-
-_End = NotThere | Fault | None
-"""What became of one block; None: it moved, or is there."""
-
-
-@dataclass(eq=False)
-class Errand:
-    """An order under way. Owns what became of each block so far."""
-
-    order: OrderMessage
-    names: list[str]
-    keys: Sequence[bytes]
-    is_cancelled: bool = False
-    ends: list[_End] = field(init=False)
-    came: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.came = time.monotonic()
-        self.ends = [NotAsked(_NOT_BEGUN)] * len(self.names)
-
-    def end(self, parcels: Sequence[Parcel], end: _End) -> None:
-        """This became of all blocks of these objects."""
-        for parcel in parcels:
-            for at in parcel.positions:
-                self.ends[at] = end
-
-    @property
-    def left(self) -> float:
-        """Seconds until its deadline."""
-        return self.order.deadline - time.monotonic()
-
 
 _Do = Callable[[Errand, Sequence[Parcel]], Awaitable[None]]
 """What is done with some objects; says of each block what became of it."""
@@ -100,6 +69,7 @@ class Carrier:
         self._line = asyncio.Lock()  # who waits for the cap goes in the order of coming
         self._breaker = breaker
         self._tell = tell
+        self._trial = Trial(client, whose, self._sealing)
         # One more is made ready, or proven, beside those that are with the client.
         self._begun = {way: asyncio.Semaphore(client.num_calls + 1) for way in Way}
         self._calls = {way: asyncio.Semaphore(client.num_calls) for way in Way}
@@ -122,7 +92,7 @@ class Carrier:
             most = self._client.blocks_per_object
             await self._all(errand, cut(errand.names, errand.order.runs, most), self._write)
         self._judge(errand)
-        return _result(errand, self._whose.block_bytes, time.perf_counter() - start)
+        return errand.result(self._whose.block_bytes, time.perf_counter() - start)
 
     async def _look_up(self, errand: Errand) -> None:
         names = errand.names
@@ -169,7 +139,7 @@ class Carrier:
                 if not wait:
                     return ""
                 if wait >= errand.left:
-                    return _NOT_BEGUN
+                    return NOT_BEGUN
                 await asyncio.sleep(wait)
             return reason
 
@@ -184,7 +154,7 @@ class Carrier:
         """Why no further block of it should begin; empty while they should."""
         if errand.is_cancelled:
             return "cancelled"
-        return self._breaker.ailment or (_NOT_BEGUN if errand.left <= 0 else "")
+        return self._breaker.ailment or (NOT_BEGUN if errand.left <= 0 else "")
 
     async def _find(self, look_up: LookUp, errand: Errand, parcels: Sequence[Parcel]) -> None:
         # Some may have been found meanwhile, in an object that has them too.
@@ -250,7 +220,7 @@ class Carrier:
         there = order.addresses[[each.positions[0] for each in parcels], 0]
         return self._window.rooms(there, self._whose.object_bytes)
 
-    def _end(self, errand: Errand, at: int, block: memoryview | None, *, in_place: bool) -> _End:
+    def _end(self, errand: Errand, at: int, block: memoryview | None, *, in_place: bool) -> End:
         """Bring a block that was proven to where it should be, if it is not there yet."""
         if block is None:
             return NotOurs("what is there is no block of ours: it fails its proof")
@@ -345,18 +315,19 @@ class Carrier:
         them were never asked for, and are no answer. But one that is merely busy may come to an
         order so late that nothing of it is answered: it has answered others meanwhile.
         """
+        way = errand.order.way
         faults = [end for end in errand.ends if isinstance(end, Fault)]
-        answers = sum(end is None for end in errand.ends)
-        if errand.order.way is not Way.WRITE:
-            answers += sum(
-                isinstance(end, NotThere) and not isinstance(end, NotAsked) for end in errand.ends
-            )
-        is_silent = self._heard_at[errand.order.way] <= errand.came
+        done = sum(end is None for end in errand.ends)
+        said_no = sum(
+            isinstance(end, NotThere) and not isinstance(end, NotAsked) for end in errand.ends
+        )
+        answers = done if way is Way.WRITE else done + said_no
+        is_silent = self._heard_at[way] <= errand.came
         if faults and not answers and is_silent and not self._breaker.ailment:
-            self._breaker.failed(faults[0].reason, time.monotonic())
+            self._breaker.failed(faults[0].reason, time.monotonic(), way)
             self._tell(self._breaker.ailment)
-        elif answers and not faults:
-            self._breaker.worked()
+        elif not faults and (answers if way is Way.FIND else done):
+            self._breaker.worked(way)
 
     async def watch(self, within: float, first: Callable[[], None]) -> None:
         """For ever: probe the store once, and then whenever it is out of order.
@@ -371,14 +342,13 @@ class Carrier:
                 await self._probe(within)
 
     async def _probe(self, within: float) -> None:
-        probing: Coroutine[Any, Any, Fault | None] = self._client.probe()
-        try:
-            fault = await asyncio.wait_for(probing, within)
-        except asyncio.TimeoutError:
-            fault = Fault(f"the store has not answered for {within:g} s")
-        except Exception as error:  # or nobody would ask the store again
-            fault = Fault(f"{type(error).__name__}: {error}")
         before = self._breaker.ailment
+        fault = await _ended(self._client.probe(), within)
+        if fault is None and before:
+            await self._line_free(2 * self._whose.block_bytes)
+            # The longer it has been away, the more time it is given: blocks may be large, and
+            # lines slow.
+            fault = await _ended(self._trial.make(), max(within, self._breaker.wait))
         if fault is not None:
             self._breaker.failed(fault.reason, time.monotonic())
         else:
@@ -386,9 +356,16 @@ class Carrier:
         if self._breaker.ailment != before:
             self._tell(self._breaker.ailment)
 
+    async def _line_free(self, num_bytes: int) -> None:
+        """The cap lets these through, which no order waits for."""
+        while wait := self._bandwidth.take(num_bytes, time.monotonic()):
+            await asyncio.sleep(wait)
 
-def _result(errand: Errand, block_bytes: int, seconds: float) -> ResultMessage:
-    ok = np.array([end is None for end in errand.ends], dtype=bool)
-    reasons = {at: end.reason for at, end in enumerate(errand.ends) if end is not None}
-    moved = 0 if errand.order.way is Way.FIND else int(ok.sum()) * block_bytes
-    return ResultMessage(errand.order.id, ok, reasons, moved, seconds)
+
+async def _ended(trying: Awaitable[Fault | None], within: float) -> Fault | None:
+    try:
+        return await asyncio.wait_for(trying, within)
+    except asyncio.TimeoutError:
+        return Fault(f"the store has not answered for {within:g} s")
+    except Exception as error:  # or nobody would ask the store again
+        return Fault(f"{type(error).__name__}: {error}")

@@ -34,8 +34,9 @@ from kvferry.tiers.disk.messages import (
 )
 from kvferry.tiers.remote.bandwidth import Bandwidth
 from kvferry.tiers.remote.breaker import Breaker
-from kvferry.tiers.remote.carrier import Carrier, Errand
+from kvferry.tiers.remote.carrier import Carrier
 from kvferry.tiers.remote.client import StoreClient
+from kvferry.tiers.remote.errand import Errand
 from kvferry.tiers.remote.names import Whose
 from kvferry.tiers.remote.packs import best_in_one
 from kvferry.tiers.remote.window import Window
