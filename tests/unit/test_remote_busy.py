@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from tests.fakes.driven_store import (
@@ -121,5 +123,17 @@ def test_a_store_that_gave_no_block_is_trusted_again_only_when_it_gives_one(busy
         assert busy.breaker.wait == 2 * FIRST_WAIT
         await answered(Way.READ)
         assert busy.breaker.wait == FIRST_WAIT
+
+    run(busy, story)
+
+
+def test_writes_that_found_no_room_tell_nothing_of_the_store(busy: Busy) -> None:
+    """Seen red where they did: calls that had hung kept a store away that was well again."""
+    cast(Any, busy._carrier)._staging = SimpleNamespace(lend=lambda count: [])
+
+    async def story() -> None:
+        result = await busy.order(2, within=1.0, way=Way.WRITE)
+        assert set(result.reasons.values()) == {"too many calls to the store hang"}
+        assert not busy.ailment
 
     run(busy, story)

@@ -57,7 +57,7 @@ class Shelf:
         return [room]
 
 
-def told_after_all_probes(shelf: Shelf) -> list[str]:
+def told_after_all_probes(shelf: Shelf, num_free: int = 2) -> list[str]:
     told: list[str] = []
     carrier = Carrier(
         cast(Any, shelf), WHOSE, cast(Any, None), None, Bandwidth(None), Breaker(), told.append
@@ -68,7 +68,7 @@ def told_after_all_probes(shelf: Shelf) -> list[str]:
             await carrier._probe(60.0)
 
     asyncio.run(all_probes())
-    assert len(shelf.staging.lend(2)) == 2, "every room is given back"
+    assert len(shelf.staging.lend(num_free)) == num_free, "every room is given back"
     return told
 
 
@@ -97,6 +97,13 @@ def test_one_that_is_full_is_not_away() -> None:
     shelf = Shelf(Fault("away"), None)
     shelf.says["put"] = NotThere("no room")
     assert told_after_all_probes(shelf) == ["away", ""]
+
+
+def test_one_is_not_away_because_calls_that_hung_have_all_rooms() -> None:
+    """Seen red where it was: S3 was left alone for a minute after it was well again."""
+    shelf = Shelf(Fault("away"), None)
+    shelf.staging.lend(2)
+    assert told_after_all_probes(shelf, num_free=0) == ["away", ""]
 
 
 def test_a_store_that_is_well_from_the_start_is_given_no_block() -> None:

@@ -35,7 +35,7 @@ from kvferry.tiers.remote.names import Whose
 from kvferry.tiers.remote.packs import LookUp, Parcel, Whereabouts, cut
 from kvferry.tiers.remote.sealing import open_sealing
 from kvferry.tiers.remote.staging import address_of
-from kvferry.tiers.remote.trial import Trial
+from kvferry.tiers.remote.trial import BlockTrial
 from kvferry.tiers.remote.window import Window
 
 _MOST_SUSPECTS = 4096
@@ -69,7 +69,7 @@ class Carrier:
         self._line = asyncio.Lock()  # who waits for the cap goes in the order of coming
         self._breaker = breaker
         self._tell = tell
-        self._trial = Trial(client, whose, self._sealing)
+        self._trial = BlockTrial(client, whose, self._sealing)
         # One more is made ready, or proven, beside those that are with the client.
         self._begun = {way: asyncio.Semaphore(client.num_calls + 1) for way in Way}
         self._calls = {way: asyncio.Semaphore(client.num_calls) for way in Way}
@@ -234,7 +234,7 @@ class Carrier:
         slots = self._in_place(errand.order, parcels)
         rooms = slots or self._staging.lend(len(parcels))
         if not rooms:
-            errand.end(parcels, Fault("too many calls to the store hang"))
+            errand.end(parcels, NotAsked("too many calls to the store hang"))
             return
         objects = [
             room[: each.num_blocks * self._whose.object_bytes]
