@@ -18,6 +18,7 @@ from kvferry.early_loads import EarlyLoads
 from kvferry.errors import ClosedError, InputError
 from kvferry.ferry_control import FerryControl, Said, read_hints
 from kvferry.ferry_metrics import FerryLooks
+from kvferry.ferry_scheduler import scheduler_over
 from kvferry.ferry_waiting import FerryWaiting
 from kvferry.hits import Hit, PendingHits, not_a_hit, pending
 from kvferry.identity import Extra, Namespace, chain
@@ -27,11 +28,9 @@ from kvferry.last_writes import write_out
 from kvferry.left_out import why_left_out
 from kvferry.metrics.inbox import Inbox
 from kvferry.ownership import OneThread
-from kvferry.policy import policy_named
-from kvferry.pool import Pool
 from kvferry.rank import RankMemory
 from kvferry.reach import Group
-from kvferry.scheduler import Ordered, Scheduler, State, WriteMode, level_of
+from kvferry.scheduler import Ordered, State
 from kvferry.tickets import Done, Ticket, Tickets
 from kvferry.types import DEVICE, FIRST_RANK, HOST, Key
 from kvferry.worker import Worker
@@ -73,7 +72,7 @@ class Ferry(FerryLooks, FerryControl, FerryWaiting, Closing):
         self._worker = Worker(
             {(DEVICE, HOST): rank.engine, (HOST, DEVICE): rank.engine}, levels=rank.levels
         )
-        self._scheduler = _scheduler_over(rank, layouts, groups, namespace, config)
+        self._scheduler = scheduler_over(rank, layouts, groups, namespace, config)
         self._scheduler.watch_requests()
         self._has_levels = bool(rank.levels)
         # With levels a plan looks at the pool, and of several groups each store at the one before.
@@ -386,37 +385,3 @@ class Ferry(FerryLooks, FerryControl, FerryWaiting, Closing):
             self._owner.close()
             self._dropped.detach()
             self._parts.close()
-
-
-def _scheduler_over(
-    rank: RankMemory,
-    layouts: Sequence[GroupLayout],
-    groups: Sequence[Group],
-    namespace: Namespace,
-    config: Config,
-) -> Scheduler:
-    """The scheduler half over one rank's memory and the levels below it."""
-    return Scheduler(
-        Pool(
-            rank.host.num_slots,
-            policy_named(config.policy),
-            num_ready=rank.ready_slots,
-            together=True,
-        ),
-        groups,
-        config=config,
-        hash_block_tokens=namespace.block_tokens,
-        block_bytes=[layout.block_bytes for layout in layouts],
-        levels=[
-            level_of(
-                name,
-                level.num_places,
-                WriteMode(config.level_write),
-                policy_named(config.level_policy),
-                recovered=[level.recovered()],
-                most_in_one=level.most_in_one,
-            )
-            for name, level in rank.levels.items()
-        ],
-        joins_loads=False,
-    )

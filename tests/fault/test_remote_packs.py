@@ -66,6 +66,14 @@ class Fleet:
     def path(self, store: Store, number: int) -> str:
         return f"tests/{store.whose.names(keys([number]))[0]}"
 
+    def damage(self, store: Store, number: int, *places: int) -> None:
+        """Turn a bit at these places of the object with this block's name."""
+        path = self.path(store, number)
+        content = bytearray(obstore.get(self.bucket, path).bytes())
+        for at in places:
+            content[at] ^= 1
+        obstore.put(self.bucket, path, bytes(content))
+
     def close(self) -> None:
         for tier in self._tiers:
             tier.close()
@@ -248,11 +256,7 @@ def test_a_damaged_block_is_missed_alone_and_written_again(fleet: Fleet) -> None
     ours = fleet.join(8)
     ours.write(ALL)
     theirs = fleet.join(8, like=ours)
-    path = fleet.path(ours, 7)
-    content = bytearray(obstore.get(fleet.bucket, path).bytes())
-    content[2 * OBJECT + 17] ^= 1
-    content[6 * OBJECT - 1] ^= 1  # in block 5's seal
-    obstore.put(fleet.bucket, path, bytes(content))
+    fleet.damage(ours, 7, 2 * OBJECT + 17, 6 * OBJECT - 1)  # the last in block 5's seal
     assert found(theirs, ALL) == ALL
     good = [0, 1, 3, 4, 6, 7]
     assert read(theirs, ALL) == good
@@ -270,10 +274,7 @@ def test_a_pack_whose_last_block_is_damaged_is_replaced(fleet: Fleet) -> None:
     ours = fleet.join(8)
     ours.write(ALL)
     theirs = fleet.join(8, like=ours)
-    path = fleet.path(ours, 7)
-    content = bytearray(obstore.get(fleet.bucket, path).bytes())
-    content[-1] ^= 1
-    obstore.put(fleet.bucket, path, bytes(content))
+    fleet.damage(ours, 7, -1)
     assert found(theirs, ALL) == ALL
     assert read(theirs, ALL) == ALL[:7]
     assert found(theirs, ALL) == ALL[:7]
@@ -287,10 +288,7 @@ def test_a_shorter_pack_that_lacks_the_damaged_block_leaves_the_longer(fleet: Fl
     ours = fleet.join(8)
     ours.write(ALL)
     theirs = fleet.join(8, like=ours)
-    path = fleet.path(ours, 7)
-    content = bytearray(obstore.get(fleet.bucket, path).bytes())
-    content[2 * OBJECT + 17] ^= 1
-    obstore.put(fleet.bucket, path, bytes(content))
+    fleet.damage(ours, 7, 2 * OBJECT + 17)
     good = [0, 1, 3, 4, 5, 6, 7]
     assert found(theirs, ALL) == ALL
     assert read(theirs, ALL) == good
