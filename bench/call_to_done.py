@@ -349,6 +349,29 @@ def timelines(rows: list[dict[str, Any]]) -> Iterator[str]:
             yield f"| {row['bytes'] / 1e6:.0f} MB, {when} | {' | '.join(cells)} |"
 
 
+def what_is_missing() -> str:
+    """Why nothing can be measured here; empty if it can."""
+    if importlib.util.find_spec("torch") is None:
+        return "needs torch"
+    import torch
+
+    return "" if torch.cuda.is_available() else "needs a GPU"
+
+
+def about() -> dict[str, str]:
+    """Where, when and by which command it was measured."""
+    import torch
+
+    return {
+        "card": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "kvferry": kvferry.__version__,
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "command": " ".join(["python", *sys.argv]),
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -357,13 +380,9 @@ def main() -> int:
     parser.add_argument("--host", type=parse_size, default=6 << 30)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    if importlib.util.find_spec("torch") is None:
-        print("needs torch")
-        return SKIPPED
-    import torch
-
-    if not torch.cuda.is_available():
-        print("needs a GPU")
+    missing = what_is_missing()
+    if missing:
+        print(missing)
         return SKIPPED
     figures: dict[str, Any] = {"one": []}
     for page_bytes, sizes in (
@@ -377,20 +396,13 @@ def main() -> int:
         if page_bytes > 8 * KiB:
             figures["worn"] = queued_in_worn_pool(rig, 64 * MiB, args.rounds)
         rig.close()
-    about = {
-        "card": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "kvferry": kvferry.__version__,
-        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        "command": " ".join(["python", *sys.argv]),
-    }
-    print(json.dumps(about))
+    facts = about()
+    print(json.dumps(facts))
     print(table(figures))
     wrong = sum(row["wrong"] for row in figures["one"]) + figures["worn"]["wrong"]
     print(f"wrong: {wrong}")
     if args.json is not None:
-        args.json.write_text(json.dumps({"provenance": about, "figures": figures}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"provenance": facts, "figures": figures}, indent=1) + "\n")
     return 1 if wrong else 0
 
 

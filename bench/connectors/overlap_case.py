@@ -57,7 +57,7 @@ class OverlapMeasurer(Measuring):
             "kvferry",
             pool_bytes=case.pool_bytes,
             device_bytes=case.device_bytes,
-            settings={"load_policy": "always"},
+            settings={"load_policy": "always", "overlap_loads": "auto"},
             options=CPU_OPTIONS if case.is_cpu else None,
         )
         return {"seconds": self.engine.start_seconds, "num_gpu_blocks": self.engine.num_blocks}
@@ -183,22 +183,29 @@ class OverlapMeasurer(Measuring):
 def overlap(engine: Engine, mode: str) -> Iterator[None]:
     """``off``, ``always``, ``auto``, or ``auto 5`` for a stall of so many milliseconds.
 
-    A number of parts may follow: ``auto 5/8``.
+    A number of parts may follow, and a path to copy by: ``auto 5/8@kernel``.
     """
     from kvferry.config import Config
     from kvferry.policy import Overlapping
 
     served = _serving(engine)._overlap
     kept = served._policy, served._is_off
-    words, _, parts = mode.partition("/")
+    words, _, path = mode.partition("@")
+    words, _, parts = words.partition("/")
     policy, _, stall = words.partition(" ")
     seconds = float(stall) / 1e3 if stall else Config().overlap_stall
     served._policy, served._is_off = Overlapping(policy, stall=seconds), policy == "off"
     restore = _cut_into(int(parts)) if parts else None
+    copier: Any = _worker()._memory.engine
+    planner = vars(copier).get("_planner")
+    if path and planner is not None:
+        copier._planner = _planner_of(path, planner)
     try:
         yield
     finally:
         served._policy, served._is_off = kept
+        if path and planner is not None:
+            copier._planner = planner
         if restore is not None:
             restore()
 

@@ -216,10 +216,11 @@ class WorkerSide:
                 load.early = orders.early.get(request_id)
                 self.early.ordered(load)
         if self._memory is not None and orders.loads:
-            # The forward of this step, or that of a request whose load came first, runs beside
-            # them: even if the model rests while they are submitted.
+            # The forward of this step, that of a request whose load came first, or that of one
+            # which may run before its own has landed, runs beside them: even if the model rests
+            # while they are submitted.
             loading = {load.request_id for load in self._loads.values()}
-            runs = orders.computes or self._is_run_due or len(loading) > 1
+            runs = orders.computes or self._is_run_due or len(loading) > 1 or bool(orders.early)
             self._memory.note_beside(runs)
         stores: list[Transfer] = []
         others: list[Transfer] = []
