@@ -243,6 +243,7 @@ class Marks:
         self._watch(_serving(self._engine), "match", "asked")
         self._watch(worker, "_carry_out", "ordered")
         if early is not None:
+            self._watch_answer(early, "due", "queued")
             self._watch(early, "told", "told")
             self._watch(early, "begin_forward", "forward")
             self._watch(early, "ended", "landed")
@@ -255,6 +256,19 @@ class Marks:
     def after(self, start: float) -> dict[str, float]:
         """Milliseconds after a moment."""
         return {name: 1e3 * (at - start) for name, at in self._at.items()}
+
+    def _watch_answer(self, owner: Any, method: str, name: str) -> None:
+        """When it first returned something."""
+        real = getattr(owner, method)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            found = real(*args, **kwargs)
+            if found is not None:
+                self._at.setdefault(name, time.perf_counter())
+            return found
+
+        setattr(owner, method, watched)
+        self._undo.append(lambda: delattr(owner, method))
 
     def _watch(self, owner: Any, method: str, name: str) -> None:
         real = getattr(owner, method)

@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +22,7 @@ from pathlib import Path
 from kvferry.errors import KvferryError, StoreError, StoreInUseError
 from kvferry.tiers.base import Way
 from kvferry.tiers.disk.block_file import BlockFile, pitch_of
-from kvferry.tiers.disk.carriers import DriveParts, DriveThread
+from kvferry.tiers.disk.carriers import DriveParts, DriveThread, num_hands
 from kvferry.tiers.disk.channel import Channel
 from kvferry.tiers.disk.committer import Committer
 from kvferry.tiers.disk.engine_memory import EngineMemory
@@ -150,6 +151,7 @@ class DriveServer:
             self._status,
             pitch,
             most_blocks,
+            threading.Semaphore(num_hands()),
         )
         for way, num_threads in (
             (Way.READ, setup.num_threads),
