@@ -4,9 +4,10 @@
 
 A model copies its inputs to the card before every forward pass, and its tokens back. Here such a
 copy, from or to pinned memory on a stream of its own, is made 3 ms after a load or store of 918 MB
-was ordered through ``kvferry.attach``, and timed from the call to its end. Each path in turn, and
-the staged path as it was before its copies took turns on two streams. Needs a GPU and torch; exits
-with 77 without.
+was ordered through ``kvferry.attach``, and timed from the call to its end: beside each path in
+turn, and beside one long queue of copies that never wait for anything. A card's copy engine stays
+with such a queue until it is through; it looks for other copies where one has to wait, as those of
+the staged path do for their slot of the ring. Needs a GPU and torch; exits with 77 without.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from typing import Any
 
 from call_to_done import Rig, about, what_is_missing
 from kvferry.cli.bench_copy_tables import table
-from kvferry.device.paths.turns import Turns
 from kvferry.device.planning.base import FixedPlanner
-from kvferry.quantities import KiB, format_size
+from kvferry.quantities import KiB, MiB, format_size
 
 SKIPPED = 77
 NUM_BLOCKS, PAGE_BYTES = 1000, 32 * KiB
 SIZES = (64, 4 * KiB, 64 * KiB, 256 * KiB)
-WAYS = ("staged", "staged, one stream", "kernel")
+WAYS = ("staged", "kernel")
+QUEUE = "plain copies"
+NUM_PLAIN, PLAIN_BYTES = 56, 16 * MiB
 HEAD_START = 3e-3
 
 
@@ -38,15 +40,43 @@ HEAD_START = 3e-3
 def way_of(rig: Rig, way: str) -> Iterator[None]:
     """Copies go this way meanwhile."""
     engine: Any = rig.ferry._rank.engine
-    planner, take = engine._planner, Turns.take
-    engine._planner = FixedPlanner(*[way.partition(",")[0]] * 2)
-    if "one stream" in way:
-        Turns.take = lambda self, **_: self.streams[0]  # type: ignore[method-assign]
+    planner, engine._planner = engine._planner, FixedPlanner(way, way)
     try:
         yield
     finally:
         engine._planner = planner
-        Turns.take = take  # type: ignore[method-assign]
+
+
+class Plain:
+    """As many bytes in copies of 16 MiB on one stream, one right behind the other."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._torch = torch
+        self._stream = torch.cuda.Stream()
+        self._host = torch.empty(NUM_PLAIN, PLAIN_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._device = torch.empty(PLAIN_BYTES, dtype=torch.uint8, device="cuda")
+
+    def beside(self, short: Short, *, to_device: bool) -> tuple[float, float]:
+        """Seconds of a short copy, and of the long ones on the device's clock."""
+        events = [self._torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record(self._stream)
+        with self._torch.cuda.stream(self._stream):
+            for row in self._host:
+                ends = (self._device, row)[:: 1 if to_device else -1]
+                ends[0].copy_(ends[1], non_blocking=True)
+        events[1].record(self._stream)
+        pause()
+        waited = short.seconds(to_device=to_device)
+        self._torch.cuda.synchronize()
+        return waited, events[0].elapsed_time(events[1]) / 1e3
+
+
+def pause() -> None:
+    end = time.perf_counter() + HEAD_START
+    while time.perf_counter() < end:
+        pass
 
 
 class Short:
@@ -71,51 +101,56 @@ class Short:
             pass
         return time.perf_counter() - began
 
+    def alone(self, *, to_device: bool) -> float:
+        return statistics.median(self.seconds(to_device=to_device) for _ in range(9))
+
 
 def measure(rig: Rig, rounds: int) -> list[dict[str, Any]]:
     shorts = {size: Short(size) for size in SIZES}
+    plain = Plain()
     keys, blocks = rig.keys(NUM_BLOCKS), rig.blocks(NUM_BLOCKS)
     rig.wait(rig.ferry.store(keys, blocks))
-    found: dict[tuple[str, str, int], list[float]] = {}
-    copies: dict[tuple[str, str], list[float]] = {}
+    found: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
     for number in range(rounds + 1):
-        for way in WAYS:
-            for size, short in shorts.items():
+        for size, short in shorts.items():
+            here = {("load", QUEUE): plain.beside(short, to_device=True)}
+            here["store", QUEUE] = plain.beside(short, to_device=False)
+            for way in WAYS:
                 with way_of(rig, way):
-                    ticket = rig.ferry.load(rig.ferry.match(keys), blocks)
-                    load = beside(rig, ticket, short, to_device=True)
-                    rig.ferry.drop(keys)
-                    store = beside(rig, rig.ferry.store(keys, blocks), short, to_device=False)
-                if number:  # the first of each makes kernels and buffers
-                    for verb, (waited, copied) in (("load", load), ("store", store)):
-                        found.setdefault((verb, way, size), []).append(waited)
-                        copies.setdefault((verb, way), []).append(copied)
-    alone = {
-        (verb, size): statistics.median(short.seconds(to_device=verb == "load") for _ in range(9))
-        for verb in ("load", "store")
-        for size, short in shorts.items()
-    }
+                    here["load", way], here["store", way] = ours(rig, keys, blocks, short)
+            if number:  # the first of each makes kernels and buffers
+                for (verb, way), one in here.items():
+                    found.setdefault((verb, way, size), []).append(one)
     return [
         {
             "beside": verb,
             "way": way,
-            "copy_ms": 1e3 * statistics.median(copies[verb, way]),
-            "waits_ms": {size: 1e3 * statistics.median(found[verb, way, size]) for size in SIZES},
-            "alone_ms": {size: 1e3 * alone[verb, size] for size in SIZES},
+            "copy_ms": 1e3
+            * statistics.median(one[1] for s in SIZES for one in found[verb, way, s]),
+            "waits_ms": {
+                s: 1e3 * statistics.median(o[0] for o in found[verb, way, s]) for s in SIZES
+            },
+            "alone_ms": {s: 1e3 * shorts[s].alone(to_device=verb == "load") for s in SIZES},
         }
         for verb in ("load", "store")
-        for way in WAYS
+        for way in (*WAYS, QUEUE)
     ]
 
 
-def beside(rig: Rig, ticket: Any, short: Short, *, to_device: bool) -> tuple[float, float]:
-    """Seconds of the short copy, and of the long one on the device's clock."""
-    end = time.perf_counter() + HEAD_START
-    while time.perf_counter() < end:
-        pass
-    waited = short.seconds(to_device=to_device)
-    assert rig.wait(ticket).ok
-    return waited, rig.last_receipt.seconds
+def ours(rig: Rig, keys: Any, blocks: Any, short: Short) -> list[tuple[float, float]]:
+    """Seconds of a short copy and of the long one, beside a load and beside a store."""
+    found = []
+    for verb in ("load", "store"):
+        if verb == "load":
+            ticket = rig.ferry.load(rig.ferry.match(keys), blocks)
+        else:
+            rig.ferry.drop(keys)
+            ticket = rig.ferry.store(keys, blocks)
+        pause()
+        waited = short.seconds(to_device=verb == "load")
+        assert rig.wait(ticket).ok
+        found.append((waited, rig.last_receipt.seconds))
+    return found
 
 
 def report(rows: list[dict[str, Any]]) -> str:
@@ -131,7 +166,7 @@ def report(rows: list[dict[str, Any]]) -> str:
     ]
     cells += [
         (row["beside"], "nothing beside it", "", *(f"{row['alone_ms'][s]:.2f}" for s in SIZES))
-        for row in rows[:: len(WAYS)]
+        for row in rows[:: len(WAYS) + 1]
     ]
     return table(heads, cells)
 

@@ -200,13 +200,14 @@ class Config:
         "Load hits always, never, or only where that is expected to beat computing them.",
     )
     overlap_loads: str = setting(
-        "off",
+        "auto",
         one_of("auto", "always", "off"),
-        "Let a request run while its load lands, each layer behind its own part: where nobody else "
-        "is held up for long, always, or never. Under vLLM.",
+        "Let a request run while its load lands, each layer behind its own part: where it is the "
+        "only one, or holds the others up for no longer than overlap_stall; always; or never. "
+        "Under vLLM.",
     )
     overlap_stall: float = setting(
-        0.003, SECONDS, "How long a load may hold up a step in which other requests run."
+        0.0, SECONDS_OR_ZERO, "How long a load may hold up a step in which other requests run."
     )
     prefill_rate: float | None = setting(
         None, optional(RATE), "Tokens per second the engine computes; none: learned from it."

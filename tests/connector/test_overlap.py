@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,14 +70,14 @@ def forward(sides: Sides, mode: str = "NONE", looks: Callable[[str], None] | Non
         rank.after_forward()
 
 
-def store(sides: Sides) -> Any:
+def store(sides: Sides, name: str = "writer", hashes: Sequence[bytes] = HASHES) -> Any:
     """Four blocks of fresh bytes, stored and known; returns them."""
-    request = request_of("writer", HASHES)
+    request = request_of(name, hashes)
     sides.side.match(request, 0)
-    sides.side.allocated(request, sides.allocate("writer", 5), 0)
+    sides.side.allocated(request, sides.allocate(name, 5), 0)
     sides.write(slice(None))
-    wanted = sides.bytes_at(sides.tables["writer"][:4])
-    sides.step({"writer": request.num_tokens})
+    wanted = sides.bytes_at(sides.tables[name][:4])
+    sides.step({name: request.num_tokens})
     request.num_computed_tokens, request.num_output_tokens = request.num_tokens, 1
     sides.cache(request)
     sides.end(request)
@@ -85,9 +85,11 @@ def store(sides: Sides) -> Any:
     return wanted
 
 
-def order(sides: Sides, name: str = "reader") -> tuple[list[int], Any]:
+def order(
+    sides: Sides, name: str = "reader", hashes: Sequence[bytes] = HASHES
+) -> tuple[list[int], Any]:
     """Ask for the four blocks and order their load; returns where to, and the orders."""
-    request = request_of(name, HASHES)
+    request = request_of(name, hashes)
     assert sides.side.match(request, 0) == (4 * BLOCK_TOKENS, True)
     sides.side.allocated(request, sides.allocate(name, 5), 4 * BLOCK_TOKENS)
     places = sides.tables[name][:4]
@@ -181,13 +183,39 @@ def test_an_empty_step_beside_others_is_no_rest(make, gate, monkeypatch):
     sides = make(["layer0", "layer1", "layer2"], overlap_loads="auto", overlap_stall="1ms")
     store(sides)
     sides.side.serving._overlap._seconds = lambda tokens, running: 0.0025
-    monkeypatch.setattr(VllmOverlap, "_num_running", 3)
+    monkeypatch.setattr(VllmOverlap, "_num_others", 3)
     _, orders = order(sides)
     assert orders.early["reader"] == (pytest.approx(0.6), pytest.approx(0.6))
     begin(sides, orders)
     assert not sides.answer(0).finished_recving
     gate.let(2)
     assert wait_for(sides, lambda: landed(sides.ranks[0]) == 2) == {"reader"}
+    gate.let()
+
+
+def test_by_default_it_lands_first_beside_whoever_is_there(make):
+    """One that loads, too, will run soon. Seen red with those alone counted that run already."""
+    sides = make(["layer0", "layer1", "layer2"], overlap_loads="auto")
+    other = [bytes([number]) * 32 for number in range(11, 15)]
+    store(sides)
+    store(sides, "another", other)
+    sides.side.serving._overlap._seconds = lambda tokens, others: 0.02
+    _, orders = order(sides)
+    assert orders.early["reader"] == (0.0, 1.0)
+    _, orders = order(sides, "second", other)
+    assert not orders.early
+    assert not any(transfer.in_parts for transfer in orders.plan.transfers)
+
+
+def test_the_model_will_run_beside_a_load_that_may_be_read_early(make, gate):
+    """So its path is picked as for one that the model runs beside already."""
+    sides = make()
+    store(sides)
+    (activity, *_) = [rank._memory._activity for rank in sides.ranks]
+    assert not activity.runs_beside
+    _, orders = order(sides)
+    begin(sides, orders)
+    assert activity.runs_beside
     gate.let()
 
 

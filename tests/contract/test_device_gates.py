@@ -355,7 +355,7 @@ def test_a_compute_stream_is_tried_before_it_waits_at_a_gate(
 
 def shared_channel(rig: Rig) -> None:
     path: Any = rig.engine._paths["staged"]
-    rig.driver.timeline.channels = {rig.compute: 1, path._ring.inbound.streams[0]: 1}
+    rig.driver.timeline.channels = {rig.compute: 1, path._ring.inbound: 1}
 
 
 @pytest.mark.parametrize("number", range(3))

@@ -55,12 +55,13 @@ def layers_read(card: Card) -> bool:
     slots = list(range(NUM_BLOCKS))
     card.write(np.full(RACE_BYTES, 0xEE, dtype=np.uint8))
     card.host[...] = random_bytes(card, card.host.size).reshape(card.host.shape)
-    load = card.load(slots, slots, in_parts=True)
-    assert card.engine._lanes[Direction.LOAD].flush(30.0)
     parts, seen = LayerParts.of(card.layout), np.empty(RACE_BYTES, dtype=np.uint8)
     wanted: Bytes = np.full(RACE_BYTES, 0xEE, dtype=np.uint8)
-    with card.driver.current():
+    with card.driver.current():  # before the load: it takes longer than that
         card.driver.register_host(seen.ctypes.data, seen.nbytes)
+    load = card.load(slots, slots, in_parts=True)
+    assert card.engine._lanes[Direction.LOAD].flush(30.0)
+    with card.driver.current():
         for name in dict.fromkeys(name for name, _, _ in card.layout.spans):
             card.engine.parts.order_compute_after_part([load], parts.last_of(card.layout, [name]))
             start = int(name.split()[1]) * (RACE_BYTES - 64) // 8

@@ -106,7 +106,7 @@ def test_both_directions_at_once_keep_out_of_each_others_way() -> None:
     with driver.current():
         ring = Ring(driver, RING_BYTES)
         ring.open()
-        stream = ring.inbound.streams[0]
+        stream = ring.inbound
         driver.timeline.frozen = {stream}
         load = ring.next(Direction.LOAD)
         driver.record_event(load.scattered, stream)  # a load that is not over yet
@@ -129,7 +129,7 @@ def test_a_slot_is_free_when_all_its_parts_are() -> None:
     with driver.current():
         ring = Ring(driver, RING_BYTES)
         ring.open()
-        stream = ring.inbound.streams[0]
+        stream = ring.inbound
         driver.timeline.frozen = {stream}
         driver.record_event(ring.next(Direction.LOAD).scattered, stream)  # a load at work
         stores = [ring.next(Direction.STORE) for _ in range(2)]

@@ -53,6 +53,18 @@ def test_others_are_never_held_up_longer_than_they_may_be(
     assert (1.0 - found.share) * seconds <= stall * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("seconds", [None, 1e-5, 0.02])
+def test_who_may_not_be_held_up_at_all_is_not(seconds: float | None) -> None:
+    """The load is then not even cut into parts."""
+    policy = Overlapping("auto", stall=0.0)
+    found = policy.decide(seconds, 1)
+    assert found.verdict is OverlapVerdict.OTHERS
+    assert not found.is_early
+    alone = policy.decide(0.02, 0)
+    assert alone.is_alone
+    assert alone.share == 1.0  # should others come meanwhile
+
+
 def test_it_says_why() -> None:
     words = Overlapping("auto", stall=STALL).decide(0.012, 3).words
     assert words == "ending: 12.0 ms to load, beside others once 75% have landed"

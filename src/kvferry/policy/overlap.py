@@ -6,8 +6,8 @@
     overlapped      [load ----------------------]
                        [forward, each layer behind its part]
 
-Everybody in a step waits for it. So where others run, a load counts as landed only when the rest of
-it takes no longer than they may be held up.
+Everybody in a step waits for it. So where others are, a load counts as landed only when the rest of
+it takes no longer than they may be held up; where they may not be at all, it lands first.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ class OverlapVerdict(Enum):
     OFF = "off"  # the settings say so, or this model or engine cannot wait layer by layer
     ALWAYS = "always"  # the settings say so
     SHORT = "short"  # so short that there is nothing to hide
-    UNMEASURED = "unmeasured"  # others run, and nobody knows how long it would hold them up
-    ALONE = "alone"  # nobody else runs: the forward pass begins as soon as the load has
-    WITHIN = "within"  # others run, and all of it holds them up for less than they may be
-    ENDING = "ending"  # others run: the forward pass begins when the rest of it does
+    OTHERS = "others"  # others are there, and may not be held up
+    UNMEASURED = "unmeasured"  # others are there, and nobody knows how long it would hold them up
+    ALONE = "alone"  # nobody else is there: the forward pass begins as soon as the load has
+    WITHIN = "within"  # others are there, and all of it holds them up for less than they may be
+    ENDING = "ending"  # others are there: the forward pass begins when the rest of it does
 
 
 class OverlapDecision(NamedTuple):
-    """One verdict. Where others run ``share`` of the load must have landed before it may be read.
+    """One verdict. Where others are ``share`` of the load must have landed before it may be read.
 
     None: all of it must have, and its request is not told of before, whoever runs.
     """
@@ -69,21 +70,23 @@ class Overlapping:
         self._policy = policy
         self._stall = stall
 
-    def decide(self, load_seconds: float | None, num_running: int) -> OverlapDecision:
-        """For a load that takes so long by what was measured, while so many requests run."""
+    def decide(self, load_seconds: float | None, num_others: int) -> OverlapDecision:
+        """For a load that takes so long by what was measured, beside so many other requests."""
         if self._policy == "off":
             return OverlapDecision(OverlapVerdict.OFF)
         if self._policy == "always":
             return OverlapDecision(OverlapVerdict.ALWAYS, 0.0, load_seconds)
+        if num_others and not self._stall:
+            return OverlapDecision(OverlapVerdict.OTHERS, None, load_seconds)
         if load_seconds is None:
             # Others may come while it is on its way: then it is not told of before it has landed.
             return OverlapDecision(
-                OverlapVerdict.UNMEASURED if num_running else OverlapVerdict.ALONE, 1.0
+                OverlapVerdict.UNMEASURED if num_others else OverlapVerdict.ALONE, 1.0
             )
         if load_seconds < self.LEAST_SECONDS:
             return OverlapDecision(OverlapVerdict.SHORT, None, load_seconds)
         share = max(0.0, 1.0 - self._stall / load_seconds)
-        if not num_running:
+        if not num_others:
             return OverlapDecision(OverlapVerdict.ALONE, share, load_seconds)
         verdict = OverlapVerdict.ENDING if share else OverlapVerdict.WITHIN
         return OverlapDecision(verdict, share, load_seconds)

@@ -17,6 +17,8 @@ from kvferry.vllm.tracked import Tracked
 WORTH_SECONDS = 2e-3
 """A load that takes longer is worth a forward pass in pieces, where it could be one graph."""
 
+_OTHERS = (State.LOADING, State.LOADED, State.RUNNING)
+
 
 class VllmOverlap:
     """Knows how long a load takes, and asks the policy. Owns nothing of a request's."""
@@ -43,8 +45,8 @@ class VllmOverlap:
         """For a load of so many tokens that is about to be ordered."""
         if self._is_off:
             return self._policy.decide(None, 0)
-        num_running = self._num_running
-        return self._policy.decide(self._seconds(num_tokens, num_running), num_running)
+        num_others = self._num_others
+        return self._policy.decide(self._seconds(num_tokens, num_others), num_others)
 
     def leaves_a_block(self, num_tokens: int) -> bool:
         """Whether to compute a prompt's last block although it could be loaded.
@@ -52,21 +54,21 @@ class VllmOverlap:
         One token alone is computed by one graph of all layers, which must wait for the whole load;
         more of them layer by layer. That costs some time, and only who runs alone has it.
         """
-        if self._is_off or self._num_running:
+        if self._is_off or self._num_others:
             return False
         seconds = self._seconds(num_tokens, 0)
         return seconds is not None and seconds >= WORTH_SECONDS
 
     @property
-    def _num_running(self) -> int:
-        """Requests that compute in these steps."""
-        return sum(each.ferried.state is State.RUNNING for each in self._requests.values())
+    def _num_others(self) -> int:
+        """Requests that compute in these steps, or will once their own loads have landed."""
+        return sum(each.ferried.state in _OTHERS for each in self._requests.values())
 
-    def _seconds(self, num_tokens: int, num_running: int) -> float | None:
+    def _seconds(self, num_tokens: int, num_others: int) -> float | None:
         """By the planner's measurements; where it has none, by the loads so far."""
         num_blocks = -(-num_tokens // self._block_tokens)
         if self._choices is not None:
-            return self._choices.load_seconds(0, num_blocks, busy=num_running > 0)
+            return self._choices.load_seconds(0, num_blocks, busy=num_others > 0)
         bandwidth = self._stats().bandwidth
         return num_blocks * self._block_bytes / bandwidth if bandwidth else None
 

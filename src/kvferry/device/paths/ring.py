@@ -21,7 +21,6 @@ from itertools import cycle
 
 from kvferry.device.driver.base import Driver, Priority
 from kvferry.device.job import Direction
-from kvferry.device.paths.turns import Turns
 from kvferry.errors import DriverError
 
 log = logging.getLogger(__name__)
@@ -90,10 +89,8 @@ class Ring:
 
     def __init__(self, driver: Driver, num_bytes: int) -> None:
         self.lock = threading.Lock()
-        self.inbound = Turns(driver, (0, 0))
-        """The streams on which loads are copied into slots."""
-        self.outbound = 0
-        """The stream that takes turns with a store's own to copy out of slots."""
+        self.inbound = 0
+        """The stream on which loads are copied into slots."""
         self.beside = 0
         """The stream of a kernel that bypasses the ring."""
         self.ahead = 0
@@ -167,8 +164,7 @@ class Ring:
         a, b, c, d = (RingPart(base + number * large) for number in range(NUM_LARGE))
         end = base + NUM_LARGE * large
         s, t = (RingPart(end + number * small) for number in range(NUM_SMALL))
-        self.inbound = Turns(driver, (self._stream(), self._stream()))
-        self.outbound, self.beside, self.ahead = (self._stream() for _ in range(3))
+        self.inbound, self.beside, self.ahead = (self._stream() for _ in range(3))
         streams = [self._stream() for _ in range(NUM_LARGE + NUM_SMALL)]
         alone = Slots(
             (self._slot((a, b), 2 * large, streams[0]), self._slot((c, d), 2 * large, streams[2])),

@@ -4,17 +4,15 @@
 
     store   beside         [head by kernel]
             slot streams     [gather 1]▲[gather 2]──▲[gather 3]──────▲
-            the job's                  [copy 1]─────┐                [copy 3─────────]
-            outbound                                [copy 2─────────]┘
-    load    inbound        [copy 1──────────]                  [copy 3]
-            the other one                    [copy 2──────────]
+            the job's                  [copy 1]─────[copy 2─────────][copy 3─────────]
+    load    inbound        [copy 1──────────][copy 2──────────][copy 3]
             slot streams                     └▶[scatter 1]     └▶[scatter 2]
             the job's                                                  └▶[scatter 3]
 
 The copy engines run at the full rate of the link and take nothing from the model; the kernel works
-inside device memory, where a chunk takes a twentieth of the time. Copies of one direction go to two
-streams in turn, or the model's own would wait for all of them (``turns.py``). A copy that waits for
-a kernel, or a kernel for a copy, starts some ten microseconds later: so the gathers of a job run
+inside device memory, where a chunk takes a twentieth of the time. Copies of one direction share a
+stream, because a copy engine loses some ten microseconds when it turns to another one. A copy that
+waits for a kernel, or a kernel for a copy, starts that much later too: so the gathers of a job run
 while the job before it is still being copied, and only the first chunk of the first job, kept
 small, has anyone wait. Until it can be copied, a kernel writes a few bytes to host memory itself.
 
@@ -43,7 +41,6 @@ from kvferry.device.paths.chunk_cursor import ChunkCursor
 from kvferry.device.paths.host_runs import HostRuns
 from kvferry.device.paths.kernel import GRID as DIRECT_GRID
 from kvferry.device.paths.ring import Ring, RingSlot
-from kvferry.device.paths.turns import Turns
 from kvferry.errors import DriverError
 
 log = logging.getLogger(__name__)
@@ -170,8 +167,7 @@ class StagedPath:
         if ids.was_idle and barrier.is_open:  # else a job before, or the model, has the link's time
             self._store_head(trip, direct, address)
         trip.prepared.begin(job, address)
-        trip.barriers = (barrier, StreamBarrier(self._driver, self._events, self._ring.ahead))
-        trip.outbound = Turns(self._driver, (stream, self._ring.outbound))
+        trip.barriers = (barrier, StreamBarrier(self._driver, self._events, self._ring.inbound))
 
     def _store_head(self, trip: _Trip, direct: Prepared, ids: int) -> None:
         """The first bytes straight to host memory, while the first chunk is made ready.
@@ -192,20 +188,17 @@ class StagedPath:
         self._direct.launch(direct, self._ring.beside)
 
     def _store_chunk(self, trip: _Trip) -> None:
-        driver, chunk, outbound = self._driver, trip.chunk, trip.outbound
+        driver, chunk, stream = self._driver, trip.chunk, trip.stream
         is_first = not trip.slots
         slot = self._ring.next(trip.job.direction, 0 if is_first else None)
         chunk.fit(min(slot.num_bytes, self._first) if is_first else slot.num_bytes)
         trip.slots[slot] = None
         self._gather(trip, slot)
-        # The last one on the job's own stream, behind all others: there its end is looked for.
-        stream = outbound.take(is_last=chunk.is_last)
         driver.stream_wait_event(stream, slot.gathered)
         # After the launch: the card need not wait for it.
         runs = trip.runs = trip.runs or HostRuns(trip.job)
         runs.store(driver, chunk.start, chunk.end, slot.address, stream)
         driver.record_event(slot.copied_out, stream)
-        outbound.end(slot.copied_out)
         slot.free_after(slot.copied_out)
         if not is_first:  # the second gather is awaited too soon to spend time on this
             self._send_ids_if_idle(trip)
@@ -220,17 +213,15 @@ class StagedPath:
 
     def _send_ids_if_idle(self, trip: _Trip) -> None:
         """Let the gathers to come read ids on the device, if no load's copies would delay them."""
-        ids, ring = self._ids[trip.job.direction], self._ring
+        ids, inbound = self._ids[trip.job.direction], self._ring.inbound
         is_worth_it = len(trip.job.device_blocks) >= MIN_SENT_IDS and not trip.chunk.is_last
-        if not is_worth_it or ids.is_sent:
-            return
-        if all(map(self._driver.stream_is_idle, ring.inbound.streams)):
-            trip.prepared.arguments.ids = ids.send(ring.ahead)
+        if is_worth_it and not ids.is_sent and self._driver.stream_is_idle(inbound):
+            trip.prepared.arguments.ids = ids.send(inbound)
             trip.barriers[-1].mark()
 
     def _load_chunk(self, trip: _Trip) -> None:
         driver, ring, chunk = self._driver, self._ring, trip.chunk
-        left, inbound = chunk.num_left, ring.inbound.take()
+        left, inbound = chunk.num_left, ring.inbound
         slot = ring.next(trip.job.direction, left)
         chunk.fit(slot.num_bytes, keep=self._tail if left > 2 * self._tail else 0)
         trip.slots[slot] = None
@@ -242,7 +233,6 @@ class StagedPath:
         if not trip.barriers:  # after the first copy: the link need not wait for it
             self._begin_scatters(trip)
         driver.record_event(slot.copied_in, inbound)
-        ring.inbound.end(slot.copied_in)
         trip.aim(slot)
         if chunk.num_left:
             self._scatter(trip, slot, trip.barriers, slot.stream)
@@ -313,8 +303,9 @@ class StagedPath:
         trip.head = False
         if not slots and not head:
             return  # or all of it is in order already
-        ours = (*ring.inbound.streams, ring.outbound, ring.beside, ring.ahead)
-        streams = dict.fromkeys((*ours, *(slot.stream for slot in slots)))
+        streams = dict.fromkeys(
+            (ring.inbound, ring.beside, ring.ahead, *(slot.stream for slot in slots))
+        )
         try:
             self._join(streams, stream)
             for slot in slots:
@@ -344,8 +335,6 @@ class _Trip:
     runs: HostRuns | None = None
     barriers: tuple[StreamBarrier, ...] = ()
     """What its kernels come after."""
-    outbound: Turns
-    """The streams of a store's copies."""
 
     def __init__(self, job: CopyJob, prepared: Prepared, stream: int, ready: int | None) -> None:
         self.job = job
