@@ -32,9 +32,13 @@ class Model:
         self.torch = torch
         shape = (BLOCKS, PAGE // 2)
         self.kv = [torch.zeros(shape, dtype=torch.int16, device="cuda") for _ in range(LAYERS)]
-        settings = {"copy_path": "staged", "policy": "lru"}  # which refuses nobody
         self.ferry = kvferry.attach(
-            self.kv, model="gates", host="2GiB", block_tokens=TOKENS, **settings
+            self.kv,
+            model="gates",
+            host="2GiB",
+            block_tokens=TOKENS,
+            copy_path="staged",
+            policy="lru",  # which refuses nobody
         )
         while self.ferry.host_stats().ready_slots < self.ferry.host_stats().num_slots:
             self.ferry.poll(0.01)
