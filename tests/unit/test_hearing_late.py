@@ -18,7 +18,7 @@ from kvferry.policy.returns import Returns
 from kvferry.pool import Pool
 from kvferry.reach import FullAttention
 from kvferry.scheduler import Scheduler
-from kvferry.scheduler.hearing import MOST_OWED, Hearing
+from kvferry.scheduler.hearing import MOST_OWED, MOST_UNTOLD, Hearing
 from kvferry.scheduler.why import Explanation, Reason
 from kvferry.types import SlotArray
 
@@ -164,6 +164,32 @@ def test_no_more_than_so_many_are_owed() -> None:
     assert told.policy.heard == []
     told.asked(keys(range(2)))
     assert len(told.policy.heard) == MOST_OWED
+
+
+def test_where_requests_end_nothing_is_told_while_it_can_wait() -> None:
+    told = Told()
+    for _ in range(MOST_OWED // 2):
+        told.hearing.ended(told.asked(keys(range(2))))
+    assert told.policy.heard == []
+    told.asked(keys(range(2)))
+    assert len(told.policy.heard) == MOST_OWED + 1
+    requests = [told.asked(keys(range(2))) for _ in range(MOST_OWED - 1)]
+    for _ in range(MOST_UNTOLD // MOST_OWED):
+        told.hearing.ended(requests.pop())
+    assert len(told.policy.heard) == MOST_OWED + 1
+
+
+def test_where_requests_end_no_more_than_so_many_are_owed_either() -> None:
+    told = Told()
+    requests = [told.asked(keys(range(2))) for _ in range(MOST_OWED)]
+    requests += [told.asked(keys(range(2))) for _ in range(MOST_OWED)]
+    told.policy.heard.clear()
+    requests += [told.asked(keys(range(2))) for _ in range(MOST_OWED - 1)]
+    for request in requests[: MOST_UNTOLD - MOST_OWED]:
+        told.hearing.ended(request)
+    assert told.policy.heard == []
+    told.hearing.ended(requests[-1])
+    assert len(told.policy.heard) == MOST_UNTOLD
 
 
 def test_others_that_learn_get_the_keys_of_when_it_asked() -> None:

@@ -105,7 +105,7 @@ class VllmBlocks:
 
     def remember(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
         """A request ends that has these blocks, by group: where to look for its content first."""
-        request.chain.had_blocks = block_ids  # type: ignore[attr-defined]
+        request.chain.end(block_ids)  # type: ignore[attr-defined]  # ours are RequestKeys
 
     def remains(self, request: Request, num_tokens: int, from_token: int) -> list[BlockTable]:
         """The same of a request that has ended: whatever the prefix cache still has of it."""
