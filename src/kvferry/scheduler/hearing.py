@@ -57,7 +57,7 @@ class Hearing:
         self._failure: Exception | None = None
         self.is_late = is_late
         self.also: Callable[[float, Keys, Request, Explanation], None] | None = None
-        """Who else is told, when a request is: when it asked, its keys, what it was told."""
+        """Who else is told, when a request is: when it asked, its prompt's keys, what it was told."""
         pools = [pool for pool in (host, *below) if pool is not None]
         self._now = pools[0].now
         if is_late:
@@ -104,15 +104,13 @@ class Hearing:
 
     def _tell_asked(self, news: _Asked) -> None:
         at, request, explanation, num_chain = news
+        tokens, hit = explanation.asked_tokens, explanation.device_tokens + explanation.host_tokens
         keys = request.chain.keys()
-        if num_chain < len(keys):
-            keys = keys[:num_chain]
+        num_keys = min(num_chain, tokens // self._matcher.hash_tokens)
+        if num_keys < len(keys.array):
+            keys = keys[:num_keys]
         if self.also is not None:
             self.also(at, keys, request, explanation)
-        tokens, hit = explanation.asked_tokens, explanation.device_tokens + explanation.host_tokens
-        num_keys = tokens // self._matcher.hash_tokens
-        if num_keys < len(keys):
-            keys = keys[:num_keys]
         for g, group in enumerate(self._matcher.groups):
             slot_keys = self._matcher.all_keys(g, keys)
             if self._host is not None:
