@@ -124,9 +124,12 @@ def turn(naming, *tokens, past=0, computed=None):
 
 def test_who_goes_on_with_one_that_has_ended_takes_up_its_keys(monkeypatch):
     named = []
-    monkeypatch.setattr(
-        "kvferry.vllm.chain.adopt", lambda ns, new: named.append(len(new)) or adopt(ns, new)
-    )
+
+    def counted(namespace, hashes):
+        named.append(len(hashes))
+        return adopt(namespace, hashes)
+
+    monkeypatch.setattr("kvferry.vllm.chain.adopt", counted)
     naming = Naming(NAMESPACE)
     first = turn(naming, 1, 2, 3, 4, computed=3)  # of the last block not every token is computed
     first.end(())

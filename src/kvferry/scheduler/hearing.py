@@ -57,7 +57,7 @@ class Hearing:
         self._failure: Exception | None = None
         self.is_late = is_late
         self.also: Callable[[float, Keys, Request, Explanation], None] | None = None
-        """Who else is told, when a request is: when it asked, its prompt's keys, what it was told."""
+        """Who else is told, when a request is: when it asked, its keys, what it was told."""
         pools = [pool for pool in (host, *below) if pool is not None]
         self._now = pools[0].now
         if is_late:
