@@ -14,8 +14,8 @@ from kvferry.hints import NAMES, Hints
 from kvferry.identity import Namespace
 from kvferry.scheduler.hinted import HintedRequest
 from kvferry.vllm import outside
-from kvferry.vllm.outside import EngineBell, VllmTokens
 from kvferry.vllm.chain import Naming
+from kvferry.vllm.outside import EngineBell, VllmTokens
 from kvferry.vllm.said import hints_of, opened, tenant_of
 
 NAMING = Naming(Namespace(model="m", dtype="f", layout="l", geometry="g", block_tokens=4))
@@ -164,7 +164,7 @@ def test_tokens_of_an_unknown_vllm_are_refused_in_words(monkeypatch):
         raise ImportError("no such module")
 
     monkeypatch.setattr(outside, "block_hasher", fails)
-    tokens = VllmTokens(NAMING, "sha256", 4)
+    tokens = VllmTokens(NAMING.namespace, "sha256", 4)
     assert len(tokens([], "")) == 0
     with pytest.raises(InputError, match="cannot be named by tokens"):
         tokens([1, 2, 3, 4], "")
