@@ -228,6 +228,18 @@ def test_holds_are_counted_per_mention():
     assert not any(block.ref_cnt for block in pool.blocks)
 
 
+@pytest.mark.parametrize("twice", [[3, 3], [3, 4, 3]])
+def test_a_block_that_is_held_twice_is_dropped_twice(twice):
+    pool = FakePool()
+    holds = VllmBlocks((), pool)
+    for _ in range(2):
+        holds.hold([DeviceBlocks(0, as_slots(twice))])
+    for left in (len(twice), 0):
+        holds.drop([DeviceBlocks(0, as_slots(twice))])
+        assert holds.num_held == left
+    assert not any(block.ref_cnt for block in pool.blocks)
+
+
 def test_holds_know_which_blocks_only_they_keep():
     pool = FakePool()
     holds = VllmBlocks((), pool)
