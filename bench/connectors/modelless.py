@@ -39,6 +39,7 @@ class Modelless:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.utils.gc_utils import freeze_gc_heap
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
         from vllm.v1.core.sched.scheduler import Scheduler
@@ -94,6 +95,7 @@ class Modelless:
         self._number = 0
         self.steps_ms: list[float] = []
         self.params: Mapping[str, Any] | None = None
+        freeze_gc_heap()  # as vLLM's engine does once it has started
 
     def add(self, prompt: list[int], max_tokens: int) -> Live:
         from vllm import SamplingParams

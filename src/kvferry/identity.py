@@ -191,8 +191,7 @@ def adopt(namespace: Namespace, hashes: Iterable[bytes]) -> Keys:
         map(len, contents)
     ):
         contents = [_digest(position, content) for position, content in enumerate(contents)]
-    words = np.frombuffer(b"".join(contents), dtype="<u8").reshape(-1, KEY_WORDS)
-    return Keys(words ^ namespace.adoption_words)
+    return Keys.of_digests(contents, namespace.adoption_words)
 
 
 def adopt_one(namespace: Namespace, content: bytes) -> Key:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, overload
 
 import numpy as np
@@ -13,6 +13,7 @@ from kvferry.types import KEY_BYTES, Key, SlotArray
 
 KEY_WORDS = KEY_BYTES // 8
 KeyArray = npt.NDArray[np.uint64]
+_WORD = np.dtype("<u8")
 
 
 class KeyChain(Protocol):
@@ -37,7 +38,7 @@ class Keys:
 
     def __init__(self, array: npt.NDArray[Any]) -> None:
         """Take rows of words as they are; use :meth:`from_bytes` for keys in bytes."""
-        if array.dtype != np.dtype("<u8") or array.ndim != 2 or array.shape[1] != KEY_WORDS:
+        if array.dtype != _WORD or array.ndim != 2 or array.shape[1] != KEY_WORDS:
             raise KeyFormatError(
                 f"keys must be a (n, {KEY_WORDS}) array of little-endian uint64, "
                 f"got shape {array.shape} of {array.dtype}; use Keys.from_bytes for bytes"
@@ -57,6 +58,12 @@ class Keys:
                 what = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
                 raise KeyFormatError(f"key {position} must be {KEY_BYTES} bytes, got {what}")
         return cls(np.frombuffer(b"".join(items), dtype="<u8").reshape(-1, KEY_WORDS))
+
+    @classmethod
+    def of_digests(cls, digests: Sequence[bytes], mask: KeyArray) -> Keys:
+        """Keys from bytes that are known to be ``KEY_BYTES`` each, XORed with a mask of words."""
+        words = np.frombuffer(b"".join(digests), dtype=_WORD).reshape(-1, KEY_WORDS)
+        return cls._of(words ^ mask)
 
     @classmethod
     def _of(cls, array: KeyArray) -> Keys:

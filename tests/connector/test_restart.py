@@ -229,7 +229,7 @@ def test_weights_that_stay_are_no_hindrance(make: Make, weights: StubWeights) ->
 def names(sides: Sides, number: int) -> set[Key]:
     """What the next life of a server will call this conversation's blocks."""
     assert sides.side.serving is not None
-    return set(adopt(sides.side.serving._namespace, hashes(number)))
+    return set(adopt(sides.side.serving._naming.namespace, hashes(number)))
 
 
 @pytest.mark.parametrize("is_reset", [True, False])

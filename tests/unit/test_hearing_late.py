@@ -18,7 +18,7 @@ from kvferry.policy.returns import Returns
 from kvferry.pool import Pool
 from kvferry.reach import FullAttention
 from kvferry.scheduler import Scheduler
-from kvferry.scheduler.hearing import MOST_OWED, Hearing
+from kvferry.scheduler.hearing import MOST_OWED, MOST_UNTOLD, Hearing
 from kvferry.scheduler.why import Explanation, Reason
 from kvferry.types import SlotArray
 
@@ -64,10 +64,10 @@ class Told:
     def policy(self) -> Any:
         return self.pool._chosen_policy
 
-    def asked(self, chain: Chain | Keys, hit: int = 0) -> Any:
-        """A request with this chain, of which so many blocks were had."""
+    def asked(self, chain: Chain | Keys, hit: int = 0, num_asked: int | None = None) -> Any:
+        """A request with this chain, of which so many blocks were had; all are asked for if not."""
         request = type("Asking", (), {"chain": chain})()
-        tokens = len(chain) * BLOCK
+        tokens = (len(chain) if num_asked is None else num_asked) * BLOCK
         told = Explanation("r", tokens, 0, hit * BLOCK, 0, Reason.NEVER_STORED)
         self.hearing.asked(request, told)
         return request
@@ -164,6 +164,46 @@ def test_no_more_than_so_many_are_owed() -> None:
     assert told.policy.heard == []
     told.asked(keys(range(2)))
     assert len(told.policy.heard) == MOST_OWED
+
+
+@pytest.mark.parametrize(("num_asked", "num_told"), [(2, 2), (4, 4), (6, 4)])
+def test_a_policy_hears_of_what_was_asked_for_as_the_chain_was_then(
+    num_asked: int, num_told: int
+) -> None:
+    told, heard = Told(), []
+    told.hearing.also = lambda at, keys, request, explanation: heard.append(len(keys))
+    chain = Chain(4)
+    told.asked(chain, num_asked=num_asked)
+    chain.length = 9
+    told.hearing.tell()
+    assert [each[1] for each in told.policy.heard] == [num_told]
+    assert heard == [num_told]
+
+
+def test_where_requests_end_nothing_is_told_while_it_can_wait() -> None:
+    told = Told()
+    for _ in range(MOST_OWED // 2):
+        told.hearing.ended(told.asked(keys(range(2))))
+    assert told.policy.heard == []
+    told.asked(keys(range(2)))
+    assert len(told.policy.heard) == MOST_OWED + 1
+    requests = [told.asked(keys(range(2))) for _ in range(MOST_OWED - 1)]
+    for _ in range(MOST_UNTOLD // MOST_OWED):
+        told.hearing.ended(requests.pop())
+    assert len(told.policy.heard) == MOST_OWED + 1
+
+
+def test_where_requests_end_no_more_than_so_many_are_owed_either() -> None:
+    told = Told()
+    requests = [told.asked(keys(range(2))) for _ in range(MOST_OWED)]
+    requests += [told.asked(keys(range(2))) for _ in range(MOST_OWED)]
+    told.policy.heard.clear()
+    requests += [told.asked(keys(range(2))) for _ in range(MOST_OWED - 1)]
+    for request in requests[: MOST_UNTOLD - MOST_OWED]:
+        told.hearing.ended(request)
+    assert told.policy.heard == []
+    told.hearing.ended(requests[-1])
+    assert len(told.policy.heard) == MOST_UNTOLD
 
 
 def test_others_that_learn_get_the_keys_of_when_it_asked() -> None:

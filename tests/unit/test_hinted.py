@@ -175,6 +175,47 @@ def test_hints_reach_the_level_below_where_the_host_has_it_no_longer():
     assert disk.pool.counts.held == 6
 
 
+class Counted:
+    """A chain that counts how often all of it is named."""
+
+    def __init__(self, keys):
+        self._keys, self.num_named = keys, 0
+
+    def __len__(self):
+        return len(self._keys)
+
+    def __getitem__(self, position):
+        return self._keys[position]
+
+    def keys(self):
+        self.num_named += 1
+        return self._keys
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_of_one_that_is_not_here_only_the_first_block_is_named(below):
+    levels = [PlacedLevel(TierName("disk"), Pool(16), WriteMode.THROUGH)] if below else ()
+    desk, hints = Desk(levels=levels), Hints(keep_seconds=60)
+    for number, is_here in ((1, False), (2, True)):
+        if is_here:
+            desk.keep("before", story(number, 4), 16)
+        chain = Counted(story(number, 4))
+        request = desk.scheduler.open("it", chain, hints)
+        request.end()
+        assert (chain.num_named > 0) == (is_here or below), "what lies below is looked for, too"
+        assert desk.pool.counts.held == (4 if is_here else 0)
+
+
+def test_of_several_groups_each_is_looked_for():
+    desk = Desk(reach.FullAttention(4), reach.FullAttention(4))
+    keys = story(1, 4)
+    lease = desk.pool.reserve(desk.scheduler._parts.matcher.all_keys(1, keys))
+    assert lease is not None
+    lease.commit()
+    desk.scheduler.open("it", keys, Hints(keep_seconds=60)).end()
+    assert desk.pool.counts.held == 4
+
+
 def test_groups_with_windows_take_hints_too():
     desk = Desk(reach.FullAttention(4), reach.SlidingWindow(4, window=8), slots=32)
     say(desk, "a", 1, 6, keep_seconds=60)

@@ -19,8 +19,8 @@ import pytest
 from tests.fakes.crafted_keys import keys
 from tests.fakes.published_trace import PUBLISHED, needs_published
 
-from kvferry.policy import EvictionPolicyMaker, Evidence, Lru
-from kvferry.policy.hazards import ENDS, NUM_BUCKETS, Hazards
+from kvferry.policy import Arriving, EvictionPolicyMaker, Evidence, Lru
+from kvferry.policy.hazards import _FEW, ENDS, NUM_BUCKETS, Hazards
 from kvferry.policy.heard import Heard
 from kvferry.policy.recent import LISTED, Listed, RecentBlocks
 from kvferry.policy.records import Records
@@ -128,6 +128,21 @@ def test_what_a_newcomer_is_worth_is_what_its_row_says_of_the_first_bucket() -> 
         assert firsts == pytest.approx(table.hazards.worth(np.array(every))[:, 0], rel=1e-12)
 
 
+def test_few_rows_are_worked_out_as_many_are() -> None:
+    hazards = learned(20.0, 0.7, count=300)
+    every = [
+        conversation(turn=turn, gap=gap, grown=512, kind=TurnKind.GOES_ON)
+        for turn in range(1, 9)
+        for gap in (None, 1.0, 30.0)
+    ]
+    traits = np.array([*every, shared(ways=3, gap=2.0), NEW])
+    many = hazards.worth(traits)
+    assert len(traits) > _FEW
+    for start in range(len(traits)):
+        few = hazards.worth(traits[start : start + start % _FEW + 1])
+        assert np.array_equal(few, many[start : start + len(few)])
+
+
 def test_rows_that_were_never_looked_at_are_worked_out_before_they_are() -> None:
     table = WorthTable()
     every = [
@@ -210,6 +225,40 @@ def test_a_newcomer_that_is_worth_less_than_all_is_refused() -> None:
     lease = pool.reserve(big)
     assert lease is None or len(lease) <= 2
     assert pool.match(keys(range(6))) == 6
+
+
+def test_what_a_newcomer_is_worth_is_asked_once_until_more_is_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bids: list[Arriving] = []
+    asked = Returns._bids
+
+    def noted(self: Returns, arriving: Arriving) -> tuple[float, float, int]:
+        bids.append(arriving)
+        return asked(self, arriving)
+
+    monkeypatch.setattr(Returns, "_bids", noted)
+    pool = Pool(16, Returns)
+    policy: Any = pool._chosen_policy
+    pool.asked(keys(range(16)), 512, as_slots(()))
+    lease = pool.reserve(keys(range(16)))
+    assert lease is not None
+    lease.commit()
+    one, other = (Arriving(keys([at]), as_slots([0]), 0, True) for at in (100, 200))
+    policy.take(1, one)
+    policy.take(1, one)
+    assert bids == [one]
+    policy.take(1, other)
+    policy.take(1, one)
+    assert bids == [one, other, one]
+    for tell in (policy.asked, lambda keys, tokens, _: policy.answered(keys, tokens)):
+        tell(keys([100]), 16, as_slots(()))
+        policy.take(1, one)
+        policy.take(1, one)
+    assert len(bids) == 5
+    policy.hint(as_slots([0]), Evidence(over=True))
+    policy.take(1, one)
+    assert len(bids) == 6
 
 
 def test_a_long_silence_is_learned_of_bit_by_bit() -> None:
@@ -304,6 +353,26 @@ def test_a_table_that_grows_forgets_nothing() -> None:
         assert at in recent.records_of(chat)
         sizes.add(len(recent._table))
     assert sizes == {16, 32, 64, 128, 256, 512}, "no larger than it is allowed to be"
+
+
+def test_blocks_noted_one_by_one_are_what_many_are_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for size in (16, 256):  # where they fall on each other's places, and where they seldom do
+        tables = []
+        for few in (0, 8, 10_000):
+            monkeypatch.setattr("kvferry.policy.recent._FEW", few)
+            recent, rng, found = RecentBlocks(size, size), Random(size), []
+            chats: list[list[int]] = [[]] * 8
+            for record in range(300):
+                at = rng.randrange(len(chats))
+                start = rng.choice([0, len(chats[at]) // 2, *[len(chats[at])] * 4])
+                new = [rng.randrange(1, 1 << 40) for _ in range(rng.randrange(1, 24))]
+                chats[at] = [] if len(chats[at]) > 150 else [*chats[at][:start], *new]
+                if chats[at]:
+                    listed = recent.find(recent.listed(keys(chats[at])))
+                    found.append((recent.look(listed), recent.deepest(listed)))
+                    recent.note(listed, record)
+            tables.append((found, recent._num_noted, recent._table.tolist()))
+        assert tables[0] == tables[1] == tables[2]
 
 
 def memory_of(heard: Heard) -> int:

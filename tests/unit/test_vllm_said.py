@@ -14,10 +14,11 @@ from kvferry.hints import NAMES, Hints
 from kvferry.identity import Namespace
 from kvferry.scheduler.hinted import HintedRequest
 from kvferry.vllm import outside
+from kvferry.vllm.chain import Naming
 from kvferry.vllm.outside import EngineBell, VllmTokens
 from kvferry.vllm.said import hints_of, opened, tenant_of
 
-NAMESPACE = Namespace(model="m", dtype="f", layout="l", geometry="g", block_tokens=4)
+NAMING = Naming(Namespace(model="m", dtype="f", layout="l", geometry="g", block_tokens=4))
 
 
 def request(**more: Any) -> SimpleNamespace:
@@ -89,7 +90,7 @@ def test_parameters_of_any_kind_are_borne(params):
     """Seen red: an AttributeError, for which kvferry was taken out of service."""
     desk = Desk(tenants="*")
     sent = request(kv_transfer_params=params, cache_salt=None)
-    opened(desk.scheduler, sent, NAMESPACE).end()
+    opened(desk.scheduler, sent, NAMING).end()
     hints, words = hints_of(params)
     assert hints == Hints()
     if not isinstance(params, dict):
@@ -109,20 +110,20 @@ def test_a_mistake_of_ours_with_hints_is_the_hints_alone(monkeypatch):
 def test_a_request_without_parameters_is_opened_as_ever():
     scheduler = Desk().scheduler
     for plain in (request(), request(kv_transfer_params=None, cache_salt="s")):
-        assert type(opened(scheduler, plain, NAMESPACE)).__name__ == "Request"
-    hinted = opened(scheduler, request(kv_transfer_params={"kvferry": {"over": True}}), NAMESPACE)
+        assert type(opened(scheduler, plain, NAMING)).__name__ == "Request"
+    hinted = opened(scheduler, request(kv_transfer_params={"kvferry": {"over": True}}), NAMING)
     assert isinstance(hinted, HintedRequest)
 
 
 def test_a_salt_is_a_tenant_where_tenants_are_told_apart():
     scheduler = Desk(tenants="*").scheduler
-    salted = opened(scheduler, request(kv_transfer_params=None, cache_salt="s"), NAMESPACE)
+    salted = opened(scheduler, request(kv_transfer_params=None, cache_salt="s"), NAMING)
     assert salted.hints == Hints(tenant=tenant_of("s"))
     named = {"kvferry": {"tenant": "search"}}
-    both = opened(scheduler, request(kv_transfer_params=named, cache_salt="s"), NAMESPACE)
+    both = opened(scheduler, request(kv_transfer_params=named, cache_salt="s"), NAMING)
     assert both.hints == Hints(tenant="search")
     assert salted.tenant != both.tenant
-    assert opened(scheduler, request(), NAMESPACE).tenant == 0
+    assert opened(scheduler, request(), NAMING).tenant == 0
 
 
 def test_unheeded_hints_are_explained_once_the_request_is_over():
@@ -163,7 +164,7 @@ def test_tokens_of_an_unknown_vllm_are_refused_in_words(monkeypatch):
         raise ImportError("no such module")
 
     monkeypatch.setattr(outside, "block_hasher", fails)
-    tokens = VllmTokens(NAMESPACE, "sha256", 4)
+    tokens = VllmTokens(NAMING.namespace, "sha256", 4)
     assert len(tokens([], "")) == 0
     with pytest.raises(InputError, match="cannot be named by tokens"):
         tokens([1, 2, 3, 4], "")

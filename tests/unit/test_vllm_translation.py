@@ -14,7 +14,7 @@ from kvferry.keys import Keys
 from kvferry.scheduler import NO_BLOCK
 from kvferry.types import as_slots
 from kvferry.vllm.blocks import VllmBlocks, table_of
-from kvferry.vllm.chain import RequestKeys
+from kvferry.vllm.chain import Naming, RequestKeys
 from kvferry.vllm.free_queue import next_to_go
 from kvferry.vllm.guard import Guard
 from kvferry.vllm.tracked import Tracked
@@ -97,7 +97,7 @@ def test_how_a_failed_load_is_told():
 
 def test_keys_grow_with_the_request_and_start_over_when_it_changes():
     request = SimpleNamespace(block_hashes=[b"a", b"b"])
-    chain = RequestKeys(request, NAMESPACE)
+    chain = RequestKeys(request, Naming(NAMESPACE))
     assert chain.keys() == adopt(NAMESPACE, [b"a", b"b"])
     request.block_hashes.append(b"c")
     assert chain.keys() == adopt(NAMESPACE, [b"a", b"b", b"c"])
@@ -106,6 +106,69 @@ def test_keys_grow_with_the_request_and_start_over_when_it_changes():
     request.block_hashes[:] = [b"x", b"y", b"z"]
     assert chain.keys() == adopt(NAMESPACE, [b"x", b"y", b"z"])
     assert [chain[at] for at in range(len(chain))] == list(chain.keys())
+
+
+def hashes_of(*tokens):
+    """Chained, as vLLM's are: each covers all before it."""
+    return [bytes(tokens[: at + 1]).ljust(32, b"-") for at in range(len(tokens))]
+
+
+def turn(naming, *tokens, past=0, computed=None):
+    """A request of one token a block, named and ended."""
+    computed = 16 * (len(tokens) if computed is None else computed)
+    request = SimpleNamespace(block_hashes=hashes_of(*tokens), num_computed_tokens=computed)
+    chain = RequestKeys(request, naming)
+    chain.num_past = past
+    return chain
+
+
+def test_who_goes_on_with_one_that_has_ended_takes_up_its_keys(monkeypatch):
+    named = []
+
+    def counted(namespace, hashes):
+        named.append(len(hashes))
+        return adopt(namespace, hashes)
+
+    monkeypatch.setattr("kvferry.vllm.chain.adopt", counted)
+    naming = Naming(NAMESPACE)
+    first = turn(naming, 1, 2, 3, 4, computed=3)  # of the last block not every token is computed
+    first.end(())
+    first.keys()
+    second = turn(naming, 1, 2, 3, 7, 8, past=3)
+    assert second.keys() == adopt(NAMESPACE, hashes_of(1, 2, 3, 7, 8))
+    assert named == [4, 2]
+    second.request.block_hashes.append(hashes_of(1, 2, 3, 7, 8, 9)[-1])
+    assert second.keys() == adopt(NAMESPACE, hashes_of(1, 2, 3, 7, 8, 9))
+    assert named == [4, 2, 1]
+    another = turn(naming, 1, 2, 3, 5, past=3)  # what one has taken up is not remembered twice
+    assert another.keys() == adopt(NAMESPACE, hashes_of(1, 2, 3, 5))
+    assert named[-1] == 4
+
+
+def test_keys_are_taken_up_only_where_the_hash_and_the_place_are_the_same():
+    naming = Naming(NAMESPACE)
+    for tokens, past in (((5, 2, 3, 4), 3), ((1, 2, 3, 4), 2), ((1, 2, 3), 9), ((1, 2, 3), 0)):
+        ended = turn(naming, 1, 2, 3)
+        ended.end(())
+        ended.keys()
+        assert turn(naming, *tokens, past=past).keys() == adopt(NAMESPACE, hashes_of(*tokens))
+    same_hash = turn(naming, 9, 9, 9)
+    same_hash.request.block_hashes[1] = hashes_of(1, 2, 3)[-1]  # not chained: at another place
+    same_hash.num_past = 2
+    assert same_hash.keys() == adopt(NAMESPACE, same_hash.request.block_hashes)
+
+
+def test_the_keys_of_requests_that_ended_are_bounded(monkeypatch):
+    monkeypatch.setattr("kvferry.vllm.chain._MOST_KEYS", 8)
+    naming = Naming(NAMESPACE)
+    for token in range(9):
+        ended = turn(naming, token, 2, 3)
+        ended.end(())
+        ended.keys()
+        ended.keys()  # once is enough
+    assert naming._num_keys == 6 == sum(map(len, naming._ended.values()))
+    assert naming.take(hashes_of(6, 2, 3)[-1]) is None
+    assert naming.take(hashes_of(8, 2, 3)[-1]) == adopt(NAMESPACE, hashes_of(8, 2, 3))
 
 
 class FakePool:
@@ -149,7 +212,7 @@ def head_of(pool):
 
 def ferried(request):
     """What our scheduler has of a request, as far as blocks are asked for."""
-    return SimpleNamespace(chain=RequestKeys(request, NAMESPACE))
+    return SimpleNamespace(chain=RequestKeys(request, Naming(NAMESPACE)))
 
 
 def test_holds_are_counted_per_mention():
@@ -162,6 +225,18 @@ def test_holds_are_counted_per_mention():
     assert holds.num_held == 1
     holds.drop_all()
     assert holds.num_held == 0
+    assert not any(block.ref_cnt for block in pool.blocks)
+
+
+@pytest.mark.parametrize("twice", [[3, 3], [3, 4, 3]])
+def test_a_block_that_is_held_twice_is_dropped_twice(twice):
+    pool = FakePool()
+    holds = VllmBlocks((), pool)
+    for _ in range(2):
+        holds.hold([DeviceBlocks(0, as_slots(twice))])
+    for left in (len(twice), 0):
+        holds.drop([DeviceBlocks(0, as_slots(twice))])
+        assert holds.num_held == left
     assert not any(block.ref_cnt for block in pool.blocks)
 
 
@@ -294,7 +369,7 @@ def test_a_guard_trips_once_and_stays(caplog):
 
 
 def test_an_empty_chain_has_no_keys():
-    assert RequestKeys(SimpleNamespace(block_hashes=[]), NAMESPACE).keys() == Keys.empty()
+    assert RequestKeys(SimpleNamespace(block_hashes=[]), Naming(NAMESPACE)).keys() == Keys.empty()
 
 
 def parallel_config(tensor=1, pipeline=1, rank=0, **more):

@@ -59,6 +59,9 @@ _CELLS: Ints = _cells()
 _WAITS = (1, 2, 3, 4, 6, 8, 11, 15, 20, 27, NUM_BUCKETS)
 """For how many buckets one might wait: not every number, they lie close enough."""
 _LAST_WAITED: Ints = np.array(_WAITS) - 1
+_WAITED: Ints = np.arange(NUM_BUCKETS) + np.array(_WAITS)[:, None]
+"""By wait and bucket, the edge at which that wait ends."""
+_FEW = 16  # rows for which all waits are worked out at once: of more, the arrays outgrow caches
 
 _SWITCH_SECONDS = 2.0
 """What is evicted for a newcomer does not come back when the newcomer goes: so holding one for a
@@ -128,6 +131,10 @@ class Hazards:
             edges[:, NUM_BUCKETS + 1 :] = edges[:, NUM_BUCKETS : NUM_BUCKETS + 1]
         since = there[:, :NUM_BUCKETS]
         before = held[:, :NUM_BUCKETS] - (_SWITCH_SECONDS * since + _NO_TIME)
+        if len(traits) <= _FEW:
+            gains = since[:, None] - there.take(_WAITED, axis=1)
+            gains /= held.take(_WAITED, axis=1) - before[:, None]
+            return np.asarray(np.maximum.reduce(gains, axis=1, initial=0.0))
         worth: Floats = np.zeros_like(chance)
         for wait in _WAITS:
             gain = since - there[:, wait : wait + NUM_BUCKETS]

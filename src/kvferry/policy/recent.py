@@ -8,6 +8,7 @@ so the deepest listed one that is known tells how much of a request is.
 from __future__ import annotations
 
 from bisect import bisect_left
+from struct import Struct
 from typing import NamedTuple
 
 import numpy as np
@@ -60,17 +61,21 @@ _EMPTY = np.array([0, -1, 0, 0, -1, 0, 0])
 _FRESH = np.tile(_EMPTY, (len(LISTED), 1))
 _FRESH[:, _DEPTH] = np.arange(len(LISTED))
 _ROW = np.dtype((np.void, _EMPTY.nbytes))
+_PACKED = Struct(f"={len(_EMPTY)}q")
+_FEW = 12  # new blocks up to which rows are written one by one: as many as a turn brings
 
 
 class Listed(NamedTuple):
     """A request's listed blocks, where they belong in the table, and which of them it has.
 
-    ``is_known`` is a byte for each, 0 or 1: bytes are searched faster than short arrays.
+    ``is_known`` is a byte for each, 0 or 1: bytes are searched faster than short arrays. ``rows``
+    are copies of what the table has at those places, fetched once for all that is asked of them.
     """
 
     words: Words
     places: npt.NDArray[np.int64]
     is_known: bytes
+    rows: npt.NDArray[np.int64]
 
 
 class RecentBlocks:
@@ -87,11 +92,11 @@ class RecentBlocks:
         self._shift = np.array(64 - bits, dtype=np.uint64)
         self._table = np.empty((1 << bits, len(_EMPTY)), dtype=np.int64)
         self._table[:] = _EMPTY
+        self._bytes = self._table.data  # a few rows are written so
         self._rows = self._table.view(_ROW)[:, 0]  # a row at a time is copied the fastest
         self._word = self._table[:, _WORD]
         self._record = self._table[:, _RECORD]
         self._next = self._table[:, _NEXT]
-        self._shared = self._table[:, _SHARED]
 
     @staticmethod
     def listed(keys: Keys) -> Words:
@@ -104,62 +109,77 @@ class RecentBlocks:
         if self._num_noted > 1 << (self._bits - 2) and self._bits < self._most_bits:
             self._grow()
         places = self._places(words)
-        return Listed(words, places, (self._word[places] == words).tobytes())
+        rows = self._table.take(places, axis=0)
+        return Listed(words, places, (rows[:, _WORD] == words).tobytes(), rows)
 
     def look(self, listed: Listed) -> Known:
         """What is known of a request."""
-        places, is_known = listed.places, listed.is_known
+        _, _, is_known, rows = listed
         depth = is_known.rfind(1) + 1
         if not depth:
             return _NOTHING
-        shared = self._shared[places[:depth]]
+        shared = rows[:depth, _SHARED]
         if is_known.find(0, 0, depth) >= 0:
-            shared &= np.frombuffer(is_known, dtype=np.uint8, count=depth)
+            shared = shared & np.frombuffer(is_known, dtype=np.uint8, count=depth)
         ways = shared.nonzero()[0]
         if not len(ways):
-            return Known(depth, self._record.item(places.item(depth - 1)))
-        return self._known(places, depth, ways.item(-1) + 1)
+            return Known(depth, rows.item(depth - 1, _RECORD))
+        return self._known(rows, depth, ways.item(-1) + 1)
 
-    def deepest(self, listed: Listed) -> int:
+    @staticmethod
+    def deepest(listed: Listed) -> int:
         """The record of the deepest block that is known of a request; -1 where none is."""
         at = listed.is_known.rfind(1)
-        return self._record.item(listed.places.item(at)) if at >= 0 else -1
+        return listed.rows.item(at, _RECORD) if at >= 0 else -1
 
     def shared_up_to(self, listed: Listed, known: Known) -> Known:
         """The same, where a request goes another way behind all that is known of it."""
         if known.depth == known.shared:
             return known
-        return self._known(listed.places, known.depth, known.depth)
+        return self._known(listed.rows, known.depth, known.depth)
 
-    def _known(self, places: npt.NDArray[np.int64], depth: int, shared: int) -> Known:
+    @staticmethod
+    def _known(rows: npt.NDArray[np.int64], depth: int, shared: int) -> Known:
         """Known up to one listed block, and shared up to another."""
-        record = self._record.item(places.item(depth - 1))
-        at = places.item(shared - 1)
-        return Known(
-            depth, record, shared, self._table.item(at, _SHARER), self._table.item(at, _WAYS)
-        )
+        record, at = rows.item(depth - 1, _RECORD), shared - 1
+        return Known(depth, record, shared, rows.item(at, _SHARER), rows.item(at, _WAYS))
 
     def note(self, listed: Listed, record: int, parts_at: int = 0) -> None:
         """A request with these listed words is what ``record`` says.
 
         It goes a way of its own behind the first ``parts_at`` of them, if any.
         """
-        words, places, is_known = listed
+        words, places, is_known, rows = listed
         self._record[places] = record
         end = min(is_known.rfind(1) + 1, len(words) - 1)
-        apart = self._next[places[:end]] != words[1 : end + 1]
-        if is_known.find(0, 0, end) >= 0:
-            apart &= np.frombuffer(is_known, dtype=np.bool_, count=end)
-        for at in apart.nonzero()[0].tolist():
-            self._follow(places.item(at), words.item(at + 1))
-        if is_known.find(0) >= 0:
+        follows = (rows[:end, _NEXT] == words[1 : end + 1]).tobytes()
+        at = follows.find(0)
+        while at >= 0:  # mostly one: where it goes on
+            if is_known[at]:
+                self._follow(places.item(at), words.item(at + 1))
+            at = follows.find(0, at + 1)
+        num_new = is_known.count(0)
+        if num_new > _FEW:
             self._begin(listed, record)
+        elif num_new:
+            self._begin_few(listed, record)
+        self._num_noted += num_new
         if parts_at:
             self._table[listed.places[parts_at - 1], _WAYS] += 1
 
+    def _begin_few(self, listed: Listed, record: int) -> None:
+        """The same as :meth:`_begin`, block by block."""
+        words, places, is_known, _ = listed
+        last, at = len(words) - 1, is_known.find(0)
+        while at >= 0:
+            after = words.item(at + 1) if at < last else 0
+            row = (words.item(at), record, after, 0, -1, at, 0)
+            _PACKED.pack_into(self._bytes, places.item(at) * _PACKED.size, *row)
+            at = is_known.find(0, at + 1)
+
     def _begin(self, listed: Listed, record: int) -> None:
         """Some blocks of a request are new: others are in their places."""
-        words, places, is_known = listed
+        words, places, is_known, _ = listed
         first = is_known.find(0)
         new = _FRESH[first : len(words)].copy()
         new[:, _WORD] = words[first:]
@@ -170,7 +190,6 @@ class RecentBlocks:
             which = (np.frombuffer(is_known, dtype=np.uint8, offset=first) == 0).nonzero()[0]
             rows, places = rows[which], places.take(which)
         self._rows[places] = rows
-        self._num_noted += len(places)
 
     def _follow(self, place: int, word: int) -> None:
         """This word follows a block that is known, for the first time or again.
@@ -181,7 +200,7 @@ class RecentBlocks:
         if not first:
             self._next[place] = word
         elif first != word:
-            self._shared[place] = 1
+            self._table[place, _SHARED] = 1
 
     def _grow(self) -> None:
         """Twice as large; paid for by the blocks that were noted since the last time."""
@@ -195,8 +214,8 @@ class RecentBlocks:
 
     def records_of(self, keys: Keys) -> npt.NDArray[np.int64]:
         """For each key, whatever its position, the record of its last request; -1 if not listed."""
-        words, places, _ = self.find(keys.array[:, 0].view(np.int64))
-        return np.where(self._word[places] == words, self._record[places], -1)
+        words, _, _, rows = self.find(keys.array[:, 0].view(np.int64))
+        return np.where(rows[:, _WORD] == words, rows[:, _RECORD], -1)
 
     def depths_of(self, keys: Keys) -> npt.NDArray[np.int64]:
         """How many listed blocks come before each of these, of those that are listed."""

@@ -22,6 +22,7 @@ _LOST = -2  # it cannot be seen any more whether it returns
 _AT_ONCE = 256  # of each bucket: after a long silence the rest is learned with the next requests
 _ENDS: list[float] = ENDS.tolist()
 _FIRST = 256  # records that there is room for at first
+_BUCKETS = np.arange(NUM_BUCKETS)
 
 Ints = npt.NDArray[np.int64]
 Learn = Callable[[Ints, Ints, npt.NDArray[np.bool_]], None]
@@ -132,12 +133,12 @@ class Records:
         """Let the model learn of every bucket that a record has passed since; False if none has."""
         ends = self.time[: self._count].searchsorted(now - ENDS, "right")
         counts = np.minimum(np.maximum(ends - self._passed, 0), _AT_ONCE)
-        total = int(counts.sum())
+        stops = counts.cumsum()
+        total = stops.item(-1)
         if not total:
             return False
-        buckets = np.repeat(np.arange(NUM_BUCKETS), counts)
-        starts = np.cumsum(counts) - counts
-        at = np.arange(total) - np.repeat(starts - self._passed, counts)
+        buckets = _BUCKETS.repeat(counts)
+        at = np.arange(total) - (stops - counts - self._passed).repeat(counts)
         self._passed += counts
         facts = self._facts.take(at, axis=0)
         returned = facts[:, _RETURNED]

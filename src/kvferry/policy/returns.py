@@ -43,6 +43,7 @@ class Returns(ConversationSlots):
         self._draws = self._chance.random(_DRAWS)
         self._drawn = 0
         self._asked_by: Arriving | None = None
+        self._bid: tuple[float, float, int] | None = None  # of that newcomer, until more is heard
         self._lacking = 0
         self._look_again = 0
 
@@ -50,6 +51,7 @@ class Returns(ConversationSlots):
 
     def asked(self, keys: Keys, num_tokens: int, slots: SlotArray) -> None:
         if len(keys):
+            self._bid = None
             now = self._tick()
             record = self._heard.asked(keys, num_tokens, now)
             if len(slots):
@@ -60,6 +62,7 @@ class Returns(ConversationSlots):
 
     def answered(self, keys: Keys, num_tokens: int) -> None:
         if len(keys):
+            self._bid = None
             before, record = self._heard.answered(keys, num_tokens, self._tick())
             segment = self._segment_of.get(before)
             if segment is not None:
@@ -115,6 +118,7 @@ class Returns(ConversationSlots):
         segment = self._segments.of(slots.item(-1))
         record = self._record.item(segment)
         if record != NO_RECORD:
+            self._bid = None
             said = (
                 Said.OVER if evidence.over else Said.GOES_ON if evidence.goes_on else Said.NOTHING
             )
@@ -128,7 +132,8 @@ class Returns(ConversationSlots):
     def take(self, count: int, arriving: Arriving) -> SlotArray:
         if arriving is self._asked_by:  # what is lacking still, where the pool looks wider
             count = min(count, max(self._lacking, 1))
-        self._asked_by = arriving
+        else:
+            self._asked_by, self._bid = arriving, None
         if count <= 0 or not self._segments.count:
             return NO_SLOTS
         if self._front >= 0:
@@ -145,7 +150,9 @@ class Returns(ConversationSlots):
         What was said to go next goes first: it may have been copied away by now.
         """
         found: list[SlotArray] = []
-        own, common, num_shared = self._bids(arriving)
+        if self._bid is None:
+            self._bid = self._bids(arriving)
+        own, common, num_shared = self._bid
         feeds_below = self._residents.feeds_below()
         if not feeds_below and self._heard.num_asked >= self._look_again:
             self._queue.clear()

@@ -129,9 +129,21 @@ class HintedRequest(Request):
 
     def _tell_pools(self, hints: Hints) -> None:
         words = []
-        if hints.shapes_what_stays:
+        if hints.shapes_what_stays and not self._is_nowhere:
             words = tell_pools(hints, self.chain.keys(), self._parts)
         self._parts.journal.wished(self.id, self.hints, [*self._unheeded, *words])
+
+    @property
+    def _is_nowhere(self) -> bool:
+        """Whether its first block is not here, so that nothing of it is; False if that is unknown.
+
+        Most turns end where nothing of them is stored yet, and to name all their blocks takes long.
+        """
+        parts, num_keys = self._parts, len(self.chain)
+        if len(parts.sizes) > 1:
+            return False
+        covered = num_keys * parts.matcher.hash_tokens
+        return parts.matcher.next_missing(self.chain, num_keys, 0, covered) is not None
 
 
 def tell_pools(hints: Hints, keys: Keys, parts: Parts) -> list[str]:

@@ -105,7 +105,7 @@ class VllmBlocks:
 
     def remember(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
         """A request ends that has these blocks, by group: where to look for its content first."""
-        request.chain.had_blocks = block_ids  # type: ignore[attr-defined]
+        request.chain.end(block_ids)  # type: ignore[attr-defined]  # ours are RequestKeys
 
     def remains(self, request: Request, num_tokens: int, from_token: int) -> list[BlockTable]:
         """The same of a request that has ended: whatever the prefix cache still has of it."""
@@ -137,8 +137,11 @@ class VllmBlocks:
         names = hashes[(first + 1) * per_block - 1 : length * per_block : per_block]
         table = [NO_BLOCK] * first
         suffix = number.to_bytes(4, "big")
-        for name, likely in zip(names, chain(had[first:], repeat(NULL_BLOCK))):  # noqa: B905
-            if blocks[likely].block_hash == name + suffix:
+        wanted, there = [name + suffix for name in names], had[first:length]
+        if [blocks[likely].block_hash for likely in there] == wanted:  # mostly: at once
+            return np.array([*table, *there], dtype=np.int64)
+        for name, whole, likely in zip(names, wanted, chain(there, repeat(NULL_BLOCK))):  # noqa: B905
+            if blocks[likely].block_hash == whole:
                 table.append(likely)
             else:
                 cached = pool.get_cached_block(name, [number])
@@ -166,7 +169,14 @@ class VllmBlocks:
             numbers = mention.blocks.tolist()
             # Backwards: the end of a conversation is the first to be given away.
             self._pool.free_blocks([blocks[number] for number in reversed(numbers)])
-            # By hand: a load has a thousand blocks, and subtracting counters takes twice as long.
+            # Mostly each is held once. By hand else: a load has a thousand blocks, and subtracting
+            # counters takes twice as long.
+            counts = list(map(held.pop, numbers, repeat(0)))
+            if counts.count(1) == len(counts):
+                continue
+            held.update(
+                {number: count for number, count in zip(numbers, counts, strict=True) if count}
+            )
             for number in numbers:
                 count = held[number] - 1
                 if count:

@@ -10,6 +10,36 @@ from kvferry.keys import Keys
 from kvferry.types import Key
 
 _NO_KEYS = Keys.empty()
+_MOST_KEYS = 1 << 17
+"""Of requests that have ended: 4 MiB."""
+
+
+class Naming:
+    """Whose hashes become which keys. Owns the keys of requests that ended lately.
+
+    Who goes on with one of those has the same hash where that ended, and so the same keys up to
+    there: to name a conversation's new blocks takes a fraction of what all of them take.
+    """
+
+    def __init__(self, namespace: Namespace) -> None:
+        self.namespace = namespace
+        self._ended: dict[bytes, Keys] = {}  # by the last hash, the oldest first
+        self._num_keys = 0
+
+    def remember(self, last: bytes, keys: Keys) -> None:
+        """A request has ended whose last block has this hash."""
+        self.take(last)
+        self._ended[last] = keys
+        self._num_keys += len(keys)
+        while self._num_keys > _MOST_KEYS:
+            self.take(next(iter(self._ended)))
+
+    def take(self, last: bytes) -> Keys | None:
+        """The keys of a request that ended with this hash, if remembered: who goes on has them."""
+        keys = self._ended.pop(last, None)
+        if keys is not None:
+            self._num_keys -= len(keys)
+        return keys
 
 
 class RequestKeys:
@@ -19,13 +49,16 @@ class RequestKeys:
     known tokens. Those hashes cover the salt, the adapter and the images of the request.
     """
 
-    __slots__ = ("_keys", "_last", "_namespace", "had_blocks", "request")
+    __slots__ = ("_keys", "_last", "_naming", "_num_ended", "had_blocks", "num_past", "request")
 
-    def __init__(self, request: Any, namespace: Namespace) -> None:
+    def __init__(self, request: Any, naming: Naming) -> None:
         self.request = request
-        self._namespace = namespace
+        self._naming = naming
         self._keys = _NO_KEYS
         self._last: bytes | None = None
+        self._num_ended = 0  # blocks, once it has; until that is remembered
+        self.num_past = 0
+        """Blocks that vLLM had of it when it came: where it may go on with one that has ended."""
         self.had_blocks: Sequence[Sequence[int]] = ()
         """Once it has ended: its device blocks, by group. They may be others' by now."""
 
@@ -34,7 +67,7 @@ class RequestKeys:
 
     def __getitem__(self, position: int) -> Key:
         """One key, without the others."""
-        return adopt_one(self._namespace, self.request.block_hashes[position])
+        return adopt_one(self._naming.namespace, self.request.block_hashes[position])
 
     def keys(self) -> Keys:
         hashes = self.request.block_hashes
@@ -43,8 +76,27 @@ class RequestKeys:
         # were replaced (streamed input) starts over.
         if known > len(hashes) or (known and hashes[known - 1] != self._last):
             self._keys, known = _NO_KEYS, 0
+        if not known and 0 < self.num_past <= len(hashes):
+            known = self._go_on(hashes[self.num_past - 1])
         if known < len(hashes):
-            new = adopt(self._namespace, hashes[known:])
+            new = adopt(self._naming.namespace, hashes[known:])
             self._keys = self._keys + new if known else new
             self._last = hashes[-1]
+        if 0 < self._num_ended <= len(hashes):
+            count, self._num_ended = self._num_ended, 0
+            self._naming.remember(hashes[count - 1], self._keys[:count])
         return self._keys
+
+    def _go_on(self, last: bytes) -> int:
+        """Take up the keys of a request that ended where this one goes on; returns how many."""
+        keys = self._naming.take(last)
+        if keys is None or len(keys) != self.num_past:
+            return 0
+        self._keys, self._last = keys, last
+        return len(keys)
+
+    def end(self, block_ids: Sequence[Sequence[int]]) -> None:
+        """It is over, and had these blocks: its next turn goes on where it is computed up to."""
+        self.had_blocks = block_ids
+        computed = getattr(self.request, "num_computed_tokens", 0)
+        self._num_ended = computed // self._naming.namespace.block_tokens

@@ -35,6 +35,8 @@ KVConnectorWorkerMetadata.register(StepReceipts)
 # A vLLM that can be told of a failed load by request recovers from it with any number of groups.
 _RECOMPUTES_REQUESTS = "failed_recving" in KVConnectorOutput.__dataclass_fields__
 
+_NOBODY = (None, None)
+
 
 class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """vLLM's connector. Owns one of the two sides; decides nothing."""
@@ -121,6 +123,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         worker = self._at_worker
+        if not (worker.is_busy or worker.told.arrived):
+            return _NOBODY  # as in most steps, and there are many
         worker.poll()
         return None, worker.told.take_arrived() or None
 

@@ -55,6 +55,7 @@ class LandingLoads:
         parts = parts or LayerParts.of(layout)
         self._shares = parts.shares
         self._part_of = _parts_of(layers, layout, parts)
+        self._last_part = max(self._part_of.values(), default=0)
         self._next_of = _next_of(layers, self._part_of)
         self._ordered: list[AwaitedLoad] = []  # in the order in which they land
         self._told: dict[TransferId, None] = {}
@@ -137,7 +138,7 @@ class LandingLoads:
         So each load is waited for once; but for those that vLLM was told of meanwhile.
         """
         self.listens = False
-        if self._waited < max(self._part_of.values(), default=0):
+        if self._waited < self._last_part:
             # A layer may have been computed too early. It was seen to call, in this very mode.
             log.error(
                 "vLLM did not call for every layer (%s): from now on loads land first", self._mode

@@ -12,9 +12,8 @@ from typing import Any
 
 from kvferry.errors import InputError
 from kvferry.hints import Hints
-from kvferry.identity import Namespace
 from kvferry.scheduler import Request, Scheduler
-from kvferry.vllm.chain import RequestKeys
+from kvferry.vllm.chain import Naming, RequestKeys
 from kvferry.vllm.quiet import Seldom
 
 log = logging.getLogger("vllm.kvferry")
@@ -31,9 +30,9 @@ _VERSION = 2
 _complaint = Seldom(seconds=60.0)
 
 
-def opened(scheduler: Scheduler, request: Any, namespace: Namespace) -> Request:
+def opened(scheduler: Scheduler, request: Any, naming: Naming) -> Request:
     """Open a request of vLLM's, as the parameters that came with it say."""
-    chain = RequestKeys(request, namespace)
+    chain = RequestKeys(request, naming)
     params = getattr(request, "kv_transfer_params", None)
     if params is None and not scheduler.has_tenants:
         return scheduler.open(request.request_id, chain)

@@ -22,6 +22,7 @@ from kvferry.scheduler import Ordered, Request, State
 from kvferry.tiers.disk.status import DiskFigures
 from kvferry.types import Health, Plan, Rank, Receipt
 from kvferry.vllm.blocks import VllmBlocks, table_of
+from kvferry.vllm.chain import Naming
 from kvferry.vllm.core import scheduler_for
 from kvferry.vllm.free_queue import next_to_go, num_allocated
 from kvferry.vllm.levels import levels_of
@@ -56,7 +57,7 @@ class Serving:
         self.pinned: dict[Rank, int] = {}
         self.disks: dict[tuple[Rank, str], DiskFigures] = {}
         self._setup = setup
-        self._namespace = replace(setup.namespace, block_tokens=blocks.hash_tokens)
+        self._naming = Naming(replace(setup.namespace, block_tokens=blocks.hash_tokens))
         self._least_block = min(group.block_tokens for group in groups)
         # A window that serves the token after the prompt may not reach back for its last one.
         self._claims_whole = setup.is_full and not setup.uses_drafts
@@ -81,7 +82,7 @@ class Serving:
             has_listeners=setup.has_listeners,
             levels=levels,
             hash_tokens=blocks.hash_tokens,
-            tokens=VllmTokens(self._namespace, setup.hash_algorithm, blocks.hash_tokens),
+            tokens=VllmTokens(self._naming.namespace, setup.hash_algorithm, blocks.hash_tokens),
         )
         rests = self.scheduler.rests
         assert rests is not None  # the scheduler was given vLLM's blocks
@@ -109,7 +110,7 @@ class Serving:
         if getattr(request, "skip_reading_prefix_cache", False):
             return MISS
         tracked = self._track(request)
-        tracked.computed_tokens, tracked.claimed_tokens = computed_tokens, 0
+        tracked.asks(computed_tokens, self.blocks.hash_tokens)
         # One token must be computed, or there is none to sample from. vLLM computes the last token
         # again where a load brings all of them. That is a step of one token, as in decoding, where
         # the end of a block would be a prefill; but for what is on the device but for its last
@@ -167,7 +168,7 @@ class Serving:
     def _track(self, request: Any) -> Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            ferried = opened(self.scheduler, request, self._namespace)
+            ferried = opened(self.scheduler, request, self._naming)
             tracked = self._tracked[request.request_id] = Tracked(request, ferried)
         elif request.num_preemptions != tracked.preemptions:
             tracked.note_preemption()
@@ -296,7 +297,7 @@ class Serving:
         scheduler = self.scheduler
         scheduler.note_allocated(num_allocated(step))
         head = self.blocks.queue_head
-        for offer in next_to_go(head, scheduler.offer_depth, self._namespace):
+        for offer in next_to_go(head, scheduler.offer_depth, self._naming.namespace):
             self.blocks.hold(scheduler.offer(*offer))
 
     # -- receipts -------------------------------------------------------------------------------
@@ -345,9 +346,8 @@ class Serving:
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """Done or aborted. What it computed and nobody stored yet is stored late; nobody waits.
 
-        ``block_ids`` are the blocks it had, by group.
-
-        (A window's blocks are soon no longer its: those are stored at once.)
+        ``block_ids`` are the blocks it had, by group. (A window's are soon no longer its: those are
+        stored at once.)
         """
         self._pace.disturb()
         tracked = self._tracked.pop(request.request_id, None)

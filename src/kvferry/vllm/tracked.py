@@ -30,6 +30,12 @@ class Tracked:
         self.is_timed = False
         self._began: tuple[float, int] | None = None
 
+    def asks(self, computed_tokens: int, hash_tokens: int) -> None:
+        """vLLM asks for what is behind so many tokens, which it has."""
+        self.computed_tokens, self.claimed_tokens = computed_tokens, 0
+        past = computed_tokens // hash_tokens
+        self.ferried.chain.num_past = past  # type: ignore[attr-defined]  # ours are RequestKeys
+
     def note_preemption(self) -> None:
         """vLLM may preempt and resume a request before it tells us: its own count tells earlier."""
         self.preemptions = self.request.num_preemptions

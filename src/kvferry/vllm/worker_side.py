@@ -92,7 +92,7 @@ class WorkerSide:
         self._receipts: list[Receipt] = []
         self._health: list[Health] = []
         self.told = ToldLoads()
-        self._is_busy = True  # something of an earlier step is still to be seen to, or told
+        self.is_busy = True  # something of an earlier step is still to be seen to, or told
         self._freshness = Freshness()
         self._lasting = LastingWrites(config)
         self.early: LandingLoads | None = None  # where loads may be read before they have landed
@@ -160,11 +160,11 @@ class WorkerSide:
 
     def begin(self, orders: StepOrders) -> None:
         """Start the step's loads, and its stores too where there is no forward to wait for."""
-        if orders.is_quiet and not self._is_busy:
+        if orders.is_quiet and not self.is_busy:
             self._computes = True
             self._is_run_due = False
             return
-        self._is_busy = True
+        self.is_busy = True
         try:
             self._begin(orders)
         except Exception as error:
@@ -381,7 +381,7 @@ class WorkerSide:
 
     def take_receipts(self) -> StepReceipts | None:
         """What the scheduler's side does not know yet; None if that is nothing."""
-        if not (self._is_busy or self._receipts):
+        if not (self.is_busy or self._receipts):
             return None
         stale = self._freshness.take_stale()
         disks = self._news.disks() if self._news is not None else ()
@@ -393,7 +393,7 @@ class WorkerSide:
             self._told_shape, self.shape = True, self.shape.without_blocks()
         ready, pinned = self._news.ready() if self._news is not None else ((), ())
         awaits = self._num_awaited or self._freshness.is_marked or self.shape.levels
-        self._is_busy = bool(awaits or self._later.transfers or self._lasting or not self._is_grown)
+        self.is_busy = bool(awaits or self._later.transfers or self._lasting or not self._is_grown)
         if receipts or ready or shapes or drained or stale or health or disks:
             return StepReceipts(receipts, ready, shapes, drained, pinned, stale, health, disks)
         return None
