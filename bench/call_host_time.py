@@ -39,6 +39,8 @@ SHAPES = {
     "268 MB, pages of 32 KiB": (32 * KiB, 256 * MiB),
     "918 MB, pages of 32 KiB": (32 * KiB, 918_000_000),
 }
+HOST_BYTES = 3 << 30
+"""Of the pool: the share of it that is kept free is that of a small one."""
 ENDS = ("wait", "poll", "await")
 FIGURES = {
     "match": "look-up",
@@ -78,7 +80,8 @@ class Rig:
         # Never touched, so it takes no memory.
         kv = {str(at): np.empty((self.num_blocks, page_bytes), np.uint8) for at in range(LAYERS)}
         layout = describe(kv, block_axis=0)
-        host = str(self.count * 3 // 2 * layout.block_bytes)
+        num_slots = max(self.count * 3 // 2, HOST_BYTES // layout.block_bytes)
+        host = str(num_slots * layout.block_bytes)
         config = Config.load(overrides={"host": host, "load_policy": "always"})
         rank = open_on_gpu([layout], config, driver=driver, compute_stream=lambda: 1)
         namespace = Namespace(
@@ -89,6 +92,8 @@ class Rig:
         while self.ferry.host_stats().ready_slots < self.ferry.host_stats().num_slots:
             self.ferry.poll(0.01)
         self.rng = np.random.default_rng(7)
+        for _ in range(num_slots // self.count + 1):  # from now on every store evicts
+            self.ferry.wait(self.ferry.store(*self.request()))
         self.loop = asyncio.new_event_loop()
 
     def request(self) -> tuple[Any, Any]:
