@@ -92,9 +92,15 @@ class Rig:
         while self.ferry.host_stats().ready_slots < self.ferry.host_stats().num_slots:
             self.ferry.poll(0.01)
         self.rng = np.random.default_rng(7)
-        for _ in range(num_slots // self.count + 1):  # from now on every store evicts
-            self.ferry.wait(self.ferry.store(*self.request()))
+        self._num_slots = num_slots
+        self.begin_anew()
         self.loop = asyncio.new_event_loop()
+
+    def begin_anew(self) -> None:
+        """Fill the pool with other requests: from then on every store evicts."""
+        self.ferry.reset()
+        for _ in range(self._num_slots // self.count + 1):
+            self.ferry.wait(self.ferry.store(*self.request()))
 
     def request(self) -> tuple[Any, Any]:
         tokens = self.rng.integers(0, 1 << 40, self.count * BLOCK_TOKENS)
@@ -156,7 +162,7 @@ def measure(page_bytes: int, num_bytes: int, rounds: int) -> dict[str, list[floa
         time.sleep(1e-3)
         store, done = rig.timed(partial(ferry.store, keys, blocks), "wait")
         if done.num_blocks < rig.count:  # the policy would rather keep what is there
-            ferry.reset()
+            rig.begin_anew()
             continue
         time.sleep(1e-3)
         began = time.perf_counter()
@@ -183,7 +189,7 @@ def _count(rig: Rig, found: dict[str, list[float]]) -> None:
     with counted:
         ticket = ferry.store(keys, blocks)
     if ferry.wait(ticket).num_blocks < rig.count:
-        ferry.reset()
+        rig.begin_anew()
         return
     found["store calls"].append(counted.num_calls)
     with counted:

@@ -18,6 +18,9 @@ from kvferry.scheduler import Scheduler
 LEAST_BYTES, MOST_BYTES = 8 << 20, 48 << 20
 """A copy of the least takes about as long as ordering one more; of the most, longer than anybody
 takes to find room, and more would only scatter what is kept free for others."""
+_LEAST_TIMES = 12
+"""As large as the least a store must be: with two pieces its slots are scattered further, which
+look-ups and loads pay for. At 64 MB they paid as much as was gained, at 268 a sixth of it."""
 _MOST_RUNS = 1
 """Of free slots: with more, a conversation would be scattered further whenever it is stored."""
 
@@ -45,7 +48,7 @@ class FirstPiece:
         new begins later then, and looking for it twice takes longer than is gained.
         """
         pool, num_new = self._pool, len(keys.array) - first
-        if num_new < 2 * self._least or num_new <= pool.num_free or pool.is_divided:
+        if num_new < _LEAST_TIMES * self._least or num_new <= pool.num_free or pool.is_divided:
             return 0
         count = min(num_new // 2, self._most, pool.num_free_together(_MOST_RUNS))
         if count < self._least or self._scheduler.knows(keys, first):
