@@ -39,6 +39,8 @@ SHAPES = {
     "268 MB, pages of 32 KiB": (32 * KiB, 256 * MiB),
     "918 MB, pages of 32 KiB": (32 * KiB, 918_000_000),
 }
+HOST_BYTES = 3 << 30
+"""Of the pool: the share of it that is kept free is that of a small one."""
 ENDS = ("wait", "poll", "await")
 FIGURES = {
     "match": "look-up",
@@ -78,7 +80,8 @@ class Rig:
         # Never touched, so it takes no memory.
         kv = {str(at): np.empty((self.num_blocks, page_bytes), np.uint8) for at in range(LAYERS)}
         layout = describe(kv, block_axis=0)
-        host = str(self.count * 3 // 2 * layout.block_bytes)
+        num_slots = max(self.count * 3 // 2, HOST_BYTES // layout.block_bytes)
+        host = str(num_slots * layout.block_bytes)
         config = Config.load(overrides={"host": host, "load_policy": "always"})
         rank = open_on_gpu([layout], config, driver=driver, compute_stream=lambda: 1)
         namespace = Namespace(
@@ -89,7 +92,15 @@ class Rig:
         while self.ferry.host_stats().ready_slots < self.ferry.host_stats().num_slots:
             self.ferry.poll(0.01)
         self.rng = np.random.default_rng(7)
+        self._num_slots = num_slots
+        self.begin_anew()
         self.loop = asyncio.new_event_loop()
+
+    def begin_anew(self) -> None:
+        """Fill the pool with other requests: from then on every store evicts."""
+        self.ferry.reset()
+        for _ in range(self._num_slots // self.count + 1):
+            self.ferry.wait(self.ferry.store(*self.request()))
 
     def request(self) -> tuple[Any, Any]:
         tokens = self.rng.integers(0, 1 << 40, self.count * BLOCK_TOKENS)
@@ -151,7 +162,7 @@ def measure(page_bytes: int, num_bytes: int, rounds: int) -> dict[str, list[floa
         time.sleep(1e-3)
         store, done = rig.timed(partial(ferry.store, keys, blocks), "wait")
         if done.num_blocks < rig.count:  # the policy would rather keep what is there
-            ferry.reset()
+            rig.begin_anew()
             continue
         time.sleep(1e-3)
         began = time.perf_counter()
@@ -178,7 +189,7 @@ def _count(rig: Rig, found: dict[str, list[float]]) -> None:
     with counted:
         ticket = ferry.store(keys, blocks)
     if ferry.wait(ticket).num_blocks < rig.count:
-        ferry.reset()
+        rig.begin_anew()
         return
     found["store calls"].append(counted.num_calls)
     with counted:

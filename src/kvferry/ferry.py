@@ -19,18 +19,19 @@ from kvferry.errors import ClosedError, InputError
 from kvferry.ferry_control import FerryControl, Said, read_hints
 from kvferry.ferry_metrics import FerryLooks
 from kvferry.ferry_scheduler import scheduler_over
+from kvferry.ferry_storing import FerryStoring
 from kvferry.ferry_waiting import FerryWaiting
+from kvferry.first_piece import FirstPiece
 from kvferry.hits import Hit, PendingHits, not_a_hit, pending
 from kvferry.identity import Extra, Namespace, chain
 from kvferry.integers import Integers, integer
 from kvferry.keys import Keys
 from kvferry.last_writes import write_out
-from kvferry.left_out import why_left_out
 from kvferry.metrics.inbox import Inbox
 from kvferry.ownership import OneThread
 from kvferry.rank import RankMemory
 from kvferry.reach import Group
-from kvferry.scheduler import Ordered, State
+from kvferry.scheduler import State
 from kvferry.tickets import Done, Ticket, Tickets
 from kvferry.types import DEVICE, FIRST_RANK, HOST, Key
 from kvferry.worker import Worker
@@ -42,7 +43,7 @@ _names = itertools.count()
 """For all ferries of the process, so that what is explained of one names no hit of another."""
 
 
-class Ferry(FerryLooks, FerryControl, FerryWaiting, Closing):
+class Ferry(FerryLooks, FerryControl, FerryStoring, FerryWaiting, Closing):
     """Blocks of one engine, kept in host memory. Owns both halves and the memory; ends in close.
 
     It belongs to the first thread that uses it, until that thread ends or calls :meth:`hand_over`;
@@ -74,12 +75,14 @@ class Ferry(FerryLooks, FerryControl, FerryWaiting, Closing):
         )
         self._scheduler = scheduler_over(rank, layouts, groups, namespace, config)
         self._scheduler.watch_requests()
+        self._scheduler.pool.told_later.is_on = True
         self._has_levels = bool(rank.levels)
         # With levels a plan looks at the pool, and of several groups each store at the one before.
         later = not rank.levels and len(groups) == 1
         self._written_later: AbstractContextManager[None] = (
             self._scheduler.pool.later if later else nullcontext()
         )
+        self._first_piece = FirstPiece(self._scheduler, layouts[0].block_bytes) if later else None
         self._pending = PendingHits(config.match_deadline)
         self._tickets = Tickets()
         self._awaited = Awaited(
@@ -198,7 +201,8 @@ class Ferry(FerryLooks, FerryControl, FerryWaiting, Closing):
         ticket = self._tickets.give()
         ordered = hit.request.load(tables) if hit.request in self._scheduler else ()
         if ordered:
-            self._send(ticket, ordered, compute_waits=True)
+            self._tickets.send(ticket, ordered)
+            self._send_off(compute_waits=True)
         elif len(hit):
             self.release(hit)
             reason = "the hit is gone: it was released, loaded, or too old"
@@ -217,67 +221,8 @@ class Ferry(FerryLooks, FerryControl, FerryWaiting, Closing):
             self._pending.drop(hit.request)
             hit.request.end()
 
-    def store(
-        self, keys: Keys, device_blocks: Tables, *, first: int = 0, hints: Said = None
-    ) -> Ticket:
-        """Keep ``device_blocks``, which hold the blocks of ``keys`` from number ``first`` on.
-
-        What is kept already is not copied again, and what finds no room is left out; ``Done`` says
-        how many blocks were copied, and why not all. Blocks that follow one that is not kept could
-        never be found, so they are left out too. Do not overwrite the device blocks until it ended.
-        With several groups these are whole block tables, one for each group; ``NO_BLOCK`` where the
-        engine keeps no block (any more). ``hints``, as for :meth:`match`, say how long all blocks
-        of this request should stay.
-        """
-        self._owner.require()
-        if not isinstance(keys, Keys):
-            raise InputError(f"keys must come from ferry.keys, got {type(keys).__name__}")
-        first = first if type(first) is int else integer(first, "first")
-        num_keys = len(keys)
-        before = min(max(0, first), num_keys)
-        tables = whole_tables(self._layouts, device_blocks, before=before)
-        if first != before or (len(tables) == 1 and len(tables[0]) != num_keys):
-            raise InputError(
-                f"{len(tables[0]) - before} device blocks from block {first} on do not fit "
-                f"{num_keys} keys; there must be one key per block, from the first block on"
-            )
-        self._rank.note_step()
-        self._note_ready()  # else what has grown since the last poll would find no room
-        ticket = self._tickets.give()
-        request = self._scheduler.open(f"store-{next(_names)}", keys, read_hints(hints))
-        try:
-            with self._written_later:
-                ordered = request.store(tables, num_keys * self.namespace.block_tokens)
-                note = ""
-                if len(tables) == 1 and (not ordered or len(ordered[0].blocks) < num_keys - first):
-                    num_ordered = len(ordered[0].blocks) if ordered else 0
-                    note = self._why_left_out(keys, first, num_ordered)
-                self._send(ticket, ordered, note)
-        finally:
-            request.end()
-        return ticket
-
-    def _why_left_out(self, keys: Keys, first: int, num_ordered: int) -> str:
-        self._scheduler.pool.later.catch_up()  # it is asked what it knows of these keys
-        return why_left_out(
-            self._scheduler,
-            self._config,
-            keys,
-            first=first,
-            num_ordered=num_ordered,
-            block_bytes=self._layouts[0].block_bytes,
-        )
-
-    def _send(
-        self,
-        ticket: Ticket,
-        ordered: Sequence[Ordered],
-        note: str = "",
-        *,
-        compute_waits: bool = False,
-    ) -> None:
-        """Send off what was just ordered for a ticket."""
-        self._tickets.send(ticket, ordered, note)
+    def _send_off(self, *, compute_waits: bool = False) -> None:
+        """Send off what was just ordered, begun by this thread."""
         plan = self._scheduler.plan(counts=False)
         if plan.transfers or plan:
             with self._rank.engine.begun_here(compute_waits=compute_waits):
@@ -318,8 +263,14 @@ class Ferry(FerryLooks, FerryControl, FerryWaiting, Closing):
                 self._early.land(landing.transfer_id, landing.reason)
         if self._has_levels:
             self._serve_levels(has_news=bool(settled.landed))
-        if not settled.landed and self._scheduler.owing:  # while copies run, there is time for it
+        if not settled.landed:  # while copies run, there is time for it
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Count what was answered, and tell the policy what became of its blocks."""
+        if self._scheduler.owing:
             self._scheduler.count_answered(are_whole=True)
+        self._scheduler.pool.told_later.catch_up()
 
     def _note_ready(self) -> None:
         """Host memory that has grown since serves from now on."""

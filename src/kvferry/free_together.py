@@ -74,6 +74,13 @@ class FreeTogether:
             return np.arange(first, first + count)
         return self._take_longest(count, lengths)
 
+    def num_in_runs(self, most_runs: int) -> int:
+        """How many there are in so many runs, the longest."""
+        lengths = self._ends - self._starts
+        if len(lengths) > most_runs:
+            lengths = np.partition(lengths, len(lengths) - most_runs)[-most_runs:]
+        return int(lengths.sum())
+
     def _take_longest(self, count: int, lengths: SlotArray) -> SlotArray:
         order = (-lengths).argsort(kind="stable")
         total = lengths[order].cumsum()

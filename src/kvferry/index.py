@@ -33,8 +33,11 @@ _SPILLED = -2  # and of one whose key is in the dict
 _FIRST_LOOK = 512  # keys compared at once where a run begins, and how many times more after that
 _LOOK_GROWTH = 8
 _LONG = 1024  # a shorter run costs more to follow than its keys cost otherwise
-_SHORT_RUNS = 2  # followed before another way is taken
+_SCRAPS = 24  # and one of fewer keys says that all are strewn
+_SHORT_RUNS = 8  # followed before another way is taken, which takes as long before its first key
+_SCRAP_COUNTS = 4  # as so many of these
 _STRIDE = 32
+_LIE_TOGETHER = 2 * _STRIDE  # keys in the runs before, from which on others are looked for around
 _MANY = 512  # keys from which on looking around pays
 _FEW = 4  # keys up to which plain Python beats arrays
 
@@ -89,10 +92,11 @@ class Index:
             length = self._run_length(slot, words[at:] if at else words)
             found[at : at + length] = np.arange(slot, slot + length)
             at += length
-            short += length < _LONG
+            if length < _LONG:
+                short += _SCRAP_COUNTS if length < _SCRAPS else 1
         if at < count:
             rest = keys[at:] if at else keys  # the very same: their rows are remembered
-            self._find_strewn(rest, found[at:], at >= _SHORT_RUNS * _STRIDE)
+            self._find_strewn(rest, found[at:], at >= _LIE_TOGETHER)
         return found
 
     def find_leading(self, keys: Keys) -> SlotArray:

@@ -24,12 +24,14 @@ import numpy as np
 from kvferry.duplicates import Duplicates
 from kvferry.errors import InputError, LeaseError
 from kvferry.free_runs import Neighbours
+from kvferry.free_together import FreeTogether
 from kvferry.keys import Keys, require_key
 from kvferry.lease import Ending, Lease, Purpose
 from kvferry.policy import Arriving, EvictionPolicyMaker, Lru
 from kvferry.pool_check import PoolCheck
 from kvferry.pool_wishes import PoolWishes
 from kvferry.slot_states import PoolCounts, SlotState
+from kvferry.told_later import News
 from kvferry.types import NO_SLOT, NO_SLOTS, Key, SlotArray
 from kvferry.written_later import WrittenLater
 
@@ -100,6 +102,11 @@ class Pool(PoolWishes):
     def num_free(self) -> int:
         return self._free.count
 
+    def num_free_together(self, most_runs: int) -> int:
+        """Free slots in so many runs, where slots are given out together; else none are."""
+        free = self._free
+        return free.num_in_runs(most_runs) if isinstance(free, FreeTogether) else 0
+
     # -- claiming -------------------------------------------------------------------------------
 
     def pin(self, keys: Keys, purpose: Purpose = Purpose.READ) -> Lease | None:
@@ -136,8 +143,7 @@ class Pool(PoolWishes):
         Where the pool is divided, they are the ``tenant``'s.
         """
         self.later.catch_up()
-        if self._duplicates.any_in(keys):
-            raise InputError(f"{len(keys)} keys to reserve are not distinct; a chain never repeats")
+        self.require_distinct(keys)
         found = self._index.find(keys)
         above = NO_SLOT
         if chained and parent is not None:
@@ -171,6 +177,24 @@ class Pool(PoolWishes):
         lease = Lease(Purpose.WRITE, slots, positions, self)
         self._leases.add(lease)
         return lease
+
+    def make_spare(self, keys: Keys) -> None:
+        """Make as many slots free as are kept so, if another store like this would find too few.
+
+        It is the same that such a store does first; but now nobody waits for it.
+        """
+        if self._fair is not None or not self._free.count < len(keys.array) <= self._spare():
+            return
+        self.later.catch_up()
+        found = self._index.find(keys)
+        own = found[found != NO_SLOT]
+        self._make_room(self._spare(), own, Arriving(keys, found, NO_SLOT, True))
+        self._use(own[self._state.take(own) == _CACHED])  # a policy that named them let go of them
+
+    def require_distinct(self, keys: Keys) -> None:
+        """InputError where a key is there twice: a chain that closes on itself has no end."""
+        if self._duplicates.any_in(keys):
+            raise InputError(f"{len(keys)} keys to reserve are not distinct; a chain never repeats")
 
     def touch(self, keys: Keys) -> None:
         """These keys were used (a hit elsewhere, say): keep them longer."""
@@ -215,7 +239,7 @@ class Pool(PoolWishes):
     def end(self, lease: Lease, ending: Ending, failed: SlotArray) -> None:
         """Take a lease's slots back. Called by the lease itself, exactly once."""
         self.later.catch_up()
-        self._catch_up()
+        self._hear()
         self._leases.remove(lease)
         slots = lease.slots
         readers = None
@@ -242,7 +266,10 @@ class Pool(PoolWishes):
             self._state[slots] = _CACHED
             self.generation += 1
             self._news.append(self._index.first_words_of(slots))
-            self._policy.insert(slots)
+            if self._tells_later:
+                self.told_later.owe(News(self._clock(), self._chosen_policy.insert, slots))
+            else:
+                self._policy.insert(slots)
         elif lease.purpose is Purpose.COPY:
             self._policy.put_back(slots[~self._policy.holds(slots)])
         elif len(unused):
@@ -302,11 +329,12 @@ class Pool(PoolWishes):
         ``positions`` are those of the keys that were; where the others are, ``arriving`` says.
         """
         keys, found, above, chained = arriving
+        self.told_later.catch_up()  # of who is followed a policy hears as it was
         if len(slots):
             # Not a copy of the whole request: so many bytes are mapped and faulted in anew.
             new = keys if len(slots) == len(keys.array) else keys.take(positions)
             self._index.insert(new, slots)
-            if self._policy.wants_chains:
+            if self._chosen_policy.wants_chains:
                 chains = self._chains if chained else None
                 self._conversations.arrive(slots, positions, found, above, chains)
         if chained and len(slots) == len(found):

@@ -45,6 +45,11 @@ class PoolFind:
         slot = self._index.find_one(key)
         return SlotState(self._state.item(slot)) if slot != NO_SLOT else SlotState.FREE
 
+    def is_cached(self, key: Key) -> bool:
+        """Whether one key's block can be read now."""
+        slot = self._index.find_one(key)
+        return slot != NO_SLOT and self._state.item(slot) == _CACHED
+
     def slot_of(self, key: Key) -> int:
         """Where one key's block is or will be; ``NO_SLOT`` if nowhere."""
         return self._index.find_one(key)
@@ -68,7 +73,8 @@ class PoolFind:
         if not len(found):
             return found
         readable = self._state.take(found) == _CACHED
-        return found if readable.all() else found[: int(readable.argmin())]
+        first = int(readable.argmin())  # of those that cannot be read, if there are any
+        return found if readable[first] else found[:first]
 
     def match(self, keys: Keys) -> int:
         """How many leading keys can be read now."""

@@ -27,6 +27,7 @@ from kvferry.policy import (
 )
 from kvferry.pool_find import PoolFind
 from kvferry.slot_states import SlotState
+from kvferry.told_later import News, ToldLater
 from kvferry.types import NO_SLOT, Key, SlotArray
 from kvferry.victims import victims
 
@@ -65,6 +66,8 @@ class PoolRoom(PoolFind):
         """Whether what goes from here is copied to a level below."""
         self.before_policy: Callable[[], None] | None = None
         """Called before the policy is asked or told of anything: who owes it news tells it now."""
+        self.told_later = ToldLater(self._tell_policy)
+        """What the policy is told of when there is time, where somebody asks for that."""
         self._clock = clock
         self._then: float | None = None  # while it is told of what was before
         self._readers = np.zeros(num_slots, dtype=np.int32)
@@ -115,8 +118,22 @@ class PoolRoom(PoolFind):
 
     def _catch_up(self) -> None:
         """To be called before slots change: a policy hears of a request as things were then."""
+        if self.told_later.is_owing:
+            self.told_later.catch_up()
+        self._hear()
+
+    def _hear(self) -> None:
+        """The same where claims end, of which no policy was ever told."""
         if self.before_policy is not None:
             self.before_policy()
+
+    def _tell_policy(self, news: News) -> None:
+        """What happened to slots a while ago, as of then."""
+        self._then = news.at
+        try:
+            news.tell(news.slots)
+        finally:
+            self._then = None
 
     def now(self) -> float:
         """The time, in seconds from some moment on."""
@@ -241,7 +258,18 @@ class PoolRoom(PoolFind):
     def _use(self, slots: SlotArray) -> None:
         if self._first:
             self._first.forget(slots)
-        self._policy.use(slots)
+        if self._tells_later:
+            self.told_later.owe(News(self._clock(), self._chosen_policy.use, slots))
+        else:
+            self._policy.use(slots)
+
+    @property
+    def _tells_later(self) -> bool:
+        """Whether the policy may hear of what happens to slots once there is time.
+
+        Not where slots are tenants', who are counted as they come and go.
+        """
+        return self.told_later.is_on and self._fair is None
 
     def _is_idle(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
         return (self._readers.take(slots) == 0) & (self._state.take(slots) == _CACHED)

@@ -80,6 +80,7 @@ class PoolWishes(PoolRoom):
         It was ``at`` this time, where that is told later.
         """
         if self._hears is not None:
+            self.told_later.catch_up()
             self._then = at
             try:
                 self._hears.asked(keys, num_tokens, slots)
@@ -89,6 +90,7 @@ class PoolWishes(PoolRoom):
     def answered(self, keys: Keys, num_tokens: int, at: float | None = None) -> None:
         """A request whose whole blocks these are was answered with so many tokens."""
         if self._hears is not None:
+            self.told_later.catch_up()
             self._then = at
             try:
                 self._hears.answered(keys, num_tokens)

@@ -77,13 +77,15 @@ class CopyJob:
         slots = self.host_slots
         if self._is_one_run():
             return _ONE_RUN
-        heads = np.ones(len(slots), dtype=bool)
-        np.not_equal(slots[1:], slots[:-1] + 1, out=heads[1:])
+        is_head = slots[1:] - slots[:-1] != 1
         if self.host_chunk is not None:
             # The driver refuses one copy across two registrations.
             chunks = slots * self.host_pitch // self.host_chunk
-            heads[1:] |= chunks[1:] != chunks[:-1]
-        return heads.nonzero()[0]
+            is_head |= chunks[1:] != chunks[:-1]
+        after = is_head.nonzero()[0]
+        heads = np.zeros(len(after) + min(1, len(slots)), dtype=np.int64)
+        np.add(after, 1, out=heads[1:])
+        return heads
 
     def _is_one_run(self) -> bool:
         """The common case, seen in a third of the time: the first copy waits for this."""

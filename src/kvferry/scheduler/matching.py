@@ -121,9 +121,8 @@ class Matcher:
                 key = chain[at]
                 if g or self.epoch:  # else the mask is all zeros
                     key = masked_key(key, scope(self.epoch, g))
-                state = self._host.state_of(key)
-                if state is not SlotState.CACHED:
-                    is_coming = state is not SlotState.FREE
+                if not self._host.is_cached(key):
+                    is_coming = self._host.state_of(key) is not SlotState.FREE
                     return Missing(g, block * group.block_tokens, key, is_coming)
         return None
 

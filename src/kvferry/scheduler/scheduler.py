@@ -38,7 +38,7 @@ from kvferry.scheduler.settling import Settling
 from kvferry.scheduler.snapshot import Onlooker, snapshot
 from kvferry.scheduler.why import Explanation
 from kvferry.stats import SchedulerStats
-from kvferry.types import Health, Plan, Rank, Receipt, RequestId
+from kvferry.types import NO_SLOT, Health, Plan, Rank, Receipt, RequestId, TransferId
 
 _CLOSED = "the scheduler is closed"
 
@@ -145,6 +145,15 @@ class Scheduler:
     def num_loadable(self, keys: Keys, first: int, end: int) -> int:
         """How many blocks of the first group, from this one on, are in the host now."""
         return self.pool.match(self._parts.matcher.slot_keys(0, keys, range(first, end)))
+
+    def knows(self, keys: Keys, block: int) -> bool:
+        """Whether this block of the first group is in the host, or on its way there."""
+        key = self._parts.matcher.key_before(0, keys, block + 1)
+        return key is not None and self.pool.slot_of(key) != NO_SLOT
+
+    def make_spare(self, keys: Keys) -> None:
+        """Room for another store as large as that of these keys; see :meth:`Pool.make_spare`."""
+        self.pool.make_spare(self._parts.matcher.all_keys(0, keys))
 
     def __contains__(self, request: Request) -> bool:
         """Whether this request is one of ours and has not ended."""
@@ -257,6 +266,10 @@ class Scheduler:
         if self._closed:
             raise ClosedError(_CLOSED)
         return self._settling.report(self._flights.settle(receipts), self._clock())
+
+    def disown(self, transfers: Iterable[TransferId]) -> None:
+        """What these copies bring is never to be found, however they end."""
+        self._flights.disown(transfers)
 
     def lose_rank(self, rank: Rank, reason: str) -> Settled:
         """A rank is gone for good and touches no memory: what waits for it fails now."""

@@ -52,6 +52,11 @@ _NUM_BEGUN = {Direction.LOAD: 1, Direction.STORE: 2}
 is sure to have had its turn at the interpreter."""
 
 
+_QUEUEING_SECONDS = 5e-5
+"""Who waits rests so long while copies are being queued: it would take turns at the interpreter
+with who queues them, and none of them is over yet."""
+
+
 class GpuEngine(Closing):
     """Copies blocks between paged device memory and pinned host slots.
 
@@ -157,7 +162,10 @@ class GpuEngine(Closing):
                 while waited < seconds and not self._ended:
                     if any(lane.has_news() for lane in self._lanes.values()):
                         return
-                    pause(waited)
+                    if any(lane.num_unqueued for lane in self._lanes.values()):
+                        time.sleep(_QUEUEING_SECONDS)
+                    else:
+                        pause(waited)
                     waited = time.monotonic() - began
         except DriverError:  # a card that is lost: whoever polls finds out
             time.sleep(min(seconds, 1e-3))

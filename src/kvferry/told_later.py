@@ -1,0 +1,49 @@
+"""What an eviction policy hears late: nobody who waits for a copy waits for its order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvferry.types import SlotArray
+
+_MOST_OWED = 16
+"""Some half a millisecond of news: whoever comes next would wait for all of it."""
+
+
+class News(NamedTuple):
+    """Slots of which a policy is to be told, by which of its methods, and as of when."""
+
+    at: float
+    tell: Callable[[SlotArray], None]
+    slots: SlotArray
+
+
+class ToldLater:
+    """Owns the news that are owed. They are told in their order, before anything they hang on
+    changes: who follows whom, who asked for what, who may go.
+    """
+
+    __slots__ = ("_owed", "_tell", "is_on")
+
+    def __init__(self, tell: Callable[[News], None]) -> None:
+        self.is_on = False
+        """Whether anything may be owed at all."""
+        self._tell = tell
+        self._owed: deque[News] = deque()
+
+    @property
+    def is_owing(self) -> bool:
+        return bool(self._owed)
+
+    def owe(self, news: News) -> None:
+        self._owed.append(news)
+        if len(self._owed) > _MOST_OWED:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Tell what is owed, now."""
+        owed = self._owed
+        while owed:
+            self._tell(owed.popleft())
