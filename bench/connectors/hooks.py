@@ -38,7 +38,7 @@ Times = dict[str, list[float]]
 
 
 @contextmanager
-def timed_hooks(engine: Engine) -> Iterator[Times]:
+def timed_hooks(engine: Engine, clock: Callable[[], float] = time.perf_counter) -> Iterator[Times]:
     """Seconds of every call while this lasts, by side and hook."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
@@ -51,7 +51,7 @@ def timed_hooks(engine: Engine) -> Iterator[Times]:
                 hook = getattr(connector, name, None)
                 if hook is not None:
                     calls = times.setdefault(f"{side}: {name}", [])
-                    setattr(connector, name, _timed(hook, calls))
+                    setattr(connector, name, _timed(hook, calls, clock))
                     wrapped.append((connector, name))
     try:
         yield times
@@ -60,13 +60,15 @@ def timed_hooks(engine: Engine) -> Iterator[Times]:
             delattr(connector, name)  # the class's own shows again
 
 
-def _timed(hook: Callable[..., Any], calls: list[float]) -> Callable[..., Any]:
+def _timed(
+    hook: Callable[..., Any], calls: list[float], clock: Callable[[], float]
+) -> Callable[..., Any]:
     def timed(*args: Any, **kwargs: Any) -> Any:
-        began = time.perf_counter()
+        began = clock()
         try:
             return hook(*args, **kwargs)
         finally:
-            calls.append(time.perf_counter() - began)
+            calls.append(clock() - began)
 
     return timed
 
