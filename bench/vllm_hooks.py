@@ -210,7 +210,11 @@ def run(args: argparse.Namespace) -> Result:
     command = [sys.executable, str(Path(__file__).resolve()), "--case"]
     children = {}
     for name, (kind, source) in _seats(args.other).items():
-        around = environment() | {"PYTHONPATH": str(source)}
+        around = environment()
+        # Before what is there: a vLLM may be found by it, and another kvferry.
+        around["PYTHONPATH"] = os.pathsep.join(
+            filter(None, (str(source), around.get("PYTHONPATH", os.environ.get("PYTHONPATH"))))
+        )
         if args.modelless:
             around[model_time.ASKED_BY] = "1"
         children[name] = Child([*command, json.dumps(case | {"kind": kind})], around)
