@@ -77,15 +77,14 @@ class FerryStoring(ABC):
         try:
             with self._written_later:
                 ahead = self._send_ahead(request, tables, keys, first)
-                try:
-                    self._send_rest(request, tables, keys, first, ticket, ahead)
-                except BaseException:
-                    # Its caller has no ticket for what went ahead and may write to those blocks:
-                    # whatever is copied of them must never be found.
-                    self._scheduler.disown([order.transfer for order in ahead])
-                    raise
+                self._send_rest(request, tables, keys, first, ticket, ahead)
             if self._first_piece is not None:
                 self._scheduler.make_spare(keys)
+        except BaseException:
+            # Its caller has no ticket to wait for, and may write to those blocks: whatever is, or
+            # was to be, copied of them must never be found.
+            self._scheduler.disown(request)
+            raise
         finally:
             request.end()
         return ticket

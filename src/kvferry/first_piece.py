@@ -20,7 +20,7 @@ LEAST_BYTES, MOST_BYTES = 8 << 20, 48 << 20
 takes to find room, and more would only scatter what is kept free for others."""
 _LEAST_TIMES = 12
 """As large as the least a store must be: with two pieces its slots are scattered further, which
-look-ups and loads pay for. At 64 MB they paid as much as was gained, at 268 a sixth of it."""
+look-ups and loads pay for. At 64 MB they paid as much as was gained, at 268 a tenth of it."""
 _MOST_RUNS = 1
 """Of free slots: with more, a conversation would be scattered further whenever it is stored."""
 

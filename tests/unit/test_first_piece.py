@@ -3,6 +3,7 @@
 One-line breaks that were tried; each made one of these tests fail.
 
 - ``FerryStoring.store`` does not disown what went ahead when the rest raises
+- ``Scheduler.disown`` leaves what is not sent off in the outbox
 - ``FerryStoring._send_ahead`` does not write down what went ahead
 - ``FirstPiece.num_blocks`` does not look for keys that are there twice
 - ``FirstPiece.num_blocks`` splits what has room, or whose first block is kept
@@ -241,6 +242,52 @@ def test_what_went_ahead_is_never_found_if_the_rest_raises(
     ferry._scheduler.check_integrity()
     assert ferry.wait(ferry.store(keys, range(20)), LONG).num_blocks == 20
     comes_back(ferry, kv, keys, before)
+
+
+@pytest.mark.parametrize("where", ["plan", "make_spare"])
+@pytest.mark.parametrize("size", [20, 3])
+def test_wherever_a_store_raises_nothing_of_it_is_found(
+    ferry: kvferry.Ferry, kv: Tensors, monkeypatch: pytest.MonkeyPatch, where: str, size: int
+) -> None:
+    """Also of one that was ordered and not sent: it must not go with the next one."""
+    fill(ferry)
+    chain = keys_of(ferry, 100, size)
+    owner: Any = {
+        "plan": ferry._scheduler,
+        "make_spare": ferry._scheduler,
+    }[where]
+    did = getattr(owner, where)
+    for time in range(1, 7):
+        calls: list[int] = []
+
+        def raising(*args: Any, calls: list[int] = calls, time: int = time, **more: Any) -> Any:
+            calls.append(1)
+            if len(calls) == time:
+                raise MemoryError
+            return did(*args, **more)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, where, raising)
+            try:
+                done = ferry.wait(ferry.store(chain, range(size)), LONG)
+            except MemoryError:
+                for layer in kv:
+                    layer[:size] = 0xEE
+            else:
+                assert done.num_blocks == size
+                break
+        hit = ferry.match(keys_of(ferry, SLOTS // 32, 1))
+        assert ferry.wait(ferry.load(hit, [60]), LONG).num_blocks == 1
+        other = keys_of(ferry, 1000 + time, 5)
+        ferry.wait(ferry.store(other, range(40, 45)), LONG)
+        assert not len(ferry.match(chain))
+        while ferry._scheduler.num_in_flight:
+            ferry.poll(0.01)
+        ferry._scheduler.check_integrity()
+        assert not ferry._scheduler._parts.transit.num_bytes
+    else:
+        pytest.fail("it raised every time")
+    comes_back(ferry, kv, chain, [layer.copy() for layer in kv])
 
 
 def test_a_reset_while_both_are_on_their_way(ferry: kvferry.Ferry, sent: list[int]) -> None:

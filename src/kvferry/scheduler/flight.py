@@ -218,12 +218,13 @@ class Flights:
                 flight.deadline = self.next_deadline = _LONG_AGO
                 flight.reason = flight.reason or reason
 
-    def disown(self, transfers: Iterable[TransferId]) -> None:
-        """These write what nobody can vouch for: their claims go on, but nothing of it is found."""
-        for transfer_id in transfers:
-            flight = self._flying.get(transfer_id)
-            for lease in flight.leases if flight is not None else ():
-                lease.disown()
+    def disown(self, request: Any) -> None:
+        """Nobody vouches for what is stored of a request: it stays claimed, but is never found."""
+        for flight in self._flying.values():
+            order = flight.transfer
+            if request in flight.served and isinstance(order, Transfer) and order.src == DEVICE:
+                for lease in flight.leases:
+                    lease.disown()
 
     def lose_rank(self, rank: Rank, reason: str) -> list[Flight]:
         """A rank is gone and touches nothing any more; returns the flights that landed by it."""

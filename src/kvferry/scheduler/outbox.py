@@ -184,6 +184,18 @@ class Outbox:
             self._transit.load(order.transfer.group, -len(order.transfer))
         return cancelled
 
+    def drop_stores(self, request: Any) -> None:
+        """Take back what was to be stored of a request and is not sent off."""
+        dropped = [order for order in self._stores if order.request is request]
+        self._stores = [order for order in self._stores if order.request is not request]
+        for order in dropped:
+            order.lease.abort()
+            self._transit.store(order.group, -len(order.device_blocks))
+            if request.hints is not None:
+                request.num_storing -= 1
+        left = {order.group for order in self._stores}
+        self._store_ids = {g: each for g, each in self._store_ids.items() if g in left}
+
     def launch(self, now: float) -> Plan:
         """Everything ordered since the last call as one plan: loads, then moves, then stores.
 

@@ -38,7 +38,7 @@ from kvferry.scheduler.settling import Settling
 from kvferry.scheduler.snapshot import Onlooker, snapshot
 from kvferry.scheduler.why import Explanation
 from kvferry.stats import SchedulerStats
-from kvferry.types import NO_SLOT, Health, Plan, Rank, Receipt, RequestId, TransferId
+from kvferry.types import NO_SLOT, Health, Plan, Rank, Receipt, RequestId
 
 _CLOSED = "the scheduler is closed"
 
@@ -267,9 +267,13 @@ class Scheduler:
             raise ClosedError(_CLOSED)
         return self._settling.report(self._flights.settle(receipts), self._clock())
 
-    def disown(self, transfers: Iterable[TransferId]) -> None:
-        """What these copies bring is never to be found, however they end."""
-        self._flights.disown(transfers)
+    def disown(self, request: Request) -> None:
+        """What was ordered to be stored of a request is never to be found, whatever became of it.
+
+        For who cannot say when its device blocks may be written again.
+        """
+        self._outbox.drop_stores(request)
+        self._flights.disown(request)
 
     def lose_rank(self, rank: Rank, reason: str) -> Settled:
         """A rank is gone for good and touches no memory: what waits for it fails now."""
