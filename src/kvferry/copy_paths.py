@@ -50,6 +50,8 @@ class CopyPath:
     work down with it."""
     pays_per_segment: bool = False
     """Small segments make it slow; where host slots lie does not matter to it."""
+    queues_at_once: bool = False
+    """A launch or two queue all of a copy, however large it is."""
     is_stopgap: bool = False
     """Never the best where the driver has the batch call, so nobody needs to time it there."""
 
@@ -83,6 +85,7 @@ COPY_PATHS = (
         load=Cost(25e-6, 0.0, 51e9, beside_gbps=40.0, alone_gbps=51.0, lost_ms_per_gb=1.5),
         store=Cost(25e-6, 0.0, 52e9, beside_gbps=40.0, alone_gbps=52.0, lost_ms_per_gb=7.0),
         needs_kernels=True,
+        queues_at_once=True,
     ),
     CopyPath(
         "staged",

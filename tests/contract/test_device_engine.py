@@ -77,6 +77,26 @@ class AskedPlanner:
         self.seen.append((direction, num_blocks, busy))
         return "loop"
 
+    def choose_in_parts(
+        self,
+        direction: Direction,
+        layout: GroupLayout,
+        num_blocks: int,
+        busy: bool,
+        num_runs: int = 1,
+    ) -> str:
+        self.choose(direction, layout, num_blocks, busy, num_runs)
+        return "dma"
+
+
+def test_what_lands_in_parts_has_a_path_of_its_own() -> None:
+    rig = Rig(num_slots=8)
+    rig.engine._planner = AskedPlanner()
+    whole, parts = rig.load([1], [1]), rig.load([2], [2], in_parts=True)
+    receipts = rig.drain()
+    assert (receipts[whole].path, receipts[parts].path) == ("loop", "dma")
+    rig.close()
+
 
 def test_many_in_flight_come_back_in_order_per_direction() -> None:
     rig = Rig(num_slots=32)
@@ -297,6 +317,8 @@ def test_what_paths_are_picked_by_can_be_sent_to_another_process() -> None:
         assert words == rig.engine._planner.explain(Direction.LOAD, layout, 3, busy)
         assert f"model {'running' if busy else 'idle'}" in words
         assert sent.why(Direction.LOAD, 0, 3, "another", busy=busy) == ""
+        in_parts = rig.engine._planner.choose_in_parts(Direction.LOAD, layout, 3, busy)
+        assert in_parts in sent.why(Direction.LOAD, 0, 3, in_parts, busy=busy)
     assert sent.why(Direction.LOAD, 7, 3, path, busy=False) == ""
     rig.close()
 

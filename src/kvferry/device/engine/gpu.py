@@ -299,7 +299,9 @@ class GpuEngine(Closing):
 
     def _pick(self, submission: Submission, job: CopyJob) -> Path:
         submission.num_runs = count_runs(job)
-        submission.path = self._planner.choose(
+        is_whole = job.in_parts is None
+        choose = self._planner.choose if is_whole else self._planner.choose_in_parts
+        submission.path = choose(
             job.direction,
             job.layout,
             len(job.device_blocks),

@@ -25,6 +25,19 @@ class Planner(Protocol):
         ``num_runs`` is how many runs of neighbours the host slots make up.
         """
 
+    def choose_in_parts(
+        self,
+        direction: Direction,
+        layout: GroupLayout,
+        num_blocks: int,
+        busy: bool,
+        num_runs: int = 1,
+    ) -> str:
+        """The same for a transfer that lands part by part, and may be read meanwhile.
+
+        Nobody may be told of it before all of it is queued: so that should not take long.
+        """
+
 
 @dataclass(frozen=True)
 class FixedPlanner:
@@ -42,3 +55,5 @@ class FixedPlanner:
         num_runs: int = 1,
     ) -> str:
         return self.store if direction is Direction.STORE else self.load
+
+    choose_in_parts = choose

@@ -48,7 +48,9 @@ class PathChoices:
         """Why such a transfer took ``path``, in the planner's words; empty where it would not."""
         if not 0 <= group < len(self.layouts):
             return ""
-        layout = self.layouts[group]
-        if self._planner.choose(direction, layout, num_blocks, busy, num_runs) != path:
-            return ""
-        return self._planner.explain(direction, layout, num_blocks, busy, num_runs)
+        planner, what = self._planner, (direction, self.layouts[group], num_blocks, busy, num_runs)
+        if planner.choose(*what) == path:
+            return planner.explain(*what)
+        if planner.choose_in_parts(*what) == path:
+            return f"{path}: it landed in parts, and this path queues all of them at once."
+        return ""
