@@ -22,6 +22,8 @@ the figure is microseconds in the hooks. --other names the ``src`` folder of ano
 from before a change, say), which serves the same rounds in turn. --processor-time counts what the
 thread had of the processor, where others want it too; to ask for that takes longer, see ``idle``.
 
+With a model each engine takes half a minute to start: --kind returns --kind idle takes two minutes.
+
 --cpu tries it out with a tiny model and no GPU; its figures mean nothing. Needs a CUDA GPU (or
 --cpu, --modelless) and a vLLM that kvferry supports; exits with 77 without.
 """
@@ -97,6 +99,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=6, help="of each engine (6)")
     parser.add_argument("--pool", type=int, default=8, metavar="GIB", help="host memory each (8)")
     parser.add_argument("--seconds", type=int, default=0, help="begin no round after so long")
+    parser.add_argument("--kind", action="append", choices=list(KINDS), help="only this one")
     parser.add_argument("--cpu", action="store_true", help="a tiny model without a GPU")
     parser.add_argument("--modelless", action="store_true", help="vLLM's steps without a model")
     parser.add_argument("--other", type=Path, metavar="SRC", help="another checkout's src folder")
@@ -209,7 +212,7 @@ def run(args: argparse.Namespace) -> Result:
     }
     command = [sys.executable, str(Path(__file__).resolve()), "--case"]
     children = {}
-    for name, (kind, source) in _seats(args.other).items():
+    for name, (kind, source) in _seats(args.kind or list(KINDS), args.other).items():
         around = environment()
         # Before what is there: a vLLM may be found by it, and another kvferry.
         around["PYTHONPATH"] = os.pathsep.join(
@@ -247,12 +250,12 @@ def run(args: argparse.Namespace) -> Result:
     return data
 
 
-def _seats(other: Path | None) -> dict[str, tuple[str, Path]]:
+def _seats(kinds: list[str], other: Path | None) -> dict[str, tuple[str, Path]]:
     """Who is measured, by name: which kind, of which source."""
     own = Path(__file__).resolve().parent.parent / "src"
-    seats = {kind: (kind, own) for kind in KINDS}
+    seats = {kind: (kind, own) for kind in kinds}
     if other is not None:
-        seats |= {f"{kind}{OTHER}": (kind, other.resolve()) for kind in KINDS if kind != "idle"}
+        seats |= {f"{kind}{OTHER}": (kind, other.resolve()) for kind in kinds if kind != "idle"}
     return seats
 
 
