@@ -72,21 +72,12 @@ class AskedPlanner:
         num_blocks: int,
         busy: bool,
         num_runs: int = 1,
+        *,
+        in_parts: bool = False,
     ) -> str:
         assert self.gate.wait(60.0)
         self.seen.append((direction, num_blocks, busy))
-        return "loop"
-
-    def choose_in_parts(
-        self,
-        direction: Direction,
-        layout: GroupLayout,
-        num_blocks: int,
-        busy: bool,
-        num_runs: int = 1,
-    ) -> str:
-        self.choose(direction, layout, num_blocks, busy, num_runs)
-        return "dma"
+        return "dma" if in_parts else "loop"
 
 
 def test_what_lands_in_parts_has_a_path_of_its_own() -> None:
@@ -317,7 +308,7 @@ def test_what_paths_are_picked_by_can_be_sent_to_another_process() -> None:
         assert words == rig.engine._planner.explain(Direction.LOAD, layout, 3, busy)
         assert f"model {'running' if busy else 'idle'}" in words
         assert sent.why(Direction.LOAD, 0, 3, "another", busy=busy) == ""
-        in_parts = rig.engine._planner.choose_in_parts(Direction.LOAD, layout, 3, busy)
+        in_parts = rig.engine._planner.choose(Direction.LOAD, layout, 3, busy, in_parts=True)
         assert in_parts in sent.why(Direction.LOAD, 0, 3, in_parts, busy=busy)
     assert sent.why(Direction.LOAD, 7, 3, path, busy=False) == ""
     rig.close()

@@ -76,11 +76,11 @@ def test_what_lands_in_parts_goes_by_the_path_that_queues_it_at_once() -> None:
     """Also where another one copies faster: who may read it early waits for the last launch."""
     large = (LOAD, layout(2 * MiB), 40, False)
     assert MeasuredPlanner(profile(), COSTS).choose(*large) != "kernel"
-    assert MeasuredPlanner(profile(), COSTS).choose_in_parts(*large) == "kernel"
-    assert MeasuredPlanner(profile(), COSTS, pinned="dma").choose_in_parts(*large) == "dma"
+    assert MeasuredPlanner(profile(), COSTS).choose(*large, in_parts=True) == "kernel"
+    assert MeasuredPlanner(profile(), COSTS, pinned="dma").choose(*large, in_parts=True) == "dma"
     others = [path for path in COSTS if path != "kernel"]
     planner = MeasuredPlanner(profile(), others)
-    assert planner.choose_in_parts(*large) == planner.choose(*large)
+    assert planner.choose(*large, in_parts=True) == planner.choose(*large)
 
 
 def test_what_a_run_costs_is_told_by_many_of_them() -> None:

@@ -299,14 +299,13 @@ class GpuEngine(Closing):
 
     def _pick(self, submission: Submission, job: CopyJob) -> Path:
         submission.num_runs = count_runs(job)
-        is_whole = job.in_parts is None
-        choose = self._planner.choose if is_whole else self._planner.choose_in_parts
-        submission.path = choose(
+        submission.path = self._planner.choose(
             job.direction,
             job.layout,
             len(job.device_blocks),
             submission.beside_model,
             submission.num_runs,
+            in_parts=job.in_parts is not None,
         )
         path = self._paths.get(submission.path)
         if path is None:

@@ -19,23 +19,13 @@ class Planner(Protocol):
         num_blocks: int,
         busy: bool,
         num_runs: int = 1,
+        *,
+        in_parts: bool = False,
     ) -> str:
         """The name of a path; ``busy`` says that the model runs on the device now.
 
-        ``num_runs`` is how many runs of neighbours the host slots make up.
-        """
-
-    def choose_in_parts(
-        self,
-        direction: Direction,
-        layout: GroupLayout,
-        num_blocks: int,
-        busy: bool,
-        num_runs: int = 1,
-    ) -> str:
-        """The same for a transfer that lands part by part, and may be read meanwhile.
-
-        Nobody may be told of it before all of it is queued: so that should not take long.
+        ``num_runs`` is how many runs of neighbours the host slots make up. ``in_parts``: it lands
+        part by part and may be read meanwhile, but nobody is told of it before all of it is queued.
         """
 
 
@@ -53,7 +43,7 @@ class FixedPlanner:
         num_blocks: int,
         busy: bool,
         num_runs: int = 1,
+        *,
+        in_parts: bool = False,
     ) -> str:
         return self.store if direction is Direction.STORE else self.load
-
-    choose_in_parts = choose

@@ -51,6 +51,6 @@ class PathChoices:
         planner, what = self._planner, (direction, self.layouts[group], num_blocks, busy, num_runs)
         if planner.choose(*what) == path:
             return planner.explain(*what)
-        if planner.choose_in_parts(*what) == path:
+        if planner.choose(*what, in_parts=True) == path:
             return f"{path}: it landed in parts, and this path queues all of them at once."
         return ""

@@ -158,7 +158,7 @@ class MeasuredPlanner:
             for direction in Direction
             for path in paths
         }
-        self._remembered: OrderedDict[tuple[Direction, int, int, int, bool, int], str]
+        self._remembered: OrderedDict[tuple[Direction, int, int, int, bool, int, bool], str]
         self._remembered = OrderedDict()
 
     def choose(
@@ -168,39 +168,26 @@ class MeasuredPlanner:
         num_blocks: int,
         busy: bool,
         num_runs: int = 1,
+        *,
+        in_parts: bool = False,
     ) -> str:
-        """The name of the path that costs least; ``busy`` says that the model runs now."""
+        """The name of the path that costs least; ``busy`` says that the model runs now.
+
+        ``in_parts``: of those that queue a copy at once, if there are any.
+        """
         if self.pinned is not None:
             return self.pinned
         num_runs = _counted(num_runs)
-        key = (direction, layout.block_bytes, layout.num_segments, num_blocks, busy, num_runs)
+        size = (layout.block_bytes, layout.num_segments, num_blocks)
+        key = (direction, *size, busy, num_runs, in_parts)
         path = self._remembered.get(key)
         if path is None:
-            path = self.estimates(direction, layout, num_blocks, busy, num_runs)[0].path
+            found = self.estimates(direction, layout, num_blocks, busy, num_runs)
+            path = (_at_once(found) if in_parts else None) or found[0].path
             self._remembered[key] = path
             if len(self._remembered) > MAX_REMEMBERED:
                 self._remembered.popitem(last=False)
         return path
-
-    def choose_in_parts(
-        self,
-        direction: Direction,
-        layout: GroupLayout,
-        num_blocks: int,
-        busy: bool,
-        num_runs: int = 1,
-    ) -> str:
-        """Of the paths that queue a copy at once the best, however much faster another one is.
-
-        The engine was told of a load of 917 MB 1.4 ms after it was ordered by ``kernel``, after 5.5
-        by ``staged``: first token after 26.6 and 29.7 ms. (One NVIDIA H200, vLLM 0.26, 2026-11-18.)
-        """
-        if self.pinned is None:
-            for estimate in self.estimates(direction, layout, num_blocks, busy, num_runs):
-                path = BY_NAME.get(estimate.path)
-                if path is not None and path.queues_at_once:
-                    return path.name
-        return self.choose(direction, layout, num_blocks, busy, num_runs)
 
     def estimates(
         self,
@@ -259,6 +246,16 @@ class MeasuredPlanner:
         source = self.profile.provenance.get("source", "a profile")
         lines.append(f"  From {source}.")
         return "\n".join(lines)
+
+
+def _at_once(estimates: Sequence[Estimate]) -> str | None:
+    """The best of the paths that queue a copy at once, however much faster another one is.
+
+    vLLM was told of a load of 917 MB 1.4 ms after it was ordered by ``kernel``, 5.5 by ``staged``:
+    first tokens after 26.6 and 29.7 ms. (One NVIDIA H200, vLLM 0.26, 2026-11-18.)
+    """
+    names = (estimate.path for estimate in estimates)
+    return next((name for name in names if name in BY_NAME and BY_NAME[name].queues_at_once), None)
 
 
 def _counted(num_runs: int) -> int:
