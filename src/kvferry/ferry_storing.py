@@ -83,6 +83,7 @@ class FerryStoring(ABC):
         except BaseException:
             # Its caller has no ticket to wait for, and may write to those blocks: whatever is, or
             # was to be, copied of them must never be found.
+            self._tickets.drop(ticket)
             self._scheduler.disown(request)
             raise
         finally:

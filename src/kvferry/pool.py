@@ -181,9 +181,12 @@ class Pool(PoolWishes):
     def make_spare(self, keys: Keys) -> None:
         """Make as many slots free as are kept so, if another store like this would find too few.
 
-        It is the same that such a store does first; but now nobody waits for it.
+        It is the same that such a store does first; but now nobody waits for it. Nothing that is
+        held gives way for that.
         """
-        if self._fair is not None or not self._free.count < len(keys.array) <= self._spare():
+        if self._fair is not None or self._holds.count:
+            return
+        if not self._free.count < len(keys.array) <= self._spare():
             return
         self.later.catch_up()
         found = self._index.find(keys)
@@ -328,8 +331,13 @@ class Pool(PoolWishes):
 
         ``positions`` are those of the keys that were; where the others are, ``arriving`` says.
         """
+        try:
+            self.told_later.catch_up()  # of who is followed a policy hears as it was
+        finally:  # a policy that raises must not leave slots that hold keys nobody knows
+            self._link(arriving, positions, slots)
+
+    def _link(self, arriving: Arriving, positions: SlotArray, slots: SlotArray) -> None:
         keys, found, above, chained = arriving
-        self.told_later.catch_up()  # of who is followed a policy hears as it was
         if len(slots):
             # Not a copy of the whole request: so many bytes are mapped and faulted in anew.
             new = keys if len(slots) == len(keys.array) else keys.take(positions)

@@ -97,6 +97,12 @@ class Tickets:
         for part in ordered:
             self._moving[part.transfer] = (ticket, len(part.blocks))
 
+    def drop(self, ticket: Ticket) -> None:
+        """Whoever was to have it never got it: nobody is told of its end."""
+        self._underway.pop(ticket, None)
+        self._ended.pop(ticket, None)
+        self._moving = {each: way for each, way in self._moving.items() if way[0] != ticket}
+
     def begin(self, ticket: Ticket) -> None:
         """The ticket ends when somebody says so, by :meth:`finish`."""
         self._underway[ticket] = _Underway(1, 0, "")

@@ -183,7 +183,7 @@ def test_an_empty_step_beside_others_is_no_rest(make, gate, monkeypatch):
     sides = make(["layer0", "layer1", "layer2"], overlap_loads="auto", overlap_stall="1ms")
     store(sides)
     sides.side.serving._overlap._seconds = lambda tokens, running: 0.0025
-    monkeypatch.setattr(VllmOverlap, "_num_others", 3)
+    monkeypatch.setattr(VllmOverlap, "_has_others", True)
     _, orders = order(sides)
     assert orders.early["reader"] == (pytest.approx(0.6), pytest.approx(0.6))
     begin(sides, orders)

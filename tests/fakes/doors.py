@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -26,11 +27,34 @@ class Passing(BaseHTTPRequestHandler):
             super().handle()
 
 
-def open_door(handler: type[Passing]) -> ThreadingHTTPServer:
+class Door(ThreadingHTTPServer):
+    """Closed, it hangs up on who is still there: clients keep lines open as long as they like."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, handler: type[Passing]) -> None:
+        self._lines: set[socket.socket] = set()
+        super().__init__(("127.0.0.1", 0), handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._lines.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._lines.discard(request)
+        super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        super().server_close()
+        for line in list(self._lines):
+            with suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)
+
+
+def open_door(handler: type[Passing]) -> Door:
     """It stands open until ``shutdown`` and ``server_close``, or the end of the process."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
-    server.block_on_close = False
+    server = Door(handler)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     return server
 

@@ -27,7 +27,7 @@ def loaded(overlap: OverlapDecision | None) -> Desk:
 
 @pytest.mark.parametrize("is_decided", [False, True])
 def test_it_is_told(is_decided: bool) -> None:
-    overlap = Overlapping("auto", stall=0.003).decide(0.012, 3) if is_decided else None
+    overlap = Overlapping("auto", stall=0.003).decide(0.012, True) if is_decided else None
     desk = loaded(overlap)
     stats = desk.scheduler.stats()
     assert stats.overlaps == ({"ending": 1} if is_decided else {})

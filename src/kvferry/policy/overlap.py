@@ -70,23 +70,23 @@ class Overlapping:
         self._policy = policy
         self._stall = stall
 
-    def decide(self, load_seconds: float | None, num_others: int) -> OverlapDecision:
-        """For a load that takes so long by what was measured, beside so many other requests."""
+    def decide(self, load_seconds: float | None, has_others: bool) -> OverlapDecision:
+        """For a load that takes so long by what was measured, beside other requests or none."""
         if self._policy == "off":
             return OverlapDecision(OverlapVerdict.OFF)
         if self._policy == "always":
             return OverlapDecision(OverlapVerdict.ALWAYS, 0.0, load_seconds)
-        if num_others and not self._stall:
+        if has_others and not self._stall:
             return OverlapDecision(OverlapVerdict.OTHERS, None, load_seconds)
         if load_seconds is None:
             # Others may come while it is on its way: then it is not told of before it has landed.
             return OverlapDecision(
-                OverlapVerdict.UNMEASURED if num_others else OverlapVerdict.ALONE, 1.0
+                OverlapVerdict.UNMEASURED if has_others else OverlapVerdict.ALONE, 1.0
             )
         if load_seconds < self.LEAST_SECONDS:
             return OverlapDecision(OverlapVerdict.SHORT, None, load_seconds)
         share = max(0.0, 1.0 - self._stall / load_seconds)
-        if not num_others:
+        if not has_others:
             return OverlapDecision(OverlapVerdict.ALONE, share, load_seconds)
         verdict = OverlapVerdict.ENDING if share else OverlapVerdict.WITHIN
         return OverlapDecision(verdict, share, load_seconds)

@@ -204,18 +204,21 @@ class Outbox:
         self._step += 1
         if not (self._loads or self._stores or self._moves or self._questions or self._forget):
             return Plan(self._step)
+        loads, moves, stores, store_ids = self._loads, self._moves, self._stores, self._store_ids
+        # Before they are in flight: what is in both, should an interrupt come, would end twice.
+        self._loads, self._moves, self._stores, self._store_ids = [], [], [], {}
         transfers = []
-        for load in self._loads:
+        for load in loads:
             deadline = now + self._config.load_deadline
             self._flights.launch(load.transfer, (load.lease,), deadline, (load.request,))
             transfers.append(load.transfer)
-        for move in self._moves:
+        for move in moves:
             assert move.transfer.within is not None
             self._flights.launch(move.transfer, move.leases, now + move.transfer.within)
             transfers.append(move.transfer)
-        for group, transfer_id in sorted(self._store_ids.items()):
-            transfers.append(self._launch_store(transfer_id, group, now))
-        self._loads, self._moves, self._stores, self._store_ids = [], [], [], {}
+        for group, transfer_id in sorted(store_ids.items()):
+            of_group = [order for order in stores if order.group == group]
+            transfers.append(self._launch_store(transfer_id, group, of_group, now))
         if not self._questions and not self._forget:
             return Plan(self._step, tuple(transfers))
         questions = [self._launch_question(level, now) for level in self._questions]
@@ -232,15 +235,13 @@ class Outbox:
         self._flights.launch(question, (), now + within)
         return question
 
-    def _launch_store(self, transfer_id: TransferId, group: int, now: float) -> Transfer:
-        leases, blocks, slots, served = [], [], [], []
-        for order in self._stores:
-            if order.group == group:
-                leases.append(order.lease)
-                blocks.append(order.device_blocks)
-                slots.append(order.lease.slots)
-                if order.request is not None:
-                    served.append(order.request)
+    def _launch_store(
+        self, transfer_id: TransferId, group: int, orders: Sequence[StoreOrder], now: float
+    ) -> Transfer:
+        leases = tuple(order.lease for order in orders)
+        served = tuple(order.request for order in orders if order.request is not None)
+        blocks = [order.device_blocks for order in orders]
+        slots = [lease.slots for lease in leases]
         transfer = Transfer(
             transfer_id,
             DEVICE,
@@ -250,7 +251,7 @@ class Outbox:
             group,
         )
         deadline = now + self._config.store_deadline
-        self._flights.launch(transfer, tuple(leases), deadline, tuple(served))
+        self._flights.launch(transfer, leases, deadline, served)
         return transfer
 
     def discard(self) -> None:

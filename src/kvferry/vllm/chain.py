@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from kvferry.identity import Namespace, adopt, adopt_one
 from kvferry.keys import Keys
 from kvferry.types import Key
@@ -84,7 +86,9 @@ class RequestKeys:
             self._last = hashes[-1]
         if 0 < self._num_ended <= len(hashes):
             count, self._num_ended = self._num_ended, 0
-            self._naming.remember(hashes[count - 1], self._keys[:count])
+            # Copied, or a few keys of a long prompt would keep all of its alive.
+            ended = self._keys if count == len(hashes) else self._keys.take(np.arange(count))
+            self._naming.remember(hashes[count - 1], ended)
         return self._keys
 
     def _go_on(self, last: bytes) -> int:

@@ -17,7 +17,7 @@ from kvferry.vllm.tracked import Tracked
 WORTH_SECONDS = 2e-3
 """A load that takes longer is worth a forward pass in pieces, where it could be one graph."""
 
-_OTHERS = (State.LOADING, State.LOADED, State.RUNNING)
+_OTHERS = (State.ANSWERED, State.LOADING, State.LOADED, State.RUNNING)
 
 
 class VllmOverlap:
@@ -44,9 +44,9 @@ class VllmOverlap:
     def decide(self, num_tokens: int) -> OverlapDecision:
         """For a load of so many tokens that is about to be ordered."""
         if self._is_off:
-            return self._policy.decide(None, 0)
-        num_others = self._num_others
-        return self._policy.decide(self._seconds(num_tokens, num_others), num_others)
+            return self._policy.decide(None, False)
+        has_others = self._has_others
+        return self._policy.decide(self._seconds(num_tokens, has_others), has_others)
 
     def leaves_a_block(self, num_tokens: int) -> bool:
         """Whether to compute a prompt's last block although it could be loaded.
@@ -54,21 +54,21 @@ class VllmOverlap:
         One token alone is computed by one graph of all layers, which must wait for the whole load;
         more of them layer by layer. That costs some time, and only who runs alone has it.
         """
-        if self._is_off or self._num_others:
+        if self._is_off or self._has_others:
             return False
-        seconds = self._seconds(num_tokens, 0)
+        seconds = self._seconds(num_tokens, False)
         return seconds is not None and seconds >= WORTH_SECONDS
 
     @property
-    def _num_others(self) -> int:
-        """Requests that compute in these steps, or will once their own loads have landed."""
-        return sum(each.ferried.state in _OTHERS for each in self._requests.values())
+    def _has_others(self) -> bool:
+        """Whether requests compute in these steps, or will: from the start, or once loaded."""
+        return any(each.ferried.state in _OTHERS for each in self._requests.values())
 
-    def _seconds(self, num_tokens: int, num_others: int) -> float | None:
+    def _seconds(self, num_tokens: int, has_others: bool) -> float | None:
         """By the planner's measurements; where it has none, by the loads so far."""
         num_blocks = -(-num_tokens // self._block_tokens)
         if self._choices is not None:
-            return self._choices.load_seconds(0, num_blocks, busy=num_others > 0)
+            return self._choices.load_seconds(0, num_blocks, busy=has_others)
         bandwidth = self._stats().bandwidth
         return num_blocks * self._block_bytes / bandwidth if bandwidth else None
 

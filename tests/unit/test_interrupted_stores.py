@@ -1,0 +1,110 @@
+"""A store that raises in the midst of its bookkeeping: the pool stays whole, nobody is told of it.
+
+One-line breaks that were tried; each made one of these tests fail.
+
+- ``Pool._write_down`` writes nothing down where telling the policy raises
+- ``Outbox.launch`` forgets its orders after they are in flight, not before
+- ``FerryStoring.store`` does not drop the ticket of a store that raises
+- ``RequestKeys.keys`` remembers a slice of a long request's keys
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.unit.test_first_piece import LONG, SLOTS, ferry, fill, keys_of, kv
+
+import kvferry
+from kvferry.identity import Namespace
+from kvferry.scheduler.flight import Flights
+from kvferry.vllm.chain import Naming, RequestKeys
+
+__all__ = ["ferry", "kv"]  # fixtures
+
+
+def is_well(ferry: kvferry.Ferry) -> None:
+    """Everything agrees, and stores go on: all slots are given out once more, and again."""
+    ferry._scheduler.check_integrity()
+    for number in range(200, 200 + 3 * SLOTS // 20):
+        assert ferry.wait(ferry.store(keys_of(ferry, number, 20), range(20)), LONG).ok
+    ferry._scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_policy_that_raises_when_told_late_leaves_no_slot_without_its_key(
+    ferry: kvferry.Ferry, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    fill(ferry)
+    keys = keys_of(ferry, 100, 30)
+    ferry.wait(ferry.store(keys[:3], range(3)), LONG)
+    ferry.poll()
+    policy: Any = ferry._scheduler.pool._policy
+    real = policy.use
+
+    def fails_once(slots: Any) -> None:
+        monkeypatch.setattr(policy, "use", real)
+        raise error
+
+    monkeypatch.setattr(policy, "use", fails_once)
+    with pytest.raises(error):  # the kept beginning is used, the rest would be stored
+        ferry.store(keys, range(3, 30), first=3)
+    assert len(ferry.match(keys)) == 3
+    is_well(ferry)
+
+
+def test_an_interrupt_once_a_store_is_in_flight_ends_its_lease_once(
+    ferry: kvferry.Ferry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(ferry)
+    launch = Flights.launch
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        monkeypatch.setattr(Flights, "launch", launch)
+        launch(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Flights, "launch", interrupted)
+    keys = keys_of(ferry, 100, 20)
+    with pytest.raises(KeyboardInterrupt):
+        ferry.store(keys, range(20))
+    assert not len(ferry.match(keys))
+    is_well(ferry)
+    ferry.close()
+
+
+def test_nobody_is_told_of_a_store_that_raised(
+    ferry: kvferry.Ferry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(ferry)
+    keys = keys_of(ferry, 100, 20)
+
+    def fails(_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ferry._scheduler, "make_spare", fails)
+        with pytest.raises(MemoryError):
+            ferry.store(keys, range(20))
+    while ferry._scheduler.num_in_flight:
+        assert ferry.poll(0.01) == []
+    assert ferry.poll() == []
+    assert not len(ferry.match(keys))
+    is_well(ferry)
+
+
+def test_a_long_prompt_that_ended_early_is_not_kept_whole() -> None:
+    namespace = Namespace(model="m", dtype="u8", layout="l", geometry="g", block_tokens=16)
+    naming = Naming(namespace)
+    hashes = [number.to_bytes(32, "little") for number in range(1, 513)]
+    request: Any = type("R", (), {"block_hashes": hashes, "num_computed_tokens": 64})()
+    chain = RequestKeys(request, naming)
+    whole = chain.keys()
+    chain.end([])
+    chain.keys()
+    kept = naming.take(hashes[3])
+    assert kept is not None
+    assert len(kept) == 4
+    assert (kept.array == whole.array[:4]).all()
+    assert not np.shares_memory(kept.array, whole.array)
