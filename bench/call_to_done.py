@@ -13,9 +13,7 @@ was stored. Needs a GPU and torch; exits with 77 without.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import platform
 import statistics
 import sys
 import time
@@ -27,6 +25,7 @@ from typing import Any
 import numpy as np
 
 import kvferry
+from _card import about, what_is_missing
 from kvferry.quantities import KiB, MiB, parse_size
 
 SKIPPED = 77
@@ -347,29 +346,6 @@ def timelines(rows: list[dict[str, Any]]) -> Iterator[str]:
         for when in WAYS:
             cells = [f"{row[when][name] * 1e3:.2f}" for name in (*names, "store")]
             yield f"| {row['bytes'] / 1e6:.0f} MB, {when} | {' | '.join(cells)} |"
-
-
-def what_is_missing() -> str:
-    """Why nothing can be measured here; empty if it can."""
-    if importlib.util.find_spec("torch") is None:
-        return "needs torch"
-    import torch
-
-    return "" if torch.cuda.is_available() else "needs a GPU"
-
-
-def about() -> dict[str, str]:
-    """Where, when and by which command it was measured."""
-    import torch
-
-    return {
-        "card": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "kvferry": kvferry.__version__,
-        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        "command": " ".join(["python", *sys.argv]),
-    }
 
 
 def main() -> int:

@@ -22,7 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from call_to_done import Rig, about, what_is_missing
+from _card import about, what_is_missing
+from call_to_done import Rig
 from kvferry.cli.bench_copy_tables import table
 from kvferry.device.planning.base import FixedPlanner
 from kvferry.quantities import KiB, MiB, format_size

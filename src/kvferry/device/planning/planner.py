@@ -251,7 +251,7 @@ class MeasuredPlanner:
 def _at_once(estimates: Sequence[Estimate]) -> str | None:
     """The best of the paths that queue a copy at once, however much faster another one is.
 
-    vLLM was told of a load of 917 MB 1.4 ms after it was ordered by ``kernel``, 5.5 by ``staged``:
+    vLLM was told of a load of 917 MB 1.4 ms after it was ordered by ``kernel``, 6 by ``staged``:
     first tokens after 26.6 and 29.7 ms. (One NVIDIA H200, vLLM 0.26, 2026-11-18.)
     """
     names = (estimate.path for estimate in estimates)

@@ -43,9 +43,11 @@ class DriveParts:
     most_blocks: int
     hands: threading.Semaphore
     """Who copies and proves has one; who waits for the drive has none. With as many at it as there
-    are threads, a machine of few cores spends its time on changing between them: beside 8 threads
-    with one hand 2 cores read 0.87 of what the drive gave, with one for each 0.80. (AMD EPYC,
-    virtual machine, blocks of 1 MiB, 2026-11-18.)
+    are threads, a machine of few cores spends its time on changing between them. On 2 cores, shares
+    of the drive with one hand, and with one for each of the 8 threads, in turn three times: read
+    0.83, 0.86, 0.80 and 0.78, 0.70, 0.79, write 0.59, 0.71, 0.69 and 0.54, 0.61, 0.56;
+    beside a busy interpreter writes gained as much, reads nothing.
+    (``bench/disk.py --size 1GiB --blocks 1MiB --rounds 2``, AMD EPYC, virtual machine, 2026-11-18.)
     """
 
 
