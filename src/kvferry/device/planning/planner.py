@@ -206,7 +206,7 @@ class MeasuredPlanner:
             if busy:
                 beside = self._beside[direction, path]
                 seconds *= beside.stretch
-                lost = beside.lost_seconds_per_byte * num_bytes
+                lost = (beside.lost_seconds_per_byte + _queueing(direction, path)) * num_bytes
             found.append(Estimate(path, seconds, lost))
         return sorted(found, key=lambda estimate: estimate.score)
 
@@ -256,6 +256,15 @@ def _at_once(estimates: Sequence[Estimate]) -> str | None:
     """
     names = (estimate.path for estimate in estimates)
     return next((name for name in names if name in BY_NAME and BY_NAME[name].queues_at_once), None)
+
+
+def _queueing(direction: Direction, path: str) -> float:
+    """Seconds of the interpreter for each byte: an engine that serves wants it for its steps."""
+    known = BY_NAME.get(path)
+    if known is None:
+        return 0.0
+    cost = known.load if direction is Direction.LOAD else known.store
+    return cost.queueing_ms_per_gb / 1e3 / GB
 
 
 def _counted(num_runs: int) -> int:
