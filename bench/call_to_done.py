@@ -26,11 +26,18 @@ import numpy as np
 
 import kvferry
 from _card import about, what_is_missing
+from kvferry.device.kernels.prepared import Kernels
 from kvferry.quantities import KiB, MiB, parse_size
 
 SKIPPED = 77
 LAYERS = 28
 BLOCK_TOKENS = 16
+
+
+def kernels_of(engine: Any) -> Iterator[Any]:
+    """Whatever a path launches kernels with."""
+    for path in engine._paths.values():
+        yield from (each for each in vars(path).values() if isinstance(each, Kernels))
 
 
 class Rig:
@@ -54,8 +61,20 @@ class Rig:
         self.kept: list[Any] = []
         self.wait_began = 0.0
         self.last_receipt: Any = None
-        engine: Any = self.ferry._rank.engine
-        poll = engine.poll
+        self.first_copy = self.end_seen = 0.0
+        self._watch(self.ferry._rank.engine)
+
+    def _watch(self, engine: Any) -> None:
+        """Note when the first bytes of a call are queued, when their end is seen, and receipts."""
+        driver, poll, await_news = engine._driver, engine.poll, engine.await_news
+        launch = Kernels.launch
+
+        def noting(queue: Callable[..., None]) -> Callable[..., None]:
+            def queued(*args: Any, **named: Any) -> None:
+                self.first_copy = self.first_copy or time.perf_counter()
+                queue(*args, **named)
+
+            return queued
 
         def noting_poll() -> list[Any]:
             receipts: list[Any] = poll()
@@ -63,7 +82,15 @@ class Rig:
                 self.last_receipt = receipts[-1]
             return receipts
 
-        engine.poll = noting_poll
+        def noting_news(seconds: float) -> None:
+            await_news(seconds)
+            self.end_seen = time.perf_counter()
+
+        engine.poll, engine.await_news = noting_poll, noting_news
+        for name in ("copy_async", "copy_batch_async", "copy_rows_async"):
+            setattr(driver, name, noting(getattr(driver, name)))
+        for kernels in kernels_of(engine):
+            kernels.launch = noting(launch.__get__(kernels))
 
     def wait(self, ticket: Any) -> kvferry.Done:
         self.wait_began = time.monotonic()
@@ -114,6 +141,7 @@ def as_before(rig: Rig) -> Iterator[None]:
     def rest(_: float) -> None:
         waited = time.monotonic() - rig.wait_began
         time.sleep(min(5e-4, max(2e-5, waited / 50)))
+        rig.end_seen = time.perf_counter()
 
     @contextmanager
     def begun_by_threads(*, compute_waits: bool = False) -> Iterator[None]:
@@ -126,12 +154,14 @@ def as_before(rig: Rig) -> Iterator[None]:
         "_shut_gate": lambda *_: False,
         "await_news": rest,
     }
+    kept = dict(vars(engine))
     vars(engine).update(replaced)
     try:
         yield
     finally:
         for name in replaced:
             del vars(engine)[name]
+        vars(engine).update({name: kept[name] for name in replaced if name in kept})
 
 
 WAYS: dict[str, Callable[[Rig], AbstractContextManager[Any]]] = {
@@ -198,6 +228,7 @@ def store_and_load(
     keys, blocks = rig.keys(count), rig.blocks(count)
     sums = rig.fill(blocks)
     times.note("pin_out", out())
+    rig.first_copy = rig.end_seen = 0.0
     began = time.perf_counter()
     ticket = rig.ferry.store(keys, blocks)
     called = time.perf_counter()
@@ -210,15 +241,21 @@ def store_and_load(
     times.note("store_call", called - began)
     times.note("store", stored - began)
     times.note("store_device", rig.last_receipt.seconds)
+    times.note("store_first", rig.first_copy - began)
+    times.note("store_seen", (rig.end_seen or stored) - began)
     rig.poison(blocks)
     times.note("pin_in", back())
+    rig.first_copy = rig.end_seen = 0.0
     began = time.perf_counter()
     hit = rig.ferry.match(keys)
     called = time.perf_counter()
     ticket = rig.ferry.load(hit, blocks)
     returned = time.perf_counter()
     done = rig.wait(ticket)
-    times.note("load", time.perf_counter() - began)
+    loaded = time.perf_counter()
+    times.note("load", loaded - began)
+    times.note("load_first", rig.first_copy - began)
+    times.note("load_seen", (rig.end_seen or loaded) - began)
     times.note("match", called - began)
     times.note("load_call", returned - called)
     times.note("load_device", rig.last_receipt.seconds)
@@ -336,16 +373,20 @@ def time_line(what: str, row: dict[str, Any], names: tuple[str, ...], wish: floa
 
 
 def timelines(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Where the time of each goes."""
-    columns = ["pinned copy", "look-up", "`load` returns", "copied (device)", "load"]
-    columns += ["`store` returns", "copied (device)", "store"]
-    yield f"| ms | {' | '.join(columns)} |"
+    """Where the time of each goes: what has happened by when after the call."""
+    columns = ["pinned copy", "look-up", "first copy queued", "call returns", "end seen", "`Done`"]
+    columns += ["copied, by the device's clock"]
+    yield f"| ms after the call | {' | '.join(columns)} |"
     yield f"|{'---|' * (len(columns) + 1)}"
-    names = ("pin_in", "match", "load_call", "load_device", "load", "store_call", "store_device")
     for row in rows:
-        for when in WAYS:
-            cells = [f"{row[when][name] * 1e3:.2f}" for name in (*names, "store")]
-            yield f"| {row['bytes'] / 1e6:.0f} MB, {when} | {' | '.join(cells)} |"
+        for way, pin in (("store", "pin_out"), ("load", "pin_in")):
+            for when in WAYS:
+                at = row[when]
+                look = at["match"] if way == "load" else 0.0
+                cells = [at[pin], look, at[f"{way}_first"], look + at[f"{way}_call"]]
+                cells += [at[f"{way}_seen"], at[way], at[f"{way}_device"]]
+                told = " | ".join(f"{1e3 * cell:.2f}" for cell in cells)
+                yield f"| {way}, {row['bytes'] / 1e6:.0f} MB, {when} | {told} |"
 
 
 def main() -> int:

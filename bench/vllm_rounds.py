@@ -19,10 +19,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +76,12 @@ def main() -> int:
     facts = provenance("bench/vllm_rounds.py", needs_gpu=not args.cpu)
     data: Result = {"provenance": facts, "errors": []}
     for section in args.section or SECTIONS:
+        said = partial(keep, args.json, data, section)
         try:
-            data[section] = measure(args, section)
+            measure(args, section, said)
         except ChildError as error:
             data["errors"].append(f"{section}: {error}")
             print(data["errors"][-1], file=sys.stderr, flush=True)
-        if args.json:
-            args.json.write_text(json.dumps(data, indent=1), encoding="utf-8")
     text = report(data)
     if args.report:
         args.report.write_text(text, encoding="utf-8")
@@ -87,8 +89,20 @@ def main() -> int:
     return 1 if data["errors"] else 0
 
 
-def measure(args: argparse.Namespace, section: str) -> dict[str, Result]:
-    """All engines of a section, in turn."""
+def keep(file: Path | None, data: Result, section: str, found: dict[str, Result]) -> None:
+    """Say how far it is, and write down what is known: whoever is stopped has lost nothing."""
+    data[section] = found
+    for name, engine in found.items():
+        speeds = [f"{one['requests_per_s']:.2f}" for one in engine["rounds"]]
+        print(f"{section}, {name}: {', '.join(speeds)} requests/s", file=sys.stderr, flush=True)
+    if file:
+        file.write_text(json.dumps(data, indent=1), encoding="utf-8")
+
+
+def measure(
+    args: argparse.Namespace, section: str, said: Callable[[dict[str, Result]], None]
+) -> dict[str, Result]:
+    """All engines of a section, in turn; what is known so far is ``said`` after each round."""
     env = environment()
     command = [sys.executable, str(Path(__file__).resolve()), "--case"]
     children = {
@@ -101,26 +115,32 @@ def measure(args: argparse.Namespace, section: str) -> dict[str, Result]:
         for child in children.values():
             child.hear()
         turns = first_rounds if section == "first" else bound_rounds
-        return turns(children, args.rounds)
+        return turns(children, args.rounds, said)
     finally:
         for child in children.values():
             child.end()
 
 
-def first_rounds(children: dict[str, Child], rounds: int) -> dict[str, Result]:
+def first_rounds(
+    children: dict[str, Child], rounds: int, said: Callable[[dict[str, Result]], None]
+) -> dict[str, Result]:
     """Each engine's first round comes right after its own start; the others wait for all."""
     found: dict[str, Result] = {}
     for name, child in children.items():
         found[name] = {"start_s": child.ask("start"), "rounds": [child.ask("round", 0)]}
+        said(found)
     for name, child in children.items():
         found[name]["host_memory"] = child.ask("grown")
     for number in range(1, rounds + 1):
         for name in in_turn(children, number):
             found[name]["rounds"].append(children[name].ask("round", number))
+            said(found)
     return found
 
 
-def bound_rounds(children: dict[str, Child], rounds: int) -> dict[str, Result]:
+def bound_rounds(
+    children: dict[str, Child], rounds: int, said: Callable[[dict[str, Result]], None]
+) -> dict[str, Result]:
     found: dict[str, Result] = {}
     for name, child in children.items():
         found[name] = {"start_s": child.ask("start"), "rounds": []}
@@ -129,6 +149,7 @@ def bound_rounds(children: dict[str, Child], rounds: int) -> dict[str, Result]:
     for number in range(rounds):
         for name in in_turn(children, number):
             found[name]["rounds"].append(children[name].ask("bound", NUM_CLIENTS))
+            said(found)
     return found
 
 
@@ -180,7 +201,8 @@ def rounds_table(found: dict[str, Result]) -> str:
     rows = []
     for name, engine in found.items():
         speeds = [one["requests_per_s"] for one in engine["rounds"]]
-        later = statistics.median(speeds[1:]) if len(speeds) > 1 else float("nan")
+        waits = [one["ttft_ms"]["p95"] for one in engine["rounds"]]
+        later, later_wait = (statistics.median(each[1:] or [math.nan]) for each in (speeds, waits))
         rows.append(
             (
                 name,
@@ -188,8 +210,8 @@ def rounds_table(found: dict[str, Result]) -> str:
                 f"{speeds[0]:.2f}",
                 ", ".join(f"{speed:.2f}" for speed in speeds[1:]),
                 f"{speeds[0] / later:.3f}",
-                f"{engine['rounds'][0]['ttft_ms']['p95']:.0f}",
-                f"{statistics.median(r['ttft_ms']['p95'] for r in engine['rounds'][1:]):.0f}",
+                f"{waits[0]:.0f}",
+                f"{later_wait:.0f}",
             )
         )
     heads = ("", "start s", "first round", "later rounds", "first / later", "p95 ms first", "later")

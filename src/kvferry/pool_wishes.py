@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 
 from kvferry.holds import Holds
 from kvferry.keys import Keys
 from kvferry.policy import Evidence, Fair
 from kvferry.pool_room import PoolRoom
-from kvferry.types import SlotArray
+from kvferry.told_later import News
+from kvferry.types import NO_SLOTS, SlotArray
 
 GOES_ON_SECONDS = 300.0
 """So long a conversation that goes on, nobody said when, is kept where no policy knows better."""
@@ -80,22 +84,23 @@ class PoolWishes(PoolRoom):
         It was ``at`` this time, where that is told later.
         """
         if self._hears is not None:
-            self.told_later.catch_up()
-            self._then = at
-            try:
-                self._hears.asked(keys, num_tokens, slots)
-            finally:
-                self._then = None
+            self._tell_request(partial(self._hears.asked, keys, num_tokens), slots, at)
 
     def answered(self, keys: Keys, num_tokens: int, at: float | None = None) -> None:
         """A request whose whole blocks these are was answered with so many tokens."""
-        if self._hears is not None:
-            self.told_later.catch_up()
-            self._then = at
-            try:
-                self._hears.answered(keys, num_tokens)
-            finally:
-                self._then = None
+        hears = self._hears
+        if hears is not None:
+            self._tell_request(lambda _: hears.answered(keys, num_tokens), NO_SLOTS, at)
+
+    def _tell_request(
+        self, tell: Callable[[SlotArray], None], slots: SlotArray, at: float | None
+    ) -> None:
+        """Now, or in the order of what else is owed to the policy."""
+        news = News(self._clock() if at is None else at, tell, slots)
+        if self._tells_later:
+            self.told_later.owe(news)
+        else:
+            self._tell_policy(news)
 
     def hint(self, keys: Keys, evidence: Evidence) -> None:
         """This was said of a request with these keys, whose leading blocks are here."""

@@ -336,6 +336,11 @@ class Scheduler:
         """Those of them whose time is not up."""
         return self._flights.num_awaited
 
+    @property
+    def bytes_in_flight(self) -> int:
+        """Bytes on their way between device and host, as far as their time is not up."""
+        return self._transit.num_bytes
+
     def take_released(self) -> tuple[DeviceBlocks, ...]:
         """Device blocks that no transfer touches any more, for those who cannot wait for settle."""
         released = tuple(self._parts.released)
