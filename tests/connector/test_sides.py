@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -305,6 +306,37 @@ def test_a_copy_that_never_ends_is_not_waited_for_again_and_again(make):
     assert sides.side.serving.blocks.num_held == 4
     assert not sides.side.has_work
     assert not sides.side.frees_soon()
+
+
+def pause_until(sides, monkeypatch, later):
+    """Nobody stepped until then."""
+    monkeypatch.setattr("kvferry.vllm.serving.time.monotonic", lambda: later)
+    monkeypatch.setattr(sides.side.serving.scheduler, "_clock", lambda: later)
+
+
+def test_a_store_that_ended_while_nobody_stepped_is_kept(make, monkeypatch):
+    """Though its time is long up: the rank could not say so before this step.
+
+    Seen red with deadlines looked at in the first step after a pause.
+    """
+    sides = make(["layer0"])
+    store(sides)
+    pause_until(sides, monkeypatch, time.monotonic() + 3600)
+    sides.run(sides.orders())
+    sides.answer(0)
+    counts = sides.side.serving.scheduler._flights.counts
+    assert (counts.landed, counts.failed, counts.overdue) == (1, 0, 0)
+    assert sides.side.match(request_of("reader", HASHES), 0) == (4 * BLOCK_TOKENS, True)
+
+
+def test_a_store_that_does_not_end_is_late_a_moment_after_a_pause(make, monkeypatch):
+    sides = make(["layer0"])
+    store(sides)
+    counts, later = sides.side.serving.scheduler._flights.counts, time.monotonic() + 3600
+    for seconds, overdue in ((0, 0), (0.5, 1)):
+        pause_until(sides, monkeypatch, later + seconds)
+        sides.orders()
+        assert counts.overdue == overdue
 
 
 def test_a_load_beside_which_the_model_will_run_is_submitted_as_such(make):

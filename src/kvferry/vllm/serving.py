@@ -43,6 +43,10 @@ MISS = (0, False)
 _SETTLE_SECONDS = 0.25
 """How often deadlines are looked at where no receipts come."""
 
+_LONG_SILENCE = 1.0
+"""After so long without a look vLLM was not stepping (it slept, or nobody drove it). What the ranks
+finished meanwhile they can say only in the step that comes: until then nobody is late."""
+
 
 class Serving:
     """Owns our scheduler, who is called what in vLLM's, and what vLLM was promised.
@@ -92,7 +96,7 @@ class Serving:
         self._times_prefills = False  # and so must look at the next step
         self._unlooked: list[Tracked] = []  # they run since a calm step
         self._has_settled = False
-        self._settle_at = 0.0
+        self._settle_at = time.monotonic()
         self._quiet_orders = StepOrders(computes=True, is_quiet=True)
         for rank, shape in shapes.items():
             self.scheduler.note_ready(Rank(rank), shape.ready_slots)
@@ -226,8 +230,8 @@ class Serving:
 
     def _plan(self, step: Any) -> Plan:
         scheduler = self.scheduler
-        if not self._has_settled and time.monotonic() >= self._settle_at:
-            self.settle(())
+        if not self._has_settled:
+            self._look_at_deadlines(time.monotonic())
         self._has_settled = False
         scheduler.count_answered()
         self.reports.inbox.answer()
@@ -248,6 +252,12 @@ class Serving:
         if not (step.num_scheduled_tokens or self._tracked):
             scheduler.write_out.advance()
         return scheduler.plan()
+
+    def _look_at_deadlines(self, now: float) -> None:
+        if now >= self._settle_at + _LONG_SILENCE:
+            self._settle_at = now + _SETTLE_SECONDS
+        elif now >= self._settle_at:
+            self.settle(())
 
     def _store_running(self, num_scheduled: Mapping[str, int]) -> int:
         """Order what this step computes; returns how many tokens each may have before the next."""
