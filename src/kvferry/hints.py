@@ -66,6 +66,7 @@ class Hints:
     ``max_store_tokens`` and ``max_load_tokens`` are bounds on its first tokens: zero is "do not".
     ``goes_on`` with ``within`` seconds: until then somebody will go on with it. ``keep_seconds``
     count from its end. Commands are ``max_*`` and ``keep_seconds``; the rest is evidence.
+    ``priorities`` may also be given as a list, and each of them as a mapping.
     """
 
     max_store_tokens: int | None = None
@@ -91,10 +92,7 @@ class Hints:
         if self.over and (self.goes_on or self.keep_seconds is not None):
             what = "goes_on" if self.goes_on else "keep_seconds"
             raise InputError(f"a conversation that is over cannot have {what}; leave one of them")
-        if len(self.priorities) > MOST_RANGES:
-            raise InputError(
-                f"priorities: at most {MOST_RANGES} ranges, got {len(self.priorities)}"
-            )
+        object.__setattr__(self, "priorities", _ranges(self.priorities))
         _tenant(self.tenant)
 
     @classmethod
@@ -109,8 +107,6 @@ class Hints:
                     said[f"max_{name.removeprefix('do_not_')}_tokens"] = 0
             elif name == "goes_on" and not isinstance(value, bool):
                 said["goes_on"], said["within"] = True, _seconds(name, value)
-            elif name == "priorities":
-                said["priorities"] = _ranges(value)
             elif name in _PLAIN:
                 said[name] = value
             else:
@@ -146,8 +142,8 @@ class Hints:
         return bool(self.over or self.goes_on or self.priorities or self.keep_seconds is not None)
 
 
-_PLAIN = tuple(field.name for field in fields(Hints) if field.name not in ("within", "priorities"))
-NAMES = ("do_not_store", "do_not_load", *_PLAIN, "priorities")
+_PLAIN = tuple(field.name for field in fields(Hints) if field.name != "within")
+NAMES = ("do_not_store", "do_not_load", *_PLAIN)
 """What may be said, by name."""
 
 
@@ -156,16 +152,17 @@ def _ranges(value: object) -> tuple[TokenPriority, ...]:
         raise InputError(f"priorities: expected a list of ranges, got {shown(value)}")
     if len(value) > MOST_RANGES:
         raise InputError(f"priorities: at most {MOST_RANGES} ranges, got {len(value)}")
+    return tuple(each if isinstance(each, TokenPriority) else _range(each) for each in value)
+
+
+def _range(value: object) -> TokenPriority:
     known = {field.name for field in fields(TokenPriority)}
-    found = []
-    for each in value:
-        if not isinstance(each, Mapping) or not known.issuperset(each):
-            raise InputError(
-                "priorities: each range has token_start, token_end, priority and duration_ms, "
-                f"got {shown(each)}"
-            )
-        found.append(TokenPriority(**each))
-    return tuple(found)
+    if not isinstance(value, Mapping) or not known.issuperset(value):
+        raise InputError(
+            "priorities: each range has token_start, token_end, priority and duration_ms, "
+            f"got {shown(value)}"
+        )
+    return TokenPriority(**value)
 
 
 def _nearest(name: object) -> str:

@@ -63,6 +63,24 @@ def test_json_and_a_picture(trace: Path, tmp_path: Path) -> None:
     assert "http" not in page.read_text().replace("http://www.w3.org/2000/svg", "")
 
 
+@pytest.mark.parametrize("name", ["out.png", "out.svg.gz", "svg", "out"])
+def test_a_picture_of_another_kind_is_refused_before_anything_is_simulated(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("kvferry.cli.simulate.simulate", lambda *_: pytest.fail("it simulated"))
+    done = run(trace, "--policy", "lru", "--capacity", "10", "--plot", tmp_path / name)
+    assert done.exit_code == 1
+    assert f"'{name}' must end in .svg, for a picture, or .html" in done.output
+    assert not (tmp_path / name).exists()
+
+
+def test_the_ending_of_a_picture_may_be_in_capitals(trace: Path, tmp_path: Path) -> None:
+    for name, begins in (("OUT.SVG", "<svg"), ("out.Html", "<!doctype html>"), ("a.htm", "<!doc")):
+        done = run(trace, "--policy", "lru", "--capacity", "10", "--plot", tmp_path / name)
+        assert done.exit_code == 0, done.output
+        assert (tmp_path / name).read_text().startswith(begins)
+
+
 def test_sizes_are_blocks_where_it_is_known_what_a_token_takes(trace: Path) -> None:
     done = run(
         trace, "--policy", "lru", "--token-bytes", "1KiB", "--capacity", "5MiB,10MiB", "--json"

@@ -73,6 +73,20 @@ def test_what_cannot_be_meant_is_refused_in_words(said, words):
         Hints.read(said)
 
 
+@pytest.mark.parametrize("given", ["ab", b"ab", 5, None, {"priority": 80}, ["ab"], [None], [[]]])
+def test_priorities_that_are_no_ranges_are_refused_at_once(given):
+    with pytest.raises(InputError, match=r"priorities: (expected a list|each range has)"):
+        Hints(priorities=given)
+
+
+def test_ranges_may_be_given_as_mappings_and_in_a_list():
+    meant = TokenPriority(priority=80)
+    for given_as in ([{"priority": 80}], ({"priority": 80},), [meant]):
+        hints = Hints(priorities=given_as)  # type: ignore[arg-type]
+        assert hints == Hints(priorities=(meant,))
+        assert hash(hints) == hash(Hints(priorities=(meant,)))
+
+
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),

@@ -239,11 +239,11 @@ class FakeScheduler:
 
     def journal(self, request_id: str) -> Entry | None:
         self.threads.append(threading.get_ident())
-        return self.entry if request_id == "cmpl-a-0-1" else None
+        return self.entry if request_id == "cmpl-a-0-8b2677e5" else None
 
     def recent(self) -> tuple[str, ...]:
         self.threads.append(threading.get_ident())
-        return ("cmpl-a-0-1",)
+        return ("cmpl-a-0-8b2677e5",)
 
 
 def test_the_engines_thread_only_hands_out_facts():
@@ -279,5 +279,5 @@ def test_an_explanation_no_longer_changes_when_it_has_been_handed_out():
         return ""
 
     source = Source(scheduler, inbox, why_path=why_path)  # type: ignore[arg-type]
-    assert source.explain("cmpl-a-0-1") is not None
+    assert source.explain("cmpl-a-0-8b2677e5") is not None
     assert len(seen) == 1

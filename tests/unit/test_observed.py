@@ -150,7 +150,7 @@ def test_a_recording_has_no_keys_of_ours_and_equal_ones_stay_equal(tmp_path: Pat
     path = tmp_path / "trace.jsonl"
     chain = list(range(100, 140))
     first, second = observed(chain, 1.0, 64), observed([*chain, *range(200, 216)], 2.0)
-    first.answer_tokens = 7
+    first.end(7)
     second.hints = Hints(goes_on=True, within=30.0, tenant="somebody")
     recorded(path, first, second)
     text = path.read_bytes()
@@ -176,10 +176,10 @@ def test_it_is_written_in_the_order_of_arrival_once_the_answer_is_known(tmp_path
     slow, quick = observed([1], 0.0), observed([2], 1.0)
     recorder.learn(slow)
     recorder.learn(quick)
-    quick.answer_tokens = 3
+    quick.end(3)
     recorder._write(before=0.0)
     assert recorder.writer._written < 200, "the first is not over"
-    slow.answer_tokens = 9
+    slow.end(9)
     recorder._write(before=0.0)
     late = observed([3], 10.0)
     recorder.learn(late)
@@ -243,6 +243,37 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(
         writer.flush()
     writer.close()
     assert caplog.text.count("recording to") == 1
+
+
+def test_what_is_over_is_written_though_nobody_knows_how_long_its_answer_was(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    recorder = Recorder(path, block_tokens=128, most_bytes=1 << 20, now=0.0)
+    unknown, slow = observed([1], 0.0), observed([2], 1.0)
+    recorder.learn(unknown)
+    recorder.learn(slow)
+    unknown.end(None)
+    recorder._write(before=0.0)
+    recorder.writer.flush()
+    (line,) = path.read_bytes().splitlines()[1:]
+    assert "output" not in json.loads(line)
+    assert [each.output_tokens for each in TraceReader([path], strict=True)] == [0]
+    recorder.close()
+
+
+def test_the_library_does_not_say_how_long_an_answer_was(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    kv = [np.zeros((32, 2, 16, 2, 8), np.float32)]
+    with kvferry.attach(kv, model="m", block_tokens=16, host="1MiB", record=str(path)) as ferry:
+        keys = ferry.keys(list(range(320)))
+        ferry.match(keys)
+        ferry.wait(ferry.store(keys, list(range(20))))
+        ferry.match(keys)
+    lines = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    assert [(line["input"], line["hit"]) for line in lines] == [(320, 0), (320, 320)]
+    assert not any("output" in line for line in lines)
+    assert len(list(TraceReader([path], strict=True))) == 2
 
 
 def test_a_server_records_what_simulates_to_what_it_counted(tmp_path: Path) -> None:

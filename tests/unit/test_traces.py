@@ -53,6 +53,13 @@ def test_mooncakes_lines(tmp_path: Path) -> None:
     assert TraceReader([path], block_tokens=1024).block_tokens == 1024
 
 
+def test_the_last_block_of_a_prompt_is_named_or_not(tmp_path: Path) -> None:
+    lengths = [([1, 2], 1024), ([1, 2], 1025), ([1, 2], 1535), ([1, 2, 3], 1025), ([], 511)]
+    path = written(tmp_path, *(mooncake(0, [*ids], tokens) for ids, tokens in lengths))
+    reader = TraceReader([path], strict=True)
+    assert [each.num_full for each in reader] == [2, 2, 2, 2, 0]
+
+
 @pytest.mark.parametrize("name", ["trace.jsonl", "trace.gz"])
 def test_our_own_lines(tmp_path: Path, name: str) -> None:
     path = written(
@@ -88,6 +95,9 @@ def test_it_can_be_read_again_and_in_several_files(tmp_path: Path) -> None:
         ("[" * 100_000, "no JSON"),
         (mooncake(0, [1, 1]), "names a block twice"),
         (mooncake(0, [1, 2, 3], 1024), "3 blocks for 1024 tokens, which are 2 blocks of 512"),
+        (mooncake(0, [1, 2], 100_000), "2 blocks for 100000 tokens, which are 196 blocks of 512"),
+        (mooncake(0, [1, 2], 3 * 512), "2 blocks for 1536 tokens, which are 3 blocks of 512"),
+        (mooncake(0, [], 512), "0 blocks for 512 tokens, which are 1 blocks of 512"),
         (mooncake(0, [-1]), "whole numbers from 0"),
         (mooncake(0, [1.5]), "whole numbers from 0"),
         (mooncake(0, [True]), "whole numbers from 0"),
@@ -122,6 +132,7 @@ def test_a_bad_line_is_left_out_counted_and_named(tmp_path: Path, line: str, say
         (ours(0, [1], keys="!!"), "no base64"),
         (ours(0, [1], keys="AAAA"), "3 bytes, which are no blocks of 8"),
         (ours(0, [1], keys=None), "keys must be base64"),
+        (ours(0, [1], 32), "1 blocks for 32 tokens, which are 2 blocks of 16"),
         (ours(0, [1], hit=-1), "hit must be a whole number"),
         (ours(0, [1], over=1), "over"),
         (ours(0, [1], over=True, goes_on=True), "over"),

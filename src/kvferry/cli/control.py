@@ -114,6 +114,9 @@ def _advice(error: Exception) -> str:
 
 def _tell(action: str, answer: dict[str, Any]) -> None:
     console = unbroken()
+    names = answer.get("request_ids")
+    if isinstance(names, list) and len(names) > 1:
+        console.print(f"This answer took {len(names)} requests; all of them are meant.")
     tokens, host, lower = (_count(answer, n) for n in ("tokens", "host_tokens", "lower_tokens"))
     console.print(f"Of {tokens} tokens {host} are in host memory, {lower} more lie below it.")
     unknown, held = _count(answer, "unknown_blocks"), _count(answer, "held_blocks")

@@ -54,9 +54,9 @@ VERDICTS = {
 def explain(request_id: str | None, url: str, as_json: bool) -> None:
     """Say why a request hit or missed, and by which path each of its copies went, and why.
 
-    REQUEST is the engine's name for it, or the id in the server's answer: vLLM's own names have
-    that in them. Without REQUEST it lists the latest requests. An engine remembers about a
-    thousand of them.
+    REQUEST is the engine's name for it, the id in the server's answer, or the X-Request-Id that was
+    sent with it. Without REQUEST it lists the latest requests. An engine remembers about a thousand
+    of them.
 
     The exit code is 1 where nothing answers, or the request is not remembered.
     """

@@ -21,7 +21,7 @@ from kvferry.cli.simulate_options import (
     read_point,
     read_policies,
 )
-from kvferry.cli.simulate_plot import plot, report
+from kvferry.cli.simulate_plot import drawer
 from kvferry.errors import KvferryError
 from kvferry.policy_kinds import DEFAULT_LEVEL_POLICY, POLICIES
 from kvferry.quantities import parse_size
@@ -137,7 +137,9 @@ def simulate_command(ctx: click.Context, /, json_file: Path | None, **given: Any
     are left out, counted and named. The exit code is 1 where nothing could be simulated.
     """
     console = Console(stderr=True, highlight=False) if is_stdout(json_file) else unbroken()
+    plot_file = given["plot_file"]
     try:
+        draw = drawer(plot_file) if plot_file is not None else None
         asked, names = _asked(given)
         began = time.monotonic()
         simulated = simulate(asked, _show(began))
@@ -152,10 +154,8 @@ def simulate_command(ctx: click.Context, /, json_file: Path | None, **given: Any
     data = as_data(asked, simulated, names, seconds)
     put(data, json_file)
     _tell(data, simulated, names, console)
-    plot_file = given["plot_file"]
-    if plot_file is not None:
-        page = report(data) if plot_file.suffix.lower() in (".html", ".htm") else plot(data)
-        plot_file.write_text(page, encoding="utf-8")
+    if draw is not None:
+        plot_file.write_text(draw(data), encoding="utf-8")
         console.print(f"Wrote {plot_file}", markup=False)
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from html import escape
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 from kvferry.cli.plots import Series, legend, line_plot
+from kvferry.errors import ConfigError
+from kvferry.quantities import quoted
 
 BOUND = "--bound"
 COLOURS = ("--c1", "--c2", "--c3", "--c4", "--c5", "--c6")
@@ -26,6 +30,18 @@ PAGE_STYLE = (
     ".legend span{display:inline-block;width:1.4rem;height:.3rem;margin-right:.4rem;"
     "vertical-align:middle}.scroll{overflow-x:auto}.dim{color:#666}"
 )
+
+
+def drawer(file: Path) -> Callable[[dict[str, Any]], str]:
+    """What draws a file of this name. ConfigError where nothing does: nobody could open it."""
+    kinds = {".svg": plot, ".html": report, ".htm": report}
+    found = kinds.get(file.suffix.lower())
+    if found is None:
+        raise ConfigError(
+            f"--plot: {quoted(file.name)} must end in .svg, for a picture, or "
+            ".html, for a page with tables"
+        )
+    return found
 
 
 def plot(data: dict[str, Any]) -> str:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import hmac
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any
 
@@ -24,10 +25,10 @@ from kvferry.hints import Hints
 from kvferry.keys import Keys
 from kvferry.metrics.http_messages import Reply
 from kvferry.metrics.inbox import Inbox
-from kvferry.metrics.source import is_part
+from kvferry.metrics.request_names import requests_of
 from kvferry.quantities import parse_seconds, quoted, shown
 from kvferry.scheduler.control import Acted, Control
-from kvferry.types import KEY_BYTES
+from kvferry.types import KEY_BYTES, RequestId
 
 KeysOfTokens = Callable[[list[int], str], Keys]
 """From token ids and a salt to the keys that a request with them has."""
@@ -35,10 +36,20 @@ KeysOfTokens = Callable[[list[int], str], Keys]
 ACTIONS = ("lookup", "hint", "pin", "unpin", "prefetch", "drop")
 _NAMED_BY = ("request_id", "tokens", "keys")
 _ALSO = {"hint": ("hints",), "pin": ("seconds",), "prefetch": ("seconds",)}
+_IN_EACH_OTHERS_WAY = ("unpin", "drop")
+"""What several requests have in common stays for those whose turn has not come: done once more."""
 MOST_KEYS = 1 << 16
 MOST_TOKENS = 1 << 20
 _MOST_TOKEN = 2**63 - 1
 _KEY = re.compile(f"[0-9A-Fa-f]{{{2 * KEY_BYTES}}}")
+
+
+@dataclass(frozen=True)
+class NamedChains:
+    """The chains that an order is for; with the requests they are of, where it named one."""
+
+    chains: list[Keys]
+    request_ids: list[RequestId] | None = None
 
 
 class ControlDoor:
@@ -83,13 +94,13 @@ class ControlDoor:
             return _no(HTTPStatus.NOT_FOUND, str(error.args[0]))
         except (StateError, DeadlineError) as error:
             return _no(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}; nothing was done")
-        return Reply.json(done.as_dict())
+        return Reply.json(done)
 
     def close(self) -> None:
         """Who waits for the engine is told that it will not come."""
         self._inbox.abandon("the engine closes")
 
-    def _read(self, action: str, body: bytes) -> Callable[[], Acted]:
+    def _read(self, action: str, body: bytes) -> Callable[[], dict[str, object]]:
         """All that can be done before the engine's turn."""
         said = _object(body)
         allowed = (*_NAMED_BY, "salt", *_ALSO.get(action, ()))
@@ -98,7 +109,7 @@ class ControlDoor:
             raise InputError(f"{action} has no {quoted(unknown[0])}; it has {', '.join(allowed)}")
         find = self._finder(said)
         act = self._action(action, said)
-        return lambda: act(find())
+        return lambda: _carried_out(action, act, find())
 
     def _action(self, action: str, said: Mapping[str, Any]) -> Callable[[Keys], Acted]:
         control = self._control
@@ -113,7 +124,7 @@ class ControlDoor:
         plain: Callable[[Keys], Acted] = getattr(control, action)
         return plain
 
-    def _finder(self, said: Mapping[str, Any]) -> Callable[[], Keys]:
+    def _finder(self, said: Mapping[str, Any]) -> Callable[[], NamedChains]:
         """What finds the keys, once it is the engine's turn; hashing is done here, before."""
         named = [name for name in _NAMED_BY if name in said]
         if len(named) != 1:
@@ -129,18 +140,51 @@ class ControlDoor:
             keys = self._keys_of_tokens(_tokens(said["tokens"]), _salt(said.get("salt", "")))
         else:
             keys = _keys(said["keys"])
-        return lambda: keys
+        return lambda: NamedChains([keys])
 
-    def _of_request(self, name: str) -> Keys:
-        """On the engine's thread: by its engine's name for it, or the one its client has."""
+    def _of_request(self, name: str) -> NamedChains:
+        """On the engine's thread: the one its engine calls so, or all of the answer with this id.
+
+        Nothing else: an order for a name that is only like it would act on a stranger's request.
+        """
         control = self._control
         keys = control.keys_of(name)
-        if keys is None:
-            ids = [found for found in reversed(control.request_ids()) if is_part(name, found)]
-            keys = control.keys_of(ids[0]) if ids else None
-        if keys is None:
+        if keys is not None:
+            return NamedChains([keys], [name])
+        found = {each: control.keys_of(each) for each in requests_of(name, control.request_ids())}
+        known = {each: keys for each, keys in found.items() if keys is not None}
+        if not known:
             raise LookupError(f"request {quoted(name)} is not remembered; name its tokens or keys")
-        return keys
+        return NamedChains(list(known.values()), list(known))
+
+
+def _carried_out(
+    action: str, act: Callable[[Keys], Acted], found: NamedChains
+) -> dict[str, object]:
+    """Act on every chain, and say what was done with all of them together."""
+    told = _together([act(keys) for keys in found.chains])
+    if action in _IN_EACH_OTHERS_WAY and len(found.chains) > 1:
+        again = _together([act(keys) for keys in found.chains])
+        told = replace(again, blocks=told.blocks + again.blocks)
+    if found.request_ids is None:
+        return told.as_dict()
+    return {**told.as_dict(), "request_ids": found.request_ids}
+
+
+def _together(done: Sequence[Acted]) -> Acted:
+    """What several actions found and did: what they have in common counts for each of them."""
+    if len(done) == 1:
+        return done[0]
+    return Acted(
+        tokens=sum(each.tokens for each in done),
+        host_tokens=sum(each.host_tokens for each in done),
+        lower_tokens=sum(each.lower_tokens for each in done),
+        unknown_blocks=sum(each.unknown_blocks for each in done),
+        blocks=sum(each.blocks for each in done),
+        held_blocks=sum(each.held_blocks for each in done),
+        is_under_way=any(each.is_under_way for each in done),
+        refused=tuple(dict.fromkeys(words for each in done for words in each.refused)),
+    )
 
 
 def _no(status: HTTPStatus, words: str) -> Reply:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import cache
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvferry.metrics.inbox import Inbox
 from kvferry.metrics.reasons import why_path
+from kvferry.metrics.request_names import is_of_client
 from kvferry.metrics.samples import Snapshot
 from kvferry.scheduler.journal import Copy, Entry
 from kvferry.scheduler.why import Explanation
@@ -19,8 +19,6 @@ from kvferry.types import RequestId
 
 if TYPE_CHECKING:
     from kvferry.tiers.disk.status import DiskFigures
-
-_SAMPLE = re.compile(r"^\d+_")
 
 WhyPath = Callable[[Copy], str]
 """Why a copy took its path, in words; empty where that is not known here."""
@@ -70,14 +68,14 @@ class Source:
         """What is remembered of a request, as plain data; None if nothing is.
 
         A server tells its users a shorter name than its engine has, and may make several requests
-        of one: then it is the latest whose name has ``request_id`` in it, and ``others`` names the
-        rest.
+        of one: then it is the latest that ``request_id`` is the client's name of, and ``others``
+        names the rest.
         """
         ids = [request_id]
         entry = self._inbox.ask(self._entry, request_id)
         if entry is None:
             every = self._inbox.ask(self._scheduler.recent)
-            ids = [found for found in reversed(every) if is_part(request_id, found)]
+            ids = [found for found in reversed(every) if is_of_client(request_id, found)]
             entry = self._inbox.ask(self._entry, ids[0]) if ids else None
         if entry is None:
             return None
@@ -113,16 +111,6 @@ class Source:
             entry = self._scheduler.journal(request_id)
             found.append((request_id, entry.explanation if entry is not None else None))
         return found
-
-
-def is_part(name: str, request_id: RequestId) -> bool:
-    """Whether an engine made ``request_id`` of ``name``, as vLLM does.
-
-    What a client knows as ``cmpl-5f2c`` is ``cmpl-5f2c-0-8b2677e5`` there, with one such name for
-    each prompt, and ``1_cmpl-5f2c-0-8b2677e5`` for the second of several samples.
-    """
-    whole = _SAMPLE.sub("", request_id)
-    return bool(name) and f"-{name}-" in f"-{whole}-"
 
 
 def plain(request_id: RequestId, entry: Entry, why_path: WhyPath) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class Recorder:
         """Those that are over, and those that came before then; in the order in which they came."""
         while self._waiting:
             request = self._waiting[0]
-            if request.answer_tokens is None and request.at >= before:
+            if not request.is_over and request.at >= before:
                 return
             self._waiting.popleft()
             self.writer.write(

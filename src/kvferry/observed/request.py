@@ -10,10 +10,20 @@ class ObservedRequest:
     """Facts of one request. Owned by whoever observes; the scheduler adds its answer at its end.
 
     ``at`` is the scheduler's time. ``found_tokens`` of its ``tokens`` need not be computed: those
-    on the device, in host memory and below it. ``answer_tokens`` is None until it is over.
+    on the device, in host memory and below it. ``answer_tokens`` is None until it is over, and
+    where nobody knows.
     """
 
-    __slots__ = ("_keys", "_num_keys", "answer_tokens", "at", "found_tokens", "hints", "tokens")
+    __slots__ = (
+        "_keys",
+        "_num_keys",
+        "answer_tokens",
+        "at",
+        "found_tokens",
+        "hints",
+        "is_over",
+        "tokens",
+    )
 
     def __init__(
         self,
@@ -32,6 +42,12 @@ class ObservedRequest:
         self.found_tokens = found_tokens
         self.hints = hints
         self.answer_tokens: int | None = None
+        self.is_over = False
+
+    def end(self, answer_tokens: int | None) -> None:
+        """It is over. Another thread looks on: what it may write comes before that it may."""
+        self.answer_tokens = answer_tokens
+        self.is_over = True
 
     @property
     def keys(self) -> Keys:

@@ -76,10 +76,14 @@ class Observing:
         return ObservedRequest(at, keys, tokens // self._hash_tokens, tokens, found, hints)
 
     def ended(self, request: Request) -> None:
-        """A request is over: what its chain has grown by is its answer."""
+        """A request is over: what its chain has grown by is its answer.
+
+        A chain that has not grown says nothing of it: the library's are those of prompts alone.
+        """
         seen = self._open.pop(request, None)
         if seen is not None:
-            seen.answer_tokens = max(0, len(request.chain) * self._hash_tokens - seen.tokens)
+            grown = len(request.chain) * self._hash_tokens - seen.tokens
+            seen.end(grown if grown > 0 else None)
 
     def close(self) -> None:
         self._observer.close()

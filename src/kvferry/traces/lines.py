@@ -143,15 +143,16 @@ def _request(
     hit_tokens: int | None = None,
     hints: Hints | None = None,
 ) -> TraceRequest:
-    most = -(-input_tokens // block_tokens)
-    if len(numbers) > most:
+    # The last block, where the prompt only begins it, may be named or not; none else may be left
+    # out: tokens that no block has would count among those that are asked for.
+    num_full, most = input_tokens // block_tokens, -(-input_tokens // block_tokens)
+    if not num_full <= len(numbers) <= most:
         raise BadLineError(
             f"{len(numbers)} blocks for {input_tokens} tokens, which are {most} blocks of "
             f"{block_tokens}; say another block size (--block-tokens)"
         )
     if len(np.unique(numbers)) < len(numbers):
         raise BadLineError("it names a block twice; a chain never repeats")
-    num_full = min(len(numbers), input_tokens // block_tokens)
     return TraceRequest(at, numbers, num_full, input_tokens, output_tokens, hit_tokens, hints)
 
 

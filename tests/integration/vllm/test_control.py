@@ -284,6 +284,38 @@ def test_hints_after_the_answer(server, prompt):
     assert server.order("lookup", request_id=asked.id)["host_tokens"] == 0
 
 
+def test_an_answers_id_is_all_of_its_requests_and_nobody_elses(server):
+    prompts = make_prompts(next(SEEDS), 200, 200)
+    asked = server.ask(prompts, n=2, temperature=0.5)
+    server.rest()
+    told = server.order("lookup", request_id=asked.id)
+    assert len(told["request_ids"]) == 4
+    assert told["host_tokens"] == 4 * TOKENS
+    one = server.order("lookup", request_id=told["request_ids"][0])
+    assert (one["request_ids"], one["host_tokens"]) == (told["request_ids"][:1], TOKENS)
+    for piece in ("cmpl", "0", asked.id[:-1], asked.id.removeprefix("cmpl-")):
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            server.order("drop", request_id=piece)
+    told = server.order("drop", request_id=asked.id)
+    assert (told["host_tokens"], told["lower_tokens"], told["refused"]) == (0, 0, [])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "requests"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": "hello"}]}, 1),
+        ("chat/completions", {"messages": [{"role": "user", "content": "hello"}], "n": 3}, 3),
+        ("completions", {"prompt": [7, 8, 9], "n": 2, "use_beam_search": True}, 3),
+        ("responses", {"input": "hello", "max_output_tokens": 2}, 1),
+    ],
+)
+def test_every_kind_of_answer_names_its_requests(server, path, body, requests):
+    most = {} if "max_output_tokens" in body else {"max_tokens": 2}
+    answer = server.post(f"/v1/{path}", {"model": "tiny", **body, **most})
+    told = server.order("lookup", request_id=answer["id"])
+    assert len(told["request_ids"]) == requests
+
+
 def test_pin_and_unpin_by_tokens_and_by_salt(server, prompt):
     asked = server.ask(prompt, cache_salt="tenant-one")
     server.rest()

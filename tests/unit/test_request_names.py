@@ -1,0 +1,87 @@
+"""An answer's id finds the requests that vLLM made for it, and nobody else's."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.errors import InputError
+from kvferry.metrics.request_names import MOST_REQUESTS, is_of_client, read_name, requests_of
+
+OWN = "0f1e2d3c4b5a6978"
+"""What vLLM calls a request whose client gave it no name."""
+
+
+@pytest.mark.parametrize(
+    ("request_id", "answer", "part"),
+    [
+        (f"cmpl-{OWN}-0-8b2677e5", f"cmpl-{OWN}", "-0"),
+        (f"cmpl-{OWN}-12-87654321", f"cmpl-{OWN}", "-12"),
+        (f"1_cmpl-{OWN}-0-8b2677e5", f"cmpl-{OWN}", "1_-0"),
+        (f"cmpl-{OWN}-0", f"cmpl-{OWN}", "-0"),  # vLLM was told to add nothing at random
+        (f"chatcmpl-{OWN}-8b2677e5", f"chatcmpl-{OWN}", ""),
+        (f"3_chatcmpl-{OWN}-8b2677e5", f"chatcmpl-{OWN}", "3_"),
+        (f"chatcmpl-{OWN}_1-8b2677e5", f"chatcmpl-{OWN}", "_1"),
+        (f"chatcmpl-a-{OWN}-beam-2-8b2677e5", "chatcmpl-a", f"-{OWN}-beam-2"),
+        (f"cmpl-a-{OWN}-beam-2-8b2677e5", "cmpl-a", f"-{OWN}-beam-2"),
+        (f"resp_{OWN}_0-8b2677e5", f"resp_{OWN}", "_0"),
+        (f"embd-{OWN}-0-8b2677e5", f"embd-{OWN}", "-0"),
+        (f"generate-tokens-{OWN}-8b2677e5", f"generate-tokens-{OWN}", ""),
+        ("0-8b2677e5", "0", ""),  # vLLM as a library counts
+        ("conversation-004-turn-01", "conversation-004-turn-01", ""),  # another engine's
+        # names that clients chose end as they like
+        ("cmpl-agent-3-0-8b2677e5", "cmpl-agent-3", "-0"),
+        ("cmpl-a-12345678-0-8b2677e5", "cmpl-a-12345678", "-0"),
+        ("chatcmpl-agent-3-8b2677e5", "chatcmpl-agent-3", ""),
+        ("chatcmpl-agent_3-8b2677e5", "chatcmpl-agent_3", ""),
+        ("chatcmpl-a-deadbeef-8b2677e5", "chatcmpl-a-deadbeef", ""),
+        ("resp_a_1_0-8b2677e5", "resp_a_1", "_0"),
+        ("", "", ""),
+        ("a\nb-0-8b2677e5", "a\nb-0-8b2677e5", ""),
+    ],
+)
+def test_an_engines_name_says_whose_answer_it_is_of(request_id, answer, part):
+    assert read_name(request_id) == (answer, part)
+
+
+@pytest.mark.parametrize(
+    ("name", "request_id", "is_found"),
+    [
+        ("cmpl-5f2c", "cmpl-5f2c-0-8b2677e5", True),
+        ("chatcmpl-5f2c", "chatcmpl-5f2c-8b2677e5", True),
+        ("cmpl-5f2c", "1_cmpl-5f2c-0-8b2677e5", True),
+        ("my-own-id", "cmpl-my-own-id-0-8b2677e5", True),  # given by the client in a header
+        ("my-own-id", "chatcmpl-my-own-id-8b2677e5", True),
+        ("own", "cmpl-my-own-id-0-8b2677e5", False),
+        ("xy", "x-cmpl-y-8b2677e5", False),
+        ("x-y", "x-cmpl-y-8b2677e5", False),
+        ("cmpl-5f2", "cmpl-5f2c-0-8b2677e5", False),
+        ("mpl-5f2c", "cmpl-5f2c-0-8b2677e5", False),
+        ("cmpl", "cmpl-5f2c-0-8b2677e5", False),
+        ("0", "cmpl-5f2c-0-8b2677e5", False),
+        ("8b2677e5", "cmpl-5f2c-0-8b2677e5", False),
+        ("", "cmpl-5f2c-0-8b2677e5", False),
+        ("", "", False),
+    ],
+)
+def test_a_request_is_known_by_the_name_its_client_has(name, request_id, is_found):
+    assert is_of_client(name, request_id) is is_found
+
+
+def test_all_requests_of_one_answer_are_found_and_no_others():
+    ids = ["0_cmpl-a-0-11111111", "1_cmpl-a-0-11111111", "cmpl-a-1-22222222", "cmpl-ab-0-33333333"]
+    assert requests_of("cmpl-a", ids) == ids[:3]
+    assert requests_of("cmpl-a", [*ids, ids[0]]) == ids[:3]  # it lives, and is remembered
+    for name in ("cmpl", "0", "1", "a", "cmpl-", "cmpl-a-0", "11111111", ""):
+        assert requests_of(name, ids) == []
+
+
+def test_two_answers_of_one_id_are_told_apart_by_their_sender_only():
+    with pytest.raises(InputError, match=r"several answers have the id 'cmpl-a'.*'cmpl-a-0-2222"):
+        requests_of("cmpl-a", ["cmpl-a-0-11111111", "cmpl-a-0-22222222"])
+
+
+def test_an_answer_of_very_many_requests_is_not_for_one_order():
+    ids = [f"{at}_cmpl-a-0-11111111" for at in range(MOST_REQUESTS + 1)]
+    assert len(requests_of("cmpl-a", ids[1:])) == MOST_REQUESTS
+    with pytest.raises(InputError, match=r"257 requests.*256 at most"):
+        requests_of("cmpl-a", ids)
