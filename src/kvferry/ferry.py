@@ -229,6 +229,8 @@ class Ferry(FerryLooks, FerryControl, FerryStoring, FerryWaiting, Closing):
         if plan.transfers or plan:
             with self._rank.engine.begun_here(compute_waits=compute_waits):
                 self._worker.execute(plan)
+            if self._is_growing:
+                self._rank.note_plan(plan)
 
     def _load_early(self) -> None:
         """Send on what has come up of hits that are loaded as they come, ahead of later compute."""
@@ -242,6 +244,8 @@ class Ferry(FerryLooks, FerryControl, FerryStoring, FerryWaiting, Closing):
         plan = self._scheduler.plan()
         if plan:
             self._worker.execute(plan)
+            if self._is_growing:
+                self._rank.note_plan(plan)
 
     # -- what ended -----------------------------------------------------------------------------
 

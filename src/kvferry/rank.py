@@ -12,6 +12,7 @@ An engine in one process (:func:`kvferry.attach`) and a server's workers open a 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -36,7 +37,7 @@ from kvferry.tiers import (
     TierSetup,
     open_levels,
 )
-from kvferry.types import FIRST_RANK, Rank, TierName
+from kvferry.types import FIRST_RANK, HOST, Plan, Rank, TierName
 
 if TYPE_CHECKING:
     from kvferry.tiers.disk.status import DiskFigures
@@ -61,6 +62,8 @@ class Activity:
         self._clock = clock
         self._is_starting = is_starting
         self._last: float | None = None
+        self.num_written = 0
+        """Host slots that were to be written so far: no more of them can be in use."""
         self.runs_beside = False
         """Whether the model will run beside the copies that are submitted now, as far as is known:
         at that moment it may well rest between two steps."""
@@ -71,6 +74,10 @@ class Activity:
 
     def note_started(self) -> None:
         self._is_starting = False
+
+    def slots_wanted(self) -> float:
+        """No more host slots can be in use; while an engine starts, for which nobody waits, any."""
+        return math.inf if self._is_starting else self.num_written
 
     def is_busy(self) -> bool:
         is_working = self._last is not None and self._clock() - self._last < _STEP_SECONDS
@@ -107,6 +114,11 @@ class RankMemory:
     def note_step(self) -> None:
         """The model was given work: while it has some, host memory grows slowly."""
         self._activity.note()
+
+    def note_plan(self, plan: Plan) -> None:
+        """These orders are carried out: host memory grows ahead of what is written to it."""
+        written = [len(transfer) for transfer in plan.transfers if transfer.dst == HOST]
+        self._activity.num_written += sum(written)
 
     def note_beside(self, is_beside: bool) -> None:
         """Whether the model will run beside the copies that are submitted from now on."""
@@ -231,6 +243,7 @@ def _open_host(
         registrar=registrar,
         pin=Pin(config.host_pin),
         busy=activity.is_busy,
+        wanted=activity.slots_wanted,
         pci_bus_id=registrar.pci_bus_id if registrar is not None else None,
         num_ranks=num_ranks_here,
         shared=shared,

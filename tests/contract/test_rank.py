@@ -18,7 +18,7 @@ from kvferry.device.planning.builtin_profile import builtin_profile
 from kvferry.device.planning.profile import Profile
 from kvferry.errors import ClosedError, ConfigError, InputError
 from kvferry.rank import Activity, RankMemory, open_on_cpu, open_on_gpu
-from kvferry.types import DEVICE, HOST, Outcome, TierName, Transfer, TransferId, as_slots
+from kvferry.types import DEVICE, HOST, Outcome, Plan, TierName, Transfer, TransferId, as_slots
 
 KV = make_kv("split")
 
@@ -226,3 +226,20 @@ def test_an_engine_that_starts_is_busy_until_it_says_that_it_has_started() -> No
     stepping.note()  # a vLLM that asks for no handshake still steps
     now += 1.0
     assert not stepping.is_busy()
+
+
+def test_as_many_slots_are_wanted_as_were_to_be_written() -> None:
+    """Loads want none. Seen red with every transfer counted, and with none."""
+    activity = Activity(is_starting=True)
+    rank = open_on_cpu([KV.layout], settings())
+    rank._activity = activity
+    store = Transfer(TransferId(1), DEVICE, HOST, as_slots([4, 5]), as_slots([2, 3]))
+    load = Transfer(TransferId(2), HOST, DEVICE, as_slots([2]), as_slots([4]))
+    up = Transfer(TransferId(3), TierName("disk"), HOST, as_slots([0]), as_slots([1]))
+    assert activity.slots_wanted() == float("inf"), "nobody waits for an engine that starts"
+    rank.note_started()
+    rank.note_plan(Plan(1, (load,)))
+    assert activity.slots_wanted() == 0
+    rank.note_plan(Plan(2, (store, load, up)))
+    assert activity.slots_wanted() == 3
+    rank.close()

@@ -3,7 +3,7 @@
 One-line breaks that were tried; each made one of these tests fail.
 
 - ``PoolRoom._catch_up`` does not tell what is owed
-- ``PoolWishes.asked`` does not tell what is owed first
+- ``PoolWishes._tell_request`` tells at once, ahead of what is owed
 - ``Pool._write_down`` does not tell what is owed first
 - ``PoolRoom._tell_policy`` tells as of now
 - ``ToldLater.owe`` never tells by itself, or ``catch_up`` tells the last first

@@ -238,6 +238,35 @@ def test_the_rest_ends_when_the_model_does(monkeypatch: pytest.MonkeyPatch) -> N
     growth.close()
 
 
+def test_beside_a_busy_model_what_is_not_needed_yet_hardly_grows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Until more is wanted: then it goes on as it does without a word of that.
+
+    Seen red with a rest that is worked out once, and with one that does not ask what is wanted.
+    """
+    host = tier(400)
+    monkeypatch.setattr(growth_module, "_PLENTY_BYTES", 100 * host.chunks.pitch)
+    monkeypatch.setattr(growth_module, "_PLENTY_REST", 1e6)
+    monkeypatch.setattr(growth_module, "_PIN_REST", 1.0)
+    wanted = [0]
+    growth = Growth(
+        host, registrar=FakeRegistrar(seconds=1e-4), busy=lambda: True, wanted=lambda: wanted[0]
+    )
+    until(lambda: growth.ready_slots >= 100)
+    time.sleep(0.05)
+    most = 100 + host.chunks.slots_per_chunk
+    assert growth.ready_slots <= most
+    wanted[0] = 200
+    until(lambda: growth.ready_slots >= 300)
+    time.sleep(0.05)
+    assert growth.ready_slots <= most + 200
+    wanted[0] = 10**6
+    assert growth.wait(LONG)
+    assert growth.ready_slots == 400
+    growth.close()
+
+
 def test_without_a_gpu_one_thread_touches_beside_a_busy_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

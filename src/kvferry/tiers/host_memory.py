@@ -36,6 +36,7 @@ class HostMemory(Closing):
         registrar: Registrar | None = None,
         pin: Pin = Pin.AUTO,
         busy: Callable[[], bool] | None = None,
+        wanted: Callable[[], float] | None = None,
         pci_bus_id: str | None = None,
         num_ranks: int | None = None,
         machine: Machine | None = None,
@@ -48,7 +49,8 @@ class HostMemory(Closing):
         """``asked`` bytes, for each of ``num_ranks`` on this host that ask for the same.
 
         ``registrar`` pins with the GPU's driver (none: not pinned); ``busy`` says when the model
-        runs, so that growth goes slowly; ``pci_bus_id`` names the GPU to be near to. ``shared``
+        runs, so that growth goes slowly, and ``wanted`` how many slots are of use by now: it goes
+        hardly further then; ``pci_bus_id`` names the GPU to be near to. ``shared``
         memory (see :meth:`share`) is used as it is, and counts once, not once for each rank. With
         ``spare_bytes`` behind every slot, a process that we start may map the memory and use these.
         ConfigError, with the limit and the remedy, where the machine cannot give this much.
@@ -83,6 +85,7 @@ class HostMemory(Closing):
             registrar=registrar,
             pin=pin,
             busy=busy,
+            wanted=wanted,
             placement=placement,
             machine=machine if shared is None or shared.is_creator else None,
             num_threads=num_threads,

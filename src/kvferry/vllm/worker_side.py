@@ -266,15 +266,15 @@ class WorkerSide:
             self._execute(later)
 
     def _execute(self, plan: Plan) -> None:
-        orders: tuple[Transfer | Question, ...] = plan.transfers
-        if plan.questions:
-            orders += plan.questions
+        orders: list[Transfer | Question] = [*plan.transfers, *plan.questions]
         if self._worker is None or self.guard.reason:
             self._refuse(orders, self.guard.reason or self.shape.refusal)
             if plan.forget and self._worker is not None:  # what outlives us must hear of it still
                 self._worker.execute(Plan(plan.step, forget=plan.forget))
             return
         self._num_awaited += len(orders)
+        if self._memory is not None and not self._is_grown:
+            self._memory.note_plan(plan)
         try:
             self._worker.execute(plan)
         except Exception as error:
