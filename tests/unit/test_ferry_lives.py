@@ -436,3 +436,33 @@ def test_a_store_finds_the_memory_that_has_grown_since_the_last_poll(
         ready[0] = ferry.host_stats().num_slots
         ticket = ferry.store(ferry.keys(range(5 * TOKENS)), list(range(5)))
         assert ferry.wait(ticket).num_blocks == 5
+
+
+def test_a_policy_hears_of_a_short_copy_only_afterwards(
+    ferry: kvferry.Ferry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits for it would wait for that too; beside a long one, or when all is quiet, it hears.
+
+    Seen red with all that is owed told beside every copy, and with nothing told once all is quiet.
+    """
+    heard: list[int] = []
+    policy: Any = ferry._scheduler.pool._chosen_policy
+    asked = policy.asked
+    monkeypatch.setattr(policy, "asked", lambda *args: (heard.append(1), asked(*args))[0])
+    keys = ferry.keys(np.arange(5 * TOKENS))
+    ferry.wait(ferry.store(keys, np.arange(5)))
+    ticket = ferry.load(ferry.match(keys), np.arange(5))
+    ferry._catch_up()
+    assert not heard
+    monkeypatch.setattr("kvferry.ferry._LONG_BYTES", 1)
+    ferry._catch_up()
+    assert len(heard) == 1
+    ferry.wait(ticket)
+    monkeypatch.undo()
+    monkeypatch.setattr(policy, "asked", lambda *args: (heard.append(1), asked(*args))[0])
+    ticket = ferry.load(ferry.match(keys), np.arange(5))
+    ferry._catch_up()
+    ferry.wait(ticket)
+    ferry.poll()
+    assert len(heard) == 2
+    ferry._scheduler.check_integrity()
