@@ -108,16 +108,17 @@ class PoolWishes(PoolRoom):
         if len(slots):
             self.hint_slots(slots, evidence)
 
-    def hint_slots(self, slots: SlotArray, evidence: Evidence) -> None:
-        """The same of its leading blocks, which were just found in these slots.
+    def hint_slots(self, slots: SlotArray, evidence: Evidence, *, first: int = 0) -> None:
+        """The same of those of its blocks that were just found in these slots.
 
-        A policy that hears it is told; others are helped.
+        A policy that hears it is told; others are helped. Where it is over, others go on from the
+        slots before the ``first``, whether this pool knows of it or not.
         """
         if self._hears_hints is not None:
             self._catch_up()
             self._hears_hints.hint(slots, evidence)
         elif evidence.over:
-            self.go_first(slots, 0)
+            self.go_first(slots, 0, first=first)
         elif evidence.goes_on:
             within = evidence.within if evidence.within is not None else GOES_ON_SECONDS
             self._first.forget(slots)
@@ -137,10 +138,15 @@ class PoolWishes(PoolRoom):
             self._unclaim(soft)
         self._first.add(np.ascontiguousarray(own[::-1]), priority)
 
-    def drop(self, slots: SlotArray) -> int:
-        """Forget the cached blocks at the end of a chain that nobody else follows; how many.
+    def num_shared(self, slots: SlotArray) -> int:
+        """How many slots of a chain, from the first on, others go on from."""
+        return len(slots) - len(self._chains.own_end(slots))
 
-        Claimed ones are free when their claim ends.
+    def drop(self, slots: SlotArray) -> int:
+        """Forget the blocks at the end of a chain that nobody else follows; how many.
+
+        Claimed ones are free when their claim ends, also those that are still being written: a
+        slow rank may touch their slots until then.
         """
         going = np.ascontiguousarray(self._chains.own_end(slots)[::-1])
         self.let_go(going)

@@ -107,6 +107,28 @@ def test_pins_are_bounded_and_drops_are_complete(ferry):
             action([b"x"])
 
 
+def test_a_drop_right_after_a_store_is_a_drop(ferry):
+    """And a store of the same blocks after it is found, with the bytes that it was given."""
+    keys = chat(ferry, 1)
+    first = ferry.store(keys, [0, 1, 2, 3])
+    assert ferry.drop(keys).blocks == 4
+    second = ferry.store(keys, [4, 5, 6, 7])
+    wanted = b"".join(tensor[4:8].tobytes() for tensor in ferry.kv)
+    ferry.wait(first)
+    ferry.wait(second)
+    settle(ferry)
+    assert ferry.lookup(keys).host_tokens == 16
+    hit = ferry.match(keys)
+    assert ferry.wait(ferry.load(hit, [40, 41, 42, 43])).ok
+    assert b"".join(tensor[40:44].tobytes() for tensor in ferry.kv) == wanted
+    third = ferry.store(chat(ferry, 2), [8, 9, 10, 11])
+    ferry.drop(chat(ferry, 2))
+    ferry.wait(third)
+    settle(ferry)
+    told = ferry.lookup(chat(ferry, 2))
+    assert (told.host_tokens, told.lower_tokens) == (0, 0)
+
+
 def test_a_reset_and_a_close_forget_every_pin(ferry):
     keys = keep(ferry, 1)
     ferry.pin(keys)

@@ -175,6 +175,24 @@ def test_hints_reach_the_level_below_where_the_host_has_it_no_longer():
     assert disk.pool.counts.held == 6
 
 
+def test_a_keep_holds_below_what_only_the_level_has():
+    """Seen red: where the host held all it has, nobody looked at the level."""
+    disk = PlacedLevel(TierName("disk"), Pool(64))
+    chain = story(1, 12)
+    lease = disk.pool.reserve(chain[4:], chained=False)
+    assert lease is not None
+    lease.commit()
+    desk = Desk(slots=16, levels=[disk], keep_share="50%")
+    desk.keep("a", chain[:6], 24)
+    request = desk.scheduler.open("b", chain, Hints(keep_seconds=60))
+    request.end()
+    assert desk.pool.counts.held == 6
+    assert disk.pool.counts.held == 8
+    entry = desk.scheduler.journal("b")
+    assert entry is not None
+    assert entry.refused == ()
+
+
 class Counted:
     """A chain that counts how often all of it is named."""
 
