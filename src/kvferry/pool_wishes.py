@@ -102,13 +102,15 @@ class PoolWishes(PoolRoom):
         else:
             self._tell_policy(news)
 
-    def hint(self, keys: Keys, evidence: Evidence) -> None:
-        """This was said of a request with these keys, whose leading blocks are here."""
-        slots = self.leading(keys)
-        if len(slots):
-            self.hint_slots(slots, evidence)
+    def hint(self, keys: Keys, evidence: Evidence) -> int:
+        """This was said of a request with these keys, whose leading blocks are here.
 
-    def hint_slots(self, slots: SlotArray, evidence: Evidence, *, first: int = 0) -> None:
+        Returns how many of those were to be held for that, and are not.
+        """
+        slots = self.leading(keys)
+        return self.hint_slots(slots, evidence) if len(slots) else 0
+
+    def hint_slots(self, slots: SlotArray, evidence: Evidence, *, first: int = 0) -> int:
         """The same of those of its blocks that were just found in these slots.
 
         A policy that hears it is told; others are helped. Where it is over, others go on from the
@@ -122,7 +124,8 @@ class PoolWishes(PoolRoom):
         elif evidence.goes_on:
             within = evidence.within if evidence.within is not None else GOES_ON_SECONDS
             self._first.forget(slots)
-            self.hold(slots, within, GOES_ON_PRIORITY)
+            return len(slots) - self.hold(slots, within, GOES_ON_PRIORITY)
+        return 0
 
     def go_first(self, slots: SlotArray, priority: int, *, first: int = 0) -> None:
         """Of a chain's slots from the ``first``, those that no other chain goes on from go before

@@ -369,3 +369,20 @@ def test_nobody_is_told_that_a_dropped_block_has_come_to_a_level():
     let_all_land(desk)
     assert heard == []
     desk.check_empty()
+
+
+def test_a_prefetch_says_what_of_it_is_not_kept_or_the_journal_does():
+    """Seen red: the answer of its pin was thrown away."""
+    words = "pins and keeps hold 4 of at most 4 blocks there (keep_share)"
+    desk = Desk(slots=16)
+    desk.keep("a", story(1, 10), 40)
+    told = desk.scheduler.control.prefetch(story(1, 10), 60.0)
+    assert told.refused == (f"6 blocks are not kept on host: {words}",)
+    desk, _ = spilled(16, story(1, 10))
+    told = desk.scheduler.control.prefetch(story(1, 10), 60.0)
+    assert (told.is_under_way, told.refused) == (True, ())
+    let_all_land(desk)
+    entry = desk.scheduler.journal("prefetch-1")
+    assert entry is not None
+    assert entry.refused == (f"6 blocks are not kept on host: {words}",)
+    assert desk.scheduler.stats().pool.refused_holds == 6

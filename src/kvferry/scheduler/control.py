@@ -115,7 +115,8 @@ class Control:
         prefetch = Prefetch(f"prefetch-{self._num_prefetches}", keys, keep_seconds, self._parts)
         self._prefetches.append(prefetch)
         self.advance()
-        return self._done(keys, is_under_way=prefetch in self._prefetches)
+        refused = list(prefetch.refused)
+        return self._done(keys, is_under_way=prefetch in self._prefetches, refused=refused)
 
     def drop(self, keys: Keys) -> Acted:
         """Forget these blocks on every level, but for those that others go on from."""
@@ -146,7 +147,14 @@ class Control:
             if not prefetch.advance():
                 self._prefetches.remove(prefetch)
                 if prefetch.keep_seconds is not None:
-                    self.pin(prefetch.keys, prefetch.keep_seconds)
+                    self._keep(prefetch, prefetch.keep_seconds)
+
+    def _keep(self, prefetch: Prefetch, seconds: float) -> None:
+        """All has come that comes. Who asked may have its answer by then: the journal tells it."""
+        prefetch.refused = self.pin(prefetch.keys, seconds).refused
+        if prefetch.refused:
+            said = Hints(keep_seconds=seconds)
+            self._parts.journal.wished(prefetch.id, said, prefetch.refused)
 
     def reset(self) -> None:
         """What was to be fetched is gone; so is all that was pinned, with the pools."""

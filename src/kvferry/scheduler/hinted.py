@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from kvferry.answers import Match, MatchState
 from kvferry.hints import DEFAULT_PRIORITY, Hints, TokenPriority
 from kvferry.holds import FOREVER
@@ -9,7 +13,7 @@ from kvferry.keys import KeyChain, Keys
 from kvferry.policy import Evidence
 from kvferry.scheduler.leaving import Held
 from kvferry.scheduler.parts import Parts
-from kvferry.scheduler.places import ChainPlaces, OnLevel, places_of
+from kvferry.scheduler.places import ChainPlaces, OnLevel, bound_words, places_of
 from kvferry.scheduler.progress import NEVER, Progress
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.request_state import OVER
@@ -149,40 +153,53 @@ def tell_pools(hints: Hints, keys: Keys, parts: Parts) -> list[str]:
     """Pass on what was said of a request's blocks, level by level; what was refused, in words."""
     refused: list[str] = []
     for where in places_of(keys, parts):
-        for place in where.places:
-            if len(place.slots):
-                _tell_place(hints, where, place)
-        if hints.keep_seconds is not None:
+        softly = [words for place in where.places for words in _tell_place(hints, where, place)]
+        if hints.keep_seconds is None:
+            refused += softly
+        else:  # which asks for more than they do
             refused += where.hold(hints.keep_seconds)[1]
         refused += where.on_their_way()
     return refused
 
 
-def _tell_place(hints: Hints, where: ChainPlaces, place: OnLevel) -> None:
+def _tell_place(hints: Hints, where: ChainPlaces, place: OnLevel) -> list[str]:
+    """Pass on all but a keep to one level; which blocks are not held for that, in words."""
     here = place.readable(len(where.keys) if hints.over else where.reached)
+    lacking = 0
     if len(here.slots) and (hints.over or hints.goes_on):
         evidence = Evidence(hints.over, hints.goes_on, hints.within)
         if where.is_chained:
-            here.pool.hint_slots(here.slots, evidence, first=here.at(where.num_shared))
+            first = here.at(where.num_shared)
+            lacking = here.pool.hint_slots(here.slots, evidence, first=first)
         else:
-            here.pool.hint(where.keys, evidence)
-    for each in hints.priorities if where.is_chained else ():
-        _rank(place, each, where)
+            lacking = here.pool.hint(where.keys, evidence)
+    if hints.priorities and where.is_chained:
+        lacking = max(lacking, _rank(hints.priorities, where, place))
+    return [bound_words(place.name, place.pool, lacking)] if lacking else []
 
 
-def _rank(place: OnLevel, told: TokenPriority, where: ChainPlaces) -> None:
-    """The blocks of these tokens matter so much."""
-    block_tokens = where.group.block_tokens
-    start, stop = told.token_start // block_tokens, len(where.keys)
-    if told.token_end is not None:
-        stop = -(-told.token_end // block_tokens)
-    if told.priority < DEFAULT_PRIORITY:
-        here = place.readable(stop)
-        first = here.at(max(start, where.num_shared))
-        here.pool.go_first(here.slots, told.priority, first=first)
-    elif told.priority > DEFAULT_PRIORITY:
-        # With what comes before it: nobody could reach it without.
-        here = place.readable(min(stop, where.reached))
-        seconds = FOREVER if told.duration_ms is None else told.duration_ms / 1000
-        if here.at(start) < len(here.slots):
-            here.pool.hold(here.slots, seconds, told.priority)
+def _rank(priorities: Sequence[TokenPriority], where: ChainPlaces, place: OnLevel) -> int:
+    """Blocks matter so much, range by range; how many are not held that matter more than most.
+
+    Of what was said of a block twice, the last counts.
+    """
+    pool, block_tokens = place.pool, where.group.block_tokens
+    is_high = np.zeros(len(where.keys), dtype=bool)
+    for told in priorities:
+        start, stop = told.token_start // block_tokens, len(where.keys)
+        if told.token_end is not None:
+            stop = min(stop, -(-told.token_end // block_tokens))
+        if told.priority < DEFAULT_PRIORITY:
+            here = place.readable(stop)
+            first = here.at(max(start, where.num_shared))
+            pool.go_first(here.slots, told.priority, first=first)
+            is_high[start:stop] = False
+        elif told.priority > DEFAULT_PRIORITY:
+            # With what comes before it: nobody could reach it without.
+            here = place.readable(min(stop, where.reached))
+            seconds = FOREVER if told.duration_ms is None else told.duration_ms / 1000
+            if here.at(start) < len(here.slots):
+                pool.hold(here.slots, seconds, told.priority)
+                is_high[here.blocks] = True
+    high = place.slots[is_high[place.blocks]]
+    return int(np.count_nonzero(~pool.holds.held(high)))
