@@ -62,6 +62,39 @@ def test_hints_come_with_a_store_or_a_match(ferry):
         ferry.match(keys, hints={"keep_second": 3})
 
 
+@pytest.mark.parametrize(
+    ("hints", "first", "reason"),
+    [
+        ({"do_not_store": True}, 0, "blocks 0 to 3: a hint says that nothing is to be kept"),
+        ({"do_not_store": True}, 2, "blocks 2 to 3: a hint says that nothing is to be kept"),
+        ({"max_store_tokens": 3 * TOKENS + 1}, 0, "block 3: a hint lets nothing be kept from b"),
+        ({"max_store_tokens": TOKENS}, 2, "blocks 2 to 3: a hint lets nothing be kept from block"),
+        ({"max_store_tokens": 3 * TOKENS}, 2, "block 0 is not kept, so the blocks from 2 on"),
+        ({"max_store_tokens": 4 * TOKENS}, 0, ""),
+    ],
+)
+def test_a_store_that_a_hint_cut_short_names_the_hint(ferry, hints, first, reason):
+    """Seen red: it said that host memory was full, which was empty."""
+    keep(ferry, 2)
+    keys = chat(ferry, 1)
+    done = ferry.wait(ferry.store(keys, list(range(first, 4)), first=first, hints=hints))
+    assert done.ok
+    assert done.reason.startswith(reason)
+    assert bool(done.reason) == bool(reason)
+
+
+@pytest.mark.parametrize("seconds", [-1, 0, float("nan"), "soon", True])
+def test_a_time_that_is_none_is_an_input_error_wherever_it_is_said(ferry, seconds):
+    keys = keep(ferry, 1)
+    for say in (
+        lambda: ferry.pin(keys, seconds),
+        lambda: ferry.prefetch(keys, keep=seconds),
+        lambda: ferry.hint(keys, {"keep_seconds": seconds}),
+    ):
+        with pytest.raises(InputError, match="seconds"):
+            say()
+
+
 def test_what_is_said_later_counts_as_well(ferry):
     keys = keep(ferry, 1)
     assert ferry.hint(keys, {"goes_on": "30s"}).held_blocks == 8  # in the host and below
