@@ -169,7 +169,7 @@ def _tell_place(hints: Hints, where: ChainPlaces, place: OnLevel) -> list[str]:
     if len(here.slots) and (hints.over or hints.goes_on):
         evidence = Evidence(hints.over, hints.goes_on, hints.within)
         if where.is_chained:
-            first = here.at(where.num_shared)
+            first = here.at(where.num_shared) if hints.over else 0
             lacking = here.pool.hint_slots(here.slots, evidence, first=first)
         else:
             lacking = here.pool.hint(where.keys, evidence)

@@ -33,8 +33,8 @@ class OnLevel:
     @classmethod
     def find(cls, name: TierName, pool: Pool, keys: Keys) -> OnLevel:
         found = pool.find(keys)
-        blocks = np.flatnonzero(found != NO_SLOT)
-        slots = found[blocks]
+        blocks = (found != NO_SLOT).nonzero()[0]
+        slots = found if len(blocks) == len(found) else found[blocks]
         if not pool.all_distinct(slots):
             # Whatever an engine calls a chain: to be held twice would be to be let go twice.
             blocks = slots = NO_SLOTS
@@ -100,6 +100,8 @@ class ChainPlaces:
 
     def on_their_way(self) -> list[str]:
         """That blocks which are still copied heard nothing of what was said, if there are any."""
+        if all(place.cached.all() for place in self.places):
+            return []
         here, coming = np.zeros((2, len(self.keys)), dtype=bool)
         for place in self.places:
             here[place.blocks[place.cached]] = True
