@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvferry.errors import InputError
-from kvferry.hints import Hints
+from kvferry.hints import Hints, read_seconds
 from kvferry.keys import Keys
 from kvferry.ownership import OneThread
-from kvferry.quantities import parse_seconds
 from kvferry.scheduler import Scheduler
 from kvferry.scheduler.control import Acted
 
@@ -83,4 +82,4 @@ def _checked(keys: Keys) -> Keys:
 
 
 def _seconds(seconds: float | str | None) -> float | None:
-    return None if seconds is None else parse_seconds(seconds, name="seconds")
+    return None if seconds is None else read_seconds("seconds", seconds)

@@ -117,11 +117,14 @@ class FerryStoring(ABC):
         if len(tables) == 1:
             num_ordered = sum(len(order.blocks) for order in ordered)
             if num_ordered < num_keys - first:
-                note = self._why_left_out(keys, first, num_ordered)
+                note = self._why_left_out(request, keys, first, num_ordered)
         self._tickets.send(ticket, ordered, note)
         self._send_off()
 
-    def _why_left_out(self, keys: Keys, first: int, num_ordered: int) -> str:
+    def _why_left_out(self, request: Request, keys: Keys, first: int, num_ordered: int) -> str:
+        hints, most = request.hints, None
+        if hints is not None and hints.max_store_tokens is not None:
+            most = hints.max_store_tokens // self.namespace.block_tokens
         self._scheduler.pool.later.catch_up()  # it is asked what it knows of these keys
         return why_left_out(
             self._scheduler,
@@ -130,4 +133,5 @@ class FerryStoring(ABC):
             first=first,
             num_ordered=num_ordered,
             block_bytes=self._layouts[0].block_bytes,
+            most=most,
         )

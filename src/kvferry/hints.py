@@ -84,7 +84,7 @@ class Hints:
                 object.__setattr__(self, name, _count(name, getattr(self, name)))
         for name in ("keep_seconds", "within"):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, _seconds(name, getattr(self, name)))
+                object.__setattr__(self, name, read_seconds(name, getattr(self, name)))
         for name in ("over", "goes_on"):
             _flag(name, getattr(self, name))
         if self.within is not None and not self.goes_on:
@@ -106,7 +106,7 @@ class Hints:
                 if _flag(name, value):
                     said[f"max_{name.removeprefix('do_not_')}_tokens"] = 0
             elif name == "goes_on" and not isinstance(value, bool):
-                said["goes_on"], said["within"] = True, _seconds(name, value)
+                said["goes_on"], said["within"] = True, read_seconds(name, value)
             elif name in _PLAIN:
                 said[name] = value
             else:
@@ -183,7 +183,8 @@ def _count(name: str, value: object, most: int = 2**40) -> int:
         raise InputError(str(error)) from None
 
 
-def _seconds(name: str, value: object) -> float:
+def read_seconds(name: str, value: object) -> float:
+    """A time as callers give it, a number or such as ``30s``; InputError where it is none."""
     try:
         return parse_seconds(value, name=name)
     except ConfigError as error:

@@ -18,10 +18,12 @@ def why_left_out(
     first: int,
     num_ordered: int,
     block_bytes: int,
+    most: int | None = None,
 ) -> str:
     """Why of the blocks just given, those of ``keys`` from ``first`` on, only these are copied.
 
-    Empty if the others are kept already, unless that is all of them.
+    Empty if the others are kept already, unless that is all of them. ``most`` is how many blocks a
+    hint lets be kept, where one does.
     """
     given = len(keys) - first
     if num_ordered == given:
@@ -30,12 +32,14 @@ def why_left_out(
     if known[first:].all():
         return "" if num_ordered else "kept already"
     gap = int(np.argmin(known))
+    if most is not None and most <= max(gap, first):
+        return _told_not_to(max(gap, first), len(keys), most)
     if gap < first:
         return (
             f"block {gap} is not kept, so the blocks from {first} on could never be found; "
             "store from there on"
         )
-    where = f"blocks {gap} to {len(keys) - 1}" if gap < len(keys) - 1 else f"block {gap}"
+    where = _blocks(gap, len(keys))
     if block_bytes > config.max_bytes_in_flight:
         return f"{where}: one has {block_bytes} bytes, more than max_bytes_in_flight"
     if scheduler.stores_wait:
@@ -54,3 +58,14 @@ def why_left_out(
         f"{where}: no slot can be freed now, for all {pool.num_ready} that are ready are being "
         "copied or pinned by hits"
     )
+
+
+def _blocks(first: int, stop: int) -> str:
+    return f"blocks {first} to {stop - 1}" if first < stop - 1 else f"block {first}"
+
+
+def _told_not_to(first: int, stop: int, most: int) -> str:
+    where = _blocks(first, stop)
+    if not most:
+        return f"{where}: a hint says that nothing is to be kept (do_not_store, max_store_tokens)"
+    return f"{where}: a hint lets nothing be kept from block {most} on (max_store_tokens)"

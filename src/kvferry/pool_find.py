@@ -61,6 +61,14 @@ class PoolFind:
             return None
         return np.concatenate([np.empty(0, np.uint64), *islice(reversed(self._news), count)])
 
+    def find(self, keys: Keys) -> SlotArray:
+        """The slot of each key whose block is cached or on its way in, ``NO_SLOT`` for others."""
+        return self._index.find(keys)
+
+    def are_cached(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
+        """For each slot, whether its block can be read now."""
+        return self._state.take(slots) == _CACHED
+
     def find_cached(self, keys: Keys) -> SlotArray:
         """The slot of each key whose block can be read now, ``NO_SLOT`` for the others."""
         found = self._index.find(keys)

@@ -28,7 +28,7 @@ from kvferry.policy import (
 from kvferry.pool_find import PoolFind
 from kvferry.slot_states import SlotState
 from kvferry.told_later import News, ToldLater
-from kvferry.types import NO_SLOT, Key, SlotArray
+from kvferry.types import NO_SLOT, NO_SLOTS, Key, SlotArray
 from kvferry.victims import victims
 
 _FREE, _WRITING, _CACHED, _DOOMED = (
@@ -203,6 +203,7 @@ class PoolRoom(PoolFind):
         # A chain must not push out its own beginning to make room for its end.
         if len(own):
             self._readers[own] += 1
+        its_own = NO_SLOTS
         try:
             if self._first:
                 going = self._first.take(count - self._free.count, self._chains, self._is_idle)
@@ -210,11 +211,17 @@ class PoolRoom(PoolFind):
                 self._evict(going)
             self._evict_by_policy(count, arriving)
             if count > self._free.count and self._holds.count:  # rather these than no store
-                self._unclaim(self._holds.give_way(count - self._free.count))
+                gave_way = self._holds.give_way(count - self._free.count)
+                is_own = np.isin(gave_way, own)
+                its_own = gave_way[is_own]
+                self._unclaim(gave_way[~is_own])
                 self._evict_by_policy(count, arriving)
         finally:
             if len(own):
                 self._readers[own] -= 1
+            self._unclaim(
+                its_own
+            )  # not before: claimed by us as well, they would not count as idle
 
     def _evict_by_policy(self, count: int, arriving: Arriving) -> None:
         wanted = count - self._free.count

@@ -102,26 +102,30 @@ class PoolWishes(PoolRoom):
         else:
             self._tell_policy(news)
 
-    def hint(self, keys: Keys, evidence: Evidence) -> None:
-        """This was said of a request with these keys, whose leading blocks are here."""
+    def hint(self, keys: Keys, evidence: Evidence) -> int:
+        """This was said of a request with these keys, whose leading blocks are here.
+
+        Returns how many of those were to be held for that, and are not.
+        """
         slots = self.leading(keys)
-        if len(slots):
-            self.hint_slots(slots, evidence)
+        return self.hint_slots(slots, evidence) if len(slots) else 0
 
-    def hint_slots(self, slots: SlotArray, evidence: Evidence) -> None:
-        """The same of its leading blocks, which were just found in these slots.
+    def hint_slots(self, slots: SlotArray, evidence: Evidence, *, first: int = 0) -> int:
+        """The same of those of its blocks that were just found in these slots.
 
-        A policy that hears it is told; others are helped.
+        A policy that hears it is told; others are helped. Where it is over, others go on from the
+        slots before the ``first``, whether this pool knows of it or not.
         """
         if self._hears_hints is not None:
             self._catch_up()
             self._hears_hints.hint(slots, evidence)
         elif evidence.over:
-            self.go_first(slots, 0)
+            self.go_first(slots, 0, first=first)
         elif evidence.goes_on:
             within = evidence.within if evidence.within is not None else GOES_ON_SECONDS
             self._first.forget(slots)
-            self.hold(slots, within, GOES_ON_PRIORITY)
+            return len(slots) - self.hold(slots, within, GOES_ON_PRIORITY)
+        return 0
 
     def go_first(self, slots: SlotArray, priority: int, *, first: int = 0) -> None:
         """Of a chain's slots from the ``first``, those that no other chain goes on from go before
@@ -137,10 +141,15 @@ class PoolWishes(PoolRoom):
             self._unclaim(soft)
         self._first.add(np.ascontiguousarray(own[::-1]), priority)
 
-    def drop(self, slots: SlotArray) -> int:
-        """Forget the cached blocks at the end of a chain that nobody else follows; how many.
+    def num_shared(self, slots: SlotArray) -> int:
+        """How many slots of a chain, from the first on, others go on from."""
+        return len(slots) - len(self._chains.own_end(slots))
 
-        Claimed ones are free when their claim ends.
+    def drop(self, slots: SlotArray) -> int:
+        """Forget the blocks at the end of a chain that nobody else follows; how many.
+
+        Claimed ones are free when their claim ends, also those that are still being written: a
+        slow rank may touch their slots until then.
         """
         going = np.ascontiguousarray(self._chains.own_end(slots)[::-1])
         self.let_go(going)

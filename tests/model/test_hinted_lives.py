@@ -110,11 +110,19 @@ class Life:
                     stays = hints if hints.shapes_what_stays else Hints(over=True)
                     control.hint(keys, stays)
                 else:
-                    getattr(control, act)(keys)
+                    told = getattr(control, act)(keys)
+                    assert act != "drop" or told.refused or not self.knows_any(keys)
         elif what == "time":
             desk.now += rng.choice((0.1, 1.0, 20.0))
         elif rng.random() < 0.1:
             desk.scheduler.reset()
+
+    def knows_any(self, keys: Keys) -> bool:
+        """Whether any level has any of these blocks, or is getting it."""
+        matcher = self.desk.scheduler._parts.matcher
+        pools = (self.desk.pool, *(level.pool for level in self.levels))
+        blocks = [matcher.all_keys(g, keys) for g in range(len(matcher.groups))]
+        return any(pool.known(each).any() for pool in pools for each in blocks)
 
     def ask(self) -> None:
         number, hints = self.rng.randrange(NUM_STORIES), any_hints(self.rng)

@@ -11,7 +11,7 @@ One-line breaks that were seen to make this fail:
 - ``Holds.expire`` never finds anything; ``PoolRoom._make_room`` does not ask it
 - ``PoolRoom._unclaim`` does not put slots back; ``PoolRoom._doom`` leaves a hold behind
 - ``PoolWishes.let_go`` lets go of what others that are held follow
-- ``PoolWishes.drop`` takes what another conversation goes on from
+- ``PoolWishes.drop`` takes what another conversation goes on from; frees slots that are written
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ CHAINS = ((0, 1, 2, 3, 4, 5), (0, 1, 2, 6, 7, 8), (0, 9, 10, 11), (12, 13, 14, 1
 EVERY = sorted({number for chain in CHAINS for number in chain})
 PARENT = {b: a for chain in CHAINS for a, b in itertools.pairwise(chain)}
 
+NUMBERS = {key(number): number for number in EVERY}
 ALL_KEYS = Keys.from_bytes([key(number) for number in EVERY])
 
 chains = st.sampled_from(CHAINS)
@@ -53,6 +54,7 @@ class Wishes(RuleBasedStateMachine):
         self.most = int(num_slots * share)
         self.firm: dict[int, float] = {}  # by block, as we asked for it
         self.leases: list[Lease] = []
+        self.writes: list[Lease] = []
 
     def keys(self, numbers):
         return Keys.from_bytes([key(number) for number in numbers])
@@ -68,27 +70,57 @@ class Wishes(RuleBasedStateMachine):
     def cached(self):
         return set(self.places())
 
+    def known(self):
+        """Those as well that are still being written."""
+        return {n for n, known in zip(EVERY, self.pool.known(ALL_KEYS), strict=True) if known}
+
+    def links(self):
+        """Which block each is known to follow; of one that was lost, and came back, none is."""
+        found = {}
+        for number in self.known():
+            _, (before,) = self.pool.runs_of(self.keys([number]))
+            if before is not None:
+                found[number] = NUMBERS[before]
+                assert found[number] == PARENT[number]
+        return found
+
     # -- ordinary life --------------------------------------------------------------------------
 
-    @rule(chain=chains, length=lengths)
-    def store(self, chain, length):
+    @rule(chain=chains, length=lengths, is_quick=st.booleans())
+    def store(self, chain, length, is_quick):
         """All of it is stored that the room nobody firmly holds or reads can take."""
         numbers = chain[:length]
         pool, before = self.pool, self.pool.counts
-        missing = [n for n in numbers if n not in self.cached()]
+        missing = [n for n in numbers if n not in self.known()]
         firm = {n for n in self.cached() if self.is_firm(n)}
-        stays = self.claimed() | firm | set(numbers)
+        written = self.known() - self.cached()
+        stays = self.claimed() | firm | set(numbers) | written
+        links = self.links()
         for number in list(stays):
-            while number in PARENT:
-                number = PARENT[number]
+            while number in links:
+                number = links[number]
                 stays.add(number)
         can_go = self.cached() - stays
         lease = pool.reserve(self.keys(numbers))
         stored = len(lease) if lease is not None else 0
         assert stored == min(len(missing), before.free + len(can_go)), "a store found no room"
         assert firm <= self.cached()
-        if lease is not None:
+        if lease is not None and is_quick:
             lease.commit()
+        elif lease is not None:
+            self.writes.append(lease)
+
+    @rule(data=st.data())
+    def end_write(self, data):
+        """What was dropped meanwhile is free by then, and not found."""
+        if self.writes:
+            lease = self.writes.pop(data.draw(st.integers(0, len(self.writes) - 1)))
+            before = self.known()
+            if data.draw(st.booleans()):
+                lease.commit()
+                assert self.known() == before
+            else:
+                lease.abort()
 
     def claimed(self):
         claimed = {slot for lease in self.leases for slot in lease.slots.tolist()}
@@ -170,14 +202,16 @@ class Wishes(RuleBasedStateMachine):
 
     @rule(chain=chains, length=lengths)
     def drop(self, chain, length):
-        slots = self.slots(chain, length)
-        before = self.cached()
-        count = self.pool.drop(slots)
-        gone = before - self.cached()
+        slots = self.pool.find(self.keys(chain[:length]))
+        before, leased = self.known(), self.pool.counts.leased
+        num_written, links = len(before - self.cached()), self.links()
+        count = self.pool.drop(slots[slots >= 0])
+        gone = before - self.known()
         assert len(gone) == count
         assert gone <= set(chain[:length])
-        for number in self.cached():
-            assert PARENT.get(number) not in gone, "a follower was left without what it follows"
+        assert self.pool.counts.leased >= max(num_written, leased - count), "a rank may write there"
+        for number in self.known():
+            assert links.get(number) not in gone, "a follower was left without what it follows"
             assert number not in gone
         for number in gone:
             self.firm.pop(number, None)
@@ -195,14 +229,18 @@ class Wishes(RuleBasedStateMachine):
         assert len(held) == self.pool.counts.held
         firm = {n for n in EVERY if self.is_firm(n)}
         assert firm <= self.cached(), "what is firm is gone"
-        places, is_held = self.places(), set(held.tolist())
+        places, is_held, links = self.places(), set(held.tolist()), self.links()
         for number, slot in places.items():  # what is held is a beginning of its chain
-            if slot in is_held and PARENT.get(number) in places:
-                assert places[PARENT[number]] in is_held
+            if slot in is_held and number in links:
+                assert places[links[number]] in is_held
 
     def teardown(self):
         for lease in getattr(self, "leases", ()):
             lease.release()
+        for lease in getattr(self, "writes", ()):
+            lease.commit()
+        if hasattr(self, "pool"):
+            self.pool.check_integrity()
 
 
 TestWishes = pytest.mark.timeout(120)(Wishes.TestCase)

@@ -7,6 +7,7 @@ from tests.fakes.desk import Desk, story
 
 from kvferry.errors import InputError
 from kvferry.hints import Hints
+from kvferry.keys import Keys
 from kvferry.pool import Pool
 from kvferry.scheduler import KeyedLevel, PlacedLevel, WriteMode
 from kvferry.scheduler.control import MOST_PREFETCHES
@@ -228,3 +229,160 @@ def test_a_hint_that_would_do_nothing_is_refused_and_says_what_would():
         "max_store_tokens goes with a request, not after it",
         "tenant goes with a request, not after it",
     )
+
+
+def spilled(desk_slots: int, *chains: Keys) -> tuple[Desk, Pool]:
+    """A host above a level to which these were spilled, each block for itself."""
+    level = PlacedLevel(DISK, Pool(64))
+    for chain in chains:
+        lease = level.pool.reserve(chain, chained=False)
+        assert lease is not None
+        lease.commit()
+    return Desk(slots=desk_slots, levels=[level]), level.pool
+
+
+def test_a_drop_reaches_the_end_of_a_chain_that_alone_was_spilled():
+    """Seen red: a level without the first block was passed over, and served the rest again."""
+    chain = story(1, 12)
+    desk, disk = spilled(16, chain[4:])
+    desk.keep("a", chain, 48)
+    told = desk.scheduler.control.drop(chain)
+    assert (told.blocks, told.refused) == (20, ())
+    assert not disk.known(chain).any()
+    desk.keep("again", chain[:4], 16)
+    assert desk.scheduler.control.lookup(chain).lower_tokens == 0
+
+
+def test_a_pin_holds_the_end_where_it_was_spilled_to():
+    """Seen red: only the first four were held, and the rest was refused on the host alone."""
+    chain = story(1, 12)
+    desk, disk = spilled(16, chain[4:])  # four may be held in the host
+    desk.keep("a", chain, 48)
+    told = desk.scheduler.control.pin(chain)
+    assert (told.blocks, told.held_blocks) == (12, 12)
+    for number in range(2, 8):
+        desk.keep(f"r{number}", story(number, 12), 48)
+        let_all_land(desk)
+    assert desk.scheduler.control.lookup(chain).lower_tokens == 32
+    assert desk.scheduler.control.unpin(chain).blocks == 12
+    assert disk.counts.held == 0
+
+
+def test_what_no_request_could_reach_is_not_held():
+    chain = story(1, 12)
+    desk, disk = spilled(16, chain[6:])
+    desk.keep("a", chain[:4], 16)
+    assert desk.scheduler.control.pin(chain).blocks == 4
+    assert disk.counts.held == 0
+    assert desk.scheduler.control.drop(chain).blocks == 10, "but it is dropped"
+
+
+def test_a_drop_spares_on_every_level_what_the_host_knows_others_go_on_from():
+    """A level that blocks are spilled to does not know what follows what."""
+    shared, end, other = story(1, 2), story(2, 3), story(3, 3)
+    desk, disk = spilled(16, shared + end)
+    desk.keep("a", shared + end, 20)
+    desk.keep("b", shared + other, 20)
+    told = desk.scheduler.control.drop(shared + end)
+    assert told.blocks == 6
+    assert told.refused == (
+        "2 blocks stay on host: other requests go on from them",
+        "2 blocks stay on disk: other requests go on from them",
+    )
+    assert disk.cached(shared + end).tolist() == [True] * 2 + [False] * 3
+
+
+def test_what_is_over_goes_first_on_a_level_that_has_only_its_end():
+    """Seen red: it was not told of what it has. And it spares what the host knows is shared."""
+    shared, end, other = story(1, 2), story(2, 3), story(3, 3)
+    desk, disk = spilled(32, story(9, 59), shared, end)
+    desk.keep("a", shared + end, 20)
+    desk.keep("b", shared + other, 20)
+    desk.scheduler.control.hint(shared + end, Hints(over=True))
+    assert disk.reserve(story(8, 5), chained=False) is not None
+    assert disk.cached(shared + end).tolist() == [True] * 2 + [False] * 3
+    desk, disk = spilled(32, end[1:], story(9, 62))
+    desk.keep("a", end, 12)
+    disk.touch(end)
+    desk.scheduler.control.hint(end, Hints(over=True))
+    assert disk.reserve(story(8, 2), chained=False) is not None
+    assert not disk.cached(end).any()
+
+
+def test_a_drop_forgets_what_is_still_being_stored_and_a_pin_says_that_it_is():
+    """Seen red: nothing was dropped and nothing refused, and all of it was there afterwards."""
+    desk = Desk(slots=16)
+    control = desk.scheduler.control
+    desk.keep("a", story(1, 2), 8)
+    desk.store("b", story(1, 6), 24)
+    desk.scheduler.finish("b")
+    desk.plan()
+    told = control.pin(story(1, 6))
+    assert told.blocks == 2
+    assert told.refused == (
+        "4 blocks are still on their way to host memory, and this does not hold for them; say it "
+        "again once they have come",
+    )
+    assert control.drop(story(1, 6)).blocks == 6
+    assert desk.pool.counts.leased == 4, "a slow rank may still write there"
+    desk.store("c", story(1, 6), 24)  # elsewhere
+    desk.scheduler.finish("c")
+    desk.land()
+    assert desk.pool.match(story(1, 6)) == 0
+    desk.run()
+    assert desk.pool.match(story(1, 6)) == 6
+    desk.check_empty()
+
+
+def test_a_drop_keeps_what_others_are_still_storing():
+    desk = Desk(slots=16)
+    desk.keep("a", story(1, 3), 12)
+    desk.store("b", story(1, 2) + story(2, 2), 16)
+    desk.scheduler.finish("b")
+    desk.plan()
+    told = desk.scheduler.control.drop(story(1, 3))
+    assert told.refused == ("2 blocks stay on host: other requests go on from them",)
+    desk.land()
+    assert desk.pool.match(story(1, 2) + story(2, 2)) == 4
+    desk.check_empty()
+
+
+def test_nobody_is_told_that_a_dropped_block_has_come_to_a_level():
+    """Seen red: a router heard of blocks that were dropped while they went down."""
+    heard = []
+
+    class Listener:
+        def came(self, level, keys):
+            heard.extend(keys)
+
+        def went(self, level, keys):
+            pass
+
+        def rose(self, keys):
+            pass
+
+    desk = below(desk_slots=16)
+    desk.scheduler._parts.lower.levels[0].listen(Listener())
+    desk.keep("a", story(1, 4), 16)
+    desk.plan()
+    assert desk.scheduler.control.drop(story(1, 4)).blocks == 8
+    let_all_land(desk)
+    assert heard == []
+    desk.check_empty()
+
+
+def test_a_prefetch_says_what_of_it_is_not_kept_or_the_journal_does():
+    """Seen red: the answer of its pin was thrown away."""
+    words = "pins and keeps hold 4 of at most 4 blocks there (keep_share)"
+    desk = Desk(slots=16)
+    desk.keep("a", story(1, 10), 40)
+    told = desk.scheduler.control.prefetch(story(1, 10), 60.0)
+    assert told.refused == (f"6 blocks are not kept on host: {words}",)
+    desk, _ = spilled(16, story(1, 10))
+    told = desk.scheduler.control.prefetch(story(1, 10), 60.0)
+    assert (told.is_under_way, told.refused) == (True, ())
+    let_all_land(desk)
+    entry = desk.scheduler.journal("prefetch-1")
+    assert entry is not None
+    assert entry.refused == (f"6 blocks are not kept on host: {words}",)
+    assert desk.scheduler.stats().pool.refused_holds == 6

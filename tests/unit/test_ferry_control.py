@@ -62,6 +62,39 @@ def test_hints_come_with_a_store_or_a_match(ferry):
         ferry.match(keys, hints={"keep_second": 3})
 
 
+@pytest.mark.parametrize(
+    ("hints", "first", "reason"),
+    [
+        ({"do_not_store": True}, 0, "blocks 0 to 3: a hint says that nothing is to be kept"),
+        ({"do_not_store": True}, 2, "blocks 2 to 3: a hint says that nothing is to be kept"),
+        ({"max_store_tokens": 3 * TOKENS + 1}, 0, "block 3: a hint lets nothing be kept from b"),
+        ({"max_store_tokens": TOKENS}, 2, "blocks 2 to 3: a hint lets nothing be kept from block"),
+        ({"max_store_tokens": 3 * TOKENS}, 2, "block 0 is not kept, so the blocks from 2 on"),
+        ({"max_store_tokens": 4 * TOKENS}, 0, ""),
+    ],
+)
+def test_a_store_that_a_hint_cut_short_names_the_hint(ferry, hints, first, reason):
+    """Seen red: it said that host memory was full, which was empty."""
+    keep(ferry, 2)
+    keys = chat(ferry, 1)
+    done = ferry.wait(ferry.store(keys, list(range(first, 4)), first=first, hints=hints))
+    assert done.ok
+    assert done.reason.startswith(reason)
+    assert bool(done.reason) == bool(reason)
+
+
+@pytest.mark.parametrize("seconds", [-1, 0, float("nan"), "soon", True])
+def test_a_time_that_is_none_is_an_input_error_wherever_it_is_said(ferry, seconds):
+    keys = keep(ferry, 1)
+    for say in (
+        lambda: ferry.pin(keys, seconds),
+        lambda: ferry.prefetch(keys, keep=seconds),
+        lambda: ferry.hint(keys, {"keep_seconds": seconds}),
+    ):
+        with pytest.raises(InputError, match="seconds"):
+            say()
+
+
 def test_what_is_said_later_counts_as_well(ferry):
     keys = keep(ferry, 1)
     assert ferry.hint(keys, {"goes_on": "30s"}).held_blocks == 8  # in the host and below
@@ -105,6 +138,28 @@ def test_pins_are_bounded_and_drops_are_complete(ferry):
     for action in (ferry.lookup, ferry.pin, ferry.unpin, ferry.prefetch, ferry.drop):
         with pytest.raises(InputError, match=r"keys must come from ferry\.keys"):
             action([b"x"])
+
+
+def test_a_drop_right_after_a_store_is_a_drop(ferry):
+    """And a store of the same blocks after it is found, with the bytes that it was given."""
+    keys = chat(ferry, 1)
+    first = ferry.store(keys, [0, 1, 2, 3])
+    assert ferry.drop(keys).blocks == 4
+    second = ferry.store(keys, [4, 5, 6, 7])
+    wanted = b"".join(tensor[4:8].tobytes() for tensor in ferry.kv)
+    ferry.wait(first)
+    ferry.wait(second)
+    settle(ferry)
+    assert ferry.lookup(keys).host_tokens == 16
+    hit = ferry.match(keys)
+    assert ferry.wait(ferry.load(hit, [40, 41, 42, 43])).ok
+    assert b"".join(tensor[40:44].tobytes() for tensor in ferry.kv) == wanted
+    third = ferry.store(chat(ferry, 2), [8, 9, 10, 11])
+    ferry.drop(chat(ferry, 2))
+    ferry.wait(third)
+    settle(ferry)
+    told = ferry.lookup(chat(ferry, 2))
+    assert (told.host_tokens, told.lower_tokens) == (0, 0)
 
 
 def test_a_reset_and_a_close_forget_every_pin(ferry):

@@ -175,6 +175,24 @@ def test_hints_reach_the_level_below_where_the_host_has_it_no_longer():
     assert disk.pool.counts.held == 6
 
 
+def test_a_keep_holds_below_what_only_the_level_has():
+    """Seen red: where the host held all it has, nobody looked at the level."""
+    disk = PlacedLevel(TierName("disk"), Pool(64))
+    chain = story(1, 12)
+    lease = disk.pool.reserve(chain[4:], chained=False)
+    assert lease is not None
+    lease.commit()
+    desk = Desk(slots=16, levels=[disk], keep_share="50%")
+    desk.keep("a", chain[:6], 24)
+    request = desk.scheduler.open("b", chain, Hints(keep_seconds=60))
+    request.end()
+    assert desk.pool.counts.held == 6
+    assert disk.pool.counts.held == 8
+    entry = desk.scheduler.journal("b")
+    assert entry is not None
+    assert entry.refused == ()
+
+
 class Counted:
     """A chain that counts how often all of it is named."""
 
@@ -283,3 +301,61 @@ def test_a_look_for_who_goes_first_ends_after_so_many_that_cannot():
     assert first._size == 500
     seen = first.take(500, chains, lambda slots: np.ones(len(slots), dtype=bool))
     assert sorted(seen.tolist()) == list(range(500))
+
+
+def test_a_store_may_let_the_hold_on_its_own_beginning_give_way():
+    """Seen red: the beginning was claimed twice, and was not counted as cached afterwards."""
+    desk = Desk(slots=4)
+    say(desk, "a", 1, 1, goes_on=True)
+    assert desk.pool.counts.held == 1
+    say(desk, "b", 1, 5)  # one more than there are
+    assert desk.pool.match(story(1, 5)) == 4
+    desk.pool.check_integrity()
+    desk.keep("c", story(2, 4), 16)
+    assert kept(desk, 1, 2) == {1: 0, 2: 4}
+    desk.check_empty()
+
+
+BOUND = (
+    "12 blocks are not kept on host: pins and keeps hold 4 of at most 4 blocks there (keep_share)"
+)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"goes_on": True},
+        {"priorities": [{"priority": 80}]},
+        {"priorities": [{"token_start": n, "token_end": n + 32, "priority": 80} for n in (0, 32)]},
+        {"priorities": [{"priority": 80}], "goes_on": "30s"},
+        {"priorities": [{"priority": 80}], "keep_seconds": 60},
+    ],
+)
+def test_whatever_is_not_held_the_refusal_says_so_once(said):
+    """Seen red: only a keep said it."""
+    desk = Desk(slots=16)
+    say(desk, "a", 1, 16, **said)
+    entry = desk.scheduler.journal("a")
+    assert entry is not None
+    assert entry.refused == (BOUND,)
+    assert desk.scheduler.control.hint(story(1, 16), Hints.read(said)).refused == (BOUND,)
+
+
+def test_what_was_said_to_matter_little_after_all_is_not_refused():
+    desk = Desk(slots=16)
+    high, low = {"priority": 80}, {"token_start": 16, "priority": 10}
+    say(desk, "a", 1, 16, priorities=[high, low])
+    entry = desk.scheduler.journal("a")
+    assert entry is not None
+    assert entry.refused == ()
+    assert desk.pool.counts.held == 4
+
+
+@pytest.mark.parametrize("is_soft", [False, True])
+def test_what_is_over_or_fits_is_not_refused(is_soft):
+    desk = Desk(slots=16)
+    said = {"goes_on": True, "priorities": [{"priority": 80}]} if is_soft else {"over": True}
+    say(desk, "a", 1, 4 if is_soft else 16, **said)
+    entry = desk.scheduler.journal("a")
+    assert entry is not None
+    assert entry.refused == ()

@@ -91,7 +91,7 @@ def _list(rows: list[RecentRequest], console: Console) -> None:
 def _tell(told: Told, console: Console) -> None:
     console.print(Text(f"Request {said(told.request_id, _MOST_NAME)}", style="bold"))
     if told.why is None:
-        console.print("It was never looked up; it only stored.")
+        console.print("It was never looked up; it only stored, or was fetched ahead.")
     else:
         _tell_why(told.why, console)
     if told.hints not in ("", "{}"):

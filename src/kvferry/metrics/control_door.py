@@ -21,12 +21,12 @@ from http import HTTPStatus
 from typing import Any
 
 from kvferry.errors import ConfigError, DeadlineError, InputError, StateError
-from kvferry.hints import Hints
+from kvferry.hints import Hints, read_seconds
 from kvferry.keys import Keys
 from kvferry.metrics.http_messages import Reply
 from kvferry.metrics.inbox import Inbox
 from kvferry.metrics.request_names import requests_of
-from kvferry.quantities import parse_seconds, quoted, shown
+from kvferry.quantities import quoted, shown
 from kvferry.scheduler.control import Acted, Control
 from kvferry.types import KEY_BYTES, RequestId
 
@@ -118,7 +118,7 @@ class ControlDoor:
             return lambda keys: control.hint(keys, hints)
         if action in ("pin", "prefetch"):
             given = said.get("seconds")
-            seconds = None if given is None else parse_seconds(given, name="seconds")
+            seconds = None if given is None else read_seconds("seconds", given)
             do = control.pin if action == "pin" else control.prefetch
             return lambda keys: do(keys, seconds)
         plain: Callable[[Keys], Acted] = getattr(control, action)

@@ -125,10 +125,11 @@ class HearsHints(Protocol):
     """An eviction policy that takes hints as evidence. Others are helped by the pool."""
 
     def hint(self, slots: SlotArray, evidence: Evidence) -> None:
-        """This was said of one request's blocks: its leading ones that are cached, in chain order.
+        """This was said of one request's blocks: those that are cached, in chain order.
 
-        Told once it has stored what it had to, so after their ``insert`` or ``use``; of several
-        times that it is told, the last counts. A later use of the last of them may prove it wrong.
+        In host memory these are its leading ones, a level may have only its end. Told once it has
+        stored what it had to, so after their ``insert`` or ``use``; of several times that it is
+        told, the last counts. A later use of the last of them may prove it wrong.
         """
 
 

@@ -7,7 +7,6 @@ forgotten with a reset or a restart.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -18,11 +17,11 @@ from kvferry.errors import InputError
 from kvferry.hints import Hints
 from kvferry.holds import FOREVER
 from kvferry.keys import Keys
-from kvferry.pool import Pool
-from kvferry.scheduler.hinted import bound_words, found, tell_pools
+from kvferry.scheduler.hinted import tell_pools
 from kvferry.scheduler.parts import Parts
+from kvferry.scheduler.places import places_of
 from kvferry.scheduler.prefetch import Prefetch
-from kvferry.types import HOST, RequestId, SlotArray, TierName
+from kvferry.types import RequestId
 
 MOST_PREFETCHES = 64
 _MOST_REMEMBERED = 1024
@@ -90,22 +89,20 @@ class Control:
         ``blocks`` counts those that are held on some level.
         """
         self._require_chain(keys)
-        held: dict[int, int] = {}
-        refused = []
-        for g, pool, name, slots in self._places(keys):
-            if len(slots) > held.get(g, 0):
-                count = pool.hold(slots, FOREVER if seconds is None else seconds)
-                held[g] = max(count, held.get(g, 0))
-                if count < len(slots):
-                    refused.append(bound_words(name, pool, len(slots) - count))
-        return self._done(keys, blocks=sum(held.values()), refused=refused)
+        held, refused = 0, list[str]()
+        for where in places_of(keys, self._parts):
+            count, words = where.hold(FOREVER if seconds is None else seconds)
+            held += count
+            refused += [*words, *where.on_their_way()]
+        return self._done(keys, blocks=held, refused=refused)
 
     def unpin(self, keys: Keys) -> Acted:
         """They may go as all others, but for those that others, which are pinned, go on from."""
         self._require_chain(keys)
         count = 0
-        for _, pool, _, slots in self._places(keys):
-            count += pool.let_go(slots)
+        for where in places_of(keys, self._parts):
+            for place in where.places:
+                count += place.pool.let_go(place.slots)
         return self._done(keys, blocks=count)
 
     def prefetch(self, keys: Keys, keep_seconds: float | None = None) -> Acted:
@@ -118,18 +115,21 @@ class Control:
         prefetch = Prefetch(f"prefetch-{self._num_prefetches}", keys, keep_seconds, self._parts)
         self._prefetches.append(prefetch)
         self.advance()
-        return self._done(keys, is_under_way=prefetch in self._prefetches)
+        refused = list(prefetch.refused)
+        return self._done(keys, is_under_way=prefetch in self._prefetches, refused=refused)
 
     def drop(self, keys: Keys) -> Acted:
         """Forget these blocks on every level, but for those that others go on from."""
         self._require_chain(keys)
         count, refused = 0, []
-        for _, pool, name, slots in self._places(keys):
-            gone = pool.drop(slots)
-            count += gone
-            if gone < len(slots):
-                rest = len(slots) - gone
-                refused.append(f"{rest} blocks stay on {name}: other requests go on from them")
+        for where in places_of(keys, self._parts):
+            shared = where.num_shared
+            for place in where.places:
+                gone = place.pool.drop(place.slots[place.at(shared) :])
+                count += gone
+                if gone < len(place.slots):
+                    rest, name = len(place.slots) - gone, place.name
+                    refused.append(f"{rest} blocks stay on {name}: other requests go on from them")
         keyed = [level.name for level in self._parts.lower.levels if level.pool is None]
         refused += [f"level {name} cannot forget single blocks" for name in keyed]
         return self._done(keys, blocks=count, refused=refused)
@@ -147,7 +147,14 @@ class Control:
             if not prefetch.advance():
                 self._prefetches.remove(prefetch)
                 if prefetch.keep_seconds is not None:
-                    self.pin(prefetch.keys, prefetch.keep_seconds)
+                    self._keep(prefetch, prefetch.keep_seconds)
+
+    def _keep(self, prefetch: Prefetch, seconds: float) -> None:
+        """All has come that comes. Who asked may have its answer by then: the journal tells it."""
+        prefetch.refused = self.pin(prefetch.keys, seconds).refused
+        if prefetch.refused:
+            said = Hints(keep_seconds=seconds)
+            self._parts.journal.wished(prefetch.id, said, prefetch.refused)
 
     def reset(self) -> None:
         """What was to be fetched is gone; so is all that was pinned, with the pools."""
@@ -184,19 +191,6 @@ class Control:
         if self._duplicates.any_in(keys):
             raise InputError(f"a key is twice among these {len(keys)}; a request's never repeat")
 
-    def _places(self, keys: Keys) -> Iterator[tuple[int, Pool, TierName, SlotArray]]:
-        """Where these blocks are: by group, level by level from the host down."""
-        parts = self._parts
-        pools: list[tuple[Pool, TierName]] = [(parts.pool, HOST)]
-        pools += [(lv.pool, lv.name) for lv in parts.lower.levels if lv.pool is not None]
-        for g, group in enumerate(parts.matcher.groups):
-            chain = parts.matcher.all_keys(g, keys)
-            is_chained = isinstance(group, reach.FullAttention)
-            for pool, name in pools:
-                slots = found(pool, chain, is_chained=is_chained)
-                if len(slots):
-                    yield g, pool, name, slots
-
     def _done(
         self,
         keys: Keys,
@@ -209,8 +203,9 @@ class Control:
         num_tokens = len(keys) * parts.matcher.hash_tokens
         look = parts.matcher.look(keys, 0, num_tokens)
         held = unknown = 0
-        for _, pool, _, slots in self._places(keys):
-            held += int(np.count_nonzero(pool.holds.held(slots)))
+        for where in places_of(keys, parts):
+            for place in where.places:
+                held += int(np.count_nonzero(place.pool.holds.held(place.slots)))
         if parts.lower.can_be_asked:
             for g, group in enumerate(parts.matcher.groups):
                 chain = parts.matcher.all_keys(g, keys)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from kvferry import reach
+from collections.abc import Sequence
+
+import numpy as np
+
 from kvferry.answers import Match, MatchState
 from kvferry.hints import DEFAULT_PRIORITY, Hints, TokenPriority
 from kvferry.holds import FOREVER
 from kvferry.keys import KeyChain, Keys
 from kvferry.policy import Evidence
-from kvferry.pool import Pool
 from kvferry.scheduler.leaving import Held
 from kvferry.scheduler.parts import Parts
+from kvferry.scheduler.places import ChainPlaces, OnLevel, bound_words, places_of
 from kvferry.scheduler.progress import NEVER, Progress
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.request_state import OVER
 from kvferry.scheduler.why import Explanation, Reason
-from kvferry.types import HOST, NO_SLOTS, RequestId, SlotArray
+from kvferry.types import RequestId
 
 
 class CappedProgress(Progress):
@@ -149,56 +152,54 @@ class HintedRequest(Request):
 def tell_pools(hints: Hints, keys: Keys, parts: Parts) -> list[str]:
     """Pass on what was said of a request's blocks, level by level; what was refused, in words."""
     refused: list[str] = []
-    pools = {HOST: parts.pool}
-    pools |= {level.name: level.pool for level in parts.lower.levels if level.pool is not None}
-    for g, group in enumerate(parts.matcher.groups):
-        chain = parts.matcher.all_keys(g, keys)
-        is_chained = isinstance(group, reach.FullAttention)
-        for name, pool in pools.items():
-            slots = found(pool, chain, is_chained=is_chained)
-            if not len(slots):
-                continue
-            if hints.over or hints.goes_on:
-                evidence = Evidence(hints.over, hints.goes_on, hints.within)
-                if is_chained:
-                    pool.hint_slots(slots, evidence)
-                else:
-                    pool.hint(chain, evidence)
-            for each in hints.priorities if is_chained else ():
-                _rank(pool, slots, each, group.block_tokens)
-            if hints.keep_seconds is not None:
-                count = pool.hold(slots, hints.keep_seconds)
-                if count == len(slots):
-                    break  # a level below need not keep it, too
-                refused.append(bound_words(name, pool, len(slots) - count))
+    for where in places_of(keys, parts):
+        softly = [words for place in where.places for words in _tell_place(hints, where, place)]
+        if hints.keep_seconds is None:
+            refused += softly
+        else:  # which asks for more than they do
+            refused += where.hold(hints.keep_seconds)[1]
+        refused += where.on_their_way()
     return refused
 
 
-def _rank(pool: Pool, slots: SlotArray, told: TokenPriority, block_tokens: int) -> None:
-    start = told.token_start // block_tokens
-    stop = len(slots) if told.token_end is None else -(-told.token_end // block_tokens)
-    if told.priority < DEFAULT_PRIORITY:
-        pool.go_first(slots[:stop], told.priority, first=start)
-    elif told.priority > DEFAULT_PRIORITY and start < len(slots):
-        # With what comes before it: nobody could reach it without.
-        seconds = FOREVER if told.duration_ms is None else told.duration_ms / 1000
-        pool.hold(slots[:stop], seconds, told.priority)
+def _tell_place(hints: Hints, where: ChainPlaces, place: OnLevel) -> list[str]:
+    """Pass on all but a keep to one level; which blocks are not held for that, in words."""
+    here = place.readable(len(where.keys) if hints.over else where.reached)
+    lacking = 0
+    if len(here.slots) and (hints.over or hints.goes_on):
+        evidence = Evidence(hints.over, hints.goes_on, hints.within)
+        if where.is_chained:
+            first = here.at(where.num_shared) if hints.over else 0
+            lacking = here.pool.hint_slots(here.slots, evidence, first=first)
+        else:
+            lacking = here.pool.hint(where.keys, evidence)
+    if hints.priorities and where.is_chained:
+        lacking = max(lacking, _rank(hints.priorities, where, place))
+    return [bound_words(place.name, place.pool, lacking)] if lacking else []
 
 
-def found(pool: Pool, keys: Keys, *, is_chained: bool) -> SlotArray:
-    """The slots of a request's blocks that can be read: the leading ones of a chain.
+def _rank(priorities: Sequence[TokenPriority], where: ChainPlaces, place: OnLevel) -> int:
+    """Blocks matter so much, range by range; how many are not held that matter more than most.
 
-    Each once, whatever an engine calls a chain: to be held twice would be to be let go twice.
+    Of what was said of a block twice, the last counts.
     """
-    slots = pool.leading(keys) if is_chained else pool.find_cached(keys)
-    slots = slots if is_chained else slots[slots >= 0]
-    return slots if pool.all_distinct(slots) else NO_SLOTS
-
-
-def bound_words(level: str, pool: Pool, num_blocks: int) -> str:
-    """Why so many blocks are not held."""
-    words = (
-        f"{num_blocks} blocks are not kept on {level}: pins and keeps hold {pool.holds.count} of "
-        f"at most {pool.holds.most} blocks there (keep_share)"
-    )
-    return f"{words}, each tenant's at most its part of those" if pool.is_divided else words
+    pool, block_tokens = place.pool, where.group.block_tokens
+    is_high = np.zeros(len(where.keys), dtype=bool)
+    for told in priorities:
+        start, stop = told.token_start // block_tokens, len(where.keys)
+        if told.token_end is not None:
+            stop = min(stop, -(-told.token_end // block_tokens))
+        if told.priority < DEFAULT_PRIORITY:
+            here = place.readable(stop)
+            first = here.at(max(start, where.num_shared))
+            pool.go_first(here.slots, told.priority, first=first)
+            is_high[start:stop] = False
+        elif told.priority > DEFAULT_PRIORITY:
+            # With what comes before it: nobody could reach it without.
+            here = place.readable(min(stop, where.reached))
+            seconds = FOREVER if told.duration_ms is None else told.duration_ms / 1000
+            if here.at(start) < len(here.slots):
+                pool.hold(here.slots, seconds, told.priority)
+                is_high[here.blocks] = True
+    high = place.slots[is_high[place.blocks]]
+    return int(np.count_nonzero(~pool.holds.held(high)))

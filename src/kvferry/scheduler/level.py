@@ -267,8 +267,9 @@ class PlacedLevel(Level):
     def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:
         super().moved(keys, ok, upward=upward, now=now)
         if not upward:
+            here = ok & self.pool.cached(keys)  # what was dropped meanwhile has not come
             for listener in self.listeners:
-                listener.came(self.name, keys.take(ok))
+                listener.came(self.name, keys.take(here))
 
     def listen(self, listener: LevelListener) -> None:
         super().listen(listener)

@@ -31,6 +31,8 @@ class Prefetch:
         self._parts = parts
         self.num_slots = 0
         """Host slots that were claimed for it so far."""
+        self.refused: tuple[str, ...] = ()
+        """What of it is not kept though it was to be, and why; once all has come."""
         self._below = Below()
         self._reached = -1
 
