@@ -684,14 +684,22 @@ class Serving:
         assert not self.requests, f"{len(self.requests)} requests wait for ever: {self.describe()}"
 
     def step(self, outcome: str = "ok", hung: Sequence[int] = ()) -> None:
-        """One step of a plain serving loop: settle, admit, compute, dispatch, copy."""
+        """One step of a plain serving loop: settle, compute, admit, dispatch, copy.
+
+        Who runs comes before who waits: else two that load in turn take every block that comes free
+        from a third, which then waits for ever.
+        """
         self.now += 0.25
         self.settle(list(self.receipts))
+        running = [each for each in self.requests.values() if each.state == "running"]
+        for request in running:
+            if request.state == "running":
+                self.compute(request, 16)
         for request in list(self.requests.values()):
             if request.state == "waiting":
                 self.admit(request)
         for request in list(self.requests.values()):
-            if request.state == "running":
+            if request.state == "running" and request not in running:
                 self.compute(request, 16)
         self.dispatch()
         for rank in self.ranks:
