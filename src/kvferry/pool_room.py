@@ -219,9 +219,8 @@ class PoolRoom(PoolFind):
         finally:
             if len(own):
                 self._readers[own] -= 1
-            self._unclaim(
-                its_own
-            )  # not before: claimed by us as well, they would not count as idle
+            # Not before: while we claim them too, they would not count as idle.
+            self._unclaim(its_own)
 
     def _evict_by_policy(self, count: int, arriving: Arriving) -> None:
         wanted = count - self._free.count
