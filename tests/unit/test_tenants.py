@@ -34,6 +34,11 @@ from kvferry.vllm.said import tenant_of
             (TenantShare("search", 0.4, 0.6), TenantShare("*", None, 0.5)),
         ),
         ({"a": "0.1"}, (TenantShare("a", 0.1),)),
+        ("a=20%:20%", (TenantShare("a", 0.2, 0.2),)),
+        (  # as floats they are more than one
+            "a=56%, b=34%, c=10%",
+            (TenantShare("a", 0.56), TenantShare("b", 0.34), TenantShare("c", 0.1)),
+        ),
     ],
 )
 def test_shares_are_read_and_shown(said, meant):
@@ -52,6 +57,9 @@ def test_shares_are_read_and_shown(said, meant):
         ("=10%", "is no name"),
         (7, r"expected NAME=SHARE\[:CEILING\]"),
         (", ".join(f"t{n}" for n in range(33)), "at most 32"),
+        ("a=5%:2%", "a cannot keep 5% under a ceiling of 2%"),
+        ("*=5%:2%", "\\* cannot keep 5% under a ceiling of 2%"),
+        ("a=80%, *=30%", "add up to 110%"),
     ],
 )
 def test_shares_that_cannot_be_meant_are_refused(said, words):
