@@ -7,7 +7,8 @@ One-line breaks that were tried; each made a test of this module fail.
 - ``given_up`` looks at no ``keeps``; ``_down_to_level`` leaves the last few to the first
 - ``Fair.expect`` is not called, or ``Fair._above`` does not count what comes
 - ``Fair.room`` lets whoever stores keep its share, too
-- ``Fair._collect`` gives up where one has no more
+- ``Fair._collect`` gives up where one has no more, or goes on as planned where one refuses
+- ``Fair._refuses`` says no; whoever stores may not use its own where another refuses
 - ``PoolRoom._evict_fairly`` asks once only; or asks ``Fair.take`` for all tenants together
 """
 
@@ -329,6 +330,56 @@ def test_a_tenant_within_its_share_makes_room_for_itself_where_nobody_else_can()
     assert stored(pool, range(10, 14), 1) == 4
     assert [pool.slots_of_tenant(t) for t in range(2)] == [8, 4]
     reads.release()
+    pool.check_integrity()
+
+
+class Refusing(Lru):
+    """Rather keeps what is there, where it is told to."""
+
+    refuses = False
+
+    def take(self, count, arriving):
+        return super().take(0 if self.refuses else count, arriving)
+
+
+def test_who_will_not_give_up_its_own_gets_nothing_of_who_is_within_its_part():
+    """A policy that refuses newcomers was passed over, and the next tenant lost its blocks."""
+    pool = Pool(16, Refusing)
+    pool.divide([None, None], [1.0] * 2, 0)
+    stored(pool, range(6), 0)
+    stored(pool, range(50, 60), 1)
+    fair = pool._fair
+    assert fair is not None
+    its = fair.of(1)
+    assert isinstance(its, Refusing)
+    its.refuses = True
+    assert stored(pool, range(100, 104), 1) == 0
+    assert [pool.slots_of_tenant(t) for t in range(2)] == [6, 10]
+    assert stored(pool, range(20, 24), 0) == 4, "at the cost of its own"
+    assert [pool.slots_of_tenant(t) for t in range(2)] == [6, 10]
+    its.refuses = False
+    assert stored(pool, range(30, 34), 0) == 4
+    assert [pool.slots_of_tenant(t) for t in range(2)] == [8, 8]
+    pool.check_integrity()
+
+
+def test_that_one_will_not_give_up_its_own_is_heeded_at_once():
+    """Both were to make room together, as who stores cannot: one is above its part, one within."""
+    pool = Pool(18, Refusing)
+    pool.divide([None] * 3, [1.0] * 3, 0)
+    for tenant, count in enumerate((5, 6, 7)):
+        stored(pool, range(50 * tenant, 50 * tenant + count), tenant)
+    reads = pool.pin(keys(range(50, 56)))
+    assert reads is not None
+    assert pool._fair is not None
+    its = pool._fair.of(2)
+    assert isinstance(its, Refusing)
+    its.refuses = True
+    assert stored(pool, range(200, 204), 1) == 0
+    assert [pool.slots_of_tenant(t) for t in range(3)] == [5, 6, 7]
+    reads.release()
+    assert stored(pool, range(200, 204), 1) == 4
+    assert [pool.slots_of_tenant(t) for t in range(3)] == [5, 6, 7]
     pool.check_integrity()
 
 

@@ -5,7 +5,7 @@ Every tenant has a policy to itself, so none loses its order to another's traffi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 
 import numpy as np
 import numpy.typing as npt
@@ -146,8 +146,23 @@ class Fair:
         What is found has to go: whoever names more, to put some back, would have tenants lose more
         than they are to.
         """
-        keeps = self._shares.promised_to - {self._comer}
-        return self._collect(count, keeps, lambda t, wanted: find(self._inner[t], wanted))
+        keeps = set(self._shares.promised_to - {self._comer})
+
+        def give(tenant: int, wanted: int) -> SlotArray:
+            found = find(self._inner[tenant], wanted)
+            if len(found) < wanted and self._refuses(tenant, wanted):
+                keeps.update(self._inner.keys() - {self._comer})
+            return found
+
+        return self._collect(count, keeps, give)
+
+    def _refuses(self, tenant: int, wanted: int) -> bool:
+        """Whether a tenant's policy gave up too few of what could go.
+
+        It rather keeps those than what comes. Were it asked of who is within its part instead,
+        one whose own blocks are worth much would get more and more of all others'.
+        """
+        return any(map(self._residents.can_go, self._inner[tenant].peek(wanted).tolist()))
 
     def peek(self, count: int) -> SlotArray:
         seen = dict.fromkeys(self._inner, 0)
@@ -160,7 +175,7 @@ class Fair:
         return self._collect(count, frozenset(), give)
 
     def _collect(
-        self, count: int, keeps: frozenset[int], give: Callable[[int, int], SlotArray]
+        self, count: int, keeps: Set[int], give: Callable[[int, int], SlotArray]
     ) -> SlotArray:
         """Up to ``count`` slots of whoever is most above its part; ``keeps`` as for `given_up`."""
         above = self._above()
@@ -171,8 +186,9 @@ class Fair:
                 found.append(came)
                 count -= len(came)
                 above[tenant] -= len(came)
-                if len(came) < number:  # it has no more, or will not
+                if len(came) < number:  # it has no more, or will not: who else has to changes
                     del above[tenant]
+                    break
         return found[0] if len(found) == 1 else np.concatenate((NO_SLOTS, *found))
 
     def of(self, tenant: int) -> EvictionPolicy:
