@@ -226,14 +226,16 @@ class PoolRoom(PoolFind):
     def _evict_fairly(self, fair: Fair, count: int, arriving: Arriving) -> None:
         """The same where slots are tenants': from each as many as it has to give up."""
         self._catch_up()
-        going = None
-        # Once a tenant's blocks have gone, those of another that they followed can go as well.
-        while count > self._free.count and (going is None or len(going)):
-            going = fair.room(
-                count - self._free.count,
-                lambda policy, wanted: self._victims_of(policy, wanted, arriving),
-            )
+
+        def evict(policy: EvictionPolicy, wanted: int) -> SlotArray:
+            # At once: who is asked again must not meet what has gone as a follower that stays.
+            going = self._victims_of(policy, wanted, arriving)
             self._evict(going)
+            return going
+
+        # Once a tenant's blocks have gone, those of another that they followed can go as well.
+        while count > self._free.count and len(fair.room(count - self._free.count, evict)):
+            pass
 
     def _victims_of(self, policy: EvictionPolicy, wanted: int, arriving: Arriving) -> SlotArray:
         return victims(policy, self._chains, self._is_idle, wanted, arriving)

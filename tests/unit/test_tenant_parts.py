@@ -383,6 +383,20 @@ def test_that_one_will_not_give_up_its_own_is_heeded_at_once():
     pool.check_integrity()
 
 
+def test_who_is_asked_twice_gives_up_what_its_first_blocks_followed():
+    """They had not gone yet, so what they followed seemed to stay, and another lost a block."""
+    pool = Pool(9)
+    pool.divide([None, 0.5, 0.2], [1.0] * 3, 0)
+    stored(pool, range(2), 0)
+    stored(pool, [50], 1)
+    stored(pool, range(100, 104), 2)
+    reads = pool.pin(keys([50]))
+    assert reads is not None
+    assert stored(pool, range(60, 65), 1) == 5
+    assert [pool.slots_of_tenant(t) for t in range(3)] == [2, 6, 1]
+    reads.release()
+
+
 def test_parts_are_of_what_can_be_used_as_yet():
     """Else a share of memory that is not there yet keeps all others out of what is."""
     pool = Pool(40, num_ready=20)
