@@ -49,6 +49,12 @@ def why_left_out(
     pool = scheduler.pool
     if len(keys) > pool.num_slots:
         return f"{where}: the host memory holds no more than {pool.num_slots} blocks"
+    if pool.counts.cached and config.tenants:
+        return (
+            f"{where}: host memory is full, and others keep to their shares (tenants), its policy "
+            f"({config.policy}) would rather keep what is there, or what is being copied depends "
+            "on it"
+        )
     if pool.counts.cached:
         return (
             f"{where}: host memory is full, and its policy ({config.policy}) would rather keep "

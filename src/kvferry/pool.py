@@ -161,6 +161,8 @@ class Pool(PoolWishes):
             arriving = Arriving(keys, found, above, chained)
             missing = self._within_ceiling(missing, own, arriving, tenant)
         if len(missing) > self._free.count:
+            if self._fair is not None:
+                self._fair.expect(tenant, len(missing), self.num_ready)
             count = len(missing) + self._spare()
             self._make_room(count, own, Arriving(keys, found, above, chained))
         if len(own):

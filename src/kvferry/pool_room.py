@@ -224,8 +224,27 @@ class PoolRoom(PoolFind):
 
     def _evict_by_policy(self, count: int, arriving: Arriving) -> None:
         wanted = count - self._free.count
-        if wanted > 0:
-            self._evict(victims(self._policy, self._chains, self._is_idle, wanted, arriving))
+        if wanted > 0 and self._fair is not None:
+            self._evict_fairly(self._fair, count, arriving)
+        elif wanted > 0:
+            self._evict(self._victims_of(self._policy, wanted, arriving))
+
+    def _evict_fairly(self, fair: Fair, count: int, arriving: Arriving) -> None:
+        """The same where slots are tenants': from each as many as it has to give up."""
+        self._catch_up()
+
+        def evict(policy: EvictionPolicy, wanted: int) -> SlotArray:
+            # At once: who is asked again must not meet what has gone as a follower that stays.
+            going = self._victims_of(policy, wanted, arriving)
+            self._evict(going)
+            return going
+
+        # Once a tenant's blocks have gone, those of another that they followed can go as well.
+        while count > self._free.count and len(fair.room(count - self._free.count, evict)):
+            pass
+
+    def _victims_of(self, policy: EvictionPolicy, wanted: int, arriving: Arriving) -> SlotArray:
+        return victims(policy, self._chains, self._is_idle, wanted, arriving)
 
     def _evict(self, going: SlotArray) -> None:
         """These idle slots, which the policy has let go of, are free; followers come first."""
@@ -312,16 +331,21 @@ class PoolRoom(PoolFind):
                 listener(keys)
 
     def divide(
-        self, shares: Sequence[float | None], ceilings: Sequence[float], before: int
+        self,
+        shares: Sequence[float | None],
+        ceilings: Sequence[float],
+        before: int,
+        at_most: Sequence[float] | None = None,
     ) -> None:
         """From now on slots belong to tenants, by number, each with its part of all slots.
 
-        What is here already is of the one that is called ``before``.
+        What is here already is of the one that is called ``before``. Who has no share has an even
+        part of what others' leave over, ``at_most`` so much of all slots.
         """
         order = self._policy.peek(self.num_slots)
         cached = self._state[:-1] == _CACHED
         cached[order] = False
-        self._fair = Fair(self._make_policy, self._residents, shares)
+        self._fair = Fair(self._make_policy, self._residents, shares, at_most)
         self._ceilings = [int(self.num_slots * ceiling) for ceiling in ceilings]
         self.before = before
         self._fair.own(np.flatnonzero(np.isin(self._state[:-1], (_WRITING, _CACHED))), before)
@@ -374,7 +398,6 @@ class PoolRoom(PoolFind):
             return self._is_idle(slots) & (fair.owner_of(slots) == tenant)
 
         self._readers[own] += 1
-        fair.only = tenant
         try:
             if self._first:
                 going = self._first.take(over, self._chains, is_its_own)
@@ -382,9 +405,8 @@ class PoolRoom(PoolFind):
                 self._evict(going)
                 over -= len(going)
             if over > 0:
-                self._evict(victims(fair, self._chains, self._is_idle, over, arriving))
+                self._evict(self._victims_of(fair.of(tenant), over, arriving))
         finally:
-            fair.only = None
             self._readers[own] -= 1
         return missing[: max(0, ceiling - int(fair.owned[tenant]))]
 

@@ -4,8 +4,9 @@
 
     search=40%:60%, chat=20%, *=fair:50%     name=share[:ceiling]; * is every other tenant
 
-A share is what a tenant keeps while others need room; *fair* is an even part among those that have
-blocks. A ceiling is never passed, even while there is room. Both are parts of every tier whose
+A share is what a tenant keeps while others need room; *fair* is an even part, among those that have
+blocks, of what all shares that are named leave over; a share of ``*`` is such a part, of that size
+at most. A ceiling is never passed, even while there is room. Both are parts of every tier whose
 places we give out: host memory, a disk, memory below it. A store that finds blocks by their keys (a
 shared one, say) decides itself what it keeps.
 """
@@ -26,6 +27,7 @@ RESERVED = (NONE, OTHER, BEFORE)
 of an earlier life."""
 MOST_NAMED = 32
 _FAIR = "fair"
+_ROUNDING = 1e-9  # shares that are written to add up to 100% are floats that may not
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def read_tenants(name: str, value: object) -> tuple[TenantShare, ...]:
     if len(found) > MOST_NAMED:
         raise ConfigError(f"{name}: at most {MOST_NAMED} tenants can be named, got {len(found)}")
     total = sum(each.share or 0.0 for each in found)
-    if total > 1.0:
+    if total > 1.0 + _ROUNDING:
         raise ConfigError(f"{name}: the shares add up to {show_share(total)}; at most 100%")
     return found
 
@@ -81,8 +83,14 @@ def _tenant(name: str, tenant: str, part: str) -> TenantShare:
     if tenant in RESERVED:
         raise ConfigError(f"{name}: {quoted(tenant)} has a meaning of its own; name it otherwise")
     share, _, ceiling = (word.strip() for word in part.partition(":"))
-    return TenantShare(
+    found = TenantShare(
         tenant,
         None if share.lower() in ("", _FAIR) else parse_share(share, name=f"{name}: {tenant}"),
         parse_share(ceiling, name=f"{name}: ceiling of {tenant}") if ceiling else 1.0,
     )
+    if found.share is not None and found.ceiling < found.share:
+        raise ConfigError(
+            f"{name}: {tenant} cannot keep {show_share(found.share)} under a ceiling of "
+            f"{show_share(found.ceiling)}; give it a smaller share or a higher ceiling"
+        )
+    return found

@@ -56,7 +56,10 @@ class Tenants:
         named = [each for each in shares if each.name != EVERYBODY_ELSE]
         rest = MOST_OTHERS + 1
         self.shares: list[float | None] = [None, *(t.share for t in named)]
-        self.shares += [*[default.share] * rest, None]
+        self.shares += [None] * (rest + 1)
+        # A share for whoever comes bounds an even part: names that are made up get no more by it.
+        most = 1.0 if default.share is None else default.share
+        self.at_most = [most, *[1.0] * len(named), *[most] * rest, 1.0]
         self.ceilings = [default.ceiling, *(t.ceiling for t in named)]
         self.ceilings += [*[default.ceiling] * MOST_OTHERS, 1.0, 1.0]
         self._pools = pools

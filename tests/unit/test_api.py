@@ -393,6 +393,16 @@ def test_a_store_says_that_the_policy_refused_it(
         assert "policy (returns) would rather keep" in done.reason
 
 
+def test_a_store_says_that_others_keep_to_their_shares(kv: Tensors) -> None:
+    settings: dict[str, Any] = {"block_tokens": TOKENS, "host": 4 * 3 * 64, "policy": "lru"}
+    with kvferry.attach(kv, model="m", tenants="a=50%", **settings) as ferry:
+        its = ferry.store(ferry.keys(range(2 * TOKENS)), [0, 1], hints={"tenant": "a"})
+        assert ferry.wait(its).num_blocks == 2
+        done = ferry.wait(ferry.store(ferry.keys(range(50, 50 + 3 * TOKENS)), [2, 3, 4]))
+        assert (done.ok, done.num_blocks) == (True, 2)
+        assert "block 2: host memory is full, and others keep to their shares" in done.reason
+
+
 def test_a_store_says_that_it_was_held_back(kv: Tensors) -> None:
     settings: dict[str, Any] = {"block_tokens": TOKENS, "host": "64KiB"}
     with kvferry.attach(kv, model="m", max_bytes_in_flight=2 * 3 * 64, **settings) as ferry:

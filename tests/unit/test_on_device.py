@@ -126,7 +126,7 @@ def test_what_is_stored_late_is_kept_as_long_as_was_said_of_it() -> None:
 
 
 def test_a_tenants_blocks_count_for_it_when_they_are_stored_late() -> None:
-    desk = lazy(tenants="a=50%:25%, b=50%")
+    desk = lazy(tenants="a=25%:25%, b=50%")
     life(desk, "x", story(1, 8), tenant="a")
     life(desk, "y", story(2, 8), tenant="b")
     assert stored(desk, story(1, 8)) == 4  # its ceiling

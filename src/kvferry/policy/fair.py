@@ -5,7 +5,7 @@ Every tenant has a policy to itself, so none loses its order to another's traffi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from kvferry.policy.eviction import (
     HearsRequests,
     Residents,
 )
+from kvferry.policy.parts import Parts, given_up
 from kvferry.types import NO_SLOTS, SlotArray
 
 _NOBODY = -1
@@ -29,7 +30,9 @@ class Fair:
     """One policy for each tenant. Owns whose each slot is, and how many each has.
 
     Tenants are numbers, 0 and up; ``shares`` has a part of all slots for each, None for an even one
-    among those that have blocks. The largest count for its share loses first.
+    of what those leave over, which is ``at_most`` as given. Whoever has most above its part, what
+    it stores counted in, loses first. What is within a share is lost to nobody else; an even part
+    only where nothing else can go.
     """
 
     def __init__(
@@ -37,13 +40,16 @@ class Fair:
         make: EvictionPolicyMaker,
         residents: Residents,
         shares: Sequence[float | None],
+        at_most: Sequence[float] | None = None,
     ) -> None:
         self._make = make
         self._residents = residents
-        self._shares = shares
+        self._shares = Parts(shares, [1.0] * len(shares) if at_most is None else at_most)
         first = make(residents)
         self.wants_chains = first.wants_chains
-        self._inner: dict[int, EvictionPolicy] = {0: first}
+        self._inner: dict[int, EvictionPolicy] = {}
+        self._hearers: list[HearsRequests] = []
+        self._add(0, first)
         self._owner = np.full(residents.num_slots, _NOBODY, dtype=np.int16)
         self.owned = np.zeros(len(shares), dtype=np.int64)
         """By tenant, the slots that are its own, whatever becomes of them."""
@@ -51,10 +57,8 @@ class Fair:
         """By tenant, the blocks that made room for others."""
         self.held = np.zeros(len(shares), dtype=np.int64)
         """By tenant, the slots that somebody asked to stay; the pool counts them."""
-        self.only: int | None = None
-        """Whose alone may go, where somebody must make room for itself."""
-        self._asked: Arriving | None = None
-        self._taken = np.zeros(len(shares), dtype=np.int64)  # for the room that is being made
+        self._comer, self._coming = _NOBODY, 0
+        self._num_slots = residents.num_slots
         # A policy hears by having these; ours does where theirs do.
         if isinstance(first, HearsHints):
             self.hint = self._hint
@@ -67,10 +71,18 @@ class Fair:
         """These slots were given to a tenant."""
         self._owner[slots] = tenant
         self.owned[tenant] += len(slots)
+        self._comer, self._coming = _NOBODY, 0
+
+    def expect(self, tenant: int, count: int, num_slots: int) -> None:
+        """Room is made for so many blocks of a tenant, in a pool with so many slots as yet.
+
+        They count as its own already, or it would store at the cost of those that keep to theirs.
+        """
+        self._comer, self._coming = tenant, count
+        self._num_slots = num_slots
 
     def left(self, slots: SlotArray) -> None:
         """These slots are free."""
-        self._give_back(slots)
         owners = self._owner.take(slots)
         self.owned -= np.bincount(owners[owners >= 0], minlength=len(self.owned))
         self._owner[slots] = _NOBODY
@@ -89,86 +101,99 @@ class Fair:
         self.held += sign * np.bincount(owners[owners >= 0], minlength=len(self.held))
 
     def part_of(self, tenant: int) -> float:
-        """Which part of all is a tenant's: its share, or an even one among those with blocks."""
-        share = self._shares[tenant]
-        if share is not None:
-            return share
-        return 1.0 / max(1, int(np.count_nonzero(self.owned > 0)))
+        """Which part of all is a tenant's: its share, or an even one of what shares leave over."""
+        return float(self._shares.of_all(self._there())[tenant])
 
-    def ranked(self) -> list[int]:
-        """The tenants that have blocks, most above its share first."""
-        counts = self.owned - self._taken
-        there = np.flatnonzero(counts > 0).tolist()
-        even = 1.0 / max(1, len(there))
-        shares = [self._shares[t] for t in there]
-        parts = [even if share is None else max(share, 1e-9) for share in shares]
-        ratios = {t: counts[t] / part for t, part in zip(there, parts, strict=True)}
-        return sorted(there, key=lambda t: (-ratios[t], t))
+    def _there(self) -> npt.NDArray[np.bool_]:
+        """By tenant, whether it has blocks or is about to."""
+        there = self.owned > 0
+        if self._comer != _NOBODY:
+            there[self._comer] = True
+        return there
+
+    def _above(self) -> dict[int, float]:
+        """By how many each tenant that has blocks is above its part, most of them below it."""
+        counts = self.owned.copy()
+        if self._comer != _NOBODY:
+            counts[self._comer] += self._coming
+        above = (counts - self._shares.in_slots(self._there(), self._num_slots)).tolist()
+        return {t: above[t] for t in self._inner if self.owned[t] > 0}
 
     # -- what every policy does -----------------------------------------------------------------
 
     def insert(self, slots: SlotArray) -> None:
-        self._give_back(slots)
         for policy, part in self._parts(slots):
             policy.insert(part)
 
     def use(self, slots: SlotArray) -> None:
-        self._give_back(slots)
         for policy, part in self._parts(slots):
             policy.use(part)
 
     def keep(self, slots: SlotArray) -> None:
-        self._give_back(slots)
         for policy, part in self._parts(slots):
             policy.keep(part)
 
     def put_back(self, slots: SlotArray) -> None:
-        self._give_back(slots)
         for policy, part in self._parts(slots):
             policy.put_back(part)
 
     def take(self, count: int, arriving: Arriving) -> SlotArray:
-        if arriving is not self._asked:
-            self._asked = arriving
-            self._taken[:] = 0
-        for tenant in self.ranked() if self.only is None else (self.only,):
-            policy = self._inner.get(tenant)
-            if policy is not None:
-                most = count if self.only is not None else min(count, self._surplus(tenant))
-                taken = policy.take(most, arriving)
-                if len(taken):
-                    self._taken[tenant] += len(taken)
-                    return taken
-        return NO_SLOTS
+        return self.room(count, lambda policy, wanted: policy.take(wanted, arriving))
 
-    def _surplus(self, tenant: int) -> int:
-        """How many a tenant may lose before another has more above its share: at least one."""
-        counts = self.owned - self._taken
-        others = [t for t in np.flatnonzero(counts > 0).tolist() if t != tenant]
-        if not others:
-            return int(counts[tenant])
-        even = 1.0 / (len(others) + 1)
+    def room(self, count: int, find: Callable[[EvictionPolicy, int], SlotArray]) -> SlotArray:
+        """Up to ``count`` slots, each tenant's found by its own policy.
 
-        def part(t: int) -> float:
-            share = self._shares[t]
-            return even if share is None else max(share, 1e-9)
+        What is found has to go: whoever names more, to put some back, would have tenants lose more
+        than they are to.
+        """
+        keeps = set(self._shares.promised_to - {self._comer})
 
-        next_ratio = max(counts[t] / part(t) for t in others)
-        return max(1, int(counts[tenant] - next_ratio * part(tenant)))
+        def give(tenant: int, wanted: int) -> SlotArray:
+            found = find(self._inner[tenant], wanted)
+            if len(found) < wanted and self._refuses(tenant, wanted):
+                keeps.update(self._inner.keys() - {self._comer})
+            return found
 
-    def _give_back(self, slots: SlotArray) -> None:
-        """They were taken, perhaps, and are here again."""
-        owners = self._owner.take(slots)
-        back = np.bincount(owners[owners >= 0], minlength=len(self.owned))
-        self._taken = np.maximum(0, self._taken - back)
+        return self._collect(count, keeps, give)
+
+    def _refuses(self, tenant: int, wanted: int) -> bool:
+        """Whether a tenant's policy gave up too few of what could go.
+
+        It rather keeps those than what comes. Were it asked of who is within its part instead,
+        one whose own blocks are worth much would get more and more of all others'.
+        """
+        return any(map(self._residents.can_go, self._inner[tenant].peek(wanted).tolist()))
 
     def peek(self, count: int) -> SlotArray:
-        found = []
-        for tenant in self.ranked():
-            if count > 0 and tenant in self._inner:
-                found.append(self._inner[tenant].peek(count))
-                count -= len(found[-1])
-        return np.concatenate((NO_SLOTS, *found))
+        seen = dict.fromkeys(self._inner, 0)
+
+        def give(tenant: int, wanted: int) -> SlotArray:
+            found = self._inner[tenant].peek(seen[tenant] + wanted)[seen[tenant] :]
+            seen[tenant] += len(found)
+            return found
+
+        return self._collect(count, frozenset(), give)
+
+    def _collect(
+        self, count: int, keeps: Set[int], give: Callable[[int, int], SlotArray]
+    ) -> SlotArray:
+        """Up to ``count`` slots of whoever is most above its part; ``keeps`` as for `given_up`."""
+        above = self._above()
+        found: list[SlotArray] = []
+        while wanted := given_up(count, above, keeps):
+            for tenant, number in wanted:
+                came = give(tenant, number)
+                found.append(came)
+                count -= len(came)
+                above[tenant] -= len(came)
+                if len(came) < number:  # it has no more, or will not: who else has to changes
+                    del above[tenant]
+                    break
+        return found[0] if len(found) == 1 else np.concatenate((NO_SLOTS, *found))
+
+    def of(self, tenant: int) -> EvictionPolicy:
+        """The policy of one tenant."""
+        return self._policy(tenant)
 
     def peek_of(self, tenant: int, count: int) -> SlotArray:
         """The same of one tenant's."""
@@ -196,14 +221,12 @@ class Fair:
                 policy.hint(part, evidence)
 
     def _tell_asked(self, keys: Keys, num_tokens: int, slots: SlotArray) -> None:
-        for policy in self._inner.values():
-            if isinstance(policy, HearsRequests):
-                policy.asked(keys, num_tokens, slots[policy.holds(slots)])
+        for hearer, policy in zip(self._hearers, self._inner.values(), strict=True):
+            hearer.asked(keys, num_tokens, slots[policy.holds(slots)] if len(slots) else slots)
 
     def _tell_answered(self, keys: Keys, num_tokens: int) -> None:
-        for policy in self._inner.values():
-            if isinstance(policy, HearsRequests):
-                policy.answered(keys, num_tokens)
+        for policy in self._hearers:
+            policy.answered(keys, num_tokens)
 
     # -- the parts ------------------------------------------------------------------------------
 
@@ -223,5 +246,11 @@ class Fair:
         tenant = max(0, tenant)  # what was here before tenants were is nobody's
         policy = self._inner.get(tenant)
         if policy is None:
-            policy = self._inner[tenant] = self._make(self._residents)
+            policy = self._add(tenant, self._make(self._residents))
+        return policy
+
+    def _add(self, tenant: int, policy: EvictionPolicy) -> EvictionPolicy:
+        self._inner[tenant] = policy
+        if isinstance(policy, HearsRequests):  # asked once: it costs more than some tellings
+            self._hearers.append(policy)
         return policy

@@ -126,7 +126,7 @@ def _divided(shares: Sequence[TenantShare], pool: Pool, levels: Sequence[Level])
     pools |= {level.name: level.pool for level in levels if level.pool is not None}
     tenants = Tenants(shares, pools)
     for each in pools.values():
-        each.divide(tenants.shares, tenants.ceilings, tenants.before)
+        each.divide(tenants.shares, tenants.ceilings, tenants.before, tenants.at_most)
     for level in levels:
         if level.pool is None:
             log.warning(

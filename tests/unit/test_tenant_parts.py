@@ -1,0 +1,407 @@
+"""Whose part is how large, and who gives up how many: against one at a time, for all small cases.
+
+One-line breaks that were tried; each made a test of this module fail.
+
+- ``Parts.of_all`` gives an even part of the whole, as it was, or one that nothing bounds
+- ``Parts.in_slots`` rounds no promised part, or rounds it down without a tolerance
+- ``given_up`` looks at no ``keeps``; ``_down_to_level`` leaves the last few to the first
+- ``Fair.expect`` is not called, or ``Fair._above`` does not count what comes
+- ``Fair.room`` lets whoever stores keep its share, too
+- ``Fair._collect`` gives up where one has no more, or goes on as planned where one refuses
+- ``Fair._refuses`` says no; whoever stores may not use its own where another refuses
+- ``PoolRoom._evict_fairly`` asks once only; or asks ``Fair.take`` for all tenants together
+"""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.fakes.crafted_keys import keys
+from tests.fakes.policies import Fifo
+
+from kvferry.policy import Fair, Lru
+from kvferry.policy.parts import Parts, given_up
+from kvferry.pool import Pool
+
+# -- parts --------------------------------------------------------------------------------------
+
+
+def in_slots(shares, there, num_slots=100, at_most=None) -> list[float]:
+    parts = Parts(shares, at_most or [1.0] * len(shares))
+    return parts.in_slots(np.array(there, dtype=bool), num_slots).tolist()
+
+
+def test_what_shares_leave_over_is_divided_evenly_among_the_others():
+    shares = (None, 0.8, None, None)
+    assert in_slots(shares, (1, 1, 0, 0)) == pytest.approx([20, 80, 20, 20])
+    assert in_slots(shares, (1, 0, 1, 0)) == pytest.approx([10, 80, 10, 10]), "its share is kept"
+    assert in_slots((None, 1.0), (1, 1)) == [0, 100]
+    assert in_slots((None, None), (1, 1)) == [50, 50]
+
+
+def test_a_share_of_whoever_comes_is_the_most_of_an_even_part():
+    few = in_slots((0.8, None, None), (1, 1, 0), at_most=(1.0, 0.05, 0.05))
+    assert few == pytest.approx([80, 5, 5])
+    many = in_slots((0.8, *[None] * 10), [1] * 11, at_most=(1.0, *[0.05] * 10))
+    assert many == pytest.approx([80, *[2] * 10])
+
+
+def test_a_promised_part_is_whole_slots():
+    assert in_slots((0.29, None), (1, 1))[0] == 29, "and not 28 by the rounding of floats"
+    assert in_slots((0.5, None), (1, 1), num_slots=7)[0] == 3
+
+
+share = st.one_of(st.none(), st.integers(0, 40).map(lambda percent: percent / 100))
+
+
+@given(
+    shares=st.lists(share, min_size=1, max_size=8),
+    there=st.lists(st.booleans(), min_size=8, max_size=8),
+    most=st.floats(0, 1),
+    num_slots=st.integers(1, 10_000),
+)
+def test_all_parts_together_are_no_more_than_the_whole(shares, there, most, num_slots):
+    if sum(share or 0.0 for share in shares) > 1:
+        shares = [None if share is None else share / 4 for share in shares]
+    here = there[: len(shares)]
+    parts = in_slots(shares, here, num_slots, [most] * len(shares))
+    counted = [
+        part
+        for part, share, is_here in zip(parts, shares, here, strict=True)
+        if share is not None or is_here
+    ]
+    assert sum(counted) <= num_slots + 1e-6
+
+
+# -- who gives up how many ------------------------------------------------------------------------
+
+
+def one_by_one(count: int, above: dict[int, float], keeps: set[int]) -> dict[int, int]:
+    """The same, plainly: each time whoever is most above its part; ties as they fall."""
+    above, gone = dict(above), dict.fromkeys(above, 0)
+    for _ in range(count):
+        can = [tenant for tenant in above if tenant not in keeps or above[tenant] > 0]
+        if not can:
+            break
+        most = max(can, key=lambda tenant: above[tenant])
+        above[most] -= 1
+        gone[most] += 1
+    return gone
+
+
+def test_it_is_as_one_at_a_time_for_all_small_cases():
+    """Ties may fall either way, so what is compared is how far above each ends, in order.
+
+    Who keeps its part is above it by whole slots; others by any fraction.
+    """
+    everybody = (0, 1, 2)
+    tried = 0
+    for num_keeping in range(4):
+        for keeps in map(set, combinations(everybody, num_keeping)):
+            choices = [
+                (-2.0, 0.0, 1.0, 3.0) if tenant in keeps else (-1.75, -0.5, 0.25, 1.0, 2.5)
+                for tenant in everybody
+            ]
+            for surplus in product(*choices):
+                above = dict(enumerate(surplus))
+                for count in range(9):
+                    found = dict(given_up(count, above, keeps))
+                    plain = one_by_one(count, above, keeps)
+                    ends = sorted(above[t] - found.get(t, 0) for t in above)
+                    assert ends == sorted(above[t] - plain[t] for t in above)
+                    assert all(above[t] - n >= 0 for t, n in found.items() if t in keeps)
+                    tried += 1
+    assert tried > 5000
+
+
+def test_many_of_few_and_few_of_many():
+    assert given_up(0, {1: 5.0}, ()) == []
+    assert given_up(3, {}, ()) == []
+    assert given_up(1_000_000, {1: 3.0, 2: 1.0}, ()) == [(1, 500_001), (2, 499_999)]
+    assert given_up(2, dict.fromkeys(range(50), 0.5), ()) == [(0, 1), (1, 1)]
+
+
+# -- in a pool ----------------------------------------------------------------------------------
+
+SHARES = (
+    (None, 0.8, None),
+    (None, 0.5, 0.5),
+    (None, 0.3, 0.2),
+    (0.25, 0.25, 0.25),
+    (None, None, None),
+)
+
+
+class Divided:
+    """A divided pool of blocks that stand alone, and how many of each tenant one would expect."""
+
+    def __init__(self, num_slots: int, shares, make=Lru) -> None:
+        self.pool = Pool(num_slots, make)
+        self.pool.divide(shares, [1.0] * len(shares), 0)
+        self.num_slots, self.shares = num_slots, shares
+        self.blocks: dict[int, list[int]] = {t: [] for t in range(len(shares))}
+        self.last = 0
+
+    def counts(self) -> list[int]:
+        return [self.pool.slots_of_tenant(t) for t in range(len(self.shares))]
+
+    def parts(self, counts: list[int]) -> list[float]:
+        whole = [int(self.num_slots * (share or 0.0) + 1e-6) for share in self.shares]
+        left = self.num_slots * (1 - sum(share or 0.0 for share in self.shares))
+        even = [n > 0 and share is None for n, share in zip(counts, self.shares, strict=True)]
+        return [
+            left / max(1, sum(even)) if share is None else mine
+            for share, mine in zip(self.shares, whole, strict=True)
+        ]
+
+    def expected(self, tenant: int, count: int) -> tuple[list[int], list[float]]:
+        """After a store, by one at a time; and everybody's parts."""
+        counts = self.counts()
+        can_lose = list(counts)
+        room = self.num_slots - sum(counts)
+        counts[tenant] += count
+        parts = self.parts(counts)
+        for _ in range(count - room):
+            above = [n - part for n, part in zip(counts, parts, strict=True)]
+            can = [
+                t
+                for t, extra in enumerate(above)
+                if can_lose[t] and (self.shares[t] is None or t == tenant or extra > 1e-6)
+            ]
+            if can:
+                most = max(can, key=lambda t: above[t])
+                counts[most] -= 1
+                can_lose[most] -= 1
+            else:
+                counts[tenant] -= 1  # the last of what comes is not stored
+        return counts, parts
+
+    def store(self, tenant: int, count: int) -> None:
+        numbers = list(range(self.last + 1, self.last + 1 + count))
+        self.last += count
+        lease = self.pool.reserve(keys(numbers), chained=False, tenant=tenant)
+        if lease is not None:
+            self.blocks[tenant] += [numbers[at] for at in lease.positions.tolist()]
+            lease.commit()
+
+    def left_of(self, tenant: int) -> list[int]:
+        there = self.pool.cached(keys(self.blocks[tenant])) if self.blocks[tenant] else ()
+        return [
+            block for block, is_there in zip(self.blocks[tenant], there, strict=True) if is_there
+        ]
+
+
+@settings(deadline=None)
+@given(
+    num_slots=st.integers(3, 24),
+    shares=st.sampled_from(SHARES),
+    steps=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 8)), max_size=30),
+)
+def test_a_pool_makes_room_as_one_at_a_time_would(num_slots, shares, steps):
+    """Ties may fall either way, so how far above its part each ends is compared, in order."""
+    divided = Divided(num_slots, shares)
+    for tenant, count in steps:
+        count = min(count, num_slots)
+        before = divided.counts()
+        expected, parts = divided.expected(tenant, count)
+        divided.store(tenant, count)
+        after = divided.counts()
+        ends = sorted(n - part for n, part in zip(after, parts, strict=True))
+        assert ends == pytest.approx(
+            sorted(n - part for n, part in zip(expected, parts, strict=True))
+        )
+        for t, share in enumerate(shares):
+            if t != tenant and share is not None:
+                assert after[t] >= min(before[t], int(num_slots * share + 1e-6))
+        divided.pool.check_integrity()
+
+
+def test_of_several_tenants_each_loses_its_oldest():
+    divided = Divided(24, (None, None, None, None), Fifo)
+    for tenant in (0, 1, 2):
+        for _ in range(4):
+            divided.store(tenant, 2)
+    divided.store(3, 6)
+    assert divided.counts() == [6, 6, 6, 6]
+    assert [len(divided.left_of(t)) for t in (0, 1, 2)] == [6, 6, 6]
+    assert divided.left_of(2) == divided.blocks[2][2:]
+
+
+def test_room_that_several_make_costs_a_call_each(monkeypatch):
+    """As they are balanced nobody has much above its part: one call for each block, it was."""
+    asked = []
+    take, find = Lru.take, Fair.room
+
+    def counted_take(self, count, arriving):
+        asked.append(count)
+        return take(self, count, arriving)
+
+    def counted_room(self, count, how):
+        asked.append(0)
+        return find(self, count, how)
+
+    monkeypatch.setattr(Lru, "take", counted_take)
+    monkeypatch.setattr(Fair, "room", counted_room)
+    divided = Divided(64, (None,) * 4)
+    for number in range(40):
+        divided.store(number % 4, 12)
+    asked.clear()
+    for number in range(8):
+        divided.store(number % 4, 12)
+    assert asked.count(0) == 8
+    assert len(asked) <= 8 * (1 + 4)
+
+
+# -- chains -------------------------------------------------------------------------------------
+
+
+def stored(pool: Pool, numbers, tenant: int, parent: int | None = None) -> int:
+    above = keys([parent])[0] if parent is not None else None
+    lease = pool.reserve(keys(numbers), parent=above, tenant=tenant)
+    if lease is None:
+        return 0
+    lease.commit()
+    return len(lease.slots)
+
+
+def test_what_others_follow_does_not_hide_what_is_above_a_part():
+    """Tenant 1 is above its share; the oldest of its blocks are followed by another's."""
+    pool = Pool(16)
+    pool.divide([None, 0.25, None], [1.0] * 3, 0)
+    stored(pool, range(4), 1)
+    stored(pool, range(10, 14), 1)
+    stored(pool, range(20, 24), 2, parent=3)
+    stored(pool, range(30, 34), 0)
+    assert stored(pool, range(40, 44), 0) == 4
+    assert [pool.slots_of_tenant(t) for t in range(3)] == [7, 5, 4], "level, above their parts"
+    assert pool.match(keys(range(4))) == 4
+    pool.check_integrity()
+
+
+def test_what_another_tenants_blocks_follow_goes_once_those_have_gone():
+    """All that tenant 1 has is followed by what tenant 2 has; one store needs of both."""
+    pool = Pool(12)
+    pool.divide([0.5, None, None], [1.0] * 3, 0)
+    stored(pool, range(6), 1)
+    stored(pool, range(20, 26), 2, parent=5)
+    assert stored(pool, range(40, 46), 0) == 6
+    assert stored(pool, range(50, 54), 0) == 4
+    pool.check_integrity()
+
+
+def test_a_share_is_kept_where_blocks_are_met_before_those_that_follow_them():
+    """Ahead of what follows them they cannot go; all of them together are more than may.
+
+    Tenant 1 has its share of 8 and 4 more, and its oldest are the beginning of what it stored
+    block by block. So more are looked at than it has to give up.
+    """
+    pool = Pool(24)
+    pool.divide([None, 8 / 24, None], [1.0] * 3, 0)
+    for number in range(12):
+        stored(pool, [number], 1, parent=number - 1 if number else None)
+    stored(pool, range(100, 112), 2)
+    assert stored(pool, range(200, 210), 0) == 10
+    assert pool.slots_of_tenant(1) == 8
+    assert pool.match(keys(range(12))) == 8
+    pool.check_integrity()
+
+
+def test_a_long_store_of_one_without_a_share_takes_nothing_of_one_that_has_one():
+    pool = Pool(20)
+    pool.divide([None, 0.5, None], [1.0] * 3, 0)
+    stored(pool, range(10), 1)
+    stored(pool, range(50, 55), 2)
+    assert stored(pool, range(100, 118), 0) == 10, "the beginning, as far as there is room"
+    assert [pool.slots_of_tenant(t) for t in range(3)] == [10, 10, 0]
+    pool.check_integrity()
+
+
+def test_a_tenant_within_its_share_makes_room_for_itself_where_nobody_else_can():
+    pool = Pool(12)
+    pool.divide([None, 0.75], [1.0] * 2, 0)
+    stored(pool, range(4), 1)
+    stored(pool, range(50, 58), 0)
+    reads = pool.pin(keys(range(50, 58)))
+    assert reads is not None
+    assert stored(pool, range(10, 14), 1) == 4
+    assert [pool.slots_of_tenant(t) for t in range(2)] == [8, 4]
+    reads.release()
+    pool.check_integrity()
+
+
+class Refusing(Lru):
+    """Rather keeps what is there, where it is told to."""
+
+    refuses = False
+
+    def take(self, count, arriving):
+        return super().take(0 if self.refuses else count, arriving)
+
+
+def test_who_will_not_give_up_its_own_gets_nothing_of_who_is_within_its_part():
+    """A policy that refuses newcomers was passed over, and the next tenant lost its blocks."""
+    pool = Pool(16, Refusing)
+    pool.divide([None, None], [1.0] * 2, 0)
+    stored(pool, range(6), 0)
+    stored(pool, range(50, 60), 1)
+    fair = pool._fair
+    assert fair is not None
+    its = fair.of(1)
+    assert isinstance(its, Refusing)
+    its.refuses = True
+    assert stored(pool, range(100, 104), 1) == 0
+    assert [pool.slots_of_tenant(t) for t in range(2)] == [6, 10]
+    assert stored(pool, range(20, 24), 0) == 4, "at the cost of its own"
+    assert [pool.slots_of_tenant(t) for t in range(2)] == [6, 10]
+    its.refuses = False
+    assert stored(pool, range(30, 34), 0) == 4
+    assert [pool.slots_of_tenant(t) for t in range(2)] == [8, 8]
+    pool.check_integrity()
+
+
+def test_that_one_will_not_give_up_its_own_is_heeded_at_once():
+    """Both were to make room together, as who stores cannot: one is above its part, one within."""
+    pool = Pool(18, Refusing)
+    pool.divide([None] * 3, [1.0] * 3, 0)
+    for tenant, count in enumerate((5, 6, 7)):
+        stored(pool, range(50 * tenant, 50 * tenant + count), tenant)
+    reads = pool.pin(keys(range(50, 56)))
+    assert reads is not None
+    assert pool._fair is not None
+    its = pool._fair.of(2)
+    assert isinstance(its, Refusing)
+    its.refuses = True
+    assert stored(pool, range(200, 204), 1) == 0
+    assert [pool.slots_of_tenant(t) for t in range(3)] == [5, 6, 7]
+    reads.release()
+    assert stored(pool, range(200, 204), 1) == 4
+    assert [pool.slots_of_tenant(t) for t in range(3)] == [5, 6, 7]
+    pool.check_integrity()
+
+
+def test_who_is_asked_twice_gives_up_what_its_first_blocks_followed():
+    """They had not gone yet, so what they followed seemed to stay, and another lost a block."""
+    pool = Pool(9)
+    pool.divide([None, 0.5, 0.2], [1.0] * 3, 0)
+    stored(pool, range(2), 0)
+    stored(pool, [50], 1)
+    stored(pool, range(100, 104), 2)
+    reads = pool.pin(keys([50]))
+    assert reads is not None
+    assert stored(pool, range(60, 65), 1) == 5
+    assert [pool.slots_of_tenant(t) for t in range(3)] == [2, 6, 1]
+    reads.release()
+
+
+def test_parts_are_of_what_can_be_used_as_yet():
+    """Else a share of memory that is not there yet keeps all others out of what is."""
+    pool = Pool(40, num_ready=20)
+    pool.divide([None, 0.5], [1.0] * 2, 0)
+    stored(pool, range(20), 1)
+    assert pool.slots_of_tenant(1) == 20
+    assert stored(pool, range(100, 110), 0) == 10
+    assert pool.slots_of_tenant(1) == 10
