@@ -329,11 +329,13 @@ def test_a_store_that_ended_while_nobody_stepped_is_kept(make, monkeypatch):
     assert sides.side.match(request_of("reader", HASHES), 0) == (4 * BLOCK_TOKENS, True)
 
 
-def test_a_store_that_does_not_end_is_late_a_moment_after_a_pause(make, monkeypatch):
+@pytest.mark.parametrize("between", [0.5, 20.0])
+def test_a_store_that_does_not_end_is_late_one_step_after_a_pause(make, monkeypatch, between):
+    """Seen red with time given for every pause: steps that are far apart are no end of them."""
     sides = make(["layer0"])
     store(sides)
     counts, later = sides.side.serving.scheduler._flights.counts, time.monotonic() + 3600
-    for seconds, overdue in ((0, 0), (0.5, 1)):
+    for seconds, overdue in ((0, 0), (between, 1)):
         pause_until(sides, monkeypatch, later + seconds)
         sides.orders()
         assert counts.overdue == overdue

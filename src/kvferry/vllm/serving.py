@@ -25,6 +25,7 @@ from kvferry.vllm.blocks import VllmBlocks, table_of
 from kvferry.vllm.chain import Naming
 from kvferry.vllm.core import scheduler_for
 from kvferry.vllm.free_queue import next_to_go, num_allocated
+from kvferry.vllm.lateness import Lateness
 from kvferry.vllm.levels import levels_of
 from kvferry.vllm.messages import RankShape, StepOrders
 from kvferry.vllm.outside import VllmTokens
@@ -39,13 +40,6 @@ from kvferry.vllm.tracked import Tracked
 log = logging.getLogger("vllm.kvferry")
 
 MISS = (0, False)
-
-_SETTLE_SECONDS = 0.25
-"""How often deadlines are looked at where no receipts come."""
-
-_LONG_SILENCE = 1.0
-"""After so long without a look vLLM was not stepping (it slept, or nobody drove it). What the ranks
-finished meanwhile they can say only in the step that comes: until then nobody is late."""
 
 
 class Serving:
@@ -96,7 +90,7 @@ class Serving:
         self._times_prefills = False  # and so must look at the next step
         self._unlooked: list[Tracked] = []  # they run since a calm step
         self._has_settled = False
-        self._settle_at = time.monotonic()
+        self._lateness = Lateness(time.monotonic())
         self._quiet_orders = StepOrders(computes=True, is_quiet=True)
         for rank, shape in shapes.items():
             self.scheduler.note_ready(Rank(rank), shape.ready_slots)
@@ -230,8 +224,8 @@ class Serving:
 
     def _plan(self, step: Any) -> Plan:
         scheduler = self.scheduler
-        if not self._has_settled:
-            self._look_at_deadlines(time.monotonic())
+        if not self._has_settled and self._lateness.is_due(time.monotonic()):
+            self.settle(())
         self._has_settled = False
         scheduler.count_answered()
         self.reports.inbox.answer()
@@ -252,12 +246,6 @@ class Serving:
         if not (step.num_scheduled_tokens or self._tracked):
             scheduler.write_out.advance()
         return scheduler.plan()
-
-    def _look_at_deadlines(self, now: float) -> None:
-        if now >= self._settle_at + _LONG_SILENCE:
-            self._settle_at = now + _SETTLE_SECONDS
-        elif now >= self._settle_at:
-            self.settle(())
 
     def _store_running(self, num_scheduled: Mapping[str, int]) -> int:
         """Order what this step computes; returns how many tokens each may have before the next."""
@@ -334,7 +322,7 @@ class Serving:
             self.scheduler.note_health(change)
 
     def settle(self, receipts: Sequence[Receipt]) -> None:
-        self._settle_at = time.monotonic() + _SETTLE_SECONDS
+        self._lateness.looked(time.monotonic())
         settled = self.scheduler.settle(receipts)
         self.blocks.drop(settled.released)
         if settled.ordered:
