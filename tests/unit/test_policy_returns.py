@@ -656,3 +656,34 @@ def test_on_the_public_trace_it_is_as_far_ahead_as_it_is_said_to_be(
     trials = (Trial("returns", (blocks,)),)
     asked = Simulation(paths=(PUBLISHED,), trials=trials, bound=False, jobs=1, hints=hints)
     assert simulate(asked).scores[0].whole.hit_ratio >= floor, others
+
+
+def test_what_goes_on_stays_where_few_conversations_fit() -> None:
+    """Of those looked at few may go next, or what is worth most is among them.
+
+    Seen red with four that go next of whatever is looked at.
+    """
+    now = [0.0]
+    pool = Pool(40, Returns, clock=lambda: now[0])
+
+    def comes(number: int, evidence: Evidence | None = None) -> None:
+        now[0] += 0.3
+        own = keys(range(100 * number, 100 * number + 6))
+        pool.asked(own, 96, pool.leading(own))
+        lease = pool.reserve(own)
+        assert lease is not None
+        lease.commit()
+        pool.answered(own, 4)
+        if evidence is not None:
+            pool.hint(own, evidence)
+
+    def num_here(number: int) -> int:
+        return len(pool.leading(keys(range(100 * number, 100 * number + 6))))
+
+    comes(1, Evidence(goes_on=True, within=60.0))
+    comes(2)
+    comes(3, Evidence(over=True))
+    for number in range(4, 16):
+        comes(number)
+    assert (num_here(1), num_here(2), num_here(3)) == (6, 0, 0)
+    pool.check_integrity()

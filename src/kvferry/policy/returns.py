@@ -27,6 +27,7 @@ from kvferry.types import NO_SLOT, NO_SLOTS, SlotArray
 
 _SAMPLES = 64
 _VICTIMS = 4  # at least, of one look; then others are looked at
+_FEW = 4  # but no more than one in so many: where there are few, what is worth much is among them
 _PART = 8  # of those looked at, one in so many may go
 _LOOK_EVERY = 8  # requests, where those that were looked at last have not gone meanwhile
 _WIDE = 512  # segments looked at where somebody asks who goes next
@@ -187,7 +188,8 @@ class Returns(ConversationSlots):
     def _fill(self, samples: int, least: int) -> None:
         """Look at some segments, and let at least so many of those worth least go next."""
         segments, worths = self._look(self._tick(), samples)
-        count = max(least, len(segments) // _PART)
+        num = len(segments)
+        count = max(num // _PART, min(least, num // _FEW), 1)
         for segment, worth in zip(segments[:count], worths, strict=False):
             if segment != self._front:
                 self._queue.setdefault(segment, worth)

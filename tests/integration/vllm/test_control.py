@@ -33,7 +33,7 @@ SEEDS = count(500)
 class Controlled(Server):
     """A server, and whoever gives it orders."""
 
-    def __init__(self, model: Path, folder: Path) -> None:
+    def __init__(self, model: Path, folder: Path, **settings: Any) -> None:
         port = free_port()
         self.ours = f"http://127.0.0.1:{port}"
         (folder / "token").write_text(TOKEN)
@@ -53,6 +53,7 @@ class Controlled(Server):
             "control": "local",
             "control_token": f"file:{self.token_file}",
         }
+        ferry = {name: value for name, value in (ferry | settings).items() if value is not None}
         super().__init__(model, folder / "server.log", ferry=ferry)
 
     def ask(self, prompt: list[int], hints: dict[str, Any] | None = None, **more: Any) -> Asked:
