@@ -148,6 +148,7 @@ class Ferry(FerryLooks, FerryControl, FerryStoring, FerryWaiting, Closing):
         on_device = on_device if type(on_device) is int else integer(on_device, "on_device")
         if not 0 <= on_device <= len(keys):
             raise InputError(f"{on_device} blocks on the device do not fit {len(keys)} keys")
+        self._scheduler.pool.told_later.require_well()
         request = self._scheduler.open(f"hit-{next(_names)}", keys, read_hints(hints))
         tokens = self.namespace.block_tokens
         match = request.match(computed_tokens=on_device * tokens)

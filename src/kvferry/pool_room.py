@@ -234,8 +234,9 @@ class PoolRoom(PoolFind):
         self._catch_up()
 
         def evict(policy: EvictionPolicy, wanted: int) -> SlotArray:
-            # At once: who is asked again must not meet what has gone as a follower that stays.
-            going = self._victims_of(policy, wanted, arriving)
+            # At once: who is asked again must not meet what has gone as a follower that stays. And
+            # with a newcomer of its own, or a policy takes it for one that still lacks a little.
+            going = self._victims_of(policy, wanted, Arriving(*arriving))
             self._evict(going)
             return going
 

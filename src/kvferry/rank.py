@@ -62,8 +62,9 @@ class Activity:
         self._clock = clock
         self._is_starting = is_starting
         self._last: float | None = None
-        self.num_written = 0
-        """Host slots that were to be written so far: no more of them can be in use."""
+        self.num_written: int | None = None
+        """Host slots that were to be written so far: no more of them can be in use. None where
+        nobody says."""
         self.runs_beside = False
         """Whether the model will run beside the copies that are submitted now, as far as is known:
         at that moment it may well rest between two steps."""
@@ -77,7 +78,9 @@ class Activity:
 
     def slots_wanted(self) -> float:
         """No more host slots can be in use; while an engine starts, for which nobody waits, any."""
-        return math.inf if self._is_starting else self.num_written
+        if self._is_starting or self.num_written is None:
+            return math.inf
+        return self.num_written
 
     def is_busy(self) -> bool:
         is_working = self._last is not None and self._clock() - self._last < _STEP_SECONDS
@@ -118,7 +121,7 @@ class RankMemory:
     def note_plan(self, plan: Plan) -> None:
         """These orders are carried out: host memory grows ahead of what is written to it."""
         written = [len(transfer) for transfer in plan.transfers if transfer.dst == HOST]
-        self._activity.num_written += sum(written)
+        self._activity.num_written = (self._activity.num_written or 0) + sum(written)
 
     def note_beside(self, is_beside: bool) -> None:
         """Whether the model will run beside the copies that are submitted from now on."""

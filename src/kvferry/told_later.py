@@ -23,15 +23,19 @@ class News(NamedTuple):
 class ToldLater:
     """Owns the news that are owed. They are told in their order, before anything they hang on
     changes: who follows whom, who asked for what, who may go.
+
+    A policy that raises when told is heard of by who asks (:meth:`require_well`): raised here, it
+    would break off whatever a pool is amid, such as the end of somebody's copy.
     """
 
-    __slots__ = ("_owed", "_tell", "is_on")
+    __slots__ = ("_failure", "_owed", "_tell", "is_on")
 
     def __init__(self, tell: Callable[[News], None]) -> None:
         self.is_on = False
         """Whether anything may be owed at all."""
         self._tell = tell
         self._owed: deque[News] = deque()
+        self._failure: Exception | None = None
 
     @property
     def is_owing(self) -> bool:
@@ -46,4 +50,13 @@ class ToldLater:
         """Tell what is owed, now."""
         owed = self._owed
         while owed:
-            self._tell(owed.popleft())
+            try:
+                self._tell(owed.popleft())
+            except Exception as error:
+                self._failure = self._failure or error
+
+    def require_well(self) -> None:
+        """Raise what the policy raised when it was told, once."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure

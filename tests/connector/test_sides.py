@@ -314,14 +314,18 @@ def pause_until(sides, monkeypatch, later):
     monkeypatch.setattr(sides.side.serving.scheduler, "_clock", lambda: later)
 
 
-def test_a_store_that_ended_while_nobody_stepped_is_kept(make, monkeypatch):
+@pytest.mark.parametrize("hears_old_news", [False, True])
+def test_a_store_that_ended_while_nobody_stepped_is_kept(make, monkeypatch, hears_old_news):
     """Though its time is long up: the rank could not say so before this step.
 
-    Seen red with deadlines looked at in the first step after a pause.
+    Nor can what it said before the pause, and is heard only now. Seen red with deadlines looked at
+    in the first step after a pause, and behind the first receipts after it.
     """
     sides = make(["layer0"])
     store(sides)
     pause_until(sides, monkeypatch, time.monotonic() + 3600)
+    if hears_old_news:
+        sides.side.serving.hear((), ())
     sides.run(sides.orders())
     sides.answer(0)
     counts = sides.side.serving.scheduler._flights.counts

@@ -238,6 +238,7 @@ def test_as_many_slots_are_wanted_as_were_to_be_written() -> None:
     up = Transfer(TransferId(3), TierName("disk"), HOST, as_slots([0]), as_slots([1]))
     assert activity.slots_wanted() == float("inf"), "nobody waits for an engine that starts"
     rank.note_started()
+    assert activity.slots_wanted() == float("inf"), "nobody has said what is written"
     rank.note_plan(Plan(1, (load,)))
     assert activity.slots_wanted() == 0
     rank.note_plan(Plan(2, (store, load, up)))

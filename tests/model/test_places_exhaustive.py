@@ -90,7 +90,7 @@ def test_a_hold_covers_all_that_can_be_reached(is_pin: bool) -> None:
         assert held.tolist() == (here & reached).tolist(), (there, known, below)
         assert not is_pin or told.blocks == held.sum()
         coming = int(np.count_nonzero(reached & ~here))
-        words = f"{coming} blocks are still on their way to host memory"
+        words = f"{coming} blocks are still being copied"
         assert [each.startswith(words) for each in told.refused] == [True] * bool(coming)
         control.unpin(CHAIN)
         assert desk.pool.counts.held == disk.counts.held == 0

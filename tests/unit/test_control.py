@@ -320,8 +320,8 @@ def test_a_drop_forgets_what_is_still_being_stored_and_a_pin_says_that_it_is():
     told = control.pin(story(1, 6))
     assert told.blocks == 2
     assert told.refused == (
-        "4 blocks are still on their way to host memory, and this does not hold for them; say it "
-        "again once they have come",
+        "4 blocks are still being copied, and this does not hold for them; say it again once they "
+        "have come",
     )
     assert control.drop(story(1, 6)).blocks == 6
     assert desk.pool.counts.leased == 4, "a slow rank may still write there"

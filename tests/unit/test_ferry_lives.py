@@ -470,3 +470,26 @@ def test_a_policy_hears_of_a_short_copy_only_afterwards(
     ferry.poll()
     assert len(heard) == 2
     ferry._scheduler.check_integrity()
+
+
+def test_a_policy_that_raises_when_told_late_costs_no_copy_its_end(ferry: kvferry.Ferry) -> None:
+    """Whoever asks next hears of it, once. Seen red with what is told raising where it is told."""
+    policy: Any = ferry._scheduler.pool._chosen_policy
+    asked = policy.asked
+
+    def broken(*_: Any) -> None:
+        policy.asked = asked
+        raise RuntimeError("cannot hear")
+
+    keys = ferry.keys(np.arange(5 * TOKENS))
+    ferry.wait(ferry.store(keys, np.arange(5)))
+    policy.asked = broken
+    ticket = ferry.load(ferry.match(keys), np.arange(5))
+    for number in range(8):  # so much is owed that it is told where the load lands
+        ferry.release(ferry.match(ferry.keys(np.arange(TOKENS) + 1000 * number)))
+    assert ferry.wait(ticket, 10.0).ok
+    ferry.poll()
+    with pytest.raises(RuntimeError, match="cannot hear"):
+        ferry.match(keys)
+    assert len(ferry.match(keys)) == 5
+    ferry._scheduler.check_integrity()

@@ -32,25 +32,48 @@ def is_well(ferry: kvferry.Ferry) -> None:
     ferry._scheduler.check_integrity()
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_policy_that_raises_when_told_late_leaves_no_slot_without_its_key(
-    ferry: kvferry.Ferry, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
-) -> None:
+def fails_once(ferry: kvferry.Ferry, patch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """The policy raises this when it next hears that blocks were used."""
+    policy: Any = ferry._scheduler.pool._policy
+    real = policy.use
+
+    def use(slots: Any) -> None:
+        patch.setattr(policy, "use", real)
+        raise error
+
+    patch.setattr(policy, "use", use)
+
+
+def begun(ferry: kvferry.Ferry) -> Any:
+    """Keys of a request whose first three blocks are kept."""
     fill(ferry)
     keys = keys_of(ferry, 100, 30)
     ferry.wait(ferry.store(keys[:3], range(3)), LONG)
     ferry.poll()
-    policy: Any = ferry._scheduler.pool._policy
-    real = policy.use
+    return keys
 
-    def fails_once(slots: Any) -> None:
-        monkeypatch.setattr(policy, "use", real)
-        raise error
 
-    monkeypatch.setattr(policy, "use", fails_once)
-    with pytest.raises(error):  # the kept beginning is used, the rest would be stored
+def test_an_interrupt_while_a_policy_is_told_leaves_no_slot_without_its_key(
+    ferry: kvferry.Ferry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = begun(ferry)
+    fails_once(ferry, monkeypatch, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):  # the kept beginning is used, the rest would be stored
         ferry.store(keys, range(3, 30), first=3)
     assert len(ferry.match(keys)) == 3
+    is_well(ferry)
+
+
+def test_a_policy_that_raises_when_told_late_fails_no_store(
+    ferry: kvferry.Ferry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asks next hears of it, once."""
+    keys = begun(ferry)
+    fails_once(ferry, monkeypatch, RuntimeError("cannot hear"))
+    assert ferry.wait(ferry.store(keys, range(3, 30), first=3), LONG).num_blocks == 27
+    with pytest.raises(RuntimeError, match="cannot hear"):
+        ferry.match(keys)
+    assert len(ferry.match(keys)) == 30
     is_well(ferry)
 
 

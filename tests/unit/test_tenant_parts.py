@@ -2,8 +2,8 @@
 
 One-line breaks that were tried; each made a test of this module fail.
 
-- ``Parts.of_all`` gives an even part of the whole, as it was, or one that nothing bounds
-- ``Parts.in_slots`` rounds no promised part, or rounds it down without a tolerance
+- ``TenantParts.of_all`` gives an even part of the whole, as it was, or one that nothing bounds
+- ``TenantParts.in_slots`` rounds no promised part, or rounds it down without a tolerance
 - ``given_up`` looks at no ``keeps``; ``_down_to_level`` leaves the last few to the first
 - ``Fair.expect`` is not called, or ``Fair._above`` does not count what comes
 - ``Fair.room`` lets whoever stores keep its share, too
@@ -24,14 +24,14 @@ from tests.fakes.crafted_keys import keys
 from tests.fakes.policies import Fifo
 
 from kvferry.policy import Fair, Lru
-from kvferry.policy.parts import Parts, given_up
+from kvferry.policy.tenant_parts import TenantParts, given_up
 from kvferry.pool import Pool
 
 # -- parts --------------------------------------------------------------------------------------
 
 
 def in_slots(shares, there, num_slots=100, at_most=None) -> list[float]:
-    parts = Parts(shares, at_most or [1.0] * len(shares))
+    parts = TenantParts(shares, at_most or [1.0] * len(shares))
     return parts.in_slots(np.array(there, dtype=bool), num_slots).tolist()
 
 

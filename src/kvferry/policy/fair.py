@@ -20,7 +20,7 @@ from kvferry.policy.eviction import (
     HearsRequests,
     Residents,
 )
-from kvferry.policy.parts import Parts, given_up
+from kvferry.policy.tenant_parts import TenantParts, given_up
 from kvferry.types import NO_SLOTS, SlotArray
 
 _NOBODY = -1
@@ -44,7 +44,7 @@ class Fair:
     ) -> None:
         self._make = make
         self._residents = residents
-        self._shares = Parts(shares, [1.0] * len(shares) if at_most is None else at_most)
+        self._shares = TenantParts(shares, [1.0] * len(shares) if at_most is None else at_most)
         first = make(residents)
         self.wants_chains = first.wants_chains
         self._inner: dict[int, EvictionPolicy] = {}

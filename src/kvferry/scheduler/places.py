@@ -108,8 +108,8 @@ class ChainPlaces:
             coming[place.blocks[~place.cached]] = True
         count = int(np.count_nonzero(coming & ~here))
         words = (
-            f"{count} blocks are still on their way to host memory, and this does not hold for "
-            "them; say it again once they have come"
+            f"{count} blocks are still being copied, and this does not hold for them; say it again "
+            "once they have come"
         )
         return [words] if count else []
 

@@ -261,11 +261,15 @@ class Scheduler:
             self._parts.lower.spill()
         return self._outbox.launch(self._clock())
 
-    def settle(self, receipts: Iterable[Receipt] = ()) -> Settled:
-        """Take the ranks' receipts and look at the deadlines; says what changed for the engine."""
+    def settle(self, receipts: Iterable[Receipt] = (), *, looks: bool = True) -> Settled:
+        """Take the ranks' receipts and look at the deadlines; says what changed for the engine.
+
+        Who knows that ranks could not answer for a while ``looks`` at deadlines when they could.
+        """
         if self._closed:
             raise ClosedError(_CLOSED)
-        return self._settling.report(self._flights.settle(receipts), self._clock())
+        landed = self._flights.settle(receipts)
+        return self._settling.report(landed, self._clock(), looks=looks)
 
     def disown(self, request: Request) -> None:
         """What was ordered to be stored of a request is never to be found, whatever became of it.

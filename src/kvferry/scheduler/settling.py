@@ -29,8 +29,8 @@ class Settling:
         self._flights = parts.flights
         self._transit = parts.transit
 
-    def report(self, landed: Sequence[Flight], now: float) -> Settled:
-        """What changed for the engine, by these and by the time."""
+    def report(self, landed: Sequence[Flight], now: float, *, looks: bool = True) -> Settled:
+        """What changed for the engine, by these and, if it ``looks`` at that, by the time."""
         parts = self._parts
         loaded: list[Request] = []
         failed: list[FailedLoad] = []
@@ -52,7 +52,7 @@ class Settling:
                 self._end_move(flight)
         if num_bytes:
             parts.hits.worth.note_load(num_bytes, seconds)
-        if now >= self._flights.next_deadline:
+        if looks and now >= self._flights.next_deadline:
             for flight in self._flights.expire(now):
                 self._give_up(flight, loaded, failed)
         ordered = self._load_on(loaded, failed) if parts.coming else ()

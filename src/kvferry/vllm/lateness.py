@@ -16,15 +16,22 @@ class Lateness:
     __slots__ = ("_due", "_has_waited")
 
     def __init__(self, now: float) -> None:
-        self.looked(now)
-
-    def looked(self, now: float) -> None:
-        """Deadlines were looked at, behind all receipts that have come."""
-        self._due, self._has_waited = now + _LOOK_SECONDS, False
+        self._due = now + _LOOK_SECONDS
+        self._has_waited = False
 
     def is_due(self, now: float) -> bool:
-        """Whether to look now, though no receipts have come."""
-        if now >= self._due + _LONG_SILENCE and not self._has_waited:
-            # Once: where all steps are that far apart, who hangs must be late in one of them.
-            self._due, self._has_waited = now + _LOOK_SECONDS, True
+        """Whether to see who is late though no receipts have come."""
         return now >= self._due
+
+    def looks(self, now: float) -> bool:
+        """Whether to see who is late now, behind whatever receipts have come.
+
+        Not at once after a pause: a receipt may be of before it, and say nothing of the others. But
+        time is given once: where all steps are far apart, who hangs must be late in one of them.
+        """
+        if now >= self._due + _LONG_SILENCE and not self._has_waited:
+            self._due, self._has_waited = now + _LOOK_SECONDS, True
+        if now < self._due and self._has_waited:
+            return False
+        self._due, self._has_waited = now + _LOOK_SECONDS, False
+        return True

@@ -322,8 +322,8 @@ class Serving:
             self.scheduler.note_health(change)
 
     def settle(self, receipts: Sequence[Receipt]) -> None:
-        self._lateness.looked(time.monotonic())
-        settled = self.scheduler.settle(receipts)
+        looks = self._lateness.looks(time.monotonic())
+        settled = self.scheduler.settle(receipts, looks=looks)
         self.blocks.drop(settled.released)
         if settled.ordered:
             self.blocks.hold(settled.ordered)

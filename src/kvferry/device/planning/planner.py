@@ -239,7 +239,7 @@ class MeasuredPlanner:
             )
             if busy:
                 line += (
-                    f", takes {1e6 * estimate.lost_seconds:.0f} µs from the model"
+                    f", takes {1e6 * estimate.lost_seconds:.0f} µs from the model and its engine"
                     f" (counted {MODEL_WEIGHT:.0f} times)"
                 )
             lines.append(line)

@@ -19,7 +19,7 @@ _ROUNDING = 1e-6
 """29% of 100 slots are 29, and not the 28.999... that floats make of it."""
 
 
-class Parts:
+class TenantParts:
     """Each tenant's part of all slots. Owns the promised ones; who is there it is told.
 
     ``shares`` has the promised part of each, None for an even one, which is ``at_most`` as given.
