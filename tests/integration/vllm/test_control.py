@@ -1,7 +1,8 @@
 """Every hint and every action through a real `vllm serve`, over HTTP; answers never change.
 
-One server for all of it: 40 blocks of host memory, of which ten may be held, above a level that
-has room for everything. A prompt of 200 tokens is six whole blocks.
+One server for all of it: 40 blocks of host memory, of which twenty may be held, ten by whoever is
+not one of the agents, above a level that has room for everything. A prompt of 200 tokens is six
+whole blocks.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Controlled(Server):
             "metrics_port": port,
             "policy": "lru",  # what goes first can be told beforehand
             "tenants": "agents=50%, *",
+            "keep_share": "50%",
             "control": "local",
             "control_token": f"file:{self.token_file}",
         }
@@ -175,7 +177,7 @@ def test_keep_seconds_and_its_bound(server, prompt):
     assert server.figure("kvferry_held_slots") == 10
     told = server.why(greedy)
     assert told["hints"] == {"keep_seconds": 3600.0}
-    assert "at most 10 blocks there (keep_share)" in told["refused"][0]
+    assert "at most 20 blocks there (keep_share)" in told["refused"][0]
     assert server.figure("kvferry_refused_holds_total") > 0
     server.fill()
     found = server.order("lookup", request_id=kept.id)

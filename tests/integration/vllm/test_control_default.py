@@ -15,7 +15,7 @@ from tests.integration.vllm.test_control import SEEDS, TOKENS, Controlled
 
 @pytest.fixture(scope="module")
 def server(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Controlled]:
-    settings = {"policy": None, "levels": None, "level_write": None, "tenants": None}
+    settings = dict.fromkeys(("policy", "levels", "level_write", "tenants", "keep_share"))
     running = Controlled(llama, tmp_path_factory.mktemp("default"), **settings)
     yield running
     running.kill()
