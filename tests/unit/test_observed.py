@@ -126,6 +126,30 @@ def test_the_engine_never_waits_and_nothing_grows() -> None:
     assert pupil.hurried >= 1
 
 
+def test_it_looks_at_several_in_a_burst_and_then_rests_as_it_has_worked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each costs 0.4 ms of a clock that only learning moves: so three of them are a burst."""
+    now, rests, looked = [0.0], [], []
+
+    class Slow(Pupil):
+        def learn(self, request: ObservedRequest) -> None:
+            super().learn(request)
+            now[0] += 4e-4
+
+    def rest(seconds: float) -> None:
+        rests.append(seconds)
+        looked.append(len(pupil.learned))
+
+    monkeypatch.setattr("kvferry.observed.observer.time.thread_time", lambda: now[0])
+    pupil = Slow()
+    observer = Observer([pupil], as_it_is, pause=rest)
+    observer._waiting.extend(observed([n]) for n in range(8))
+    observer._look()
+    assert looked == [3, 6]
+    assert rests == pytest.approx([19 * 1.2e-3] * 2)
+
+
 def test_nobody_asked_no_thread() -> None:
     pupil = Pupil()
     observer = Observer([pupil], as_it_is)
