@@ -77,7 +77,7 @@ class OverlapMeasurer(Measuring):
 
         self.engine.forget(others(1))
         copier = _worker()._memory.engine
-        layouts = copier.__dict__.get("_layouts", ())
+        jobs = copier.__dict__.get("_jobs")
         num_blocks = self._case.prompt_tokens // self.engine.shape.block_tokens
         found: dict[str, list[float]] = {}
         planner = copier.__dict__.get("_planner")
@@ -87,7 +87,7 @@ class OverlapMeasurer(Measuring):
                     copier._planner = _planner_of(path, planner)
                 for parts in about["parts"]:
                     if parts and planner is not None:
-                        copier._cuts = tuple(LayerParts.of(each, parts) for each in layouts)
+                        jobs.cuts = tuple(LayerParts.of(each, parts) for each in jobs.layouts)
                     seconds = _timed_load(copier, num_blocks, in_parts=parts > 0)
                     speed = num_blocks * self.engine.shape.block_bytes / seconds / GB
                     name = f"{path}, {'whole' if not parts else f'{parts} parts'}"
@@ -95,7 +95,7 @@ class OverlapMeasurer(Measuring):
                         found.setdefault(name, []).append(speed)
         if planner is not None:
             copier._planner = planner
-            copier._cuts = tuple(map(LayerParts.of, layouts))
+            jobs.cuts = tuple(map(LayerParts.of, jobs.layouts))
         self.engine.poison()
         return found
 
@@ -217,15 +217,16 @@ def _cut_into(num_parts: int) -> Callable[[], None]:
 
     worker = _worker()
     copier, kept = worker._memory.engine, worker.early
-    layout = copier._layouts[0]
+    jobs = copier._jobs
+    layout = jobs.layouts[0]
     parts = LayerParts.of(layout, num_parts)
-    whole, copier._cuts = copier._cuts, (parts,)
+    whole, jobs.cuts = jobs.cuts, (parts,)
     layers = list(worker._groups[0])
     worker.early = LandingLoads(copier.parts, layers, layout, land=worker._drain, parts=parts)
     worker.early._calls = {mode: set(names) for mode, names in kept._calls.items()}
 
     def restore() -> None:
-        copier._cuts, worker.early = whole, kept
+        jobs.cuts, worker.early = whole, kept
 
     return restore
 

@@ -157,6 +157,8 @@ class Ferry(FerryLooks, FerryControl, FerryStoring, FerryWaiting, Closing):
                 self._pending.keep(request)
                 return pending(request, on_device, tokens)
             request.end()
+        elif (slots := request.pinned_slots) is not None:
+            self._rank.engine.read_ahead(0, slots)
         return Hit(request, (match.num_tokens - match.computed_tokens) // tokens, on_device)
 
     def again(self, hit: Hit) -> Hit:

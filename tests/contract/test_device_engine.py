@@ -301,7 +301,7 @@ def test_what_paths_are_picked_by_can_be_sent_to_another_process() -> None:
     choices = rig.engine.choices
     assert choices is not None
     sent = pickle.loads(pickle.dumps(choices))
-    layout = rig.engine._layouts[0]
+    layout = rig.engine._jobs.layouts[0]
     for busy in (False, True):
         path = rig.engine._planner.choose(Direction.LOAD, layout, 3, busy)
         words = sent.why(Direction.LOAD, 0, 3, path, busy=busy)

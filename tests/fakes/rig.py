@@ -23,7 +23,7 @@ from kvferry.device.paths.kernel import KernelPath
 from kvferry.device.paths.loop import LoopPath
 from kvferry.device.paths.staged import StagedPath
 from kvferry.device.planning.base import FixedPlanner
-from kvferry.types import DEVICE, HOST, Outcome, Receipt, Transfer, TransferId, as_slots
+from kvferry.types import DEVICE, HOST, Outcome, Receipt, SlotArray, Transfer, TransferId, as_slots
 
 PathMaker = Callable[[Any], Path]
 
@@ -124,7 +124,7 @@ class Rig:
 
     def load(
         self,
-        slots: Sequence[int],
+        slots: Sequence[int] | SlotArray,
         blocks: Sequence[int],
         group: int = 0,
         *,
@@ -176,12 +176,14 @@ class Rig:
         self,
         src: Any,
         dst: Any,
-        src_slots: Sequence[int],
+        src_slots: Sequence[int] | SlotArray,
         dst_slots: Sequence[int],
         group: int,
         in_parts: bool = False,
     ) -> TransferId:
         transfer_id = TransferId(next(self._ids))
-        slots = as_slots(src_slots), as_slots(dst_slots)
+        # An array as it is: whose hit was read ahead is told by that.
+        source = src_slots if isinstance(src_slots, np.ndarray) else as_slots(src_slots)
+        slots = source, as_slots(dst_slots)
         self.engine.submit(Transfer(transfer_id, src, dst, *slots, group, in_parts=in_parts))
         return transfer_id

@@ -51,6 +51,9 @@ class EngineMachine(RuleBasedStateMachine):
         seed=st.integers(0, 1000),
     )
     def open(self, path: str, layout: str, page: int, seed: int) -> None:
+        self.begin(path, layout, page, seed)
+
+    def begin(self, path: str, layout: str, page: int, seed: int) -> None:
         kv = make_kv(layout, num_blocks=NUM_BLOCKS, page=page, seed=seed)
         self.rig = rig = Rig(kv, path=path, num_slots=NUM_SLOTS, seed=seed, patience=30.0)
         self.blocks: list[bytes | None] = [rig.kv.block(b) for b in range(NUM_BLOCKS)]

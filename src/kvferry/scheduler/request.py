@@ -24,7 +24,7 @@ from kvferry.scheduler.owed import Owed, OwedMiss, tell
 from kvferry.scheduler.parts import Parts
 from kvferry.scheduler.progress import Progress
 from kvferry.scheduler.request_state import OVER, State, negative, over
-from kvferry.types import RequestId, TransferId
+from kvferry.types import RequestId, SlotArray, TransferId
 
 
 class Request:
@@ -176,6 +176,15 @@ class Request:
         if hit is None or not hit.leases:
             return (range(0),) * len(self._parts.sizes)
         return hit.look.blocks
+
+    @property
+    def pinned_slots(self) -> SlotArray | None:
+        """The slots that loading its pinned hit reads, where there is one group; else None.
+
+        The very array that a load's transfer will have: one is made for each hit.
+        """
+        leases = self._hit.leases if self._hit is not None else ()
+        return leases[0].slots if len(leases) == 1 and leases[0] is not None else None
 
     def load(
         self, tables: Sequence[BlockTable], overlap: OverlapDecision | None = None

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from kvferry.types import Receipt, Transfer, TransferId
+from kvferry.types import Receipt, SlotArray, Transfer, TransferId
 
 
 class PartwiseEngine(Protocol):
@@ -49,6 +49,13 @@ class CopyEngine(Protocol):
 
     def drain(self, timeout: float | None = None) -> list[Receipt]:
         """Wait until nothing is in flight (or ``timeout`` seconds passed); returns the receipts."""
+
+    def read_ahead(self, group: int, slots: SlotArray) -> None:
+        """These slots are pinned and may be loaded next, all of them, from this very array.
+
+        An engine may begin to read them; whether they are loaded then or not, nobody notices. Never
+        raises. Only what was named last counts.
+        """
 
     def begun_here(self, *, compute_waits: bool = False) -> AbstractContextManager[None]:
         """What is submitted inside is begun by this thread at its end, the rest left to others.

@@ -8,6 +8,7 @@ import time
 from kvferry.device.driver.base import Driver
 from kvferry.device.driver.events import EventPool
 from kvferry.device.engine.submission import Submission
+from kvferry.device.paths.ahead import ReadAhead
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,9 @@ class Fences:
         except Exception as error:
             submission.fail(error)
             return self._give_up(submission)
-        for event in (submission.start, submission.end):
+        ahead = submission.ahead
+        around = (ahead.begun, ahead.ended) if ahead is not None else ()
+        for event in (submission.start, submission.end, *around):
             if event is not None:
                 self._timing_events.give(event)
         return True
@@ -56,10 +59,17 @@ class Fences:
         if submission.start is None or submission.end is None or submission.reason:
             return
         try:
-            submission.seconds = self._driver.elapsed_seconds(submission.start, submission.end)
+            submission.seconds = self._seconds(submission.start, submission.end, submission.ahead)
         except Exception as error:
             # Often the late news of a copy that went wrong: not a receipt to call good.
             submission.fail(error)
+
+    def _seconds(self, start: int, end: int, ahead: ReadAhead | None) -> float:
+        elapsed = self._driver.elapsed_seconds
+        if ahead is None or not ahead.is_used:
+            return elapsed(start, end)
+        # From its first byte on, but for the time in which nobody had ordered the rest.
+        return elapsed(ahead.begun, end) - max(0.0, elapsed(ahead.ended, start))
 
     def _give_up(self, submission: Submission) -> bool:
         """Whether the driver has refused to answer for so long that it never will.

@@ -21,8 +21,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
-import numpy as np
-
 from kvferry.closing import Closing
 from kvferry.device.driver.base import Driver, Priority
 from kvferry.device.driver.events import EventPool
@@ -30,20 +28,21 @@ from kvferry.device.engine.begun_here import BegunHere
 from kvferry.device.engine.channels import Channels
 from kvferry.device.engine.gate_watch import GateWatch
 from kvferry.device.engine.gates import Gates
+from kvferry.device.engine.jobs import Jobs
 from kvferry.device.engine.lane import Lane
 from kvferry.device.engine.parts import GpuParts
+from kvferry.device.engine.reading_ahead import ReadingAhead
 from kvferry.device.engine.submission import Submission
 from kvferry.device.job import CopyJob, Direction
 from kvferry.device.layout.base import GroupLayout
-from kvferry.device.layout.ranges import LayerParts
 from kvferry.device.paths.base import QUICK_BYTES, Path
 from kvferry.device.paths.host_runs import count_runs
 from kvferry.device.planning.base import Planner
 from kvferry.device.planning.path_choices import PathChoices
 from kvferry.device.planning.planner import MeasuredPlanner
-from kvferry.errors import ClosedError, DeadlineError, DriverError, InputError, LayoutError
+from kvferry.errors import ClosedError, DeadlineError, DriverError, InputError
 from kvferry.pausing import PunctualSleep, pause
-from kvferry.types import DEVICE, FIRST_RANK, HOST, Rank, Receipt, SlotArray, Transfer
+from kvferry.types import FIRST_RANK, Rank, Receipt, SlotArray, Transfer
 
 log = logging.getLogger(__name__)
 
@@ -88,17 +87,14 @@ class GpuEngine(Closing):
         """``runs_beside`` says of what is submitted now that compute will run beside it, although
         none may be queued yet.
         """
-        for group, layout in enumerate(layouts):
-            if layout.block_bytes > host_pitch:
-                raise LayoutError(
-                    f"a block of group {group} has {layout.block_bytes} bytes, "
-                    f"a host slot only {host_pitch}"
-                )
         self._driver = driver
-        self._layouts = tuple(layouts)
-        self._cuts = tuple(map(LayerParts.of, layouts))
-        self._host = (host_base, host_pitch, host_chunk)
-        self._num_slots = num_slots
+        self._jobs = Jobs(
+            layouts,
+            host_base=host_base,
+            host_pitch=host_pitch,
+            num_slots=num_slots,
+            host_chunk=host_chunk,
+        )
         self._rank = rank
         self._compute_stream = compute_stream
         self._planner = planner
@@ -111,6 +107,7 @@ class GpuEngine(Closing):
         self._order_events = EventPool(driver, timing=False)
         self._timing_events = EventPool(driver, timing=True)
         self.parts = GpuParts(driver, self._order_events, compute_stream)
+        self._ahead = ReadingAhead(self._timing_events)
         self._gates = Gates(driver)
         self._watch = GateWatch(patience=patience, timeout=close_timeout)
         self._channels = Channels(driver, self._gates, self._order_events)
@@ -127,7 +124,7 @@ class GpuEngine(Closing):
             raise ClosedError("the engine is closed")
         submission = Submission(transfer.id)
         try:
-            job = self._job(transfer)
+            job = self._jobs.of(transfer)
             num_bytes = submission.num_bytes = job.num_bytes
             self._mark(submission)
             if job.direction is Direction.STORE and self._gated is not None:
@@ -142,6 +139,7 @@ class GpuEngine(Closing):
             with self._lock:
                 self._ended.append(submission.receipt(self._rank))
         else:
+            self._ahead.join(submission, job)
             self.parts.begun(submission, job)
             self._lanes[job.direction].submit(submission, job, path, quick=quick)
 
@@ -180,6 +178,22 @@ class GpuEngine(Closing):
             rest = min(2 * rest, 1e-3)
             receipts.extend(self.poll())
         return receipts
+
+    def read_ahead(self, group: int, slots: SlotArray) -> None:
+        """Begin to read pinned slots that may be loaded next, if nothing else is to be done."""
+        self._ahead.drop()
+        job = self._jobs.of_hit(group, slots)
+        if self._closed or self.num_in_flight or not self._ahead.is_worth_it(job):
+            return
+        try:
+            with self._driver.current():
+                if self._runs_beside() or not self._driver.stream_is_idle(self._compute_stream()):
+                    return  # the link, or the interpreter, may have better to do
+                path = self._paths.get(self._choose(job, count_runs(job), beside_model=False))
+                if path is not None:
+                    self._ahead.begin(job, path)
+        except Exception as error:  # nobody has asked for it; who loads it meets it again
+            log.debug("nothing was read ahead: %s", error)
 
     def begun_here(self, *, compute_waits: bool = False) -> AbstractContextManager[None]:
         """What is submitted inside is begun by this thread at its end, the rest left to others."""
@@ -265,24 +279,9 @@ class GpuEngine(Closing):
         if not isinstance(planner, MeasuredPlanner):
             return None
         paths = tuple(self._paths)
-        return PathChoices(planner.profile, paths, planner.pinned, self._layouts)
+        return PathChoices(planner.profile, paths, planner.pinned, self._jobs.layouts)
 
     # -- one transfer ------------------------------------------------------------------------
-
-    def _job(self, transfer: Transfer) -> CopyJob:
-        if (transfer.src, transfer.dst) == (DEVICE, HOST):
-            direction, blocks, slots = Direction.STORE, transfer.src_slots, transfer.dst_slots
-        elif (transfer.src, transfer.dst) == (HOST, DEVICE):
-            direction, blocks, slots = Direction.LOAD, transfer.dst_slots, transfer.src_slots
-        else:
-            raise InputError(f"this engine cannot copy from {transfer.src} to {transfer.dst}")
-        if not 0 <= transfer.group < len(self._layouts):
-            raise InputError(f"there are {len(self._layouts)} groups, got group {transfer.group}")
-        layout = self._layouts[transfer.group]
-        _refuse_outside("device block", blocks, layout.num_blocks)
-        _refuse_outside("host slot", slots, self._num_slots)
-        in_parts = self._cuts[transfer.group] if transfer.in_parts else None
-        return CopyJob(direction, layout, blocks, slots, *self._host, in_parts)
 
     def _mark(self, submission: Submission) -> None:
         """Fix the transfer's place behind compute, now, and see whether there is any."""
@@ -299,13 +298,8 @@ class GpuEngine(Closing):
 
     def _pick(self, submission: Submission, job: CopyJob) -> Path:
         submission.num_runs = count_runs(job)
-        submission.path = self._planner.choose(
-            job.direction,
-            job.layout,
-            len(job.device_blocks),
-            submission.beside_model,
-            submission.num_runs,
-            in_parts=job.in_parts is not None,
+        submission.path = self._choose(
+            job, submission.num_runs, beside_model=submission.beside_model
         )
         path = self._paths.get(submission.path)
         if path is None:
@@ -313,6 +307,16 @@ class GpuEngine(Closing):
                 f"the planner chose path {submission.path!r}; this engine has {sorted(self._paths)}"
             )
         return path
+
+    def _choose(self, job: CopyJob, num_runs: int, *, beside_model: bool) -> str:
+        return self._planner.choose(
+            job.direction,
+            job.layout,
+            len(job.device_blocks),
+            beside_model,
+            num_runs,
+            in_parts=job.in_parts is not None,
+        )
 
     def _release_ready(self, submission: Submission) -> None:
         if submission.ready is not None:
@@ -376,13 +380,6 @@ class GpuEngine(Closing):
                 self._driver.destroy_stream(lane.stream)
             except Exception:
                 log.exception("a stream was not given back")
-
-
-def _refuse_outside(what: str, slots: SlotArray, count: int) -> None:
-    # As unsigned numbers the negative ones are the largest: one look finds both kinds.
-    worst = int(slots.view(np.uint64).argmax())
-    if not 0 <= slots[worst] < count:
-        raise InputError(f"{what} {slots[worst]} is not one of 0 to {count - 1}")
 
 
 def torch_compute_stream(device: int) -> Callable[[], int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvferry.device.engine.gates import LoadGate
+from kvferry.device.paths.ahead import ReadAhead
 from kvferry.types import Outcome, Rank, Receipt, TransferId
 
 
@@ -29,6 +30,8 @@ class Submission:
     """Why it failed: the first fault, empty while there is none."""
     seconds: float = 0.0
     trouble_since: float | None = None
+    ahead: ReadAhead | None = None
+    """What was read of it before it was ordered."""
     gate: LoadGate | None = None
     """Shut while compute waits for this load though it is not queued yet."""
     after: Submission | None = None

@@ -99,6 +99,8 @@ class Ring:
         self._small_bytes = small
         self._large_bytes = _whole_pages((num_bytes - NUM_SMALL * small) // NUM_LARGE)
         self._driver = driver
+        self.num_uses = 0
+        """How often a slot was given out: who remembers one sees whether others came since."""
         self._alone: Slots | None = None
         self._shared: dict[Direction, Slots] = {}
         self._latest: dict[Direction, int] = {}
@@ -133,6 +135,7 @@ class Ring:
         small = slots.small
         is_small = num_bytes is not None and num_bytes <= small.num_bytes
         slot = small if is_small else next(slots.in_turn)
+        self.num_uses += 1
         store = direction is Direction.STORE
         self._latest[direction] = slot.copied_out if store else slot.scattered
         return slot

@@ -5,7 +5,7 @@
     store   beside         [head by kernel]
             slot streams     [gather 1]▲[gather 2]──▲[gather 3]──────▲
             the job's                  [copy 1]─────[copy 2─────────][copy 3─────────]
-    load    inbound        [copy 1──────────][copy 2──────────][copy 3]
+    load    inbound        [copy 1──────────][copy 2──────────][copy 3]     (copy 1 may be ahead)
             slot streams                     └▶[scatter 1]     └▶[scatter 2]
             the job's                                                  └▶[scatter 3]
 
@@ -35,6 +35,7 @@ from kvferry.device.job import CopyJob, Direction
 from kvferry.device.kernels.base import Launcher, widest
 from kvferry.device.kernels.ids import IdBuffers
 from kvferry.device.kernels.prepared import Grid, Kernels, Prepared
+from kvferry.device.paths.ahead import ReadAhead
 from kvferry.device.paths.barrier import StreamBarrier
 from kvferry.device.paths.base import Means
 from kvferry.device.paths.chunk_cursor import ChunkCursor
@@ -89,6 +90,7 @@ class StagedPath:
         self._ids = {direction: IdBuffers(driver) for direction in Direction}
         self._ring = Ring(driver, ring_bytes)
         self._events = EventPool(driver, timing=False)
+        self._ahead: ReadAhead | None = None  # under the ring's lock
 
     @classmethod
     def open(cls, means: Means) -> StagedPath:
@@ -109,8 +111,8 @@ class StagedPath:
         try:
             if is_store:
                 self._begin_store(trip)
-            chunk, step = trip.chunk, self._store_chunk if is_store else self._load_chunk
-            while not chunk.is_last:
+            step = self._store_chunk if is_store else self._load_chunk
+            while not trip.chunk.is_last:
                 if trip.slots:
                     yield
                 with ring.lock:
@@ -147,6 +149,7 @@ class StagedPath:
 
     def close(self) -> None:
         with self._driver.current():
+            self._end_ahead()
             self._ring.close()
             self._events.close()
             for ids in self._ids.values():
@@ -220,6 +223,16 @@ class StagedPath:
             trip.barriers[-1].mark()
 
     def _load_chunk(self, trip: _Trip) -> None:
+        slot = None if trip.slots else self._take_ahead(trip)
+        if slot is None:
+            slot = self._copy_in(trip)
+        trip.aim(slot)
+        if trip.chunk.num_left:
+            self._scatter(trip, slot, trip.barriers, slot.stream)
+        else:
+            self._scatter_last(trip, slot)
+
+    def _copy_in(self, trip: _Trip) -> RingSlot:
         driver, ring, chunk = self._driver, self._ring, trip.chunk
         left, inbound = chunk.num_left, ring.inbound
         slot = ring.next(trip.job.direction, left)
@@ -233,11 +246,52 @@ class StagedPath:
         if not trip.barriers:  # after the first copy: the link need not wait for it
             self._begin_scatters(trip)
         driver.record_event(slot.copied_in, inbound)
-        trip.aim(slot)
-        if chunk.num_left:
-            self._scatter(trip, slot, trip.barriers, slot.stream)
-        else:
-            self._scatter_last(trip, slot)
+        return slot
+
+    # -- ahead of a load ---------------------------------------------------------------------
+
+    def read_ahead(self, job: CopyJob, begun: int, ended: int) -> ReadAhead | None:
+        """See :class:`ReadsAhead`. Waits for nothing but the ring: pinned slots do not change."""
+        prepared, ring = self._kernels.find(job), self._ring
+        if prepared is None or not ring.is_open:
+            return None  # the first load makes these
+        with ring.lock:
+            self._ahead = None
+            slot, chunk = ring.next(job.direction, job.num_bytes), ChunkCursor(job, prepared.rows)
+            # Where all of it fits, one scatter is all that is left for the load to queue.
+            chunk.fit(slot.num_bytes, keep=self._tail if job.num_bytes > slot.num_bytes else 0)
+            runs = HostRuns(job)
+            self._wait_until_free(slot, ring.inbound)
+            try:
+                self._driver.record_event(begun, ring.inbound)
+                runs.load(self._driver, chunk.start, chunk.end, slot.address, ring.inbound)
+                for event in (slot.copied_in, ended):
+                    self._driver.record_event(event, ring.inbound)
+            except BaseException:  # the slot would look free to others while it is written
+                self._wait_for((ring.inbound,))
+                raise
+            # Whoever uses the ring next may have it, and then it is nobody's.
+            slot.free_after(slot.copied_in)
+            ahead = ReadAhead(job, chunk, runs, slot, ring.num_uses, begun, ended)
+            self._ahead = ahead
+            return ahead
+
+    def _take_ahead(self, trip: _Trip) -> RingSlot | None:
+        """The slot that has the first chunk of this load already, if none has used it since."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or ahead.num_uses != self._ring.num_uses or not ahead.is_of(trip.job):
+            return None
+        ahead.is_used = True
+        trip.chunk, trip.runs = ahead.chunk, ahead.runs
+        trip.slots[ahead.slot] = None
+        self._begin_scatters(trip)
+        return ahead.slot
+
+    def _end_ahead(self) -> None:
+        """No receipt stands for what was read ahead: before memory goes, it must have ended."""
+        self._ahead = None
+        if self._ring.is_open:
+            self._wait_for((self._ring.inbound,))
 
     def _begin_scatters(self, trip: _Trip) -> None:
         job, ring = trip.job, self._ring
@@ -316,12 +370,15 @@ class StagedPath:
             return
         except DriverError as error:
             log.warning("a failed copy cannot be fenced, so it is waited for: %s", error)
-        for other in (*streams, stream):
+        self._wait_for((*streams, stream))
+
+    def _wait_for(self, streams: Iterable[int]) -> None:
+        for stream in streams:
             try:
-                driver.synchronize_stream(other)
+                self._driver.synchronize_stream(stream)
             except DriverError as error:
                 # What refuses this too is a device that is lost: nothing runs on it any more.
-                log.error("a failed copy could not be waited for: %s", error)
+                log.error("a copy could not be waited for: %s", error)
 
 
 class _Trip:
