@@ -6,10 +6,11 @@ Needs no card: the library runs on a stand-in for CUDA's driver (``stand_in_card
 byte and whose copies take as long as at 55 GB/s. So these are microseconds of Python and of threads
 that wait for each other, without the time that the real driver's calls take; what a card makes of
 it, ``call_to_done.py`` says. For each size: how long the look-up takes, when the first copy is
-queued and when the call returns, both counted from the call, when the last copy of a store ends
-(less the time that so many bytes take: what is left is time without a copy), how long after the end
-of the last copy the caller has its ``Done`` (by ``wait``, ``poll`` with a timeout, and ``await``),
-and how many Python functions are called on the way. With ``--other`` the ``src`` folder of another
+queued and when the call returns, both counted from the call (of a load: from its look-up's, which
+may begin with the copy), when the last copy ends (less the time that so many bytes take: what is
+left is time without a copy), how long after the end of the last copy the caller has its ``Done``
+(by ``wait``, ``poll`` with a timeout, and ``await``), and how many Python functions are called on
+the way. With ``--other`` the ``src`` folder of another
 checkout is measured too, in turn, each time in a process of its own. The lower quartile of all
 rounds counts: a busy machine adds to the others.
 """
@@ -44,8 +45,9 @@ HOST_BYTES = 3 << 30
 ENDS = ("wait", "poll", "await")
 FIGURES = {
     "match": "look-up",
-    "load first": "load: first copy queued",
-    "load returns": "load: returns",
+    "load first": "look-up and load: first copy queued",
+    "load returns": "look-up and load: returns",
+    "load copied": "look-up and load: last copy's end, less the copy's own time",
     **{f"load {end}": f"load: last copy's end to `Done`, {end}" for end in ENDS},
     "load calls": "look-up and load: Python calls until the first copy is queued",
     "load ends": "load: Python calls from the last copy's end to `Done`",
@@ -165,15 +167,12 @@ def measure(page_bytes: int, num_bytes: int, rounds: int) -> dict[str, list[floa
             rig.begin_anew()
             continue
         time.sleep(1e-3)
-        began = time.perf_counter()
-        hit = ferry.match(keys)
-        looked = time.perf_counter() - began
-        assert len(hit) == rig.count
-        load, _ = rig.timed(partial(ferry.load, hit, blocks), end)
+        looked: list[float] = []
+        load, done = rig.timed(partial(_look_up_and_load, ferry, keys, blocks, looked), end)
+        assert done.num_blocks == rig.count
         store["whole"] = store["copied"] + store["wait"]
-        del load["copied"]
         if number >= 3:  # the first ones make kernels, buffers and threads
-            found["match"].append(1e6 * looked)
+            found["match"] += looked
             for verb, times in (("load", load), ("store", store)):
                 for name, value in times.items():
                     found[f"{verb} {name}"].append(value)
@@ -181,6 +180,13 @@ def measure(page_bytes: int, num_bytes: int, rounds: int) -> dict[str, list[floa
         _count(rig, found)
     ferry.close()
     return found
+
+
+def _look_up_and_load(ferry: Any, keys: Any, blocks: Any, looked: list[float]) -> Any:
+    began = time.perf_counter()
+    hit = ferry.match(keys)
+    looked.append(1e6 * (time.perf_counter() - began))
+    return ferry.load(hit, blocks)
 
 
 def _count(rig: Rig, found: dict[str, list[float]]) -> None:

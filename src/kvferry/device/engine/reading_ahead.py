@@ -12,7 +12,8 @@ ring, and only a load that names its device blocks takes them from there.
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Protocol
 
 from kvferry.device.driver.events import EventPool
 from kvferry.device.engine.submission import Submission
@@ -24,7 +25,6 @@ LEAST_BYTES = 8 << 20
 """A hit of fewer is loaded sooner than it is worth to look at it twice."""
 
 
-@runtime_checkable
 class ReadsAhead(Protocol):
     """A path that can begin with a load's bytes before it knows where they go."""
 
@@ -48,11 +48,12 @@ class ReadingAhead:
 
     def begin(self, job: CopyJob, path: Path) -> None:
         """Read what it can of ``job`` by ``path``, which that load is going to take."""
-        if not isinstance(path, ReadsAhead):
+        read_ahead: Callable[..., ReadAhead | None] | None = getattr(path, "read_ahead", None)
+        if read_ahead is None:
             return
         events = (self._events.take(), self._events.take())
         try:
-            self._newest = path.read_ahead(job, *events)
+            self._newest = read_ahead(job, *events)
         finally:
             if self._newest is None:
                 self._give(events)
@@ -66,6 +67,7 @@ class ReadingAhead:
     def join(self, submission: Submission, job: CopyJob) -> None:
         """A load is ordered: if it is this one, its time includes what was read ahead."""
         if self._newest is not None and self._newest.is_of(job):
+            job.share_runs(self._newest.job)
             submission.ahead, self._newest = self._newest, None
 
     def _give(self, events: tuple[int, int]) -> None:
