@@ -1,4 +1,4 @@
-"""Hits that are read before their load is ordered, on a real card: exact bytes, whatever follows."""
+"""Hits that are read before their load is ordered, on a real card: exact bytes, then as always."""
 
 from __future__ import annotations
 

@@ -52,3 +52,22 @@ def test_of_a_long_tensor_only_the_beginning_is_summed(monkeypatch):
     monkeypatch.setattr(sums, "MOST_WORDS", 100)
     weight = torch.ones(50, 4, dtype=torch.int64)
     assert sums_of(weight) == (100,)
+
+
+def test_classes_that_engines_give_their_weights_take_no_turn():
+    turns = []
+
+    class Weight(torch.nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            turns.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    plain = torch.randn(8, 4)
+    weight = Weight(plain.clone(), requires_grad=False)
+    device = plain.device
+    taken = sums.Sums(device)
+    turns.clear()
+    found = taken.begin([weight]).result()
+    assert not turns
+    assert found == sums_of(plain)
