@@ -218,6 +218,7 @@ def one_request(rig: Rig, num_bytes: int, rounds: int) -> dict[str, Any]:
         "bytes": count * rig.block_bytes,
         "page_bytes": rig.page_bytes,
         "wrong": wrong,
+        "load_path": rig.last_receipt.path,
         **{way: each.medians() for way, each in times.items()},
     }
 

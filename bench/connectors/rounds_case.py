@@ -11,7 +11,8 @@ from typing import Any
 from connectors.disk_case import CPU_OPTIONS, TinyShape
 from connectors.engine import Engine, Live, shape_of
 from connectors.first_tokens import others
-from connectors.loads import Load, new_tokens, run_load
+from connectors.hooks import thread_seconds
+from connectors.loads import Load, difference, new_tokens, run_load
 from connectors.measuring import Measuring
 
 GROWN_AFTER = 60.0
@@ -70,10 +71,14 @@ class RoundsMeasurer(Measuring):
 
     def round(self, number: int) -> dict[str, Any]:
         """Conversations from their first turns on, others in every round."""
-        before = self.engine.host_memory()
+        before, worked = self.engine.host_memory(), thread_seconds()
         found = run_load(self.engine, self._case.load, seed=300 + number, fills=False)
         del found["steps_ms"], found["all_ttft_ms"]
-        return found | {"host_memory": [before, self.engine.host_memory()]}
+        seconds = difference(worked, thread_seconds())
+        return found | {
+            "host_memory": [before, self.engine.host_memory()],
+            "processor_s": {name: round(each, 2) for name, each in seconds.items()},
+        }
 
     def fill(self, _: None) -> None:
         """Every prompt is computed once, and then in host memory."""
