@@ -17,7 +17,7 @@ from tests.fakes.rig import Rig
 from kvferry.device.engine import reading_ahead
 from kvferry.device.job import Direction
 from kvferry.device.planning.base import FixedPlanner
-from kvferry.types import SlotArray, as_slots
+from kvferry.types import DEVICE, HOST, SlotArray, Transfer, TransferId, as_slots
 
 BLOCKS = [4, 1, 3]
 SLOTS = [2, 5, 6]
@@ -80,6 +80,31 @@ def test_a_load_goes_on_from_what_was_read_ahead(page: int, monkeypatch: Any) ->
         assert rig.kv.block(block) == row[: rig.kv.layout.block_bytes].tobytes()
     rig.close()
     assert rig.driver.leaks() == {}
+
+
+def test_with_what_was_read_ahead_the_next_chunk_is_queued_at_once(monkeypatch: Any) -> None:
+    """Else the link would run dry until another thread has had its turn at the interpreter."""
+    monkeypatch.setattr(reading_ahead, "LEAST_BYTES", 0)
+    rig = rig_of("staged", 3000)
+    path: Any = rig.engine._paths["staged"]
+    slots = pin(rig)
+    read = ahead_of(rig).chunk.end
+    job = rig.engine._jobs.of(Transfer(TransferId(9), HOST, DEVICE, slots, as_slots(BLOCKS)))
+    copied: list[int] = []
+    copy_in = path._copy_in
+
+    def noting(trip: Any) -> Any:
+        copied.append(trip.chunk.end)
+        return copy_in(trip)
+
+    monkeypatch.setattr(path, "_copy_in", noting)
+    with rig.driver.current():
+        pieces = path.pieces(job, rig.stream(Direction.LOAD))
+        next(pieces)
+        assert copied == [read]
+        pieces.close()
+    rig.driver.timeline.run_all()
+    rig.close()
 
 
 def test_the_same_slots_of_another_hit_are_read_anew(monkeypatch: Any) -> None:

@@ -57,7 +57,7 @@ def test_of_a_long_tensor_only_the_beginning_is_summed(monkeypatch):
 def test_classes_that_engines_give_their_weights_take_no_turn():
     turns = []
 
-    class Weight(torch.nn.Parameter):
+    class Weight(torch.nn.Parameter):  # type: ignore[name-defined]
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
             turns.append(func)

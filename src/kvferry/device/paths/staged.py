@@ -113,8 +113,10 @@ class StagedPath:
                 self._begin_store(trip)
             step = self._store_chunk if is_store else self._load_chunk
             while not trip.chunk.is_last:
-                if trip.slots:
+                # What was read ahead is nearly over: the next chunk must be on its way by then.
+                if trip.slots and not trip.is_just_ahead:
                     yield
+                trip.is_just_ahead = False
                 with ring.lock:
                     try:
                         step(trip)
@@ -281,7 +283,7 @@ class StagedPath:
         ahead, self._ahead = self._ahead, None
         if ahead is None or ahead.num_uses != self._ring.num_uses or not ahead.is_of(trip.job):
             return None
-        ahead.is_used = True
+        ahead.is_used = trip.is_just_ahead = True
         trip.chunk, trip.runs = ahead.chunk, ahead.runs
         trip.slots[ahead.slot] = None
         self._begin_scatters(trip)
@@ -389,6 +391,8 @@ class _Trip:
 
     head = False
     """Whether a kernel beside the ring has part of it."""
+    is_just_ahead = False
+    """Whether what was read ahead is all of it that is queued by now."""
     runs: HostRuns | None = None
     barriers: tuple[StreamBarrier, ...] = ()
     """What its kernels come after."""
