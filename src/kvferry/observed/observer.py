@@ -15,9 +15,9 @@ log = logging.getLogger("kvferry")
 
 _LOOK_SECONDS = 1.0
 _BURST_SECONDS = 2e-3
-"""It looks at so much in one go, if so much waits: the first request finds nothing in the caches and
-costs several times what the next ones do (1 ms, beside an H200). More would keep the interpreter
-from the engine for too long."""
+"""It looks at so much in one go, if so much waits: the first request finds nothing in the caches,
+and costs several times what the next ones do (1 ms, beside an H200). More would keep the
+interpreter from the engine for too long."""
 _REST = 19
 """It rests so many times as long as it worked: at most a twentieth of one processor is its."""
 _MOST_REST = 1.0
