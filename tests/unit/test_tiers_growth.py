@@ -255,7 +255,8 @@ def test_beside_a_busy_model_what_is_not_needed_yet_hardly_grows(
     )
     until(lambda: growth.ready_slots >= 100)
     time.sleep(0.05)
-    most = 100 + host.chunks.slots_per_chunk
+    # Threads pin in any order, and what is ready is counted up to the first that is missing.
+    most = 100 + growth_module._BUSY_TOUCHING * host.chunks.slots_per_chunk
     assert growth.ready_slots <= most
     wanted[0] = 200
     until(lambda: growth.ready_slots >= 300)
