@@ -1,8 +1,10 @@
 """Bytes of a hit that are on their way before its load is ordered: whose they are, and when not.
 
 Seen red, each by a change of one line: the same slots, though another hit has them now, count as
-read; so do bytes that others have used the ring over since; the ring's slot looks free while it is
-written; memory goes before the copy has ended; the time of a load leaves out what was read ahead.
+read, or a load in parts takes them; so do bytes that others have used the ring over since; the
+ring's slot looks free while it is written; memory goes before the copy has ended; the time of a
+load leaves out what was read ahead, or asks for an event that may not be there yet; hits line up on
+the link; events are not given back; a load is under way, or streams are to be tried out.
 """
 
 from __future__ import annotations
@@ -161,11 +163,40 @@ def test_a_store_waits_for_the_slot_that_is_being_read_into(
     rig.close()
 
 
-def test_a_hit_that_is_let_go_leaves_nothing_behind(rig: Rig) -> None:
+def test_hits_that_are_let_go_leave_nothing_behind_and_do_not_line_up(rig: Rig) -> None:
+    rig.driver.timeline.frozen = {inbound_of(rig)}
     for _ in range(50):
         pin(rig)
+    assert len(rig.driver.timeline.streams[inbound_of(rig)].queue) < 10
+    rig.driver.timeline.frozen = set()
+    for _ in range(50):
+        pin(rig)
+        rig.driver.timeline.run_all()
     assert len(rig.engine._timing_events._all) <= 8
     load_and_check(rig, as_slots([7, 8, 1]))
+
+
+def test_loads_that_were_read_ahead_give_their_events_back(rig: Rig) -> None:
+    for _ in range(30):
+        load_and_check(rig, pin(rig))
+    assert len(rig.engine._timing_events._all) <= 8
+
+
+@pytest.mark.parametrize("page", [200, 3000])
+def test_a_load_in_parts_reads_its_parts_itself(page: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(reading_ahead, "LEAST_BYTES", 0)
+    rig = rig_of("staged", page)
+    slots = pin(rig)
+    ahead = ahead_of(rig)
+    rig.driver.timeline.run_all()
+    for block in BLOCKS:
+        rig.kv.set_block(block, rig.fresh())
+    rig.load(slots, BLOCKS, in_parts=True)
+    rig.drain_ok()
+    for slot, block in zip(SLOTS, BLOCKS, strict=True):
+        assert rig.kv.block(block) == rig.slot(slot)
+    assert not ahead.is_used
+    rig.close()
 
 
 def test_memory_goes_only_when_what_was_read_ahead_has_landed(monkeypatch: Any) -> None:
@@ -188,20 +219,72 @@ def test_memory_goes_only_when_what_was_read_ahead_has_landed(monkeypatch: Any) 
 
 def test_its_time_counts_but_not_the_time_nobody_had_ordered_the_rest(rig: Rig) -> None:
     """On a clock of one microsecond for each piece of work, wherever."""
-    timeline = rig.driver.timeline
-    inbound = rig.engine._paths["staged"]._ring.inbound  # type: ignore[attr-defined]
-    timeline.frozen = {inbound}
-    slots = pin(rig)
-    timeline.frozen = set()
-    assert timeline.step(), "its beginning, and no more"
-    timeline.frozen = {inbound}
-    work(rig, 1000)
-    timeline.frozen = set()
-    timeline.run_all()
+    slots = pin_slowly(rig)
     work(rig, 10_000)  # nobody has ordered it
     rig.load(slots, BLOCKS)
     (receipt,) = rig.drain().values()
     assert 1000e-6 < receipt.seconds < 1200e-6
+
+
+def test_its_time_counts_though_another_hit_was_looked_up_since(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = pin_slowly(rig)
+    monkeypatch.setattr(reading_ahead, "LEAST_BYTES", 1 << 30)
+    pin(rig, [7])
+    rig.load(slots, BLOCKS)
+    (receipt,) = rig.drain().values()
+    assert 1000e-6 < receipt.seconds < 1200e-6
+
+
+def test_a_load_that_is_ordered_while_it_is_read_counts_no_time_twice(rig: Rig) -> None:
+    timeline = rig.driver.timeline
+    timeline.frozen = {inbound_of(rig)}
+    slots = pin(rig)
+    timeline.frozen = set()
+    assert timeline.step(), "its beginning, and no more"
+    timeline.frozen = {inbound_of(rig)}
+    rig.load(slots, BLOCKS)
+    rig.wait_until_queued()
+    work(rig, 1000)
+    timeline.frozen = set()
+    (receipt,) = rig.drain().values()
+    assert 1000e-6 < receipt.seconds < 1200e-6
+
+
+def test_a_load_does_not_ask_for_what_the_card_may_not_have_got_to(rig: Rig) -> None:
+    """Its bytes are in the ring, and it may end before anything else on that stream."""
+    timeline = rig.driver.timeline
+    queue = timeline.streams[inbound_of(rig)].queue
+    timeline.frozen = {inbound_of(rig)}
+    slots = pin(rig)
+    slot = ahead_of(rig).slot
+    timeline.frozen = set()
+    while not rig.driver._events[slot.copied_in].is_done:
+        assert timeline.step()
+    timeline.frozen = {inbound_of(rig)} if queue else set()
+    rig.load(slots, BLOCKS)
+    rig.drain_ok()
+    timeline.frozen = set()
+
+
+def pin_slowly(rig: Rig) -> SlotArray:
+    """A hit that takes a millisecond to read."""
+    timeline = rig.driver.timeline
+    timeline.frozen = {inbound_of(rig)}
+    slots = pin(rig)
+    timeline.frozen = set()
+    assert timeline.step(), "its beginning, and no more"
+    timeline.frozen = {inbound_of(rig)}
+    work(rig, 1000)
+    timeline.frozen = set()
+    timeline.run_all()
+    return slots
+
+
+def inbound_of(rig: Rig) -> int:
+    path: Any = rig.engine._paths["staged"]
+    return int(path._ring.inbound)
 
 
 def work(rig: Rig, amount: int) -> None:
@@ -210,8 +293,12 @@ def work(rig: Rig, amount: int) -> None:
     rig.driver.timeline.run_all()
 
 
-@pytest.mark.parametrize("why", ["compute runs", "a load is under way", "it is small", "beside"])
-def test_where_there_is_something_better_to_do_nothing_is_read(rig: Rig, why: str) -> None:
+@pytest.mark.parametrize(
+    "why", ["compute runs", "a load is under way", "small", "scattered", "beside", "a trial is due"]
+)
+def test_where_there_is_something_better_to_do_nothing_is_read(
+    rig: Rig, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     timeline = rig.driver.timeline
     if why == "compute runs":
         timeline.frozen = {rig.compute}
@@ -219,8 +306,15 @@ def test_where_there_is_something_better_to_do_nothing_is_read(rig: Rig, why: st
     elif why == "a load is under way":
         timeline.frozen = {rig.stream(Direction.LOAD)}
         rig.load([3], [0])
-    elif why == "it is small":
-        reading_ahead.LEAST_BYTES = 1 << 30
+        rig.wait_until_queued()
+        timeline.run_all()
+    elif why == "small":
+        monkeypatch.setattr(reading_ahead, "LEAST_BYTES", 1 << 30)
+    elif why == "scattered":
+        monkeypatch.setattr(reading_ahead, "MOST_RUNS", 2)
+    elif why == "a trial is due":
+        monkeypatch.setattr(rig.engine._channels, "wants_trial", lambda stream: True)
+        monkeypatch.setattr(rig.engine, "_try_out", lambda *_: None)
     else:
         rig.engine._runs_beside = lambda: True
     slots = pin(rig)

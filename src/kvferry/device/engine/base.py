@@ -54,7 +54,7 @@ class CopyEngine(Protocol):
         """These slots are pinned and may be loaded next, all of them, from this very array.
 
         An engine may begin to read them; whether they are loaded then or not, nobody notices. Never
-        raises. Only what was named last counts.
+        raises.
         """
 
     def begun_here(self, *, compute_waits: bool = False) -> AbstractContextManager[None]:

@@ -68,8 +68,11 @@ class Fences:
         elapsed = self._driver.elapsed_seconds
         if ahead is None or not ahead.is_used:
             return elapsed(start, end)
-        # From its first byte on, but for the time in which nobody had ordered the rest.
-        return elapsed(ahead.begun, end) - max(0.0, elapsed(ahead.ended, start))
+        # From its first byte on, but for the time in which nobody had ordered the rest: that may be
+        # long, so it is left out, not subtracted.
+        if elapsed(ahead.ended, start) <= 0.0:
+            return elapsed(ahead.begun, end)
+        return elapsed(ahead.begun, ahead.ended) + elapsed(start, end)
 
     def _give_up(self, submission: Submission) -> bool:
         """Whether the driver has refused to answer for so long that it never will.

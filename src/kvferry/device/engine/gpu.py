@@ -181,14 +181,16 @@ class GpuEngine(Closing):
 
     def read_ahead(self, group: int, slots: SlotArray) -> None:
         """Begin to read pinned slots that may be loaded next, if nothing else is to be done."""
-        self._ahead.drop()
         job = self._jobs.of_hit(group, slots)
         if self._closed or self.num_in_flight or not self._ahead.is_worth_it(job):
             return
         try:
-            with self._driver.current():
-                if self._runs_beside() or not self._driver.stream_is_idle(self._compute_stream()):
+            with self._driver.current(), self._driver.beside_captures():
+                compute = self._compute_stream()
+                if self._runs_beside() or not self._driver.stream_is_idle(compute):
                     return  # the link, or the interpreter, may have better to do
+                if self._channels.wants_trial(compute):
+                    return  # that needs streams with nothing to do: the next load has them
                 path = self._paths.get(self._choose(job, count_runs(job), beside_model=False))
                 if path is not None:
                     self._ahead.begin(job, path)

@@ -23,6 +23,8 @@ from kvferry.device.paths.base import Path
 
 LEAST_BYTES = 8 << 20
 """A hit of fewer is loaded sooner than it is worth to look at it twice."""
+MOST_RUNS = 64
+"""Of neighbouring slots: as many copies as one call of the driver takes."""
 
 
 class ReadsAhead(Protocol):
@@ -44,7 +46,8 @@ class ReadingAhead:
         self._newest: ReadAhead | None = None
 
     def is_worth_it(self, job: CopyJob) -> bool:
-        return job.num_bytes >= LEAST_BYTES
+        """Whether it has bytes enough, in runs so few that a look-up is not held up by them."""
+        return job.num_bytes >= LEAST_BYTES and len(job.run_heads) <= MOST_RUNS
 
     def begin(self, job: CopyJob, path: Path) -> None:
         """Read what it can of ``job`` by ``path``, which that load is going to take."""
@@ -52,17 +55,17 @@ class ReadingAhead:
         if read_ahead is None:
             return
         events = (self._events.take(), self._events.take())
+        newest = None
         try:
-            self._newest = read_ahead(job, *events)
+            newest = read_ahead(job, *events)
         finally:
-            if self._newest is None:
-                self._give(events)
-
-    def drop(self) -> None:
-        """Nobody has ordered it, and nobody will."""
-        newest, self._newest = self._newest, None
+            if newest is None:
+                self._give(*events)
         if newest is not None:
-            self._give((newest.begun, newest.ended))
+            # Only now: until the ring is used again, the load of the one before may still come.
+            unused, self._newest = self._newest, newest
+            if unused is not None:
+                self._give(unused.begun, unused.ended)
 
     def join(self, submission: Submission, job: CopyJob) -> None:
         """A load is ordered: if it is this one, its time includes what was read ahead."""
@@ -70,6 +73,6 @@ class ReadingAhead:
             job.share_runs(self._newest.job)
             submission.ahead, self._newest = self._newest, None
 
-    def _give(self, events: tuple[int, int]) -> None:
+    def _give(self, *events: int) -> None:
         for event in events:
             self._events.give(event)

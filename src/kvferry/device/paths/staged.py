@@ -257,6 +257,8 @@ class StagedPath:
         prepared, ring = self._kernels.find(job), self._ring
         if prepared is None or not ring.is_open:
             return None  # the first load makes these
+        if not self._driver.stream_is_idle(ring.inbound):
+            return None  # or hits that are only looked up would line up before one that is loaded
         with ring.lock:
             self._ahead = None
             slot, chunk = ring.next(job.direction, job.num_bytes), ChunkCursor(job, prepared.rows)
@@ -267,13 +269,14 @@ class StagedPath:
             try:
                 self._driver.record_event(begun, ring.inbound)
                 runs.load(self._driver, chunk.start, chunk.end, slot.address, ring.inbound)
-                for event in (slot.copied_in, ended):
+                # First what a load's time is taken by: its end may come right behind the other.
+                for event in (ended, slot.copied_in):
                     self._driver.record_event(event, ring.inbound)
+                # Whoever uses the ring next may have it, and then it is nobody's.
+                slot.free_after(slot.copied_in)
             except BaseException:  # the slot would look free to others while it is written
                 self._wait_for((ring.inbound,))
                 raise
-            # Whoever uses the ring next may have it, and then it is nobody's.
-            slot.free_after(slot.copied_in)
             ahead = ReadAhead(job, chunk, runs, slot, ring.num_uses, begun, ended)
             self._ahead = ahead
             return ahead
