@@ -129,13 +129,13 @@ def test_the_engine_never_waits_and_nothing_grows() -> None:
 def test_it_looks_at_several_in_a_burst_and_then_rests_as_it_has_worked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each costs 0.8 ms of a clock that only learning moves: so three of them are a burst."""
+    """Each costs 1.5 ms of a clock that only learning moves: so three of them are a burst."""
     now, rests, looked = [0.0], [], []
 
     class Slow(Pupil):
         def learn(self, request: ObservedRequest) -> None:
             super().learn(request)
-            now[0] += 8e-4
+            now[0] += 1.5e-3
 
     def rest(seconds: float) -> None:
         rests.append(seconds)
@@ -147,7 +147,7 @@ def test_it_looks_at_several_in_a_burst_and_then_rests_as_it_has_worked(
     observer._waiting.extend(observed([n]) for n in range(8))
     observer._look()
     assert looked == [3, 6]
-    assert rests == pytest.approx([19 * 2.4e-3] * 2)
+    assert rests == pytest.approx([19 * 4.5e-3] * 2)
 
 
 def test_nobody_asked_no_thread() -> None:
