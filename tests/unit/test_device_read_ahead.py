@@ -238,16 +238,11 @@ def test_its_time_counts_though_another_hit_was_looked_up_since(
 
 
 def test_a_load_that_is_ordered_while_it_is_read_counts_no_time_twice(rig: Rig) -> None:
-    timeline = rig.driver.timeline
-    timeline.frozen = {inbound_of(rig)}
-    slots = pin(rig)
-    timeline.frozen = set()
-    assert timeline.step(), "its beginning, and no more"
-    timeline.frozen = {inbound_of(rig)}
+    slots = begin_to_read(rig)
     rig.load(slots, BLOCKS)
     rig.wait_until_queued()
     work(rig, 1000)
-    timeline.frozen = set()
+    rig.driver.timeline.frozen = set()
     (receipt,) = rig.drain().values()
     assert 1000e-6 < receipt.seconds < 1200e-6
 
@@ -270,15 +265,21 @@ def test_a_load_does_not_ask_for_what_the_card_may_not_have_got_to(rig: Rig) -> 
 
 def pin_slowly(rig: Rig) -> SlotArray:
     """A hit that takes a millisecond to read."""
+    slots = begin_to_read(rig)
+    work(rig, 1000)
+    rig.driver.timeline.frozen = set()
+    rig.driver.timeline.run_all()
+    return slots
+
+
+def begin_to_read(rig: Rig) -> SlotArray:
+    """A hit of which the card has come to the beginning, and no further."""
     timeline = rig.driver.timeline
     timeline.frozen = {inbound_of(rig)}
     slots = pin(rig)
     timeline.frozen = set()
-    assert timeline.step(), "its beginning, and no more"
+    assert timeline.step()
     timeline.frozen = {inbound_of(rig)}
-    work(rig, 1000)
-    timeline.frozen = set()
-    timeline.run_all()
     return slots
 
 

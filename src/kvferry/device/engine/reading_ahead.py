@@ -12,8 +12,7 @@ ring, and only a load that names its device blocks takes them from there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, cast
 
 from kvferry.device.driver.events import EventPool
 from kvferry.device.engine.submission import Submission
@@ -33,8 +32,8 @@ class ReadsAhead(Protocol):
     def read_ahead(self, job: CopyJob, begun: int, ended: int) -> ReadAhead | None:
         """Queue the copy of its first bytes; None where that would take memory or time.
 
-        ``begun`` and ``ended`` are recorded around it. What is not used, by ``enqueue`` of the same
-        slots, is forgotten with the path's next job.
+        ``begun`` and ``ended`` are recorded around it. A job of the very same slots goes on from
+        it, as long as the path has copied nothing else.
         """
 
 
@@ -51,13 +50,12 @@ class ReadingAhead:
 
     def begin(self, job: CopyJob, path: Path) -> None:
         """Read what it can of ``job`` by ``path``, which that load is going to take."""
-        read_ahead: Callable[..., ReadAhead | None] | None = getattr(path, "read_ahead", None)
-        if read_ahead is None:
+        if not hasattr(path, "read_ahead"):
             return
         events = (self._events.take(), self._events.take())
         newest = None
         try:
-            newest = read_ahead(job, *events)
+            newest = cast("ReadsAhead", path).read_ahead(job, *events)
         finally:
             if newest is None:
                 self._give(*events)
