@@ -67,12 +67,12 @@ class Rig:
     """A ferry on a card that is only a clock, and fresh keys for every request."""
 
     def __init__(self, page_bytes: int, num_bytes: int) -> None:
+        from kvferry.cache.reach import FullAttention
         from kvferry.config import Config
-        from kvferry.device.layout import describe
+        from kvferry.core.identity import Namespace
         from kvferry.ferry import Ferry
-        from kvferry.identity import Namespace
         from kvferry.rank import open_on_gpu
-        from kvferry.reach import FullAttention
+        from kvferry.transfer.layout import describe
         from stand_in_card import BYTES_PER_SECOND, stand_in
 
         self.card, driver = stand_in()

@@ -26,8 +26,8 @@ import numpy as np
 
 import kvferry
 from _card import about, what_is_missing
-from kvferry.device.kernels.prepared import Kernels
-from kvferry.quantities import KiB, MiB, parse_size
+from kvferry.core.quantities import KiB, MiB, parse_size
+from kvferry.transfer.kernels.launch import Kernels
 
 SKIPPED = 77
 LAYERS = 28

@@ -16,13 +16,11 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from kvferry.cli.bench_copy_plot import plot
-from kvferry.cli.bench_copy_tables import report
-from kvferry.cli.progress import show
-from kvferry.device.bench.effort import FULL, QUICK, Effort
-from kvferry.device.bench.result import BenchResult
-from kvferry.device.driver.cuda import CudaDriver
 from kvferry.errors import DriverError
+from kvferry.tools.cli.bench_copy import plot, report
+from kvferry.tools.cli.output import show
+from kvferry.transfer.bench import FULL, QUICK, BenchResult, Effort
+from kvferry.transfer.driver.cuda import CudaDriver
 
 SKIPPED = 77
 
@@ -62,7 +60,7 @@ def main() -> int:
 def run(driver: CudaDriver, effort: Effort, command: str) -> BenchResult:
     # Imported here: they need torch and Triton, and their absence has been told by now.
     from designs.published import PublishedPath
-    from kvferry.device.bench.run import CopyBenchmark
+    from kvferry.transfer.bench import CopyBenchmark
 
     with driver.current():
         published = PublishedPath(driver)

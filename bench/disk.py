@@ -30,7 +30,7 @@ from typing import Any
 
 import kvferry
 from disks.ways import Blocks, BusyThread, DiskWay, FilePerBlock, Raw, Tier, VllmFs, default_bytes
-from kvferry.quantities import MiB, format_size, parse_size
+from kvferry.core.quantities import MiB, format_size, parse_size
 
 SKIPPED = 77
 DEPTHS = ((1, 16 * MiB), (2, 16 * MiB), (4, 8 * MiB), (8, 4 * MiB), (16, 1 * MiB))

@@ -15,13 +15,14 @@ from pathlib import Path
 
 import numpy as np
 
-from kvferry.answers import MatchState
+from kvferry.cache.pool import Pool
+from kvferry.cache.reach import FullAttention
 from kvferry.config import Config
-from kvferry.keys import Keys
-from kvferry.pool import Pool
-from kvferry.reach import FullAttention
-from kvferry.scheduler import Scheduler, WriteMode, level_of
-from kvferry.types import FIRST_RANK, Outcome, Receipt, TierName
+from kvferry.core.keys import Keys
+from kvferry.scheduler.packed_tier import level_of
+from kvferry.scheduler.scheduler import Scheduler
+from kvferry.scheduler.tier import WriteMode
+from kvferry.types import FIRST_RANK, MatchState, Outcome, Receipt, TierName
 
 DISK = TierName("disk")
 TOKENS = 512

@@ -28,10 +28,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.keys import KeyArray, Keys
-from kvferry.tiers.disk.allocation import allocate
+from kvferry.core.keys import KeyArray, Keys
+from kvferry.tiers.disk.blocks import allocate
+from kvferry.tiers.disk.journal import Shape
 from kvferry.tiers.disk.ledger import FILE_NAMES, Ledger, journal_bytes
-from kvferry.tiers.disk.pages import Shape
 
 STORE_ID = b"recovery-bench-1"
 PROOF_BYTES = 16

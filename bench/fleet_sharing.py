@@ -22,11 +22,11 @@ from pathlib import Path
 
 import numpy as np
 
-from kvferry.policy import policy_named
-from kvferry.policy_kinds import DEFAULT_POLICY
-from kvferry.replay import PoolReplay
-from kvferry.simulate.future import Future
-from kvferry.traces import TraceReader, TraceRequest
+from kvferry.cache.policies.contract import policy_named
+from kvferry.cache.replay import PoolReplay
+from kvferry.settings.policies import DEFAULT_POLICY
+from kvferry.sim.bounds import Future
+from kvferry.telemetry.traces import TraceReader, TraceRequest
 
 SKIPPED = 77
 SERVERS_PER_COPY = 8

@@ -187,11 +187,10 @@ class Server:
     """Both sides of the connector and one rank, stepped by hand as vLLM would."""
 
     def __init__(self) -> None:
-        from kvferry.vllm.ranks import Place
-        from kvferry.vllm.scheduler_side import SchedulerSide
-        from kvferry.vllm.setup import Setup
-        from kvferry.vllm.translate import contents_of, support_of
-        from kvferry.vllm.worker_side import WorkerSide
+        from kvferry.connectors.vllm.ranks import Place
+        from kvferry.connectors.vllm.scheduler_side import SchedulerSide
+        from kvferry.connectors.vllm.translate import Setup, contents_of, support_of
+        from kvferry.connectors.vllm.worker_side import WorkerSide
 
         groups = [SimpleNamespace(kv_cache_spec=SPEC, layer_names=["layer0"])]
         caches = SimpleNamespace(num_blocks=NUM_BLOCKS, kv_cache_groups=groups)

@@ -24,13 +24,13 @@ from typing import Any
 
 import kvferry
 from host_memories.table import table
-from kvferry.device.driver.base import Driver, Priority
-from kvferry.device.driver.opening import open_driver
-from kvferry.device.driver.registrar import DriverRegistrar
+from kvferry.core.quantities import GiB, MiB, parse_size
 from kvferry.errors import DriverError
-from kvferry.quantities import GiB, MiB, parse_size
-from kvferry.tiers import HostMemory, Pin
-from kvferry.tiers.mapping import Bytes, PrivateMemory, populate
+from kvferry.hostmem.growth import Pin
+from kvferry.hostmem.mapping import Bytes, PrivateMemory, populate
+from kvferry.hostmem.memory import HostMemory
+from kvferry.transfer.driver.base import Driver, Priority
+from kvferry.transfer.driver.opening import DriverRegistrar, open_driver
 
 SLOT_BYTES = 2 * MiB
 MATMUL = 8192

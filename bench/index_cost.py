@@ -45,8 +45,8 @@ from typing import Any
 import numpy as np
 
 from indexes.per_key import LeanIndex, PerKeyIndex
-from kvferry.keys import KEY_WORDS, KeyArray, Keys
-from kvferry.pool import Pool
+from kvferry.cache.pool import Pool
+from kvferry.core.keys import KEY_WORDS, KeyArray, Keys
 
 KEYS = 8192
 FEW_KEYS = (1, 32, 256)

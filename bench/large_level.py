@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kvferry.keys import KEY_WORDS, Keys
-from kvferry.pool import Pool
-from kvferry.scheduler.level import PlacedLevel
+from kvferry.cache.pool import Pool
+from kvferry.core.keys import KEY_WORDS, Keys
+from kvferry.scheduler.tier import PlacedLevel
 from kvferry.types import TierName
 
 GIB = 1 << 30

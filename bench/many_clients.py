@@ -28,14 +28,11 @@ from datetime import datetime, timezone
 import numpy as np
 
 import kvferry
-from kvferry.metrics.endpoint import Endpoint
-from kvferry.metrics.http import MOST_CONNECTIONS
-from kvferry.playground.engine import Engine, Limits
-from kvferry.playground.model import Decoder, ModelShape
-from kvferry.playground.offload import Offloader
-from kvferry.playground.runner import Runner
-from kvferry.playground.threads import limit_matrix_threads
-from kvferry.playground.workload import Chat, serve
+from kvferry.telemetry.endpoint import Endpoint
+from kvferry.telemetry.http import MOST_CONNECTIONS
+from kvferry.tools.playground.engine import Engine, Limits, Offloader, Runner
+from kvferry.tools.playground.model import Decoder, ModelShape, limit_matrix_threads
+from kvferry.tools.playground.workload import Chat, serve
 
 LIMIT = 0.001
 NUM_SLOTS = 262_144

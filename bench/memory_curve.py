@@ -20,14 +20,15 @@ from statistics import median
 
 import numpy as np
 
+from kvferry.cache.policies.contract import policy_named
+from kvferry.cache.pool import Pool
+from kvferry.cache.reach import FullAttention
+from kvferry.cache.replay import PoolReplay, Tokens
 from kvferry.config import Config
-from kvferry.observed import TIMES, MemoryCurve, ObservedRequest, TierSizes
-from kvferry.policy import policy_named
-from kvferry.pool import Pool
-from kvferry.reach import FullAttention
-from kvferry.replay import PoolReplay, Tokens
-from kvferry.scheduler import Scheduler
-from kvferry.traces import TraceReader, TraceRequest
+from kvferry.scheduler.scheduler import Scheduler
+from kvferry.telemetry.memory_curve import TIMES, MemoryCurve, TierSizes
+from kvferry.telemetry.recorder import ObservedRequest
+from kvferry.telemetry.traces import TraceReader, TraceRequest
 from kvferry.types import FIRST_RANK, Outcome, Receipt
 from simulate_speed import write
 

@@ -30,20 +30,14 @@ from urllib.request import urlopen
 import numpy as np
 
 import kvferry
-from kvferry.metrics.endpoint import Endpoint
-from kvferry.metrics.inbox import Inbox
-from kvferry.metrics.source import Source
-from kvferry.playground.engine import Engine, Limits
-from kvferry.playground.model import Decoder, ModelShape
-from kvferry.playground.offload import Offloader
-from kvferry.playground.runner import Runner
-from kvferry.playground.threads import limit_matrix_threads
-from kvferry.playground.workload import Chat, serve
-from kvferry.scheduler.explainer import Explainer
-from kvferry.scheduler.ghosts import Ghosts
-from kvferry.scheduler.journal import Journal
-from kvferry.scheduler.why import Explanation, Reason
-from kvferry.stats import TrafficCounts
+from kvferry.scheduler.journal import Explainer, Explanation, Ghosts, Journal, Reason
+from kvferry.telemetry.endpoint import Endpoint
+from kvferry.telemetry.mailbox import Inbox
+from kvferry.telemetry.source import Source
+from kvferry.telemetry.stats import TrafficCounts
+from kvferry.tools.playground.engine import Engine, Limits, Offloader, Runner
+from kvferry.tools.playground.model import Decoder, ModelShape, limit_matrix_threads
+from kvferry.tools.playground.workload import Chat, serve
 
 LIMIT = 0.01
 PAUSES = (1.0, 5.0, 15.0)

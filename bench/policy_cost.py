@@ -21,9 +21,9 @@ from random import Random
 import numpy as np
 
 import kvferry
-from kvferry.policy import policy_named
-from kvferry.replay import PoolReplay, Tokens
-from kvferry.traces import keys_of_numbers
+from kvferry.cache.policies.contract import policy_named
+from kvferry.cache.replay import PoolReplay, Tokens
+from kvferry.telemetry.traces import keys_of_numbers
 
 LIMIT = 100e-6
 

@@ -25,12 +25,15 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.keys import Keys
-from kvferry.quantities import MiB
-from kvferry.remote_settings import SPARE_BYTES
-from kvferry.tiers import Batch, BatchId, HostMemory, SharedMemory, SlotLayout, TierSetup, Way
-from kvferry.tiers.remote import RemoteTier, open_remote
-from kvferry.tiers.remote.names import Whose
+from kvferry.core.keys import Keys
+from kvferry.core.quantities import MiB
+from kvferry.hostmem.memory import HostMemory
+from kvferry.hostmem.shared import SharedMemory, SlotLayout
+from kvferry.settings.remote import SPARE_BYTES
+from kvferry.tiers.contract import Batch, BatchId, TierSetup, Way
+from kvferry.tiers.remote.objects import Whose
+from kvferry.tiers.remote.opening import open_remote
+from kvferry.tiers.remote.tier import RemoteTier
 from kvferry.types import TierName
 
 SKIPPED = 77

@@ -30,13 +30,13 @@ from pathlib import Path
 
 import numpy as np
 
-from kvferry.keys import Keys
-from kvferry.quantities import KiB, MiB, parse_seconds
-from kvferry.scheduler.level import WriteMode
-from kvferry.scheduler.packing_level import PackingLevel
-from kvferry.tiers import Batch, BatchId, Way
-from kvferry.tiers.remote import RemoteTier
-from kvferry.tiers.remote.packs import cut
+from kvferry.core.keys import Keys
+from kvferry.core.quantities import KiB, MiB, parse_seconds
+from kvferry.scheduler.packed_tier import PackingLevel
+from kvferry.scheduler.tier import WriteMode
+from kvferry.tiers.contract import Batch, BatchId, Way
+from kvferry.tiers.remote.objects import cut
+from kvferry.tiers.remote.tier import RemoteTier
 from kvferry.types import TierName
 
 SKIPPED = 77

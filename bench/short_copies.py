@@ -24,9 +24,9 @@ from typing import Any
 
 from _card import about, what_is_missing
 from call_to_done import Rig
-from kvferry.cli.bench_copy_tables import table
-from kvferry.device.planning.base import FixedPlanner
-from kvferry.quantities import KiB, MiB, format_size
+from kvferry.core.quantities import KiB, MiB, format_size
+from kvferry.tools.cli.bench_copy import table
+from kvferry.transfer.planning.planner import FixedPlanner
 
 SKIPPED = 77
 NUM_BLOCKS, PAGE_BYTES = 1000, 32 * KiB

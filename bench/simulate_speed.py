@@ -18,8 +18,9 @@ import time
 from pathlib import Path
 from random import Random
 
-from kvferry.policy_kinds import POLICIES
-from kvferry.simulate import Simulation, Trial, simulate
+from kvferry.settings.policies import POLICIES
+from kvferry.sim.simulation import Simulation, simulate
+from kvferry.sim.trials import Trial
 
 BLOCK_TOKENS = 512
 RATE = 3.4  # requests per second

@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import kvferry.device.kernels.launch as launching
-import kvferry.device.planning.opening as planning
-from kvferry.device.driver.cuda import BATCH_WITHOUT_FAIL_INDEX, CudaDriver
-from kvferry.device.kernels.base import ARGUMENTS
-from kvferry.device.paths.kernel import GRID as DIRECT_GRID
-from kvferry.device.planning.builtin_profile import builtin_profile
+import kvferry.transfer.kernels.launch as launching
+import kvferry.transfer.planning.opening as planning
+from kvferry.transfer.driver.cuda import BATCH_WITHOUT_FAIL_INDEX, CudaDriver
+from kvferry.transfer.kernels.launch import ARGUMENTS
+from kvferry.transfer.paths.kernel import GRID as DIRECT_GRID
+from kvferry.transfer.planning.profile import builtin_profile
 
 BYTES_PER_SECOND = 55e9
 """What one large pinned copy takes on an H200."""

@@ -40,7 +40,7 @@ from connectors.drive import RawDrive, forget_pages, free_bytes
 from connectors.engine import KV_HEADS, GiB
 from connectors.loads import Load
 from connectors.order import environment
-from kvferry.cli.bench_copy_tables import table
+from kvferry.tools.cli.bench_copy import table
 from vllm_connectors import provenance, what_is_missing
 
 SKIPPED = 77

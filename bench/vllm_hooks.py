@@ -50,7 +50,7 @@ from connectors.hooks import summary, timed_hooks
 from connectors.loads import Load, run_load
 from connectors.modelless import Modelless
 from connectors.order import environment
-from kvferry.cli.bench_copy_tables import table
+from kvferry.tools.cli.bench_copy import table
 from vllm_connectors import FITS, provenance, what_is_missing
 
 SKIPPED = 77

@@ -33,7 +33,7 @@ from connectors.child import Child, ChildError
 from connectors.engine import KV_HEADS, GiB
 from connectors.order import environment
 from connectors.overlap_case import OverlapCase, OverlapMeasurer, median, quantile
-from kvferry.cli.bench_copy_tables import table
+from kvferry.tools.cli.bench_copy import table
 from vllm_connectors import provenance, what_is_missing
 
 SKIPPED = 77

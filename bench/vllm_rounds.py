@@ -34,7 +34,7 @@ from connectors.engine import GiB
 from connectors.loads import Load
 from connectors.order import environment
 from connectors.rounds_case import RoundsCase, RoundsMeasurer
-from kvferry.cli.bench_copy_tables import table
+from kvferry.tools.cli.bench_copy import table
 from vllm_connectors import provenance, what_is_missing
 
 SKIPPED = 77

@@ -17,11 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
-from kvferry import reach
+from kvferry.cache import reach
+from kvferry.cache.pool import Pool
 from kvferry.config import Config
-from kvferry.keys import KEY_WORDS, Keys
-from kvferry.pool import Pool
-from kvferry.scheduler import NO_BLOCK, Scheduler
+from kvferry.core.keys import KEY_WORDS, Keys
+from kvferry.scheduler.scheduler import Scheduler
+from kvferry.scheduler.transfers import NO_BLOCK
 from kvferry.types import FIRST_RANK, Outcome, Receipt
 
 BLOCKS = 8192

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.keys import Keys
-from kvferry.pool import Pool
+from kvferry.cache.pool import Pool
+from kvferry.core.keys import Keys
 from kvferry.types import SlotArray
 from made_traces import Maker
 

@@ -19,11 +19,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvferry import Config, Hints, chain
-from kvferry.playground.engine import Engine
-from kvferry.playground.model import Decoder, ModelShape
-from kvferry.playground.offload import Offloader
-from kvferry.playground.request import ServedRequest
-from kvferry.playground.runner import Runner
+from kvferry.tools.playground.blocks import ServedRequest
+from kvferry.tools.playground.engine import Engine, Offloader, Runner
+from kvferry.tools.playground.model import Decoder, ModelShape
 
 SHAPE = ModelShape(vocab=512, width=64, num_layers=2, num_heads=2, num_kv_heads=1, hidden=64)
 BLOCK_TOKENS, DEVICE_BLOCKS, HOST_BLOCKS = 16, 32, 48

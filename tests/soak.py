@@ -24,7 +24,7 @@ from tests.model.serving import Serving
 from tests.model.stage import Setup
 from tests.model.weather import Weather
 
-from kvferry.scheduler.level import WriteMode
+from kvferry.scheduler.tier import WriteMode
 
 BURST = 250  # operations of one server before the next one's turn
 CALM_EVERY = 80  # bursts of one server between two calm hours

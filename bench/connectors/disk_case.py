@@ -12,7 +12,7 @@ from connectors.engine import Engine, Shape, shape_of
 from connectors.first_tokens import ANSWER, others
 from connectors.loads import Load, new_tokens, run_load
 from connectors.measuring import Measuring
-from kvferry.identity import adopt
+from kvferry.core.identity import adopt
 
 GROWN_AFTER = 30.0
 _WRITTEN_AFTER = 60.0

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvferry.device.planning import profile_files
+from kvferry.transfer.planning import profile as profile_files
 
 GiB = 1 << 30
 
@@ -101,7 +101,7 @@ def transfer_config(
     if connector == "kvferry":
         return config | {
             "kv_connector": "KvferryConnector",
-            "kv_connector_module_path": "kvferry.vllm.connector",
+            "kv_connector_module_path": "kvferry.connectors.vllm.connector",
             "kv_connector_extra_config": {"host": pool_bytes, **(settings or {})},
         }
     if connector == "idle":

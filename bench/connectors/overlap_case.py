@@ -73,7 +73,7 @@ class OverlapMeasurer(Measuring):
 
     def copies(self, about: dict[str, Any]) -> dict[str, list[float]]:
         """Loads of a whole prompt with nothing beside: GB/s in one go and in parts, in turn."""
-        from kvferry.device.layout.ranges import LayerParts
+        from kvferry.transfer.layout import LayerParts
 
         self.engine.forget(others(1))
         copier = _worker()._memory.engine
@@ -185,8 +185,8 @@ def overlap(engine: Engine, mode: str) -> Iterator[None]:
 
     A number of parts may follow, and a path to copy by: ``auto 5/8@kernel``.
     """
+    from kvferry.cache.policies.load_or_compute import Overlapping
     from kvferry.config import Config
-    from kvferry.policy import Overlapping
 
     served = _serving(engine)._overlap
     kept = served._policy, served._is_off
@@ -212,8 +212,8 @@ def overlap(engine: Engine, mode: str) -> Iterator[None]:
 
 def _cut_into(num_parts: int) -> Callable[[], None]:
     """Have loads land in so many parts; returns how to undo that."""
-    from kvferry.device.layout.ranges import LayerParts
-    from kvferry.vllm.early import LandingLoads
+    from kvferry.connectors.vllm.overlap import LandingLoads
+    from kvferry.transfer.layout import LayerParts
 
     worker = _worker()
     copier, kept = worker._memory.engine, worker.early
@@ -299,7 +299,7 @@ def _load_seconds(engine: Engine) -> float:
 
 
 def _planner_of(path: str, planner: Any) -> Any:
-    from kvferry.device.planning.base import FixedPlanner
+    from kvferry.transfer.planning.planner import FixedPlanner
 
     return planner if path == "auto" else FixedPlanner(path, path)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from connectors.engine import CONNECTORS, GiB
 from connectors.toggled import by_place
-from kvferry.cli.bench_copy_tables import table
+from kvferry.tools.cli.bench_copy import table
 
 Run = dict[str, Any]
 

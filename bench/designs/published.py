@@ -14,10 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kvferry.device.driver.base import Driver
-from kvferry.device.job import CopyJob, Direction
-from kvferry.device.paths.descriptors import DescriptorTable
-from kvferry.device.paths.dma import DmaPath
+from kvferry.transfer.driver.base import Driver
+from kvferry.transfer.job import CopyJob, Direction
+from kvferry.transfer.paths.direct import DescriptorTable, DmaPath
 
 NUM_PROGRAMS = 12
 MAX_KERNEL_SEGMENT = 28 * 1024

@@ -20,12 +20,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvferry.keys import Keys
-from kvferry.quantities import GiB, MiB
-from kvferry.tiers import Batch, BatchId, Way
-from kvferry.tiers.disk.setup import DriveSetup
+from kvferry.core.keys import Keys
+from kvferry.core.quantities import GiB, MiB
+from kvferry.hostmem.mapping import Bytes, PrivateMemory, populate
+from kvferry.tiers.contract import Batch, BatchId, Way
+from kvferry.tiers.disk.messages import DriveSetup
 from kvferry.tiers.disk.tier import DiskTier
-from kvferry.tiers.mapping import Bytes, PrivateMemory, populate
 from kvferry.types import TierName
 
 IN_FLIGHT = 256 * MiB

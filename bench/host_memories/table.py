@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvferry.quantities import GiB
+from kvferry.core.quantities import GiB
 
 
 def table(figures: dict[str, Any]) -> str:

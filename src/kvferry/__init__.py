@@ -6,16 +6,17 @@ else it needs is in :mod:`kvferry.engine`.
 """
 
 from kvferry.api import attach
+from kvferry.cache.reach import ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
 from kvferry.config import Config
+from kvferry.core.identity import Namespace, chain
+from kvferry.core.keys import Keys
 from kvferry.errors import KvferryError
 from kvferry.ferry import Ferry
 from kvferry.hints import Hints
-from kvferry.hits import Hit
-from kvferry.identity import Namespace, chain
-from kvferry.keys import Keys
-from kvferry.reach import ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
-from kvferry.scheduler import NO_BLOCK, Explanation, Reason, Scheduler
-from kvferry.tickets import Done
+from kvferry.scheduler.journal import Explanation, Reason
+from kvferry.scheduler.scheduler import Scheduler
+from kvferry.scheduler.transfers import NO_BLOCK
+from kvferry.tickets import Done, Hit
 from kvferry.worker import Worker
 
 __version__ = "0.1.0"

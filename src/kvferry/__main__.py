@@ -1,6 +1,6 @@
 """``python -m kvferry`` is ``kvferry``."""
 
-from kvferry.cli.main import main
+from kvferry.tools.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -12,14 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, cast
 
-from kvferry.copy_paths import AUTO_PATH, BY_NAME
-from kvferry.disk_settings import DiskSettings
+from kvferry.core.quantities import GiB, MiB, quoted
 from kvferry.errors import ConfigError, UnknownSettingError
-from kvferry.level_kinds import LevelSpec, join_levels
-from kvferry.policy_kinds import DEFAULT_LEVEL_POLICY, DEFAULT_POLICY
-from kvferry.quantities import GiB, MiB, quoted
-from kvferry.remote_settings import RemoteSettings
-from kvferry.setting_kinds import (
+from kvferry.settings.copy_paths import AUTO_PATH, BY_NAME
+from kvferry.settings.disk import DiskSettings
+from kvferry.settings.kinds import (
     ADDRESS,
     COUNT,
     DIRECTORIES,
@@ -44,9 +41,11 @@ from kvferry.setting_kinds import (
     optional,
     or_auto,
 )
-from kvferry.settings_env import ENV_PREFIX, variables
-from kvferry.settings_file import read_table
-from kvferry.tenant_shares import TenantShare
+from kvferry.settings.policies import DEFAULT_LEVEL_POLICY, DEFAULT_POLICY
+from kvferry.settings.remote import RemoteSettings
+from kvferry.settings.sources import ENV_PREFIX, read_table, variables
+from kvferry.settings.tenants import TenantShare
+from kvferry.settings.tiers import LevelSpec, join_levels
 
 CONFIG_FILE_ENV = "KVFERRY_CONFIG"
 """Names the file to read where no file is given."""

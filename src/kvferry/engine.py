@@ -11,31 +11,20 @@
 nothing heavier; what a GPU needs is imported when a rank is opened on one.
 """
 
-from kvferry.answers import DeviceBlocks, Landing, Match, MatchState
-from kvferry.config import Config
-from kvferry.contents import Contents
-from kvferry.device.engine.base import CopyEngine
-from kvferry.device.engine.cpu import CpuEngine
-from kvferry.device.engine.stream import Stream
-from kvferry.device.layout import GroupLayout, describe
-from kvferry.hints import Hints, TokenPriority
-from kvferry.identity import Namespace, adopt, chain
-from kvferry.keys import KeyChain, Keys, Recovered
-from kvferry.policy import (
+from kvferry.cache.leases import PoolCounts
+from kvferry.cache.policies.contract import (
     Arriving,
-    Decision,
     EvictionPolicy,
     EvictionPolicyMaker,
     Evidence,
     HearsHints,
-    Lru,
     Residents,
-    Verdict,
     policy_named,
 )
-from kvferry.pool import Pool
-from kvferry.rank import RankMemory, open_on_cpu, open_on_gpu, slot_layout
-from kvferry.reach import (
+from kvferry.cache.policies.load_or_compute import Decision, Verdict
+from kvferry.cache.policies.lru import Lru
+from kvferry.cache.pool import Pool
+from kvferry.cache.reach import (
     ChunkedLocal,
     FullAttention,
     Group,
@@ -44,55 +33,40 @@ from kvferry.reach import (
     longest_hit,
     needed,
 )
-from kvferry.scheduler import (
-    NO_BLOCK,
-    BlockTable,
-    EngineBlocks,
-    Explanation,
-    FailedLoad,
-    KeyedLevel,
-    Level,
-    Ordered,
-    PlacedLevel,
-    Reason,
-    Request,
-    Scheduler,
-    Settled,
-    State,
-    WriteMode,
-    level_of,
-)
+from kvferry.config import Config
+from kvferry.core.identity import Namespace, adopt, chain
+from kvferry.core.keys import KeyChain, Keys, Recovered
+from kvferry.hints import Hints, TokenPriority
+from kvferry.hostmem.memory import HostMemory
+from kvferry.hostmem.shared import SharedHandle, SharedMemory, SlotLayout
+from kvferry.hostmem.slots import HostTier
+from kvferry.rank import Contents, RankMemory, open_on_cpu, open_on_gpu, slot_layout
 from kvferry.scheduler.control import Acted
-from kvferry.slot_states import PoolCounts
-from kvferry.stats import SchedulerStats
-from kvferry.tiers import (
-    Batch,
-    BatchId,
-    HostMemory,
-    HostTier,
-    KeyedMemoryTier,
-    LastingTier,
-    LevelMover,
-    MemoryTier,
-    Mover,
-    Result,
-    SharedHandle,
-    SharedLevelMover,
-    SharedMemory,
-    SharedMover,
-    SlotLayout,
-    Tier,
-    TierMover,
-    TierSetup,
-    Way,
-)
+from kvferry.scheduler.journal import Explanation, Reason
+from kvferry.scheduler.packed_tier import level_of
+from kvferry.scheduler.promotion import State
+from kvferry.scheduler.request import Request
+from kvferry.scheduler.scheduler import FailedLoad, Scheduler, Settled
+from kvferry.scheduler.tier import KeyedLevel, Level, PlacedLevel, WriteMode
+from kvferry.scheduler.transfers import NO_BLOCK, BlockTable, EngineBlocks, Ordered
+from kvferry.telemetry.stats import SchedulerStats
+from kvferry.tiers.contract import Batch, BatchId, LastingTier, Result, Tier, TierSetup, Way
+from kvferry.tiers.memory import KeyedMemoryTier, MemoryTier
+from kvferry.tiers.movers import LevelMover, Mover, SharedLevelMover, SharedMover, TierMover
 from kvferry.tiers.threaded import Task, ThreadedTier
+from kvferry.transfer.engine.contract import CopyEngine, Stream
+from kvferry.transfer.engine.cpu import CpuEngine
+from kvferry.transfer.layout import GroupLayout, describe
 from kvferry.types import (
     DEVICE,
     FIRST_RANK,
     HOST,
+    DeviceBlocks,
     Health,
     Key,
+    Landing,
+    Match,
+    MatchState,
     Outcome,
     Plan,
     Question,

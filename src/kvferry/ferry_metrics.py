@@ -8,23 +8,22 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvferry.config import Config
-from kvferry.hits import Hit
-from kvferry.identity import Namespace, chain
-from kvferry.keys import Keys
-from kvferry.metrics import DEFAULT_PORT
-from kvferry.metrics.inbox import Inbox
-from kvferry.metrics.source import Source
-from kvferry.ownership import OneThread
+from kvferry.core.identity import Namespace, chain
+from kvferry.core.keys import Keys
+from kvferry.core.lifecycle import OneThread
+from kvferry.hostmem.growth import GrowthStats
 from kvferry.rank import RankMemory
-from kvferry.scheduler import Scheduler
-from kvferry.scheduler.journal import Copy
-from kvferry.scheduler.why import Explanation
-from kvferry.stats import SchedulerStats
-from kvferry.tiers import GrowthStats
+from kvferry.scheduler.journal import Copy, Explanation
+from kvferry.scheduler.scheduler import Scheduler
+from kvferry.telemetry import DEFAULT_PORT
+from kvferry.telemetry.mailbox import Inbox
+from kvferry.telemetry.source import Source
+from kvferry.telemetry.stats import SchedulerStats
+from kvferry.tickets import Hit
 from kvferry.types import HOST
 
 if TYPE_CHECKING:
-    from kvferry.metrics.endpoint import Endpoint
+    from kvferry.telemetry.endpoint import Endpoint
     from kvferry.tiers.disk.status import DiskFigures
 
 
@@ -88,8 +87,7 @@ def open_endpoint(
 ) -> Endpoint:
     """The server's threads hold what they ask: not the memory, which should go with its ferry."""
     # Imported here: few need a server, and its modules would triple our own import.
-    from kvferry.metrics.control_door import ControlDoor
-    from kvferry.metrics.endpoint import Endpoint
+    from kvferry.telemetry.endpoint import ControlDoor, Endpoint
 
     memory = weakref.ref(rank)
     source = Source(
@@ -127,7 +125,7 @@ def _disks(rank: weakref.ref[RankMemory]) -> dict[str, DiskFigures]:
 
 
 def _why_path(rank: weakref.ref[RankMemory], copy: Copy) -> str:
-    from kvferry.metrics.reasons import why_path  # here: few ask, and it brings the planner
+    from kvferry.telemetry.catalog import why_path  # here: few ask, and it brings the planner
 
     found = rank()
     return why_path(copy, getattr(found.engine, "choices", None) if found is not None else None)

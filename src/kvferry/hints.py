@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from kvferry.core.quantities import parse_count, parse_seconds, quoted, shown
 from kvferry.errors import ConfigError, InputError
-from kvferry.quantities import parse_count, parse_seconds, quoted, shown
 
 DEFAULT_PRIORITY = 35
 """Of blocks that nobody gave one: the same as in TensorRT-LLM, whose requests can be sent as is."""

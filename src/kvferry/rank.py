@@ -16,31 +16,101 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvferry.config import Config
-from kvferry.contents import Contents, tier_setup
-from kvferry.copy_paths import COPY_PATHS
-from kvferry.device.driver.base import Driver
-from kvferry.device.driver.opening import open_driver
-from kvferry.device.driver.registrar import DriverRegistrar
-from kvferry.device.engine.base import CopyEngine
-from kvferry.device.engine.cpu import CpuEngine
-from kvferry.device.engine.stream import Stream
-from kvferry.device.layout import GroupLayout
-from kvferry.tiers import (
-    HostMemory,
-    Pin,
-    SharedMemory,
-    SlotLayout,
-    TierMover,
-    TierSetup,
-    open_levels,
-)
+from kvferry.core.identity import Namespace, store_fingerprint
+from kvferry.errors import ConfigError
+from kvferry.hostmem.growth import Pin
+from kvferry.hostmem.memory import HostMemory
+from kvferry.hostmem.shared import SharedMemory, SlotLayout
+from kvferry.settings.copy_paths import COPY_PATHS
+from kvferry.tiers.contract import TierSetup
+from kvferry.tiers.movers import TierMover
+from kvferry.tiers.opening import open_levels
+from kvferry.transfer.driver.base import Driver
+from kvferry.transfer.driver.opening import DriverRegistrar, open_driver
+from kvferry.transfer.engine.contract import CopyEngine, Stream
+from kvferry.transfer.engine.cpu import CpuEngine
+from kvferry.transfer.layout import GroupLayout
 from kvferry.types import FIRST_RANK, HOST, Plan, Rank, TierName
 
 if TYPE_CHECKING:
     from kvferry.tiers.disk.status import DiskFigures
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What the blocks of a rank are, besides the way they lie in memory.
+
+    ``weights`` are sums over the model's, or any other numbers that change with them. Of several
+    engines of one server on this host, ``engine`` says which this is, ``engines_here`` of how many,
+    ``first_engine`` where they begin: each has blocks of its own.
+    """
+
+    namespace: Namespace
+    weights: tuple[int, ...] = ()
+    engine: int = 0
+    engines_here: int = 1
+    first_engine: int = 0
+
+
+def tier_setup(
+    config: Config,
+    layouts: Sequence[GroupLayout],
+    contents: Contents | None,
+    rank: Rank = FIRST_RANK,
+    num_ranks: int = 1,
+    num_ranks_here: int | None = None,
+) -> TierSetup:
+    """What all levels of a rank are told; name and options are each level's own."""
+    slot_bytes = max(layout.block_bytes for layout in layouts)
+    here = num_ranks_here or num_ranks
+    if contents is None:
+        for setting, where in (("disk", config.disk), ("remote", config.remote)):
+            if where:
+                raise ConfigError(
+                    f"{setting}: blocks there outlive this process, so say what they are: open the "
+                    "rank with contents=Contents(namespace)"
+                )
+        return TierSetup(TierName(""), slot_bytes, rank, num_ranks, num_ranks_here=here)
+    formats = [layout.format for layout in layouts]
+    server = (num_ranks, contents.engine)
+    first, count = contents.first_engine, contents.engines_here
+    engines = range(first, first + count) if count > 1 else ()
+    return TierSetup(
+        TierName(""),
+        slot_bytes,
+        rank,
+        num_ranks,
+        num_ranks_here=here * contents.engines_here,
+        namespace=store_fingerprint(
+            contents.namespace, server, formats, slot_bytes, rank, contents.weights
+        ),
+        family=store_fingerprint(contents.namespace, server),
+        families=tuple(
+            store_fingerprint(contents.namespace, (num_ranks, engine)) for engine in engines
+        ),
+        label=contents.namespace.model,
+        disk=config.disk_settings,
+        shared_namespace=store_fingerprint(
+            contents.namespace, num_ranks, formats, slot_bytes, rank, contents.weights
+        ),
+        remote=config.remote_settings,
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# One rank's memory and the engine that copies to and from it: opened together, closed in order.
+#
+# ::
+#
+#     driver ──> copy paths, measured ──> host memory (first slots ready, growing) ──> levels below it
+#                ──> copy engine
+#     close:     the levels, the engine, then the registrations, then the mapping, then the driver
+#
+# An engine in one process (:func:`kvferry.attach`) and a server's workers open a rank the same way.
 
 log = logging.getLogger(__name__)
 
@@ -192,9 +262,9 @@ def open_on_gpu(
     Where the driver pins no host memory, copies go one by one through the driver: slow and right.
     """
     # Here: what they bring is needed with a GPU only.
-    from kvferry.device.engine.gpu import GpuEngine, torch_compute_stream
-    from kvferry.device.paths.path_set import open_paths
-    from kvferry.device.planning.opening import open_planner
+    from kvferry.transfer.engine.gpu import GpuEngine, torch_compute_stream
+    from kvferry.transfer.paths.path_set import open_paths
+    from kvferry.transfer.planning.opening import open_planner
 
     activity = Activity(is_starting=is_starting)
     with ExitStack() as undo:

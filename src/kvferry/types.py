@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NewType
+from typing import Any, NamedTuple, NewType
 
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.core.quantities import Integers, integers
 from kvferry.errors import InputError
-from kvferry.integers import Integers, integers
 
 Key = NewType("Key", bytes)
 """Content identity of one block: ``KEY_BYTES`` bytes."""
@@ -74,7 +74,7 @@ def slot_numbers(num_slots: int) -> npt.NDArray[Any]:
 
 
 KeyRows = npt.NDArray[np.uint64]
-"""Keys as the messages carry them: one row of words each (see ``kvferry.keys.Keys``)."""
+"""Keys as the messages carry them: one row of words each (see ``kvferry.core.keys.Keys``)."""
 
 NO_SLOTS: SlotArray = np.empty(0, dtype=np.int64)
 """A tier that finds blocks by their keys gives out no places: its side of a transfer is this."""
@@ -193,3 +193,48 @@ class Health:
     rank: Rank
     level: TierName
     reason: str = ""
+
+
+# ------------------------------------------------------------------------------------------------
+# What the scheduler half answers its engine with: plain, frozen facts.
+
+
+class MatchState(Enum):
+    """What to do about a request that was looked up."""
+
+    MISS = "miss"  # nothing to load: compute
+    HIT = "hit"  # blocks are pinned: allocate device blocks, then load
+    WAIT = "wait"  # they come up, or another request loads them: ask again after the next settle
+
+
+class Match(NamedTuple):
+    """The answer for one request: ``num_tokens`` in all can be had without computing them.
+
+    Those include the ``computed_tokens`` the engine already has, so ``to_load`` are new.
+    """
+
+    state: MatchState
+    num_tokens: int
+    computed_tokens: int
+
+    @property
+    def to_load(self) -> int:
+        return self.num_tokens - self.computed_tokens
+
+
+class DeviceBlocks(NamedTuple):
+    """Device blocks of one group that a transfer reads or writes."""
+
+    group: int
+    blocks: SlotArray
+
+
+class Landing(NamedTuple):
+    """A transfer that every rank has answered for; ``reason`` says why it failed, if it did."""
+
+    transfer_id: TransferId
+    reason: str
+
+    @property
+    def ok(self) -> bool:
+        return not self.reason

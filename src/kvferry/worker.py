@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 
 from kvferry.errors import ClosedError
-from kvferry.tiers.mover import LevelMover, Mover
+from kvferry.tiers.movers import LevelMover, Mover
 from kvferry.types import (
     FIRST_RANK,
     HOST,

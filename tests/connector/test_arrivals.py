@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.fakes.sides import BLOCK_TOKENS, Sides, hashes_of, request_of
 
-from kvferry.scheduler import rests
+from kvferry.scheduler import deferred_stores as rests
 
 PROMPT = 4 * BLOCK_TOKENS + 1
 
@@ -273,7 +273,7 @@ def test_one_that_comes_back_and_ends_at_once_is_stored(sides):
 def test_a_prefill_is_timed_to_the_step_after_its_first_token(sides, monkeypatch, is_told_at_once):
     """Seen red with only the new ones timed in calm steps, and with calm while one is timed."""
     now = [100.0]
-    monkeypatch.setattr("kvferry.vllm.tracked.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("kvferry.connectors.vllm.requests.time.monotonic", lambda: now[0])
     samples = []
     monkeypatch.setattr(
         sides.side.serving.scheduler, "note_prefill", lambda _, seconds: samples.append(seconds)

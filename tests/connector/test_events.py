@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.fakes.sides import BLOCK_TOKENS, Sides, hashes_of, request_of
 
-from kvferry.vllm import events
+from kvferry.connectors.vllm import events
 
 SLOT_BYTES = 2 * BLOCK_TOKENS * 8 * 4
 

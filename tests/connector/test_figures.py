@@ -8,10 +8,7 @@ import pytest
 from tests.fakes.desk import Desk, story
 from tests.fakes.sides import BLOCK_TOKENS, Sides, hashes_of, request_of
 
-from kvferry.hints import Hints
-from kvferry.metrics import catalog as names
-from kvferry.metrics.samples import Snapshot
-from kvferry.vllm.figures import (
+from kvferry.connectors.vllm.reports import (
     BOUNDS,
     EXPORTED,
     SEPARATOR,
@@ -23,6 +20,9 @@ from kvferry.vllm.figures import (
     idle_figures,
     log_line,
 )
+from kvferry.hints import Hints
+from kvferry.telemetry import catalog as names
+from kvferry.telemetry.source import Snapshot
 
 BLOCK_BYTES = 2 * BLOCK_TOKENS * 8 * 4
 PROMPT = 4 * BLOCK_TOKENS
@@ -30,7 +30,7 @@ PROMPT = 4 * BLOCK_TOKENS
 
 @pytest.fixture
 def sides(make_sides: Callable[..., Sides], monkeypatch: pytest.MonkeyPatch) -> Sides:
-    monkeypatch.setattr("kvferry.vllm.reports._STATS_SECONDS", 0.0)
+    monkeypatch.setattr("kvferry.connectors.vllm.reports._STATS_SECONDS", 0.0)
     return make_sides(["layer0"])
 
 

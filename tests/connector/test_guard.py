@@ -77,8 +77,8 @@ HOOKS = [
     (take, "kvferry.scheduler.Scheduler.settle"),
     (finished, "kvferry.scheduler.Request.leave"),
     (reset, "kvferry.scheduler.Scheduler.reset"),
-    (frees_soon, "kvferry.vllm.blocks.VllmBlocks.keeps_free_blocks"),
-    (take_stats, "kvferry.vllm.reports.Reports.take_stats"),
+    (frees_soon, "kvferry.connectors.vllm.blocks.VllmBlocks.keeps_free_blocks"),
+    (take_stats, "kvferry.connectors.vllm.reports.Reports.take_stats"),
 ]
 
 
@@ -183,7 +183,7 @@ def test_it_does_not_come_back(busy):
 
 
 def test_a_start_that_fails_is_no_service(make_sides, monkeypatch):
-    break_it(monkeypatch, "kvferry.vllm.scheduler_side.VllmBlocks")
+    break_it(monkeypatch, "kvferry.connectors.vllm.scheduler_side.VllmBlocks")
     sides = make_sides(["layer0"])
     assert sides.side.guard.reason == "start: RuntimeError: a mistake"
     assert_is_out_of_service(sides)

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 from tests.fakes.sides import Sides, hashes_of, request_of
 
-from kvferry.metrics.catalog import IDLE, IDLE_REASONS, INFO, QUERIES
+from kvferry.connectors.vllm.messages import RankShape
+from kvferry.connectors.vllm.reports import SEPARATOR, Figures
+from kvferry.connectors.vllm.scheduler_side import SchedulerSide
+from kvferry.connectors.vllm.translate import Support
+from kvferry.telemetry.catalog import IDLE, IDLE_REASONS, INFO, QUERIES
 from kvferry.types import Rank
-from kvferry.vllm.figures import SEPARATOR, Figures
-from kvferry.vllm.messages import RankShape
-from kvferry.vllm.scheduler_side import SchedulerSide
-from kvferry.vllm.translate import Support
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def sides(make_sides: Callable[..., Sides]) -> Sides:
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     clock = [1000.0]
-    monkeypatch.setattr("kvferry.vllm.scheduler_side.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("kvferry.connectors.vllm.scheduler_side.time.monotonic", lambda: clock[0])
     return clock
 
 

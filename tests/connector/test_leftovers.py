@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from tests.fakes.sides import BLOCK_TOKENS, Sides, hashes_of, request_of
 
-from kvferry.vllm.blocks import VllmBlocks
+from kvferry.connectors.vllm.blocks import VllmBlocks
 
 PROBES = itertools.count()
 

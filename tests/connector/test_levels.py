@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from tests.fakes.sides import BLOCK_TOKENS, NUM_BLOCKS, Sides, assert_same, request_of
 
-from kvferry.scheduler import KeyedLevel, PlacedLevel
-from kvferry.tiers import TierMover, Way
+from kvferry.connectors.vllm.messages import LevelShape, StepReceipts
+from kvferry.scheduler.tier import KeyedLevel, PlacedLevel
+from kvferry.tiers.contract import Way
 from kvferry.tiers.memory import Fault
+from kvferry.tiers.movers import TierMover
 from kvferry.types import Health, Key, Rank, TierName
-from kvferry.vllm.messages import LevelShape, StepReceipts
 
 LAYER_BYTES = 2 * BLOCK_TOKENS * 8 * 4
 HOST_BLOCKS = 16
@@ -253,7 +254,7 @@ def test_a_block_lost_on_one_rank_is_a_shorter_hit_with_the_right_bytes(make):
 
 
 def test_a_hung_level_neither_holds_a_request_nor_the_end(make, monkeypatch):
-    monkeypatch.setattr("kvferry.tiers.tier_mover._kept", [])
+    monkeypatch.setattr("kvferry.tiers.movers._kept", [])
     sides = make(2, promote_deadline="200ms")
     for number in range(8):
         chat(sides, number)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from tests.fakes.sides import BLOCK_TOKENS, Sides, assert_same, request_of
 
-from kvferry.device.engine.cpu import _BlockViews
+from kvferry.connectors.vllm.overlap import VllmOverlap
+from kvferry.transfer.engine.cpu import _BlockViews
 from kvferry.types import DEVICE, Outcome, Receipt
-from kvferry.vllm.overlap import VllmOverlap
 
 HASHES = [bytes([number]) * 32 for number in range(1, 5)]
 STAGES = (["layer0", "layer1", "layer2"], ["layer3"])

@@ -30,10 +30,10 @@ from tests.connector.test_levels import (
 from tests.fakes.pools import evict
 from tests.fakes.sides import BLOCK_TOKENS, NUM_BLOCKS, Sides, assert_same, request_of
 
-from kvferry.keys import Keys
-from kvferry.tiers import Way
+from kvferry.connectors.vllm.weights import Freshness
+from kvferry.core.keys import Keys
+from kvferry.tiers.contract import Way
 from kvferry.types import DEVICE, Key, Outcome
-from kvferry.vllm.weights import Freshness
 
 __all__ = ["make"]  # a fixture
 ALL = CHAT_BLOCKS * BLOCK_TOKENS

@@ -15,9 +15,9 @@ from tests.connector.test_levels import CHAT_BLOCKS, chat, loaded, scheduler_of,
 from tests.connector.test_levels import make as make  # a fixture
 from tests.fakes.sides import Sides
 
+from kvferry.connectors.vllm import control as disk_marks
+from kvferry.connectors.vllm.control import DiskMarks
 from kvferry.tiers.disk.messages import StoreAt
-from kvferry.vllm import disk_marks
-from kvferry.vllm.disk_marks import DiskMarks
 
 Make = Callable[..., Sides]
 

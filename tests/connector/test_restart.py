@@ -26,12 +26,12 @@ from tests.fakes import lasting
 from tests.fakes.sides import BLOCK_TOKENS, Sides, request_of
 
 from kvferry.config import Config
-from kvferry.identity import adopt
-from kvferry.keys import Keys
+from kvferry.connectors.vllm import worker_side
+from kvferry.connectors.vllm.messages import LevelShape, RankShape
+from kvferry.connectors.vllm.ranks import levels_of
+from kvferry.core.identity import adopt
+from kvferry.core.keys import Keys
 from kvferry.types import Key, Rank, TierName
-from kvferry.vllm import worker_side
-from kvferry.vllm.levels import levels_of
-from kvferry.vllm.messages import LevelShape, RankShape
 
 SHELF = "shelf=tests.fakes.lasting:open_shelf:there/200"
 Make = Callable[..., Sides]

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from tests.fakes.sides import BLOCK_TOKENS, Sides, assert_same, request_of
 
+from kvferry.connectors.vllm import worker_side
+from kvferry.connectors.vllm.messages import StepOrders
+from kvferry.connectors.vllm.worker_side import MemoryNews
 from kvferry.types import DEVICE, Outcome, Receipt
-from kvferry.vllm import worker_side
-from kvferry.vllm.messages import StepOrders
-from kvferry.vllm.news import MemoryNews
 
 HASHES = [bytes([number]) * 32 for number in range(1, 5)]
 STAGES = (["layer0", "layer1", "layer2"], ["layer3"])
@@ -310,7 +310,7 @@ def test_a_copy_that_never_ends_is_not_waited_for_again_and_again(make):
 
 def pause_until(sides, monkeypatch, later):
     """Nobody stepped until then."""
-    monkeypatch.setattr("kvferry.vllm.serving.time.monotonic", lambda: later)
+    monkeypatch.setattr("kvferry.connectors.vllm.serving.time.monotonic", lambda: later)
     monkeypatch.setattr(sides.side.serving.scheduler, "_clock", lambda: later)
 
 

@@ -13,16 +13,16 @@ from tests.fakes.host_launcher import HostLauncher
 from tests.fakes.kv import make_kv
 from tests.fakes.rig import PATHS, Rig
 
-from kvferry import copy_paths
 from kvferry.config import Config
-from kvferry.copy_paths import AUTO_PATH, BY_NAME, COPY_PATHS, CopyPath, path_names
-from kvferry.device.job import Direction
-from kvferry.device.paths import path_set
-from kvferry.device.paths.base import Means
-from kvferry.device.paths.path_set import class_of, common_variants, open_paths
-from kvferry.device.planning.builtin_profile import builtin_profile
-from kvferry.device.planning.planner import MeasuredPlanner
 from kvferry.errors import ConfigError
+from kvferry.settings import copy_paths
+from kvferry.settings.copy_paths import AUTO_PATH, BY_NAME, COPY_PATHS, CopyPath, path_names
+from kvferry.transfer.job import Direction
+from kvferry.transfer.paths import path_set
+from kvferry.transfer.paths.contract import Means
+from kvferry.transfer.paths.path_set import class_of, common_variants, open_paths
+from kvferry.transfer.planning.planner import MeasuredPlanner
+from kvferry.transfer.planning.profile import builtin_profile
 
 PAGE = Path(__file__).parents[2] / "docs" / "copy-engine.md"
 
@@ -88,7 +88,7 @@ def test_one_more_is_an_entry_in_the_list(monkeypatch: pytest.MonkeyPatch) -> No
     for module in (copy_paths, path_set):
         monkeypatch.setattr(module, "COPY_PATHS", (*COPY_PATHS, swift))
         monkeypatch.setattr(module, "BY_NAME", {**BY_NAME, "swift": swift})
-    monkeypatch.setattr("kvferry.device.planning.builtin_profile.COPY_PATHS", (swift,))
+    monkeypatch.setattr("kvferry.transfer.planning.profile.COPY_PATHS", (swift,))
     driver: Any = FakeDriver()
     opened = open_paths(driver, ring_bytes=1 << 16)
     assert set(opened.paths) == {*path_names(with_kernels=False)} >= {"swift"}

@@ -13,17 +13,15 @@ from tests.fakes.driver import FakeDriver
 from tests.fakes.kv import Kv, make_kv
 from tests.fakes.rig import Rig
 
-from kvferry.device.driver.base import Priority
-from kvferry.device.engine import gpu as engine
-from kvferry.device.engine.gpu import GpuEngine
-from kvferry.device.job import CopyJob, Direction
-from kvferry.device.layout import GroupLayout, describe
-from kvferry.device.paths.dma import DmaPath
-from kvferry.device.paths.loop import LoopPath
-from kvferry.device.planning.base import FixedPlanner
-from kvferry.device.planning.builtin_profile import builtin_profile
-from kvferry.device.planning.planner import MeasuredPlanner
 from kvferry.errors import ClosedError, LayoutError
+from kvferry.transfer.driver.base import Priority
+from kvferry.transfer.engine import gpu as engine
+from kvferry.transfer.engine.gpu import GpuEngine
+from kvferry.transfer.job import CopyJob, Direction
+from kvferry.transfer.layout import GroupLayout, describe
+from kvferry.transfer.paths.direct import DmaPath, LoopPath
+from kvferry.transfer.planning.planner import FixedPlanner, MeasuredPlanner
+from kvferry.transfer.planning.profile import builtin_profile
 from kvferry.types import Outcome, Receipt
 
 

@@ -16,13 +16,12 @@ from tests.fakes.driver import FakeDriver
 from tests.fakes.kv import make_kv
 from tests.fakes.rig import LONG, Rig
 
-from kvferry.device.engine import begun_here, channels
-from kvferry.device.engine.gate_watch import QUIET_LOOKS, GateWatch
-from kvferry.device.engine.gates import NUM_WORDS, Gates
-from kvferry.device.engine.lane import Lane
-from kvferry.device.engine.submission import Submission
-from kvferry.device.job import Direction
 from kvferry.errors import DriverError
+from kvferry.transfer.engine import fences as channels
+from kvferry.transfer.engine import gpu as begun_here
+from kvferry.transfer.engine.fences import NUM_WORDS, QUIET_LOOKS, Gates, GateWatch, Submission
+from kvferry.transfer.engine.lane import Lane
+from kvferry.transfer.job import Direction
 from kvferry.types import Outcome, TransferId
 
 SEEDS = range(6)

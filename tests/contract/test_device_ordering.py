@@ -21,9 +21,9 @@ from tests.fakes.driver import FakeDriver
 from tests.fakes.kv import make_kv
 from tests.fakes.rig import PATHS, Rig
 
-from kvferry.device.driver.base import Addresses, Driver, SourceOrder
-from kvferry.device.job import CopyJob, Direction
-from kvferry.device.paths.dma import DmaPath
+from kvferry.transfer.driver.base import Addresses, Driver, SourceOrder
+from kvferry.transfer.job import CopyJob, Direction
+from kvferry.transfer.paths.direct import DmaPath
 
 SEEDS = range(12)
 

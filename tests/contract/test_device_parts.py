@@ -15,12 +15,11 @@ from tests.contract.test_device_ordering import Mutant, compute_does_not_wait, r
 from tests.fakes.kv import LAYOUTS, Kv, make_kv
 from tests.fakes.rig import INTERPRETED, LONG, PATHS, Rig
 
-from kvferry.device.engine.cpu import CpuEngine
-from kvferry.device.engine.stream import Stream
-from kvferry.device.job import CopyJob, Direction
-from kvferry.device.layout import GroupLayout
-from kvferry.device.layout.ranges import LayerParts
-from kvferry.device.paths.base import in_pieces
+from kvferry.transfer.engine.contract import Stream
+from kvferry.transfer.engine.cpu import CpuEngine
+from kvferry.transfer.job import CopyJob, Direction
+from kvferry.transfer.layout import GroupLayout, LayerParts
+from kvferry.transfer.paths.contract import in_pieces
 from kvferry.types import DEVICE, HOST, Outcome, Transfer, TransferId, as_slots
 
 SEEDS = range(12)
@@ -199,7 +198,7 @@ def test_a_mark_before_its_part_is_seen(path: str, monkeypatch: pytest.MonkeyPat
             driver.record_event(submission.marks[-1], stream)
             yield from in_pieces(path, part, stream, submission.ready)
 
-    monkeypatch.setattr("kvferry.device.engine.lane.queue_parts", hasty)
+    monkeypatch.setattr("kvferry.transfer.engine.lane.queue_parts", hasty)
     assert not all(outcomes(path))
 
 

@@ -27,19 +27,19 @@ from tests.fakes.policies import FairLru, Fifo, Odd, Tails
 from tests.model.lru_before import TouchOrder
 from tests.model.pool_lives import Disown, End, Event, Grow, Pin, Reserve, Reset, Touch, life
 
-from kvferry.errors import IntegrityError
-from kvferry.keys import Keys
-from kvferry.lease import Lease, Purpose
-from kvferry.policy import (
+from kvferry.cache.leases import Lease, Purpose
+from kvferry.cache.policies.contract import (
     Arriving,
     EvictionPolicy,
     EvictionPolicyMaker,
-    Lru,
     Residents,
     policy_named,
 )
-from kvferry.policy_kinds import POLICIES as KINDS
-from kvferry.pool import Pool
+from kvferry.cache.policies.lru import Lru
+from kvferry.cache.pool import Pool
+from kvferry.core.keys import Keys
+from kvferry.errors import IntegrityError
+from kvferry.settings.policies import POLICIES as KINDS
 from kvferry.types import NO_SLOT, SlotArray, as_slots
 
 POLICIES: dict[str, EvictionPolicyMaker] = {

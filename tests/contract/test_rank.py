@@ -13,11 +13,10 @@ from tests.fakes.driver import FakeDriver
 from tests.fakes.kv import make_kv
 
 from kvferry.config import Config
-from kvferry.device.planning import opening
-from kvferry.device.planning.builtin_profile import builtin_profile
-from kvferry.device.planning.profile import Profile
 from kvferry.errors import ClosedError, ConfigError, InputError
 from kvferry.rank import Activity, RankMemory, open_on_cpu, open_on_gpu
+from kvferry.transfer.planning import opening
+from kvferry.transfer.planning.profile import Profile, builtin_profile
 from kvferry.types import DEVICE, HOST, Outcome, Plan, TierName, Transfer, TransferId, as_slots
 
 KV = make_kv("split")
@@ -170,7 +169,7 @@ def test_a_level_that_cannot_be_opened_takes_the_rank_back() -> None:
 def test_a_level_that_hangs_does_not_hang_the_close_and_keeps_the_memory(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.tiers.tier_mover._kept", [])
+    monkeypatch.setattr("kvferry.tiers.movers._kept", [])
     rank = open_on_cpu([KV.layout], settings(levels="memory:1MiB"))
     name, hung = TierName("memory"), threading.Event()
     mover = rank.levels[name]

@@ -28,15 +28,16 @@ from tests.fakes.drives import Weather
 from tests.fakes.paired import Paired
 from tests.fakes.remote_in_thread import InThread, Watched
 
+from kvferry.core.keys import Keys
 from kvferry.errors import ClosedError, InputError, TransferError
-from kvferry.keys import Keys
-from kvferry.remote_settings import read_remote
-from kvferry.tiers import Batch, BatchId, KeyedMemoryTier, MemoryTier, Result, Tier, Way
-from kvferry.tiers.disk.setup import DriveSetup
+from kvferry.settings.remote import read_remote
+from kvferry.tiers.contract import Batch, BatchId, Result, Tier, Way
+from kvferry.tiers.disk.messages import DriveSetup
 from kvferry.tiers.disk.tier import DiskTier
-from kvferry.tiers.remote import RemoteTier
+from kvferry.tiers.memory import KeyedMemoryTier, MemoryTier
 from kvferry.tiers.remote.mooncake import MooncakeClient, open_mooncake
-from kvferry.tiers.remote.names import Whose
+from kvferry.tiers.remote.objects import Whose
+from kvferry.tiers.remote.tier import RemoteTier
 from kvferry.types import Key, TierName, as_slots
 
 NUM_BLOCKS, BLOCK_BYTES = 6, 48

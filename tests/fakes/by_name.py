@@ -9,10 +9,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.answers import DeviceBlocks, Landing, Match
-from kvferry.keys import Keys
-from kvferry.scheduler import BlockTable, Ordered, Request, Scheduler, Settled, State
-from kvferry.types import Rank, Receipt
+from kvferry.core.keys import Keys
+from kvferry.scheduler.promotion import State
+from kvferry.scheduler.request import Request
+from kvferry.scheduler.scheduler import Scheduler, Settled
+from kvferry.scheduler.transfers import BlockTable, Ordered
+from kvferry.types import DeviceBlocks, Landing, Match, Rank, Receipt
 
 
 @dataclass(frozen=True)

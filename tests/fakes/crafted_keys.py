@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from kvferry.keys import KEY_WORDS, Keys
+from kvferry.core.keys import KEY_WORDS, Keys
 from kvferry.types import KEY_BYTES, Key
 
 

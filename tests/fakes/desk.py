@@ -7,14 +7,25 @@ from collections.abc import Iterable, Sequence
 from tests.fakes.by_name import ByName, SettledByName
 from tests.fakes.crafted_keys import keys as numbered
 
-from kvferry import reach
-from kvferry.answers import DeviceBlocks, Match, MatchState
+from kvferry.cache import reach
+from kvferry.cache.pool import Pool
 from kvferry.config import Config
-from kvferry.keys import Keys
-from kvferry.pool import Pool
-from kvferry.scheduler import BlockTable
-from kvferry.scheduler.level import Level
-from kvferry.types import DEVICE, HOST, Outcome, Question, Rank, Receipt, TierName, Transfer
+from kvferry.core.keys import Keys
+from kvferry.scheduler.tier import Level
+from kvferry.scheduler.transfers import BlockTable
+from kvferry.types import (
+    DEVICE,
+    HOST,
+    DeviceBlocks,
+    Match,
+    MatchState,
+    Outcome,
+    Question,
+    Rank,
+    Receipt,
+    TierName,
+    Transfer,
+)
 
 FULL = reach.FullAttention(4)
 

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 from tests.fakes.crafted_keys import keys
 
-from kvferry.tiers import Batch, BatchId, Result, Way
-from kvferry.tiers.disk.link import Launch
-from kvferry.tiers.disk.process import DriveProcess
-from kvferry.tiers.disk.setup import DriveSetup
+from kvferry.tiers.contract import Batch, BatchId, Result, Way
+from kvferry.tiers.disk.link import DriveProcess, Launch
+from kvferry.tiers.disk.messages import DriveSetup
 from kvferry.tiers.disk.tier import DiskTier
 from kvferry.types import TierName, as_slots
 

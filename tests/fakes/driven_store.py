@@ -11,14 +11,13 @@ from unittest.mock import patch
 
 import numpy as np
 
-from kvferry.tiers.base import Way
+from kvferry.tiers.contract import Way
 from kvferry.tiers.disk.messages import OrderMessage, ResultMessage
 from kvferry.tiers.remote import carrier, errand
-from kvferry.tiers.remote.bandwidth import Bandwidth
-from kvferry.tiers.remote.breaker import Breaker
 from kvferry.tiers.remote.client import Fault, NotThere
 from kvferry.tiers.remote.errand import Errand
-from kvferry.tiers.remote.names import Whose
+from kvferry.tiers.remote.limits import Bandwidth, Breaker
+from kvferry.tiers.remote.objects import Whose
 
 NUM_CALLS, BLOCK_BYTES = 2, 64
 WHOSE = Whose(bytes(32), BLOCK_BYTES)

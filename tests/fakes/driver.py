@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 from tests.fakes.timeline import FakeEvent, FakeStream, Timeline
 
-from kvferry.device.driver.base import (
+from kvferry.errors import DriverError
+from kvferry.transfer.driver.base import (
     UNSAFE_STREAMS,
     Addresses,
     BatchForm,
@@ -28,7 +29,6 @@ from kvferry.device.driver.base import (
     Priority,
     SourceOrder,
 )
-from kvferry.errors import DriverError
 
 INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT, INVALID_HANDLE = 1, 2, 201, 400
 ILLEGAL_ADDRESS, ALREADY_REGISTERED, NOT_SUPPORTED = 700, 712, 801

@@ -13,14 +13,13 @@ import numpy as np
 from tests.fakes.crafted_keys import key
 
 from kvferry.errors import ConfigError
-from kvferry.tiers import Way
-from kvferry.tiers.disk.block_file import SECTOR, BlockFile
+from kvferry.tiers.contract import Way
+from kvferry.tiers.disk.blocks import SECTOR, BlockFile
 from kvferry.tiers.disk.channel import Channel
 from kvferry.tiers.disk.drive import DriveServer
-from kvferry.tiers.disk.messages import FrameKind, frame
-from kvferry.tiers.disk.setup import DriveSetup
+from kvferry.tiers.disk.messages import DriveSetup, FrameKind, frame
 from kvferry.tiers.disk.status import Status
-from kvferry.tiers.disk.stripes import Stripes
+from kvferry.tiers.disk.tier import Stripes
 from kvferry.types import Key
 
 

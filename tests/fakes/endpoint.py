@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
-from kvferry.metrics.http import HttpServer, Reply
-from kvferry.metrics.samples import Snapshot
-from kvferry.metrics.text import CONTENT_TYPE, exposition
-from kvferry.slot_states import PoolCounts
-from kvferry.stats import SchedulerStats, TrafficCounts
+from kvferry.cache.leases import PoolCounts
+from kvferry.telemetry.http import HttpServer, Reply
+from kvferry.telemetry.source import CONTENT_TYPE, Snapshot, exposition
+from kvferry.telemetry.stats import SchedulerStats, TrafficCounts
 
 
 def stats(*, queries: int = 0, moved: int = 0, level: str = "disk") -> SchedulerStats:

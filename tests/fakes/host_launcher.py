@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from tests.fakes.driver import FakeDriver
 
-from kvferry.device.kernels.base import ARGUMENTS, CopyArguments, Launch, Variant
-from kvferry.device.kernels.rows import LANES
-from kvferry.device.layout.base import Int64s
+from kvferry.transfer.kernels.launch import ARGUMENTS, CopyArguments, Launch, Variant
+from kvferry.transfer.kernels.tables import LANES
+from kvferry.transfer.layout import Int64s
 
 
 class HostLauncher:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.device.layout import GroupLayout, describe
+from kvferry.transfer.layout import GroupLayout, describe
 
 Bytes = npt.NDArray[np.uint8]
 Array = npt.NDArray[Any]

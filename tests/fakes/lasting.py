@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvferry.keys import Keys, Recovered
-from kvferry.tiers import MemoryTier, Result, TierSetup, Way
+from kvferry.core.keys import Keys, Recovered
+from kvferry.tiers.contract import Result, TierSetup, Way
+from kvferry.tiers.memory import MemoryTier
 from kvferry.tiers.threaded import Task
 from kvferry.types import Key, TierName, as_slots
 

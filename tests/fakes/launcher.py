@@ -16,8 +16,8 @@ import triton.language as tl
 from tests.fakes.driver import FakeDriver
 from triton.runtime.interpreter import TensorHandle
 
-from kvferry.device.kernels import triton_copy
-from kvferry.device.kernels.base import ARGUMENTS, CopyArguments, Launch, Variant
+from kvferry.transfer.kernels import triton_copy
+from kvferry.transfer.kernels.launch import ARGUMENTS, CopyArguments, Launch, Variant
 
 
 class InterpretedLauncher:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvferry.tiers import KeyedMemoryTier, MemoryTier, TierSetup
+from kvferry.tiers.contract import TierSetup
+from kvferry.tiers.memory import KeyedMemoryTier, MemoryTier
 
 opened: list[tuple[TierSetup, Any]] = []
 """What was opened, the latest last; whoever looks clears it."""

@@ -9,7 +9,7 @@ from tests.fakes import mooncake_store, remote
 from tests.fakes.mooncake_wires import DataWires
 from tests.fakes.remote import Store
 
-from kvferry.tiers import Way
+from kvferry.tiers.contract import Way
 
 ALL = list(range(8))
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.fakes.ports import free_port
 from tools import mooncake_libs
 
-from kvferry.quantities import MiB
+from kvferry.core.quantities import MiB
 
 _START_SECONDS = 60.0
 _TRIES = 3

@@ -10,12 +10,11 @@ from collections.abc import Iterable
 import numpy as np
 from tests.fakes.desk import Desk
 
-from kvferry.answers import MatchState
-from kvferry.keys import Keys
-from kvferry.scheduler.level import WriteMode
-from kvferry.scheduler.packing_level import PackingLevel
-from kvferry.tiers.remote.packs import LookUp, cut
-from kvferry.types import HOST, Outcome, Rank, Receipt, TierName, Transfer
+from kvferry.core.keys import Keys
+from kvferry.scheduler.packed_tier import PackingLevel
+from kvferry.scheduler.tier import WriteMode
+from kvferry.tiers.remote.objects import LookUp, cut
+from kvferry.types import HOST, MatchState, Outcome, Rank, Receipt, TierName, Transfer
 
 STORE = TierName("store")
 MOST = 16

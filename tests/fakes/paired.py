@@ -10,10 +10,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvferry.keys import Keys
-from kvferry.tiers import Batch, BatchId, Result, Way
-from kvferry.tiers.base import CLOSE_SECONDS, check_batch
-from kvferry.tiers.remote import RemoteTier
+from kvferry.core.keys import Keys
+from kvferry.tiers.contract import CLOSE_SECONDS, Batch, BatchId, Result, Way, check_batch
+from kvferry.tiers.remote.tier import RemoteTier
 
 
 class Paired:

@@ -7,7 +7,9 @@ from random import Random
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.policy import Arriving, Fair, Lru, Residents
+from kvferry.cache.policies.contract import Arriving, Residents
+from kvferry.cache.policies.fair import Fair
+from kvferry.cache.policies.lru import Lru
 from kvferry.types import NO_SLOT, Key, SlotArray, as_slots
 
 

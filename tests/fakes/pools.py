@@ -6,9 +6,9 @@ from itertools import count
 
 from tests.fakes.crafted_keys import keys
 
-from kvferry.keys import Keys
-from kvferry.lease import Purpose
-from kvferry.pool import Pool
+from kvferry.cache.leases import Purpose
+from kvferry.cache.pool import Pool
+from kvferry.core.keys import Keys
 
 _new = count(1 << 40)
 

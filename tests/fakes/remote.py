@@ -15,22 +15,15 @@ from obstore.store import S3Store
 from tests.fakes import s3_servers
 from tests.fakes.crafted_keys import keys
 
-from kvferry.quantities import KiB
-from kvferry.remote_settings import SPARE_BYTES, RemoteSettings, read_remote
-from kvferry.scheduler.following import run_numbers
-from kvferry.tiers import (
-    Batch,
-    BatchId,
-    HostTier,
-    Result,
-    SharedMemory,
-    SlotLayout,
-    TierSetup,
-    Way,
-)
-from kvferry.tiers.chunks import Chunks
-from kvferry.tiers.remote import RemoteTier, open_remote
-from kvferry.tiers.remote.names import Whose
+from kvferry.core.quantities import KiB
+from kvferry.hostmem.shared import SharedMemory, SlotLayout
+from kvferry.hostmem.slots import Chunks, HostTier
+from kvferry.scheduler.transfers import run_numbers
+from kvferry.settings.remote import SPARE_BYTES, RemoteSettings, read_remote
+from kvferry.tiers.contract import Batch, BatchId, Result, TierSetup, Way
+from kvferry.tiers.remote.objects import Whose
+from kvferry.tiers.remote.opening import open_remote
+from kvferry.tiers.remote.tier import RemoteTier
 from kvferry.types import Rank, TierName
 
 SIZE = 4096

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from kvferry.tiers import Way
+from kvferry.tiers.contract import Way
 from kvferry.tiers.disk.channel import Channel
 from kvferry.tiers.remote.client import Fault, NotThere, StoreClient, Stored
 from kvferry.tiers.remote.process import StoreProcess

@@ -13,16 +13,15 @@ from tests.fakes.driver import FakeDriver
 from tests.fakes.host_launcher import HostLauncher
 from tests.fakes.kv import Kv, make_kv
 
-from kvferry.device.driver.base import Driver, Priority
-from kvferry.device.engine.gpu import GpuEngine
-from kvferry.device.job import Direction
-from kvferry.device.kernels.base import Launcher
-from kvferry.device.paths.base import Path
-from kvferry.device.paths.dma import DmaPath
-from kvferry.device.paths.kernel import KernelPath
-from kvferry.device.paths.loop import LoopPath
-from kvferry.device.paths.staged import StagedPath
-from kvferry.device.planning.base import FixedPlanner
+from kvferry.transfer.driver.base import Driver, Priority
+from kvferry.transfer.engine.gpu import GpuEngine
+from kvferry.transfer.job import Direction
+from kvferry.transfer.kernels.launch import Launcher
+from kvferry.transfer.paths.contract import Path
+from kvferry.transfer.paths.direct import DmaPath, LoopPath
+from kvferry.transfer.paths.kernel import KernelPath
+from kvferry.transfer.paths.staged import StagedPath
+from kvferry.transfer.planning.planner import FixedPlanner
 from kvferry.types import DEVICE, HOST, Outcome, Receipt, SlotArray, Transfer, TransferId, as_slots
 
 PathMaker = Callable[[Any], Path]

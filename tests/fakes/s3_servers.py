@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from tests.fakes.doors import Passing, open_door
 from tests.fakes.ports import free_port
 
-from kvferry.tiers import Way
+from kvferry.tiers.contract import Way
 from kvferry.types import Key
 
 if TYPE_CHECKING:

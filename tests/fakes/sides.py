@@ -15,13 +15,12 @@ import numpy.typing as npt
 from tests.fakes.vllm_parts import VllmParts, parts_here
 
 from kvferry.config import Config
+from kvferry.connectors.vllm.messages import StepOrders
+from kvferry.connectors.vllm.ranks import Place
+from kvferry.connectors.vllm.scheduler_side import SchedulerSide
+from kvferry.connectors.vllm.translate import Setup, contents_of, support_of
+from kvferry.connectors.vllm.worker_side import WorkerSide
 from kvferry.types import Rank
-from kvferry.vllm.messages import StepOrders
-from kvferry.vllm.ranks import Place
-from kvferry.vllm.scheduler_side import SchedulerSide
-from kvferry.vllm.setup import Setup
-from kvferry.vllm.translate import contents_of, support_of
-from kvferry.vllm.worker_side import WorkerSide
 
 BLOCK_TOKENS = 16
 NUM_BLOCKS = 32

@@ -11,14 +11,13 @@ from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from kvferry.cache.reach import FullAttention, Group
 from kvferry.config import Config
-from kvferry.identity import Namespace
-from kvferry.reach import FullAttention, Group
+from kvferry.connectors.vllm.messages import RankShape, StepOrders, StepReceipts
+from kvferry.connectors.vllm.scheduler_side import SchedulerSide
+from kvferry.connectors.vllm.translate import Setup, Support
+from kvferry.core.identity import Namespace
 from kvferry.types import Outcome, Rank, Receipt
-from kvferry.vllm.messages import RankShape, StepOrders, StepReceipts
-from kvferry.vllm.scheduler_side import SchedulerSide
-from kvferry.vllm.setup import Setup
-from kvferry.vllm.translate import Support
 
 BLOCK_TOKENS = 16
 

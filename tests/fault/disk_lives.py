@@ -33,9 +33,9 @@ from typing import Any
 import numpy as np
 from tests.fakes.disk_life import setups
 
+from kvferry.core.keys import Keys
 from kvferry.errors import ConfigError
-from kvferry.keys import Keys
-from kvferry.tiers import Batch, BatchId, Result, Way
+from kvferry.tiers.contract import Batch, BatchId, Result, Way
 from kvferry.tiers.disk.marking import mark_stores
 from kvferry.tiers.disk.tier import DiskTier
 from kvferry.types import TierName

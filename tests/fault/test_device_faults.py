@@ -11,13 +11,13 @@ from tests.fakes.driver import NOT_SUPPORTED, FakeDriver
 from tests.fakes.kv import make_kv
 from tests.fakes.rig import PATHS, Rig
 
-from kvferry.device.driver.base import Addresses, BatchForm, SourceOrder
-from kvferry.device.engine import gpu as engine
-from kvferry.device.job import CopyJob, Direction
-from kvferry.device.paths.base import QUICK_BYTES
-from kvferry.device.paths.loop import LoopPath
-from kvferry.device.planning.base import FixedPlanner
 from kvferry.errors import DriverError
+from kvferry.transfer.driver.base import Addresses, BatchForm, SourceOrder
+from kvferry.transfer.engine import gpu as engine
+from kvferry.transfer.job import CopyJob, Direction
+from kvferry.transfer.paths.contract import QUICK_BYTES
+from kvferry.transfer.paths.direct import LoopPath
+from kvferry.transfer.planning.planner import FixedPlanner
 from kvferry.types import DEVICE, Outcome, TierName, Transfer, TransferId, as_slots
 
 

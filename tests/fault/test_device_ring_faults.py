@@ -12,8 +12,8 @@ from tests.fakes.driver import FakeDriver
 from tests.fakes.kv import make_kv
 from tests.fakes.rig import LONG, Rig
 
-from kvferry.device.job import Direction
-from kvferry.device.paths.ring import Ring
+from kvferry.transfer.job import Direction
+from kvferry.transfer.paths.ring import Ring
 from kvferry.types import Outcome
 
 COUNT = 12

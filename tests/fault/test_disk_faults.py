@@ -19,8 +19,8 @@ from tests.fakes.crafted_keys import key, keys
 from tests.fakes.disk_life import LONG, DiskLife, wait_until
 from tests.fakes.drives import Weather, WeatheredFile
 
-from kvferry.tiers import Way
-from kvferry.tiers.disk.files import DiskFile
+from kvferry.tiers.contract import Way
+from kvferry.tiers.disk.journal import DiskFile
 from kvferry.types import Key
 
 

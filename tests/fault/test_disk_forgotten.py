@@ -13,8 +13,8 @@ from tests.fault.test_disk_processes import pids
 from tests.unit.test_ferry_levels import Open, attach, fill
 
 import kvferry
-from kvferry.tiers.disk.forget_mark import is_due
 from kvferry.tiers.disk.marking import mark_stores
+from kvferry.tiers.disk.superblock import is_due
 from kvferry.tiers.disk.tier import DiskTier
 from kvferry.types import TierName
 

@@ -20,12 +20,11 @@ from tests.fakes.disk_life import LONG, DiskLife, setups, wait_until
 from tests.fakes.drives import ThreadDrive, Weather
 
 from kvferry.errors import ConfigError, StoreInUseError
-from kvferry.tiers import Way
+from kvferry.tiers.contract import Way
 from kvferry.tiers.disk import drive, tier
 from kvferry.tiers.disk.channel import Channel
 from kvferry.tiers.disk.engine_memory import EngineMemory, open_own_memory
-from kvferry.tiers.disk.messages import FrameKind, ResultMessage, frame, pack_result
-from kvferry.tiers.disk.setup import DriveSetup
+from kvferry.tiers.disk.messages import DriveSetup, FrameKind, ResultMessage, frame, pack_result
 from kvferry.tiers.disk.status import Status
 from kvferry.types import Key
 

@@ -10,7 +10,7 @@ from tests.fakes import mooncake_store
 from tests.fakes.mooncake_fleet import ALL, Fleet, is_well
 from tests.fakes.remote import IN_PLACE_SIZE, Store
 
-from kvferry.tiers import Way
+from kvferry.tiers.contract import Way
 
 pytestmark = pytest.mark.skipif(bool(mooncake_store.lacking()), reason=mooncake_store.lacking())
 

@@ -11,8 +11,8 @@ import pytest
 from tests.fakes import mooncake_store, remote, s3_servers
 from tests.fakes.remote import LONG, Store
 
-from kvferry.tiers import Way
-from kvferry.tiers.remote import RemoteTier
+from kvferry.tiers.contract import Way
+from kvferry.tiers.remote.tier import RemoteTier
 
 pytestmark = pytest.mark.skipif(bool(mooncake_store.lacking()), reason=mooncake_store.lacking())
 

@@ -13,7 +13,7 @@ from tests.fakes.crafted_keys import keys
 from tests.fakes.mooncake_fleet import ALL, Fleet
 from tests.fakes.remote import Store
 
-from kvferry.tiers import Way
+from kvferry.tiers.contract import Way
 
 pytestmark = pytest.mark.skipif(bool(mooncake_store.lacking()), reason=mooncake_store.lacking())
 

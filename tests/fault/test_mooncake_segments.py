@@ -12,7 +12,7 @@ from tests.fakes import mooncake_store, s3_servers
 from tests.fakes.mooncake_fleet import ALL, Fleet, is_well
 from tests.fakes.remote import LONG, Store
 
-from kvferry.tiers import Way
+from kvferry.tiers.contract import Way
 
 pytestmark = pytest.mark.skipif(bool(mooncake_store.lacking()), reason=mooncake_store.lacking())
 

@@ -15,12 +15,13 @@ from tests.fakes import remote, s3_servers
 from tests.fakes.crafted_keys import keys
 from tests.fakes.desk import Desk
 
-from kvferry.answers import MatchState
-from kvferry.keys import Keys
-from kvferry.scheduler.level import REMEMBER_SECONDS, WriteMode
-from kvferry.scheduler.packing_level import PackingLevel
-from kvferry.tiers import HostTier, TierMover, Way
-from kvferry.types import DEVICE, HOST
+from kvferry.core.keys import Keys
+from kvferry.hostmem.slots import HostTier
+from kvferry.scheduler.packed_tier import PackingLevel
+from kvferry.scheduler.tier import REMEMBER_SECONDS, WriteMode
+from kvferry.tiers.contract import Way
+from kvferry.tiers.movers import TierMover
+from kvferry.types import DEVICE, HOST, MatchState
 
 every_server = pytest.mark.parametrize("kind", s3_servers.SERVERS)
 

@@ -18,11 +18,10 @@ from tests.fakes.remote import SIZE, Store
 
 from kvferry.config import Config
 from kvferry.errors import ConfigError
-from kvferry.remote_settings import REMOTE_KEY_ENV, RemoteSettings, read_remote
-from kvferry.tiers import TierSetup, Way
-from kvferry.tiers.remote import open_remote
-from kvferry.tiers.remote.names import Whose
-from kvferry.tiers.remote.sealing import Encryption, open_sealing
+from kvferry.settings.remote import REMOTE_KEY_ENV, RemoteSettings, read_remote
+from kvferry.tiers.contract import TierSetup, Way
+from kvferry.tiers.remote.objects import Encryption, Whose, open_sealing
+from kvferry.tiers.remote.opening import open_remote
 from kvferry.types import TierName
 
 ALL = list(range(8))

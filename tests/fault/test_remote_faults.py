@@ -20,12 +20,12 @@ from tests.fakes.crafted_keys import keys
 from tests.fakes.remote import LONG, SIZE, Store
 
 from kvferry.config import Config
-from kvferry.doctor.finding import Grade
-from kvferry.doctor.level_checks import check_levels
-from kvferry.tiers import Way
-from kvferry.tiers.remote import RemoteTier
+from kvferry.tiers.contract import Way
 from kvferry.tiers.remote import tier as tier_module
-from kvferry.tiers.remote.names import Whose
+from kvferry.tiers.remote.objects import Whose
+from kvferry.tiers.remote.tier import RemoteTier
+from kvferry.tools.doctor.disk import check_levels
+from kvferry.tools.doctor.finding import Grade
 
 every_server = pytest.mark.parametrize("kind", s3_servers.SERVERS)
 

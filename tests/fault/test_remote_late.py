@@ -18,12 +18,12 @@ from tests.fakes.crafted_keys import keys
 from tests.fakes.remote import LONG, Store
 from tests.fakes.remote_in_thread import InThread
 
-from kvferry.remote_settings import RemoteAddress
-from kvferry.tiers import Way
-from kvferry.tiers.remote import RemoteTier
+from kvferry.settings.remote import RemoteAddress
+from kvferry.tiers.contract import Way
 from kvferry.tiers.remote import mooncake as mooncake_module
 from kvferry.tiers.remote.mooncake import MooncakeClient
-from kvferry.tiers.remote.names import Whose
+from kvferry.tiers.remote.objects import Whose
+from kvferry.tiers.remote.tier import RemoteTier
 from kvferry.tiers.remote.window import Window
 from kvferry.types import TierName
 

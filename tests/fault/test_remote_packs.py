@@ -15,9 +15,11 @@ from tests.fakes import remote, s3_servers
 from tests.fakes.crafted_keys import keys
 from tests.fakes.remote import SIZE, Store, environment
 
-from kvferry.tiers import HostTier, TierMover, Way
-from kvferry.tiers.remote import RemoteTier
-from kvferry.tiers.remote.names import SEAL_BYTES
+from kvferry.hostmem.slots import HostTier
+from kvferry.tiers.contract import Way
+from kvferry.tiers.movers import TierMover
+from kvferry.tiers.remote.objects import SEAL_BYTES
+from kvferry.tiers.remote.tier import RemoteTier
 
 every_server = pytest.mark.parametrize("kind", s3_servers.SERVERS)
 OBJECT = SIZE + SEAL_BYTES

@@ -10,13 +10,13 @@ from contextlib import ExitStack
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.device.driver.base import Priority
-from kvferry.device.driver.cuda import CudaDriver
-from kvferry.device.engine.gpu import GpuEngine
-from kvferry.device.job import Direction
-from kvferry.device.layout import GroupLayout
-from kvferry.device.paths.base import Path
-from kvferry.device.planning.base import FixedPlanner
+from kvferry.transfer.driver.base import Priority
+from kvferry.transfer.driver.cuda import CudaDriver
+from kvferry.transfer.engine.gpu import GpuEngine
+from kvferry.transfer.job import Direction
+from kvferry.transfer.layout import GroupLayout
+from kvferry.transfer.paths.contract import Path
+from kvferry.transfer.planning.planner import FixedPlanner
 from kvferry.types import DEVICE, HOST, Outcome, Receipt, SlotArray, Transfer, TransferId, as_slots
 
 Bytes = npt.NDArray[np.uint8]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import byref, c_char_p, c_uint, c_uint32, c_uint64, c_void_p
 
-from kvferry.device.driver.cuda import CudaDriver
+from kvferry.transfer.driver.cuda import CudaDriver
 
 PTX = b"""
 .version 7.0

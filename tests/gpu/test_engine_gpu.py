@@ -18,14 +18,12 @@ import pytest
 from tests.gpu.card import Bytes, Card
 from tests.gpu.slow_kernel import SlowFill
 
-from kvferry.device.driver.base import Addresses, BatchForm, SourceOrder
-from kvferry.device.driver.cuda import CudaDriver
-from kvferry.device.job import Direction
-from kvferry.device.layout import GroupLayout, describe
-from kvferry.device.layout.tensor_view import TensorView
-from kvferry.device.paths.base import Path
-from kvferry.device.paths.dma import DmaPath
-from kvferry.device.paths.loop import LoopPath
+from kvferry.transfer.driver.base import Addresses, BatchForm, SourceOrder
+from kvferry.transfer.driver.cuda import CudaDriver
+from kvferry.transfer.job import Direction
+from kvferry.transfer.layout import GroupLayout, TensorView, describe
+from kvferry.transfer.paths.contract import Path
+from kvferry.transfer.paths.direct import DmaPath, LoopPath
 from kvferry.types import DEVICE, HOST, Transfer, TransferId, as_slots
 
 pytestmark = pytest.mark.gpu
@@ -92,9 +90,9 @@ def make_path(driver: CudaDriver, path: str, stack: ExitStack) -> Path:
         pytest.skip("the kernel paths need Triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("other tests of this run chose Triton's interpreter: run tests/gpu by itself")
-    from kvferry.device.kernels.launch import CudaLauncher
-    from kvferry.device.paths.kernel import KernelPath
-    from kvferry.device.paths.staged import StagedPath
+    from kvferry.transfer.kernels.launch import CudaLauncher
+    from kvferry.transfer.paths.kernel import KernelPath
+    from kvferry.transfer.paths.staged import StagedPath
 
     launcher = CudaLauncher(driver)
     stack.callback(launcher.close)

@@ -19,8 +19,8 @@ from tests.gpu.test_engine_gpu import (
     random_bytes,
 )
 
-from kvferry.device.job import Direction
-from kvferry.device.layout.ranges import LayerParts
+from kvferry.transfer.job import Direction
+from kvferry.transfer.layout import LayerParts
 
 __all__ = ["driver", "make_card"]  # fixtures
 

@@ -18,7 +18,7 @@ from tests.gpu.test_engine_gpu import (
     random_bytes,
 )
 
-from kvferry.device.engine import reading_ahead
+from kvferry.transfer.engine import gpu as reading_ahead
 from kvferry.types import as_slots
 
 __all__ = ["driver", "make_card"]  # fixtures

@@ -16,12 +16,12 @@ from click.testing import CliRunner
 from rich.console import Console
 
 import kvferry
-from kvferry.cli.commands import kvferry as cli
-from kvferry.cli.screen import Screen
-from kvferry.metrics import inbox as inboxes
-from kvferry.metrics.http_messages import MOST_BODY_BYTES
-from kvferry.watch.told import read_told
-from kvferry.watch.view import Watch
+from kvferry.telemetry import mailbox as inboxes
+from kvferry.telemetry.http import MOST_BODY_BYTES
+from kvferry.tools.cli.commands import kvferry as cli
+from kvferry.tools.cli.screen import Screen
+from kvferry.tools.top.told import read_told
+from kvferry.tools.top.view import Watch
 
 TOKEN = "a-token-of-sixteen-or-more"
 TOKENS = list(range(64))

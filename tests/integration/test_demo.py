@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from kvferry.cli import main as door
-from kvferry.cli.commands import LazyGroup, kvferry
-from kvferry.device.engine.cpu import CpuEngine
-from kvferry.playground import offload
+from kvferry.tools.cli import main as door
+from kvferry.tools.cli.commands import LazyGroup, kvferry
+from kvferry.tools.playground import engine as offload
+from kvferry.transfer.engine.cpu import CpuEngine
 from kvferry.types import DEVICE, Transfer
 
 TINY = (
@@ -137,7 +137,7 @@ def test_refuses_bad_input_before_any_work(arguments: list[str], message: str) -
 def test_ctrl_c_ends_it_cleanly(tmp_path: Path) -> None:
     html = tmp_path / "report.html"
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvferry.cli.main", "demo", "--html", str(html)],
+        [sys.executable, "-m", "kvferry.tools.cli.main", "demo", "--html", str(html)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -167,7 +167,7 @@ def test_help_teaches_every_option() -> None:
 
 
 def test_a_broken_command_breaks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "kvferry.cli.calibrate", None)
+    monkeypatch.setitem(sys.modules, "kvferry.tools.cli.calibrate", None)
     assert invoke("version").output.startswith("kvferry ")
     listing = invoke("--help")
     assert listing.exit_code == 0

@@ -14,20 +14,26 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from kvferry.cli import demo as demo_module
-from kvferry.cli.commands import kvferry
-from kvferry.cli.policies_report import policies_gain, policies_verdict
+from kvferry.cache.policies.contract import EvictionPolicy, Residents
+from kvferry.cache.policies.lru import Lru
 from kvferry.errors import InputError
-from kvferry.playground.compare import Turn
-from kvferry.playground.model import ModelShape
-from kvferry.playground.policies import PoliciesResult, PolicyFigures, PolicyTrial, run_policies
-from kvferry.playground.returning import (
+from kvferry.tools.cli import demo as demo_module
+from kvferry.tools.cli.commands import kvferry
+from kvferry.tools.cli.reports import policies_gain, policies_verdict
+from kvferry.tools.playground.compare import (
     GAP_MEDIAN_SECONDS,
     GAP_TENTH_SECONDS,
     RETURN_CHANCES,
     ReturningChat,
+    Turn,
 )
-from kvferry.policy import EvictionPolicy, Lru, Residents
+from kvferry.tools.playground.model import ModelShape
+from kvferry.tools.playground.policies import (
+    PoliciesResult,
+    PolicyFigures,
+    PolicyTrial,
+    run_policies,
+)
 
 SHAPE = ModelShape(vocab=64, width=16, num_layers=1, num_heads=1, num_kv_heads=1, hidden=16)
 CHAT = ReturningChat(num_turns=60, opening_tokens=40, question_tokens=10, vocab=64)

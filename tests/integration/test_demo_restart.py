@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvferry.cli.commands import kvferry
-from kvferry.cli.restart_report import restart_verdict
+from kvferry.core.quantities import MiB
 from kvferry.errors import TransferError
-from kvferry.playground import restart
-from kvferry.playground.compare import Scenario
-from kvferry.playground.model import ModelShape
-from kvferry.playground.restart import run_restart
-from kvferry.playground.workload import Chat
-from kvferry.quantities import MiB
+from kvferry.tools.cli.commands import kvferry
+from kvferry.tools.cli.reports import restart_verdict
+from kvferry.tools.playground import restart
+from kvferry.tools.playground.compare import Scenario
+from kvferry.tools.playground.model import ModelShape
+from kvferry.tools.playground.restart import run_restart
+from kvferry.tools.playground.workload import Chat
 
 TINY = (
     *("demo", "--restart", "--conversations", "4", "--turns", "3", "--users", "2"),
@@ -80,9 +80,9 @@ HYBRID = ModelShape(width=64, num_layers=2, num_heads=2, hidden=64, windows=(Non
 
 SLOW = """
 import sys, time
-if "kvferry.playground.life" in sys.orig_argv:
-    from kvferry.device.engine.cpu import DEVICE, CpuEngine
-    from kvferry.policy import LoadOrCompute
+if "kvferry.tools.playground.life" in sys.orig_argv:
+    from kvferry.transfer.engine.cpu import DEVICE, CpuEngine
+    from kvferry.cache.policies import LoadOrCompute
     move, note_load = CpuEngine._move, LoadOrCompute.note_load
 
     def slow_move(self, transfer):
@@ -133,8 +133,8 @@ def test_a_process_that_cannot_serve_is_an_error_and_leaves_nothing(
 
 ENDLESS = """
 import sys, time
-if "kvferry.playground.life" in sys.orig_argv:
-    from kvferry.playground.engine import Engine
+if "kvferry.tools.playground.life" in sys.orig_argv:
+    from kvferry.tools.playground.engine import Engine
     step = Engine.step
 
     def slow_step(self):

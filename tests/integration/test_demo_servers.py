@@ -19,16 +19,15 @@ import pytest
 from click.testing import CliRunner
 from tests.fakes import mooncake_store, remote, s3_servers
 
-from kvferry.cli.commands import kvferry
-from kvferry.cli.fleet_report import fleet_gain, fleet_verdict
 from kvferry.errors import InputError, TransferError
-from kvferry.playground import mooncake_master, server
-from kvferry.playground.compare import Turn
-from kvferry.playground.fleet import FleetFigures, FleetResult
-from kvferry.playground.model import ModelShape
-from kvferry.playground.mooncake_master import MooncakeMaster, require_mooncake
-from kvferry.playground.server import ServerSetup
-from kvferry.playground.server_processes import ServerProcesses
+from kvferry.tools.cli.commands import kvferry
+from kvferry.tools.cli.reports import fleet_gain, fleet_verdict
+from kvferry.tools.playground import mooncake_master, server
+from kvferry.tools.playground.compare import Turn
+from kvferry.tools.playground.fleet import FleetFigures, FleetResult, ServerProcesses
+from kvferry.tools.playground.model import ModelShape
+from kvferry.tools.playground.mooncake_master import MooncakeMaster, require_mooncake
+from kvferry.tools.playground.server import ServerSetup
 
 TINY = (
     *("demo", "--servers", "3", "--conversations", "5", "--turns", "3", "--users", "2"),
@@ -37,8 +36,8 @@ TINY = (
 )
 SLOW = """
 import sys, time
-if "kvferry.playground.server" in sys.orig_argv:
-    from kvferry.playground.engine import Engine
+if "kvferry.tools.playground.server" in sys.orig_argv:
+    from kvferry.tools.playground.engine import Engine
     step = Engine.step
 
     def slow_step(self):

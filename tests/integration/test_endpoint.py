@@ -17,7 +17,7 @@ from tests.fakes.ports import free_port
 
 import kvferry
 from kvferry.errors import ConfigError
-from kvferry.metrics.http import HttpServer, Reply
+from kvferry.telemetry.http import HttpServer, Reply
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ from tests.fakes.by_name import ByName
 from tests.fakes.crafted_keys import key
 
 import kvferry
+from kvferry.cache.pool import Pool
+from kvferry.cache.reach import FullAttention
+from kvferry.core.keys import Keys
 from kvferry.errors import ConfigError, InputError
 from kvferry.ferry import Ferry
-from kvferry.keys import Keys
-from kvferry.pool import Pool
-from kvferry.reach import FullAttention
-from kvferry.tiers import GrowthState
+from kvferry.hostmem.growth import GrowthState
 from kvferry.types import Rank
 
 BLOCKS, BLOCK_TOKENS = 64, 16
@@ -61,7 +61,7 @@ def test_what_the_machine_cannot_give_is_refused() -> None:
 
 
 def test_auto_is_a_size_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.tiers.limits.AUTO_SHARE", 0.001)
+    monkeypatch.setattr("kvferry.hostmem.limits.AUTO_SHARE", 0.001)
     kv = [np.zeros((4, 4096), dtype=np.uint8)]
     with kvferry.attach(kv, model="m", host="auto") as ferry:
         assert isinstance(ferry, Ferry)

@@ -12,11 +12,10 @@ from tests.fakes.endpoint import stats
 from tests.fakes.hostile import HostileEndpoint, drip, reply
 from tests.integration.test_endpoint import ask
 
-from kvferry.cli.commands import kvferry as cli
-from kvferry.metrics.samples import Snapshot
-from kvferry.metrics.text import exposition
-from kvferry.watch.server import PageServer
-from kvferry.watch.view import Watch
+from kvferry.telemetry.source import Snapshot, exposition
+from kvferry.tools.cli.commands import kvferry as cli
+from kvferry.tools.top.server import PageServer
+from kvferry.tools.top.view import Watch
 
 GOOD = exposition(Snapshot(stats(queries=10, moved=10), "1.2.3", {"host": 1_000_000})).decode()
 RAW = {"\x1b", "\x07", "\x9b", "\u202e", "\r"}
@@ -25,12 +24,12 @@ RAW = {"\x1b", "\x07", "\x9b", "\u202e", "\r"}
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """Who answers at all answers in time, also on a machine that is busy."""
-    monkeypatch.setattr("kvferry.watch.fetch.DEADLINE_SECONDS", 60.0)
+    monkeypatch.setattr("kvferry.tools.top.scrape.DEADLINE_SECONDS", 60.0)
 
 
 @pytest.fixture
 def hurry(patient, monkeypatch):
-    monkeypatch.setattr("kvferry.watch.fetch.DEADLINE_SECONDS", 0.7)
+    monkeypatch.setattr("kvferry.tools.top.scrape.DEADLINE_SECONDS", 0.7)
 
 
 @pytest.fixture

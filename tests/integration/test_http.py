@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from tests.integration.test_endpoint import ask
 
 from kvferry.errors import ConfigError
-from kvferry.metrics.http import MOST_CONNECTIONS, HttpServer, Reply
-from kvferry.metrics.http_connection import ConnectionState
+from kvferry.telemetry.http import MOST_CONNECTIONS, ConnectionState, HttpServer, Reply
 
 ANSWERING = ConnectionState.ANSWERING
 
@@ -126,7 +125,7 @@ def test_slow_answers_do_not_keep_quick_ones_waiting():
 OUT_OF_FILES = """
 import resource, socket, time
 from urllib.request import urlopen
-from kvferry.metrics.http import HttpServer, Reply
+from kvferry.telemetry.http import HttpServer, Reply
 
 server = HttpServer(lambda path: Reply(b"hello"))
 urlopen(server.url).read()  # whatever is opened once, is open

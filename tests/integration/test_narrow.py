@@ -14,10 +14,10 @@ import pytest
 from tests.integration.test_page import browse, needs_chromium
 from tests.unit.test_screen import look
 
-from kvferry.cli.report import render
-from kvferry.playground.compare import Scenario, ServingWay, compare, run
-from kvferry.playground.model import Decoder, ModelShape
-from kvferry.playground.workload import Chat
+from kvferry.tools.cli.reports import render
+from kvferry.tools.playground.compare import Scenario, ServingWay, compare, run
+from kvferry.tools.playground.model import Decoder, ModelShape
+from kvferry.tools.playground.workload import Chat
 
 PAGE = Path(__file__).parents[2] / "src" / "kvferry" / "watch" / "page"
 

@@ -16,10 +16,10 @@ import pytest
 from tests.fakes.endpoint import FakeEndpoint, stats
 from tests.integration.test_endpoint import ask
 
-from kvferry.metrics.samples import Snapshot
+from kvferry.telemetry.source import Snapshot
 from kvferry.tiers.disk.status import DiskFigures
-from kvferry.watch.server import PageServer
-from kvferry.watch.view import Watch
+from kvferry.tools.top.server import PageServer
+from kvferry.tools.top.view import Watch
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), "")

@@ -17,17 +17,16 @@ import numpy as np
 import pytest
 
 from kvferry.config import Config
-from kvferry.device.engine.cpu import CpuEngine
-from kvferry.device.layout import describe
 from kvferry.errors import TransferError
-from kvferry.playground import offload
-from kvferry.playground.engine import Engine, Limits
-from kvferry.playground.model import Decoder, ModelShape
-from kvferry.playground.offload import Offloader
-from kvferry.playground.request import ServedRequest
-from kvferry.playground.runner import Runner
-from kvferry.scheduler.level import WriteMode
-from kvferry.tiers import MemoryTier, Way
+from kvferry.scheduler.tier import WriteMode
+from kvferry.tiers.contract import Way
+from kvferry.tiers.memory import MemoryTier
+from kvferry.tools.playground import engine as offload
+from kvferry.tools.playground.blocks import ServedRequest
+from kvferry.tools.playground.engine import Engine, Limits, Offloader, Runner
+from kvferry.tools.playground.model import Decoder, ModelShape
+from kvferry.transfer.engine.cpu import CpuEngine
+from kvferry.transfer.layout import describe
 from kvferry.types import DEVICE, HOST, Key, TierName, Transfer
 
 NUM_REQUESTS = int(os.environ.get("KVFERRY_TEST_REQUESTS", "120"))

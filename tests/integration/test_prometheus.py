@@ -23,8 +23,8 @@ from tests.fakes.endpoint import FakeEndpoint, stats
 from tests.fakes.ports import free_port
 from tests.unit.test_deploy import DEPLOY, board, filled, rules
 
-from kvferry.metrics.catalog import FIGURES
-from kvferry.metrics.samples import Snapshot
+from kvferry.telemetry.catalog import FIGURES
+from kvferry.telemetry.source import Snapshot
 
 RULES = DEPLOY / "prometheus" / "kvferry-alerts.yml"
 PROMTOOL, PROMETHEUS = shutil.which("promtool"), shutil.which("prometheus")

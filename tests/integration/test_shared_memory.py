@@ -12,15 +12,17 @@ import pytest
 from tests.fakes.by_name import ByName
 from tests.fakes.crafted_keys import key
 
-from kvferry.device.engine.cpu import CpuEngine
-from kvferry.device.layout import describe
+from kvferry.cache.pool import Pool
+from kvferry.cache.reach import FullAttention
+from kvferry.core.keys import Keys
+from kvferry.core.quantities import MiB
 from kvferry.errors import ConfigError, InputError
-from kvferry.keys import Keys
-from kvferry.pool import Pool
-from kvferry.quantities import MiB
+from kvferry.hostmem.memory import HostMemory
+from kvferry.hostmem.shared import SharedHandle, SharedMemory, SlotLayout
 from kvferry.rank import slot_layout
-from kvferry.reach import FullAttention
-from kvferry.tiers import HostMemory, SharedHandle, SharedMemory, SharedMover, SlotLayout
+from kvferry.tiers.movers import SharedMover
+from kvferry.transfer.engine.cpu import CpuEngine
+from kvferry.transfer.layout import describe
 from kvferry.types import DEVICE, HOST, Outcome, Plan, Rank, Receipt, Transfer, TransferId, as_slots
 from kvferry.worker import Worker
 

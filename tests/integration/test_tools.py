@@ -10,11 +10,11 @@ from click.testing import CliRunner, Result
 from tests.fakes.endpoint import FakeEndpoint
 
 import kvferry
-from kvferry.cli.commands import kvferry as cli
-from kvferry.cli.explain import REASONS, VERDICTS
+from kvferry.cache.policies.load_or_compute import Verdict
 from kvferry.config import describe
-from kvferry.policy.worth import Verdict
-from kvferry.scheduler.why import Reason
+from kvferry.scheduler.journal import Reason
+from kvferry.tools.cli.commands import kvferry as cli
+from kvferry.tools.cli.explain import REASONS, VERDICTS
 
 
 def invoke(*arguments: str, **env: str) -> Result:

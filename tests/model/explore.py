@@ -17,8 +17,7 @@ from tests.model import snapshots
 from tests.model.simulation import Request, Shape, Simulation
 
 from kvferry import scheduler as half
-from kvferry.answers import MatchState
-from kvferry.types import DEVICE, HOST, Question, Transfer, TransferId
+from kvferry.types import DEVICE, HOST, MatchState, Question, Transfer, TransferId
 
 Action = tuple[Any, ...]
 """A name and its arguments."""

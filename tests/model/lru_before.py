@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from kvferry.keys import Keys
-from kvferry.lease import Ending, Lease, Purpose
+from kvferry.cache.leases import Ending, Lease, Purpose
+from kvferry.core.keys import Keys
 from kvferry.types import Key, SlotArray, as_slots
 
 

@@ -12,8 +12,8 @@ from random import Random
 
 from tests.fakes.crafted_keys import key, keys
 
-from kvferry.keys import Keys
-from kvferry.lease import Purpose
+from kvferry.cache.leases import Purpose
+from kvferry.core.keys import Keys
 from kvferry.types import Key
 
 

@@ -1,6 +1,6 @@
 """Which hits can be served, by brute force from the attention definitions. Slow on purpose.
 
-Written before ``kvferry.reach`` and without it: everything is a set of token positions, found by
+Written before ``kvferry.cache.reach`` and without it: everything is a set of token positions, found by
 asking what each query attends. Nothing here knows intervals, cumulative sums or closed forms.
 
 A *hit* of P tokens means: the engine computes nothing for tokens 0..P-1, its next query is at

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from kvferry.scheduler import Request, Scheduler, State
-from kvferry.scheduler.hit import PinnedHit
+from kvferry.scheduler.hits import PinnedHit
+from kvferry.scheduler.promotion import State
+from kvferry.scheduler.request import Request
+from kvferry.scheduler.scheduler import Scheduler
 from kvferry.types import DEVICE, Transfer, TransferId
 
 _OVER = {State.LEFT, State.ENDED}

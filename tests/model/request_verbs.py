@@ -14,13 +14,16 @@ from tests.fakes.crafted_keys import keys
 from tests.fakes.pools import evict
 from tests.model import request_laws, snapshots
 
-from kvferry.answers import DeviceBlocks
+from kvferry.cache.pool import Pool
+from kvferry.cache.reach import FullAttention
 from kvferry.config import Config
 from kvferry.errors import InputError
-from kvferry.pool import Pool
-from kvferry.reach import FullAttention
-from kvferry.scheduler import BlockTable, Ordered, PlacedLevel, Request, Scheduler, State, WriteMode
-from kvferry.types import Outcome, Rank, Receipt, TierName, Transfer, TransferId
+from kvferry.scheduler.promotion import State
+from kvferry.scheduler.request import Request
+from kvferry.scheduler.scheduler import Scheduler
+from kvferry.scheduler.tier import PlacedLevel, WriteMode
+from kvferry.scheduler.transfers import BlockTable, Ordered
+from kvferry.types import DeviceBlocks, Outcome, Rank, Receipt, TierName, Transfer, TransferId
 
 VERBS = ("match", "load", "run", "store", "preempt", "end", "leave")
 Action = tuple[Any, ...]

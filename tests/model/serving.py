@@ -38,24 +38,29 @@ from tests.model.stage import (
     single,
 )
 
-from kvferry import reach
-from kvferry.answers import DeviceBlocks, MatchState
+from kvferry.cache import reach
+from kvferry.cache.leases import SlotState
+from kvferry.cache.pool import Pool
 from kvferry.config import Config
+from kvferry.core.identity import scope
+from kvferry.core.keys import Keys
 from kvferry.errors import TransferError
-from kvferry.identity import scope
-from kvferry.keys import Keys
-from kvferry.pool import Pool
-from kvferry.scheduler import NO_BLOCK, State
-from kvferry.scheduler.level import PlacedLevel, WriteMode
-from kvferry.scheduler.level_making import level_of
-from kvferry.slot_states import SlotState
-from kvferry.stats import SchedulerStats
-from kvferry.tiers import Batch, BatchId, HostTier, KeyedMemoryTier, MemoryTier, TierMover, Way
+from kvferry.hostmem.slots import HostTier
+from kvferry.scheduler.packed_tier import level_of
+from kvferry.scheduler.promotion import State
+from kvferry.scheduler.tier import PlacedLevel, WriteMode
+from kvferry.scheduler.transfers import NO_BLOCK
+from kvferry.telemetry.stats import SchedulerStats
+from kvferry.tiers.contract import Batch, BatchId, Way
+from kvferry.tiers.memory import KeyedMemoryTier, MemoryTier
+from kvferry.tiers.movers import TierMover
 from kvferry.tiers.threaded import Task
 from kvferry.types import (
     DEVICE,
     HOST,
+    DeviceBlocks,
     Key,
+    MatchState,
     Outcome,
     Plan,
     Question,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvferry import reach
-from kvferry.reach import ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
-from kvferry.scheduler.level import WriteMode
+from kvferry.cache import reach
+from kvferry.cache.reach import ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
+from kvferry.scheduler.tier import WriteMode
 
 GROUPS: dict[str, tuple[reach.Group, ...]] = {
     "full": (FullAttention(4),),

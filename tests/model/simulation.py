@@ -25,15 +25,25 @@ import numpy as np
 from tests.fakes.by_name import ByName, SettledByName
 from tests.fakes.pools import evict
 
-from kvferry import reach
-from kvferry.answers import DeviceBlocks, Match, MatchState
+from kvferry.cache import reach
+from kvferry.cache.leases import SlotState
+from kvferry.cache.pool import Pool
 from kvferry.config import Config
-from kvferry.keys import Keys
-from kvferry.pool import Pool
-from kvferry.scheduler import NO_BLOCK
-from kvferry.scheduler.level import PlacedLevel, WriteMode
-from kvferry.slot_states import SlotState
-from kvferry.types import DEVICE, HOST, Outcome, Rank, Receipt, TierName, Transfer
+from kvferry.core.keys import Keys
+from kvferry.scheduler.tier import PlacedLevel, WriteMode
+from kvferry.scheduler.transfers import NO_BLOCK
+from kvferry.types import (
+    DEVICE,
+    HOST,
+    DeviceBlocks,
+    Match,
+    MatchState,
+    Outcome,
+    Rank,
+    Receipt,
+    TierName,
+    Transfer,
+)
 
 ROW_BYTES = 8
 POISON = 0xEE

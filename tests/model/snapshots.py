@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.config import Config
-from kvferry.duplicates import Duplicates
-from kvferry.keys import Keys
+from kvferry.core.keys import Duplicates, Keys
 
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 

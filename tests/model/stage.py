@@ -10,11 +10,14 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from kvferry import reach
+from kvferry.cache import reach
+from kvferry.core.identity import Namespace, chain, scope
 from kvferry.errors import TransferError
-from kvferry.identity import Namespace, chain, scope
-from kvferry.scheduler.level import WriteMode
-from kvferry.tiers import HostTier, KeyedMemoryTier, MemoryTier, TierMover, Way
+from kvferry.hostmem.slots import HostTier
+from kvferry.scheduler.tier import WriteMode
+from kvferry.tiers.contract import Way
+from kvferry.tiers.memory import KeyedMemoryTier, MemoryTier
+from kvferry.tiers.movers import TierMover
 from kvferry.types import Key, Question, Rank, TierName, Transfer, TransferId
 
 Values = npt.NDArray[np.uint64]

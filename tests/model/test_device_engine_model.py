@@ -10,9 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.fakes.kv import LAYOUTS, make_kv
 from tests.fakes.rig import LONG, PATHS, Rig
 
-from kvferry.device.engine import begun_here
-from kvferry.device.job import Direction
 from kvferry.errors import DriverError
+from kvferry.transfer.engine import gpu as begun_here
+from kvferry.transfer.job import Direction
 from kvferry.types import Outcome, Receipt, TransferId
 
 NUM_BLOCKS, NUM_SLOTS = 5, 6

@@ -18,9 +18,24 @@ from tests.fakes.crafted_keys import keys
 from tests.fakes.sim_disk import SimDisk, SimFile, images
 from tests.model.ledger_oracle import Content, Event, Forgot, History, Lost, Wrote, content_of
 
-from kvferry.tiers.disk import compaction, finding, journal, ledger, pages, recovery
+from kvferry.tiers.disk import (
+    journal,
+    ledger,
+)
+from kvferry.tiers.disk import (
+    journal as pages,
+)
+from kvferry.tiers.disk import (
+    ledger as compaction,
+)
+from kvferry.tiers.disk import (
+    ledger as finding,
+)
+from kvferry.tiers.disk import (
+    ledger as recovery,
+)
+from kvferry.tiers.disk.journal import Shape
 from kvferry.tiers.disk.ledger import Ledger, journal_bytes
-from kvferry.tiers.disk.pages import Shape
 from kvferry.types import as_slots
 
 STORE_ID = b"s" * 16

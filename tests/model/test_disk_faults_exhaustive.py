@@ -17,7 +17,8 @@ from tests.model.ledger_oracle import Event, History, Wrote, content_of
 from tests.model.test_disk_crashes import NUM_PLACES, SMALL, STORE_ID, Life, recovered
 
 from kvferry.errors import JournalError
-from kvferry.tiers.disk import finding, ledger
+from kvferry.tiers.disk import ledger
+from kvferry.tiers.disk import ledger as finding
 from kvferry.tiers.disk.ledger import Ledger
 
 

@@ -12,10 +12,10 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.tiers import Way
-from kvferry.tiers.disk import lanes as lanes_module
-from kvferry.tiers.disk.lanes import Job, Lanes
+from kvferry.tiers.contract import Way
+from kvferry.tiers.disk import queue as lanes_module
 from kvferry.tiers.disk.messages import OrderMessage, ResultMessage
+from kvferry.tiers.disk.queue import Job, Lanes
 
 DEADLINE = 10.0
 WAYS = [Way.READ, Way.WRITE]

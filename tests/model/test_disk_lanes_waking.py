@@ -11,9 +11,9 @@ from itertools import product
 
 import numpy as np
 
-from kvferry.tiers import Way
-from kvferry.tiers.disk.lanes import Job, Lanes
+from kvferry.tiers.contract import Way
 from kvferry.tiers.disk.messages import OrderMessage
+from kvferry.tiers.disk.queue import Job, Lanes
 
 THREADS_EACH = 2
 LENGTH = 5

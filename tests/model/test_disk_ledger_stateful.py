@@ -15,8 +15,8 @@ from tests.model.ledger_oracle import Event, Forgot, History, Lost, Wrote, conte
 
 from kvferry.errors import JournalError
 from kvferry.tiers.disk import ledger as module
+from kvferry.tiers.disk.journal import Shape
 from kvferry.tiers.disk.ledger import Ledger, journal_bytes
-from kvferry.tiers.disk.pages import Shape
 from kvferry.types import as_slots
 
 STORE_ID = b"s" * 16

@@ -21,9 +21,11 @@ from tests.fakes.sim_disk import SimFile, states
 from tests.model.test_disk_crashes import Deaf
 from tests.unit.test_disk_store import BOUND, identity
 
-from kvferry.tiers.disk import epoch, forget_mark, ledger
+from kvferry.tiers.disk import ledger
+from kvferry.tiers.disk import superblock as epoch
+from kvferry.tiers.disk import superblock as forget_mark
+from kvferry.tiers.disk.journal import Shape
 from kvferry.tiers.disk.ledger import FILE_NAMES, Ledger
-from kvferry.tiers.disk.pages import Shape
 from kvferry.tiers.disk.store import Store
 from kvferry.types import as_slots
 

@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 from tests.fakes.desk import Desk, story
 
-from kvferry.answers import MatchState
+from kvferry.cache.pool import Pool
+from kvferry.core.keys import Keys
 from kvferry.errors import InputError
 from kvferry.hints import Hints
-from kvferry.keys import Keys
-from kvferry.pool import Pool
-from kvferry.scheduler import PlacedLevel, Request, State, WriteMode
-from kvferry.types import TierName
+from kvferry.scheduler.promotion import State
+from kvferry.scheduler.request import Request
+from kvferry.scheduler.tier import PlacedLevel, WriteMode
+from kvferry.types import MatchState, TierName
 
 NUM_STORIES, LONGEST = 8, 6
 

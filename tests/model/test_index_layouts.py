@@ -42,11 +42,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fakes.crafted_keys import colliding_key, key
 
-from kvferry import index as index_module
-from kvferry import tag_table as table_module
-from kvferry.index import Index
-from kvferry.keys import KEY_WORDS, KeyArray, Keys
-from kvferry.tag_table import Positions
+from kvferry.cache import index as index_module
+from kvferry.cache import index as table_module
+from kvferry.cache.index import Index, Positions
+from kvferry.core.keys import KEY_WORDS, KeyArray, Keys
 from kvferry.types import NO_SLOT, Key, SlotArray, as_slots
 
 NUM_SLOTS = 20

@@ -20,12 +20,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvferry.device.layout import GroupLayout
-from kvferry.device.layout.ranges import LayerParts
+from kvferry.connectors.vllm.messages import EarlyShares
+from kvferry.connectors.vllm.overlap import LandingLoads
+from kvferry.connectors.vllm.requests import AwaitedLoad
+from kvferry.transfer.layout import GroupLayout, LayerParts
 from kvferry.types import TransferId
-from kvferry.vllm.awaited import AwaitedLoad
-from kvferry.vllm.early import LandingLoads
-from kvferry.vllm.messages import EarlyShares
 
 LAYERS = [f"layer{n}" for n in range(7)]
 MODES = ["", "NONE", "PIECEWISE"]

@@ -14,13 +14,12 @@ import pytest
 from tests.fakes.desk import Desk, story
 from tests.fakes.pools import evict
 
-from kvferry import reach
-from kvferry.answers import MatchState
-from kvferry.keys import Keys
-from kvferry.pool import Pool
-from kvferry.scheduler.level import KeyedLevel, Level, PlacedLevel, WriteMode
-from kvferry.scheduler.level_making import level_of
-from kvferry.types import Outcome, Rank, Receipt, TierName, Transfer, as_slots
+from kvferry.cache import reach
+from kvferry.cache.pool import Pool
+from kvferry.core.keys import Keys
+from kvferry.scheduler.packed_tier import level_of
+from kvferry.scheduler.tier import KeyedLevel, Level, PlacedLevel, WriteMode
+from kvferry.types import MatchState, Outcome, Rank, Receipt, TierName, Transfer, as_slots
 
 NAME = TierName("below")
 NUM_BLOCKS = 3

@@ -18,7 +18,7 @@ from tests.model.serving import Serving
 from tests.model.stage import KINDS, Served, Setup
 from tests.model.weather import Weather, random_setup
 
-from kvferry.scheduler.level import WriteMode
+from kvferry.scheduler.tier import WriteMode
 
 picks = st.integers(0, 63)
 levels = st.tuples(st.sampled_from([3, 12, 60, None]), st.sampled_from(WriteMode))

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from tests.model.lru_before import PoolBefore
 from tests.model.pool_lives import Disown, End, Event, Grow, Pin, Reserve, Reset, Touch, life
 
-from kvferry.lease import Lease, Purpose
-from kvferry.pool import Pool
+from kvferry.cache.leases import Lease, Purpose
+from kvferry.cache.pool import Pool
 from kvferry.types import Key
 
 

@@ -19,8 +19,8 @@ from tests.fakes.desk import Desk
 from tests.fakes.packed_store import PackedStore, brought, packing
 from tests.model.test_packs_stateful import chain_of
 
-from kvferry.keys import Keys
-from kvferry.scheduler.level import REMEMBER_SECONDS
+from kvferry.core.keys import Keys
+from kvferry.scheduler.tier import REMEMBER_SECONDS
 
 LENGTH, MOST = 9, 4
 

@@ -19,17 +19,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.fakes.packed_store import PackedStore
 
-from kvferry.keys import Keys
-from kvferry.tiers import Way
+from kvferry.core.keys import Keys
+from kvferry.tiers.contract import Way
 from kvferry.tiers.disk.engine_memory import EngineMemory
 from kvferry.tiers.disk.messages import OrderMessage
-from kvferry.tiers.remote.bandwidth import Bandwidth
-from kvferry.tiers.remote.breaker import Breaker
 from kvferry.tiers.remote.carrier import Carrier
 from kvferry.tiers.remote.client import Fault, NotOurs, NotThere, Stored
-from kvferry.tiers.remote.names import Whose
-from kvferry.tiers.remote.packs import LookUp, Whereabouts, cut, most_in_one
-from kvferry.tiers.remote.staging import Staging
+from kvferry.tiers.remote.limits import Bandwidth, Breaker
+from kvferry.tiers.remote.objects import LookUp, Whereabouts, Whose, cut, most_in_one
+from kvferry.tiers.remote.window import Staging
 
 SIZE, LENGTH = 24, 6
 WHOSE = Whose(b"n" * 32, SIZE)

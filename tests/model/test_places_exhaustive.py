@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 from tests.fakes.desk import Desk, story
 
+from kvferry.cache.pool import Pool
 from kvferry.hints import Hints
-from kvferry.pool import Pool
-from kvferry.scheduler import PlacedLevel
+from kvferry.scheduler.tier import PlacedLevel
 from kvferry.types import TierName
 
 LENGTH = 4

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 from tests.model.test_pool_stateful import PLACINGS, PoolMachine
 
+from kvferry.cache.pool import Pool
 from kvferry.errors import InputError
-from kvferry.pool import Pool
 
 
 class GrowingPoolMachine(PoolMachine):

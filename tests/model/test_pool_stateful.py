@@ -42,10 +42,10 @@ from hypothesis.stateful import (
 from tests.fakes.crafted_keys import colliding_key, key
 from tests.fakes.pools import evict
 
+from kvferry.cache.leases import Lease, Purpose
+from kvferry.cache.pool import Pool
+from kvferry.core.keys import Keys
 from kvferry.errors import InputError, LeaseError
-from kvferry.keys import Keys
-from kvferry.lease import Lease, Purpose
-from kvferry.pool import Pool
 from kvferry.types import Key
 
 # Conversations that share beginnings, as numbers of blocks; a number always has the same parent.

@@ -1,4 +1,4 @@
-"""``kvferry.reach`` against the brute-force oracle: every small case, and random larger ones.
+"""``kvferry.cache.reach`` against the brute-force oracle: every small case, and random larger ones.
 
 Each exhaustive test states how many cases it compared, and fails if that number changes:
 579,509 in all.
@@ -35,7 +35,7 @@ from hypothesis import strategies as st
 from tests.model import reach_oracle as oracle
 from tests.model.reach_oracle import Layer
 
-from kvferry import reach
+from kvferry.cache import reach
 from kvferry.errors import InputError
 
 SIZES = (1, 2, 3, 4)

@@ -14,8 +14,8 @@ from tests.fakes.kv import LAYOUTS
 from tests.fakes.rig import LONG
 from tests.model.test_device_engine_model import BLOCKS, NUM_BLOCKS, PAGES, SLOTS, EngineMachine
 
-from kvferry.device.engine import reading_ahead
-from kvferry.device.planning.base import FixedPlanner
+from kvferry.transfer.engine import gpu as reading_ahead
+from kvferry.transfer.planning.planner import FixedPlanner
 from kvferry.types import SlotArray, TransferId, as_slots
 
 PINNED = TransferId(0)

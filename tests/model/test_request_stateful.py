@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.model.turns import Turn, Turns
 
-from kvferry.scheduler import rests
+from kvferry.scheduler import deferred_stores as rests
 
 picks = st.integers(0, 63)
 

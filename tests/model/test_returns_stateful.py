@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.fakes.crafted_keys import key, keys
 
-from kvferry.lease import Lease, Purpose
-from kvferry.policy import Evidence
-from kvferry.policy.returns import Returns
-from kvferry.pool import Pool
+from kvferry.cache.leases import Lease, Purpose
+from kvferry.cache.policies.contract import Evidence
+from kvferry.cache.policies.returns import Returns
+from kvferry.cache.pool import Pool
 
 # A tree of conversations: all begin alike, some share more.
 CHAINS = [

@@ -15,7 +15,7 @@ import pytest
 from tests.model.explore import Scenario, explore
 from tests.model.simulation import Shape
 
-from kvferry.reach import FullAttention, SlidingWindow
+from kvferry.cache.reach import FullAttention, SlidingWindow
 
 FULL = (FullAttention(4),)
 SAME = ((1,), (1,))

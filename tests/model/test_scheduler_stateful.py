@@ -42,8 +42,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.model.shapes import GROUPS, LEVELS, PROMPTS
 from tests.model.simulation import Driver, Shape, Simulation
 
+from kvferry.core.keys import Keys
 from kvferry.errors import ClosedError, ReceiptError
-from kvferry.keys import Keys
 from kvferry.types import Outcome, Rank, Receipt, TransferId
 
 picks = st.integers(0, 11)

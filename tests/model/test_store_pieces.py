@@ -26,8 +26,8 @@ import numpy as np
 import pytest
 
 import kvferry
-from kvferry.first_piece import FirstPiece
-from kvferry.keys import Keys
+from kvferry.core.keys import Keys
+from kvferry.ferry import FirstPiece
 from kvferry.tickets import Ticket
 from kvferry.types import DEVICE, Transfer
 

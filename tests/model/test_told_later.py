@@ -19,9 +19,9 @@ from tests.fakes.crafted_keys import key, keys
 from tests.model.pool_lives import Event, Pin, Reserve, life
 from tests.model.test_written_later import Twins
 
-from kvferry.policy import EvictionPolicyMaker, policy_named
-from kvferry.pool import Pool
-from kvferry.told_later import _MOST_OWED
+from kvferry.cache.deferred import _MOST_OWED
+from kvferry.cache.policies.contract import EvictionPolicyMaker, policy_named
+from kvferry.cache.pool import Pool
 
 NUM_SLOTS = (5, 12, 24, 60, 2000)
 

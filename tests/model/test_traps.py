@@ -49,18 +49,28 @@ from tests.fakes.pools import evict
 from tests.model.serving import Serving
 from tests.model.stage import RankSide, Served, Setup
 
-from kvferry.answers import MatchState
-from kvferry.device.engine.cpu import CpuEngine
-from kvferry.device.layout import describe
 from kvferry.errors import TransferError
-from kvferry.playground.engine import Engine, Limits
-from kvferry.playground.model import Decoder, ModelShape
-from kvferry.playground.offload import Offloader
-from kvferry.playground.request import ServedRequest
-from kvferry.playground.runner import Runner
-from kvferry.scheduler.level import WriteMode
-from kvferry.tiers import HostTier, MemoryTier, TierMover, Way
-from kvferry.types import DEVICE, HOST, Key, Outcome, Plan, TierName, Transfer, TransferId
+from kvferry.hostmem.slots import HostTier
+from kvferry.scheduler.tier import WriteMode
+from kvferry.tiers.contract import Way
+from kvferry.tiers.memory import MemoryTier
+from kvferry.tiers.movers import TierMover
+from kvferry.tools.playground.blocks import ServedRequest
+from kvferry.tools.playground.engine import Engine, Limits, Offloader, Runner
+from kvferry.tools.playground.model import Decoder, ModelShape
+from kvferry.transfer.engine.cpu import CpuEngine
+from kvferry.transfer.layout import describe
+from kvferry.types import (
+    DEVICE,
+    HOST,
+    Key,
+    MatchState,
+    Outcome,
+    Plan,
+    TierName,
+    Transfer,
+    TransferId,
+)
 from kvferry.worker import Worker
 
 # -- parts ----------------------------------------------------------------------------------------
@@ -657,7 +667,7 @@ def _refuse(transfer: Transfer) -> int:
 # -- processes ------------------------------------------------------------------------------------
 
 _KEYS = """
-from kvferry.identity import Namespace, adopt, chain
+from kvferry.core.identity import Namespace, adopt, chain
 ns = Namespace(model="m", dtype="bf16", layout="x", geometry={"b": 1, "a": 2}, block_tokens=4)
 print(chain(ns, list(range(40)))[9].hex(), adopt(ns, [b"one", b"two"])[1].hex())
 """

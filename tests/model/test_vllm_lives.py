@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from tests.fakes.vllm_side import BLOCK_TOKENS, FakeVllm
 
-from kvferry.reach import FullAttention, Group, SlidingWindow
-from kvferry.scheduler import rests
-from kvferry.vllm.messages import StepOrders
+from kvferry.cache.reach import FullAttention, Group, SlidingWindow
+from kvferry.connectors.vllm.messages import StepOrders
+from kvferry.scheduler import deferred_stores as rests
 
 GROUPS: list[tuple[Group, ...]] = [
     (FullAttention(BLOCK_TOKENS),),

@@ -24,11 +24,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.fakes.crafted_keys import key
 from tests.fakes.policies import Fifo
 
-from kvferry.keys import Keys
-from kvferry.lease import Lease
-from kvferry.policy import Evidence, Lru
-from kvferry.pool import Pool
-from kvferry.pool_wishes import GOES_ON_SECONDS
+from kvferry.cache.eviction import GOES_ON_SECONDS
+from kvferry.cache.leases import Lease
+from kvferry.cache.policies.contract import Evidence
+from kvferry.cache.policies.lru import Lru
+from kvferry.cache.pool import Pool
+from kvferry.core.keys import Keys
 
 CHAINS = ((0, 1, 2, 3, 4, 5), (0, 1, 2, 6, 7, 8), (0, 9, 10, 11), (12, 13, 14, 15, 16))
 EVERY = sorted({number for chain in CHAINS for number in chain})

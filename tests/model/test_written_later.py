@@ -16,9 +16,9 @@ import pytest
 from tests.fakes.crafted_keys import key, keys
 from tests.model.pool_lives import Disown, End, Event, Grow, Pin, Reserve, Reset, Touch, life
 
-from kvferry.lease import Lease, Purpose
-from kvferry.policy import EvictionPolicyMaker, policy_named
-from kvferry.pool import Pool
+from kvferry.cache.leases import Lease, Purpose
+from kvferry.cache.policies.contract import EvictionPolicyMaker, policy_named
+from kvferry.cache.pool import Pool
 from kvferry.types import Key
 
 

@@ -15,14 +15,26 @@ from hashlib import blake2b
 import numpy as np
 from tests.model import request_laws
 
-from kvferry.answers import DeviceBlocks, MatchState
+from kvferry.cache.leases import SlotState
+from kvferry.cache.pool import Pool
+from kvferry.cache.reach import FullAttention
 from kvferry.config import Config
-from kvferry.keys import Keys
-from kvferry.pool import Pool
-from kvferry.reach import FullAttention
-from kvferry.scheduler import NO_BLOCK, BlockTable, Ordered, Request, Scheduler, State
-from kvferry.slot_states import SlotState
-from kvferry.types import DEVICE, KEY_BYTES, Key, Outcome, Rank, Receipt, Transfer
+from kvferry.core.keys import Keys
+from kvferry.scheduler.promotion import State
+from kvferry.scheduler.request import Request
+from kvferry.scheduler.scheduler import Scheduler
+from kvferry.scheduler.transfers import NO_BLOCK, BlockTable, Ordered
+from kvferry.types import (
+    DEVICE,
+    KEY_BYTES,
+    DeviceBlocks,
+    Key,
+    MatchState,
+    Outcome,
+    Rank,
+    Receipt,
+    Transfer,
+)
 
 TOKENS = 4
 POISON = np.uint64(0xEEEE)

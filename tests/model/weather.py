@@ -9,7 +9,7 @@ from collections.abc import Callable
 from tests.model.serving import Serving
 from tests.model.stage import KINDS, Setup
 
-from kvferry.scheduler.level import WriteMode
+from kvferry.scheduler.tier import WriteMode
 
 ODDS = {
     "arrive": 8,

@@ -5,11 +5,10 @@ from __future__ import annotations
 from tests.fakes.desk import Desk, story
 from tests.fakes.pools import evict
 
-from kvferry.answers import MatchState
-from kvferry.pool import Pool
-from kvferry.scheduler.ahead import AHEAD_SECONDS, AHEAD_SHARE, Ahead
-from kvferry.scheduler.level import PlacedLevel, WriteMode
-from kvferry.types import HOST, TierName
+from kvferry.cache.pool import Pool
+from kvferry.scheduler.control import AHEAD_SECONDS, AHEAD_SHARE, Ahead
+from kvferry.scheduler.tier import PlacedLevel, WriteMode
+from kvferry.types import HOST, MatchState, TierName
 
 DISK = TierName("disk")
 SLOTS = 128

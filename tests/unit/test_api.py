@@ -11,14 +11,8 @@ import numpy as np
 import pytest
 
 import kvferry
-from kvferry.device.engine.stream import Stream
-from kvferry.errors import (
-    ClosedError,
-    ConfigError,
-    DeadlineError,
-    InputError,
-    UnknownSettingError,
-)
+from kvferry.errors import ClosedError, ConfigError, DeadlineError, InputError, UnknownSettingError
+from kvferry.transfer.engine.contract import Stream
 
 BLOCKS, TOKENS = 12, 4
 Tensors = list[np.ndarray[Any, Any]]

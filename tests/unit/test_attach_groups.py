@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import kvferry
+from kvferry.cache.reach import FullAttention, Group, RecurrentState, SlidingWindow
 from kvferry.errors import KvferryError
-from kvferry.reach import FullAttention, Group, RecurrentState, SlidingWindow
 
 NUM_BLOCKS = 64
 

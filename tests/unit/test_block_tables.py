@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.block_tables import Distinct, whole_tables
-from kvferry.device.layout import GroupLayout, describe
 from kvferry.errors import InputError
-from kvferry.scheduler import NO_BLOCK
+from kvferry.ferry import Distinct, whole_tables
+from kvferry.scheduler.transfers import NO_BLOCK
+from kvferry.transfer.layout import GroupLayout, describe
 
 MOST = 2**63 - 1
 

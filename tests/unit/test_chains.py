@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.chains import Chains
+from kvferry.cache.chains import Chains
 from kvferry.types import NO_SLOT, as_slots
 
 NUM_SLOTS = 12

@@ -10,14 +10,12 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner
 
-from kvferry.cli import card
-from kvferry.cli.bench_copy import bench_copy
-from kvferry.cli.bench_copy_plot import plot
-from kvferry.cli.bench_copy_tables import report
-from kvferry.cli.calibrate import calibrate
-from kvferry.cli.progress import show
-from kvferry.device.bench.result import BenchResult, OneCopy, PlannerCell, SlowdownRow, TimedCopy
-from kvferry.device.driver.cuda import CudaDriver
+from kvferry.tools.cli import calibrate as card
+from kvferry.tools.cli.bench_copy import bench_copy, plot, report
+from kvferry.tools.cli.calibrate import calibrate
+from kvferry.tools.cli.output import show
+from kvferry.transfer.bench import BenchResult, OneCopy, PlannerCell, SlowdownRow, TimedCopy
+from kvferry.transfer.driver.cuda import CudaDriver
 
 MiB = 1 << 20
 KEPT = Path(__file__).parents[2] / "docs" / "benchmarks" / "copy-h200.json"

@@ -15,9 +15,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 import kvferry
-from kvferry.cli.commands import kvferry as command
 from kvferry.ferry import Ferry
 from kvferry.tiers.disk.folder import BLOCKS_NAME
+from kvferry.tools.cli.commands import kvferry as command
 
 SHAPE = (24, 2, 16, 64)
 BLOCKS = 16

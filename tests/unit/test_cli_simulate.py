@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from kvferry.cli.simulate import simulate_command
-from kvferry.cli.simulate_options import read_capacities, read_point, read_policies
 from kvferry.errors import ConfigError
-from kvferry.policy_kinds import POLICIES
+from kvferry.settings.policies import POLICIES
+from kvferry.tools.cli.simulate import read_capacities, read_point, read_policies, simulate_command
 
 
 @pytest.fixture
@@ -67,7 +66,9 @@ def test_json_and_a_picture(trace: Path, tmp_path: Path) -> None:
 def test_a_picture_of_another_kind_is_refused_before_anything_is_simulated(
     trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr("kvferry.cli.simulate.simulate", lambda *_: pytest.fail("it simulated"))
+    monkeypatch.setattr(
+        "kvferry.tools.cli.simulate.simulate", lambda *_: pytest.fail("it simulated")
+    )
     done = run(trace, "--policy", "lru", "--capacity", "10", "--plot", tmp_path / name)
     assert done.exit_code == 1
     assert f"'{name}' must end in .svg, for a picture, or .html" in done.output

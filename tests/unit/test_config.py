@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.config import Config, describe
-from kvferry.errors import ConfigError, UnknownSettingError
-from kvferry.quantities import (
+from kvferry.core.quantities import (
     GiB,
     KiB,
     MiB,
@@ -24,6 +23,7 @@ from kvferry.quantities import (
     parse_size,
     rounded_size,
 )
+from kvferry.errors import ConfigError, UnknownSettingError
 
 # -- sizes, times, counts
 

@@ -11,10 +11,10 @@ from click.testing import CliRunner
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvferry.cli.commands import kvferry as cli
 from kvferry.config import Config, describe
+from kvferry.core.quantities import parse_count, parse_rate, parse_seconds, parse_size
 from kvferry.errors import ConfigError
-from kvferry.quantities import parse_count, parse_rate, parse_seconds, parse_size
+from kvferry.tools.cli.commands import kvferry as cli
 
 NAMES = [setting.name for setting in describe()]
 HUGE = "9" * 6000

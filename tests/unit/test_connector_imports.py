@@ -7,7 +7,7 @@ import pkgutil
 import subprocess
 import sys
 
-import kvferry.vllm
+import kvferry.connectors.vllm
 
 OF_VLLM = {"connector", "metrics"}
 """Made of vLLM's own classes."""
@@ -24,7 +24,7 @@ sys.meta_path.insert(0, Nothing())
 failed = {}
 for name in sys.argv[1:]:
     try:
-        importlib.import_module("kvferry.vllm." + name)
+        importlib.import_module("kvferry.connectors.vllm." + name)
     except ModuleNotFoundError as error:
         failed[name] = error.name.split(".")[0]
 print(json.dumps(failed))
@@ -32,7 +32,7 @@ print(json.dumps(failed))
 
 
 def test_only_what_is_made_of_vllms_classes_needs_vllm():
-    names = [module.name for module in pkgutil.iter_modules(kvferry.vllm.__path__)]
+    names = [module.name for module in pkgutil.iter_modules(kvferry.connectors.vllm.__path__)]
     assert len(names) > 15
     assert set(names) >= OF_VLLM
     done = subprocess.run(

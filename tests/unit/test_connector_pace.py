@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.vllm.pace import Pace
+from kvferry.connectors.vllm.serving import Pace
 
 
 def step(scheduled: dict[str, int], *, new: int = 0, preempted: int = 0) -> Any:

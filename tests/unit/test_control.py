@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from tests.fakes.desk import Desk, story
 
+from kvferry.cache.pool import Pool
+from kvferry.core.keys import Keys
 from kvferry.errors import InputError
 from kvferry.hints import Hints
-from kvferry.keys import Keys
-from kvferry.pool import Pool
-from kvferry.scheduler import KeyedLevel, PlacedLevel, WriteMode
 from kvferry.scheduler.control import MOST_PREFETCHES
+from kvferry.scheduler.tier import KeyedLevel, PlacedLevel, WriteMode
 from kvferry.types import TierName
 
 DISK = TierName("disk")

@@ -8,10 +8,10 @@ import pytest
 from tests.fakes.crafted_keys import keys as numbered
 from tests.fakes.desk import Desk
 
-from kvferry.cli.control import _tell
-from kvferry.keys import Keys
-from kvferry.metrics.control_door import ControlDoor
-from kvferry.metrics.inbox import Inbox
+from kvferry.core.keys import Keys
+from kvferry.telemetry.endpoint import ControlDoor
+from kvferry.telemetry.mailbox import Inbox
+from kvferry.tools.cli.control import _tell
 
 FIRST, SECOND, CHAT = numbered([1, 2, 3]), numbered([1, 2, 4]), numbered([7, 8])
 

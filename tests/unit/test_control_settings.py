@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvferry.config import Config, describe, show
+from kvferry.core.quantities import parse_share, show_share
 from kvferry.errors import ConfigError
-from kvferry.quantities import parse_share, show_share
 
 TOKEN = "0123456789abcdef-secret"
 

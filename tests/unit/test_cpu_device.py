@@ -13,10 +13,10 @@ from functools import partial
 import numpy as np
 import pytest
 
-from kvferry.device.engine.cpu import CpuEngine
-from kvferry.device.engine.stream import Event, Stream
-from kvferry.device.layout import describe
 from kvferry.errors import ClosedError, LayoutError
+from kvferry.transfer.engine.contract import Event, Stream
+from kvferry.transfer.engine.cpu import CpuEngine
+from kvferry.transfer.layout import describe
 from kvferry.types import (
     DEVICE,
     HOST,

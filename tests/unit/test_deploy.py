@@ -16,9 +16,9 @@ import pytest
 import yaml
 
 from kvferry.config import Config, describe
-from kvferry.disk_settings import KEY_ENV
-from kvferry.metrics.catalog import FIGURES, Label, Metric, MetricKind, catalog
-from kvferry.quantities import parse_size
+from kvferry.core.quantities import parse_size
+from kvferry.settings.disk import KEY_ENV
+from kvferry.telemetry.catalog import FIGURES, Label, Metric, MetricKind, catalog
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -9,21 +9,19 @@ from typing import Any
 import pytest
 from tests.fakes.driver import FakeDriver
 
-from kvferry.copy_paths import path_names
-from kvferry.device.driver.base import BatchForm
-from kvferry.device.job import CopyJob, Direction
-from kvferry.device.paths import path_set
-from kvferry.device.paths.dma import DmaPath
-from kvferry.device.paths.host_runs import count_runs
-from kvferry.device.paths.loop import LoopPath
-from kvferry.device.paths.path_set import open_paths
-from kvferry.device.planning import calibrate as module
-from kvferry.device.planning import opening
-from kvferry.device.planning.calibrate import calibrate
-from kvferry.device.planning.copy_rig import CopyRig, Timing
-from kvferry.device.planning.opening import open_planner
-from kvferry.device.planning.profile_files import load_profile, profile_file, save_profile
 from kvferry.errors import DriverError
+from kvferry.settings.copy_paths import path_names
+from kvferry.transfer.driver.base import BatchForm
+from kvferry.transfer.job import CopyJob, Direction
+from kvferry.transfer.paths import path_set
+from kvferry.transfer.paths.direct import DmaPath, LoopPath
+from kvferry.transfer.paths.host_runs import count_runs
+from kvferry.transfer.paths.path_set import open_paths
+from kvferry.transfer.planning import calibrate as module
+from kvferry.transfer.planning import opening
+from kvferry.transfer.planning.calibrate import CopyRig, Timing, calibrate
+from kvferry.transfer.planning.opening import open_planner
+from kvferry.transfer.planning.profile import load_profile, profile_file, save_profile
 
 KiB = 1 << 10
 

@@ -10,16 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.device.driver.base import BatchForm, Priority, SourceOrder
-from kvferry.device.driver.cuda import (
-    BATCH_WITH_FAIL_INDEX,
-    BATCH_WITHOUT_FAIL_INDEX,
-    CudaDriver,
-)
-from kvferry.device.driver.hip import HipDriver
-from kvferry.device.driver.link import pcie_link
-from kvferry.device.driver.opening import open_driver
 from kvferry.errors import ClosedError, DriverError
+from kvferry.transfer.driver.base import BatchForm, Priority, SourceOrder, pcie_link
+from kvferry.transfer.driver.cuda import BATCH_WITH_FAIL_INDEX, BATCH_WITHOUT_FAIL_INDEX, CudaDriver
+from kvferry.transfer.driver.hip import HipDriver
+from kvferry.transfer.driver.opening import open_driver
 
 NAMES = {1: b"CUDA_ERROR_INVALID_VALUE", 801: b"CUDA_ERROR_NOT_SUPPORTED"}
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.device.driver.base import SourceOrder
-from kvferry.device.job import CopyJob, Direction
-from kvferry.device.layout import GroupLayout
-from kvferry.device.paths import host_runs
-from kvferry.device.paths.host_runs import GROWTH, MAX_CALL, HostRuns, count_runs
+from kvferry.transfer.driver.base import SourceOrder
+from kvferry.transfer.job import CopyJob, Direction
+from kvferry.transfer.layout import GroupLayout
+from kvferry.transfer.paths import host_runs
+from kvferry.transfer.paths.host_runs import GROWTH, MAX_CALL, HostRuns, count_runs
 
 BLOCK = 64
 HOST, RING = 1 << 20, 1 << 30

@@ -19,9 +19,9 @@ pytestmark = pytest.mark.skipif(util.find_spec("triton") is None, reason="needs 
 SCRIPT = """
 import inspect, json, re, sys
 from itertools import product
-from kvferry.device.kernels import triton_copy
-from kvferry.device.kernels.base import ARGUMENTS, Variant
-from kvferry.device.kernels.launch import compile_for, compile_kernel
+from kvferry.transfer.kernels import triton_copy
+from kvferry.transfer.kernels.launch import ARGUMENTS, Variant
+from kvferry.transfer.kernels.launch import compile_for, compile_kernel
 
 found = []
 for capability, to_packed, (linear, single), uniform, (width, vector, steps, warps) in product(

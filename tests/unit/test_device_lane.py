@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 from tests.fakes.driver import FakeDriver
 
-from kvferry.device.driver.base import Priority
-from kvferry.device.driver.events import EventPool
-from kvferry.device.engine.gates import Gates
-from kvferry.device.engine.lane import Lane
-from kvferry.device.engine.submission import Submission
+from kvferry.transfer.driver.base import EventPool, Priority
+from kvferry.transfer.engine.fences import Gates, Submission
+from kvferry.transfer.engine.lane import Lane
 from kvferry.types import TransferId
 
 

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from kvferry.device.kernels import launch
-from kvferry.device.kernels.base import ARGUMENTS, CopyArguments, Variant
-from kvferry.device.kernels.launch import CudaLauncher
-from kvferry.device.paths.path_set import common_variants
 from kvferry.errors import DriverError
+from kvferry.transfer.kernels import launch
+from kvferry.transfer.kernels.launch import ARGUMENTS, CopyArguments, CudaLauncher, Variant
+from kvferry.transfer.paths.path_set import common_variants
 
 COMMON = common_variants()
 

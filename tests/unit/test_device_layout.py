@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
-from kvferry.device.layout import GroupLayout, describe
-from kvferry.device.layout.aliasing import find_overlap
 from kvferry.errors import LayoutError
+from kvferry.transfer.layout import GroupLayout, describe, find_overlap
 
 Array = npt.NDArray[Any]
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvferry.device.job import Direction
-from kvferry.device.layout import GroupLayout
-from kvferry.device.planning.builtin_profile import builtin_profile
-from kvferry.device.planning.planner import MeasuredPlanner
-from kvferry.device.planning.profile import BusyCell, Cell, Profile
 from kvferry.errors import InputError
+from kvferry.transfer.job import Direction
+from kvferry.transfer.layout import GroupLayout
+from kvferry.transfer.planning.planner import MeasuredPlanner
+from kvferry.transfer.planning.profile import BusyCell, Cell, Profile, builtin_profile
 
 KiB, MiB = 1 << 10, 1 << 20
 LOAD, STORE = Direction.LOAD, Direction.STORE

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.copy_paths import BY_NAME
-from kvferry.device.driver.base import DeviceIdentity
-from kvferry.device.job import Direction
-from kvferry.device.layout import GroupLayout
-from kvferry.device.planning.builtin_profile import builtin_profile
-from kvferry.device.planning.planner import MeasuredPlanner
-from kvferry.device.planning.profile_files import (
+from kvferry.settings.copy_paths import BY_NAME
+from kvferry.transfer.driver.base import DeviceIdentity
+from kvferry.transfer.job import Direction
+from kvferry.transfer.layout import GroupLayout
+from kvferry.transfer.planning.planner import MeasuredPlanner
+from kvferry.transfer.planning.profile import (
     MOST_FILE_BYTES,
+    builtin_profile,
     cache_directory,
     load_profile,
     profile_file,

@@ -16,9 +16,9 @@ import pytest
 from tests.fakes.kv import make_kv
 from tests.fakes.rig import Rig
 
-from kvferry.device.engine import reading_ahead
-from kvferry.device.job import Direction
-from kvferry.device.planning.base import FixedPlanner
+from kvferry.transfer.engine import gpu as reading_ahead
+from kvferry.transfer.job import Direction
+from kvferry.transfer.planning.planner import FixedPlanner
 from kvferry.types import DEVICE, HOST, SlotArray, Transfer, TransferId, as_slots
 
 BLOCKS = [4, 1, 3]

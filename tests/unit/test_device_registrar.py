@@ -8,10 +8,10 @@ import pytest
 from tests.fakes.driver import FakeDriver
 from tests.unit.test_device_cuda import FakeLibcuda
 
-from kvferry.device.driver.cuda import CudaDriver
-from kvferry.device.driver.registrar import DriverRegistrar
 from kvferry.errors import DriverError
-from kvferry.tiers import HostMemory
+from kvferry.hostmem.memory import HostMemory
+from kvferry.transfer.driver.cuda import CudaDriver
+from kvferry.transfer.driver.opening import DriverRegistrar
 
 THREAD_LOCAL = 1
 

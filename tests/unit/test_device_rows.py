@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.device.kernels.rows import RowShape, RowTable, common_alignment, row_shape
-from kvferry.device.layout import GroupLayout
+from kvferry.transfer.kernels.tables import RowShape, RowTable, common_alignment, row_shape
+from kvferry.transfer.layout import GroupLayout
 
 
 def layout(sizes: list[int], *, base: int = 4096, stride: int | None = None) -> GroupLayout:

@@ -13,11 +13,11 @@ from tests.fakes.driver import FakeDriver
 from tests.fakes.rig import Rig
 from tests.unit.test_device_rows import layout
 
-from kvferry.device.job import CopyJob, Direction
-from kvferry.device.kernels.rows import RowTable, common_alignment, row_shape
-from kvferry.device.paths.chunk_cursor import ChunkCursor
-from kvferry.device.paths.ring import NUM_LARGE, NUM_SMALL, Ring, RingSlot
 from kvferry.errors import DriverError
+from kvferry.transfer.job import CopyJob, Direction
+from kvferry.transfer.kernels.tables import RowTable, common_alignment, row_shape
+from kvferry.transfer.paths.contract import ChunkCursor
+from kvferry.transfer.paths.ring import NUM_LARGE, NUM_SMALL, Ring, RingSlot
 
 PAGE = 4096
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.device import sums
+from kvferry.transfer import digests as sums
 
 torch = pytest.importorskip("torch")
 

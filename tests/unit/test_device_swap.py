@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from tests.fakes.driver import FakeDriver
 
-from kvferry.device.driver.base import Priority, SourceOrder
-from kvferry.device.driver.swap import DEBUG_VARIABLE, swap_blocks_batch
 from kvferry.errors import InputError
+from kvferry.transfer.driver.base import Priority, SourceOrder
+from kvferry.transfer.driver.swap import DEBUG_VARIABLE, swap_blocks_batch
 
 
 class Card:

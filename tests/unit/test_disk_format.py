@@ -8,13 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kvferry.tiers.disk.files import DiskFile
-from kvferry.tiers.disk.forget_mark import read_mark, write_mark
-from kvferry.tiers.disk.header import Header
-from kvferry.tiers.disk.pages import Seal, Shape, Spot, pack
-from kvferry.tiers.disk.proofs import Digests, Seals
-from kvferry.tiers.disk.store_identity import StoreIdentity
-from kvferry.tiers.disk.superblock import Superblock
+from kvferry.tiers.disk.blocks import Digests, Seals
+from kvferry.tiers.disk.journal import DiskFile, Header, Seal, Shape, Spot, pack
+from kvferry.tiers.disk.superblock import StoreIdentity, Superblock, read_mark, write_mark
 
 PAGE = (Path(__file__).parents[2] / "docs" / "DISK_FORMAT.md").read_text()
 Table = dict[int, tuple[int, str]]

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.tiers.base import Way
-from kvferry.tiers.disk.carriers import DriveParts, DriveThread
-from kvferry.tiers.disk.lanes import Lanes
+from kvferry.tiers.contract import Way
 from kvferry.tiers.disk.messages import OrderMessage, ResultMessage
+from kvferry.tiers.disk.queue import Lanes
+from kvferry.tiers.disk.workers import DriveParts, DriveThread
 
 THREADS, BLOCKS, PITCH = 4, 8, 4096
 LONG, PATIENCE = 60.0, 10.0

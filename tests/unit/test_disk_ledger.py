@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from tests.fakes.crafted_keys import keys
 
+from kvferry.core.keys import Keys
 from kvferry.errors import ClosedError, InputError, JournalError
-from kvferry.keys import Keys
+from kvferry.tiers.disk.journal import Shape
 from kvferry.tiers.disk.ledger import FILE_NAMES, Ledger, journal_bytes
-from kvferry.tiers.disk.pages import Shape
 from kvferry.types import as_slots
 
 STORE_ID = b"sixteen bytes it"

@@ -13,13 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import ConfigError
-from kvferry.tiers import TierSetup, Way
-from kvferry.tiers.disk import open_disk
-from kvferry.tiers.disk.block_file import SECTOR, BlockFile
-from kvferry.tiers.disk.carriers import _runs
+from kvferry.hostmem.mapping import PrivateMemory
+from kvferry.tiers.contract import TierSetup, Way
+from kvferry.tiers.disk.blocks import SECTOR, BlockFile
 from kvferry.tiers.disk.channel import Channel
-from kvferry.tiers.disk.epoch import read_epoch, write_epoch
 from kvferry.tiers.disk.messages import (
+    DriveSetup,
     FrameKind,
     OrderMessage,
     ResultMessage,
@@ -29,9 +28,9 @@ from kvferry.tiers.disk.messages import (
     unpack_order,
     unpack_result,
 )
-from kvferry.tiers.disk.setup import DriveSetup
-from kvferry.tiers.disk.stripes import Stripes
-from kvferry.tiers.mapping import PrivateMemory
+from kvferry.tiers.disk.superblock import read_epoch, write_epoch
+from kvferry.tiers.disk.tier import Stripes, open_disk
+from kvferry.tiers.disk.workers import _runs
 from kvferry.types import TierName
 
 

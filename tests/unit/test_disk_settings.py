@@ -15,13 +15,13 @@ from tests.fakes import levels as fakes
 
 import kvferry
 from kvferry.config import Config, describe, show
-from kvferry.contents import Contents, tier_setup
-from kvferry.device.layout import describe as layout_of
-from kvferry.disk_settings import KEY_ENV, DiskSettings
+from kvferry.core.identity import Namespace
+from kvferry.core.quantities import GiB
 from kvferry.errors import ConfigError
-from kvferry.identity import Namespace
-from kvferry.quantities import GiB
-from kvferry.tiers import TierSetup
+from kvferry.rank import Contents, tier_setup
+from kvferry.settings.disk import KEY_ENV, DiskSettings
+from kvferry.tiers.contract import TierSetup
+from kvferry.transfer.layout import describe as layout_of
 from kvferry.types import Rank
 
 SPACE = Namespace(model="m", dtype="f4", layout="l", geometry="g", block_tokens=16)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from tests.fakes.crafted_keys import keys
 
+from kvferry.tiers.disk.journal import Shape
 from kvferry.tiers.disk.ledger import FILE_NAMES, Ledger, journal_bytes
-from kvferry.tiers.disk.pages import Shape
-from kvferry.tiers.disk.shelf import Shelf
 from kvferry.tiers.disk.status import Count, Status
+from kvferry.tiers.disk.workers import Shelf
 from kvferry.types import as_slots
 
 

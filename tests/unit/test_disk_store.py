@@ -18,17 +18,29 @@ import numpy as np
 import pytest
 from tests.fakes.crafted_keys import keys as numbered
 
+from kvferry.core.keys import Keys
+from kvferry.core.quantities import MiB
 from kvferry.errors import StoreError, StoreInUseError
-from kvferry.keys import Keys
-from kvferry.quantities import MiB
-from kvferry.tiers.disk import allocation, inspection, room
-from kvferry.tiers.disk.entries import Proofs
-from kvferry.tiers.disk.folder import allocated_bytes, apparent_bytes, stores_under
-from kvferry.tiers.disk.pages import Flags
-from kvferry.tiers.disk.room import DiskBound, most_places, store_bytes
+from kvferry.tiers.disk import blocks as allocation
+from kvferry.tiers.disk import folder as room
+from kvferry.tiers.disk import inspection
+from kvferry.tiers.disk.folder import (
+    DiskBound,
+    allocated_bytes,
+    apparent_bytes,
+    most_places,
+    store_bytes,
+    stores_under,
+)
+from kvferry.tiers.disk.journal import Flags
+from kvferry.tiers.disk.ledger import Proofs
 from kvferry.tiers.disk.store import Store
-from kvferry.tiers.disk.store_identity import StoreIdentity
-from kvferry.tiers.disk.superblock import Superblock, SuperblockError, read_superblock
+from kvferry.tiers.disk.superblock import (
+    StoreIdentity,
+    Superblock,
+    SuperblockError,
+    read_superblock,
+)
 from kvferry.types import SlotArray, as_slots
 
 PITCH = 64 << 10

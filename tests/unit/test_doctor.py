@@ -9,16 +9,16 @@ import pytest
 from click.testing import CliRunner
 from tests.fakes.driver import FakeDriver
 
-from kvferry.cli.commands import kvferry
 from kvferry.config import Config
-from kvferry.device.driver.base import BatchForm, DeviceIdentity
-from kvferry.doctor import environment
-from kvferry.doctor.environment import Environment, Gpu
-from kvferry.doctor.examine import examine
-from kvferry.doctor.finding import Finding, Grade
+from kvferry.core.quantities import GiB, MiB
 from kvferry.errors import ConfigError, DriverError
-from kvferry.quantities import GiB, MiB
-from kvferry.tiers.limits import Machine
+from kvferry.hostmem.limits import Machine
+from kvferry.tools.cli.commands import kvferry
+from kvferry.tools.doctor import machine as environment
+from kvferry.tools.doctor.examine import examine
+from kvferry.tools.doctor.finding import Finding, Grade
+from kvferry.tools.doctor.machine import Environment, Gpu
+from kvferry.transfer.driver.base import BatchForm, DeviceIdentity
 
 CARD = Gpu(
     identity=DeviceIdentity("NVIDIA Test", 13000, "00000000:41:00.0", "32.0 GT/s PCIe x16"),

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 
 from kvferry.config import Config
-from kvferry.disk_settings import KEY_ENV
-from kvferry.doctor import drive
-from kvferry.doctor.disk_checks import check_disk
-from kvferry.doctor.drive import DriveFacts, file_system, look_at_drive, measure
-from kvferry.doctor.environment import Environment
-from kvferry.doctor.finding import Finding, Grade
-from kvferry.doctor.reach import look_at_reach
-from kvferry.doctor.software_checks import check_vllm
-from kvferry.quantities import GiB, MiB
-from kvferry.tiers.limits import Machine
+from kvferry.core.quantities import GiB, MiB
+from kvferry.hostmem.limits import Machine
+from kvferry.settings.disk import KEY_ENV
+from kvferry.tools.doctor import drive
+from kvferry.tools.doctor.disk import check_disk
+from kvferry.tools.doctor.drive import DriveFacts, file_system, look_at_drive, measure
+from kvferry.tools.doctor.finding import Finding, Grade
+from kvferry.tools.doctor.machine import Environment
+from kvferry.tools.doctor.reach import look_at_reach
+from kvferry.tools.doctor.software import check_vllm
 
 MOUNTS = """\
 22 1 254:0 / / rw,relatime - {root} /dev/vda rw

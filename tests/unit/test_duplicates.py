@@ -18,9 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fakes.crafted_keys import keys
 
-from kvferry import duplicates
-from kvferry.duplicates import Duplicates
-from kvferry.keys import KEY_WORDS, Keys
+from kvferry.core import keys as duplicates
+from kvferry.core.keys import KEY_WORDS, Duplicates, Keys
 
 FEW = duplicates._FEW
 CELLS = duplicates._CELLS

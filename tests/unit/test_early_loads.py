@@ -23,7 +23,7 @@ from tests.unit.test_ferry_levels import (
 
 import kvferry
 from kvferry.errors import InputError
-from kvferry.tiers import Way
+from kvferry.tiers.contract import Way
 from kvferry.types import Key
 
 __all__ = ["attach"]  # a fixture

@@ -14,9 +14,9 @@ from tests.fakes import levels as fakes
 
 import kvferry
 from kvferry.errors import ConfigError, InputError
-from kvferry.scheduler import Reason
+from kvferry.scheduler.journal import Reason
 from kvferry.tickets import Done
-from kvferry.tiers import Way
+from kvferry.tiers.contract import Way
 from kvferry.types import Key
 
 BLOCKS, TOKENS, LAYERS = 80, 4, 3
@@ -244,7 +244,7 @@ def test_closing_with_a_pending_hit_ends_everything(attach):
 
 
 def test_a_level_that_hangs_is_a_miss_by_its_deadline(attach, monkeypatch):
-    monkeypatch.setattr("kvferry.tiers.tier_mover._kept", [])
+    monkeypatch.setattr("kvferry.tiers.movers._kept", [])
     ferry = attach(promote_deadline="50ms", level_write_out="50ms")
     _, gate = pending(ferry)
     ferry._rank.levels["levels"]._close_seconds = 0.05

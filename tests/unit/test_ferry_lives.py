@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 import kvferry
-from kvferry.device.engine.stream import Stream
 from kvferry.errors import InputError, StateError
 from kvferry.rank import RankMemory
+from kvferry.transfer.engine.contract import Stream
 
 BLOCKS, TOKENS, LAYERS = 12, 4, 3
 SLOT = LAYERS * 64
@@ -333,7 +333,7 @@ def growth(work: Callable[[int], object], rounds: int = 50) -> int:
 def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Journal and observer have bounds, to be reached before anything can be counted."""
     monkeypatch.setattr("kvferry.scheduler.journal.MOST_REQUESTS", 4)
-    monkeypatch.setattr("kvferry.observed.observer._MOST_WAITING", 4)
+    monkeypatch.setattr("kvferry.telemetry.observer._MOST_WAITING", 4)
 
 
 @pytest.mark.usefixtures("short_memory")

@@ -22,7 +22,7 @@ from tests.unit.test_ferry_levels import (
 
 import kvferry
 from kvferry.errors import ClosedError
-from kvferry.tiers import Result, Way
+from kvferry.tiers.contract import Result, Way
 from kvferry.tiers.threaded import Task
 from kvferry.types import TierName, as_slots
 
@@ -99,7 +99,7 @@ def test_an_interrupt_ends_the_writing_and_closes(
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvferry.last_writes.pause", interrupt)
+    monkeypatch.setattr("kvferry.ferry.pause", interrupt)
     with pytest.raises(KeyboardInterrupt):
         first.close()
     with pytest.raises(ClosedError):
@@ -137,7 +137,7 @@ def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(lasting.ShelfTier, "_carry_out", hang)
     kept: list[object] = []
-    monkeypatch.setattr("kvferry.tiers.tier_mover._kept", kept)
+    monkeypatch.setattr("kvferry.tiers.movers._kept", kept)
     yield
     end.set()
     for thread in threads:  # they touch the memory, which is given back after this
@@ -159,7 +159,7 @@ def test_a_read_that_hangs_does_not_keep_us(attach: Open, monkeypatch: pytest.Mo
     first.close()
     second = attach(SHELF, promote_deadline="10min", level_write_out="10min")
     hang(second)
-    monkeypatch.setattr("kvferry.last_writes.pause", lambda seconds: pytest.fail("it waits"))
+    monkeypatch.setattr("kvferry.ferry.pause", lambda seconds: pytest.fail("it waits"))
     second.close()  # there is nothing to write
     assert second._rank.levels[TierName("shelf")].is_stuck
 

@@ -20,10 +20,10 @@ import pytest
 from tests.fakes.crafted_keys import keys
 
 import kvferry
+from kvferry.cache.pool import Pool
+from kvferry.core.keys import Keys
 from kvferry.errors import InputError
-from kvferry.first_piece import FirstPiece
-from kvferry.keys import Keys
-from kvferry.pool import Pool
+from kvferry.ferry import FirstPiece
 from kvferry.types import Transfer
 
 SLOTS, BLOCKS, TOKENS, LAYERS = 256, 80, 4, 3

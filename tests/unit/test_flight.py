@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvferry.cache.leases import Ending, Lease, Purpose
 from kvferry.errors import InputError, ReceiptError
-from kvferry.lease import Ending, Lease, Purpose
-from kvferry.scheduler.flight import Flights
+from kvferry.scheduler.transfers import Flights
 from kvferry.types import (
     DEVICE,
     HOST,

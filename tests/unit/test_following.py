@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from tests.fakes.crafted_keys import keys
 from tests.fakes.desk import Desk, story
 
-from kvferry import reach
-from kvferry.keys import Keys
-from kvferry.scheduler.following import run_numbers
-from kvferry.scheduler.level import KeyedLevel, WriteMode
-from kvferry.tiers import SharedLevelMover
+from kvferry.cache import reach
+from kvferry.core.keys import Keys
+from kvferry.scheduler.tier import KeyedLevel, WriteMode
+from kvferry.scheduler.transfers import run_numbers
+from kvferry.tiers.movers import SharedLevelMover
 from kvferry.types import HOST, NO_SLOTS, Key, Question, Rank, TierName, Transfer, TransferId
 
 STORE = TierName("store")

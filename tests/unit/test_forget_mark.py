@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 from tests.unit.test_disk_store import fill, identity, placed
 
-from kvferry.quantities import MiB
-from kvferry.tiers.disk import epoch, forget_mark, inspection, marking
-from kvferry.tiers.disk.files import DiskFile
+from kvferry.core.quantities import MiB
+from kvferry.tiers.disk import inspection, marking
+from kvferry.tiers.disk import superblock as epoch
+from kvferry.tiers.disk import superblock as forget_mark
+from kvferry.tiers.disk.folder import DiskBound
+from kvferry.tiers.disk.journal import DiskFile
+from kvferry.tiers.disk.link import run_apart
 from kvferry.tiers.disk.messages import StoreAt
-from kvferry.tiers.disk.process import run_apart
-from kvferry.tiers.disk.room import DiskBound
 from kvferry.tiers.disk.store import Store
 
 MARK = "forget"

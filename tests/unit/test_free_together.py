@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from tests.fakes.crafted_keys import keys as numbered
 
+from kvferry.cache.pool import Pool
+from kvferry.cache.slots import FreeTogether, num_spare_together
 from kvferry.errors import InputError
-from kvferry.free_together import FreeTogether, num_spare_together
-from kvferry.pool import Pool
 from kvferry.types import as_slots
 
 

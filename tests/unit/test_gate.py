@@ -8,13 +8,12 @@ import pytest
 from tests.fakes.crafted_keys import keys
 from tests.fakes.desk import Desk, story
 
+from kvferry.cache.pool import Pool
 from kvferry.config import Config
-from kvferry.keys import Keys
-from kvferry.level_kinds import DISK, REMOTE
-from kvferry.pool import Pool
-from kvferry.scheduler.gate import Gate, WriteBudget, gate_of
-from kvferry.scheduler.level import KeyedLevel, PlacedLevel, WriteMode
-from kvferry.scheduler.level_making import level_of
+from kvferry.core.keys import Keys
+from kvferry.scheduler.packed_tier import level_of
+from kvferry.scheduler.tier import Gate, KeyedLevel, PlacedLevel, WriteBudget, WriteMode, gate_of
+from kvferry.settings.tiers import DISK, REMOTE
 from kvferry.types import Key, TierName
 
 DAY = 86400.0

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 from tests.fakes.crafted_keys import keys
 
+from kvferry.cache.policies.contract import Residents
+from kvferry.cache.policies.lru import Lru
+from kvferry.cache.pool import Pool
+from kvferry.cache.reach import FullAttention
 from kvferry.config import Config
-from kvferry.keys import Keys
-from kvferry.policy import Lru, Residents
-from kvferry.pool import Pool
-from kvferry.reach import FullAttention
-from kvferry.scheduler import PlacedLevel, Scheduler
+from kvferry.core.keys import Keys
+from kvferry.scheduler.scheduler import Scheduler
+from kvferry.scheduler.tier import PlacedLevel
 from kvferry.types import FIRST_RANK, Outcome, Receipt, SlotArray, TierName
 
 BLOCK = 16
@@ -113,7 +115,7 @@ def test_policies_of_levels_hear_too() -> None:
 
 @pytest.mark.parametrize("policy", ["lru", "returns"])
 def test_only_who_wants_it_is_told(policy: str) -> None:
-    from kvferry.policy import policy_named
+    from kvferry.cache.policies.contract import policy_named
 
     pool = Pool(64, policy_named(policy))
     assert pool.hears_requests == (policy == "returns")

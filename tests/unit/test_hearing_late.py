@@ -10,16 +10,15 @@ from tests.fakes.crafted_keys import keys
 from tests.unit.test_hearing import BLOCK, Chain, Listener
 from tests.unit.test_request import NoBlocks
 
+from kvferry.cache.policies.contract import EvictionPolicyMaker, Residents
+from kvferry.cache.policies.returns import Returns
+from kvferry.cache.pool import Pool
+from kvferry.cache.reach import FullAttention
 from kvferry.config import Config
-from kvferry.keys import Keys
-from kvferry.policy import Residents
-from kvferry.policy.eviction import EvictionPolicyMaker
-from kvferry.policy.returns import Returns
-from kvferry.pool import Pool
-from kvferry.reach import FullAttention
-from kvferry.scheduler import Scheduler
-from kvferry.scheduler.hearing import MOST_OWED, MOST_UNTOLD, Hearing
-from kvferry.scheduler.why import Explanation, Reason
+from kvferry.core.keys import Keys
+from kvferry.scheduler.accounts import MOST_OWED, MOST_UNTOLD, Hearing
+from kvferry.scheduler.journal import Explanation, Reason
+from kvferry.scheduler.scheduler import Scheduler
 from kvferry.types import SlotArray
 
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from tests.fakes.desk import Desk, story
 
-from kvferry import reach
-from kvferry.answers import MatchState
-from kvferry.chains import Chains
-from kvferry.goes_first import GoesFirst
+from kvferry.cache import reach
+from kvferry.cache.chains import Chains
+from kvferry.cache.evict_first import GoesFirst
+from kvferry.cache.pool import Pool
 from kvferry.hints import Hints
-from kvferry.pool import Pool
-from kvferry.scheduler import PlacedLevel, Reason, WriteMode
-from kvferry.types import TierName
+from kvferry.scheduler.journal import Reason
+from kvferry.scheduler.tier import PlacedLevel, WriteMode
+from kvferry.types import MatchState, TierName
 
 
 def say(desk: Desk, name: str, number: int, num_blocks: int, **hints: object) -> None:

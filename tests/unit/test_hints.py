@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.cache.policies.contract import Evidence, HearsHints
+from kvferry.cache.policies.lru import Lru
+from kvferry.cache.pool import Pool
+from kvferry.core.keys import Keys
 from kvferry.errors import InputError
 from kvferry.hints import MOST_RANGES, NAMES, Hints, TokenPriority
-from kvferry.keys import Keys
-from kvferry.policy import Evidence, HearsHints, Lru
-from kvferry.pool import Pool
 
 
 @pytest.mark.parametrize(

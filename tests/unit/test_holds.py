@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from kvferry.holds import FOREVER, Holds
+from kvferry.cache.pins import FOREVER, Holds
 
 SLOTS = 40
 

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.core.identity import FORMAT_VERSION, Namespace, adopt, adopt_one, chain, scope
+from kvferry.core.keys import Keys
 from kvferry.errors import InputError, KeyFormatError
-from kvferry.identity import FORMAT_VERSION, Namespace, adopt, adopt_one, chain, scope
-from kvferry.keys import Keys
 from kvferry.types import KEY_BYTES, Key
 
 
@@ -109,7 +109,7 @@ def test_the_format_written_out_by_hand():
 
 
 PRINT_KEYS = """
-from kvferry.identity import Namespace, adopt, chain, scope
+from kvferry.core.identity import Namespace, adopt, chain, scope
 ns = Namespace(
     model="m", dtype="bf16", layout="NHD", geometry=dict.fromkeys({"a", "b", "c", "d"}, 1),
     block_tokens=2, overrides={name: name for name in {"x", "y", "z", "rope"}},

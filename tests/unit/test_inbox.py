@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.metrics.inbox import Inbox
-from kvferry.metrics.source import Source
 from kvferry.scheduler.journal import Copy, Entry
+from kvferry.telemetry.mailbox import Inbox
+from kvferry.telemetry.source import Source
 
 
 class Askers:

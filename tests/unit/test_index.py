@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fakes.crafted_keys import colliding_key, colliding_keys, key, keys
 
+from kvferry.cache.index import Index
+from kvferry.core.keys import Keys
 from kvferry.errors import IntegrityError
-from kvferry.index import Index
-from kvferry.keys import Keys
 from kvferry.types import NO_SLOT, Key, as_slots
 
 NUM_SLOTS = 24

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvferry
+from kvferry.cache.pool import Pool
+from kvferry.cache.reach import FullAttention
+from kvferry.core.quantities import integer, integers, written
 from kvferry.errors import InputError
-from kvferry.integers import integer, integers, written
-from kvferry.pool import Pool
-from kvferry.reach import FullAttention
 from kvferry.types import as_slots
 
 BLOCKS, TOKENS = 9, 4

@@ -17,9 +17,9 @@ import pytest
 from tests.unit.test_first_piece import LONG, SLOTS, ferry, fill, keys_of, kv
 
 import kvferry
-from kvferry.identity import Namespace
-from kvferry.scheduler.flight import Flights
-from kvferry.vllm.chain import Naming, RequestKeys
+from kvferry.connectors.vllm.requests import Naming, RequestKeys
+from kvferry.core.identity import Namespace
+from kvferry.scheduler.transfers import Flights
 
 __all__ = ["ferry", "kv"]  # fixtures
 

@@ -7,12 +7,11 @@ import json
 import numpy as np
 from tests.fakes.by_name import ByName
 
-from kvferry.identity import Namespace, chain
-from kvferry.metrics.source import plain
-from kvferry.pool import Pool
-from kvferry.reach import FullAttention
-from kvferry.scheduler.journal import MOST_COPIES, MOST_REQUESTS
-from kvferry.scheduler.why import Reason
+from kvferry.cache.pool import Pool
+from kvferry.cache.reach import FullAttention
+from kvferry.core.identity import Namespace, chain
+from kvferry.scheduler.journal import MOST_COPIES, MOST_REQUESTS, Reason
+from kvferry.telemetry.source import plain
 from kvferry.types import FIRST_RANK, Outcome, Rank, Receipt
 
 NAMESPACE = Namespace(model="m", dtype="float32", layout="test", geometry="g", block_tokens=4)

@@ -13,13 +13,13 @@ from tests.fakes.desk import LOAD, Desk, routes, story
 from tests.fakes.pools import evict
 from tests.unit.test_levels import Server, forget_host, settle_down
 
-from kvferry import reach
-from kvferry.answers import MatchState
-from kvferry.keys import Keys
-from kvferry.pool import Pool
-from kvferry.scheduler.level import KeyedLevel, PlacedLevel, WriteMode
-from kvferry.tiers import KeyedMemoryTier, Way
-from kvferry.types import HOST, Health, Key, Outcome, Rank, Receipt, TierName, Transfer
+from kvferry.cache import reach
+from kvferry.cache.pool import Pool
+from kvferry.core.keys import Keys
+from kvferry.scheduler.tier import KeyedLevel, PlacedLevel, WriteMode
+from kvferry.tiers.contract import Way
+from kvferry.tiers.memory import KeyedMemoryTier
+from kvferry.types import HOST, Health, Key, MatchState, Outcome, Rank, Receipt, TierName, Transfer
 
 STORE_NAME = TierName("store")
 DISK = TierName("disk")

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
+from kvferry.cache.leases import Ending, Lease, Purpose
 from kvferry.errors import InputError, LeaseError
-from kvferry.lease import Ending, Lease, Purpose
 from kvferry.types import SlotArray, as_slots
 
 ALLOWED = {

@@ -11,21 +11,14 @@ from tests.fakes import levels as fakes
 from tests.fakes.crafted_keys import keys
 
 from kvferry.config import Config, describe, show
+from kvferry.core.quantities import MiB
 from kvferry.errors import ClosedError, ConfigError
-from kvferry.level_kinds import KINDS
-from kvferry.quantities import MiB
-from kvferry.tiers import (
-    Batch,
-    BatchId,
-    HostTier,
-    KeyedMemoryTier,
-    MemoryTier,
-    TierMover,
-    TierSetup,
-    Way,
-    open_levels,
-    open_tier,
-)
+from kvferry.hostmem.slots import HostTier
+from kvferry.settings.tiers import KINDS
+from kvferry.tiers.contract import Batch, BatchId, TierSetup, Way
+from kvferry.tiers.memory import KeyedMemoryTier, MemoryTier
+from kvferry.tiers.movers import TierMover
+from kvferry.tiers.opening import open_levels, open_tier
 from kvferry.types import Rank, TierName
 
 MINE = "tests.fakes.levels:open_mine"

@@ -14,21 +14,24 @@ from tests.fakes.by_name import ByName, SettledByName
 from tests.fakes.desk import LOAD, STORE, Desk, by_group, routes, story
 from tests.fakes.pools import evict, forget
 
-from kvferry import reach
-from kvferry.answers import MatchState
+from kvferry.cache import reach
+from kvferry.cache.pool import Pool
 from kvferry.config import Config
+from kvferry.core.keys import Keys
 from kvferry.errors import TransferError
-from kvferry.keys import Keys
-from kvferry.pool import Pool
-from kvferry.scheduler.level import PlacedLevel, WriteMode
-from kvferry.scheduler.level_making import level_of
-from kvferry.tiers import HostTier, KeyedMemoryTier, MemoryTier, TierMover, Way
+from kvferry.hostmem.slots import HostTier
+from kvferry.scheduler.packed_tier import level_of
+from kvferry.scheduler.tier import PlacedLevel, WriteMode
+from kvferry.tiers.contract import Way
+from kvferry.tiers.memory import KeyedMemoryTier, MemoryTier
+from kvferry.tiers.movers import TierMover
 from kvferry.types import (
     DEVICE,
     FIRST_RANK,
     HOST,
     Health,
     Key,
+    MatchState,
     Outcome,
     Receipt,
     TierName,
@@ -107,7 +110,7 @@ def test_stores_of_a_chain_that_land_in_any_order_all_go_down(order: tuple[int, 
 def test_what_waits_for_its_parent_goes_with_a_reset_and_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvferry.scheduler.descent._MOST_EARLY", 1)
+    monkeypatch.setattr("kvferry.scheduler.tiering._MOST_EARLY", 1)
     desk = Desk(levels=[level()])
     late = []
     for number in (1, 2):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from tests.fakes.desk import LOAD, Desk, by_group, routes, story
 
-from kvferry import reach
-from kvferry.answers import MatchState
+from kvferry.cache import reach
 from kvferry.errors import InputError
+from kvferry.types import MatchState
 
 FULL = reach.FullAttention(4)
 WINDOW = reach.SlidingWindow(4, window=9)

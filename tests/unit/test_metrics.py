@@ -14,29 +14,23 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.fakes.by_name import ByName
 
-from kvferry.device.job import Direction
-from kvferry.device.layout import GroupLayout
-from kvferry.device.planning.builtin_profile import builtin_profile
-from kvferry.device.planning.path_choices import PathChoices
-from kvferry.device.planning.planner import MeasuredPlanner
-from kvferry.identity import Namespace, chain
-from kvferry.metrics import catalog as names
-from kvferry.metrics.catalog import MetricKind, catalog, page
-from kvferry.metrics.collector import FerryCollector
-from kvferry.metrics.inbox import Inbox
-from kvferry.metrics.reasons import why_path
-from kvferry.metrics.samples import Snapshot, samples
-from kvferry.metrics.source import Source
-from kvferry.metrics.text import exposition
-from kvferry.policy.worth import Verdict
-from kvferry.pool import Pool
-from kvferry.reach import FullAttention
-from kvferry.scheduler import PlacedLevel
-from kvferry.scheduler.journal import Copy
-from kvferry.scheduler.why import Reason
-from kvferry.stats import OTHER, SIZE_BOUNDS, Distribution, Histogram, TrafficCounts
-from kvferry.tenants import TenantCounts
+from kvferry.cache.policies.load_or_compute import Verdict
+from kvferry.cache.pool import Pool
+from kvferry.cache.reach import FullAttention
+from kvferry.cache.tenants import TenantCounts
+from kvferry.core.identity import Namespace, chain
+from kvferry.scheduler.journal import Copy, Reason
+from kvferry.scheduler.tier import PlacedLevel
+from kvferry.telemetry import catalog as names
+from kvferry.telemetry.catalog import MetricKind, catalog, page, why_path
+from kvferry.telemetry.mailbox import Inbox
+from kvferry.telemetry.source import FerryCollector, Snapshot, Source, exposition, samples
+from kvferry.telemetry.stats import OTHER, SIZE_BOUNDS, Distribution, Histogram, TrafficCounts
 from kvferry.tiers.disk.status import FAILURES, DiskFigures
+from kvferry.transfer.job import Direction
+from kvferry.transfer.layout import GroupLayout
+from kvferry.transfer.planning.planner import MeasuredPlanner, PathChoices
+from kvferry.transfer.planning.profile import builtin_profile
 from kvferry.types import FIRST_RANK, Outcome, Receipt, TierName
 
 ROOT = Path(__file__).parents[2]

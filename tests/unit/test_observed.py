@@ -26,26 +26,25 @@ from tests.fakes.crafted_keys import keys
 from tests.fakes.endpoint import FakeEndpoint, stats
 
 import kvferry
-from kvferry.cli.screen import Screen
+from kvferry.cache.policies.contract import policy_named
+from kvferry.cache.replay import PoolReplay
 from kvferry.config import Config
+from kvferry.core.keys import Keys
 from kvferry.errors import ConfigError
 from kvferry.hints import Hints
-from kvferry.keys import Keys
-from kvferry.metrics.samples import Snapshot
-from kvferry.observed import MemoryCurve, ObservedRequest, Observer, Recorder, TierSizes
-from kvferry.observed.curve import TIMES
-from kvferry.playground.engine import Engine, Limits
-from kvferry.playground.model import Decoder, ModelShape
-from kvferry.playground.offload import Offloader
-from kvferry.playground.runner import Runner
-from kvferry.playground.workload import Chat, serve
-from kvferry.policy import policy_named
-from kvferry.replay import PoolReplay
-from kvferry.simulate import Simulation, Trial, simulate
-from kvferry.traces import TraceReader, keys_of_numbers
-from kvferry.traces.writing import TraceWriter
-from kvferry.watch.view import Watch
-from kvferry.watch.words import memory_words
+from kvferry.sim.simulation import Simulation, simulate
+from kvferry.sim.trials import Trial
+from kvferry.telemetry.memory_curve import TIMES, MemoryCurve, TierSizes
+from kvferry.telemetry.observer import Observer
+from kvferry.telemetry.recorder import ObservedRequest, Recorder
+from kvferry.telemetry.source import Snapshot
+from kvferry.telemetry.traces import TraceReader, TraceWriter, keys_of_numbers
+from kvferry.tools.cli.screen import Screen
+from kvferry.tools.playground.engine import Engine, Limits, Offloader, Runner
+from kvferry.tools.playground.model import Decoder, ModelShape
+from kvferry.tools.playground.workload import Chat, serve
+from kvferry.tools.top.view import Watch
+from kvferry.tools.top.words import memory_words
 
 
 def observed(
@@ -141,7 +140,7 @@ def test_it_looks_at_several_in_a_burst_and_then_rests_as_it_has_worked(
         rests.append(seconds)
         looked.append(len(pupil.learned))
 
-    monkeypatch.setattr("kvferry.observed.observer.time.thread_time", lambda: now[0])
+    monkeypatch.setattr("kvferry.telemetry.observer.time.thread_time", lambda: now[0])
     pupil = Slow()
     observer = Observer([pupil], as_it_is, pause=rest)
     observer._waiting.extend(observed([n]) for n in range(8))
@@ -401,7 +400,7 @@ def test_nothing_shared_and_nothing_back_is_no_hit_at_any_size() -> None:
 
 
 def test_a_ferry_tells_its_curve_with_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.observed.observer._REST", 0)
+    monkeypatch.setattr("kvferry.telemetry.observer._REST", 0)
     kv = [np.zeros((64, 4096), dtype=np.float32)]
     with kvferry.attach(kv, model="m", host="4MiB", levels="memory:2MiB", block_tokens=16) as ferry:
         scheduler = ferry._scheduler

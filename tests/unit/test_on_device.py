@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from tests.fakes.desk import Desk, story
 
+from kvferry.core.keys import Keys
 from kvferry.hints import Hints
-from kvferry.keys import Keys
-from kvferry.scheduler.on_device import OnDevice
+from kvferry.scheduler.stores import OnDevice
 
 
 def lazy(**settings: object) -> Desk:

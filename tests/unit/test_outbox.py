@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.fakes.desk import LOAD, STORE, Desk, by_group, routes, story
 
-from kvferry import reach
-from kvferry.pool import Pool
-from kvferry.scheduler.level import PlacedLevel, WriteMode
+from kvferry.cache import reach
+from kvferry.cache.pool import Pool
+from kvferry.scheduler.tier import PlacedLevel, WriteMode
 from kvferry.types import DEVICE, HOST, TierName
 
 DISK = TierName("disk")

@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 from tests.fakes.desk import Desk, story
 
-from kvferry.cli.explain import _tell
-from kvferry.metrics.source import plain
-from kvferry.policy import OverlapDecision, Overlapping
-from kvferry.watch.told import read_json, read_told
+from kvferry.cache.policies.load_or_compute import OverlapDecision, Overlapping
+from kvferry.telemetry.source import plain
+from kvferry.tools.cli.explain import _tell
+from kvferry.tools.top.told import read_json, read_told
 
 
 def loaded(overlap: OverlapDecision | None) -> Desk:

@@ -11,7 +11,8 @@ from tests.fakes.crafted_keys import keys
 from tests.unit.test_hearing import Listener, made, settle
 
 import kvferry
-from kvferry.scheduler import Request, Scheduler
+from kvferry.scheduler.request import Request
+from kvferry.scheduler.scheduler import Scheduler
 from kvferry.types import FIRST_RANK, Outcome, Plan, Receipt
 
 

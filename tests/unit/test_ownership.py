@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
+from kvferry.core.lifecycle import OneThread
 from kvferry.errors import StateError
-from kvferry.ownership import OneThread
 
 
 def test_a_thread_with_the_number_of_one_that_ended_is_an_owner_like_any_other() -> None:

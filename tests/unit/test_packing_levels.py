@@ -13,13 +13,12 @@ from tests.fakes.crafted_keys import keys
 from tests.fakes.desk import Desk
 from tests.fakes.packed_store import MOST, STORE, PackedStore, brought, packing, promoted
 
-from kvferry import reach
-from kvferry.answers import MatchState
-from kvferry.keys import Keys
-from kvferry.scheduler.following import Wanted, run_numbers, with_furthest
-from kvferry.scheduler.level import Answer, KeyedLevel, WriteMode
-from kvferry.scheduler.packing_level import PackingLevel
-from kvferry.types import Health, Rank, TierName
+from kvferry.cache import reach
+from kvferry.core.keys import Keys
+from kvferry.scheduler.packed_tier import PackingLevel
+from kvferry.scheduler.tier import Answer, KeyedLevel, WriteMode
+from kvferry.scheduler.transfers import Wanted, run_numbers, with_furthest
+from kvferry.types import Health, MatchState, Rank, TierName
 
 SYSTEM = list(range(10))
 A = keys([*SYSTEM, *range(100, 160)])

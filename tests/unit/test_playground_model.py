@@ -11,8 +11,15 @@ import numpy as np
 import pytest
 
 from kvferry.errors import InputError
-from kvferry.playground.model import KEY_TILE, TILE, Decoder, ModelShape, Span, Tiling
-from kvferry.playground.threads import limit_matrix_threads
+from kvferry.tools.playground.model import (
+    KEY_TILE,
+    TILE,
+    Decoder,
+    ModelShape,
+    Span,
+    Tiling,
+    limit_matrix_threads,
+)
 
 BLOCK_TOKENS = 16
 SMALL = ModelShape(

@@ -11,15 +11,13 @@ import numpy as np
 import pytest
 
 from kvferry.config import Config
-from kvferry.device.engine.cpu import CpuEngine
 from kvferry.errors import InputError, TransferError
-from kvferry.playground import offload
-from kvferry.playground.engine import Engine, Limits
-from kvferry.playground.model import Decoder, ModelShape
-from kvferry.playground.offload import Offloader
-from kvferry.playground.request import ServedRequest, ServedState
-from kvferry.playground.runner import Runner
-from kvferry.playground.workload import Chat, serve
+from kvferry.tools.playground import engine as offload
+from kvferry.tools.playground.blocks import ServedRequest, ServedState
+from kvferry.tools.playground.engine import Engine, Limits, Offloader, Runner
+from kvferry.tools.playground.model import Decoder, ModelShape
+from kvferry.tools.playground.workload import Chat, serve
+from kvferry.transfer.engine.cpu import CpuEngine
 from kvferry.types import DEVICE, HOST, Transfer
 
 FULL = ModelShape(

@@ -7,9 +7,9 @@ import pytest
 from tests.fakes.crafted_keys import keys
 from tests.fakes.desk import Desk, story
 
-from kvferry.policy import SeenOften
-from kvferry.pool import Pool
-from kvferry.scheduler.level import PlacedLevel, WriteMode
+from kvferry.cache.policies.admission import SeenOften
+from kvferry.cache.pool import Pool
+from kvferry.scheduler.tier import PlacedLevel, WriteMode
 from kvferry.types import TierName
 
 

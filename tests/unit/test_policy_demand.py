@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.policy import Watermark
+from kvferry.cache.policies.admission import Watermark
 
 
 def test_nothing_taken_nothing_prepared() -> None:

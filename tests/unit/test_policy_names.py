@@ -10,13 +10,15 @@ import pytest
 from tests.fakes.policies import Fifo
 
 import kvferry
+from kvferry.cache.policies.contract import EvictionPolicyMaker, policy_named
+from kvferry.cache.policies.lru import Lru
+from kvferry.cache.policies.returns import Returns
+from kvferry.cache.pool import Pool
 from kvferry.config import Config, describe, show
 from kvferry.errors import ConfigError
-from kvferry.policy import EvictionPolicyMaker, Lru, policy_named
-from kvferry.policy.returns import Returns
-from kvferry.policy_kinds import POLICIES
-from kvferry.pool import Pool
-from kvferry.scheduler import PlacedLevel, WriteMode, level_of
+from kvferry.scheduler.packed_tier import level_of
+from kvferry.scheduler.tier import PlacedLevel, WriteMode
+from kvferry.settings.policies import POLICIES
 from kvferry.types import TierName
 
 MINE = "tests.fakes.policies:Fifo"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.policy import Overlapping, OverlapVerdict
+from kvferry.cache.policies.load_or_compute import Overlapping, OverlapVerdict
 
 STALL = 0.003
 

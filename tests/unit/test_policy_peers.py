@@ -23,13 +23,14 @@ from tests.fakes.published_policies import (
 )
 from tests.fakes.published_trace import PUBLISHED, needs_published
 
-from kvferry.keys import Keys
-from kvferry.policy import Arriving, EvictionPolicyMaker, Residents, policy_named
-from kvferry.policy.arc import Arc
-from kvferry.policy.s3fifo import S3Fifo
-from kvferry.policy.slru import Slru
-from kvferry.pool import Pool
-from kvferry.simulate import Simulation, Trial, simulate
+from kvferry.cache.policies.arc import Arc
+from kvferry.cache.policies.contract import Arriving, EvictionPolicyMaker, Residents, policy_named
+from kvferry.cache.policies.s3fifo import S3Fifo
+from kvferry.cache.policies.slru import Slru
+from kvferry.cache.pool import Pool
+from kvferry.core.keys import Keys
+from kvferry.sim.simulation import Simulation, simulate
+from kvferry.sim.trials import Trial
 from kvferry.types import NO_SLOT, SlotArray, as_slots
 
 PAIRS: list[tuple[type, type[Published]]] = [

@@ -19,18 +19,28 @@ import pytest
 from tests.fakes.crafted_keys import keys
 from tests.fakes.published_trace import PUBLISHED, needs_published
 
-from kvferry.policy import Arriving, EvictionPolicyMaker, Evidence, Lru
-from kvferry.policy.hazards import _FEW, ENDS, NUM_BUCKETS, Hazards
-from kvferry.policy.heard import Heard
-from kvferry.policy.recent import LISTED, Listed, RecentBlocks
-from kvferry.policy.records import Records
-from kvferry.policy.returns import Returns
-from kvferry.policy.segments import Segments
-from kvferry.policy.traits import NUM_BINS, Said, TurnKind, conversation, shared, with_said
-from kvferry.policy.worth_table import WorthTable
-from kvferry.pool import Pool
-from kvferry.replay import PoolReplay, Tokens
-from kvferry.simulate import Simulation, Trial, simulate
+from kvferry.cache.policies.contract import Arriving, EvictionPolicyMaker, Evidence
+from kvferry.cache.policies.hazards import (
+    _FEW,
+    ENDS,
+    NUM_BINS,
+    NUM_BUCKETS,
+    Hazards,
+    Said,
+    TurnKind,
+    WorthTable,
+    conversation,
+    shared,
+    with_said,
+)
+from kvferry.cache.policies.history import Heard, Records, Segments
+from kvferry.cache.policies.lru import Lru
+from kvferry.cache.policies.returns import Returns
+from kvferry.cache.policies.slot_lists import LISTED, Listed, RecentBlocks
+from kvferry.cache.pool import Pool
+from kvferry.cache.replay import PoolReplay, Tokens
+from kvferry.sim.simulation import Simulation, simulate
+from kvferry.sim.trials import Trial
 from kvferry.types import as_slots
 
 NEW = conversation(turn=1, gap=None, grown=0, kind=TurnKind.NEW)
@@ -359,7 +369,7 @@ def test_blocks_noted_one_by_one_are_what_many_are_at_once(monkeypatch: pytest.M
     for size in (16, 256):  # where they fall on each other's places, and where they seldom do
         tables = []
         for few in (0, 8, 10_000):
-            monkeypatch.setattr("kvferry.policy.recent._FEW", few)
+            monkeypatch.setattr("kvferry.cache.policies.slot_lists._FEW", few)
             recent, rng, found = RecentBlocks(size, size), Random(size), []
             chats: list[list[int]] = [[]] * 8
             for record in range(300):

@@ -6,11 +6,10 @@ import pytest
 from tests.fakes.desk import Desk, story
 from tests.fakes.pools import evict
 
-from kvferry.answers import MatchState
-from kvferry.policy import BusyTime, LoadOrCompute, Verdict
-from kvferry.pool import Pool
-from kvferry.scheduler.level import PlacedLevel, WriteMode
-from kvferry.types import FIRST_RANK, Outcome, Receipt, TierName
+from kvferry.cache.policies.load_or_compute import BusyTime, LoadOrCompute, Verdict
+from kvferry.cache.pool import Pool
+from kvferry.scheduler.tier import PlacedLevel, WriteMode
+from kvferry.types import FIRST_RANK, MatchState, Outcome, Receipt, TierName
 
 DISK = TierName("disk")
 

@@ -10,12 +10,11 @@ import pytest
 from tests.fakes.crafted_keys import key, keys
 from tests.fakes.pools import evict, forget
 
+from kvferry.cache.leases import Lease, Purpose, SlotState
+from kvferry.cache.policies.contract import Arriving
+from kvferry.cache.pool import Pool
+from kvferry.core.keys import Keys
 from kvferry.errors import InputError, IntegrityError, KeyFormatError, LeaseError
-from kvferry.keys import Keys
-from kvferry.lease import Lease, Purpose
-from kvferry.policy import Arriving
-from kvferry.pool import Pool
-from kvferry.slot_states import SlotState
 
 
 def stored(pool: Pool, numbers: list[int], *, chained: bool = True, after: int | None = None):

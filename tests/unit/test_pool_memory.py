@@ -9,11 +9,11 @@ import pytest
 from tests.fakes.crafted_keys import keys
 
 from kvferry import types
-from kvferry.conversations import Conversations
-from kvferry.goes_first import GoesFirst
-from kvferry.holds import Holds
-from kvferry.pool import Pool
-from kvferry.scheduler.level import PlacedLevel
+from kvferry.cache.chains import Conversations
+from kvferry.cache.evict_first import GoesFirst
+from kvferry.cache.pins import Holds
+from kvferry.cache.pool import Pool
+from kvferry.scheduler.tier import PlacedLevel
 from kvferry.types import TierName
 
 NUM_SLOTS = 200_000

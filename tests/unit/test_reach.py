@@ -8,8 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvferry.errors import InputError
-from kvferry.reach import (
+from kvferry.cache.reach import (
     BoolArray,
     ChunkedLocal,
     FullAttention,
@@ -22,6 +21,7 @@ from kvferry.reach import (
     needed,
     worth_storing,
 )
+from kvferry.errors import InputError
 
 
 def mask(bits: str) -> BoolArray:

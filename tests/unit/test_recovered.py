@@ -7,14 +7,12 @@ import pytest
 from tests.fakes.crafted_keys import keys
 from tests.fakes.desk import Desk, story
 
-from kvferry.answers import MatchState
+from kvferry.cache.pool import Pool
+from kvferry.core.keys import Recovered
 from kvferry.errors import InputError
-from kvferry.keys import Recovered
-from kvferry.pool import Pool
-from kvferry.scheduler.level import PlacedLevel, WriteMode
-from kvferry.scheduler.level_making import level_of
-from kvferry.scheduler.recovered import agreed, united, within
-from kvferry.types import TierName, as_slots
+from kvferry.scheduler.packed_tier import level_of
+from kvferry.scheduler.tier import PlacedLevel, WriteMode, agreed, united, within
+from kvferry.types import MatchState, TierName, as_slots
 
 DISK = TierName("disk")
 

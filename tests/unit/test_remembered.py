@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.fakes.crafted_keys import keys
 
 from kvferry.errors import InputError
-from kvferry.scheduler.remembered import Remembered
+from kvferry.scheduler.tier import Remembered
 
 NUM_KEYS = 12
 numbers = st.lists(st.integers(0, NUM_KEYS - 1), unique=True, max_size=8)

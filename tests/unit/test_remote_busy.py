@@ -20,8 +20,8 @@ from tests.fakes.driven_store import (
     run,
 )
 
-from kvferry.tiers.base import Way
-from kvferry.tiers.remote.breaker import FIRST_WAIT
+from kvferry.tiers.contract import Way
+from kvferry.tiers.remote.limits import FIRST_WAIT
 
 
 @pytest.fixture

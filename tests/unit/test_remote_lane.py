@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.tiers.remote.call_lane import CallLane
+from kvferry.tiers.remote.errand import CallLane
 
 LONG = 30.0
 

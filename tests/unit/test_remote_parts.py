@@ -17,17 +17,17 @@ from tests.fakes.crafted_keys import key
 from tests.fakes.doors import Passing, standing_open
 
 from kvferry.config import Config
+from kvferry.core.quantities import KiB, MiB
 from kvferry.errors import ConfigError
-from kvferry.quantities import KiB, MiB
-from kvferry.remote_settings import read_remote
-from kvferry.tiers import TierSetup, Way, open_tier
-from kvferry.tiers.remote import open_remote
+from kvferry.settings.remote import read_remote
+from kvferry.tiers.contract import TierSetup, Way
+from kvferry.tiers.opening import open_tier
 from kvferry.tiers.remote.aws import ca_bundle, s3_config
-from kvferry.tiers.remote.breaker import FIRST_WAIT, LONGEST_WAIT, Breaker
 from kvferry.tiers.remote.client import NotThere
-from kvferry.tiers.remote.names import SEAL_BYTES, Whose
-from kvferry.tiers.remote.packs import best_in_one
-from kvferry.tiers.remote.staging import Staging, address_of
+from kvferry.tiers.remote.limits import FIRST_WAIT, LONGEST_WAIT, Breaker
+from kvferry.tiers.remote.objects import SEAL_BYTES, Whose, best_in_one
+from kvferry.tiers.remote.opening import open_remote
+from kvferry.tiers.remote.window import Staging, address_of
 from kvferry.types import TierName
 
 OURS = Whose(bytes(range(32)), 64, rank=1, num_ranks=2)

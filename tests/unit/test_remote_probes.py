@@ -8,12 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from kvferry.tiers.remote.bandwidth import Bandwidth
-from kvferry.tiers.remote.breaker import Breaker
 from kvferry.tiers.remote.carrier import Carrier
 from kvferry.tiers.remote.client import Fault, NotThere, Stored
-from kvferry.tiers.remote.names import Whose
-from kvferry.tiers.remote.staging import Staging
+from kvferry.tiers.remote.limits import Bandwidth, Breaker
+from kvferry.tiers.remote.objects import Whose
+from kvferry.tiers.remote.window import Staging
 
 WHOSE = Whose(bytes(32), 64)
 NO = Fault("no")

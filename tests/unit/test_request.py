@@ -11,13 +11,17 @@ from tests.fakes.desk import FULL, Desk, story
 from tests.model import request_laws
 from tests.model.request_verbs import Blocks
 
-from kvferry.answers import MatchState
+from kvferry.cache.pool import Pool
+from kvferry.cache.reach import FullAttention, SlidingWindow
+from kvferry.core.keys import Keys
 from kvferry.errors import InputError
 from kvferry.hints import Hints
-from kvferry.keys import Keys
-from kvferry.pool import Pool
-from kvferry.reach import FullAttention, SlidingWindow
-from kvferry.scheduler import BlockTable, Request, Scheduler, State, rests
+from kvferry.scheduler import deferred_stores as rests
+from kvferry.scheduler.promotion import State
+from kvferry.scheduler.request import Request
+from kvferry.scheduler.scheduler import Scheduler
+from kvferry.scheduler.transfers import BlockTable
+from kvferry.types import MatchState
 
 # -- the keys are the question ---------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.errors import InputError
-from kvferry.metrics.request_names import MOST_REQUESTS, is_of_client, read_name, requests_of
+from kvferry.telemetry.source import MOST_REQUESTS, is_of_client, read_name, requests_of
 
 OWN = "0f1e2d3c4b5a6978"
 """What vLLM calls a request whose client gave it no name."""

@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.fakes.crafted_keys import keys as numbered
 
-from kvferry.answers import DeviceBlocks
-from kvferry.keys import Keys
-from kvferry.scheduler.orders import BlockTable
-from kvferry.scheduler.rests import SOON_SECONDS, WAIT_SECONDS, Rest, Rests
-from kvferry.types import Key
+from kvferry.core.keys import Keys
+from kvferry.scheduler.deferred_stores import SOON_SECONDS, WAIT_SECONDS, Rest, Rests
+from kvferry.scheduler.transfers import BlockTable
+from kvferry.types import DeviceBlocks, Key
 
 NUM_BLOCKS = 80  # at most 10 are held
 MOST = 64

@@ -12,15 +12,16 @@ import pytest
 from tests.fakes.by_name import ByName
 from tests.fakes.crafted_keys import keys
 
-from kvferry import reach
-from kvferry.answers import MatchState
+from kvferry.cache import reach
+from kvferry.cache.pool import Pool
+from kvferry.cache.reach import ChunkedLocal, FullAttention, SlidingWindow
 from kvferry.config import Config
+from kvferry.core.keys import Keys
 from kvferry.errors import ClosedError, InputError, ReceiptError
-from kvferry.keys import Keys
-from kvferry.pool import Pool
-from kvferry.reach import ChunkedLocal, FullAttention, SlidingWindow
-from kvferry.scheduler import NO_BLOCK, Reason, State
-from kvferry.types import DEVICE, HOST, Outcome, Plan, Rank, Receipt, TransferId
+from kvferry.scheduler.journal import Reason
+from kvferry.scheduler.promotion import State
+from kvferry.scheduler.transfers import NO_BLOCK
+from kvferry.types import DEVICE, HOST, MatchState, Outcome, Plan, Rank, Receipt, TransferId
 
 HYBRID = (FullAttention(4), SlidingWindow(4, window=6))
 

@@ -10,13 +10,12 @@ from rich.cells import cell_len
 from rich.console import Console
 from tests.fakes.endpoint import stats
 
-from kvferry.cli import explain as cli_explain
-from kvferry.cli.screen import Screen
-from kvferry.metrics.samples import Snapshot
-from kvferry.metrics.text import exposition
-from kvferry.watch.scrape import parse
-from kvferry.watch.told import Copied, RecentRequest, Told, Why
-from kvferry.watch.view import DrivesView, View, Watch
+from kvferry.telemetry.source import Snapshot, exposition
+from kvferry.tools.cli import explain as cli_explain
+from kvferry.tools.cli.screen import Screen
+from kvferry.tools.top.scrape import parse
+from kvferry.tools.top.told import Copied, RecentRequest, Told, Why
+from kvferry.tools.top.view import DrivesView, View, Watch
 
 
 def look(**changes: object) -> View:

@@ -10,13 +10,12 @@ import pytest
 from tests.fakes.crafted_keys import keys as numbered
 from tests.fakes.desk import Desk, story
 
-from kvferry.answers import MatchState
+from kvferry.cache.pool import Pool
+from kvferry.cache.slots import EXTENT, FreeRuns, Neighbours
 from kvferry.errors import InputError
-from kvferry.free_runs import EXTENT, FreeRuns, Neighbours
-from kvferry.pool import Pool
-from kvferry.scheduler.level import PlacedLevel, WriteMode
-from kvferry.scheduler.level_making import level_of
-from kvferry.types import NO_SLOT, SlotArray, TierName, as_slots
+from kvferry.scheduler.packed_tier import level_of
+from kvferry.scheduler.tier import PlacedLevel, WriteMode
+from kvferry.types import NO_SLOT, MatchState, SlotArray, TierName, as_slots
 
 DISK = TierName("disk")
 

@@ -17,15 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fakes.published_trace import PUBLISHED, needs_published
 
+from kvferry.cache.policies.contract import Evidence, Residents, policy_named
+from kvferry.cache.policies.lru import Lru
+from kvferry.cache.replay import PoolReplay
 from kvferry.errors import ConfigError, InputError
-from kvferry.policy import Evidence, Lru, Residents, policy_named
-from kvferry.replay import PoolReplay
-from kvferry.simulate import ALL_KNOWING, Simulation, TracePart, Trial, simulate
-from kvferry.simulate.bound import all_knowing
-from kvferry.simulate.future import Future
-from kvferry.simulate.scheduled import SchedulerReplay
-from kvferry.simulate.serving import count, run_bound
-from kvferry.traces import TraceRequest
+from kvferry.sim.bounds import Future, all_knowing
+from kvferry.sim.serving import ALL_KNOWING, SchedulerReplay, TracePart, count, run_bound
+from kvferry.sim.simulation import Simulation, simulate
+from kvferry.sim.trials import Trial
+from kvferry.telemetry.traces import TraceRequest
 from kvferry.types import SlotArray
 
 

@@ -9,12 +9,12 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from kvferry.cli.commands import kvferry as cli
 from kvferry.config import describe
-from kvferry.disk_settings import KEY_ENV
-from kvferry.metrics.catalog import catalog
-from kvferry.remote_settings import REMOTE_KEY_ENV
-from kvferry.scheduler.why import Reason
+from kvferry.scheduler.journal import Reason
+from kvferry.settings.disk import KEY_ENV
+from kvferry.settings.remote import REMOTE_KEY_ENV
+from kvferry.telemetry.catalog import catalog
+from kvferry.tools.cli.commands import kvferry as cli
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from tests.fakes.desk import STORE, Desk, by_group, routes, story
 
-from kvferry import reach
+from kvferry.cache import reach
+from kvferry.core.keys import Keys
 from kvferry.errors import InputError
-from kvferry.keys import Keys
-from kvferry.scheduler import NO_BLOCK
+from kvferry.scheduler.transfers import NO_BLOCK
 
 WINDOW = reach.SlidingWindow(4, window=9)
 STATE = reach.RecurrentState(4)

@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from tests.fakes.crafted_keys import keys
 from tests.fakes.policies import Fifo
 
-from kvferry.policy import Fair, Lru
-from kvferry.policy.tenant_parts import TenantParts, given_up
-from kvferry.pool import Pool
+from kvferry.cache.policies.fair import Fair, TenantParts, given_up
+from kvferry.cache.policies.lru import Lru
+from kvferry.cache.pool import Pool
 
 # -- parts --------------------------------------------------------------------------------------
 

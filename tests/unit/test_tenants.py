@@ -10,16 +10,17 @@ from tests.fakes.crafted_keys import keys as numbered
 from tests.fakes.desk import Desk, story
 from tests.fakes.policies import Fifo
 
+from kvferry.cache.policies.fair import Fair
+from kvferry.cache.policies.lru import Lru
+from kvferry.cache.pool import Pool
+from kvferry.cache.tenants import MOST_OTHERS, MOST_SHOWN, TenantCounts, Tenants
 from kvferry.config import Config, show
+from kvferry.connectors.vllm.translate import tenant_of
 from kvferry.errors import ConfigError
 from kvferry.hints import Hints
-from kvferry.policy import Fair, Lru
-from kvferry.pool import Pool
-from kvferry.scheduler import KeyedLevel, PlacedLevel, WriteMode
-from kvferry.tenant_shares import TenantShare, read_tenants
-from kvferry.tenants import MOST_OTHERS, MOST_SHOWN, TenantCounts, Tenants
+from kvferry.scheduler.tier import KeyedLevel, PlacedLevel, WriteMode
+from kvferry.settings.tenants import TenantShare, read_tenants
 from kvferry.types import TierName
-from kvferry.vllm.said import tenant_of
 
 # -- as a setting says it -----------------------------------------------------------------------
 

@@ -11,16 +11,11 @@ import pytest
 from tests.fakes.crafted_keys import key, keys
 
 from kvferry.errors import ClosedError, InputError, TransferError
-from kvferry.tiers import (
-    Batch,
-    HostTier,
-    KeyedMemoryTier,
-    MemoryTier,
-    SharedLevelMover,
-    TierMover,
-    Way,
-    tier_mover,
-)
+from kvferry.hostmem.slots import HostTier
+from kvferry.tiers import movers as tier_mover
+from kvferry.tiers.contract import Batch, Way
+from kvferry.tiers.memory import KeyedMemoryTier, MemoryTier
+from kvferry.tiers.movers import SharedLevelMover, TierMover
 from kvferry.types import (
     DEVICE,
     HOST,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import InputError
-from kvferry.tiers.chunks import CHUNK_BYTES, Chunks
+from kvferry.hostmem.slots import CHUNK_BYTES, Chunks
 
 PAGE = mmap.PAGESIZE
 

@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fakes.registrar import FakeRegistrar
 
+from kvferry.core.quantities import GiB, MiB
 from kvferry.errors import ConfigError
-from kvferry.quantities import GiB, MiB
-from kvferry.setting_kinds import AUTO
-from kvferry.tiers import GrowthState, HostMemory, Machine, Pin
-from kvferry.tiers import growth as growth_module
-from kvferry.tiers import mapping as mapping_module
-from kvferry.tiers.chunks import Chunks
-from kvferry.tiers.growth import Growth
-from kvferry.tiers.host import HostTier
-from kvferry.tiers.mapping import Bytes
+from kvferry.hostmem import growth as growth_module
+from kvferry.hostmem import mapping as mapping_module
+from kvferry.hostmem.growth import Growth, GrowthState, Pin
+from kvferry.hostmem.limits import Machine
+from kvferry.hostmem.mapping import Bytes
+from kvferry.hostmem.memory import HostMemory
+from kvferry.hostmem.slots import Chunks, HostTier
+from kvferry.settings.kinds import AUTO
 
 PAGE = mmap.PAGESIZE
 LONG = 60.0
@@ -540,7 +540,7 @@ def test_no_room_for_one_block_is_refused() -> None:
 
 
 def test_progress_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "kvferry.tiers.growth")
+    caplog.set_level(logging.INFO, "kvferry.hostmem.growth")
     growth = Growth(tier(400))
     growth.wait(LONG)
     growth.close()

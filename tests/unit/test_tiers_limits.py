@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.core.quantities import GiB, MiB
 from kvferry.errors import ConfigError
-from kvferry.quantities import GiB, MiB
-from kvferry.setting_kinds import AUTO
-from kvferry.tiers.limits import AUTO_SHARE, Machine, pin_advice, shortage, size_for
+from kvferry.hostmem.limits import AUTO_SHARE, Machine, pin_advice, shortage, size_for
+from kvferry.settings.kinds import AUTO
 
 MEMINFO = "MemTotal: {total} kB\nMemFree: 1 kB\nMemAvailable: {left} kB\nHugePages_Total: 0\n"
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvferry.core.keys import KEY_WORDS
 from kvferry.errors import InputError
 from kvferry.hints import Hints
-from kvferry.keys import KEY_WORDS
-from kvferry.traces import TraceReader, keys_of_numbers
+from kvferry.telemetry.traces import TraceReader, keys_of_numbers
 
 HEADER = {"kvferry_trace": 1, "block_tokens": 16}
 
@@ -162,7 +162,7 @@ def test_time_never_goes_back(tmp_path: Path) -> None:
 
 
 def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("kvferry.traces.reading._MOST_LINE", 1000)
+    monkeypatch.setattr("kvferry.telemetry.traces._MOST_LINE", 1000)
     path = written(tmp_path, mooncake(0, [1]), "7" * 5000, mooncake(0, [2]), "8" * 1500)
     reader = TraceReader([path])
     assert [each.numbers.tolist() for each in reader] == [[1], [2]]

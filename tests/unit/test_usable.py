@@ -14,8 +14,8 @@ import pytest
 from tests.fakes.desk import Desk, story
 from tests.fakes.pools import forget
 
-from kvferry import reach
-from kvferry.scheduler.usable import usable
+from kvferry.cache import reach
+from kvferry.scheduler.stores import usable
 
 SIZE, COUNT = 4, 3
 KNOWN, NEW, LOST = range(3)

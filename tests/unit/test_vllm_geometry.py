@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvferry.connectors.vllm.ranks import layouts_of
 from kvferry.errors import LayoutError
-from kvferry.vllm.geometry import layouts_of
 
 NUM_BLOCKS = 12
 

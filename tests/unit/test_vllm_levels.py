@@ -11,23 +11,12 @@ from tests.fakes.crafted_keys import keys
 from tests.fakes.kv import make_kv
 
 from kvferry.config import Config
+from kvferry.connectors.vllm.messages import LevelShape, RankShape
+from kvferry.connectors.vllm.ranks import Place, disagreement, level_movers, levels_of, shapes_of
 from kvferry.rank import RankMemory, open_on_cpu
-from kvferry.scheduler import KeyedLevel, PlacedLevel, WriteMode
-from kvferry.scheduler.level import Answer
-from kvferry.scheduler.packing_level import PackingLevel
-from kvferry.types import (
-    HOST,
-    Outcome,
-    Question,
-    Rank,
-    TierName,
-    Transfer,
-    TransferId,
-    as_slots,
-)
-from kvferry.vllm.levels import disagreement, level_movers, levels_of, shapes_of
-from kvferry.vllm.messages import LevelShape, RankShape
-from kvferry.vllm.ranks import Place
+from kvferry.scheduler.packed_tier import PackingLevel
+from kvferry.scheduler.tier import Answer, KeyedLevel, PlacedLevel, WriteMode
+from kvferry.types import HOST, Outcome, Question, Rank, TierName, Transfer, TransferId, as_slots
 
 NEAR, FAR = TierName("near"), TierName("far")
 KV = make_kv("split")

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from tests.fakes.desk import Desk, story
 
+from kvferry.connectors.vllm import control as outside
+from kvferry.connectors.vllm.control import EngineBell, VllmTokens
+from kvferry.connectors.vllm.requests import Naming
+from kvferry.connectors.vllm.translate import hints_of, opened, tenant_of
+from kvferry.core.identity import Namespace
 from kvferry.errors import InputError
 from kvferry.hints import NAMES, Hints
-from kvferry.identity import Namespace
-from kvferry.scheduler.hinted import HintedRequest
-from kvferry.vllm import outside
-from kvferry.vllm.chain import Naming
-from kvferry.vllm.outside import EngineBell, VllmTokens
-from kvferry.vllm.said import hints_of, opened, tenant_of
+from kvferry.scheduler.request import HintedRequest
 
 NAMING = Naming(Namespace(model="m", dtype="f", layout="l", geometry="g", block_tokens=4))
 

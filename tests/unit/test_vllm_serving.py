@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from tests.fakes.vllm_side import BLOCK_TOKENS, FakeVllm
 
-from kvferry.reach import FullAttention, Group, SlidingWindow
-from kvferry.scheduler import rests
-from kvferry.vllm.events import EventLog
+from kvferry.cache.reach import FullAttention, Group, SlidingWindow
+from kvferry.connectors.vllm.events import EventLog
+from kvferry.scheduler import deferred_stores as rests
 
 Serve = Callable[..., FakeVllm]
 

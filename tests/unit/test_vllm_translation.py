@@ -7,18 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry import reach
-from kvferry.answers import DeviceBlocks
-from kvferry.identity import Namespace, adopt
-from kvferry.keys import Keys
-from kvferry.scheduler import NO_BLOCK
-from kvferry.types import as_slots
-from kvferry.vllm.blocks import VllmBlocks, table_of
-from kvferry.vllm.chain import Naming, RequestKeys
-from kvferry.vllm.free_queue import next_to_go
-from kvferry.vllm.guard import Guard
-from kvferry.vllm.tracked import Tracked
-from kvferry.vllm.translate import place_of, support_of
+from kvferry.cache import reach
+from kvferry.connectors.vllm.blocks import VllmBlocks, next_to_go, table_of
+from kvferry.connectors.vllm.logs import Guard
+from kvferry.connectors.vllm.requests import Naming, RequestKeys, Tracked
+from kvferry.connectors.vllm.translate import place_of, support_of
+from kvferry.core.identity import Namespace, adopt
+from kvferry.core.keys import Keys
+from kvferry.scheduler.transfers import NO_BLOCK
+from kvferry.types import DeviceBlocks, as_slots
 
 NAMESPACE = Namespace(model="m", dtype="d", layout="l", geometry="g", block_tokens=16)
 
@@ -129,7 +126,7 @@ def test_who_goes_on_with_one_that_has_ended_takes_up_its_keys(monkeypatch):
         named.append(len(hashes))
         return adopt(namespace, hashes)
 
-    monkeypatch.setattr("kvferry.vllm.chain.adopt", counted)
+    monkeypatch.setattr("kvferry.connectors.vllm.requests.adopt", counted)
     naming = Naming(NAMESPACE)
     first = turn(naming, 1, 2, 3, 4, computed=3)  # of the last block not every token is computed
     first.end(())
@@ -159,7 +156,7 @@ def test_keys_are_taken_up_only_where_the_hash_and_the_place_are_the_same():
 
 
 def test_the_keys_of_requests_that_ended_are_bounded(monkeypatch):
-    monkeypatch.setattr("kvferry.vllm.chain._MOST_KEYS", 8)
+    monkeypatch.setattr("kvferry.connectors.vllm.requests._MOST_KEYS", 8)
     naming = Naming(NAMESPACE)
     for token in range(9):
         ended = turn(naming, token, 2, 3)
@@ -361,7 +358,7 @@ def test_prefill_is_timed_once_and_only_if_computed_here():
 
 def test_a_guard_trips_once_and_stays(caplog):
     guard = Guard("test")
-    with caplog.at_level(logging.ERROR, "kvferry.vllm.guard"):
+    with caplog.at_level(logging.ERROR, "kvferry.connectors.vllm.logs"):
         guard.trip("hook", RuntimeError("a mistake"))
         guard.trip("hook", RuntimeError("another"))
     assert guard.reason == "hook: RuntimeError: a mistake"

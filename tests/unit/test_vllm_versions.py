@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
+from kvferry.connectors.vllm.versions import Standing, misfits, require_fit, standing
 from kvferry.errors import ConfigError
-from kvferry.vllm.versions import Standing, misfits, require_fit, standing
 
 TESTED = ["0.26.0", "0.27.1", "0.32.0", "0.30.1rc1+cpu", "0.32.9.dev3"]
 NEWER = ["0.33.0", "0.33.0.dev1+g12", "0.40.2", "1.0.0"]

@@ -16,8 +16,8 @@ import pytest
 from tests.fakes.rig import Rig
 
 import kvferry
+from kvferry.core.lifecycle import PunctualSleep, _find_prctl
 from kvferry.errors import ClosedError, InputError, StateError
-from kvferry.pausing import PunctualSleep, _find_prctl
 from kvferry.tickets import Ticket
 from kvferry.types import Outcome
 

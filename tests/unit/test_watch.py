@@ -7,18 +7,15 @@ from dataclasses import replace
 import pytest
 from tests.fakes.endpoint import FakeEndpoint, stats
 
+from kvferry.connectors.vllm.reports import SEPARATOR, idle_figures
 from kvferry.errors import InputError, UnreachableError
-from kvferry.metrics.catalog import INFO
-from kvferry.metrics.http import HttpServer
-from kvferry.metrics.samples import Snapshot
-from kvferry.metrics.source import installed_version
-from kvferry.metrics.text import exposition
+from kvferry.telemetry.catalog import INFO
+from kvferry.telemetry.http import HttpServer
+from kvferry.telemetry.source import Snapshot, exposition, installed_version
 from kvferry.tiers.disk.status import DiskFigures
-from kvferry.vllm.figures import SEPARATOR, idle_figures
-from kvferry.watch.fetch import base_url
-from kvferry.watch.scrape import explain, parse, read
-from kvferry.watch.view import HISTORY, Watch
-from kvferry.watch.words import show_bytes, show_seconds, show_share, sparkline
+from kvferry.tools.top.scrape import base_url, explain, parse, read
+from kvferry.tools.top.view import HISTORY, Watch
+from kvferry.tools.top.words import show_bytes, show_seconds, show_share, sparkline
 
 
 @pytest.fixture

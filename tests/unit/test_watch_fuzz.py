@@ -16,16 +16,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from tests.fakes.endpoint import stats
 
-from kvferry.cli import explain as cli_explain
-from kvferry.cli.screen import Screen
-from kvferry.metrics.catalog import catalog
-from kvferry.metrics.samples import Snapshot
-from kvferry.metrics.text import exposition
-from kvferry.stats import TrafficCounts
-from kvferry.watch.scrape import parse
-from kvferry.watch.text import lines
-from kvferry.watch.told import read_json, read_rows, read_told
-from kvferry.watch.view import Watch
+from kvferry.telemetry.catalog import catalog
+from kvferry.telemetry.source import Snapshot, exposition
+from kvferry.telemetry.stats import TrafficCounts
+from kvferry.tools.cli import explain as cli_explain
+from kvferry.tools.cli.screen import Screen
+from kvferry.tools.top.scrape import lines, parse
+from kvferry.tools.top.told import read_json, read_rows, read_told
+from kvferry.tools.top.view import Watch
 
 GOOD = exposition(Snapshot(stats(queries=10, moved=10), "1.2.3", {"host": 1_000_000})).decode()
 T = TypeVar("T")

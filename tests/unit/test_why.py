@@ -8,14 +8,13 @@ import pytest
 from tests.fakes.desk import Desk, story
 from tests.fakes.pools import evict
 
-from kvferry import reach
-from kvferry.answers import MatchState
+from kvferry.cache import reach
+from kvferry.cache.policies.load_or_compute import Verdict
+from kvferry.cache.pool import Pool
 from kvferry.hints import Hints
-from kvferry.policy import Verdict
-from kvferry.pool import Pool
-from kvferry.scheduler.level import PlacedLevel, WriteMode
-from kvferry.scheduler.why import Explanation, Reason
-from kvferry.types import Health, Rank, TierName
+from kvferry.scheduler.journal import Explanation, Reason
+from kvferry.scheduler.tier import PlacedLevel, WriteMode
+from kvferry.types import Health, MatchState, Rank, TierName
 
 
 def why(desk: Desk, request: str) -> Explanation:

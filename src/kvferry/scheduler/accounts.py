@@ -2,29 +2,297 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
+from kvferry.cache import reach
+from kvferry.cache.policies.admission import SeenOften
+from kvferry.cache.policies.contract import policy_named
+from kvferry.cache.policies.load_or_compute import OverlapDecision
+from kvferry.cache.pool import Pool
+from kvferry.cache.tenants import Tenants
 from kvferry.config import Config
-from kvferry.keys import Keys
-from kvferry.observed.curve import Points
-from kvferry.policy import OverlapDecision, SeenOften
-from kvferry.pool import Pool
-from kvferry.scheduler.explainer import Explainer
-from kvferry.scheduler.hearing import Hearing
-from kvferry.scheduler.hit import PinnedHit
-from kvferry.scheduler.journal import Journal
-from kvferry.scheduler.levels import LowerLevels
-from kvferry.scheduler.look import Missing
-from kvferry.scheduler.matching import Matcher
-from kvferry.scheduler.observing import Observing, observing
-from kvferry.scheduler.on_device import OnDevice
-from kvferry.scheduler.why import Explanation
-from kvferry.stats import MatchCounts
-from kvferry.tenants import Tenants
+from kvferry.core.keys import Keys
+from kvferry.hints import Hints
+from kvferry.scheduler.hits import PinnedHit
+from kvferry.scheduler.journal import Explainer, Explanation, Journal
+from kvferry.scheduler.lookup import Matcher, Missing
+from kvferry.scheduler.stores import OnDevice
+from kvferry.scheduler.tier import Level, WriteMode
+from kvferry.scheduler.tiering import LowerLevels
+from kvferry.telemetry.memory_curve import TIMES, MemoryCurve, Points, TierSizes
+from kvferry.telemetry.observer import Observer, Student
+from kvferry.telemetry.recorder import ObservedRequest, Recorder
+from kvferry.telemetry.stats import MatchCounts
+from kvferry.types import HOST, NO_SLOT, NO_SLOTS, SlotArray
 
 if TYPE_CHECKING:
+    from kvferry.scheduler.parts import Parts
     from kvferry.scheduler.request import Request
+
+
+MOST_OWED = 32
+"""Events, so about a millisecond: the engine's step waits while they are told. The first costs as
+much as the next five: nothing of all this is in the processor's caches then."""
+MOST_UNTOLD = 2 * MOST_OWED
+"""And where a request ends: the device waits then, while the next ones are on their way."""
+
+
+class _Asked(NamedTuple):
+    at: float
+    request: Request
+    explanation: Explanation
+    num_keys: int  # of its chain, which may grow until it is told
+
+
+class _Ended(NamedTuple):
+    at: float
+    request: Request
+    tokens: int
+
+
+class Hearing:
+    """Owns what is to be told, and which requests have not ended. The policies are the pools'."""
+
+    def __init__(
+        self, host: Pool | None, below: Sequence[Pool], matcher: Matcher, *, is_late: bool = False
+    ) -> None:
+        """Of the host's pool and those of levels below it, those with such a policy."""
+        self._host = host
+        self._below = below
+        self._matcher = matcher
+        self._open: dict[Request, int] = {}
+        self._owed: deque[_Asked | _Ended] = deque()
+        self._failure: Exception | None = None
+        self.is_late = is_late
+        self.also: Callable[[float, Keys, Request, Explanation], None] | None = None
+        """Who else is told, when a request is: when it asked, its keys, what it was told."""
+        pools = [pool for pool in (host, *below) if pool is not None]
+        self._now = pools[0].now
+        if is_late:
+            for pool in pools:
+                pool.before_policy = self.tell
+
+    def asked(self, request: Request, explanation: Explanation) -> None:
+        """A request was looked up for the first time, and this is what it was told."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        self._open[request] = explanation.asked_tokens
+        self._owed.append(_Asked(self._now(), request, explanation, len(request.chain)))
+        if not self.is_late or len(self._owed) >= MOST_OWED:
+            self.tell()
+
+    def ended(self, request: Request) -> None:
+        """A request is over, if it was not already: what its chain has grown by is its answer."""
+        tokens = self._open.pop(request, None)
+        if tokens is not None:
+            self._owed.append(_Ended(self._now(), request, tokens))
+            if not self.is_late or len(self._owed) >= MOST_UNTOLD:
+                self.tell()
+
+    def tell(self) -> None:
+        """Tell all that is owed, in the order in which it was.
+
+        A policy that fails when told late fails the next request: raised here, it would break off
+        whatever a pool is amid, and leave it in pieces.
+        """
+        while self._owed:
+            try:
+                self._tell(self._owed.popleft())
+            except Exception as error:
+                if not self.is_late:
+                    raise
+                self._failure = error
+
+    def _tell(self, news: _Asked | _Ended) -> None:
+        if isinstance(news, _Asked):
+            self._tell_asked(news)
+        else:
+            self._tell_ended(news)
+
+    def _tell_asked(self, news: _Asked) -> None:
+        at, request, explanation, num_chain = news
+        tokens, hit = explanation.asked_tokens, explanation.device_tokens + explanation.host_tokens
+        keys = request.chain.keys()
+        num_keys = min(num_chain, tokens // self._matcher.hash_tokens)
+        if num_keys < len(keys.array):
+            keys = keys[:num_keys]
+        if self.also is not None:
+            self.also(at, keys, request, explanation)
+        for g, group in enumerate(self._matcher.groups):
+            slot_keys = self._matcher.all_keys(g, keys)
+            if self._host is not None:
+                slots = self._found(self._host, slot_keys, hit // group.block_tokens)
+                self._host.asked(slot_keys, tokens, slots, at)
+            for pool in self._below:
+                # What it has of them is of use only where it is read.
+                pool.asked(slot_keys, tokens, NO_SLOTS, at)
+
+    @staticmethod
+    def _found(host: Pool, keys: Keys, num_hit: int) -> SlotArray:
+        """Where the leading blocks are, as far as the hit goes: what is behind it is not there.
+
+        What was on the device may not be here at all.
+        """
+        if not num_hit or not len(keys) or host.slot_of(keys[0]) == NO_SLOT:
+            return NO_SLOTS
+        return host.leading(keys[:num_hit])
+
+    def _tell_ended(self, news: _Ended) -> None:
+        at, request, tokens = news
+        keys = request.chain.keys()
+        answer = max(0, len(keys) * self._matcher.hash_tokens - tokens)
+        for g in range(len(self._matcher.groups)):
+            slot_keys = self._matcher.all_keys(g, keys)
+            for pool in (self._host, *self._below):
+                if pool is not None:
+                    pool.answered(slot_keys, answer, at)
+
+
+def listening(
+    host: Pool, levels: Sequence[Level], matcher: Matcher, *, is_late: bool
+) -> Hearing | None:
+    """Who tells the policies of these pools; None where no policy wants to be told."""
+    pools = [level.pool for level in levels if level.pool is not None]
+    below = [pool for pool in pools if pool.hears_requests]
+    if not host.hears_requests and not below:
+        return None
+    return Hearing(host if host.hears_requests else None, below, matcher, is_late=is_late)
+
+
+# ------------------------------------------------------------------------------------------------
+# Hands every request to who learns from it: once it was answered, and again when it is over.
+
+Noted = tuple[float, Keys, Explanation, Hints | None]
+"""When a request was answered, its keys, what it was told, and what was said of it."""
+
+
+class Observing:
+    """Owns the observer, and which requests of those it was told of are under way."""
+
+    def __init__(
+        self,
+        students: Sequence[Student],
+        curve: MemoryCurve | None,
+        *,
+        wants_ends: bool,
+        hash_tokens: int,
+        clock: Callable[[], float],
+    ) -> None:
+        """``wants_ends``: whether anybody wants to know how long answers are."""
+        self.wants_ends = wants_ends
+        self._observer: Observer[Noted | ObservedRequest] = Observer(students, self._read)
+        self._see = self._observer.see
+        self._curve = curve
+        self._hash_tokens = hash_tokens
+        self._clock = clock
+        self._open: dict[Request, ObservedRequest] = {}
+
+    @property
+    def curve(self) -> Points:
+        """What other sizes of each tier would hit, as far as is known."""
+        return self._curve.points if self._curve is not None else {}
+
+    def answered(self, request: Request, explanation: Explanation) -> None:
+        """A request was looked up for the first time, and this is what it was told."""
+        self.note(self._clock(), request.chain.keys(), request, explanation)
+
+    def note(self, at: float, keys: Keys, request: Request, explanation: Explanation) -> None:
+        """The same, where it was ``at`` this time that it asked for these."""
+        noted = (at, keys, explanation, request.hints)
+        if self.wants_ends:  # how long its answer is will be written into what is handed over
+            seen = self._open[request] = self._read(noted)
+            self._see(seen)
+        else:
+            self._see(noted)
+
+    def _read(self, noted: Noted | ObservedRequest) -> ObservedRequest:
+        """On the observer's thread, mostly: the engine's has no time for it."""
+        if isinstance(noted, ObservedRequest):
+            return noted
+        at, keys, told, hints = noted
+        tokens, found = told.asked_tokens, told.device_tokens + told.host_tokens
+        return ObservedRequest(at, keys, tokens // self._hash_tokens, tokens, found, hints)
+
+    def ended(self, request: Request) -> None:
+        """A request is over: what its chain has grown by is its answer.
+
+        A chain that has not grown says nothing of it: the library's are those of prompts alone.
+        """
+        seen = self._open.pop(request, None)
+        if seen is not None:
+            grown = len(request.chain) * self._hash_tokens - seen.tokens
+            seen.end(grown if grown > 0 else None)
+
+    def close(self) -> None:
+        self._observer.close()
+
+
+def observing(
+    config: Config,
+    pool: Pool,
+    levels: Sequence[Level],
+    matcher: Matcher,
+    clock: Callable[[], float],
+) -> Observing | None:
+    """As the settings say; None where nobody wants to learn. ConfigError if a file cannot be."""
+    students: list[Student] = []
+    hash_tokens = matcher.hash_tokens
+    curve = None
+    if config.memory_curve == "on":
+        tiers = _tiers(pool, levels, matcher.groups, hash_tokens, config.level_policy)
+        curve = MemoryCurve(tiers, policy_named(config.policy), block_tokens=hash_tokens)
+        students.append(curve)
+    if config.record is not None:
+        recorder = Recorder(
+            Path(config.record),
+            block_tokens=hash_tokens,
+            most_bytes=config.record_size,
+            now=clock(),
+        )
+        students.append(recorder)
+    if not students:
+        return None
+    return Observing(
+        students,
+        curve,
+        wants_ends=config.record is not None,
+        hash_tokens=hash_tokens,
+        clock=clock,
+    )
+
+
+def _tiers(
+    pool: Pool,
+    levels: Sequence[Level],
+    groups: Sequence[reach.Group],
+    hash_tokens: int,
+    level_policy: str,
+) -> list[TierSizes]:
+    """How many blocks of a chain each tier and those above it hold, by how large it is."""
+    slots_each = sum(hash_tokens / group.block_tokens for group in groups)
+    above = pool.num_slots / slots_each
+    sizes = [above * times for times in TIMES]
+    tiers = [TierSizes(HOST, tuple(sizes), feeds_below=bool(levels))]
+    for level in levels:
+        if level.pool is None:
+            continue  # it knows itself how much it holds
+        own = level.pool.num_slots / slots_each
+        # What is written through lies below as well; what is spilled hardly ever does.
+        sizes = [
+            max(above, own * times) if level.write is WriteMode.THROUGH else above + own * times
+            for times in TIMES
+        ]
+        tiers.append(TierSizes(level.name, tuple(sizes), policy_named(level_policy)))
+        above = sizes[TIMES.index(1.0)]
+    return tiers
+
+
+# ------------------------------------------------------------------------------------------------
+# What look-ups are counted and explained as: once for each request, however often it asks.
 
 
 class Accounts:
@@ -147,3 +415,34 @@ class Accounts:
             if hearing is not None:
                 hearing.asked(request, explanation)
         self._journal.explained(explanation, is_new=is_new)
+
+
+# ------------------------------------------------------------------------------------------------
+# Answers that nobody has counted yet: they are given at once, and told of when there is time.
+#
+# A miss is answered with one look for one key; a hit with a look for all of them, and its bytes may
+# be on their way before anybody has written down why there are no more.
+
+
+class OwedMiss(NamedTuple):
+    """What was lacking, and what had been asked for."""
+
+    missing: Missing
+    num_keys: int
+    computed_tokens: int
+    max_tokens: int
+
+
+Owed = OwedMiss | PinnedHit
+
+
+def tell(request: Request, owed: Owed, parts: Parts) -> None:
+    """Count and explain what a request was answered."""
+    if isinstance(owed, PinnedHit):
+        parts.accounts.found(request, owed)
+        return
+    missing, num_keys, computed_tokens, max_tokens = owed
+    if not request.is_counted:
+        keys = request.chain.keys()[:num_keys] if parts.stores.admission.counts else None
+        parts.accounts.asked(request, keys, max_tokens - computed_tokens)
+    parts.accounts.missed(request, missing, computed_tokens=computed_tokens, max_tokens=max_tokens)

@@ -5,11 +5,72 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.cache.policies.admission import SeenOften
+from kvferry.cache.policies.load_or_compute import Decision
+from kvferry.cache.pool import Pool
+from kvferry.core.identity import scope
+from kvferry.core.keys import Keys, masked_key
 from kvferry.hints import Hints
-from kvferry.scheduler.flight import Flight
-from kvferry.scheduler.why import Explanation
-from kvferry.types import RequestId, Transfer
+from kvferry.scheduler.hits import PinnedHit
+from kvferry.scheduler.lookup import Matcher, Missing
+from kvferry.scheduler.tiering import LowerLevels
+from kvferry.scheduler.transfers import Flight
+from kvferry.types import Key, RequestId, Transfer
+
+
+class Reason(Enum):
+    """Why the first token that could not be had from here could not."""
+
+    NOTHING_MISSED = "nothing_missed"  # all that was asked for could be had
+    EVICTED = "evicted"  # it was here; the room was needed, or a copy of it failed
+    NEVER_STORED = "never_stored"  # nobody computed it yet, or it found no room
+    BELOW_THRESHOLD = "below_threshold"  # not asked for often enough to be stored
+    IN_FLIGHT = "in_flight"  # its bytes are still on their way in
+    OTHER_NAMESPACE = "other_namespace"  # stored before a reset or a change of weights
+    STILL_BELOW = "still_below"  # on a lower level, and not brought up in time
+    LEVEL_AWAY = "level_away"  # on a lower level that cannot be used now
+    LOAD_SLOWER = "load_slower"  # it is here or below, but computing it was judged faster
+    TOLD_NOT_TO = "told_not_to"  # a hint said that nothing is to be loaded for this request
+
+
+class Explanation(NamedTuple):
+    """What one request could be given when it was looked up, and why no more.
+
+    ``device_tokens`` the engine had, ``host_tokens`` more could be loaded, of ``asked_tokens`` in
+    all; ``lower_tokens`` of those asked for lay only below the host. ``first_missing`` is the first
+    token not to be had, in ``group``. Levels that know keys themselves were asked for
+    ``asked_blocks`` of it; ``levels_away`` names those that could not be used, and why.
+    """
+
+    request_id: RequestId
+    asked_tokens: int
+    device_tokens: int
+    host_tokens: int
+    lower_tokens: int
+    reason: Reason
+    first_missing: int | None = None
+    group: int | None = None
+    decision: Decision | None = None
+    asked_blocks: int = 0
+    levels_away: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain data, ready for JSON."""
+        plain: dict[str, object] = {**self._asdict(), "reason": self.reason.value}
+        if self.decision is not None:
+            verdict = self.decision.verdict.value
+            plain["decision"] = {**self.decision._asdict(), "verdict": verdict}
+        return plain
+
+
+# ------------------------------------------------------------------------------------------------
+# The last requests and what was copied for them: a memory with a bound, for whoever asks why.
 
 MOST_REQUESTS = 1024
 MOST_COPIES = 32
@@ -128,3 +189,126 @@ class Journal:
         else:
             self._entries.move_to_end(request_id)
         return entry
+
+
+# ------------------------------------------------------------------------------------------------
+# Remembers, roughly, which keys were here once: to tell "evicted" from "never stored".
+
+
+class Ghosts:
+    """A table with one place per bucket that holds part of the last key put there.
+
+    Owns nothing that matters: a newer ghost may replace an older one, and the answer serves people
+    who ask why, never a decision.
+    """
+
+    def __init__(self, num_keys: int) -> None:
+        size = 1 << max(10, (4 * num_keys - 1).bit_length())
+        self._mask = np.uint64(size - 1)
+        self._seen = np.zeros(size, dtype=np.uint64)
+
+    def add(self, keys: Keys) -> None:
+        self._seen[self._places(keys)] = keys.array[:, 1]
+
+    def has(self, key: Key) -> bool:
+        """Whether this one key is remembered."""
+        place = int.from_bytes(key[:8], "little") & int(self._mask)
+        return bool(self._seen.item(place) == int.from_bytes(key[8:16], "little"))
+
+    def _places(self, keys: Keys) -> npt.NDArray[np.int64]:
+        return (keys.array[:, 0] & self._mask).astype(np.int64)
+
+
+# ------------------------------------------------------------------------------------------------
+# Finds out why a look-up ended where it did.
+
+
+class Explainer:
+    """Explains looks. Owns the memory of what was here once; changes nothing else."""
+
+    def __init__(
+        self, matcher: Matcher, pool: Pool, admission: SeenOften, lower: LowerLevels
+    ) -> None:
+        self.has_levels = bool(lower)
+        self._matcher = matcher
+        self._lower = lower
+        self._pool = pool
+        self._admission = admission
+        self._ghosts = Ghosts(pool.num_slots)
+        pool.listeners.append(self._ghosts.add)
+
+    def close(self) -> None:
+        self._pool.listeners.remove(self._ghosts.add)
+
+    def explain(
+        self,
+        request_id: RequestId,
+        hit: PinnedHit,
+        asked_blocks: int = 0,
+        declined: Decision | None = None,
+    ) -> Explanation:
+        """``asked_blocks`` of it levels were asked for; ``declined`` what they had, for speed."""
+        look, decision = hit.look, hit.decision
+        missing = look.missing
+        if decision is not None and hit.is_declined:
+            reason, group, token = Reason.LOAD_SLOWER, None, look.computed_tokens
+        elif declined is not None and missing is not None:
+            reason, group, token = Reason.LOAD_SLOWER, missing.group, missing.token
+            decision = declined
+        elif missing is None:
+            reason, group, token = Reason.NOTHING_MISSED, None, None
+        else:
+            group, token = missing.group, missing.token
+            below = look.all_tokens > look.host_tokens
+            reason = Reason.STILL_BELOW if below else self._why_missing(missing)
+        return Explanation(
+            request_id=request_id,
+            asked_tokens=look.max_tokens,
+            device_tokens=look.computed_tokens,
+            host_tokens=look.host_tokens - look.computed_tokens,
+            lower_tokens=look.all_tokens - look.host_tokens,
+            reason=reason,
+            first_missing=token,
+            group=group,
+            decision=decision,
+            asked_blocks=asked_blocks,
+            levels_away=self._lower.away if self.has_levels else (),
+        )
+
+    def explain_miss(
+        self,
+        request_id: RequestId,
+        missing: Missing,
+        *,
+        computed_tokens: int,
+        max_tokens: int,
+    ) -> Explanation:
+        """Nothing could be had because of this one slot."""
+        return Explanation(
+            request_id=request_id,
+            asked_tokens=max_tokens,
+            device_tokens=computed_tokens,
+            host_tokens=0,
+            lower_tokens=0,
+            reason=self._why_missing(missing),
+            first_missing=missing.token,
+            group=missing.group,
+            decision=None,
+        )
+
+    def _why_missing(self, missing: Missing) -> Reason:
+        group, key = missing.group, missing.key
+        if missing.is_coming:
+            return Reason.IN_FLIGHT
+        if self.has_levels and self._lower.has_out_of_reach(key):
+            return Reason.LEVEL_AWAY
+        if self._ghosts.has(key):
+            return Reason.EVICTED
+        if self._admission.counts and not self._admission.admits(Keys.from_bytes((key,)))[0]:
+            return Reason.BELOW_THRESHOLD
+        before = self._matcher.epoch_before
+        if before is not None:
+            bare = masked_key(key, scope(self._matcher.epoch, group))
+            if self._ghosts.has(masked_key(bare, scope(before, group))):
+                return Reason.OTHER_NAMESPACE
+        return Reason.NEVER_STORED

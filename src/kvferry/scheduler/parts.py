@@ -6,21 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.answers import DeviceBlocks
-from kvferry.pool import Pool
+from kvferry.cache.pool import Pool
+from kvferry.cache.tenants import Tenants
 from kvferry.scheduler.accounts import Accounts
-from kvferry.scheduler.coming import ComingLoads
-from kvferry.scheduler.flight import Flights
-from kvferry.scheduler.hit import Hits
+from kvferry.scheduler.deferred_stores import Rests
+from kvferry.scheduler.hits import Hits
 from kvferry.scheduler.journal import Journal
-from kvferry.scheduler.levels import LowerLevels
-from kvferry.scheduler.matching import Matcher
-from kvferry.scheduler.outbox import Outbox
-from kvferry.scheduler.rests import Rests
-from kvferry.scheduler.storing import Stores
-from kvferry.scheduler.transit import Transit
-from kvferry.scheduler.waits import Waits
-from kvferry.tenants import Tenants
+from kvferry.scheduler.lookup import Matcher
+from kvferry.scheduler.promotion import ComingLoads
+from kvferry.scheduler.stores import Stores
+from kvferry.scheduler.tiering import LowerLevels
+from kvferry.scheduler.transfers import Flights, Outbox, Transit, Waits
+from kvferry.types import DeviceBlocks
 
 
 @dataclass(eq=False)

@@ -7,24 +7,51 @@ stored yet leaves them: they are stored late, by itself or by the request that g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
-from kvferry.answers import Match, MatchState
-from kvferry.hints import Hints
-from kvferry.keys import KeyChain, Keys
-from kvferry.policy import OverlapDecision
-from kvferry.scheduler.below import Below
-from kvferry.scheduler.coming import order_load
-from kvferry.scheduler.flight import Flight
-from kvferry.scheduler.hit import PinnedHit
-from kvferry.scheduler.leaving import Held, go_on, leave, take_back_loads
-from kvferry.scheduler.look import Missing
-from kvferry.scheduler.orders import BlockTable, Ordered, require_tables
-from kvferry.scheduler.owed import Owed, OwedMiss, tell
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.cache import reach
+from kvferry.cache.pins import FOREVER
+from kvferry.cache.policies.contract import Evidence
+from kvferry.cache.policies.load_or_compute import OverlapDecision
+from kvferry.cache.pool import Pool
+from kvferry.core.keys import KeyChain, Keys
+from kvferry.hints import DEFAULT_PRIORITY, Hints, TokenPriority
+from kvferry.scheduler.accounts import Owed, OwedMiss, tell
+from kvferry.scheduler.hits import PinnedHit
+from kvferry.scheduler.journal import Explanation, Reason
+from kvferry.scheduler.lookup import Missing
 from kvferry.scheduler.parts import Parts
-from kvferry.scheduler.progress import Progress
-from kvferry.scheduler.request_state import OVER, State, negative, over
-from kvferry.types import RequestId, SlotArray, TransferId
+from kvferry.scheduler.promotion import (
+    NEVER,
+    OVER,
+    Below,
+    Held,
+    Progress,
+    State,
+    go_on,
+    leave,
+    negative,
+    order_load,
+    over,
+    take_back_loads,
+)
+from kvferry.scheduler.transfers import BlockTable, Flight, Ordered, require_tables
+from kvferry.types import (
+    HOST,
+    NO_SLOT,
+    NO_SLOTS,
+    Match,
+    MatchState,
+    RequestId,
+    SlotArray,
+    TierName,
+    TransferId,
+)
 
 
 class Request:
@@ -404,3 +431,324 @@ class Request:
 
     def __repr__(self) -> str:
         return f"Request({self.id!r}, {self.state.value})"
+
+
+# ------------------------------------------------------------------------------------------------
+# Where a request's blocks are: what the host and each level whose places are ours has of them.
+
+
+@dataclass(frozen=True, eq=False)
+class OnLevel:
+    """What one pool has of a chain: the numbers of those blocks, rising, and their slots.
+
+    A level has any of them, mostly the end: ends are spilled first. Those that are not ``cached``
+    are on their way in.
+    """
+
+    name: TierName
+    pool: Pool
+    blocks: SlotArray
+    slots: SlotArray
+    cached: npt.NDArray[np.bool_]
+
+    @classmethod
+    def find(cls, name: TierName, pool: Pool, keys: Keys) -> OnLevel:
+        found = pool.find(keys)
+        blocks = (found != NO_SLOT).nonzero()[0]
+        slots = found if len(blocks) == len(found) else found[blocks]
+        if not pool.all_distinct(slots):
+            # Whatever an engine calls a chain: to be held twice would be to be let go twice.
+            blocks = slots = NO_SLOTS
+        return cls(name, pool, blocks, slots, pool.are_cached(slots))
+
+    def readable(self, stop: int) -> OnLevel:
+        """Those that can be read, of the chain's first ``stop`` blocks."""
+        taken = self.cached & (self.blocks < stop)
+        if taken.all():
+            return self
+        return OnLevel(self.name, self.pool, self.blocks[taken], self.slots[taken], taken[taken])
+
+    def at(self, block: int) -> int:
+        """How many of them come before this block of the chain."""
+        return int(np.searchsorted(self.blocks, block))
+
+    @property
+    def num_shared(self) -> int:
+        """Up to which block of the chain this pool knows others to go on from it."""
+        shared = self.pool.num_shared(self.slots)
+        return int(self.blocks[shared - 1]) + 1 if shared else 0
+
+
+@dataclass(frozen=True, eq=False)
+class ChainPlaces:
+    """The blocks of one group of a request, level by level from the host down."""
+
+    group: reach.Group
+    keys: Keys
+    places: tuple[OnLevel, ...]
+    reached: int
+    """So many of its blocks, from the first on, some level has or may have. To hold what comes
+    after a block that is nowhere would take room from what somebody can load."""
+
+    @property
+    def is_chained(self) -> bool:
+        return isinstance(self.group, reach.FullAttention)
+
+    @cached_property
+    def num_shared(self) -> int:
+        """So many blocks, from the first on, others go on from, as far as any level knows.
+
+        Where blocks are spilled to a level, that does not know what follows what there.
+        """
+        return max(place.num_shared for place in self.places)
+
+    def hold(self, seconds: float) -> tuple[int, list[str]]:
+        """Let its blocks stay so long, each on the highest level that may hold it.
+
+        Returns how many do on some level, and which were refused where, in words.
+        """
+        held = np.zeros(len(self.keys), dtype=bool)
+        refused = []
+        for place in self.places:
+            here = place.readable(self.reached)
+            if held[here.blocks].all():
+                continue  # a level below need not keep it, too
+            count = here.pool.hold(here.slots, seconds)
+            held[here.blocks[here.pool.holds.held(here.slots)]] = True
+            if count < len(here.slots):
+                refused.append(bound_words(here.name, here.pool, len(here.slots) - count))
+        return int(np.count_nonzero(held)), refused
+
+    def on_their_way(self) -> list[str]:
+        """That blocks which are still copied heard nothing of what was said, if there are any."""
+        if all(place.cached.all() for place in self.places):
+            return []
+        here, coming = np.zeros((2, len(self.keys)), dtype=bool)
+        for place in self.places:
+            here[place.blocks[place.cached]] = True
+            coming[place.blocks[~place.cached]] = True
+        count = int(np.count_nonzero(coming & ~here))
+        words = (
+            f"{count} blocks are still being copied, and this does not hold for them; say it again "
+            "once they have come"
+        )
+        return [words] if count else []
+
+
+def places_of(keys: Keys, parts: Parts) -> Iterator[ChainPlaces]:
+    """Where the blocks of a request are, group by group."""
+    pools = [(HOST, parts.pool)]
+    pools += [(lv.name, lv.pool) for lv in parts.lower.levels if lv.pool is not None]
+    for g, group in enumerate(parts.matcher.groups):
+        chain = parts.matcher.all_keys(g, keys)
+        places = tuple(OnLevel.find(name, pool, chain) for name, pool in pools)
+        is_chained = isinstance(group, reach.FullAttention)
+        reached = _reached(chain, places, parts) if is_chained else len(chain)
+        yield ChainPlaces(group, chain, places, reached)
+
+
+def _reached(chain: Keys, places: tuple[OnLevel, ...], parts: Parts) -> int:
+    """The first block of a chain that is nowhere, as far as is known."""
+    there = np.zeros(len(chain) + 1, dtype=bool)  # one more, which nobody has
+    for place in places:
+        there[place.blocks] = True
+    if parts.lower.can_be_asked:
+        there[:-1] |= parts.lower.cached(chain) | parts.lower.unknown(chain, chained=True)
+    return int(there.argmin())
+
+
+def bound_words(level: str, pool: Pool, num_blocks: int) -> str:
+    """Why so many blocks are not held."""
+    words = (
+        f"{num_blocks} blocks are not kept on {level}: pins and keeps hold {pool.holds.count} of "
+        f"at most {pool.holds.most} blocks there (keep_share)"
+    )
+    return f"{words}, each tenant's at most its part of those" if pool.is_divided else words
+
+
+# ------------------------------------------------------------------------------------------------
+# A request that somebody said something about: it heeds that, and passes it on to the pools.
+
+
+class CappedProgress(Progress):
+    """The same, of which only the first ``most_tokens`` are ever stored."""
+
+    __slots__ = ("_since", "most_tokens")
+
+    def __init__(self, parts: Parts, most_tokens: int) -> None:
+        self.most_tokens = most_tokens - most_tokens % parts.least_tokens
+        super().__init__(parts)
+
+    def storable(self, chain: KeyChain, num_tokens: int) -> int:
+        return min(super().storable(chain, num_tokens), self.most_tokens)
+
+    @property
+    def since(self) -> int:
+        """Never worth another call, once all that may be is stored."""
+        return NEVER if self.tokens >= self.most_tokens else self._since
+
+    @since.setter
+    def since(self, num_tokens: int) -> None:
+        self._since = num_tokens
+
+
+class HintedRequest(Request):
+    """Heeds bounds on what is loaded and stored; tells the pools, once it is over, the rest.
+
+    What is stored late is told of when it lands (:meth:`stored`).
+    """
+
+    __slots__ = ("_ended_at", "_unheeded", "hints", "num_storing", "own_from", "tenant")
+
+    hints: Hints
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        chain: KeyChain,
+        parts: Parts,
+        hints: Hints,
+        unheeded: str = "",
+    ) -> None:
+        super().__init__(request_id, chain, parts)
+        self.hints = hints
+        self._unheeded = [unheeded] if unheeded else []
+        self.tenant = 0 if parts.tenants is None else parts.tenants.number(hints.tenant)
+        self.own_from: int | None = None
+        """From which token on nobody had its blocks when it came; None until it was answered."""
+        self.num_storing = 0
+        """Orders to store of it that have not landed."""
+        self._ended_at = 0.0
+        if hints.max_store_tokens is not None:
+            self.progress = CappedProgress(parts, hints.max_store_tokens)
+            if parts.stores.on_device is not None:
+                parts.stores.on_device.opened(self)
+
+    def match(self, *, computed_tokens: int = 0, max_tokens: int | None = None) -> Match:
+        match = self._match(computed_tokens, max_tokens)
+        if self.own_from is None and match.state is not MatchState.WAIT:
+            self.own_from = match.num_tokens
+        return match
+
+    def _match(self, computed_tokens: int, max_tokens: int | None) -> Match:
+        most = self.hints.max_load_tokens
+        if most is None or self.state in OVER or computed_tokens < 0:
+            return super().match(computed_tokens=computed_tokens, max_tokens=max_tokens)
+        if most <= computed_tokens and not self.loading:
+            return self._decline(computed_tokens, max_tokens)
+        most = most if max_tokens is None else min(most, max_tokens)
+        return super().match(computed_tokens=computed_tokens, max_tokens=most)
+
+    def _decline(self, computed_tokens: int, max_tokens: int | None) -> Match:
+        """It was said that nothing more is to be loaded for it."""
+        if self._owed is not None:
+            self.tell()
+        self._let_go()
+        covered = len(self.chain) * self._parts.matcher.hash_tokens
+        asked = covered if max_tokens is None else min(max_tokens, covered)
+        if not self.is_counted:
+            self._parts.accounts.asked(self, self.chain.keys(), asked - computed_tokens)
+            told = Explanation(
+                self.id, asked, computed_tokens, 0, 0, Reason.TOLD_NOT_TO, computed_tokens
+            )
+            self._parts.accounts.told(self, told)
+        self.progress.past = self.progress.since = computed_tokens
+        return Match(MatchState.MISS, computed_tokens, computed_tokens)
+
+    def end(self) -> None:
+        was_over = self.state in OVER
+        super().end()
+        if not was_over:
+            self._told()
+
+    def leave(self, num_tokens: int) -> Held:
+        was_over = self.state in OVER
+        held = super().leave(num_tokens)
+        if not was_over:
+            self._told()
+        return held
+
+    def _told(self) -> None:
+        """It is over: what was said holds from now on, or as soon as its last store has landed."""
+        self._ended_at = self._parts.clock()
+        if not self.num_storing:
+            self._tell_pools(self.hints)
+
+    def stored(self) -> None:
+        """More of it was stored: what was said of one that is over holds for that as well."""
+        if self.state in OVER:
+            self._tell_pools(self.hints.after(self._parts.clock() - self._ended_at))
+
+    def _tell_pools(self, hints: Hints) -> None:
+        words = []
+        if hints.shapes_what_stays and not self._is_nowhere:
+            words = tell_pools(hints, self.chain.keys(), self._parts)
+        self._parts.journal.wished(self.id, self.hints, [*self._unheeded, *words])
+
+    @property
+    def _is_nowhere(self) -> bool:
+        """Whether its first block is not here, so that nothing of it is; False if that is unknown.
+
+        Most turns end where nothing of them is stored yet, and to name all their blocks takes long.
+        """
+        parts, num_keys = self._parts, len(self.chain)
+        if len(parts.sizes) > 1:
+            return False
+        covered = num_keys * parts.matcher.hash_tokens
+        return parts.matcher.next_missing(self.chain, num_keys, 0, covered) is not None
+
+
+def tell_pools(hints: Hints, keys: Keys, parts: Parts) -> list[str]:
+    """Pass on what was said of a request's blocks, level by level; what was refused, in words."""
+    refused: list[str] = []
+    for where in places_of(keys, parts):
+        softly = [words for place in where.places for words in _tell_place(hints, where, place)]
+        if hints.keep_seconds is None:
+            refused += softly
+        else:  # which asks for more than they do
+            refused += where.hold(hints.keep_seconds)[1]
+        refused += where.on_their_way()
+    return refused
+
+
+def _tell_place(hints: Hints, where: ChainPlaces, place: OnLevel) -> list[str]:
+    """Pass on all but a keep to one level; which blocks are not held for that, in words."""
+    here = place.readable(len(where.keys) if hints.over else where.reached)
+    lacking = 0
+    if len(here.slots) and (hints.over or hints.goes_on):
+        evidence = Evidence(hints.over, hints.goes_on, hints.within)
+        if where.is_chained:
+            first = here.at(where.num_shared) if hints.over else 0
+            lacking = here.pool.hint_slots(here.slots, evidence, first=first)
+        else:
+            lacking = here.pool.hint(where.keys, evidence)
+    if hints.priorities and where.is_chained:
+        lacking = max(lacking, _rank(hints.priorities, where, place))
+    return [bound_words(place.name, place.pool, lacking)] if lacking else []
+
+
+def _rank(priorities: Sequence[TokenPriority], where: ChainPlaces, place: OnLevel) -> int:
+    """Blocks matter so much, range by range; how many are not held that matter more than most.
+
+    Of what was said of a block twice, the last counts.
+    """
+    pool, block_tokens = place.pool, where.group.block_tokens
+    is_high = np.zeros(len(where.keys), dtype=bool)
+    for told in priorities:
+        start, stop = told.token_start // block_tokens, len(where.keys)
+        if told.token_end is not None:
+            stop = min(stop, -(-told.token_end // block_tokens))
+        if told.priority < DEFAULT_PRIORITY:
+            here = place.readable(stop)
+            first = here.at(max(start, where.num_shared))
+            pool.go_first(here.slots, told.priority, first=first)
+            is_high[start:stop] = False
+        elif told.priority > DEFAULT_PRIORITY:
+            # With what comes before it: nobody could reach it without.
+            here = place.readable(min(stop, where.reached))
+            seconds = FOREVER if told.duration_ms is None else told.duration_ms / 1000
+            if here.at(start) < len(here.slots):
+                pool.hold(here.slots, seconds, told.priority)
+                is_high[here.blocks] = True
+    high = place.slots[is_high[place.blocks]]
+    return int(np.count_nonzero(~pool.holds.held(high)))

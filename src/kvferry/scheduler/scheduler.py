@@ -11,34 +11,457 @@ The engine speaks in tokens and hands over block tables; which blocks move follo
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 
-from kvferry import reach
-from kvferry.answers import DeviceBlocks
+from kvferry.cache import reach
+from kvferry.cache.pool import Pool
+from kvferry.cache.tenants import Tenants
 from kvferry.config import Config
+from kvferry.core.identity import new_epoch
+from kvferry.core.keys import KeyChain, Keys
 from kvferry.errors import ClosedError, InputError
 from kvferry.hints import Hints
-from kvferry.identity import new_epoch
-from kvferry.keys import KeyChain, Keys
-from kvferry.pool import Pool
-from kvferry.scheduler.ahead import Ahead
-from kvferry.scheduler.assembly import assemble
-from kvferry.scheduler.control import Control
-from kvferry.scheduler.engine_shape import EngineShape
-from kvferry.scheduler.hinted import HintedRequest
-from kvferry.scheduler.journal import Entry
-from kvferry.scheduler.leaving import store_left
-from kvferry.scheduler.level import Level
-from kvferry.scheduler.orders import BlockTable, EngineBlocks, Ordered
-from kvferry.scheduler.request import Request
-from kvferry.scheduler.rests import Rests
-from kvferry.scheduler.settled import Settled
-from kvferry.scheduler.settling import Settling
-from kvferry.scheduler.snapshot import Onlooker, snapshot
-from kvferry.scheduler.why import Explanation
-from kvferry.stats import SchedulerStats
-from kvferry.types import NO_SLOT, Health, Plan, Rank, Receipt, RequestId
+from kvferry.scheduler.accounts import Accounts, listening
+from kvferry.scheduler.control import Ahead, Control
+from kvferry.scheduler.deferred_stores import Rests
+from kvferry.scheduler.hits import Hits
+from kvferry.scheduler.journal import Entry, Explainer, Explanation, Journal
+from kvferry.scheduler.lookup import Matcher
+from kvferry.scheduler.parts import Parts
+from kvferry.scheduler.promotion import ComingLoads, store_left
+from kvferry.scheduler.request import HintedRequest, Request
+from kvferry.scheduler.stores import OnDevice, Stores
+from kvferry.scheduler.tier import KeyedLevel, Level, PlacedLevel, WriteMode, gate_of, times_asked
+from kvferry.scheduler.tiering import LowerLevels
+from kvferry.scheduler.transfers import (
+    BlockTable,
+    EngineBlocks,
+    EngineShape,
+    Flight,
+    Flights,
+    Ordered,
+    Outbox,
+    Transit,
+    Waits,
+)
+from kvferry.settings.tenants import TenantShare
+from kvferry.telemetry.stats import SchedulerStats
+from kvferry.types import (
+    DEVICE,
+    HOST,
+    NO_SLOT,
+    DeviceBlocks,
+    Health,
+    Landing,
+    Match,
+    Plan,
+    Question,
+    Rank,
+    Receipt,
+    RequestId,
+    Transfer,
+)
+
+
+def snapshot(parts: Parts, *, resets: int) -> SchedulerStats:
+    """As of now; nothing in it changes afterwards."""
+    pool, levels, worth, tenants = parts.pool, parts.lower.levels, parts.hits.worth, parts.tenants
+    matches, moved = parts.accounts.counts, parts.flights.counts
+    below = {level.name: level.pool for level in levels if level.pool is not None}
+    keyed = [level for level in levels if isinstance(level, KeyedLevel)]
+    placed = [level for level in levels if isinstance(level, PlacedLevel)]
+    return SchedulerStats(
+        pool=pool.counts,
+        levels=MappingProxyType({name: each.counts for name, each in below.items()}),
+        queries=matches.queries,
+        asked_tokens=matches.asked_tokens,
+        hit_tokens=matches.hit_tokens,
+        promoted_tokens=matches.promoted_tokens,
+        expired_hits=matches.expired_hits,
+        early_loads=matches.early_loads,
+        shed_stores=parts.stores.num_shed,
+        verdicts=MappingProxyType(dict(matches.verdicts)),
+        missed=MappingProxyType(dict(matches.missed)),
+        overlaps=MappingProxyType(dict(matches.overlaps)),
+        in_flight=len(parts.flights),
+        landed=moved.landed,
+        failed=moved.failed,
+        overdue=moved.overdue,
+        stale_receipts=moved.stale_receipts,
+        bytes_moved=MappingProxyType(dict(moved.bytes_moved)),
+        seconds_moved=MappingProxyType(dict(moved.seconds_moved)),
+        traffic=moved.traffic.snapshot(),
+        queued=len(parts.outbox),
+        bytes_in_flight=parts.transit.num_bytes,
+        leases=MappingProxyType(
+            {HOST: pool.num_leases, **{name: each.num_leases for name, each in below.items()}}
+        ),
+        resets=resets,
+        tenants=MappingProxyType(tenants.snapshot() if tenants is not None else {}),
+        memory_curve=parts.accounts.memory_curve,
+        lost_blocks=moved.lost_blocks,
+        ailments=MappingProxyType({level.name: level.ailment for level in levels}),
+        asked=MappingProxyType({level.name: (level.num_asked, level.num_found) for level in keyed}),
+        restored=MappingProxyType({level.name: level.num_restored for level in placed}),
+        bandwidth=worth.bandwidth,
+        prefill_rate=worth.prefill_rate,
+        level_bandwidth=MappingProxyType(
+            {level.name: worth.bandwidth_of(level.name) for level in levels}
+        ),
+    )
+
+
+class Onlooker:
+    """What any thread may see of a scheduler: the counts and the journal. Owns neither; only reads.
+
+    So a miss that was answered at once, and that nobody has counted yet, is not in it.
+    """
+
+    def __init__(self, count: Callable[[], SchedulerStats], journal: Journal) -> None:
+        self._count = count
+        self._journal = journal
+
+    def stats(self) -> SchedulerStats:
+        return self._count()
+
+    def journal(self, request_id: RequestId) -> Entry | None:
+        return self._journal.entry(request_id)
+
+    def recent(self) -> tuple[RequestId, ...]:
+        return self._journal.request_ids()
+
+
+# ------------------------------------------------------------------------------------------------
+# What changed for the engine by the receipts just taken.
+
+
+@dataclass(frozen=True)
+class FailedLoad:
+    """A load that did not bring its bytes: the request must compute these tokens.
+
+    Into other device blocks: a slow rank may write to the ones it named until they are released.
+    """
+
+    request: Request
+    first_token: int
+    num_tokens: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What changed by the receipts just taken.
+
+    ``loaded`` requests may run. ``failed`` ones must compute what they hoped to load. ``released``
+    device blocks are touched by no transfer any more: drop the hold taken when ``load``, ``store``
+    or ``leave`` returned them (one hold per mention). ``landed`` are all transfers that ended.
+    ``expired`` requests left their hit alone for too long: it is let go, as if never asked for.
+    ``ordered`` are further pieces of loads whose blocks still come up: hold their device blocks, as
+    when ``load`` returned the first.
+    """
+
+    loaded: tuple[Request, ...] = ()
+    failed: tuple[FailedLoad, ...] = ()
+    released: tuple[DeviceBlocks, ...] = ()
+    landed: tuple[Landing, ...] = ()
+    expired: tuple[Request, ...] = ()
+    ordered: tuple[Ordered, ...] = ()
+
+
+# ------------------------------------------------------------------------------------------------
+# What becomes of transfers that have ended, or whose time is up, and of the blocks they used.
+#
+# ::
+#
+#     landed ──┬─> its leases end, its device blocks are the engine's again
+#              └─> requests that wait for it go on
+#     overdue ───> requests that wait for it go on without; its memory is still the ranks'
+
+
+class Settling:
+    """Tells requests and the engine what ended. Owns nothing but its way of telling."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._flights = parts.flights
+        self._transit = parts.transit
+
+    def report(self, landed: Sequence[Flight], now: float, *, looks: bool = True) -> Settled:
+        """What changed for the engine, by these and, if it ``looks`` at that, by the time."""
+        parts = self._parts
+        loaded: list[Request] = []
+        failed: list[FailedLoad] = []
+        landings: list[Landing] = []
+        num_bytes, seconds = 0, 0.0
+        for flight in landed:
+            transfer = flight.transfer
+            landings.append(Landing(transfer.id, flight.reason))
+            if isinstance(transfer, Question):
+                self._end_move(flight)
+            elif transfer.dst == DEVICE:
+                for receipt in flight.receipts:
+                    num_bytes += receipt.num_bytes
+                    seconds += receipt.seconds
+                self._end_load(flight, transfer, loaded, failed)
+            elif transfer.src == DEVICE:
+                self._end_store(flight, transfer)
+            else:
+                self._end_move(flight)
+        if num_bytes:
+            parts.hits.worth.note_load(num_bytes, seconds)
+        if looks and now >= self._flights.next_deadline:
+            for flight in self._flights.expire(now):
+                self._give_up(flight, loaded, failed)
+        ordered = self._load_on(loaded, failed) if parts.coming else ()
+        expired = self._expire_hits(now) if parts.pinned else ()
+        released = tuple(parts.released)
+        parts.released.clear()
+        return Settled(tuple(loaded), tuple(failed), released, tuple(landings), expired, ordered)
+
+    def _end_load(
+        self,
+        flight: Flight,
+        transfer: Transfer,
+        loaded: list[Request],
+        failed: list[FailedLoad],
+    ) -> None:
+        self._parts.released.append(DeviceBlocks(transfer.group, transfer.dst_slots))
+        if not flight.overdue:
+            self._stop_counting(flight, transfer)
+            self._tell(flight, loaded, failed)
+
+    def _end_store(self, flight: Flight, transfer: Transfer) -> None:
+        parts = self._parts
+        parts.released.append(DeviceBlocks(transfer.group, transfer.src_slots))
+        if not flight.overdue:
+            self._transit.store(transfer.group, -len(transfer.src_slots))
+        for request in flight.served:
+            parts.journal.ended(request.id, flight)
+            if request.hints is not None:
+                request.num_storing -= 1
+                if not request.num_storing:
+                    request.stored()
+        if parts.lower.levels and not flight.reason:
+            self._write_through(flight, transfer.group)
+
+    def _end_move(self, flight: Flight) -> None:
+        brought = self._parts.lower.landed(flight)
+        if brought is not None:
+            level, num_bytes, seconds = brought
+            self._parts.hits.worth.note_load(num_bytes, seconds, level)
+        for request in self._parts.waits.take(flight.transfer.id):
+            request.came(flight)
+
+    def _give_up(self, flight: Flight, loaded: list[Request], failed: list[FailedLoad]) -> None:
+        """Its time is up: nobody waits for it any longer. What it claims stays claimed."""
+        transfer = flight.transfer
+        if isinstance(transfer, Question):
+            self._end_move(flight)
+        elif transfer.dst == DEVICE:
+            self._stop_counting(flight, transfer)
+            self._tell(flight, loaded, failed)
+        elif transfer.src == DEVICE:
+            self._transit.store(transfer.group, -len(transfer.src_slots))
+        else:
+            self._parts.lower.overdue(flight)
+            for request in self._parts.waits.take(transfer.id):
+                request.came(flight)
+        for lease in flight.in_doubt:
+            lease.disown()
+
+    def _stop_counting(self, flight: Flight, transfer: Transfer) -> None:
+        self._transit.load(transfer.group, -len(transfer.dst_slots))
+        for lease in flight.leases:
+            self._parts.hits.ended(lease)
+
+    def _tell(self, flight: Flight, loaded: list[Request], failed: list[FailedLoad]) -> None:
+        (request,) = flight.served
+        ended = request.landed(flight)
+        if ended is not None:
+            promised, reason = ended
+            self._ended(request, promised, reason, loaded, failed)
+
+    def _ended(
+        self,
+        request: Request,
+        promised: Match,
+        reason: str,
+        loaded: list[Request],
+        failed: list[FailedLoad],
+    ) -> None:
+        if reason:
+            failed.append(FailedLoad(request, promised.computed_tokens, promised.to_load, reason))
+        else:
+            loaded.append(request)
+
+    def _load_on(self, loaded: list[Request], failed: list[FailedLoad]) -> tuple[Ordered, ...]:
+        """Order more of loads in pieces, before another request asks for the same blocks."""
+        ordered, ended = self._parts.coming.advance()
+        for request, promised, reason in ended:
+            self._ended(request, promised, reason, loaded, failed)
+        return tuple(ordered)
+
+    def _write_through(self, flight: Flight, group: int) -> None:
+        # Lazy stores come from anywhere; eager ones follow each other where every key is needed.
+        parts = self._parts
+        full = isinstance(parts.matcher.groups[group], reach.FullAttention)
+        chained = full and not parts.stores.is_lazy
+        for lease in flight.leases:
+            parent = parts.pool.key_before(lease) if chained else None
+            parts.lower.write_through(parts.pool.keys_of(lease), parent=parent, chained=chained)
+
+    def _expire_hits(self, now: float) -> tuple[Request, ...]:
+        """Let go of hits that nobody took in time; whose they were."""
+        expired = [request for request in tuple(self._parts.pinned) if request.expire(now)]
+        self._parts.accounts.counts.expired_hits += len(expired)
+        return tuple(expired)
+
+
+# ------------------------------------------------------------------------------------------------
+# Puts the parts of a scheduler together.
+
+log = logging.getLogger("kvferry")
+
+_MOST_ON_DEVICE = 1 << 20
+"""Keys, where nobody says how many blocks the device has."""
+
+
+def assemble(
+    pool: Pool,
+    shape: EngineShape,
+    levels: Sequence[Level],
+    config: Config,
+    engine: EngineBlocks | None,
+    clock: Callable[[], float],
+) -> Parts:
+    """As :class:`Scheduler` is asked for."""
+    transit, flights = Transit(shape.block_bytes), Flights(shape.num_ranks)
+    outbox = Outbox(flights, transit, config, len(shape.groups))
+    lower = _lower(pool, levels, outbox, shape, config, clock)
+    matcher = Matcher(shape.groups, pool, lower, shape.hash_tokens)
+    on_device = _on_device(shape) if config.store_mode == "lazy" else None
+    stores = Stores(matcher, pool, outbox, transit, config, shape, on_device)
+    tenants = _divided(config.tenants, pool, levels) if config.tenants else None
+    journal, admission = Journal(), stores.admission
+    accounts = Accounts(
+        matcher,
+        Explainer(matcher, pool, admission, lower),
+        journal,
+        admission,
+        lower,
+        tenants,
+        listening(pool, levels, matcher, is_late=engine is not None),
+        on_device,
+    )
+    parts = Parts(
+        pool=pool,
+        matcher=matcher,
+        hits=Hits(matcher, pool, transit, config, shape, clock),
+        stores=stores,
+        transit=transit,
+        flights=flights,
+        outbox=outbox,
+        lower=lower,
+        waits=Waits(),
+        journal=journal,
+        accounts=accounts,
+        tenants=tenants,
+        rests=_rests(engine, shape, matcher, clock) if engine is not None else None,
+        sizes=shape.sizes,
+        least_tokens=min(shape.sizes),
+        spare_tokens=shape.spare_tokens,
+        clock=clock,
+    )
+    parts.coming = ComingLoads(parts, shape, config)
+    return parts
+
+
+def _lower(
+    pool: Pool,
+    levels: Sequence[Level],
+    outbox: Outbox,
+    shape: EngineShape,
+    config: Config,
+    clock: Callable[[], float],
+) -> LowerLevels:
+    """What lies below the host, and what of the host may go there and stay."""
+    for level in levels:
+        _let_through(level, pool, config, shape.slot_bytes * shape.num_ranks, clock())
+    lower = LowerLevels(
+        pool,
+        levels,
+        outbox,
+        clock,
+        slot_bytes=shape.slot_bytes,
+        lasting=frozenset(spec.name for spec in config.all_levels if spec.outlives_us),
+        write_out=config.level_write_out,
+    )
+    for each in (pool, *(level.pool for level in levels if level.pool is not None)):
+        each.holds.bound(config.keep_share)
+    return lower
+
+
+def _let_through(level: Level, pool: Pool, config: Config, block_bytes: int, now: float) -> None:
+    """What of all that could go to a level does; ``block_bytes`` are those of all ranks."""
+    num_keys = pool.num_slots + level.pool.num_slots if level.pool is not None else None
+    level.gate = gate_of(config, level.name, num_keys=num_keys, block_bytes=block_bytes, now=now)
+    if times_asked(config, level.name) > 1:  # as it is stored nobody has asked for it again
+        level.write = WriteMode.SPILL
+
+
+def _divided(shares: Sequence[TenantShare], pool: Pool, levels: Sequence[Level]) -> Tenants:
+    """The tenants, who have their parts of every pool from now on."""
+    pools: dict[str, Pool] = {HOST: pool}
+    pools |= {level.name: level.pool for level in levels if level.pool is not None}
+    tenants = Tenants(shares, pools)
+    for each in pools.values():
+        each.divide(tenants.shares, tenants.ceilings, tenants.before, tenants.at_most)
+    for level in levels:
+        if level.pool is None:
+            log.warning(
+                "tenants: shares and ceilings do not hold for level %s, which decides itself what "
+                "it keeps; they hold for %s",
+                level.name,
+                " and ".join(pools),
+            )
+    return tenants
+
+
+def _rests(
+    engine: EngineBlocks, shape: EngineShape, matcher: Matcher, clock: Callable[[], float]
+) -> Rests:
+    return Rests(
+        engine,
+        least_tokens=min(shape.sizes),
+        is_full=matcher.is_full,
+        num_device_blocks=shape.num_device_blocks or 0,
+        clock=clock,
+    )
+
+
+def _on_device(shape: EngineShape) -> OnDevice:
+    """What the device has, as far as we were told: twice as many keys as it can have."""
+    hash_tokens = shape.hash_tokens
+    if shape.num_device_blocks is None:
+        return OnDevice(_MOST_ON_DEVICE, hash_tokens)
+    keys_a_block = -(-max(shape.sizes) // hash_tokens)
+    return OnDevice(max(1024, 2 * shape.num_device_blocks * keys_a_block), hash_tokens)
+
+
+# ------------------------------------------------------------------------------------------------
+# The scheduler half: requests, plans, settling. Decides which blocks move; never touches a byte.
+#
+# ::
+#
+#     open ──> Request: match -> load  \
+#                              store    plan => workers => settle
+#              offer ----------------- /
+#
+# The engine speaks in tokens and hands over block tables; which blocks move follows from the groups.
 
 _CLOSED = "the scheduler is closed"
 

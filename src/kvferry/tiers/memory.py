@@ -9,10 +9,10 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from kvferry.core.keys import Keys
+from kvferry.core.quantities import format_size, parse_size
 from kvferry.errors import ConfigError, KvferryError
-from kvferry.keys import Keys
-from kvferry.quantities import format_size, parse_size
-from kvferry.tiers.base import Batch, Result, TierSetup, Way
+from kvferry.tiers.contract import Batch, Result, TierSetup, Way
 from kvferry.tiers.threaded import Task, ThreadedTier
 from kvferry.types import Key, SlotArray, TierName
 

@@ -7,12 +7,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, cast
 
+from kvferry.core.arguments import find_factory
 from kvferry.errors import ConfigError, KvferryError
-from kvferry.factories import find_factory
-from kvferry.level_kinds import DISK, REMOTE, LevelSpec
-from kvferry.tiers.base import Tier, TierSetup
-from kvferry.tiers.host import HostTier
-from kvferry.tiers.tier_mover import TierMover
+from kvferry.hostmem.slots import HostTier
+from kvferry.settings.tiers import DISK, REMOTE, LevelSpec
+from kvferry.tiers.contract import Tier, TierSetup
+from kvferry.tiers.movers import TierMover
 from kvferry.types import TierName
 
 _VERBS = ("attach_memory", "submit", "cancel", "poll", "drain", "forget", "close")

@@ -17,7 +17,15 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from kvferry.errors import ClosedError, InputError, KvferryError
-from kvferry.tiers.base import CLOSE_SECONDS, Batch, BatchId, Result, Way, check_batch, check_size
+from kvferry.tiers.contract import (
+    CLOSE_SECONDS,
+    Batch,
+    BatchId,
+    Result,
+    Way,
+    check_batch,
+    check_size,
+)
 from kvferry.types import TierName
 
 _FOREVER = float("inf")

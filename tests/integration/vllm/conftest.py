@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def stores_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """The models here have short contexts: without this no request would store while it runs."""
-    monkeypatch.setattr("kvferry.scheduler.rests.STORE_TOKENS", 256)
+    monkeypatch.setattr("kvferry.scheduler.deferred_stores.STORE_TOKENS", 256)
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +89,7 @@ def granite_hits(granite: Path) -> Path:
 
 
 def _require_several_groups() -> None:
-    from kvferry.vllm.connector import _RECOMPUTES_REQUESTS
+    from kvferry.connectors.vllm.connector import _RECOMPUTES_REQUESTS
 
     if not _RECOMPUTES_REQUESTS:
         pytest.skip("this vLLM recovers from failed loads with one group only: kvferry is idle")

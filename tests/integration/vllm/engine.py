@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.integration.vllm import recurrent
 
-from kvferry.stats import SchedulerStats
+from kvferry.telemetry.stats import SchedulerStats
 from kvferry.types import DEVICE, HOST, Outcome, Receipt, Transfer
 
 BLOCK_TOKENS = 32
@@ -239,7 +239,7 @@ class Tamper:
 @contextlib.contextmanager
 def tampering(monkeypatch: Any, **how: Any) -> Iterator[list[Tamper]]:
     """Engines made inside get tampered copies; yields the tampers, one per rank."""
-    from kvferry.vllm import ranks, worker_side
+    from kvferry.connectors.vllm import ranks, worker_side
 
     real = ranks.open_rank
     made: list[Tamper] = []

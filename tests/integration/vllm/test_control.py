@@ -23,8 +23,8 @@ from tests.fakes.ports import free_port
 from tests.integration.vllm.engine import make_prompts
 from tests.integration.vllm.server import Server
 
-from kvferry.watch.scrape import explain
-from kvferry.watch.view import Watch
+from kvferry.tools.top.scrape import explain
+from kvferry.tools.top.view import Watch
 
 TOKEN = "the-token-of-these-tests"
 BLOCKS, TOKENS = 6, 6 * 32

@@ -16,7 +16,7 @@ from tests.integration.vllm.engine import BLOCK_TOKENS, LONG, Engine, make_promp
 from tests.integration.vllm.server import Server
 from tests.integration.vllm.test_parallel import run_two_ranks
 
-from kvferry.tiers.disk.room import DiskBound
+from kvferry.tiers.disk.folder import DiskBound
 from kvferry.tiers.disk.store import Store
 from kvferry.tiers.disk.superblock import read_superblock
 from kvferry.types import DEVICE

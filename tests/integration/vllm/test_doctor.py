@@ -9,10 +9,10 @@ from importlib.metadata import version
 
 import pytest
 
-from kvferry.doctor.environment import Environment
-from kvferry.doctor.examine import examine
-from kvferry.doctor.finding import Grade
-from kvferry.vllm.versions import seeds_are_fixed
+from kvferry.connectors.vllm.versions import seeds_are_fixed
+from kvferry.tools.doctor.examine import examine
+from kvferry.tools.doctor.finding import Grade
+from kvferry.tools.doctor.machine import Environment
 
 FIRST_HASH = """
 from vllm.utils.hashing import sha256

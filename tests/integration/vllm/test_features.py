@@ -161,7 +161,7 @@ def test_one_of_several_connectors(start, expect, llama, monkeypatch):
 
 
 def test_more_groups_than_vllm_can_recover_leave_kvferry_idle(start, expect, gemma, monkeypatch):
-    from kvferry.vllm import connector
+    from kvferry.connectors.vllm import connector
 
     monkeypatch.setattr(connector, "_RECOMPUTES_REQUESTS", False)
     prompts = make_prompts(65, 200)

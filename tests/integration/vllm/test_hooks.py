@@ -13,9 +13,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     supports_hma,
 )
 
+from kvferry.connectors.vllm.connector import KvferryConnector
+from kvferry.connectors.vllm.versions import NEWEST, misfits, require_fit
 from kvferry.errors import ConfigError
-from kvferry.vllm.connector import KvferryConnector
-from kvferry.vllm.versions import NEWEST, misfits, require_fit
 
 LEFT_TO_VLLM = {
     # what vLLM itself keeps in a connector

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from tests.integration.vllm.engine import BLOCK_TOKENS, make_prompts, tampering
 
-from kvferry.scheduler import Request, Scheduler
-from kvferry.scheduler.progress import Progress
+from kvferry.scheduler.promotion import Progress
+from kvferry.scheduler.request import Request
+from kvferry.scheduler.scheduler import Scheduler
 
 # A machine under load must not turn into failed copies.
 FERRY = {
@@ -107,7 +108,7 @@ def test_finishing_never_waits_for_a_store(start, llama, monkeypatch):
 def test_a_conversation_that_goes_on_is_stored_once(start, expect, llama, monkeypatch):
     """Seen red with ``_go_on`` left out, and with what it stores beginning at the new turn."""
     # However long the next turn takes: a busy machine may need more than it is waited for.
-    monkeypatch.setattr("kvferry.scheduler.rests.WAIT_SECONDS", 600.0)
+    monkeypatch.setattr("kvferry.scheduler.deferred_stores.WAIT_SECONDS", 600.0)
     (first, more, last) = make_prompts(26, 100, 60, 50)
     engine = start(llama, ferry=FERRY)
     (answer,) = engine.generate([first])
@@ -205,8 +206,8 @@ def test_a_mistake_while_copies_are_polled_leaves_nobody_waiting(start, expect, 
 
 
 def test_tensors_we_cannot_describe_leave_kvferry_idle(start, expect, llama, monkeypatch):
+    from kvferry.connectors.vllm import worker_side
     from kvferry.errors import LayoutError
-    from kvferry.vllm import worker_side
 
     prompts = make_prompts(26, 200)
     expected = expect(llama, prompts)
@@ -246,7 +247,7 @@ def test_loaded_by_module_path_too(start, llama, monkeypatch):
 
     def by_path(self, *args, kv_transfer_config, **kwargs):
         kv_transfer_config["kv_connector"] = "KvferryConnector"
-        kv_transfer_config["kv_connector_module_path"] = "kvferry.vllm.connector"
+        kv_transfer_config["kv_connector_module_path"] = "kvferry.connectors.vllm.connector"
         real(self, *args, kv_transfer_config=kv_transfer_config, **kwargs)
 
     monkeypatch.setattr(LLM, "__init__", by_path)

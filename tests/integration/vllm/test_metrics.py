@@ -17,19 +17,17 @@ from prometheus_client.registry import CollectorRegistry
 from tests.fakes.ports import free_port
 from tests.integration.vllm.engine import make_prompts
 
-from kvferry.device.planning.builtin_profile import builtin_profile
-from kvferry.device.planning.path_choices import PathChoices
-from kvferry.metrics.catalog import MetricKind
-from kvferry.metrics.collector import FerryCollector
-from kvferry.metrics.samples import Snapshot
-from kvferry.metrics.source import installed_version
-from kvferry.stats import SIZE_BOUNDS, TIME_BOUNDS, SchedulerStats, TrafficCounts
-from kvferry.stats import Histogram as OurHistogram
+from kvferry.connectors.vllm import ranks, worker_side
+from kvferry.connectors.vllm.metrics import PREFIX, FerryMetrics
+from kvferry.connectors.vllm.reports import EXPORTED, Figures, add, between, figures, values_of
+from kvferry.telemetry.catalog import MetricKind
+from kvferry.telemetry.source import FerryCollector, Snapshot, installed_version
+from kvferry.telemetry.stats import SIZE_BOUNDS, TIME_BOUNDS, SchedulerStats, TrafficCounts
+from kvferry.telemetry.stats import Histogram as OurHistogram
+from kvferry.tools.top.scrape import explain
+from kvferry.transfer.planning.planner import PathChoices
+from kvferry.transfer.planning.profile import builtin_profile
 from kvferry.types import Receipt
-from kvferry.vllm import ranks, worker_side
-from kvferry.vllm.figures import EXPORTED, Figures, add, between, figures, values_of
-from kvferry.vllm.metrics import PREFIX, FerryMetrics
-from kvferry.watch.scrape import explain
 
 FERRY = {"host": "64MiB", "load_policy": "always", "load_deadline": "5min"}
 
@@ -126,7 +124,7 @@ def test_both_endpoints_say_the_same(start, llama):
 def test_one_interval_after_another_adds_up_to_all_of_them(start, llama, monkeypatch):
     engine = start(llama, ferry=FERRY)
     reports, told = engine.side.serving.reports, []
-    monkeypatch.setattr("kvferry.vllm.reports._STATS_SECONDS", 0.0)
+    monkeypatch.setattr("kvferry.connectors.vllm.reports._STATS_SECONDS", 0.0)
     real = reports.take_stats
 
     def take_stats(**now: Any) -> Figures | None:

@@ -12,9 +12,8 @@ from tests.integration.vllm import asynchronous
 from tests.integration.vllm.engine import Engine, make_prompts, tampering
 from tests.integration.vllm.reference import in_a_process
 
-from kvferry.device.engine.cpu import _BlockViews
-from kvferry.device.engine.cpu_parts import CpuParts
-from kvferry.vllm.early import LandingLoads
+from kvferry.connectors.vllm.overlap import LandingLoads
+from kvferry.transfer.engine.cpu import CpuParts, _BlockViews
 
 FERRY = {
     "host": "64MiB",

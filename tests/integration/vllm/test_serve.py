@@ -16,8 +16,8 @@ from tests.fakes.ports import free_port, free_ports
 from tests.integration.vllm.engine import make_prompts
 from tests.integration.vllm.server import COMMAND, Server, our_shared_memory, process_env
 
-from kvferry.watch.scrape import explain
-from kvferry.watch.view import Watch
+from kvferry.tools.top.scrape import explain
+from kvferry.tools.top.view import Watch
 
 # A machine under load must not turn into failed copies.
 FERRY = {

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 from tests.integration.vllm.engine import make_prompts, tampering
 
-from kvferry.device.engine.cpu import _BlockViews
+from kvferry.transfer.engine.cpu import _BlockViews
 
 SECONDS = float(os.environ.get("KVFERRY_TEST_SOAK_SECONDS", "600"))
 FERRY = {

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from tests.fakes.vllm_parts import STAND_INS, VllmParts, vllms_own
 
+from kvferry.connectors.vllm.messages import StepReceipts
+from kvferry.connectors.vllm.versions import NEWEST
 from kvferry.types import Outcome, Rank, Receipt, TransferId
-from kvferry.vllm.messages import StepReceipts
-from kvferry.vllm.versions import NEWEST
 
 NUM_BLOCKS = 12
 NUM_HASHES = 6

@@ -106,7 +106,7 @@ def crowd(model, prompts, is_async):
 
 
 def test_on_an_older_vllm_kvferry_is_idle(start, granite, monkeypatch):
-    from kvferry.vllm import connector
+    from kvferry.connectors.vllm import connector
 
     monkeypatch.setattr(connector, "_RECOMPUTES_REQUESTS", False)
     engine = start(granite, ferry=FERRY, enable_prefix_caching=True)

@@ -20,17 +20,14 @@ from functools import partial
 from pathlib import Path
 
 from kvferry.errors import KvferryError, StoreError, StoreInUseError
-from kvferry.tiers.base import Way
-from kvferry.tiers.disk.block_file import BlockFile, pitch_of
-from kvferry.tiers.disk.carriers import DriveParts, DriveThread, num_hands
+from kvferry.tiers.contract import Way
+from kvferry.tiers.disk.blocks import BlockFile, Digests, Seals, key_check, open_prover, pitch_of
 from kvferry.tiers.disk.channel import Channel
-from kvferry.tiers.disk.committer import Committer
+from kvferry.tiers.disk.commit import Committer
 from kvferry.tiers.disk.engine_memory import EngineMemory
-from kvferry.tiers.disk.epoch import read_epoch, write_epoch
-from kvferry.tiers.disk.forget_mark import ordered_in
-from kvferry.tiers.disk.health import DriveHealth
-from kvferry.tiers.disk.lanes import Lanes
+from kvferry.tiers.disk.folder import DiskBound
 from kvferry.tiers.disk.messages import (
+    DriveSetup,
     FrameKind,
     ReadyMessage,
     StoreAt,
@@ -43,13 +40,17 @@ from kvferry.tiers.disk.messages import (
     unpack_number,
     unpack_order,
 )
-from kvferry.tiers.disk.proofs import Digests, Seals, key_check, open_prover
-from kvferry.tiers.disk.room import DiskBound
-from kvferry.tiers.disk.setup import DriveSetup
-from kvferry.tiers.disk.shelf import Shelf
+from kvferry.tiers.disk.queue import DriveHealth, Lanes
 from kvferry.tiers.disk.status import MOST_THREADS, Count, Status
 from kvferry.tiers.disk.store import Store
-from kvferry.tiers.disk.store_identity import NAMESPACE_BYTES, StoreIdentity
+from kvferry.tiers.disk.superblock import (
+    NAMESPACE_BYTES,
+    StoreIdentity,
+    ordered_in,
+    read_epoch,
+    write_epoch,
+)
+from kvferry.tiers.disk.workers import DriveParts, DriveThread, Shelf, num_hands
 
 log = logging.getLogger(__name__)
 

@@ -4,20 +4,176 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
+import logging
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+import socket
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.errors import StoreError, StoreInUseError
-from kvferry.tiers.disk import lock as locks
-from kvferry.tiers.disk.allocation import discard
-from kvferry.tiers.disk.lock import StoreLock, holder, last_used, try_lock
-from kvferry.tiers.disk.store_identity import FOLDER
-from kvferry.tiers.disk.superblock import Superblock, SuperblockError, read_superblock, sync_folder
+from kvferry.core.quantities import format_size
+from kvferry.errors import KvferryError, StoreError, StoreInUseError
+from kvferry.tiers.disk.blocks import discard
+from kvferry.tiers.disk.journal import MOST_PLACES, Shape
+from kvferry.tiers.disk.ledger import journal_bytes
+from kvferry.tiers.disk.superblock import (
+    FOLDER,
+    StoreIdentity,
+    Superblock,
+    SuperblockError,
+    read_superblock,
+    sync_folder,
+)
+
+FILE_NAME = "lock"
+_TIMED = (FILE_NAME, "journal-0", "journal-1")
+_MOST_BYTES = 4096
+_MOST_COMMAND = 200
+_TRIES, _PAUSE_SECONDS = 5, 0.02
+
+
+class StoreLock:
+    """The right to a folder's store, until ``release`` or the end of the process."""
+
+    def __init__(self, folder: Path, fd: int) -> None:
+        self.folder = folder
+        self._fd: int | None = fd
+
+    @classmethod
+    def take(cls, folder: Path, *, on_behalf_of: int | None = None) -> StoreLock:
+        """StoreInUseError if another process has it; its words name who, where and what to do.
+
+        ``on_behalf_of`` is the process to name, if it is not this one.
+        """
+        lock = try_lock(folder)
+        if lock is None:
+            raise StoreInUseError(
+                f"{folder} is open in {holder(folder) or 'another process'}; two servers cannot "
+                "share a store: stop that one, or give this one another directory (setting disk)"
+            )
+        try:
+            lock._sign(on_behalf_of or os.getpid())
+        except BaseException:
+            lock.release()
+            raise
+        return lock
+
+    def _sign(self, pid: int) -> None:
+        """Say who holds it, and that the store is in use now."""
+        words = {
+            "pid": pid,
+            "host": socket.gethostname(),
+            "command": _command(pid),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
+        }
+        if self._fd is not None:
+            with contextlib.suppress(OSError):  # a full disk: it is locked all the same
+                os.ftruncate(self._fd, 0)
+                os.pwrite(self._fd, json.dumps(words).encode()[:_MOST_BYTES], 0)
+
+    def release(self) -> None:
+        """Let it go. Safe to call twice."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            with contextlib.suppress(OSError):  # the drive may be gone; the lock goes all the same
+                os.ftruncate(fd, 0)
+                os.utime(fd)
+            os.close(fd)
+
+
+def try_lock(folder: Path) -> StoreLock | None:
+    """The lock of a folder, or None while another process has it. Writes nothing."""
+    lock = _try_once(folder)
+    for _ in range(_TRIES):
+        if lock is not None:
+            break
+        time.sleep(_PAUSE_SECONDS)  # it may be somebody who only looks
+        lock = _try_once(folder)
+    return lock
+
+
+def _try_once(folder: Path) -> StoreLock | None:
+    path = folder / FILE_NAME
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A store that was removed between the two calls left us the lock of nothing.
+            if os.path.samestat(os.fstat(fd), os.stat(path)):
+                return StoreLock(folder, fd)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def holder(folder: Path) -> str:
+    """Who says to have the store open, for people; empty where nobody has it.
+
+    Asks the kernel first: what a killed process wrote is not believed.
+    """
+    try:
+        fd = os.open(folder / FILE_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        # Shared, and let go at once: whoever opens the store in this moment tries again.
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return ""
+    except BlockingIOError:
+        return _said(os.pread(fd, _MOST_BYTES, 0))
+    finally:
+        os.close(fd)
+
+
+def set_last_used(folder: Path, when: float) -> None:
+    """It was opened for others' sake: it counts as used when it was before."""
+    for name in _TIMED:
+        with contextlib.suppress(OSError):
+            os.utime(folder / name, (when, when))
+
+
+def last_used(folder: Path) -> float:
+    """When the store was last opened, closed or written to, in seconds since 1970."""
+    times = [0.0]
+    for name in _TIMED:
+        try:
+            times.append((folder / name).stat().st_mtime)
+        except OSError:
+            continue
+    return max(times)
+
+
+def _said(data: bytes) -> str:
+    try:
+        words = json.loads(data)
+        who = f"process {int(words['pid'])} on {words['host']}"
+        return f"{who} ({words['command']}) since {words['since']} UTC"
+    except (ValueError, KeyError, TypeError):
+        return "another process"
+
+
+def _command(pid: int) -> str:
+    try:
+        raw = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return "?"
+    text = raw.replace(b"\0", b" ").decode(errors="replace").strip()
+    return "".join(c if c.isprintable() else "?" for c in text)[:_MOST_COMMAND] or "?"
+
+
+# ------------------------------------------------------------------------------------------------
+# Stores under one directory: what there is, how large, and how one is removed.
 
 BLOCKS_NAME = "blocks"
 _ROOT_LOCK = ".kvferry-lock"
@@ -143,6 +299,252 @@ def set_aside(lock: StoreLock) -> Path:
 
 def _delete(folder: Path) -> None:
     for entry in os.scandir(folder):
-        if entry.is_file(follow_symlinks=False) and entry.name != locks.FILE_NAME:
+        if entry.is_file(follow_symlinks=False) and entry.name != FILE_NAME:
             discard(Path(entry.path))
     shutil.rmtree(folder)
+
+
+# ------------------------------------------------------------------------------------------------
+# How many bytes a store may take: its share of the bound, above the floor of free space.
+#
+# ::
+#
+#     bound of the directory  |  open stores of others  |  rank 0 here  |  rank 1 here  |  ... | idle
+#                                never touched             equal shares
+#
+# Idle are stores that nobody has open and that are not ours. Those that were used in the last days
+# keep a part of the bound, so that models that take turns stay warm; the others are removed when
+# their bytes are needed. Those that were used longest ago give first: what they must give is cut off
+# their ends. Stores of this server's other ranks are left: they may be about to be opened. All of
+# this while alone in the directory, so that two who start at once cannot both take the last bytes.
+
+log = logging.getLogger(__name__)
+
+RECENT_SECONDS = 7 * 86400.0
+"""What was used since counts as about to be used again."""
+
+_SMALL_FILES = 4 * 4096  # superblock, lock, epoch and mark
+_ASIDE = 4096  # the superblock that takes the place of the old one
+
+
+@dataclass(frozen=True)
+class DiskBound:
+    """What stores may take under one directory.
+
+    ``size`` bounds all of this host's stores there, whoever wrote them; ``keep_free`` stays free on
+    the file system; ``num_ranks_here`` ranks of this server share it. ``for_others`` is the share
+    that is left to what others wrote of late and nobody has open. ``families`` are those of all
+    engines of this server here, whose ranks share it too.
+    """
+
+    size: int
+    keep_free: int = 0
+    num_ranks_here: int = 1
+    for_others: float = 0.0
+    families: frozenset[bytes] = frozenset()
+
+
+def store_bytes(num_places: int, identity: StoreIdentity) -> int:
+    """What a store of so many places takes, everything counted."""
+    journals = 2 * journal_bytes(Shape(identity.proof_bytes), num_places)
+    return num_places * identity.pitch + journals + _SMALL_FILES + _ASIDE
+
+
+def most_places(num_bytes: int, identity: StoreIdentity) -> int:
+    """The most places whose store takes no more than ``num_bytes``; 0 if not even one fits."""
+    low, high = 0, MOST_PLACES - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if store_bytes(middle, identity) <= num_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def free_bytes(root: Path) -> int:
+    """Free on the file system, for users that are not root."""
+    found = os.statvfs(root)
+    return found.f_bavail * found.f_frsize
+
+
+class DiskRoom:
+    """The sharing out of one directory, for one store of ``identity`` that is about to be opened.
+
+    ``shrink`` makes a store that nobody has open smaller, to so many places. ``notes`` tells what
+    was done to others. Only while alone in the directory.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        identity: StoreIdentity,
+        bound: DiskBound,
+        shrink: Callable[[StoreFolder, int], None],
+    ) -> None:
+        self.notes: list[str] = []
+        self._root = root
+        self._identity = identity
+        self._bound = bound
+        self._shrink = shrink
+        self._mine = root / identity.folder_name
+        remove_remains(root)
+        self._others = [each for each in stores_under(root) if each.path != self._mine]
+
+    def make(self) -> int:
+        """How many places the store may have; who is in the way gives way. StoreError if none."""
+        share = self._share(self._kept())
+        if most_places(share, self._identity) < 1:
+            share = self._share(0)
+        if most_places(min(share, self._reachable(share)), self._identity) < 1:
+            raise StoreError(self._why_not(share))  # before anything is removed in vain
+        if self._left_of_bound() < share:
+            self._shrink_siblings(share)
+        self._make_room(share)
+        num_places = most_places(share - max(0, self._lacks(share)), self._identity)
+        if num_places < 1:
+            raise StoreError(self._why_not(share))
+        return num_places
+
+    def _share(self, kept: int) -> int:
+        """Ours, if every rank of this server here gets as much, and the idle keep so much."""
+        return max(0, self._for_all() - kept) // self._bound.num_ranks_here
+
+    def _for_all(self) -> int:
+        """What the idle and all ranks of this server here may have together."""
+        ours = [o for o in self._others if not o.is_open or self._is_sibling(o)]
+        held = allocated_bytes(self._mine) + sum(allocated_bytes(each.path) for each in ours)
+        return min(self._for_all_by_bound(), self._spare() + held)
+
+    def _for_all_by_bound(self) -> int:
+        theirs = sum(o.num_bytes for o in self._others if o.is_open and not self._is_sibling(o))
+        return self._bound.size - theirs
+
+    def _kept(self) -> int:
+        """What idle stores keep that were used of late. The same for a rank that comes later."""
+        recent = sum(o.num_bytes for o in self._idle() if self._is_recent(o))
+        return min(recent, max(0, int(self._for_all() * self._bound.for_others)))
+
+    def _is_recent(self, other: StoreFolder) -> bool:
+        is_whole = other.superblock is not None and not other.trouble
+        return is_whole and time.time() - other.last_used < RECENT_SECONDS
+
+    def _lacks(self, share: int) -> int:
+        """How many bytes of its share a store could not have now."""
+        return share - min(self._left_of_bound(), self._above_floor())
+
+    def _left_of_bound(self) -> int:
+        return self._bound.size - sum(other.num_bytes for other in self._others)
+
+    def _spare(self) -> int:
+        return free_bytes(self._root) - self._bound.keep_free
+
+    def _above_floor(self) -> int:
+        """What the file system has for us, if every rank of this server here gets as much of it."""
+        spare = self._spare()
+        mine = allocated_bytes(self._mine)
+        kin = sum(allocated_bytes(o.path) for o in self._others if self._is_sibling(o))
+        return min(spare + mine, (spare + mine + kin) // self._bound.num_ranks_here)
+
+    def _reachable(self, share: int) -> int:
+        """What could be had if everything went that may go."""
+        idle = sum(other.num_bytes for other in self._idle())
+        excess = sum(
+            max(0, other.num_bytes - share)
+            for other in self._others
+            if not other.is_open and self._is_sibling(other)
+        )
+        return min(self._left_of_bound() + idle + excess, self._above_floor() + idle)
+
+    def _idle(self) -> list[StoreFolder]:
+        """What nobody uses and nobody is about to, the longest unused first."""
+        idle = [o for o in self._others if not o.is_open and not self._is_sibling(o)]
+        return sorted(idle, key=lambda each: each.last_used)
+
+    def _is_sibling(self, other: StoreFolder) -> bool:
+        """Whether another rank of this server has it, or may be about to open it."""
+        if other.superblock is None or other.trouble:
+            return False
+        mine, its = self._identity, other.superblock.identity
+        kin = its.family == mine.family if mine.family else its.namespace == mine.namespace
+        parts = (its.num_ranks, its.stripe, its.num_stripes)
+        if parts != (mine.num_ranks, mine.stripe, mine.num_stripes):
+            return False
+        return its.rank != mine.rank if kin else its.family in self._bound.families
+
+    def _make_room(self, share: int) -> None:
+        """Take what we lack from idle stores, the longest unused first: all of it, or a part."""
+        for kin in self._families():
+            lacks = self._lacks(share)
+            if lacks <= 0:
+                return
+            if lacks < sum(each.num_bytes for each in kin) and all(map(self._is_recent, kin)):
+                self._cut(kin, lacks)
+            else:
+                for each in kin:
+                    self._resize(each, 0, f"{format_size(each.num_bytes)} were needed")
+
+    def _families(self) -> list[list[StoreFolder]]:
+        """Idle stores, the longest unused first, those of one server's ranks together.
+
+        A block counts if every rank has it: they are cut alike.
+        """
+        families: dict[object, list[StoreFolder]] = {}
+        for other in self._idle():
+            key: object = other.path
+            if other.superblock is not None:
+                its = other.superblock.identity
+                key = (its.family or its.namespace, its.num_ranks, its.stripe, its.num_stripes)
+            families.setdefault(key, []).append(other)
+        return sorted(families.values(), key=lambda kin: max(each.last_used for each in kin))
+
+    def _cut(self, kin: list[StoreFolder], needed: int) -> None:
+        """Make stores of one server smaller, by so many bytes together."""
+        left = sum(each.num_bytes for each in kin) - needed
+        for each in kin:
+            assert each.superblock is not None
+            num_places = most_places(left // len(kin), each.superblock.identity)
+            if num_places < each.superblock.num_places:
+                self._resize(each, num_places, f"{format_size(needed)} were needed")
+
+    def _resize(self, other: StoreFolder, num_places: int, why: str) -> None:
+        """Make a store that nobody has open smaller, which is no use of it; or remove it."""
+        try:
+            if num_places:
+                self._shrink(other, num_places)
+                set_last_used(other.path, other.last_used)
+            else:
+                remove_store(other.path)
+        except (KvferryError, OSError) as error:  # opened just now, or not ours to change
+            log.warning("%s is in the way, and stays as it is: %s", other.path, error)
+            return
+        self._others = [o for o in stores_under(self._root) if o.path != self._mine]
+        self._note(f"{other.path} was {'made smaller' if num_places else 'removed'}: {why}")
+
+    def _shrink_siblings(self, share: int) -> None:
+        """The bound is smaller than it was: a sibling not opened yet gets its share now."""
+        for other in [o for o in self._others if not o.is_open and o.num_bytes > share]:
+            if other.superblock is not None and self._is_sibling(other):
+                num_places = most_places(share, other.superblock.identity)
+                self._resize(other, num_places, "to its share of the bound")
+
+    def _note(self, words: str) -> None:
+        log.info("%s", words)
+        self.notes.append(words)
+
+    def _why_not(self, share: int) -> str:
+        bound, least = self._bound, store_bytes(1, self._identity)
+        held = sum(other.num_bytes for other in self._others)
+        reason = (
+            f"the bound is {format_size(bound.size)} (disk_size over its directories), other "
+            f"stores there hold {format_size(held)}, a rank's share is {format_size(share)}"
+        )
+        if min(self._for_all_by_bound() // bound.num_ranks_here, self._left_of_bound()) >= least:
+            reason = (
+                f"{format_size(bound.keep_free)} of the file system must stay free "
+                f"(disk_keep_free), which leaves {format_size(max(0, self._above_floor()))}"
+            )
+        return (
+            f"{self._root}: no room for a store: it needs {format_size(least)} for one block, but "
+            f"{reason}; raise the bound, free some space, or see kvferry disk ls"
+        )

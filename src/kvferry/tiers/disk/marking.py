@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.errors import StoreError
-from kvferry.tiers.disk.epoch import read_epoch
-from kvferry.tiers.disk.files import DiskFile
-from kvferry.tiers.disk.forget_mark import FILE_NAME, ordered_in, write_mark
+from kvferry.tiers.disk.journal import DiskFile
+from kvferry.tiers.disk.link import run_apart
 from kvferry.tiers.disk.messages import StoreAt
-from kvferry.tiers.disk.process import run_apart
-from kvferry.tiers.disk.superblock import read_superblock
+from kvferry.tiers.disk.superblock import FORGET_MARK_FILE_NAME as FILE_NAME
+from kvferry.tiers.disk.superblock import ordered_in, read_epoch, read_superblock, write_mark
 
 log = logging.getLogger(__name__)
 

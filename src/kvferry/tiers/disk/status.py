@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.core.keys import KEY_WORDS, Keys
 from kvferry.errors import TransferError
-from kvferry.keys import KEY_WORDS, Keys
 from kvferry.tiers.disk.messages import Numbers, Words
 from kvferry.types import KEY_BYTES, SlotArray
 

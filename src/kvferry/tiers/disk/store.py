@@ -8,17 +8,23 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from kvferry.closing import Closing
+from kvferry.core.lifecycle import Closing
 from kvferry.errors import KvferryError, StoreError
-from kvferry.tiers.disk import forget_mark
-from kvferry.tiers.disk.allocation import allocate
-from kvferry.tiers.disk.folder import BLOCKS_NAME, StoreFolder, alone_in, set_aside
+from kvferry.tiers.disk import superblock as forget_mark
+from kvferry.tiers.disk.blocks import allocate
+from kvferry.tiers.disk.folder import (
+    BLOCKS_NAME,
+    DiskBound,
+    DiskRoom,
+    StoreFolder,
+    StoreLock,
+    alone_in,
+    set_aside,
+)
+from kvferry.tiers.disk.journal import Shape
 from kvferry.tiers.disk.ledger import FILE_NAMES, Ledger, journal_bytes
-from kvferry.tiers.disk.lock import StoreLock
-from kvferry.tiers.disk.pages import Shape
-from kvferry.tiers.disk.room import DiskBound, DiskRoom
-from kvferry.tiers.disk.store_identity import StoreIdentity
 from kvferry.tiers.disk.superblock import (
+    StoreIdentity,
     Superblock,
     SuperblockError,
     read_superblock,

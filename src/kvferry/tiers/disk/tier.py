@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvferry.core.keys import Keys
 from kvferry.errors import ClosedError, ConfigError, InputError
-from kvferry.keys import Keys
-from kvferry.tiers.base import (
+from kvferry.tiers.contract import (
     CLOSE_SECONDS,
     Batch,
     BatchId,
@@ -22,14 +22,58 @@ from kvferry.tiers.base import (
     check_batch,
     check_size,
 )
-from kvferry.tiers.disk.block_file import pitch_of
-from kvferry.tiers.disk.link import DriveLink, Launch
-from kvferry.tiers.disk.messages import Numbers, OrderMessage, ResultMessage, StoreAt
-from kvferry.tiers.disk.process import DriveProcess
-from kvferry.tiers.disk.setup import DriveSetup
+from kvferry.tiers.disk.blocks import pitch_of
+from kvferry.tiers.disk.link import DriveLink, DriveProcess, Launch
+from kvferry.tiers.disk.messages import DriveSetup, Numbers, OrderMessage, ResultMessage, StoreAt
 from kvferry.tiers.disk.status import DiskFigures, Flags, add_up
-from kvferry.tiers.disk.stripes import Stripes
 from kvferry.types import NO_SLOTS, SlotArray, TierName
+
+RUN_BYTES = 16 << 20
+"""As long as a call to a drive should be."""
+
+
+@dataclass(frozen=True)
+class Stripes:
+    """``places_each`` places on each of ``num_drives`` drives, whole runs of ``run``."""
+
+    num_drives: int
+    places_each: int
+    run: int
+
+    @classmethod
+    def lay_out(cls, num_drives: int, places_each: int, pitch: int) -> Stripes:
+        """Runs are short where there are few places, so that all of them can be used."""
+        if num_drives == 1:
+            return cls(1, places_each, places_each)
+        run = max(1, min(RUN_BYTES // pitch, places_each // 8))
+        return cls(num_drives, places_each - places_each % run, run)
+
+    @property
+    def num_places(self) -> int:
+        return self.num_drives * self.places_each
+
+    def split(self, places: Numbers) -> list[tuple[int, Numbers, Numbers]]:
+        """For each drive concerned: its number, the positions it has, and its own places."""
+        if self.num_drives == 1:
+            return [(0, np.arange(len(places)), places)]
+        runs, within = np.divmod(places, self.run)
+        drives = runs % self.num_drives
+        there = (runs // self.num_drives) * self.run + within
+        return [
+            (drive, positions, there[positions])
+            for drive in range(self.num_drives)
+            if len(positions := np.flatnonzero(drives == drive))
+        ]
+
+    def join(self, drive: int, there: Numbers) -> tuple[Flags, Numbers]:
+        """Which of a drive's own places are places of the tier, and which ones those are."""
+        here = there < self.places_each
+        runs, within = np.divmod(there[here], self.run)
+        return here, (runs * self.num_drives + drive) * self.run + within
+
+
+# ------------------------------------------------------------------------------------------------
+# The tier on disk: places on one or more drives, each served by a process of its own.
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvferry.tiers.base import Way
-from kvferry.tiers.remote.staging import Staging
+from kvferry.tiers.contract import Way
+from kvferry.tiers.remote.window import Staging
 
 
 @dataclass(frozen=True)

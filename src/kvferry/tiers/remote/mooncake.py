@@ -20,13 +20,12 @@ from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from kvferry.quantities import parse_size
-from kvferry.remote_settings import P2P, RemoteAddress
-from kvferry.tiers.base import Way
-from kvferry.tiers.remote.call_lane import CallLane
+from kvferry.core.quantities import parse_size
+from kvferry.settings.remote import P2P, RemoteAddress
+from kvferry.tiers.contract import Way
 from kvferry.tiers.remote.client import Fault, NotOurs, NotThere, Stored
-from kvferry.tiers.remote.staging import Staging, address_of
-from kvferry.tiers.remote.window import Window
+from kvferry.tiers.remote.errand import CallLane
+from kvferry.tiers.remote.window import Staging, Window, address_of
 
 T = TypeVar("T")
 

@@ -7,9 +7,9 @@ import logging
 from dataclasses import asdict
 
 from kvferry.errors import ConfigError
-from kvferry.remote_settings import MOONCAKE, S3, RemoteSettings, read_remote
-from kvferry.tiers.base import TierSetup
-from kvferry.tiers.remote.packs import most_in_one
+from kvferry.settings.remote import MOONCAKE, S3, RemoteSettings, read_remote
+from kvferry.tiers.contract import TierSetup
+from kvferry.tiers.remote.objects import most_in_one
 from kvferry.tiers.remote.tier import OPEN_SECONDS, RemoteTier
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvferry.remote_settings import MOONCAKE, RemoteAddress, read_remote
+from kvferry.settings.remote import MOONCAKE, RemoteAddress, read_remote
 from kvferry.tiers.disk.channel import Channel, Frame
 from kvferry.tiers.disk.engine_memory import EngineMemory
 from kvferry.tiers.disk.messages import (
@@ -32,13 +32,11 @@ from kvferry.tiers.disk.messages import (
     unpack_number,
     unpack_order,
 )
-from kvferry.tiers.remote.bandwidth import Bandwidth
-from kvferry.tiers.remote.breaker import Breaker
 from kvferry.tiers.remote.carrier import Carrier
 from kvferry.tiers.remote.client import StoreClient
 from kvferry.tiers.remote.errand import Errand
-from kvferry.tiers.remote.names import Whose
-from kvferry.tiers.remote.packs import best_in_one
+from kvferry.tiers.remote.limits import Bandwidth, Breaker
+from kvferry.tiers.remote.objects import Whose, best_in_one
 from kvferry.tiers.remote.window import Window
 
 PROBE_SECONDS = 2.0

@@ -10,6 +10,8 @@ may so take the place of a longer; what it lacks is missing until somebody write
 from __future__ import annotations
 
 import asyncio
+import html
+import re
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -18,13 +20,66 @@ import obstore
 from obstore import exceptions
 from obstore.store import S3Store
 
-from kvferry.remote_settings import PACK, RemoteAddress
-from kvferry.tiers.base import Way
+from kvferry.settings.remote import PACK, RemoteAddress
+from kvferry.tiers.contract import Way
 from kvferry.tiers.remote.aws import ca_bundle, s3_config
 from kvferry.tiers.remote.client import Fault, NotOurs, NotThere, Stored
-from kvferry.tiers.remote.packs import most_in_one
-from kvferry.tiers.remote.s3_reasons import reason_of
-from kvferry.tiers.remote.staging import Staging
+from kvferry.tiers.remote.objects import most_in_one
+from kvferry.tiers.remote.window import Staging
+
+_LONGEST = 300
+_SAID = re.compile(r"Error performing (\w+) \S+ in .*? - (.*)")
+_STATUS = re.compile(r"Server returned non-2xx status code: ([^<]*?):? ?(<.*)?")
+_CODE, _MESSAGE = (re.compile(rf"<{tag}>(.*?)</{tag}>") for tag in ("Code", "Message"))
+_TAG = re.compile(r"<[^>]*>?")
+_NO_TLS = re.compile(r"InvalidMessage\(\s*InvalidContentType")
+_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(\w+)")
+_SYSTEM = re.compile(r'message: "([^"]+)"')
+_CERTIFICATES = {
+    "UnknownIssuer": "is signed by nobody whom we trust; AWS_CA_BUNDLE names a file of those",
+    "Expired": "is out of date, or our clock is wrong",
+    "NotValidYet": "is not valid yet, or our clock is wrong",
+    "NotValidForName": "names another server",
+}
+
+
+def reason_of(error: Exception) -> str:
+    """What the server or the system said, without the object's long name."""
+    said, _, inner = str(error).partition("\n\nDebug source")
+    text = " ".join(said.split())
+    found = _SAID.search(text)
+    if found:
+        text = f"{found[1]}: {_answer(found[2])}"
+    certificate, system = _CERTIFICATE.search(inner), _SYSTEM.search(inner)
+    if certificate:
+        kind = certificate[1].removesuffix("Context")
+        text = f"its certificate {_CERTIFICATES.get(kind, f'is not valid: {kind}')}"
+    elif _NO_TLS.search(inner):
+        text = "what answers there does not speak https; is its endpoint http://...?"
+    elif system and system[1] not in text:
+        text = f"{text}: {system[1]}"
+    return text[:_LONGEST] or type(error).__name__
+
+
+def _answer(said: str) -> str:
+    """A server's answer: its status, and of what it says in XML or HTML the words."""
+    found = _STATUS.fullmatch(said)
+    if found is None:
+        return said
+    status, body = found[1], found[2] or ""
+    parts = [match[1] for tag in (_CODE, _MESSAGE) if (match := tag.search(body))]
+    words = html.unescape(": ".join(parts) or _TAG.sub(" ", body))
+    return ": ".join(filter(None, (status, " ".join(words.split()))))
+
+
+# ------------------------------------------------------------------------------------------------
+# S3 and what speaks like it: objects of one or more blocks, many requests at once.
+#
+# Servers differ. Some honour a conditional put, some ignore it and overwrite, some refuse it; some
+# answer a missing bucket as a missing object. Nothing here rests on that: an object proves itself
+# when it is read, and whoever overwrites writes the same bytes: of as many blocks, or of another
+# number of those that end with the same one. Where the server ignores the condition a shorter object
+# may so take the place of a longer; what it lacks is missing until somebody writes it again.
 
 _CALLS, _MOST_CALLS, FIND_CALLS = 32, 64, 128
 _ENOUGH_BYTES, _MOST_BYTES = 32 << 20, 256 << 20

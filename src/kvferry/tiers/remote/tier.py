@@ -22,7 +22,7 @@ from secrets import randbits
 import numpy as np
 
 from kvferry.errors import ClosedError, InputError
-from kvferry.tiers.base import (
+from kvferry.tiers.contract import (
     CLOSE_SECONDS,
     Batch,
     BatchId,
@@ -40,8 +40,8 @@ from kvferry.tiers.disk.messages import (
     unpack_says,
     unpack_text,
 )
-from kvferry.tiers.remote.beside import Beside, Launch, ProcessBeside
-from kvferry.tiers.remote.names import SHARED
+from kvferry.tiers.remote.child import Beside, Launch, ProcessBeside
+from kvferry.tiers.remote.objects import SHARED
 from kvferry.types import TierName
 
 log = logging.getLogger(__name__)

@@ -17,10 +17,66 @@ import ctypes
 import mmap
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import numpy as np
 
-from kvferry.tiers.remote.staging import address_of
+_PAGE = 4096
+
+
+class Staging:
+    """Room for ``count`` objects in one piece. Owns it; lends it out object by object.
+
+    One piece, so that an engine that registers memory can register it whole.
+    """
+
+    def __init__(self, object_bytes: int, count: int) -> None:
+        self.pitch = -(-object_bytes // _PAGE) * _PAGE
+        self.num_bytes = self.pitch * count
+        memory = memoryview(_memory(self.num_bytes))
+        self.address = address_of(memory)
+        self._rooms = [
+            memory[at : at + object_bytes] for at in range(0, self.num_bytes, self.pitch)
+        ]
+        self._free = list(range(count))
+
+    def lend(self, count: int) -> list[memoryview]:
+        """So many of them, or none where there are not so many."""
+        if count > len(self._free):
+            return []
+        return [self._rooms[self._free.pop()] for _ in range(count)]
+
+    def give_back(self, memory: memoryview) -> None:
+        """Memory that was lent; what was never lent is its owner's."""
+        offset = address_of(memory) - self.address
+        if 0 <= offset < self.num_bytes:
+            self._free.append(offset // self.pitch)
+
+
+def _memory(num_bytes: int) -> mmap.mmap:
+    """Pages of 2 MiB where they can be had: every copy here touches all of them."""
+    memory = mmap.mmap(-1, num_bytes)
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def address_of(memory: memoryview) -> int:
+    return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
+
+
+# ------------------------------------------------------------------------------------------------
+# The engine's host slots, mapped here: a client reads and writes blocks where they lie.
+#
+# ::
+#
+#     slot   | the block's bytes        | seal | ...    begins on a page
+#            └── one object of the store ──────┘
+#
+# A call to a store that is given up may still write, at any later time. So its slots are cut off
+# before their batch ends: other pages, which are nobody's, take their place here, and what comes late
+# falls into those. The kernel does that for all threads at once; when it returns, none of them can
+# reach the engine's memory there any more, not even in the middle of a copy.
 
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _FIXED, _NORESERVE = 0x10, 0x4000

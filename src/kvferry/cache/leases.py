@@ -1,0 +1,160 @@
+"""A claim on slots while bytes move: one object, ended exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import InputError, LeaseError
+from kvferry.types import SlotArray, as_slots
+
+Places = Sequence[int] | npt.NDArray[np.integer]
+"""Which slots of a lease, by their place in ``Lease.slots``."""
+
+_ALL_WELL = as_slots(())
+
+
+class Purpose(Enum):
+    """Why slots are claimed."""
+
+    WRITE = "write"  # bytes are arriving: not matchable, not evictable
+    READ = "read"  # bytes are leaving: matchable, not evictable
+    COPY = "copy"  # as READ, but no sign of use: the slots keep their place in the eviction order
+
+
+class Ending(Enum):
+    """How a lease ends. WRITE: commit or abort. READ and COPY: release or spoil."""
+
+    COMMIT = "commit"
+    ABORT = "abort"
+    RELEASE = "release"
+    SPOIL = "spoil"
+
+
+_ENDS_OF_WRITING = (Ending.COMMIT, Ending.ABORT)
+_ENDS_OF_READING = (Ending.RELEASE, Ending.SPOIL)
+
+
+class Owner(Protocol):
+    """Who made a lease: a pool."""
+
+    def end(self, lease: Lease, ending: Ending, failed: SlotArray) -> None:
+        """Take the slots back; called once, by the lease. ``failed`` are places, all valid."""
+
+    def disown(self, lease: Lease) -> None:
+        """Stop believing in the bytes; the slots stay claimed until the lease ends."""
+
+
+class Lease:
+    """A claim on ``slots``, made by a pool and given back to it exactly once.
+
+    ``positions[i]`` says which of the keys that were asked for got ``slots[i]``. The pool owns the
+    slots' state; the lease owns only the right to end the claim.
+    """
+
+    __slots__ = ("_owner", "ended", "positions", "purpose", "slots")
+
+    def __init__(
+        self,
+        purpose: Purpose,
+        slots: SlotArray,
+        positions: SlotArray,
+        owner: Owner,
+    ) -> None:
+        self.purpose = purpose
+        self.slots = slots
+        self.positions = positions
+        self.ended: Ending | None = None
+        self._owner = owner
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def commit(self, failed: Places = _ALL_WELL) -> None:
+        """The bytes are there: the blocks may be matched from now on.
+
+        Except at the places in ``failed``: those blocks are aborted, and with them the blocks of
+        this lease that follow one of them in a chain. Nobody could reach these, and they would
+        take room from what can be reached.
+        """
+        self._finish(Ending.COMMIT, failed)
+
+    def abort(self) -> None:
+        """The bytes did not come: the slots go back as if never asked for."""
+        self._finish(Ending.ABORT)
+
+    def release(self, failed: Places = _ALL_WELL) -> None:
+        """The bytes were read: the slots may be evicted again.
+
+        Except at the places in ``failed``: those blocks are spoiled. What follows one of them in a
+        chain is good and stays, to be reached again once its parent is back; but it served nobody,
+        so this is no use of it.
+        """
+        self._finish(Ending.RELEASE, failed)
+
+    def spoil(self) -> None:
+        """The bytes could not be read: the blocks must never be matched again."""
+        self._finish(Ending.SPOIL)
+
+    def disown(self) -> None:
+        """The bytes are in doubt while the claim goes on: its blocks must not be matched.
+
+        A slow rank may still touch the slots, so they stay claimed until the lease ends.
+        """
+        self._owner.disown(self)
+
+    def _finish(self, ending: Ending, failed: Places = _ALL_WELL) -> None:
+        if self.ended is not None:
+            raise LeaseError(f"{self!r} cannot {ending.value}: it ended by {self.ended.value}")
+        endings = _ENDS_OF_WRITING if self.purpose is Purpose.WRITE else _ENDS_OF_READING
+        if ending not in endings:
+            allowed = " or ".join(e.value for e in endings)
+            raise LeaseError(f"{self!r} cannot {ending.value}: it ends by {allowed}")
+        places = as_slots(failed) if len(failed) else _ALL_WELL
+        if len(places) and int(places.max()) >= len(self.slots):
+            raise InputError(
+                f"{self!r} cannot {ending.value} with place {int(places.max())} failed: "
+                f"its places are 0 to {len(self) - 1}"
+            )
+        self.ended = ending
+        self._owner.end(self, ending, places)
+
+    def __repr__(self) -> str:
+        return f"Lease({self.purpose.value}, {len(self)} slots)"
+
+
+# ------------------------------------------------------------------------------------------------
+# What a slot of a pool can be, and how many of a pool's slots are what.
+
+
+class SlotState(IntEnum):
+    """What a slot is; see the drawing at the top of ``pool.py``."""
+
+    FREE = 0
+    WRITING = 1
+    CACHED = 2
+    DOOMED = 3
+    UNREADY = 4
+
+
+@dataclass(frozen=True)
+class PoolCounts:
+    """How the slots of a pool are used; ``free + cached + leased + unready == total``, always.
+
+    ``unready`` slots exist, but their memory cannot be used yet. ``held`` ones, which are among the
+    leased, stay because somebody asked for that; ``refused_holds`` blocks were to be, and are not.
+    """
+
+    free: int
+    cached: int
+    leased: int
+    total: int
+    evicted: int
+    unready: int = 0
+    held: int = 0
+    refused_holds: int = 0

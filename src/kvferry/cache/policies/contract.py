@@ -1,0 +1,207 @@
+"""What an eviction policy is told and may ask; what it must answer.
+
+A policy learns of three different things: blocks that came (``insert``), blocks that served a
+request (``use``), and blocks that must stay only because others follow them (``keep``). It says who
+goes first (``take``). Whether a block may go at all is for the pool to know. One that
+``HearsRequests`` is also told what was asked for, here or not; one that ``HearsHints``, what was
+said of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.core.arguments import find_factory
+from kvferry.core.keys import Keys
+from kvferry.errors import ConfigError
+from kvferry.settings.policies import factory_of, read_policy
+from kvferry.types import SlotArray
+
+
+class Arriving(NamedTuple):
+    """Blocks that want slots: what room is needed for. To be looked at, not to be kept.
+
+    ``keys`` are those of one call, in the order of their chain; ``slots`` says where each of them
+    is, ``NO_SLOT`` for those that want one. ``parent`` is the slot of the block before the first of
+    them, ``NO_SLOT`` where there is none here. Blocks that are not ``chained`` stand alone.
+    """
+
+    keys: Keys
+    slots: SlotArray
+    parent: int
+    chained: bool
+
+
+class Evidence(NamedTuple):
+    """What was said of a conversation by whoever knows more of it than its blocks tell.
+
+    It is ``over``, or it ``goes_on`` (``within`` so many seconds from now, where that was said).
+    """
+
+    over: bool = False
+    goes_on: bool = False
+    within: float | None = None
+
+
+@dataclass(frozen=True)
+class Residents:
+    """What a policy may see of the blocks in a pool: questions, answered when they are asked.
+
+    A *position* is how many blocks of its chain come before a block, and a *conversation* is a
+    number: a block that follows the last of a chain goes on with its conversation, one that follows
+    a block which is followed already begins another, as does one that follows nothing. So what
+    several conversations share belongs to the first of them. Both are known only to a policy that
+    ``wants_chains``; blocks that are not chained are at position 0 of a conversation of their own.
+    """
+
+    num_slots: int
+    now: Callable[[], float]
+    """Seconds, from some moment on; while a policy is told of a request, when that was."""
+    keys_of: Callable[[SlotArray], Keys]
+    positions_of: Callable[[SlotArray], npt.NDArray[np.int64]]
+    conversations_of: Callable[[SlotArray], npt.NDArray[np.int64]]
+    parents_of: Callable[[SlotArray], SlotArray]
+    """The slot of the block before each, ``NO_SLOT`` where there is none here."""
+    num_followers_of: Callable[[SlotArray], npt.NDArray[np.int32]]
+    """How many blocks come right after each. One that is followed cannot go without them."""
+    is_idle: Callable[[SlotArray], npt.NDArray[np.bool_]]
+    """Whether each is cached, read by nobody, and no part of what arrives: else it cannot go."""
+    can_go: Callable[[int], bool]
+    """Whether one, by its slot, could go now: it is idle, and no block comes right after it."""
+    feeds_below: Callable[[], bool] = lambda: False
+    """Whether what goes is copied to a level below, so that who is refused is lost to that, too."""
+
+
+class EvictionPolicy(Protocol):
+    """In which order cached blocks should go. Owns what it remembers; leaves claims to the pool.
+
+    A policy holds a slot from ``insert`` until the slot is taken or discarded, and again from when
+    it is kept, used or put back. Slots in a call are distinct. Every call takes a whole batch.
+    """
+
+    wants_chains: bool
+    """Whether positions and conversations are to be kept for it: costs a little at every store."""
+
+    def insert(self, slots: SlotArray) -> None:
+        """These blocks can be matched from now on; in the order of their chain."""
+
+    def use(self, slots: SlotArray) -> None:
+        """A request was served with these blocks, or stores what follows them; in chain order."""
+
+    def keep(self, slots: SlotArray) -> None:
+        """These, taken before, must stay as long as those that follow them; followers first.
+
+        No sign of use: they were met before blocks that depend on them.
+        """
+
+    def put_back(self, slots: SlotArray) -> None:
+        """These stay for now: they would go first again, in this order."""
+
+    def take(self, count: int, arriving: Arriving) -> SlotArray:
+        """Let go of up to ``count`` slots and return them, the first to go first.
+
+        The pool evicts those that may go, then keeps or puts back the others; one that is claimed
+        comes back when its claim ends. It asks again while it lacks room, until the answer is
+        empty: the rest of what arrives is not stored then. So a policy refuses newcomers.
+        """
+
+    def peek(self, count: int) -> SlotArray:
+        """Up to ``count`` slots that would go first, in that order; changes nothing."""
+
+    def holds(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
+        """For each slot, whether it is held."""
+
+    def discard(self, slots: SlotArray) -> None:
+        """These slots left the cache; those that are not held are ignored."""
+
+    def clear(self) -> None:
+        """Let go of every slot."""
+
+
+@runtime_checkable
+class HearsHints(Protocol):
+    """An eviction policy that takes hints as evidence. Others are helped by the pool."""
+
+    def hint(self, slots: SlotArray, evidence: Evidence) -> None:
+        """This was said of one request's blocks: those that are cached, in chain order.
+
+        In host memory these are its leading ones, a level may have only its end. Told once it has
+        stored what it had to, so after their ``insert`` or ``use``; of several times that it is
+        told, the last counts. A later use of the last of them may prove it wrong.
+        """
+
+
+@runtime_checkable
+class HearsRequests(Protocol):
+    """An eviction policy that is told of every request, also of what was not here."""
+
+    def asked(self, keys: Keys, num_tokens: int, slots: SlotArray) -> None:
+        """A request asks for these blocks: all whole ones of its ``num_tokens``, from the first on.
+
+        ``slots`` are the leading ones that it found here. Told once for each request, when it comes
+        or some requests later, but before anything here changes or is chosen, so before its own
+        blocks are stored.
+        """
+
+    def answered(self, keys: Keys, num_tokens: int) -> None:
+        """A request with these whole blocks, its answer's among them, got that many tokens.
+
+        Told once it is over, or later in the same way, before or after the last of its blocks are
+        stored.
+        """
+
+
+EvictionPolicyMaker = Callable[[Residents], EvictionPolicy]
+"""What makes a policy for a pool: mostly its class."""
+
+
+# ------------------------------------------------------------------------------------------------
+# Eviction policies by name or by module path, as the setting ``policy`` has them.
+
+_VERBS = ("insert", "use", "keep", "put_back", "take", "peek", "holds", "discard", "clear")
+
+
+def policy_named(policy: str) -> EvictionPolicyMaker:
+    """What makes this policy for a pool: ``Pool(num_slots, policy_named(config.policy))``.
+
+    ConfigError, with the policy and the reason, where it cannot be found; and again from the maker
+    where what it makes is no policy.
+    """
+    policy = read_policy("policy", policy)
+    make = _found(policy)
+
+    def made(residents: Residents) -> EvictionPolicy:
+        try:
+            found = make(residents)
+        except Exception as error:  # whatever somebody's factory raises
+            raise ConfigError(
+                f"policy: {policy} could not be made: {type(error).__name__}: {error}"
+            ) from error
+        wrong = _what_is_wrong(found)
+        if wrong:
+            raise ConfigError(
+                f"policy: {policy} gave {type(found).__name__}, which is no eviction policy: "
+                f"{wrong} (see kvferry.engine.EvictionPolicy)"
+            )
+        return cast(EvictionPolicy, found)
+
+    return made
+
+
+def _found(policy: str) -> Callable[[Residents], Any]:
+    return find_factory(factory_of(policy), what=f"policy: {policy}", where="scheduler runs")
+
+
+def _what_is_wrong(policy: Any) -> str:
+    """Where it breaks the contract as far as can be seen from outside; empty if nowhere."""
+    lacking = [verb for verb in _VERBS if not callable(getattr(policy, verb, None))]
+    if lacking:
+        return f"it lacks {', '.join(lacking)}"
+    if not isinstance(getattr(policy, "wants_chains", None), bool):
+        return "its wants_chains is neither True nor False"
+    return ""

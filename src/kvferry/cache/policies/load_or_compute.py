@@ -1,0 +1,237 @@
+"""Load or recompute: which brings a hit's tokens sooner, by what was measured so far."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+from kvferry.types import HOST, TierName
+
+_WEIGHT = 0.2  # of the newest measurement in a running average
+_MIN_TOKENS = 16  # a measurement over fewer tokens is mostly overhead
+# Hits in a row that computing wins, before one is loaded to see: only loads measure. Soon at first,
+# when all that is known may be one slow read of a drive that had just woken; then ever more rarely.
+_FIRST_PATIENCE, _MOST_PATIENCE = 2, 32
+
+
+class Verdict(Enum):
+    """Why a hit is loaded or not."""
+
+    LOAD_ALWAYS = "load_always"  # the policy says so
+    COMPUTE_ALWAYS = "compute_always"  # the policy says so
+    LOAD_UNMEASURED = "load_unmeasured"  # a rate is not known yet: loading is the better bet
+    LOAD_FASTER = "load_faster"  # by what was measured so far
+    COMPUTE_FASTER = "compute_faster"  # by what was measured so far
+    LOAD_TO_MEASURE = "load_to_measure"  # computing won so long that the link may be another now
+
+
+class Decision(NamedTuple):
+    """One verdict and the two times it compares, in seconds (None: not known)."""
+
+    verdict: Verdict
+    load_seconds: float | None = None
+    compute_seconds: float | None = None
+
+    @property
+    def load(self) -> bool:
+        return self.verdict not in (Verdict.COMPUTE_ALWAYS, Verdict.COMPUTE_FASTER)
+
+
+class LoadOrCompute:
+    """Decides per request. Owns running averages: the prefill rate, and each link's bandwidth.
+
+    The link to the device is one; each level below the host has another. One bad first measurement
+    would end all loads, and with them all measurements: so a hit is loaded now and then although
+    computing it looks faster, soon at first and then after twice as many each time.
+    """
+
+    def __init__(self, policy: str, *, prefill_rate: float | None = None) -> None:
+        self._policy = policy
+        self._given_rate = prefill_rate
+        self._learned_rate: float | None = None
+        self._bandwidths: dict[TierName, float] = {}
+        self._num_declined: dict[TierName, int] = {}  # in a row, on each link
+        self._patience: dict[TierName, int] = {}
+
+    @property
+    def prefill_rate(self) -> float | None:
+        """Tokens per second; what was given wins over what was learned."""
+        return self._given_rate if self._given_rate is not None else self._learned_rate
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Bytes per second of loads to the device, as measured."""
+        return self.bandwidth_of(HOST)
+
+    def bandwidth_of(self, link: TierName) -> float | None:
+        """Bytes per second from the host to the device, or from a level to the host."""
+        return self._bandwidths.get(link)
+
+    def note_load(self, num_bytes: int, seconds: float, link: TierName = HOST) -> None:
+        """A load of this size took this long on the link."""
+        if num_bytes > 0 and seconds > 0:
+            old = self._bandwidths.get(link)
+            self._bandwidths[link] = _average(old, num_bytes / seconds)
+
+    def note_prefill(self, num_tokens: int, seconds: float) -> None:
+        """The engine computed this many prompt tokens in this time."""
+        if num_tokens >= _MIN_TOKENS and seconds > 0:
+            self._learned_rate = _average(self._learned_rate, num_tokens / seconds)
+
+    def decide(
+        self, num_tokens: int, num_bytes: int, queued_bytes: int, link: TierName = HOST
+    ) -> Decision:
+        """For a hit of ``num_tokens`` in ``num_bytes``, behind ``queued_bytes`` on the link.
+
+        What comes from a level has the link to the device before it still.
+        """
+        if self._policy == "always":
+            return Decision(Verdict.LOAD_ALWAYS)
+        if self._policy == "never":
+            return Decision(Verdict.COMPUTE_ALWAYS)
+        bandwidth = self._bandwidths.get(link)
+        if bandwidth is None or self.prefill_rate is None or not num_bytes:
+            return Decision(Verdict.LOAD_UNMEASURED)
+        load = (num_bytes + queued_bytes) / bandwidth
+        if link != HOST:
+            load += num_bytes / self._bandwidths.get(HOST, float("inf"))
+        compute = num_tokens / self.prefill_rate
+        if load <= compute:
+            self._num_declined[link] = 0
+            return Decision(Verdict.LOAD_FASTER, load, compute)
+        if self._is_time_to_measure(link) and not queued_bytes:
+            self._num_declined[link] = 0
+            self._patience[link] = min(_MOST_PATIENCE, 2 * self._patience[link])
+            return Decision(Verdict.LOAD_TO_MEASURE, load, compute)
+        return Decision(Verdict.COMPUTE_FASTER, load, compute)
+
+    def _is_time_to_measure(self, link: TierName) -> bool:
+        """Computing wins once more; whether it has won as often as there is patience for."""
+        self._num_declined[link] = self._num_declined.get(link, 0) + 1
+        return self._num_declined[link] >= self._patience.setdefault(link, _FIRST_PATIENCE)
+
+
+class BusyTime:
+    """How long a link has something to do, counted where results come in. Owns three numbers.
+
+    The time of a transfer alone would not do: many are under way at once, and wait for each other.
+    """
+
+    def __init__(self) -> None:
+        self._num_under_way = 0
+        self.since = 0.0
+        """When it last brought something, or began to have something to do."""
+        self._num_bytes = 0
+
+    def begin(self, now: float) -> None:
+        """A transfer is on its way."""
+        if not self._num_under_way:
+            self.since, self._num_bytes = now, 0
+        self._num_under_way += 1
+
+    def give_up(self) -> None:
+        """Nobody waits for one of them any longer, which is no news of the others."""
+        self._num_under_way -= 1
+
+    def end(self, num_bytes: int, now: float) -> tuple[int, float]:
+        """It ended with so many bytes; returns what came in which time since there was news."""
+        self._num_under_way -= 1
+        self._num_bytes += num_bytes
+        if now <= self.since:  # several came at once: they count with the next
+            return 0, 0.0
+        came, seconds = self._num_bytes, now - self.since
+        self.since, self._num_bytes = now, 0
+        return came, seconds
+
+
+def _average(old: float | None, new: float) -> float:
+    return new if old is None else old + _WEIGHT * (new - old)
+
+
+# ------------------------------------------------------------------------------------------------
+# When a request may run before its load has landed: its layers then wait for their own parts.
+#
+# ::
+#
+#     landed first    [load ----------------------][forward]
+#     overlapped      [load ----------------------]
+#                        [forward, each layer behind its part]
+#
+# Everybody in a step waits for it. So where others are, a load counts as landed only when the rest of
+# it takes no longer than they may be held up; where they may not be at all, it lands first.
+
+
+class OverlapVerdict(Enum):
+    """How a load and the forward pass that reads it go together."""
+
+    OFF = "off"  # the settings say so, or this model or engine cannot wait layer by layer
+    ALWAYS = "always"  # the settings say so
+    SHORT = "short"  # so short that there is nothing to hide
+    OTHERS = "others"  # others are there, and may not be held up
+    UNMEASURED = "unmeasured"  # others are there, and nobody knows how long it would hold them up
+    ALONE = "alone"  # nobody else is there: the forward pass begins as soon as the load has
+    WITHIN = "within"  # others are there, and all of it holds them up for less than they may be
+    ENDING = "ending"  # others are there: the forward pass begins when the rest of it does
+
+
+class OverlapDecision(NamedTuple):
+    """One verdict. Where others are ``share`` of the load must have landed before it may be read.
+
+    None: all of it must have, and its request is not told of before, whoever runs.
+    """
+
+    verdict: OverlapVerdict
+    share: float | None = None
+    load_seconds: float | None = None
+
+    @property
+    def is_early(self) -> bool:
+        return self.share is not None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it may be read at once as long as nobody comes."""
+        return self.verdict in (OverlapVerdict.ALONE, OverlapVerdict.ALWAYS)
+
+    @property
+    def words(self) -> str:
+        """For people who ask."""
+        if self.share is None or self.load_seconds is None:
+            return self.verdict.value
+        return (
+            f"{self.verdict.value}: {1e3 * self.load_seconds:.1f} ms to load, beside others once "
+            f"{100 * self.share:.0f}% have landed"
+        )
+
+
+class Overlapping:
+    """Decides for each load. Owns no figures: how long a load takes is told."""
+
+    LEAST_SECONDS = 1e-3
+    """A load that takes less is over before a forward pass is on its way."""
+
+    def __init__(self, policy: str, *, stall: float) -> None:
+        """By ``policy`` (auto, always, off); a step may be held up by ``stall`` seconds."""
+        self._policy = policy
+        self._stall = stall
+
+    def decide(self, load_seconds: float | None, has_others: bool) -> OverlapDecision:
+        """For a load that takes so long by what was measured, beside other requests or none."""
+        if self._policy == "off":
+            return OverlapDecision(OverlapVerdict.OFF)
+        if self._policy == "always":
+            return OverlapDecision(OverlapVerdict.ALWAYS, 0.0, load_seconds)
+        if has_others and not self._stall:
+            return OverlapDecision(OverlapVerdict.OTHERS, None, load_seconds)
+        if load_seconds is None:
+            # Others may come while it is on its way: then it is not told of before it has landed.
+            return OverlapDecision(
+                OverlapVerdict.UNMEASURED if has_others else OverlapVerdict.ALONE, 1.0
+            )
+        if load_seconds < self.LEAST_SECONDS:
+            return OverlapDecision(OverlapVerdict.SHORT, None, load_seconds)
+        share = max(0.0, 1.0 - self._stall / load_seconds)
+        if not has_others:
+            return OverlapDecision(OverlapVerdict.ALONE, share, load_seconds)
+        verdict = OverlapVerdict.ENDING if share else OverlapVerdict.WITHIN
+        return OverlapDecision(verdict, share, load_seconds)

@@ -1,0 +1,464 @@
+"""Learns when conversations return, and keeps those that are most likely to before they cost much.
+
+Every request is a record: how many turns its conversation has had, how long it stayed away, how
+much it grew, how long its answer was. From those that came back, when, and those that did not, it
+learns the chance to return at each age (``hazards.py``). What a block is worth is that chance over
+the time it would be held. To make room, a few segments are looked at, and the one of least worth
+loses its end; where that would be the newcomer, it is not stored.
+
+Deterministic: the same calls at the same times make the same choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+from math import inf
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.cache.policies.contract import Arriving, Evidence, Residents
+from kvferry.cache.policies.hazards import NO_ROW, Said
+from kvferry.cache.policies.history import NO_RECORD, Heard, Segments
+from kvferry.core.keys import Keys
+from kvferry.types import NO_SLOT, NO_SLOTS, SlotArray
+
+
+class ConversationSlots:
+    """Owns segments, and for each its record, its rows in the table of worths, and its time.
+
+    What is worth least, and what is heard of requests, is for :class:`Returns` to say.
+    """
+
+    wants_chains = True
+
+    def __init__(self, residents: Residents) -> None:
+        num_slots = residents.num_slots
+        self._residents = residents
+        self._segments = Segments(num_slots, self._emptied)
+        self._heard = Heard(num_slots)
+        self._time = np.full(num_slots, 0.0)
+        self._row = np.full(num_slots, 0, dtype=np.int64)
+        self._record = np.full(num_slots, NO_RECORD, dtype=np.int64)
+        self._common = np.full(num_slots, NO_ROW, dtype=np.int64)
+        self._ways = np.full(num_slots, 0, dtype=np.int64)  # 0: not shared
+        self._segment_of: dict[int, int] = {}  # by record
+        self._walks = False  # whether requests are told with what they found
+        self._front = -1  # the segment of what was put back
+        self._queue: dict[int, float] = {}  # segments that go next, and what they were worth
+        self._now = 0.0
+
+    # -- the slots ------------------------------------------------------------------------------
+
+    def insert(self, slots: SlotArray) -> None:
+        self._leave(slots)
+        self._attach(slots)
+
+    def _leave(self, slots: SlotArray) -> None:
+        """Those of these slots that are held are held no longer."""
+        if self._segments.holds_any(slots):
+            self._segments.leave(slots[self._segments.holds(slots)])
+
+    def use(self, slots: SlotArray) -> None:
+        if not self._segments.holds_all(slots):
+            held = self._segments.holds(slots)
+            self._attach(slots[~held])
+            slots = slots[held]
+        if self._front >= 0 and len(slots):
+            in_front = slots[self._segments.of_slots(slots) == self._front]
+            if len(in_front):
+                self._segments.leave(in_front)
+                self._attach(in_front)
+        if not self._walks and len(slots):  # what is used is all there is to go by
+            self._refresh(slots)
+
+    def _refresh(self, slots: SlotArray) -> None:
+        """Segments of which slots were used are as new as the last request that had these."""
+        record = self._record_of(slots)
+        segments = self._segments.of_slots(slots)
+        self._time[segments] = self._tick()
+        self._row[segments] = self._heard.row(record)
+
+    def keep(self, slots: SlotArray) -> None:
+        if len(slots):
+            self.insert(np.ascontiguousarray(slots[::-1]))
+
+    def put_back(self, slots: SlotArray) -> None:
+        if not len(slots):
+            return
+        self._leave(slots)
+        slots = np.ascontiguousarray(slots[::-1])
+        if self._front >= 0:
+            self._segments.push(self._front, slots)
+            return
+        self._front = self._begin(slots, NO_RECORD)
+
+    def _attach(self, slots: SlotArray) -> None:
+        """Slots that are not held: behind those they follow, or in segments of their own."""
+        if not len(slots):
+            return
+        parents = self._residents.parents_of(slots)
+        edges = (parents[1:] != slots[:-1]).nonzero()[0]
+        if not len(edges):
+            self._attach_run(slots, parents.item(0))
+            return
+        if len(edges) == len(slots) - 1:
+            self._attach_loose(slots)
+            return
+        bounds = [0, *(edges + 1).tolist(), len(slots)]
+        for start, end in pairwise(bounds):
+            self._attach_run(slots[start:end], parents.item(start))
+
+    def _attach_run(self, slots: SlotArray, parent: int) -> None:
+        """A run of a chain: first what others share, then what is one conversation's own."""
+        segments = self._segments
+        behind = -1  # the segment that ends where the run begins
+        if parent != NO_SLOT and segments.has(parent):
+            segment = segments.of(parent)
+            if segments.end.item(segment) == parent and segment != self._front:
+                behind = segment
+        if (
+            behind >= 0
+            and not self._ways.item(behind)
+            and self._residents.num_followers_of(np.array([parent])).item(0) <= 1
+        ):
+            segments.push(behind, slots)
+            return
+        record = self._record_of(slots)
+        num_shared, common, ways = self._heard.shared(record)
+        if num_shared:
+            num_shared -= self._residents.positions_of(slots[:1]).item(0)
+        if num_shared > 0:
+            part, slots = slots[:num_shared], slots[num_shared:]
+            if behind >= 0:
+                segments.push(behind, part)
+            else:
+                segment = self._begin(part, record)
+                self._common[segment] = common
+                self._ways[segment] = ways
+        if len(slots):
+            self._belongs(self._begin(slots, record), record)
+
+    def _record_of(self, slots: SlotArray) -> int:
+        """The last request that had the last of these, as far as is known."""
+        record = self._heard.latest_with(self._residents.keys_of(slots[-1:]))
+        if record is None:
+            record = self._heard.record_of(self._residents.keys_of(slots))
+        return record
+
+    def _attach_loose(self, slots: SlotArray) -> None:
+        """Blocks that stand alone, or are parts of many chains: by whom they were asked for."""
+        records = self._heard.records_of(self._residents.keys_of(slots))
+        for record in dict.fromkeys(records.tolist()):
+            self._attach_part(slots[records == record], record)
+
+    def _attach_part(self, slots: SlotArray, record: int) -> None:
+        """Before or behind what is here of the same conversation: its end must go first."""
+        segment = self._segment_of.get(record)
+        if segment is None:
+            self._belongs(self._begin(slots, record), record)
+            return
+        keys_of, end = self._residents.keys_of, self._segments.end[segment : segment + 1]
+        if self._heard.is_deeper(keys_of(slots[:1]), keys_of(end)):
+            self._segments.push(segment, slots)
+        else:
+            self._segments.sink(segment, slots)
+
+    def _begin(self, slots: SlotArray, record: int) -> int:
+        """A segment of these slots, worth what a record says."""
+        segment = self._segments.new(slots)
+        self._row[segment] = self._heard.row(record)
+        self._time[segment] = self._heard.time(record, self._tick())
+        self._ways[segment] = 0
+        self._common[segment] = NO_ROW
+        return segment
+
+    def _emptied(self, segment: int) -> None:
+        if segment == self._front:
+            self._front = -1
+        self._belongs(segment, NO_RECORD)
+
+    def _belongs(self, segment: int, record: int) -> None:
+        """A segment is the end of this record's conversation; of none, where there is no record."""
+        self._queue.pop(segment, None)
+        before = self._record.item(segment)
+        if before != NO_RECORD and self._segment_of.get(before) == segment:
+            del self._segment_of[before]
+        self._record[segment] = record
+        if record != NO_RECORD:
+            self._segment_of[record] = segment
+
+    def holds(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
+        return self._segments.holds(slots)
+
+    def discard(self, slots: SlotArray) -> None:
+        self._leave(slots)
+
+    def clear(self) -> None:
+        self._segments.clear()
+        self._queue.clear()
+
+    def _tick(self) -> float:
+        """The time, which never goes back."""
+        self._now = max(self._now, self._residents.now())
+        return self._now
+
+
+# ------------------------------------------------------------------------------------------------
+# Learns when conversations return, and keeps those that are most likely to before they cost much.
+#
+# Every request is a record: how many turns its conversation has had, how long it stayed away, how
+# much it grew, how long its answer was. From those that came back, when, and those that did not, it
+# learns the chance to return at each age (``hazards.py``). What a block is worth is that chance over
+# the time it would be held. To make room, a few segments are looked at, and the one of least worth
+# loses its end; where that would be the newcomer, it is not stored.
+#
+# Deterministic: the same calls at the same times make the same choices.
+
+_SAMPLES = 64
+_VICTIMS = 4  # at least, of one look; then others are looked at
+_FEW = 4  # but no more than one in so many: where there are few, what is worth much is among them
+_PART = 8  # of those looked at, one in so many may go
+_LOOK_EVERY = 8  # requests, where those that were looked at last have not gone meanwhile
+_WIDE = 512  # segments looked at where somebody asks who goes next
+_LOOKS = 4
+_DRAWS = 4096
+
+
+class Returns(ConversationSlots):
+    """The policy ``returns``. Owns the chance by which it looks, and whom it said goes next."""
+
+    def __init__(self, residents: Residents, seed: int = 0) -> None:
+        super().__init__(residents)
+        self._chance = np.random.default_rng(seed)
+        self._draws = self._chance.random(_DRAWS)
+        self._drawn = 0
+        self._asked_by: Arriving | None = None
+        self._bid: tuple[float, float, int] | None = None  # of that newcomer, until more is heard
+        self._lacking = 0
+        self._look_again = 0
+
+    # -- what is heard --------------------------------------------------------------------------
+
+    def asked(self, keys: Keys, num_tokens: int, slots: SlotArray) -> None:
+        if len(keys):
+            self._bid = None
+            now = self._tick()
+            record = self._heard.asked(keys, num_tokens, now)
+            if len(slots):
+                self._walks = True
+                self._walk(slots, record, now)
+            elif self._heard.before in self._segment_of:  # what is here of it may be of use later
+                self._own(self._segment_of[self._heard.before], record, now)
+
+    def answered(self, keys: Keys, num_tokens: int) -> None:
+        if len(keys):
+            self._bid = None
+            before, record = self._heard.answered(keys, num_tokens, self._tick())
+            segment = self._segment_of.get(before)
+            if segment is not None:
+                self._own(segment, record, self._now)
+
+    def _walk(self, slots: SlotArray, record: int, now: float) -> None:
+        """A request passes these slots: what it shares with others, and what is its own."""
+        segments = self._segments
+        num_shared, _, num_ways = self._heard.shared(record)
+        for segment, start, end in segments.runs(slots):
+            if segment == self._front:
+                continue
+            ways = num_ways if end == num_shared else 1
+            if segments.end.item(segment) != slots.item(end - 1):  # others of it went another way
+                part = slots[start:end]
+                segments.leave(part)
+                time = self._time.item(segment)
+                segment = self._begin(part, record)
+                self._time[segment] = time
+                self._pass(segment, record, now, ways)
+            elif (
+                end == len(slots)
+                and end > num_shared
+                and not self._residents.num_followers_of(slots[-1:]).item(0)
+            ):
+                self._own(segment, record, now)
+            else:
+                self._pass(segment, record, now, ways)
+
+    def _own(self, segment: int, record: int, now: float) -> None:
+        """A conversation's end is what its last request says."""
+        self._ways[segment] = 0
+        self._common[segment] = NO_ROW
+        self._row[segment] = self._heard.row(record)
+        self._time[segment] = now
+        self._belongs(segment, record)
+
+    def _pass(self, segment: int, record: int, now: float, ways: int) -> None:
+        """A request passed a segment that several share, which go so many ways behind it.
+
+        It may return by that request's conversation, or by another one.
+        """
+        ways = max(ways, self._ways.item(segment), 1)
+        self._ways[segment] = ways
+        self._common[segment] = self._heard.common_row(ways, now - self._time.item(segment))
+        self._row[segment] = self._heard.row(record)
+        self._time[segment] = now
+        self._belongs(segment, NO_RECORD)
+
+    def hint(self, slots: SlotArray, evidence: Evidence) -> None:
+        if not self._segments.has(slots.item(-1)):
+            return
+        segment = self._segments.of(slots.item(-1))
+        record = self._record.item(segment)
+        if record != NO_RECORD:
+            self._bid = None
+            said = (
+                Said.OVER if evidence.over else Said.GOES_ON if evidence.goes_on else Said.NOTHING
+            )
+            within = evidence.within
+            until = self._tick() + within if evidence.goes_on and within is not None else None
+            self._heard.said(record, said, until)
+            self._row[segment] = self._heard.row(record)
+
+    # -- who goes -------------------------------------------------------------------------------
+
+    def take(self, count: int, arriving: Arriving) -> SlotArray:
+        if arriving is self._asked_by:  # what is lacking still, where the pool looks wider
+            count = min(count, max(self._lacking, 1))
+        else:
+            self._asked_by, self._bid = arriving, None
+        if count <= 0 or not self._segments.count:
+            return NO_SLOTS
+        if self._front >= 0:
+            found = [self._segments.pop(self._front, count)]
+        else:
+            found = self._least(count, arriving)
+        taken = found[0] if len(found) == 1 else np.concatenate((NO_SLOTS, *found))
+        self._lacking = count - len(taken)
+        return taken
+
+    def _least(self, count: int, arriving: Arriving) -> list[SlotArray]:
+        """Let go of the ends of segments that are worth no more than the newcomer, least first.
+
+        What was said to go next goes first: it may have been copied away by now.
+        """
+        found: list[SlotArray] = []
+        if self._bid is None:
+            self._bid = self._bids(arriving)
+        own, common, num_shared = self._bid
+        feeds_below = self._residents.feeds_below()
+        if not feeds_below and self._heard.num_asked >= self._look_again:
+            self._queue.clear()
+        while count > 0:
+            segment, worth = self._next()
+            if segment < 0:
+                self._fill(_WIDE if feeds_below else _SAMPLES, _VICTIMS)
+                self._look_again = self._heard.num_asked + _LOOK_EVERY
+                segment, worth = self._next()
+            if worth > own:  # its own blocks are refused
+                count -= int(np.count_nonzero(arriving.slots[num_shared:] == NO_SLOT))
+                own = inf
+            if segment < 0 or count <= 0 or worth > common:
+                break
+            popped = self._segments.pop(segment, count)
+            count -= len(popped)
+            found.append(popped)
+        return found
+
+    def _next(self) -> tuple[int, float]:
+        """Who goes next, and what it was worth; -1 where that is not known.
+
+        Of those of whom it was said some are of use again by now, or are followed.
+        """
+        while self._queue:
+            segment, worth = next(iter(self._queue.items()))
+            if self._residents.can_go(self._segments.end.item(segment)):
+                return segment, worth
+            del self._queue[segment]
+        return -1, inf
+
+    def _fill(self, samples: int, least: int) -> None:
+        """Look at some segments, and let at least so many of those worth least go next."""
+        segments, worths = self._look(self._tick(), samples)
+        num = len(segments)
+        count = max(num // _PART, min(least, num // _FEW), 1)
+        for segment, worth in zip(segments[:count], worths, strict=False):
+            if segment != self._front:
+                self._queue.setdefault(segment, worth)
+
+    def _can_lose(self, ends: SlotArray) -> npt.NDArray[np.bool_]:
+        """For each end of a segment, whether it can go."""
+        return self._residents.is_idle(ends) & (self._residents.num_followers_of(ends) == 0)
+
+    def _look(self, now: float, samples: int = _SAMPLES) -> tuple[list[int], list[float]]:
+        """Some segments whose end can go, the least worth first."""
+        count = self._segments.count
+        every = self._segments.ids[:count]
+        picks = every if count <= samples else every.take(self._drawn_from(count, samples))
+        picks = picks[self._can_lose(self._segments.end.take(picks))]
+        if not len(picks) and count > samples:
+            picks = every[self._can_lose(self._segments.end.take(every))]
+        worths = self._worths(picks, now)
+        order = worths.argsort(kind="stable")
+        return picks.take(order).tolist(), worths.take(order).tolist()
+
+    def _drawn_from(self, count: int, samples: int) -> npt.NDArray[np.int64]:
+        if self._drawn + samples > _DRAWS:
+            self._draws = self._chance.random(_DRAWS)
+            self._drawn = 0
+        draws = self._draws[self._drawn : self._drawn + samples]
+        self._drawn += samples
+        return (draws * count).astype(np.int64)
+
+    def _worths(self, segments: npt.NDArray[np.int64], now: float) -> npt.NDArray[np.float64]:
+        if self._residents.feeds_below():  # the last level chooses: see docs/policies.md
+            return self._time.take(segments)
+        rows, commons = self._row.take(segments), self._common.take(segments)
+        return self._heard.worths(rows, commons, now - self._time.take(segments))
+
+    def _bids(self, arriving: Arriving) -> tuple[float, float, int]:
+        """What the newcomer's own blocks are worth, those it shares, and how many it shares."""
+        # Of what stands alone, one block does not speak for the others.
+        if self._residents.feeds_below() or not arriving.chained:
+            return inf, inf, 0
+        record = self._heard.record_of(arriving.keys)
+        own, common = self._heard.bids(record)
+        num_shared = self._heard.shared(record)[0]
+        if num_shared and arriving.parent != NO_SLOT:
+            parent = np.array([arriving.parent])
+            num_shared -= self._residents.positions_of(parent).item(0) + 1
+        return (own, common, num_shared) if num_shared > 0 else (own, own, 0)
+
+    def peek(self, count: int) -> SlotArray:
+        found: list[SlotArray] = []
+        if self._front >= 0:
+            found.append(self._segments.last(self._front, count))
+            count -= len(found[-1])
+        if count > 0:
+            self._announce(count)
+            found += self._ends(self._queue, count)
+            count -= sum(map(len, found[1:] if self._front >= 0 else found))
+        if count > 0:  # more than can go at once: all there is
+            every = self._segments.ids[: self._segments.count]
+            worths = self._worths(every, self._now)
+            every = every.take(worths.argsort(kind="stable"))
+            rest = [each for each in every.tolist() if each not in self._queue]
+            found += self._ends((each for each in rest if each != self._front), count)
+        return np.concatenate((NO_SLOTS, *found))
+
+    def _announce(self, count: int) -> None:
+        """Say of enough segments that they go next; those of whom that was said stay in front."""
+        size = self._segments.size
+        for _ in range(_LOOKS):
+            if sum(map(size.item, self._queue)) >= count:
+                return
+            self._fill(_WIDE, _VICTIMS)
+
+    def _ends(self, segments: Iterable[int], count: int) -> list[SlotArray]:
+        """Up to ``count`` slots of segments, each from its end on."""
+        found: list[SlotArray] = []
+        for segment in segments:
+            if count <= 0:
+                break
+            found.append(self._segments.last(segment, count))
+            count -= len(found[-1])
+        return found

@@ -1,0 +1,344 @@
+"""The free slots of a pool, in the order in which they are given out."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+from kvferry.errors import InputError
+from kvferry.types import NO_SLOT, NO_SLOTS, SlotArray
+
+
+class FreeSlots:
+    """A stack of free slots. Owns their order; what else is true of a slot the pool knows."""
+
+    __slots__ = ("_stack", "count")
+
+    def __init__(self, num_slots: int) -> None:
+        self._stack = np.empty(num_slots, dtype=np.int32)
+        self.count = 0
+
+    @property
+    def slots(self) -> SlotArray:
+        """All of them; the last is given out next."""
+        return self._stack[: self.count].astype(np.int64)
+
+    def push(self, ascending: SlotArray) -> None:
+        """The lowest is given out first.
+
+        What is stored together then lies in as few runs as the slots allow, which the index looks
+        up faster.
+        """
+        end = self.count + len(ascending)
+        self._stack[self.count : end] = ascending[::-1]
+        self.count = end
+
+    def take(self, count: int, beside: object = None) -> SlotArray:
+        """As many slots, of which there are enough; wherever they are."""
+        self.count -= count
+        return self._stack[self.count : self.count + count][::-1].astype(np.int64)
+
+    def give_out_next(self, slots: SlotArray) -> None:
+        """The next ones taken are these, in this order."""
+        free = np.zeros(len(self._stack), dtype=bool)
+        free[self._stack[: self.count]] = True
+        if not free.take(slots).all():
+            raise InputError(f"{len(slots)} slots cannot be given out next: some are not free")
+        free[slots] = False
+        others = np.flatnonzero(free)
+        self._stack[: len(others)] = others[::-1]
+        self._stack[len(others) : self.count] = slots[::-1]
+
+
+# ------------------------------------------------------------------------------------------------
+# The free slots of a pool whose slots are places on a medium: given out side by side.
+#
+# ::
+#
+#     extents      |  A A A A . .|. . B B B B|C C . . . .|. . . . . .|
+#     B's beginning is still to come, and goes before it; C's end, and goes behind it
+#
+# A conversation is read back in a few long reads if its blocks lie in neighbouring places in their
+# order. They come in pieces: each goes beside its neighbours if there is room, else into a hole that
+# fits, else into an extent of its own, whose rest is left for its neighbours.
+
+EXTENT = 64
+"""Slots of one extent: 6 MiB of small blocks, which a drive reads as fast as it can."""
+
+_LOOK_EXTENTS = 64
+"""So many are looked at together for a run that is long enough."""
+
+_SPARE_SHARE = 64
+_MOST_SPARE = 4096
+
+
+def num_spare(num_slots: int) -> int:
+    """So many slots are made free beyond need where others must go: single slots are no runs."""
+    return min(num_slots // _SPARE_SHARE, _MOST_SPARE)
+
+
+class Neighbours(NamedTuple):
+    """Where new blocks should lie. ``wanted`` names a slot for each, or ``NO_SLOT``.
+
+    Those with the same number in ``runs`` follow each other. ``grows_down`` says that what comes
+    next belongs before them, not behind.
+    """
+
+    wanted: SlotArray
+    runs: SlotArray
+    grows_down: bool
+
+    def at(self, positions: SlotArray) -> Neighbours:
+        return Neighbours(self.wanted[positions], self.runs[positions], self.grows_down)
+
+
+class FreeRuns:
+    """Free slots by extent. Owns which are free and which extents to try next."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.count = 0
+        self._free = np.zeros(num_slots, dtype=bool)
+        self._num_extents = -(-num_slots // EXTENT)
+        self._hints: deque[int] = deque()  # extents that may have free slots, the next one last
+        self._next = NO_SLOTS
+
+    @property
+    def slots(self) -> SlotArray:
+        """All of them, in the order of their numbers."""
+        return np.flatnonzero(self._free)
+
+    def push(self, ascending: SlotArray) -> None:
+        """These are free from now on."""
+        self._free[ascending] = True
+        self.count += len(ascending)
+        extents = ascending // EXTENT
+        extents = extents[np.flatnonzero(np.diff(extents, prepend=-1))]
+        self._hints.extend(extents[::-1].tolist())
+        if len(self._hints) > 2 * self._num_extents + EXTENT:
+            self._hints = deque(np.unique(self.slots // EXTENT)[::-1].tolist())
+
+    def give_out_next(self, slots: SlotArray) -> None:
+        """The next ones taken are these, in this order."""
+        if not self._free.take(slots).all():
+            raise InputError(f"{len(slots)} slots cannot be given out next: some are not free")
+        self._next = slots
+
+    def take(self, count: int, beside: Neighbours | None = None) -> SlotArray:
+        """As many slots, of which there are enough: those wanted that are free, else runs."""
+        slots = np.full(count, NO_SLOT, dtype=np.int64)
+        if len(self._next):
+            taken, self._next = self._next[:count], self._next[count:]
+            slots[: len(taken)] = taken
+        elif beside is not None:
+            self._grant(slots, beside.wanted)
+        self._free[slots[slots != NO_SLOT]] = False
+        lacking = np.flatnonzero(slots == NO_SLOT)
+        if len(lacking):
+            runs = beside.runs[lacking] if beside is not None else np.zeros_like(lacking)
+            cuts = np.flatnonzero((np.diff(runs) != 0) | (np.diff(lacking) != 1)) + 1
+            parts = [slots[part[0] : part[-1] + 1] for part in np.split(lacking, cuts)]
+            self._fill(parts, grows_down=beside is not None and beside.grows_down)
+        self.count -= count
+        return slots
+
+    def _grant(self, slots: SlotArray, wanted: SlotArray) -> None:
+        there = np.flatnonzero((wanted >= 0) & (wanted < len(self._free)))
+        there = there[self._free.take(wanted[there])]
+        _, first = np.unique(wanted[there], return_index=True)  # two may want the same
+        slots[there[first]] = wanted[there[first]]
+
+    def _fill(self, parts: list[SlotArray], *, grows_down: bool) -> None:
+        """Find slots for pieces of conversations, the longest first: each in a run if there is."""
+        holes: list[range] = []
+        for part in sorted(parts, key=len, reverse=True):
+            start, end = 0, len(part)
+            while start < end:
+                if not holes:
+                    holes = self._holes()
+                hole = _best(holes, end - start)
+                taken, rest = _cut(hole, end - start, at_end=grows_down)
+                holes += rest
+                if grows_down:
+                    part[end - len(taken) : end] = np.arange(taken.start, taken.stop)
+                    end -= len(taken)
+                else:
+                    part[start : start + len(taken)] = np.arange(taken.start, taken.stop)
+                    start += len(taken)
+                self._free[taken.start : taken.stop] = False
+
+    def _holes(self) -> list[range]:
+        """Runs of free slots in the extents to try next. What is left of those is tried last."""
+        slots = NO_SLOTS
+        while not len(slots):  # there are enough: what has none is met once
+            extents = {self._hints.pop() for _ in range(min(len(self._hints), _LOOK_EXTENTS))}
+            tried = np.sort(np.fromiter(extents, np.int64, len(extents)))
+            slots = (tried[:, None] * EXTENT + np.arange(EXTENT)).reshape(-1)
+            slots = slots[slots < len(self._free)]
+            slots = slots[self._free.take(slots)]
+        self._hints.extendleft(np.unique(slots // EXTENT).tolist())
+        cuts = np.flatnonzero(np.diff(slots) != 1) + 1
+        return [range(int(run[0]), int(run[-1]) + 1) for run in np.split(slots, cuts) if len(run)]
+
+
+def _best(holes: list[range], count: int) -> range:
+    """One that fits, or is wide, or else the tightest that is long enough, or the longest.
+
+    It is taken out.
+    """
+
+    def rank(at: int) -> tuple[int, int]:
+        length = len(holes[at])
+        if count <= length <= count + count // 4:
+            return 0, length
+        if length >= 2 * EXTENT:
+            return 1, holes[at].start
+        return (2, length) if length >= count else (3, -length)
+
+    at = min(range(len(holes)), key=rank)
+    holes[at], holes[-1] = holes[-1], holes[at]
+    return holes.pop()
+
+
+def _cut(hole: range, count: int, *, at_end: bool) -> tuple[range, list[range]]:
+    """So many slots of a hole, or all; and what is left of it.
+
+    A hole of several extents is cut into whole ones: what is left of the last is for neighbours.
+    """
+    count = min(count, len(hole))
+    room = range(hole.start, min(hole.stop, hole.start + -(-count // EXTENT) * EXTENT))
+    taken = range(room.stop - count, room.stop) if at_end else range(room.start, room.start + count)
+    rest = (range(hole.start, taken.start), range(taken.stop, hole.stop))
+    return taken, [part for part in rest if part]
+
+
+# ------------------------------------------------------------------------------------------------
+# The free slots of a pool in memory: what is stored together lies in as few runs as can be had.
+#
+# ::
+#
+#     free        ..4 5..  ..9..  ..12 13 14 15..       three runs
+#     3 wanted    12 13 14                              the tightest that holds them all
+#     6 wanted    12 13 14 15, 4 5                      else the longest, then the tightest
+#
+# A copy takes a run at a time. Slots become free where conversations end, a few here and a few there;
+# given out as they come they would be scattered more with every day. So a few are kept free: single
+# ones wait there until their neighbours are free too. Who goes, and in which order, others say.
+
+_FREE_TOGETHER_SPARE_SHARE = 64
+_FREE_TOGETHER_MOST_SPARE = 1024
+
+
+def num_spare_together(num_slots: int) -> int:
+    """So many slots are made free beyond need where others must go: among them are runs."""
+    return min(num_slots // _FREE_TOGETHER_SPARE_SHARE, _FREE_TOGETHER_MOST_SPARE)
+
+
+class FreeTogether:
+    """Free slots as runs, in the order of their numbers. Owns which are free."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._starts = NO_SLOTS
+        self._ends = NO_SLOTS
+        self._next = NO_SLOTS
+
+    @property
+    def slots(self) -> SlotArray:
+        """All of them, in the order of their numbers."""
+        return _slots(self._starts, self._ends)
+
+    def push(self, ascending: SlotArray) -> None:
+        """These are free from now on."""
+        if not len(ascending):
+            return
+        self.count += len(ascending)
+        cuts = (ascending[1:] != ascending[:-1] + 1).nonzero()[0]
+        starts = np.concatenate((self._starts, ascending[:1], ascending[1:][cuts]))
+        ends = np.concatenate((self._ends, ascending[cuts] + 1, ascending[-1:] + 1))
+        order = starts.argsort(kind="stable")
+        self._starts, self._ends = _joined(starts[order], ends[order])
+
+    def give_out_next(self, slots: SlotArray) -> None:
+        """The next ones taken are these, in this order."""
+        if not np.isin(slots, self.slots).all():
+            raise InputError(f"{len(slots)} slots cannot be given out next: some are not free")
+        self._next = slots
+
+    def take(self, count: int, beside: object = None) -> SlotArray:
+        """As many slots, of which there are enough: in one run if there is one, else in few."""
+        if len(self._next):
+            return self._take_next(count)
+        if not count:
+            return NO_SLOTS
+        lengths = self._ends - self._starts
+        fitting = (lengths >= count).nonzero()[0]
+        if len(fitting):
+            run = fitting[lengths[fitting].argmin()]
+            first = int(self._starts[run])
+            self._cut(run, count)
+            self.count -= count
+            return np.arange(first, first + count)
+        return self._take_longest(count, lengths)
+
+    def num_in_runs(self, most_runs: int) -> int:
+        """How many there are in so many runs, the longest."""
+        lengths = self._ends - self._starts
+        if len(lengths) > most_runs:
+            lengths = np.partition(lengths, len(lengths) - most_runs)[-most_runs:]
+        return int(lengths.sum())
+
+    def _take_longest(self, count: int, lengths: SlotArray) -> SlotArray:
+        order = (-lengths).argsort(kind="stable")
+        total = lengths[order].cumsum()
+        num_whole = int(total.searchsorted(count))
+        rest = count - int(total[num_whole - 1])
+        whole, others = order[:num_whole], order[num_whole:]
+        last = others[int((lengths[others] >= rest).nonzero()[0][-1])]  # the tightest of them
+        goes = np.zeros(len(lengths), dtype=bool)
+        goes[whole] = goes[last] = True
+        starts, ends = self._starts[goes], self._ends[goes]
+        first = self._starts.item(last)
+        ends[starts == first] = first + rest
+        self._starts[last] = first + rest
+        goes[last] = lengths.item(last) == rest
+        stays = ~goes
+        self._starts, self._ends = self._starts[stays], self._ends[stays]
+        self.count -= count
+        return _slots(starts, ends)
+
+    def _cut(self, run: int, count: int) -> None:
+        """So many slots of the beginning of a run are free no more."""
+        self._starts[run] += count
+        if self._starts[run] == self._ends[run]:
+            stays = self._starts != self._ends
+            self._starts, self._ends = self._starts[stays], self._ends[stays]
+
+    def _take_next(self, count: int) -> SlotArray:
+        taken, self._next = self._next[:count], self._next[count:]
+        left = np.setdiff1d(self.slots, taken, assume_unique=True)
+        self._starts = self._ends = NO_SLOTS
+        self.count = 0
+        self.push(left)
+        more = count - len(taken)
+        return np.concatenate((taken, self.take(more))) if more else taken
+
+
+def _joined(starts: SlotArray, ends: SlotArray) -> tuple[SlotArray, SlotArray]:
+    """Runs in order; those that touch are one."""
+    touching = (starts[1:] == ends[:-1]).nonzero()[0]
+    if not len(touching):
+        return starts, ends
+    is_start, is_end = np.ones(len(starts), dtype=bool), np.ones(len(starts), dtype=bool)
+    is_start[touching + 1] = is_end[touching] = False
+    return starts[is_start], ends[is_end]
+
+
+def _slots(starts: SlotArray, ends: SlotArray) -> SlotArray:
+    """The numbers in these runs, one run after the other."""
+    lengths = ends - starts
+    before = lengths.cumsum() - lengths
+    slots = (starts - before).repeat(lengths)
+    slots += np.arange(len(slots))
+    return slots

@@ -1,0 +1,1 @@
+"""kvferry inside serving engines."""

@@ -1,0 +1,238 @@
+"""The class vLLM talks to: every hook it has, handed to the side it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.v1.outputs import KVConnectorOutput
+
+from kvferry.connectors.vllm import translate
+from kvferry.connectors.vllm.logs import speak_as_vllm
+from kvferry.connectors.vllm.messages import RankShape, StepOrders, StepReceipts
+from kvferry.connectors.vllm.metrics import FerryMetrics, FerryStats
+from kvferry.connectors.vllm.scheduler_side import SchedulerSide
+from kvferry.connectors.vllm.translate import Setup
+from kvferry.connectors.vllm.versions import require_fit
+from kvferry.connectors.vllm.worker_side import WorkerSide
+
+# Our messages are plain data; vLLM asks whether they are of its own kinds.
+KVConnectorMetadata.register(StepOrders)
+KVConnectorHandshakeMetadata.register(RankShape)
+KVConnectorWorkerMetadata.register(StepReceipts)
+
+# A vLLM that can be told of a failed load by request recovers from it with any number of groups.
+_RECOMPUTES_REQUESTS = "failed_recving" in KVConnectorOutput.__dataclass_fields__
+
+_NOBODY = (None, None)
+
+
+class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """vLLM's connector. Owns one of the two sides; decides nothing."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        require_fit(vllm.__version__, KvferryConnector)
+        super().__init__(vllm_config, role, kv_cache_config)
+        # A cache that cannot be read must not fail a request that can be computed. vLLM reads this
+        # after it has made us.
+        vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+        config = translate.config_of(vllm_config)
+        speak_as_vllm(config.log_level)
+        support = translate.support_of(
+            vllm_config, kv_cache_config, recomputes_requests=_RECOMPUTES_REQUESTS
+        )
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        # One of the two, under a name that needs no question at every hook.
+        self._at_scheduler: SchedulerSide
+        self._at_worker: WorkerSide
+        if role == KVConnectorRole.SCHEDULER:
+            setup = Setup.of(vllm_config, kv_cache_config, config, support)
+            self._at_scheduler = self._scheduler = SchedulerSide(setup)
+        else:
+            self._by_request = not support.fails_by_block
+            self._at_worker = self._worker = WorkerSide(
+                place=translate.place_of(vllm_config, kv_cache_config),
+                config=config,
+                groups=translate.layer_names_of(kv_cache_config),
+                num_blocks=kv_cache_config.num_blocks,
+                contents=translate.contents_of(vllm_config, kv_cache_config),
+                refusal=support.refusal,
+            )
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        return translate.preferred_layout()
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a block that was not stored is a miss, no more
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        return True  # a block as one run of bytes: asked by vLLM up to 0.27
+
+    # -- in the workers -------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self._at_worker.register(kv_caches)
+
+    def register_cross_layers_kv_cache(self, kv_cache: Any, attn_backend: Any) -> None:
+        self._at_worker.register_whole(kv_cache)
+
+    def get_handshake_metadata(self) -> Any:
+        return self._at_worker.introduce()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._at_worker.begin(self._get_connector_metadata())
+
+    def bind_connector_metadata(self, connector_metadata: StepOrders) -> None:
+        """Before a step; loads themselves may be started after its forward."""
+        super().bind_connector_metadata(connector_metadata)
+        early = self._at_worker.early
+        if early is not None and connector_metadata.computes:
+            early.begin_forward(_mode_of_step())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """A request runs when its blocks are there, or will be before their layer is computed."""
+        early = self._at_worker.early
+        if early is not None and early.listens:
+            early.before_layer(layer_name)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Blocks are stored whole, after the forward; but here ends a layer."""
+        early = self._at_worker.early
+        if early is not None and early.listens:
+            early.after_layer(layer_name)
+
+    def wait_for_save(self) -> None:
+        self._at_worker.after_forward()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        worker = self._at_worker
+        if not (worker.is_busy or worker.told.arrived):
+            return _NOBODY  # as in most steps, and there are many
+        worker.poll()
+        return None, worker.told.take_arrived() or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """As ``get_finished``, for a vLLM that wants failures in the same answer."""
+        results = super().get_transfer_results(finished_req_ids)
+        failed = self._at_worker.told.take_failed()
+        if self._by_request:
+            results.failed_recving = failed
+        return results
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        invalid = self._at_worker.told.take_invalid()
+        return invalid if not self._by_request else set()
+
+    def build_connector_worker_meta(self) -> Any:
+        return self._at_worker.take_receipts()
+
+    # -- in the scheduler -----------------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        self._at_scheduler.bind_manager(kv_cache_manager)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._at_scheduler.bind_block_pool(gpu_block_pool)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        self._at_scheduler.meet_ranks(list(metadata.values()))
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        self._at_scheduler.meet_ranks(list(metadata.values()))
+
+    def on_new_request(self, request: Any) -> None:
+        self._at_scheduler.expect(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._at_scheduler.match(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._at_scheduler.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
+        return self._at_scheduler.orders(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._at_scheduler.take(connector_output)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._at_scheduler.finished(request, (block_ids,))
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._at_scheduler.finished(request, block_ids)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        return self._at_scheduler.has_work
+
+    def has_pending_block_frees(self) -> bool:
+        return self._at_scheduler.frees_soon()
+
+    def reset_cache(self) -> bool | None:
+        return self._at_scheduler.reset()
+
+    def take_events(self) -> Iterable[Any]:
+        return self._at_scheduler.take_events()
+
+    # -- on both sides --------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> Any:
+        data = self._scheduler.take_stats() if self._scheduler is not None else None
+        return FerryStats(data=data) if data is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        return FerryStats(data=data) if data is not None else FerryStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> Any:
+        return FerryMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
+
+
+def _mode_of_step() -> str:
+    """How the step at hand computes; empty where no layer calls us, or we cannot know."""
+    if not is_forward_context_available():
+        return ""
+    context = get_forward_context()
+    mode = getattr(context.cudagraph_runtime_mode, "name", "")
+    return "" if mode == "FULL" or context.attn_metadata is None else str(mode)
+
+
+if hasattr(base, "CacheHitSource"):  # vLLM that tells hits apart by where they came from
+    KvferryConnector._cache_hit_source = base.CacheHitSource.HOST

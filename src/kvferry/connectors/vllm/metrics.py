@@ -1,0 +1,95 @@
+"""kvferry's figures in the two shapes that vLLM logs and exports. Of vLLM's own classes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+from kvferry.connectors.vllm import reports as figures
+from kvferry.connectors.vllm.reports import BOUNDS, EXPORTED, SEPARATOR
+from kvferry.telemetry.catalog import IDLE, Metric, MetricKind
+
+PREFIX = "vllm:"
+
+
+@dataclass
+class FerryStats(KVConnectorStats):  # type: ignore[misc]
+    """One interval's figures, on their way from vLLM's engine to its front end."""
+
+    def reset(self) -> None:
+        self.data.clear()
+
+    def aggregate(self, other: FerryStats) -> FerryStats:
+        figures.add(self.data, other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return figures.log_line(self.data)
+
+    def is_empty(self) -> bool:
+        return not any(
+            value
+            for key, value in self.data.items()
+            if figures.adds_up(key) or key.startswith(IDLE.name)
+        )
+
+
+class FerryMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """The same figures on vLLM's metrics endpoint, our labels after vLLM's."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._metrics = {
+            name: metric_types[_CLASSES[metric.kind]](
+                name=PREFIX + name.removesuffix("_total"),
+                documentation=metric.help,
+                labelnames=[*labelnames, *(label.name for label in metric.labels)],
+                **_options(metric),
+            )
+            for name, metric in EXPORTED.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        vllms = self.per_engine_labelvalues[engine_idx]
+        spread: dict[tuple[str, ...], dict[str, float]] = {}
+        for key, value in transfer_stats_data.items():
+            name, *labels = key.split(SEPARATOR)
+            if name not in self._metrics:
+                continue
+            if name in BOUNDS:
+                *labels, part = labels
+                spread.setdefault((name, *labels), {})[part] = value
+                continue
+            child = self._metrics[name].labels(*vllms, *labels)
+            if EXPORTED[name].kind is MetricKind.COUNTER:
+                child.inc(max(0.0, value))
+            else:
+                child.set(value)
+        for (name, *labels), parts in spread.items():
+            child = self._metrics[name].labels(*vllms, *labels)
+            for value, count in figures.values_of(BOUNDS[name], parts):
+                for _ in range(count):
+                    child.observe(value)
+
+
+_CLASSES = {MetricKind.COUNTER: Counter, MetricKind.GAUGE: Gauge, MetricKind.HISTOGRAM: Histogram}
+
+
+def _options(metric: Metric) -> dict[str, Any]:
+    if metric.kind is MetricKind.HISTOGRAM:
+        return {"buckets": BOUNDS[metric.name]}
+    if metric.kind is MetricKind.GAUGE:
+        return {"multiprocess_mode": "mostrecent"}  # else one from each of vLLM's API servers
+    return {}

@@ -1,0 +1,321 @@
+"""Tokens to a chain of Keys, the same in every process and on every machine.
+
+::
+
+    namespace ── fingerprint ─┐
+                              ▼
+    (a request's salt and extra)
+                              ▼
+    tokens of block 0 ─────▶ key 0 ─┐          key = blake2b(parent, tokens as int64)
+                                    ▼
+    tokens of block 1 ───────────▶ key 1 ─┐    so a key covers its block and all before it,
+                                          ▼
+    tokens of block 2 ─────────────────▶ key 2 under everything that could change the bytes
+
+Nothing here uses ``hash()``, ``str(dict)`` or the machine's byte order. What is doubtful must make
+the keys differ: a miss costs time, a wrong hit costs trust.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
+from hashlib import blake2b
+from secrets import randbits
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.core.keys import KEY_WORDS, Keys, masked_key, require_key
+from kvferry.core.quantities import Integers, integer, integers, written
+from kvferry.errors import InputError
+from kvferry.types import KEY_BYTES, Key
+
+FORMAT_VERSION = 2
+"""Part of every fingerprint. Raise it when keys or the bytes of a slot change their meaning."""
+
+Described = str | Mapping[str, Any] | list[Any] | tuple[Any, ...]
+"""Text, or plain data (numbers, text, None, lists, mappings by name) with one canonical text."""
+
+Extra = Described | bytes
+"""What decides a request's bytes besides its tokens: as above, or a digest's bytes."""
+
+# One digest, six uses that can never be mistaken for each other.
+_NAMESPACE = b"kvferry.ns"
+_CHAIN = b"kvferry.chain"
+_REQUEST = b"kvferry.request"
+_ADOPT = b"kvferry.adopt"
+_SCOPE = b"kvferry.scope"
+_STORE = b"kvferry.store"
+
+_MOST_INT64 = 2**63 - 1
+_EPOCH_BITS = 63
+_MOST_PLAIN_INT = 10**1000  # Python writes integers of some thousand digits only if told to
+
+
+@dataclass(frozen=True, kw_only=True)
+class Namespace:
+    """Everything besides the tokens that decides the bytes of a block, and who may see them.
+
+    Owns the fingerprint; leaves the tokens to :func:`chain`. Two namespaces that differ in any
+    field share no key.
+
+    ``revision`` or ``weights_digest`` should say which weights these are. With both empty two
+    versions of a model under one name cannot be told apart: right only where blocks do not outlive
+    the process that loaded the weights. ``geometry`` (layers, KV heads, head size, groups, ranks)
+    and ``overrides`` (rope scaling and whatever else changes KV) may be plain data; they are kept
+    as canonical text, so the order of a mapping's entries means nothing. Numbers are told apart as
+    they are written: 10000 and 10000.0 differ. What differs from request to request (an image, an
+    adapter, a tenant) has its place in :func:`chain`.
+    """
+
+    model: str
+    dtype: str
+    layout: str
+    geometry: Described
+    block_tokens: int
+    revision: str = ""
+    weights_digest: str = ""
+    overrides: Described = ""
+    salt: str = ""
+    epoch: int = 0
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "geometry", _canonical("namespace: geometry", self.geometry))
+        object.__setattr__(self, "overrides", _canonical("namespace: overrides", self.overrides))
+        for name in ("model", "revision", "weights_digest", "dtype", "layout", "salt"):
+            object.__setattr__(self, name, _require_text(f"namespace: {name}", getattr(self, name)))
+        for name in ("model", "dtype", "layout", "geometry"):
+            if not getattr(self, name):
+                raise InputError(f"namespace: {name} must not be empty")
+        for name, least in (("block_tokens", 1), ("epoch", 0), ("format_version", 1)):
+            object.__setattr__(self, name, _require_count(name, getattr(self, name), least))
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """``KEY_BYTES`` bytes over every field, each as its length and bytes, name by name."""
+        digest = blake2b(digest_size=KEY_BYTES, person=_NAMESPACE)
+        for name in sorted(f.name for f in fields(self)):
+            for part in (name, str(getattr(self, name))):
+                digest.update(_with_length(part.encode()))
+        return digest.digest()
+
+    @cached_property
+    def adoption(self) -> bytes:
+        """The mask that moves an engine's hashes into this namespace."""
+        return blake2b(self.fingerprint, digest_size=KEY_BYTES, person=_ADOPT).digest()
+
+    @cached_property
+    def adoption_words(self) -> npt.NDArray[np.uint64]:
+        """The same as the words of a key."""
+        return np.frombuffer(self.adoption, dtype="<u8")
+
+    def bump(self) -> Namespace:
+        """The next epoch: shares no key with this one, so everything stored so far is forgotten."""
+        return replace(self, epoch=self.epoch + 1)
+
+
+def chain(
+    namespace: Namespace,
+    tokens: Integers,
+    parent: Key | None = None,
+    *,
+    salt: str = "",
+    extra: Extra = "",
+) -> Keys:
+    """One key per full block of tokens; a last block that is not full has none.
+
+    ``tokens`` may be a sequence, a numpy array or a torch tensor (one on a GPU is fetched, which
+    waits for that GPU). With ``parent``, the key of the block before the first token, a chain goes
+    on exactly where it stopped: ``chain(ns, t) == chain(ns, t[:k]) + chain(ns, t[k:], parent=...)``
+    for whole blocks.
+
+    Two requests with equal tokens share their blocks. Where something else decides the bytes too,
+    it must be said, or one request is served another's KV: ``extra`` is the content of what the
+    tokens only stand for, such as a digest of the images, or the adapter; ``salt`` names those who
+    may share (a tenant). Every key from these tokens on covers both, and so do keys that go on from
+    them: give each once, where it begins. An ``extra`` may begin in the middle (an image after a
+    common prompt); a ``salt`` belongs to the whole chain and is refused with ``parent``.
+    """
+    if parent is not None:
+        require_key("parent", parent)
+        if salt:
+            raise InputError("salt belongs to a whole chain: the parent key covers the one it has")
+    ids = _as_tokens(tokens)
+    width = namespace.block_tokens * ids.itemsize
+    data = ids[: len(ids) // namespace.block_tokens * namespace.block_tokens].tobytes()
+    fresh = blake2b(digest_size=KEY_BYTES, person=_CHAIN).copy  # half the cost of a new one
+    above: bytes = namespace.fingerprint if parent is None else parent
+    if salt != "" or extra != "":
+        above = _request_seed(above, salt, extra)
+    keys = []
+    for at in range(0, len(data), width):
+        digest = fresh()
+        digest.update(above + data[at : at + width])
+        above = digest.digest()
+        keys.append(above)
+    return _joined(keys)
+
+
+def _request_seed(above: bytes, salt: str, extra: Extra) -> bytes:
+    """What stands before a request's first block instead of ``above``."""
+    if isinstance(extra, bytes):
+        kind, content = b"bytes", extra
+    else:
+        kind = b"text" if isinstance(extra, str) else b"data"
+        content = _canonical("extra", extra).encode()
+    secret = _require_text("salt", salt).encode()
+    if not secret and not content:  # no images is no extra
+        return above
+    parts = (secret, kind if content else b"", content)
+    return blake2b(
+        above + b"".join(map(_with_length, parts)), digest_size=KEY_BYTES, person=_REQUEST
+    ).digest()
+
+
+def adopt(namespace: Namespace, hashes: Iterable[bytes]) -> Keys:
+    """Keys for blocks whose engine already has a chained content hash of each.
+
+    The hashes must themselves cover every token before the block, and be the same in every process
+    that shares a tier: an engine that seeds them at random never hits across processes. One as long
+    as a key is taken for a 256-bit digest, others are digested first; then one mask moves all of
+    them into the namespace, which is sound for the reasons given at :func:`scope`.
+    """
+    contents = list(hashes)
+    # All at once: this is done for every request, and most engines' hashes need nothing more.
+    if not {bytes}.issuperset(map(type, contents)) or not {KEY_BYTES}.issuperset(
+        map(len, contents)
+    ):
+        contents = [_digest(position, content) for position, content in enumerate(contents)]
+    return Keys.of_digests(contents, namespace.adoption_words)
+
+
+def adopt_one(namespace: Namespace, content: bytes) -> Key:
+    """One key as :func:`adopt` gives it."""
+    if type(content) is not bytes or len(content) != KEY_BYTES:
+        content = _digest(0, content)
+    return masked_key(Key(content), namespace.adoption)
+
+
+def _digest(position: int, content: bytes) -> bytes:
+    if not isinstance(content, bytes) or not content:
+        raise InputError(f"hash {position} must be bytes and not empty, got {content!r}")
+    if len(content) == KEY_BYTES:
+        return content
+    return blake2b(content, digest_size=KEY_BYTES, person=_ADOPT).digest()
+
+
+@lru_cache(maxsize=1024)
+def scope(epoch: int, group: int) -> bytes:
+    """The mask that moves keys into an epoch and a group: ``keys.masked(scope(epoch, group))``.
+
+    One XOR over the batch instead of one more digest per key, its own inverse, and all zeros for
+    ``scope(0, 0)``. Sound because keys and masks are both outputs of a 256-bit digest: for two
+    different blocks or scopes to meet, ``key ^ key'`` must equal ``mask ^ mask'``. One block under
+    two scopes would need two equal digests. Two blocks would need keys with a difference fixed in
+    advance by a pair of scopes, as hard as a collision (2**128 tries) divided by the square root of
+    the number of pairs in use; a million scopes leave it above 2**100. Masks are no secret: they
+    keep blocks apart, while the namespace's salt keeps tenants apart.
+    """
+    epoch = _require_count("epoch", epoch, 0)
+    group = _require_count("group", group, 0)
+    if epoch == group == 0:
+        return bytes(KEY_BYTES)
+    place = epoch.to_bytes(8, "little") + group.to_bytes(8, "little")
+    return blake2b(place, digest_size=KEY_BYTES, person=_SCOPE).digest()
+
+
+def store_fingerprint(namespace: Namespace, *parts: Described | int | Sequence[int]) -> bytes:
+    """``KEY_BYTES`` bytes over a namespace and whatever else decides what a store on disk holds.
+
+    Each part with its length and in its place: the way the blocks lie, the rank, the weights.
+    """
+    digest = blake2b(namespace.fingerprint, digest_size=KEY_BYTES, person=_STORE)
+    for part in parts:
+        digest.update(_with_length(_canonical("store", [part]).encode()))
+    return digest.digest()
+
+
+def new_epoch(before: int) -> int:
+    """Another than before, and than any of any life.
+
+    Not counted on: a level may outlive us, and the next life begins at 0 again. What that resets to
+    must never name blocks that this one stored.
+    """
+    while (epoch := randbits(_EPOCH_BITS)) in (0, before):
+        pass
+    return epoch
+
+
+def _joined(keys: list[bytes]) -> Keys:
+    return Keys(np.frombuffer(b"".join(keys), dtype="<u8").reshape(-1, KEY_WORDS))
+
+
+def _as_tokens(tokens: Integers) -> npt.NDArray[np.int64]:
+    """Token ids as a little-endian int64 vector; refuses whatever would be a guess."""
+    ids = integers(tokens, "tokens")
+    if ids.size and int(ids.min()) < 0:
+        raise InputError(f"token ids must not be negative, got {int(ids.min())}")
+    return ids.astype("<i8", copy=False)
+
+
+def _with_length(data: bytes) -> bytes:
+    """So that no byte can slip from one part into the next."""
+    return len(data).to_bytes(8, "little") + data
+
+
+def _canonical(name: str, value: Described) -> str:
+    """One text for plain data, whatever the order its mappings were built in."""
+    if isinstance(value, str):
+        return _require_text(name, value)
+    if not isinstance(value, (Mapping, list, tuple)):
+        raise InputError(f"{name} must be text, a mapping or a list, got {type(value).__name__}")
+    if not value:
+        return ""
+    try:
+        plain = _plain(name, value)
+        return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except RecursionError:
+        raise InputError(f"{name} holds data within data too deep, or itself") from None
+
+
+def _plain(name: str, value: object) -> object:
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise InputError(f"{name} has a name that is not text: {key!r}")
+            _require_text(f"a name in {name}", key)
+        return {str.__str__(key): _plain(f"{name}.{key}", item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(f"{name}[{at}]", item) for at, item in enumerate(value)]
+    if isinstance(value, float) and not np.isfinite(value):
+        raise InputError(f"{name} must be finite, got {value}")
+    if type(value) is str:
+        return _require_text(name, value)
+    if type(value) is int and abs(value) > _MOST_PLAIN_INT:
+        raise InputError(f"{name} is too large, {written(value)}; write it as text")
+    if value is None or type(value) in (int, float, bool):
+        return value
+    raise InputError(f"{name} must be plain data, got {type(value).__name__} {value!r}")
+
+
+def _require_text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise InputError(f"{name} must be text, got {type(value).__name__} {value!r}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        # Half a character. JSON would write two of them exactly as it writes the whole one.
+        raise InputError(f"{name} cannot be written as UTF-8: {error}") from None
+    return str.__str__(value)  # a subclass may write itself differently
+
+
+def _require_count(name: str, value: object, least: int) -> int:
+    number = integer(value, name)
+    if not least <= number <= _MOST_INT64:
+        raise InputError(f"{name} must be between {least} and {_MOST_INT64}, got {written(number)}")
+    return number

@@ -1,0 +1,197 @@
+"""A batch of Keys as one array, so that a whole request's keys cost one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import KeyFormatError
+from kvferry.types import KEY_BYTES, Key, SlotArray
+
+KEY_WORDS = KEY_BYTES // 8
+KeyArray = npt.NDArray[np.uint64]
+_WORD = np.dtype("<u8")
+
+
+class KeyChain(Protocol):
+    """A request's keys one by one: enough to ask for the next, cheaper to have than all."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, item: int, /) -> Key: ...
+
+    def keys(self) -> Keys:
+        """All of them, as one batch."""
+
+
+class Keys:
+    """An immutable batch of keys, one row of ``KEY_WORDS`` little-endian words each.
+
+    Owns its array and nothing else; order is the order of the blocks in the request.
+    """
+
+    __slots__ = ("array",)
+
+    array: KeyArray
+
+    def __init__(self, array: npt.NDArray[Any]) -> None:
+        """Take rows of words as they are; use :meth:`from_bytes` for keys in bytes."""
+        if array.dtype != _WORD or array.ndim != 2 or array.shape[1] != KEY_WORDS:
+            raise KeyFormatError(
+                f"keys must be a (n, {KEY_WORDS}) array of little-endian uint64, "
+                f"got shape {array.shape} of {array.dtype}; use Keys.from_bytes for bytes"
+            )
+        view = np.ascontiguousarray(array)
+        if view is array and array.flags.writeable:
+            view = array.view()
+        view.setflags(write=False)
+        self.array = view
+
+    @classmethod
+    def from_bytes(cls, keys: Iterable[bytes]) -> Keys:
+        """Keys from bytes objects of ``KEY_BYTES`` each; refuses any other length by position."""
+        items = list(keys)
+        for position, key in enumerate(items):
+            if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+                what = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
+                raise KeyFormatError(f"key {position} must be {KEY_BYTES} bytes, got {what}")
+        return cls(np.frombuffer(b"".join(items), dtype="<u8").reshape(-1, KEY_WORDS))
+
+    @classmethod
+    def of_digests(cls, digests: Sequence[bytes], mask: KeyArray) -> Keys:
+        """Keys from bytes that are known to be ``KEY_BYTES`` each, XORed with a mask of words."""
+        words = np.frombuffer(b"".join(digests), dtype=_WORD).reshape(-1, KEY_WORDS)
+        return cls._of(words ^ mask)
+
+    @classmethod
+    def _of(cls, array: KeyArray) -> Keys:
+        """Rows that are known to be keys, and that nobody else will write."""
+        keys = cls.__new__(cls)
+        keys.array = array if array.flags.c_contiguous else np.ascontiguousarray(array)
+        keys.array.setflags(write=False)
+        return keys
+
+    @classmethod
+    def empty(cls) -> Keys:
+        return cls(np.empty((0, KEY_WORDS), dtype="<u8"))
+
+    def masked(self, mask: bytes) -> Keys:
+        """Every key XORed with a ``KEY_BYTES`` mask: the same blocks under another scope."""
+        if len(mask) != KEY_BYTES:
+            raise KeyFormatError(f"a mask must be {KEY_BYTES} bytes, got {len(mask)}")
+        return Keys._of(self.array ^ np.frombuffer(mask, dtype="<u8"))
+
+    def part(self, which: slice, mask: KeyArray | None) -> Keys:
+        """Some of the keys, each XORed with a mask of ``KEY_WORDS`` words where there is one."""
+        part = self.array[which]
+        return Keys._of(part if mask is None else part ^ mask)
+
+    def keys(self) -> Keys:
+        """Itself: a chain that does not grow."""
+        return self
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    @overload
+    def __getitem__(self, item: int) -> Key: ...
+    @overload
+    def __getitem__(self, item: slice) -> Keys: ...
+    def __getitem__(self, item: int | slice) -> Key | Keys:
+        if isinstance(item, slice):
+            return Keys._of(self.array[item])
+        return Key(self.array[item].tobytes())
+
+    def take(self, positions: npt.NDArray[Any]) -> Keys:
+        """The keys at ``positions`` (numbers or a boolean mask), in that order."""
+        return Keys._of(self.array[positions])
+
+    def __iter__(self) -> Iterator[Key]:
+        data = self.array.tobytes()
+        return (Key(data[at : at + KEY_BYTES]) for at in range(0, len(data), KEY_BYTES))
+
+    def __add__(self, other: Keys) -> Keys:
+        return Keys._of(np.concatenate((self.array, other.array)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Keys) and np.array_equal(self.array, other.array)
+
+    def __hash__(self) -> int:
+        return hash(self.array.tobytes())
+
+    def __repr__(self) -> str:
+        return f"Keys({len(self)})"
+
+
+Recovered = tuple[Keys, SlotArray]
+"""Blocks that a tier still has from an earlier life: their keys and their places, as written.
+
+The earliest write comes first. A key may be at several places: what was dropped there and written
+again elsewhere is whole at both. A place is named once.
+"""
+
+
+def masked_key(key: Key, mask: bytes) -> Key:
+    """One key as ``Keys.masked`` would give it, for those who need no more than one."""
+    word = int.from_bytes(key, "little") ^ int.from_bytes(mask, "little")
+    return Key(word.to_bytes(KEY_BYTES, "little"))
+
+
+def require_key(name: str, key: object) -> None:
+    """Refuse what is no key; the message begins with what it should have been."""
+    if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+        what = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
+        raise KeyFormatError(f"{name} must be a key of {KEY_BYTES} bytes, got {what}")
+
+
+# ------------------------------------------------------------------------------------------------
+# Whether a key is twice in a batch: exactly, and mostly without sorting.
+
+_FEW = 512  # words that are sorted before anything else could be done
+_CELLS = 1 << 16
+_LOW_BITS = np.uint64(_CELLS - 1)
+
+_Words = npt.NDArray[np.uint64]
+
+
+class Duplicates:
+    """Finds batches in which a key is twice. Owns a scratch: one cell for each value of 16 bits.
+
+    ::
+
+        every key writes its number into the cell of its low bits, then reads that cell
+        who reads a number that is not its own has met somebody:
+            is it the key it met, or twice among those who met somebody?
+
+    That finds all: of the keys that share a cell only one reads its own number, so of a key that is
+    there twice at least one has met somebody, and if it did not meet the other, both have.
+    """
+
+    def __init__(self) -> None:
+        self._cells = np.zeros(_CELLS, dtype=np.uint16)
+
+    def any_in(self, keys: Keys) -> bool:
+        # First words alone nearly always tell; keys that share one are compared whole.
+        words = keys.array[:, 0].copy()
+        if _FEW <= len(words) <= _CELLS:  # a cell cannot hold the numbers of more
+            twice = self._any_twice(words)
+        else:
+            twice = _any_twice_sorted(words)
+        return twice and len(set(keys)) != len(keys)
+
+    def _any_twice(self, words: _Words) -> bool:
+        cells = (words & _LOW_BITS).view(np.int64)
+        numbers = np.arange(len(words), dtype=np.uint16)
+        self._cells[cells] = numbers
+        there = self._cells.take(cells)
+        met = (there != numbers).nonzero()[0]
+        mine, other = words.take(met), words.take(there.take(met))
+        return bool((mine == other).any()) or _any_twice_sorted(mine)
+
+
+def _any_twice_sorted(words: _Words) -> bool:
+    """Sorts them in place."""
+    words.sort()
+    return bool(np.count_nonzero(words[1:] == words[:-1]))

@@ -1,0 +1,268 @@
+"""Sizes, times, counts, rates and shares as people write them."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence, Set
+from decimal import Decimal
+from numbers import Integral
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import ConfigError, InputError
+
+KiB, MiB, GiB, TiB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+
+_SIZE_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": KiB,
+    "mib": MiB,
+    "gib": GiB,
+    "tib": TiB,
+}
+_TIME_UNITS = {
+    "": Decimal(1),
+    "us": Decimal("1e-6"),
+    "ms": Decimal("1e-3"),
+    "s": Decimal(1),
+    "m": Decimal(60),
+    "min": Decimal(60),
+    "h": Decimal(3600),
+}
+# Letters of other scripts are no units, though some of them turn into ours in small letters.
+_QUANTITY = re.compile(
+    r"\s*([+-]?[0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([a-z]{0,10})\s*", re.IGNORECASE | re.ASCII
+)
+_COUNT = re.compile(r"\s*[+-]?[0-9]{1,30}\s*", re.ASCII)
+_RATE = re.compile(r"\s*[+-]?[0-9]{1,40}(\.[0-9]{1,40})?(e[+-]?[0-9]{1,3})?\s*", re.ASCII | re.I)
+_SHARE = re.compile(r"([0-9]{1,10}(?:\.[0-9]{1,20})?)\s*(%?)", re.ASCII)
+_MOST_BYTES = 2**63 - 1
+_MOST_SECONDS = 1e9
+_LEAST_RATE, _MOST_RATE = 1e-6, 1e15
+
+
+def parse_size(value: object, *, name: str = "size", minimum: int = 1) -> int:
+    """Bytes from an int or from "64GiB" (powers of 1024), "1.5 GB" (powers of 1000), "4096".
+
+    A fraction of a byte is dropped. Refuses less than ``minimum``, and units that do not say which
+    power they mean ("64G").
+    """
+    if isinstance(value, str):
+        number, unit = _quantity(name, value, "a size such as 64GiB or 1.5 GB")
+        if unit not in _SIZE_UNITS:
+            hint = f"; say {unit}ib or {unit}b" if f"{unit}ib" in _SIZE_UNITS else ""
+            raise ConfigError(
+                f"{name}: unknown unit in {quoted(value)}{hint}; units: B, kB, KiB, MB, ..."
+            )
+        size = math.floor(number * _SIZE_UNITS[unit])
+    else:
+        size = _whole(name, value, "a number of bytes or a size such as 64GiB")
+    return _between(name, value, size, minimum, _MOST_BYTES, "bytes")
+
+
+def parse_seconds(value: object, *, name: str = "time", may_be_zero: bool = False) -> float:
+    """Seconds, from a number or from "30s", "500ms", "2min" or "2m", "1h"."""
+    seconds: float
+    if isinstance(value, str):
+        number, unit = _quantity(name, value, "a time such as 30s or 500ms")
+        if unit not in _TIME_UNITS:
+            raise ConfigError(f"{name}: unknown unit in {quoted(value)}; units: us, ms, s, min, h")
+        seconds = float(number * _TIME_UNITS[unit])
+    elif isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"{name}: expected seconds or a time such as 30s, got {shown(value)}")
+    else:
+        seconds = float(value) if abs(value) < _MOST_BYTES else math.inf  # a huge int overflows
+    if not 0 <= seconds <= _MOST_SECONDS or not (seconds or may_be_zero):
+        least = "not negative" if may_be_zero else "above zero"
+        raise ConfigError(
+            f"{name}: must be {least} and at most {_MOST_SECONDS:.0f} seconds, got {shown(value)}"
+        )
+    return seconds
+
+
+def parse_count(
+    value: object, *, name: str = "count", minimum: int = 1, maximum: int = _MOST_BYTES
+) -> int:
+    """A whole number from ``minimum`` to ``maximum``, from an int or from its digits."""
+    if isinstance(value, str):
+        if not _COUNT.fullmatch(value):
+            raise ConfigError(f"{name}: expected a whole number, got {quoted(value)}")
+        count = int(value)
+    else:
+        count = _whole(name, value, "a whole number")
+    return _between(name, value, count, minimum, maximum, "")
+
+
+def parse_rate(value: object, *, name: str = "rate") -> float:
+    """A number above zero, from a number or from its digits."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    rate = math.nan
+    if is_number or (isinstance(value, str) and _RATE.fullmatch(value)):
+        try:
+            rate = float(cast(float, value))
+        except OverflowError:
+            rate = math.inf
+    if not _LEAST_RATE <= rate <= _MOST_RATE:
+        raise ConfigError(
+            f"{name}: expected a number above zero, {_LEAST_RATE:g} to {_MOST_RATE:g}, "
+            f"got {shown(value)}"
+        )
+    return rate
+
+
+def parse_share(value: object, *, name: str = "share", most: float = 1.0) -> float:
+    """A part of a whole, 0 to ``most``: from "25%", 0.25 or "0.25"."""
+    text = value.strip() if isinstance(value, str) else ""
+    match = _SHARE.fullmatch(text)
+    share = math.nan
+    if match is not None:
+        share = float(match[1]) / (100.0 if match[2] else 1.0)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        share = float(value) if abs(value) <= 1 else math.inf
+    if not 0 <= share <= most:
+        raise ConfigError(
+            f"{name}: expected a share such as 25% or 0.25, at most {show_share(most)}, "
+            f"got {shown(value)}"
+        )
+    return share
+
+
+def show_share(share: float) -> str:
+    """A share as :func:`parse_share` reads it."""
+    return f"{share * 100:.6g}%"
+
+
+def format_size(size: int) -> str:
+    """A size as :func:`parse_size` reads it back exactly, in the largest unit that divides it."""
+    for unit, factor in (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
+        if size and size % factor == 0:
+            return f"{size // factor}{unit}"
+    return f"{size}B"
+
+
+def rounded_size(size: int) -> str:
+    """A size for people to read, in the largest unit it has one of: 63.9GiB."""
+    for unit, factor in (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
+        if size >= factor:
+            return f"{size / factor:.1f}".removesuffix(".0") + unit
+    return f"{size}B"
+
+
+def shown(value: object) -> str:
+    """A value and its type, for a message that refuses it."""
+    return f"{quoted(value)} ({type(value).__name__})"
+
+
+def quoted(value: object) -> str:
+    """A value in a message: on one line, and cut where it is long."""
+    try:
+        text = _SHORT.repr(value)
+    except (ValueError, RecursionError):  # an int of thousands of digits has no repr
+        text = "something that cannot be shown"
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
+
+
+def _quantity(name: str, text: str, expected: str) -> tuple[Decimal, str]:
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"{name}: expected {expected}, got {quoted(text)}")
+    return Decimal(match[1]), match[2].lower()
+
+
+def _whole(name: str, value: object, expected: str) -> int:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if not isinstance(value, bool):
+        try:
+            return operator.index(cast(int, value))
+        except TypeError:
+            pass
+    raise ConfigError(f"{name}: expected {expected}, got {shown(value)}")
+
+
+def _between(name: str, given: object, value: int, least: int, most: int, unit: str) -> int:
+    if not least <= value <= most:
+        bound = f"at least {least}" if value < least else f"at most {most}"
+        raise ConfigError(f"{name}: must be {bound} {unit}".rstrip() + f", got {shown(given)}")
+    return value
+
+
+# ------------------------------------------------------------------------------------------------
+# Integers from whatever a caller has: taken as they are, or refused; never cut, never guessed.
+
+Integers = Sequence[int] | npt.NDArray[np.integer]
+"""A vector of integers: a sequence, a numpy array, or a torch tensor."""
+
+_MOST_INT64 = 2**63 - 1
+_NO_VECTORS = (str, bytes, bytearray, memoryview, Set, Mapping)
+"""Can be gone through, but as characters, as bytes, or in no order of the caller's."""
+
+
+def integers(values: Integers, what: str) -> npt.NDArray[np.int64]:
+    """``values`` as an int64 vector, their own memory if it is one already.
+
+    ``what`` names them in an error. A torch tensor on a GPU is fetched, which waits for that GPU.
+    """
+    if isinstance(values, np.ndarray):
+        array: npt.NDArray[Any] = values
+    elif hasattr(values, "data_ptr"):
+        array = _of_torch(values, what)
+    else:
+        array = _of_items(values, what)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InputError(
+            f"{what} must be a vector of integers, got an array of shape {array.shape} of "
+            f"{array.dtype}"
+        )
+    if array.dtype.kind == "u" and array.size and int(array.max()) > _MOST_INT64:
+        raise InputError(f"{what} must fit 64 signed bits, got {int(array.max())}")
+    return array.astype(np.int64, copy=False)
+
+
+def integer(value: object, what: str) -> int:
+    """One integer of any integral type; True and 1.0 are none."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise InputError(f"{what} must be an integer, got {type(value).__name__} {value!r}")
+    return int(value)
+
+
+def _of_items(values: Any, what: str) -> npt.NDArray[np.int64]:
+    if isinstance(values, _NO_VECTORS) or not isinstance(values, Iterable):
+        raise InputError(f"{what} must be a sequence of integers, got {type(values).__name__}")
+    items = values if isinstance(values, (list, tuple)) else list(values)
+    # By type, not by value: numpy would take True as 1 and cut 1.5 to 1.
+    for kind in set(map(type, items)):
+        if kind is not int and (issubclass(kind, bool) or not issubclass(kind, Integral)):
+            raise InputError(f"{what} must be integers, got a {kind.__name__}")
+    try:
+        return np.fromiter(items, dtype=np.int64, count=len(items))
+    except OverflowError:
+        worst = max(items, key=abs)
+        raise InputError(f"{what} must fit 64 signed bits, got {written(worst)}") from None
+
+
+def _of_torch(tensor: Any, what: str) -> npt.NDArray[Any]:
+    try:
+        array: npt.NDArray[Any] = tensor.detach().cpu().numpy()
+    except (RuntimeError, TypeError, NotImplementedError) as error:  # meta, sparse, no numpy dtype
+        raise InputError(f"{what} must be a vector of integers, got a tensor: {error}") from error
+    return array
+
+
+def written(value: int) -> str:
+    """A number for an error; Python itself refuses to write very long ones."""
+    return str(value) if abs(value) < 10**40 else f"one of {int(value).bit_length()} bits"

@@ -1,1 +1,0 @@
-"""The copy benchmark: what it measures and against what. Tables and plots are the CLI's."""

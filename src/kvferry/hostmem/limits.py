@@ -1,0 +1,208 @@
+"""What this machine can give: memory, the limits of the container we run in, and pinning.
+
+All of it is read through :class:`Machine`, so that a test can be any machine. The kernel does not
+refuse memory that is not there: it lets a process touch it and then kills someone. So we look
+before, and ask for less than what is left.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from kvferry.core.quantities import GiB, MiB, format_size
+from kvferry.errors import ConfigError
+from kvferry.settings.kinds import AUTO, Auto
+
+ReadText = Callable[[str], str | None]
+"""A file's text, or None where it cannot be read."""
+
+AUTO_SHARE = 0.75
+"""Of what can be had now; the rest is for what the engine has yet to load."""
+
+_LEAST_MARGIN = 512 * MiB
+_MARGIN_SHARE = 20  # one part in so many of the machine or the container stays free
+
+_NO_LIMIT = 1 << 60
+"""cgroup v1 writes "no limit" as the largest multiple of a page; no machine has this much."""
+
+_DIGITS = re.compile(r"[0-9]{1,20}")
+
+
+def read_text(path: str) -> str | None:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def read_memlock() -> int | None:
+    """Most bytes this process may lock; None: no limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One bound on memory: how much in all, how much is left, what sets it, what lifts it."""
+
+    name: str
+    total: int
+    left: int
+    remedy: str
+
+    @property
+    def margin(self) -> int:
+        """Bytes to leave alone: others grow too, and the kernel needs some to work with."""
+        return min(max(_LEAST_MARGIN, self.total // _MARGIN_SHARE), self.total // 4)
+
+    @property
+    def usable(self) -> int:
+        return max(0, self.left - self.margin)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """How the machine is asked. Owns nothing; every answer is read anew."""
+
+    read: ReadText = read_text
+    memlock: Callable[[], int | None] = read_memlock
+    env: Mapping[str, str] = field(default_factory=lambda: os.environ)
+
+    def limits(self) -> list[Limit]:
+        """Every bound that can be read, the tightest first."""
+        found = [*self._ram(), *self._cgroup_v2(), *self._cgroup_v1()]
+        return sorted(found, key=lambda limit: limit.usable)
+
+    def num_ranks_here(self) -> int:
+        """Processes like this one on this host, as torchrun and its like say it; else 1."""
+        said = self.env.get("LOCAL_WORLD_SIZE", "")
+        return int(said) if _DIGITS.fullmatch(said) and int(said) > 0 else 1
+
+    def _ram(self) -> Iterator[Limit]:
+        lines = _table(self.read("/proc/meminfo"), ":")
+        total, left = lines.get("MemTotal"), lines.get("MemAvailable", lines.get("MemFree"))
+        if total is not None and left is not None:
+            remedy = "ask for less, or end what else uses the machine's memory"
+            yield Limit("the machine's memory", total, left, remedy)
+
+    def _cgroup_v2(self) -> Iterator[Limit]:
+        for path in self._cgroup_paths("", "/sys/fs/cgroup"):
+            for file in ("memory.max", "memory.high"):
+                yield from self._cgroup(path, file, "memory.current", "inactive_file")
+
+    def _cgroup_v1(self) -> Iterator[Limit]:
+        for path in self._cgroup_paths("memory", "/sys/fs/cgroup/memory"):
+            yield from self._cgroup(
+                path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            )
+
+    def _cgroup(self, path: str, limit: str, usage: str, reclaimable: str) -> Iterator[Limit]:
+        total, used = _number(self.read(f"{path}/{limit}")), _number(self.read(f"{path}/{usage}"))
+        if total is None or used is None or total >= _NO_LIMIT:
+            return
+        cache = _table(self.read(f"{path}/memory.stat"), " ").get(reclaimable, 0)
+        yield Limit(
+            f"the container's limit {path}/{limit}",
+            total,
+            max(0, total - used + min(cache, used)),
+            "ask for less, or give the container more (docker run --memory, Kubernetes "
+            "resources.limits.memory, systemd MemoryMax)",
+        )
+
+    def _cgroup_paths(self, controller: str, mount: str) -> Iterator[str]:
+        """Our own group and all above it: each of them may limit us."""
+        path = ""
+        for line in (self.read("/proc/self/cgroup") or "").splitlines():
+            _, controllers, where = (*line.split(":", 2), "", "")[:3]
+            if controller in controllers.split(","):
+                path = where.strip("/")
+                break
+        else:
+            return
+        # Inside a container the path may be that of the host: then only the mount's root is there.
+        while path:
+            yield f"{mount}/{path}"
+            path = path.rpartition("/")[0]
+        yield mount
+
+
+def size_for(asked: int | Auto, machine: Machine, *, num_ranks: int = 1) -> int:
+    """Bytes of host memory for each of ``num_ranks`` on this host that all ask for the same.
+
+    ConfigError, with the limit and the remedy, where the machine cannot give what was asked.
+    """
+    limits = machine.limits()
+    if asked is AUTO:
+        if not limits:
+            raise ConfigError(
+                'host: "auto" needs to know how much memory there is, and neither /proc/meminfo '
+                "nor a cgroup says; give a size such as 8GiB"
+            )
+        return max(1, int(limits[0].usable * AUTO_SHARE) // num_ranks)
+    for limit in limits:
+        # What other ranks already took is gone from what is left, so only one more must fit there.
+        if asked > limit.usable or asked * num_ranks > limit.total - limit.margin:
+            raise ConfigError(refusal(asked, limit, num_ranks))
+    return asked
+
+
+def refusal(asked: int, limit: Limit, num_ranks: int = 1) -> str:
+    each = f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
+    most = min(limit.usable, (limit.total - limit.margin) // num_ranks)
+    return (
+        f"host: {_shown(asked)}{each} is more than {limit.name} allows: {_shown(limit.total)} in "
+        f"all, {_shown(limit.left)} left, of which {_shown(limit.margin)} must stay free; at most "
+        f"{_shown(most)} fits. Remedy: {limit.remedy}"
+    )
+
+
+def shortage(machine: Machine, num_bytes: int) -> str:
+    """Why ``num_bytes`` more should not be touched now; empty if they may.
+
+    Half the margin may be used up by then: others move too, and a pool that was granted once
+    should not stop over the last bytes of it.
+    """
+    for limit in machine.limits():
+        if limit.left - num_bytes < limit.margin // 2:
+            return (
+                f"{limit.name} has only {_shown(limit.left)} left of {_shown(limit.total)}, and "
+                f"{_shown(limit.margin // 2)} must stay free; {limit.remedy}"
+            )
+    return ""
+
+
+def pin_advice(machine: Machine, asked: int) -> str:
+    """What may have kept the driver from pinning ``asked`` bytes, and what to do."""
+    memlock = machine.memlock()
+    if memlock is not None and memlock < asked:
+        return (
+            f"this process may lock {_shown(memlock)} of memory (RLIMIT_MEMLOCK), "
+            f"{_shown(asked)} were asked for; raise it (ulimit -l unlimited, docker run --ulimit "
+            "memlock=-1, systemd LimitMEMLOCK=infinity)"
+        )
+    return "the limit on locked memory (RLIMIT_MEMLOCK) is not in the way; see the driver's words"
+
+
+def _shown(num_bytes: int) -> str:
+    return f"{num_bytes / GiB:.1f} GiB" if num_bytes >= GiB else format_size(num_bytes)
+
+
+def _number(text: str | None) -> int | None:
+    text = (text or "").strip()
+    return int(text) if _DIGITS.fullmatch(text) else None
+
+
+def _table(text: str | None, separator: str) -> dict[str, int]:
+    """Lines of a name and a number; those of /proc count in kB."""
+    table = {}
+    for line in (text or "").splitlines():
+        name, _, value = line.partition(separator)
+        words = value.split()
+        if words and words[0].isdigit():
+            table[name.strip()] = int(words[0]) * (1024 if words[1:] == ["kB"] else 1)
+    return table

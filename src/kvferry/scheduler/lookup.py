@@ -1,0 +1,447 @@
+"""What of a request is where: the look-up over all groups, host first.
+
+::
+
+    one key     the very next block is not here: a miss, whatever else is (``next_missing``)
+    one run     full attention alone, nothing below the host: follow the chain to its end
+    masks       windows, states, levels below: every block of every group, then what all can serve
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.cache import reach
+from kvferry.cache.index import num_leading
+from kvferry.cache.leases import SlotState
+from kvferry.cache.pool import Pool
+from kvferry.core.identity import scope
+from kvferry.core.keys import KeyArray, KeyChain, Keys, masked_key
+from kvferry.errors import InputError
+from kvferry.scheduler.tiering import LowerLevels
+from kvferry.scheduler.transfers import Wanted
+from kvferry.types import NO_SLOT, NO_SLOTS, Key, SlotArray
+
+Present = list[npt.NDArray[np.bool_]]
+"""Per group, which blocks of a request can be read."""
+
+
+class Missing(NamedTuple):
+    """A block that no hit can do without, and that is not here: its first token, its key.
+
+    One that ``is_coming`` was on its way in when it was looked for.
+    """
+
+    group: int
+    token: int
+    key: Key
+    is_coming: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Look:
+    """One look at a request: how far the host alone reaches, and how far with the levels below.
+
+    ``slots`` are those that the host's hit reads, by group; ``blocks`` are their places in the
+    request, ``asked`` their keys in the pool. ``missing`` stopped that hit; None where nothing did
+    but the cap. ``host`` and ``everywhere`` say block by block what is there; None where nobody had
+    to know.
+    """
+
+    keys: Keys
+    computed_tokens: int
+    max_tokens: int
+    host_tokens: int
+    all_tokens: int
+    slots: tuple[SlotArray | None, ...]
+    blocks: tuple[range, ...]
+    asked: tuple[Keys, ...]
+    missing: Missing | None
+    host: Present | None = None
+    everywhere: Present | None = None
+
+
+# ------------------------------------------------------------------------------------------------
+# What of a request is where: the look-up over all groups, host first.
+#
+# ::
+#
+#     one key     the very next block is not here: a miss, whatever else is (``next_missing``)
+#     one run     full attention alone, nothing below the host: follow the chain to its end
+#     masks       windows, states, levels below: every block of every group, then what all can serve
+
+
+class Matcher:
+    """Finds the longest hit that all groups can serve. Changes nothing.
+
+    Owns the cutting of a request's chain into block keys, in the current epoch::
+
+        chain    k0 k1 k2 k3 k4 k5 k6 k7      one key per hash block, each covers all before it
+        blocks   [    k3    ][    k7    ]     a block of four hash blocks has the last one's key
+    """
+
+    def __init__(
+        self, groups: Sequence[reach.Group], host: Pool, lower: LowerLevels, hash_tokens: int
+    ) -> None:
+        for group in groups:
+            if group.block_tokens % hash_tokens:
+                raise InputError(
+                    f"{group} has blocks of {group.block_tokens} tokens, which is not a multiple "
+                    f"of the hash block of {hash_tokens}: no key ends where a block does"
+                )
+        self.groups = tuple(groups)
+        self.epoch = 0
+        self.epoch_before: int | None = None
+        self.hash_tokens = hash_tokens
+        self._chained = [isinstance(group, reach.FullAttention) for group in self.groups]
+        self.is_full = all(self._chained)
+        self._host = host
+        self._lower = lower
+        self._ratios = [group.block_tokens // hash_tokens for group in self.groups]
+        self.alignment = math.lcm(hash_tokens, *(group.block_tokens for group in self.groups))
+        self._step = math.lcm(self.alignment, *(group.stop_tokens for group in self.groups))
+        self._can_serve: Present = [np.empty(0, dtype=bool) for _ in self.groups]
+        self._masks: list[KeyArray | None] = []
+        self.begin_epoch(0)
+        self.look = self._follow if self.is_full and not lower.levels else self._survey
+        """See what is there, without claiming any of it: hits end ``spare_tokens`` early."""
+
+    def begin_epoch(self, epoch: int) -> None:
+        """From now on the same blocks have other keys in the pool."""
+        if epoch != self.epoch:
+            self.epoch_before, self.epoch = self.epoch, epoch
+        scopes = [scope(epoch, g) for g in range(len(self.groups))]
+        self._masks = [np.frombuffer(mask, dtype="<u8") if any(mask) else None for mask in scopes]
+
+    # -- keys -----------------------------------------------------------------------------------
+
+    def slot_keys(self, group: int, keys: Keys, blocks: range) -> Keys:
+        """The pool keys of these blocks of a request."""
+        ratio, mask = self._ratios[group], self._masks[group]
+        if mask is None and ratio == 1 and blocks == range(len(keys.array)):
+            return keys
+        cut = slice((blocks.start + 1) * ratio - 1, blocks.stop * ratio, ratio)
+        return keys.part(cut, mask)
+
+    def all_keys(self, group: int, keys: Keys) -> Keys:
+        """The pool keys of every whole block of a request."""
+        return self.slot_keys(group, keys, range(len(keys) // self._ratios[group]))
+
+    def scoped(self, group: int, keys: Keys) -> Keys:
+        """Chain keys, each at the end of one block, as the pool knows them in this epoch."""
+        return keys.masked(scope(self.epoch, group))
+
+    def key_before(self, group: int, keys: Keys, first: int) -> Key | None:
+        """The pool key of the block before this one, None at the start of the request."""
+        if not first:
+            return None
+        return masked_key(keys[first * self._ratios[group] - 1], scope(self.epoch, group))
+
+    def has(self, key: Key) -> bool:
+        """Whether this block is in the host, on its way there, or below it."""
+        if self._host.state_of(key) is not SlotState.FREE:
+            return True
+        return bool(self._lower.levels) and bool(self._lower.cached(Keys.from_bytes((key,)))[0])
+
+    # -- looking --------------------------------------------------------------------------------
+
+    def next_missing(
+        self, chain: KeyChain, num_keys: int, computed_tokens: int, max_tokens: int
+    ) -> Missing | None:
+        """The block every hit needs and the host lacks.
+
+        The short way to a miss, which is all that a request finds whose history never left the
+        device. None if there is no such block, or if a longer look is needed to know.
+        """
+        longer = computed_tokens + self._step
+        if not self.is_full or self._lower.levels or longer - longer % self._step > max_tokens:
+            return None
+        for g, group in enumerate(self.groups):
+            block = computed_tokens // group.block_tokens
+            at = (block + 1) * self._ratios[g] - 1
+            if at < num_keys:
+                key = chain[at]
+                if g or self.epoch:  # else the mask is all zeros
+                    key = masked_key(key, scope(self.epoch, g))
+                if not self._host.is_cached(key):
+                    is_coming = self._host.state_of(key) is not SlotState.FREE
+                    return Missing(g, block * group.block_tokens, key, is_coming)
+        return None
+
+    def names(self, missing: Missing, chain: KeyChain) -> bool:
+        """Whether a block that was missing is one of this chain's, at the place it was then."""
+        group = missing.group
+        block = missing.token // self.groups[group].block_tokens
+        at = (block + 1) * self._ratios[group] - 1
+        if at >= len(chain):
+            return False
+        return masked_key(chain[at], scope(self.epoch, group)) == missing.key
+
+    def _follow(
+        self, keys: Keys, computed_tokens: int, max_tokens: int, spare_tokens: int = 0
+    ) -> Look:
+        """Where every hit reads every block: as far as each group's chain goes."""
+        most = max_tokens - max_tokens % self._step
+        longest = most
+        found: list[SlotArray] = []
+        asked: list[Keys] = []
+        for g, group in enumerate(self.groups):
+            size = group.block_tokens
+            blocks = range(computed_tokens // size, -(-most // size))
+            asked.append(self.slot_keys(g, keys, blocks))
+            slots = self._host.leading(asked[g]) if blocks else NO_SLOTS
+            found.append(slots)
+            longest = min(longest, (blocks.start + len(slots)) * size)
+        longest = max(longest - longest % self._step, computed_tokens)
+        host_tokens = longest
+        if spare_tokens and longest > computed_tokens:
+            shorter = longest - spare_tokens
+            host_tokens = max(shorter - shorter % self._step, computed_tokens)
+        missing = None
+        if longest < most:
+            missing = self._first_absent(keys, found, computed_tokens, longest + self._step)
+        pinned: list[SlotArray | None] = []
+        places: list[range] = []
+        for g, group in enumerate(self.groups):
+            first = computed_tokens // group.block_tokens
+            count = -(-host_tokens // group.block_tokens) - first
+            is_read = host_tokens > computed_tokens and count > 0
+            places.append(range(first, first + count) if is_read else range(0))
+            pinned.append(found[g][:count] if is_read else None)
+            if count < len(asked[g].array):
+                asked[g] = asked[g][: max(0, count)]
+        return Look(
+            keys,
+            computed_tokens,
+            max_tokens,
+            host_tokens,
+            host_tokens,
+            tuple(pinned),
+            tuple(places),
+            tuple(asked),
+            missing,
+        )
+
+    def _first_absent(
+        self, keys: Keys, found: Sequence[SlotArray], computed_tokens: int, longer: int
+    ) -> Missing | None:
+        longer -= longer % self._step
+        for g, group in enumerate(self.groups):
+            block = computed_tokens // group.block_tokens + len(found[g])
+            if block * group.block_tokens < longer:
+                return self._missing(g, keys, block)
+        return None
+
+    def _survey(
+        self, keys: Keys, computed_tokens: int, max_tokens: int, spare_tokens: int = 0
+    ) -> Look:
+        """Every block of every group, and what lies below the host."""
+        asked: list[Keys] = []
+        found: list[SlotArray] = []
+        host: Present = []
+        for g, group in enumerate(self.groups):
+            count = len(keys) // self._ratios[g]
+            first = min(computed_tokens // group.block_tokens, count)
+            # Those the engine has itself nobody asks for.
+            asked.append(self.slot_keys(g, keys, range(first, count)))
+            found.append(self._host.find_cached(asked[g]))
+            host.append(np.concatenate((np.ones(first, dtype=bool), found[g] != NO_SLOT)))
+        host_tokens = self._longest(host, computed_tokens, max_tokens, spare_tokens)
+        everywhere, all_tokens = host, host_tokens
+        if self._lower.levels and host_tokens + self.alignment <= max_tokens:
+            everywhere = [
+                np.concatenate(
+                    (here[: -len(below)], here[-len(below) :] | self._lower.cached(below))
+                )
+                if len(below)
+                else here
+                for here, below in zip(host, asked, strict=True)
+            ]
+            all_tokens = self._longest(everywhere, computed_tokens, max_tokens, spare_tokens)
+        slots: list[SlotArray | None] = []
+        places: list[range] = []
+        for g, group in enumerate(self.groups):
+            blocks = self.needed(g, host_tokens, computed_tokens)
+            first = computed_tokens // group.block_tokens
+            part = slice(max(0, blocks.start - first), max(0, blocks.stop - first))
+            slots.append(found[g][part] if blocks else None)
+            places.append(blocks)
+            asked[g] = asked[g][part]
+        look = Look(
+            keys,
+            computed_tokens,
+            max_tokens,
+            host_tokens,
+            all_tokens,
+            tuple(slots),
+            tuple(places),
+            tuple(asked),
+            None,
+            host,
+            everywhere,
+        )
+        return replace(look, missing=self._first_missing(look))
+
+    def _longest(
+        self, present: Present, computed_tokens: int, max_tokens: int, spare_tokens: int = 0
+    ) -> int:
+        longest = reach.longest_hit(
+            self.groups,
+            present,
+            max_tokens,
+            alignment=self.alignment,
+            computed_tokens=computed_tokens,
+        )
+        if not spare_tokens or longest <= computed_tokens:
+            return longest
+        return self._longest(present, computed_tokens, max(computed_tokens, longest - spare_tokens))
+
+    def _first_missing(self, look: Look) -> Missing | None:
+        """The block that stopped the host's hit."""
+        longer = self._next_length(look)
+        if longer > look.max_tokens or look.host is None:
+            return None
+        for g in range(len(self.groups)):
+            blocks = self.needed(g, longer, look.computed_tokens)
+            present = look.host[g][blocks.start : blocks.stop]
+            if not present.all():
+                return self._missing(g, look.keys, blocks.start + int(present.argmin()))
+        return None
+
+    def _missing(self, g: int, keys: Keys, block: int) -> Missing:
+        key = self.slot_keys(g, keys, range(block, block + 1))[0]
+        is_coming = self._host.state_of(key) is not SlotState.FREE
+        return Missing(g, block * self.groups[g].block_tokens, key, is_coming)
+
+    # -- whether it is worth another look -------------------------------------------------------
+
+    def may_be_longer(self, look: Look, generation: int) -> bool:
+        """Whether anything that a longer hit needs has come since this look, of that generation."""
+        if look.host is None:
+            key = look.missing.key if look.missing is not None else None
+            return key is not None and self._host.state_of(key) is SlotState.CACHED
+        watch = self._watch(look)
+        if len(watch):
+            return bool(self._host.cached(watch).all())
+        news = self._host.news_since(generation)
+        if news is None:
+            return True
+        lacking = self._lacking(look)
+        places = np.searchsorted(lacking, news)
+        return bool(len(lacking)) and bool((lacking.take(places, mode="clip") == news).any())
+
+    def can_grow(self, look: Look) -> bool:
+        """Whether a longer hit than the host's would still be within what was asked for."""
+        return self._next_length(look) <= look.max_tokens
+
+    def _watch(self, look: Look) -> Keys:
+        """Keys that must be cached before a hit longer than the host's is possible.
+
+        Only full attention needs one block for every longer hit, and only if it is missing at the
+        very next length: else another group stopped the hit, and may let it go on any time.
+        """
+        assert look.host is not None
+        watch = Keys.empty()
+        longer = self._next_length(look)
+        for g, group in enumerate(self.groups):
+            if self._chained[g]:
+                first = look.host_tokens // group.block_tokens
+                block = first + num_leading(look.host[g][first:])
+                if block < len(look.host[g]) and block * group.block_tokens < longer:
+                    watch += self.slot_keys(g, look.keys, range(block, block + 1))
+        return watch
+
+    def _lacking(self, look: Look) -> npt.NDArray[np.uint64]:
+        """The first words, sorted, of all keys that the host lacked at this look."""
+        assert look.host is not None
+        words = [
+            self.slot_keys(g, look.keys, range(len(here))).take(~here).array[:, 0]
+            for g, here in enumerate(look.host)
+        ]
+        return np.sort(np.concatenate(words))
+
+    def _next_length(self, look: Look) -> int:
+        longer = look.host_tokens + self._step
+        return longer - longer % self._step
+
+    # -- from below -----------------------------------------------------------------------------
+
+    def within(self, look: Look, num_slots: int) -> Look:
+        """The same look, its longer hit cut down until so few slots complete it in the host.
+
+        Half of every group would serve nobody: the hit gets shorter in all groups at once.
+        """
+        if look.everywhere is None or self._num_to_bring(look, look.all_tokens) <= num_slots:
+            return look
+        best = look.host_tokens
+        low, high = look.host_tokens // self._step, -(-look.all_tokens // self._step)
+        while high - low > 1:
+            middle = (low + high) // 2
+            length = self._longest(look.everywhere, look.computed_tokens, middle * self._step)
+            if self._num_to_bring(look, length) <= num_slots:
+                best, low = max(best, length), middle
+            else:
+                high = middle
+        return replace(look, all_tokens=best)
+
+    def _num_to_bring(self, look: Look, num_tokens: int) -> int:
+        """Blocks that a hit of this length needs and that are not even on their way to the host."""
+        count = 0
+        for g in range(len(self.groups)):
+            blocks = self.needed(g, num_tokens, look.computed_tokens)
+            if blocks:
+                count += int((~self._host.known(self.slot_keys(g, look.keys, blocks))).sum())
+        return count
+
+    def to_ask(self, look: Look) -> Wanted | None:
+        """The keys of which to know whether a level has them: a longer hit may hang on them.
+
+        No more of them than there is room for; and some behind, where objects have several blocks.
+        """
+        assert look.host is not None
+        assert look.everywhere is not None
+        keys = [self.slot_keys(g, look.keys, range(len(here))) for g, here in enumerate(look.host)]
+        unknown = list(map(self._lower.unknown, keys, self._chained))
+        maybe = [e | u for e, u in zip(look.everywhere, unknown, strict=True)]
+        longest = self._longest(maybe, look.computed_tokens, look.max_tokens)
+        if longest <= look.all_tokens:
+            return None
+        hoped = self.within(replace(look, everywhere=maybe, all_tokens=longest), self._lower.room)
+        wanted = []
+        for g, group in enumerate(self.groups):
+            end = -(-hoped.all_tokens // group.block_tokens)
+            more = self._lower.most_in_one - 1 if self._chained[g] else None
+            wanted.append(Wanted.of(g, keys[g], unknown[g] & ~look.everywhere[g], end, more))
+        return Wanted.joined(wanted)
+
+    def to_promote(self, look: Look) -> Iterator[tuple[int, Keys, Key | None]]:
+        """By group, the run of blocks to complete for the longer hit, and the key before it."""
+        assert look.host is not None
+        for g in range(len(self.groups)):
+            blocks = self.needed(g, look.all_tokens, look.computed_tokens)
+            lacking = np.flatnonzero(~look.host[g][blocks.start : blocks.stop])
+            if len(lacking):
+                run = blocks[int(lacking[0]) :]
+                before = self.key_before(g, look.keys, run.start)
+                yield g, self.slot_keys(g, look.keys, run), before
+
+    # -- lengths --------------------------------------------------------------------------------
+
+    def worth_storing(self, group: int, blocks: range) -> npt.NDArray[np.bool_]:
+        """Which of these blocks any hit can ever read."""
+        if blocks.stop > len(self._can_serve[group]):
+            tokens = 2 * blocks.stop * max(g.block_tokens for g in self.groups)
+            self._can_serve = reach.can_serve(self.groups, tokens, alignment=self.alignment)
+        return self._can_serve[group][blocks.start : blocks.stop]
+
+    def needed(self, g: int, num_tokens: int, computed_tokens: int) -> range:
+        """The blocks of a group that a hit reads and the engine does not have."""
+        if num_tokens <= computed_tokens:  # what the engine has may end where no state is kept
+            return range(0)
+        return reach.needed(self.groups[g], num_tokens, computed_tokens=computed_tokens)

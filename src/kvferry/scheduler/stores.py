@@ -1,0 +1,496 @@
+"""Which device blocks are stored, and when: as they are computed, or as they are about to go."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.cache import reach
+from kvferry.cache.policies.admission import SeenOften, Watermark
+from kvferry.cache.pool import Pool
+from kvferry.config import Config
+from kvferry.core.keys import Keys
+from kvferry.errors import InputError
+from kvferry.scheduler.lookup import Matcher
+from kvferry.scheduler.transfers import (
+    NO_BLOCK,
+    BlockTable,
+    EngineShape,
+    Ordered,
+    Outbox,
+    Transit,
+    checked_blocks,
+)
+from kvferry.types import Key
+
+if TYPE_CHECKING:
+    from kvferry.scheduler.request import HintedRequest, Request
+
+
+Bound = tuple[int, Sequence[int]]
+"""How much room there is, and how much of it a block of each group takes."""
+
+_USABLE_NO_BOUND = 1 << 40
+
+
+class SharedRoom:
+    """What may still be stored by all bounds together. Owns what is left of each."""
+
+    def __init__(self, bounds: Sequence[Bound]) -> None:
+        self._left = [room for room, _ in bounds]
+        self._sizes = [sizes for _, sizes in bounds]
+
+    def of(self, group: int) -> int:
+        """How many blocks of a group fit."""
+        fits = _USABLE_NO_BOUND
+        for left, sizes in zip(self._left, self._sizes, strict=True):
+            if sizes[group]:
+                fits = min(fits, max(0, left) // sizes[group])
+        return fits
+
+    def take(self, group: int, num_blocks: int) -> None:
+        for at, sizes in enumerate(self._sizes):
+            self._left[at] -= num_blocks * sizes[group]
+
+
+def usable(
+    groups: Sequence[reach.Group],
+    todo: Mapping[int, range],
+    held: Sequence[reach.BoolArray],
+    new: Sequence[reach.BoolArray],
+    bounds: Sequence[Bound],
+    *,
+    above: int,
+    alignment: int,
+) -> dict[int, range] | None:
+    """Which blocks to store of those ``todo``, by group; None if no hit above so many tokens is.
+
+    ``held`` and ``new`` are as for :func:`reach.longest_within`. First comes what the longest hit
+    reads for which there is room, then what leads on from there, then what serves shorter ones. If
+    there is room for no hit, a part of the longest one: the rest of it another time.
+    """
+    tokens = reach.longest_within(groups, held, new, bounds, above=above, alignment=alignment)
+    is_whole = tokens > above
+    if not is_whole:
+        tokens = reach.longest_within(groups, held, new, (), above=above, alignment=alignment)
+        if tokens == above:
+            return None
+    room, spans = SharedRoom(bounds), {}
+    full = [g for g in todo if isinstance(groups[g], reach.FullAttention)]
+    others = [g for g in todo if g not in full]
+    for g in full:
+        stop = _clip(tokens // groups[g].block_tokens, todo[g])
+        spans[g] = range(todo[g].start, _until(new[g], todo[g].start, stop, room, g))
+    for g in others:
+        stop = _clip(tokens // groups[g].block_tokens, todo[g])
+        read = reach.needed(groups[g], tokens)
+        first = min(_clip(read.start, todo[g]), stop) if read else stop
+        last = _until(new[g], first, stop, room, g)
+        if last < stop and not new[g][first:last].any():  # nothing of it: it must not be passed by
+            first = last = todo[g].start
+        spans[g] = range(first, last)
+    if is_whole:
+        for g in full:
+            stop = _until(new[g], spans[g].stop, todo[g].stop, room, g)
+            spans[g] = range(spans[g].start, stop)
+        for g in others:
+            spans[g] = range(_from(new[g], todo[g].start, spans[g].start, room, g), spans[g].stop)
+    return spans
+
+
+def _clip(place: int, todo: range) -> int:
+    return min(max(place, todo.start), todo.stop)
+
+
+def _until(new: reach.BoolArray, first: int, stop: int, room: SharedRoom, group: int) -> int:
+    """How far from a place on there is room; what there is room for is taken from it."""
+    found, fits = np.flatnonzero(new[first:stop]), room.of(group)
+    room.take(group, min(len(found), fits))
+    return stop if len(found) <= fits else first + int(found[fits])
+
+
+def _from(new: reach.BoolArray, first: int, stop: int, room: SharedRoom, group: int) -> int:
+    """The same backwards: from where on, up to ``stop``, there is room."""
+    found, fits = np.flatnonzero(new[first:stop]), room.of(group)
+    room.take(group, min(len(found), fits))
+    return first if len(found) <= fits else first + int(found[-fits - 1]) + 1
+
+
+# ------------------------------------------------------------------------------------------------
+# What was said of blocks that only the device has, for stores that no request orders.
+#
+# With lazy stores a block is stored when the engine is about to drop it, mostly long after the
+# request that computed it has ended. What was said of that request is remembered until then::
+#
+#     not to be stored    blocks of its own, unless another that may be stored had them as well
+#     the rest            whose share it takes, how long it is kept, how much it matters
+
+
+class OnDevice:
+    """Owns what is to be heeded of such blocks, up to ``most_keys`` of each kind, the latest.
+
+    That must be more than the device has blocks: what has gone from the device is forgotten first.
+    """
+
+    def __init__(self, most_keys: int, hash_tokens: int) -> None:
+        self._most_keys = most_keys
+        self._hash_tokens = hash_tokens
+        self._bounded: dict[HintedRequest, int] = {}  # live, and how many keys are withheld so far
+        self._withheld: dict[Key, None] = {}  # the oldest first
+        self._heeded: OrderedDict[HintedRequest, Keys] = OrderedDict()
+        self._num_heeded = 0
+        self._last: dict[Key, HintedRequest] = {}
+
+    def __len__(self) -> int:
+        """How many keys are remembered in all."""
+        return len(self._withheld) + self._num_heeded
+
+    def opened(self, request: HintedRequest) -> None:
+        """Only some of its blocks may be stored: others are withheld as soon as there are any."""
+        self._bounded[request] = 0
+
+    def ended(self, request: Request) -> None:
+        """What it has computed may be dropped from now on, and is stored before if it may be."""
+        hints = request.hints
+        if hints is None:
+            if self._withheld:
+                self._allow(request.chain.keys())
+            return
+        keys = request.chain.keys()
+        request.chain = keys  # what the engine knows of it is the engine's to forget
+        if hints.max_store_tokens is None:
+            self._allow(keys)
+        else:
+            self._allow(keys[: hints.max_store_tokens // self._hash_tokens])
+            self._bounded.pop(request, None)  # type: ignore[call-overload]
+            self._withhold(request)  # type: ignore[arg-type]
+        if hints.shapes_what_stays or request.tenant:
+            self._heed(request, keys)  # type: ignore[arg-type]
+
+    def may_store(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        """For each key of a device block, whether its block may be stored."""
+        for request in self._bounded:
+            self._withhold(request)
+        if not self._withheld:
+            return np.ones(len(keys), dtype=bool)
+        return np.fromiter((key not in self._withheld for key in keys), dtype=bool, count=len(keys))
+
+    def by_request(
+        self, keys: Keys, chosen: npt.NDArray[np.int64]
+    ) -> list[tuple[HintedRequest | None, npt.NDArray[np.int64]]]:
+        """The chosen keys' places, by whose request is to be heeded for them; in their order."""
+        if not self._last:
+            return [(None, chosen)]
+        parts: dict[HintedRequest | None, list[int]] = {}
+        for at in chosen.tolist():
+            parts.setdefault(self._last.get(keys[at]), []).append(at)
+        return [(request, np.array(part, dtype=np.int64)) for request, part in parts.items()]
+
+    def _allow(self, keys: Keys) -> None:
+        if self._withheld:
+            for key in keys:
+                self._withheld.pop(key, None)
+
+    def _withhold(self, request: HintedRequest) -> None:
+        """Its own blocks behind those that may be stored; as many as it has by now."""
+        most = request.hints.max_store_tokens
+        assert most is not None
+        first = max(most, request.own_from or 0) // self._hash_tokens
+        first = max(first, self._bounded.get(request, 0))
+        if len(request.chain) <= first:
+            return
+        for key in request.chain.keys()[first:]:
+            self._withheld.pop(key, None)
+            self._withheld[key] = None
+        if request in self._bounded:
+            self._bounded[request] = len(request.chain)
+        while len(self._withheld) > self._most_keys:
+            del self._withheld[next(iter(self._withheld))]
+
+    def _heed(self, request: HintedRequest, keys: Keys) -> None:
+        self._heeded[request] = keys
+        self._num_heeded += len(keys)
+        self._last.update(dict.fromkeys(keys, request))
+        while self._num_heeded > self._most_keys and len(self._heeded) > 1:
+            oldest, gone = self._heeded.popitem(last=False)
+            self._num_heeded -= len(gone)
+            for key in gone:
+                if self._last.get(key) is oldest:
+                    del self._last[key]
+
+
+# ------------------------------------------------------------------------------------------------
+# Which device blocks are stored, and when: as they are computed, or as they are about to go.
+
+_Part = tuple[int, range, npt.NDArray[np.int64]]
+"""Blocks of a group that are to be stored: their places, and the device blocks they are in."""
+
+_NO_BOUND = 1 << 40
+
+_SHARE = 1 / 4
+"""Of the device's blocks: so many may be in the hands of stores, where no setting says how many."""
+
+
+class Stores:
+    """Turns computed blocks into store orders. Owns admission, the bounds and the lazy watermark.
+
+    Stores are the first to wait: while the bounds are reached nothing is ordered, and an eager
+    request asks again in its next step.
+    """
+
+    def __init__(
+        self,
+        matcher: Matcher,
+        pool: Pool,
+        outbox: Outbox,
+        transit: Transit,
+        config: Config,
+        shape: EngineShape,
+        on_device: OnDevice | None = None,
+    ) -> None:
+        """``on_device`` knows what was said of blocks that are offered; None where none are."""
+        self.is_lazy = config.store_mode == "lazy"
+        self.on_device = on_device
+        self.admission = SeenOften(config.store_after, num_keys=pool.num_slots)
+        self.num_shed = 0
+        self._matcher = matcher
+        self._pool = pool
+        self._outbox = outbox
+        self._transit = transit
+        self._max_blocks = shape.bound(config.max_storing_blocks, _SHARE)
+        self._max_bytes = config.max_bytes_in_flight
+        self._block_bytes = shape.block_bytes
+        most = self._max_blocks if self._max_blocks is not None else 1 << 20
+        self._watermark = Watermark(most=most)
+
+    # -- eager ----------------------------------------------------------------------------------
+
+    def computed(
+        self,
+        request: Any,
+        stored: list[int],
+        keys: Keys,
+        tables: Sequence[BlockTable],
+        num_tokens: int,
+    ) -> tuple[Ordered, ...]:
+        """Order the whole blocks below ``num_tokens`` after the ``stored`` ones of each group.
+
+        ``stored`` is moved on. A table that will not do is refused before anything is claimed.
+        """
+        parts = []
+        for g, group in enumerate(self._matcher.groups):
+            todo = range(stored[g], num_tokens // group.block_tokens)
+            if todo:
+                if len(tables[g]) < todo.stop:
+                    raise InputError(
+                        f"group {g}'s block table has {len(tables[g])} blocks, the first "
+                        f"{num_tokens} tokens need {todo.stop}"
+                    )
+                parts.append((g, todo, checked_blocks(g, tables[g], todo)))
+        chosen = None
+        if len(stored) > 1 and not self._all_fit(parts):
+            chosen = self._usable(stored, keys, parts, num_tokens)
+        ordered = []
+        for g, todo, blocks in parts:
+            if chosen is not None:
+                blocks = blocks[chosen[g].start - todo.start : chosen[g].stop - todo.start]
+                todo = chosen[g]
+            slot_keys = self._matcher.slot_keys(g, keys, todo)
+            count = self._fitting(g, slot_keys) if chosen is None else len(todo)
+            if count < len(todo):
+                self.num_shed += 1
+                slot_keys, blocks, todo = slot_keys[:count], blocks[:count], todo[:count]
+            stored[g] = todo.stop
+            if count:
+                order = self._order(request, g, keys, slot_keys, todo, blocks)
+                if order is not None:
+                    ordered.append(order)
+        return tuple(ordered)
+
+    def _all_fit(self, parts: Sequence[_Part]) -> bool:
+        """Whether the bounds allow all of it, whatever is kept already."""
+        return all(
+            sum(len(todo) * sizes[g] for g, todo, _ in parts) <= room
+            for room, sizes in self._bounds()
+        )
+
+    def _usable(
+        self, stored: Sequence[int], keys: Keys, parts: Sequence[_Part], num_tokens: int
+    ) -> dict[int, range] | None:
+        """What to store of more than the bounds allow, by group; see :func:`usable`."""
+        matcher = self._matcher
+        low = min(
+            count * group.block_tokens for count, group in zip(stored, matcher.groups, strict=True)
+        )
+        tables = {g: (todo, blocks) for g, todo, blocks in parts}
+        held, new = [], []
+        for g, group in enumerate(matcher.groups):
+            end = num_tokens // group.block_tokens
+            first = max(0, group.first_token(low)) // group.block_tokens
+            if isinstance(group, reach.FullAttention) or first > stored[g]:
+                # Full attention: what is stored is taken for there. That may be more than is
+                # computed: from others, or from before the request was set back.
+                first = min(stored[g], end)
+            slot_keys = matcher.slot_keys(g, keys, range(first, end))
+            known = self._pool.known(slot_keys)
+            fresh = np.zeros(end - first, dtype=np.bool_)
+            if g in tables:
+                todo, blocks = tables[g]
+                fresh[todo.start - first :] = self._wanted(
+                    g, todo, blocks, slot_keys[todo.start - first :]
+                )
+            before = np.ones(first, dtype=np.bool_)
+            held.append(np.concatenate((before, known | fresh)))
+            new.append(np.concatenate((~before, fresh & ~known)))
+        chosen = usable(
+            matcher.groups,
+            {g: todo for g, todo, _ in parts},
+            held,
+            new,
+            self._bounds(),
+            above=low,
+            alignment=matcher.alignment,
+        )
+        if chosen is not None:
+            self.num_shed += any(chosen[g] != todo for g, todo, _ in parts)
+        return chosen
+
+    def skip_known(self, stored: list[int], keys: Keys, num_tokens: int) -> None:
+        """Count the whole blocks below ``num_tokens`` as stored, group by group, if they are kept.
+
+        Only where every hit reads every block: what is kept of a conversation is its beginning
+        then, so the last of these blocks speaks for all of them.
+        """
+        for g, group in enumerate(self._matcher.groups):
+            count = num_tokens // group.block_tokens
+            if count > stored[g] and isinstance(group, reach.FullAttention):
+                slot_keys = self._matcher.slot_keys(g, keys, range(count))
+                if self._pool.known(slot_keys[-1:])[0]:
+                    self._pool.touch(slot_keys)  # they are in use: keep them longer
+                    stored[g] = count
+
+    def _fitting(self, g: int, slot_keys: Keys) -> int:
+        """How many of these, from the first on, the bounds allow; what is kept takes no room."""
+        room, count = self._room(g), len(slot_keys.array)
+        if count <= room:
+            return count
+        new = np.flatnonzero(~self._pool.known(slot_keys))
+        return count if len(new) <= room else int(new[room])
+
+    def _order(
+        self,
+        request: Any,
+        g: int,
+        keys: Keys,
+        slot_keys: Keys,
+        todo: range,
+        blocks: npt.NDArray[np.int64],
+    ) -> Ordered | None:
+        matcher = self._matcher
+        chained = isinstance(matcher.groups[g], reach.FullAttention)
+        wanted = self._wanted(g, todo, blocks, slot_keys)
+        asked, chosen = slot_keys, None
+        if not wanted.all():
+            if chained:  # what follows a block left out could never be reached
+                wanted = np.logical_and.accumulate(wanted | self._pool.known(slot_keys))
+            chosen = np.flatnonzero(wanted)
+            asked = slot_keys.take(chosen)
+        parent = matcher.key_before(g, keys, todo.start) if chained else None
+        if parent is not None and not matcher.has(parent):
+            return None  # the same, and it would push out what can be reached
+        lease = self._pool.reserve(asked, parent=parent, chained=chained, tenant=request.tenant)
+        if lease is None:
+            return None
+        at = lease.positions if chosen is None else chosen[lease.positions]
+        if len(at) < len(todo):
+            blocks, slot_keys = blocks[at], slot_keys.take(at)
+        transfer = self._outbox.store(g, lease, blocks, request)
+        return Ordered(g, blocks, transfer, at + todo.start, slot_keys, request)
+
+    def _wanted(
+        self, g: int, todo: range, blocks: npt.NDArray[np.int64], slot_keys: Keys
+    ) -> npt.NDArray[np.bool_]:
+        """Which of these blocks are there, worth storing, and were asked for often enough."""
+        wanted = blocks != NO_BLOCK
+        if not self._matcher.is_full:
+            wanted &= self._matcher.worth_storing(g, todo)
+        if self.admission.counts:
+            wanted &= self.admission.admits(slot_keys)
+        return wanted
+
+    # -- lazy -----------------------------------------------------------------------------------
+
+    @property
+    def depth(self) -> int:
+        """How many blocks of its free queue the engine should offer in this step."""
+        return self._watermark.depth if self.is_lazy else 0
+
+    def demand(self, num_blocks: int) -> None:
+        """The engine took this many device blocks in the step that just passed."""
+        self._watermark.demand(num_blocks)
+
+    def offered(self, g: int, keys: Keys, blocks: BlockTable) -> tuple[Ordered, ...]:
+        """Order those of the blocks at the head of the free queue that are not stored yet."""
+        if len(keys) != len(blocks):
+            raise InputError(f"{len(keys)} keys for {len(blocks)} offered blocks; pair them up")
+        if not 0 <= g < len(self._matcher.groups):
+            raise InputError(f"there are {len(self._matcher.groups)} groups, got group {g}")
+        device = checked_blocks(g, blocks, range(len(blocks)))
+        if not self.is_lazy or not len(keys):
+            return ()
+        slot_keys = self._matcher.scoped(g, keys)
+        wanted = ~self._pool.known(slot_keys) & self.admission.admits(slot_keys)
+        if self.on_device is not None:
+            wanted &= self.on_device.may_store(keys)
+        # The queue may hold the same content twice.
+        first = {key: at for at, key in reversed(list(enumerate(slot_keys)))}
+        wanted &= np.isin(np.arange(len(keys)), list(first.values())) & (device != NO_BLOCK)
+        # Soonest to go last: the pool keeps the front of a batch longest, as the front of a chain.
+        chosen = np.flatnonzero(wanted)[: self._room(g)][::-1]
+        parts = self.on_device.by_request(keys, chosen) if self.on_device else [(None, chosen)]
+        ordered = []
+        for request, part in parts:
+            tenant = 0 if request is None else request.tenant
+            lease = self._pool.reserve(slot_keys.take(part), chained=False, tenant=tenant)
+            if lease is not None:
+                at = part[lease.positions]
+                transfer = self._outbox.store(g, lease, device[at], request)
+                ordered.append(Ordered(g, device[at], transfer, at, slot_keys.take(at)))
+        return tuple(ordered)
+
+    # -- bounds ---------------------------------------------------------------------------------
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the bounds let some group store nothing more for now.
+
+        With nothing on its way they never will: whoever waited for that would wait for ever.
+        """
+        if not self._transit.blocks_from_device and not self._transit.num_bytes:
+            return False
+        return any(self._room(g) <= 0 for g in range(len(self._matcher.groups)))
+
+    def _room(self, g: int) -> int:
+        """How many blocks of this group may be ordered now without passing the bounds."""
+        room = _NO_BOUND
+        if self._max_blocks is not None:
+            room = self._max_blocks - self._transit.blocks_from_device
+        if self._block_bytes[g]:
+            transit = self._transit
+            flying = transit.bytes_to_device + transit.bytes_from_device
+            room = min(room, (self._max_bytes - flying) // self._block_bytes[g])
+        return max(0, room)
+
+    def _bounds(self) -> list[Bound]:
+        """The same for all groups together."""
+        transit, bounds = self._transit, list[Bound]()
+        if self._max_blocks is not None:
+            room = max(0, self._max_blocks - transit.blocks_from_device)
+            bounds.append((room, (1,) * len(self._block_bytes)))
+        if any(self._block_bytes):
+            bounds.append((max(0, self._max_bytes - transit.num_bytes), self._block_bytes))
+        return bounds

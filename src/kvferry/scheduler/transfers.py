@@ -1,0 +1,879 @@
+"""What was ordered and is not yet in a plan, and the step that sends it off."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.cache.leases import Lease, Purpose
+from kvferry.cache.policies.load_or_compute import OverlapDecision
+from kvferry.cache.reach import Group
+from kvferry.config import Config
+from kvferry.core.keys import Keys
+from kvferry.core.quantities import integers
+from kvferry.errors import InputError, ReceiptError
+from kvferry.telemetry.stats import TrafficCounts
+from kvferry.types import (
+    DEVICE,
+    HOST,
+    DeviceBlocks,
+    Outcome,
+    Plan,
+    Question,
+    Rank,
+    Receipt,
+    RunNumbers,
+    SlotArray,
+    TierName,
+    Transfer,
+    TransferId,
+)
+
+_LONG_AGO = float("-inf")
+_NEVER = float("inf")
+
+
+@dataclass(eq=False)
+class Flight:
+    """One transfer on its way, and the leases it will end; or a question, which has none.
+
+    ``served`` are the requests it stores or loads for. ``receipts`` are those taken so far.
+    ``failed`` are the positions lost on any rank, where the others count; ``note`` says why.
+    """
+
+    transfer: Transfer | Question
+    leases: tuple[Lease, ...]
+    deadline: float
+    waiting: set[Rank]
+    reason: str = ""
+    overdue: bool = False
+    served: tuple[Any, ...] = ()
+    receipts: list[Receipt] = field(default_factory=list)
+    failed: set[int] = field(default_factory=set)
+    note: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.reason
+
+    @property
+    def lost(self) -> npt.NDArray[np.bool_]:
+        """For each block, whether it failed on any rank."""
+        lost = np.full(len(self.transfer), not self.ok)
+        lost[list(self.failed)] = True
+        return lost
+
+    @property
+    def keeps_the_rest(self) -> bool:
+        """Whether one lost block is one lost block; a copy to or from the device is one whole."""
+        order = self.transfer
+        return isinstance(order, Question) or DEVICE not in (order.src, order.dst)
+
+    def concerns(self, level: TierName) -> bool:
+        order = self.transfer
+        if isinstance(order, Question):
+            return order.level == level
+        return level in (order.src, order.dst)
+
+    @property
+    def in_doubt(self) -> tuple[Lease, ...]:
+        """The leases whose blocks must not be matched if this fails.
+
+        A block that could not be brought up is not offered again: its next owner would fail with
+        it. One that could not be sent down is still good where it is.
+        """
+        order = self.transfer
+        upward = isinstance(order, Transfer) and order.dst in (DEVICE, HOST)
+        return tuple(lease for lease in self.leases if upward or lease.purpose is Purpose.WRITE)
+
+
+@dataclass
+class FlightCounts:
+    """What happened to transfers and receipts so far."""
+
+    launched: int = 0
+    landed: int = 0
+    failed: int = 0
+    overdue: int = 0
+    lost_blocks: int = 0
+    stale_receipts: int = 0
+    bytes_moved: dict[tuple[str, str], int] = field(default_factory=dict)
+    seconds_moved: dict[tuple[str, str], float] = field(default_factory=dict)
+    traffic: TrafficCounts = field(default_factory=TrafficCounts)
+
+    def moved(self, src: str, dst: str) -> tuple[int, float]:
+        """Bytes and seconds so far on one route."""
+        return self.bytes_moved.get((src, dst), 0), self.seconds_moved.get((src, dst), 0.0)
+
+
+class Flights:
+    """All transfers in flight. Owns their leases from launch to landing; knows no requests."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.counts = FlightCounts()
+        self._num_ranks = num_ranks
+        self._ranks = frozenset(map(Rank, range(num_ranks)))
+        self.next_deadline = _NEVER
+        """Before that nobody is late: :meth:`expire` finds nothing."""
+        self._flying: dict[TransferId, Flight] = {}
+        self._lost: dict[Rank, str] = {}
+        self._num_sent = 0
+        self.new_id = cast(Callable[[], TransferId], itertools.count().__next__)
+        """The id of the next transfer."""
+
+    def __len__(self) -> int:
+        return len(self._flying)
+
+    def transfers(self) -> Iterator[Transfer]:
+        """The transfers in flight whose time is not up, oldest first.
+
+        Others must not wait for the rest: a rank that hangs would hold up every load and store.
+        """
+        return (
+            flight.transfer
+            for flight in self._flying.values()
+            if not flight.overdue and isinstance(flight.transfer, Transfer)
+        )
+
+    @property
+    def num_awaited(self) -> int:
+        """Transfers and questions in flight whose time is not up."""
+        return sum(not flight.overdue for flight in self._flying.values())
+
+    def launch(
+        self,
+        transfer: Transfer | Question,
+        leases: tuple[Lease, ...],
+        deadline: float,
+        served: tuple[Any, ...] = (),
+    ) -> None:
+        """A transfer or question is handed to the workers; its leases end when it lands."""
+        waiting, reason = set(self._ranks), ""
+        if self._lost:
+            waiting -= self._lost.keys()
+            reason = next(iter(self._lost.values()))
+        self._flying[transfer.id] = Flight(
+            transfer, leases, deadline, waiting, reason, served=served
+        )
+        self._num_sent = max(self._num_sent, transfer.id + 1)
+        self.next_deadline = min(self.next_deadline, deadline)
+        self.counts.launched += isinstance(transfer, Transfer)
+
+    def settle(self, receipts: Iterable[Receipt]) -> list[Flight]:
+        """Take receipts in any order; returns the flights that landed by them.
+
+        A receipt for a transfer that already landed, or a rank's second one, is counted and
+        dropped. One that answers nothing we ever sent is refused before any is taken.
+        """
+        receipts = list(receipts)
+        for receipt in receipts:
+            if (
+                receipt.failed
+                or receipt.rank not in self._ranks
+                or not (0 <= receipt.transfer_id < self._num_sent)
+            ):
+                self._check(receipt)
+        landed = []
+        if self._lost:
+            # With every rank lost nobody answers any more: such a flight lands as soon as we look.
+            orphans = [flight for flight in self._flying.values() if not flight.waiting]
+            landed = [self._land(flight) for flight in orphans]
+        for receipt in receipts:
+            flight = self._flying.get(receipt.transfer_id)
+            if flight is None or receipt.rank not in flight.waiting:
+                self.counts.stale_receipts += 1
+                continue
+            self._take(flight, receipt)
+            if not flight.waiting:
+                landed.append(self._land(flight))
+        return landed
+
+    def expire(self, now: float) -> list[Flight]:
+        """Flights whose deadline has just passed. They stay in flight until they land.
+
+        But a question, which claims nothing, is over: an answer to it comes too late.
+        """
+        late = [f for f in self._flying.values() if f.deadline <= now and not f.overdue]
+        coming = [f.deadline for f in self._flying.values() if f.deadline > now]
+        self.next_deadline = min(coming, default=_NEVER)
+        for flight in late:
+            flight.overdue = True
+            flight.reason = flight.reason or (
+                f"no answer in time from rank {', '.join(map(str, sorted(flight.waiting)))}"
+            )
+            if isinstance(flight.transfer, Question):
+                del self._flying[flight.transfer.id]
+            else:
+                self.counts.overdue += 1
+        return late
+
+    def give_up(self, level: TierName, reason: str) -> None:
+        """A level is away: nobody waits any longer for what it was to bring, take or say."""
+        for flight in self._flying.values():
+            if flight.concerns(level) and not flight.overdue:
+                flight.deadline = self.next_deadline = _LONG_AGO
+                flight.reason = flight.reason or reason
+
+    def disown(self, request: Any) -> None:
+        """Nobody vouches for what is stored of a request: it stays claimed, but is never found."""
+        for flight in self._flying.values():
+            order = flight.transfer
+            if request in flight.served and isinstance(order, Transfer) and order.src == DEVICE:
+                for lease in flight.leases:
+                    lease.disown()
+
+    def lose_rank(self, rank: Rank, reason: str) -> list[Flight]:
+        """A rank is gone and touches nothing any more; returns the flights that landed by it."""
+        if not 0 <= rank < self._num_ranks:
+            raise InputError(f"rank {rank} cannot be lost; ranks are 0 to {self._num_ranks - 1}")
+        self._lost[rank] = reason or f"rank {rank} was lost"
+        reason = self._lost[rank]
+        landed = []
+        for flight in list(self._flying.values()):
+            if rank in flight.waiting:
+                flight.waiting.discard(rank)
+                flight.reason = flight.reason or reason
+                if not flight.waiting:
+                    landed.append(self._land(flight))
+        return landed
+
+    def abandon(self, reason: str) -> list[Flight]:
+        """End every flight as failed. Only safe once no worker touches memory any more."""
+        flights = list(self._flying.values())
+        for flight in flights:
+            flight.reason = flight.reason or reason
+            self._land(flight)
+        return flights
+
+    def _check(self, receipt: Receipt) -> None:
+        if not 0 <= receipt.transfer_id < self._num_sent:
+            raise ReceiptError(
+                f"receipt for transfer {receipt.transfer_id}, but only {self._num_sent} were ever "
+                "sent; drop it and settle the others"
+            )
+        flight = self._flying.get(receipt.transfer_id)
+        if receipt.failed and flight is not None:
+            least, most = min(receipt.failed), max(receipt.failed)
+            if least < 0 or most >= len(flight.transfer):
+                raise ReceiptError(
+                    f"receipt for transfer {receipt.transfer_id} says that blocks {least} to "
+                    f"{most} failed, but it has {len(flight.transfer)}"
+                )
+        if not 0 <= receipt.rank < self._num_ranks:
+            raise ReceiptError(
+                f"receipt for transfer {receipt.transfer_id} from rank {receipt.rank}, but ranks "
+                f"are 0 to {self._num_ranks - 1}"
+            )
+
+    def _take(self, flight: Flight, receipt: Receipt) -> None:
+        flight.waiting.discard(receipt.rank)
+        flight.receipts.append(receipt)
+        if receipt.outcome is not Outcome.OK:
+            reason = f"rank {receipt.rank}: {receipt.reason or 'failed without a reason'}"
+            if receipt.outcome is Outcome.PARTIAL and flight.keeps_the_rest:
+                flight.failed.update(receipt.failed)
+                flight.note = flight.note or reason
+            else:
+                flight.reason = flight.reason or reason
+        transfer, counts = flight.transfer, self.counts
+        if isinstance(transfer, Question):
+            return
+        route = (transfer.src, transfer.dst)
+        counts.bytes_moved[route] = counts.bytes_moved.get(route, 0) + receipt.num_bytes
+        counts.seconds_moved[route] = counts.seconds_moved.get(route, 0.0) + receipt.seconds
+        if receipt.outcome is not Outcome.FAILED:
+            counts.traffic.add((*route, receipt.path), receipt.num_bytes, receipt.seconds)
+
+    def _land(self, flight: Flight) -> Flight:
+        del self._flying[flight.transfer.id]
+        if flight.failed and len(flight.failed) == len(flight.transfer):
+            flight.reason = flight.reason or flight.note
+        if isinstance(flight.transfer, Transfer):
+            self.counts.landed += 1
+            self.counts.failed += bool(flight.reason)
+            self.counts.lost_blocks += len(flight.failed) if not flight.reason else 0
+        if flight.failed or flight.reason:
+            self._end_in_doubt(flight)
+            return flight
+        for lease in flight.leases:
+            lease.commit() if lease.purpose is Purpose.WRITE else lease.release()
+        return flight
+
+    def _end_in_doubt(self, flight: Flight) -> None:
+        failed, doubtful = sorted(flight.failed), flight.in_doubt
+        for lease in flight.leases:
+            if lease.purpose is Purpose.WRITE:
+                lease.commit(failed) if flight.ok else lease.abort()
+            elif lease not in doubtful:
+                lease.release()
+            else:
+                lease.release(failed) if flight.ok else lease.spoil()
+
+
+# ------------------------------------------------------------------------------------------------
+# How much is on its way between device and host, counted as it comes and goes.
+
+
+class Transit:
+    """Blocks and bytes that transfers still bring or take, sent off or not. Owns four numbers.
+
+    What is overdue no longer counts: a rank that hangs must not hold up every load and store.
+    """
+
+    __slots__ = (
+        "_block_bytes",
+        "blocks_from_device",
+        "blocks_to_device",
+        "bytes_from_device",
+        "bytes_to_device",
+    )
+
+    def __init__(self, block_bytes: Sequence[int]) -> None:
+        self._block_bytes = tuple(block_bytes)
+        self.blocks_to_device = 0
+        self.bytes_to_device = 0
+        self.blocks_from_device = 0
+        self.bytes_from_device = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on their way, either way."""
+        return self.bytes_to_device + self.bytes_from_device
+
+    def load(self, group: int, num_blocks: int) -> None:
+        """So many more blocks are to be loaded; fewer, where it is negative."""
+        self.blocks_to_device += num_blocks
+        self.bytes_to_device += num_blocks * self._block_bytes[group]
+
+    def keep(self, num_blocks: int) -> None:
+        """So many more device blocks are kept for loads not ordered yet; fewer, if negative."""
+        self.blocks_to_device += num_blocks
+
+    def store(self, group: int, num_blocks: int) -> None:
+        """So many more blocks are to be stored; fewer, where it is negative."""
+        self.blocks_from_device += num_blocks
+        self.bytes_from_device += num_blocks * self._block_bytes[group]
+
+
+# ------------------------------------------------------------------------------------------------
+# Which blocks of a message follow each other: runs of chains, numbered.
+
+Flags = npt.NDArray[np.bool_]
+
+_APART = 1 << 40
+"""No chain is as long: blocks of two groups never follow each other."""
+
+
+def run_numbers(at: SlotArray, starts: SlotArray) -> RunNumbers:
+    """Number the runs: a block follows the one before it if ``at`` grows by one between them.
+
+    Unless it is at one of the positions ``starts``, where another chain begins.
+    """
+    is_first = np.empty(len(at), dtype=bool)
+    is_first[1:] = at[1:] != at[:-1] + 1
+    is_first[starts] = True
+    return np.cumsum(is_first)
+
+
+def with_furthest(keys: Keys, runs: RunNumbers | None, most: int) -> Keys:
+    """Each block, and the last that follows it within ``most`` of its run, as one key.
+
+    A key stands for the whole chain before it. So these are the same for two who ask only if both
+    name the same blocks from the one to the other. Without ``runs`` no block follows another.
+    """
+    if runs is None:
+        runs = np.arange(len(keys))
+    ends = np.append(np.flatnonzero(runs[1:] != runs[:-1]), len(keys) - 1)
+    here = np.arange(len(keys))
+    furthest = np.minimum(here + most - 1, ends[np.searchsorted(ends, here)])
+    # Turned, or a block and itself would make nothing.
+    return Keys(keys.array ^ np.roll(keys.array[furthest], -1, axis=1))
+
+
+class Wanted(NamedTuple):
+    """Blocks to ask levels for, and where each stands: next numbers, next blocks.
+
+    ``beyond`` is 0 for those a hit hangs on. The others are known, or behind its end, but so many
+    blocks behind one of those: that may lie in an object with their name.
+    """
+
+    keys: Keys
+    at: SlotArray
+    beyond: SlotArray
+
+    @classmethod
+    def of(cls, group: int, keys: Keys, unknown: Flags, end: int, more: int | None) -> Wanted:
+        """Those of a group's blocks before the hit's end that are unknown, and ``more`` behind.
+
+        None: they are no chain, and none of them follows another.
+        """
+        here = np.arange(min(len(unknown), end + (more or 0)))
+        at = (here if more is not None else 2 * here) + group * _APART
+        whole = cls(keys[: len(here)], at, np.zeros_like(here))
+        return whole.lacking(~unknown[: len(here)] | (here >= end), (more or 0) + 1)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Wanted]) -> Wanted:
+        """One after the other."""
+        keys = Keys(np.concatenate([part.keys.array for part in parts]))
+        return cls(
+            keys,
+            np.concatenate([part.at for part in parts]),
+            np.concatenate([part.beyond for part in parts]),
+        )
+
+    @property
+    def runs(self) -> RunNumbers:
+        """Which of them follow each other."""
+        return run_numbers(self.at, np.zeros(min(1, len(self.at)), dtype=np.int64))
+
+    @property
+    def num_needed(self) -> int:
+        """How many of them a hit hangs on."""
+        return int(np.count_nonzero(self.beyond == 0))
+
+    def lacking(self, known: Flags, most_in_one: int) -> Wanted:
+        """Those a hit hangs on that are not known, and whatever may name an object with one."""
+        is_needed = (self.beyond == 0) & ~known
+        last = np.maximum.accumulate(np.where(is_needed, self.at, -most_in_one))
+        beyond = self.at - last
+        which = beyond < most_in_one
+        return Wanted(self.keys.take(which), self.at[which], beyond[which])
+
+    def answered_by(self, asked: Keys, most_in_one: int) -> Flags:
+        """For each, whether a question about a chain with these keys says as much as our own would.
+
+        That is: it names this block and whatever of ours follows it, as far as an object of
+        ``most_in_one`` blocks may reach. Where an object has one block, it need only name this one.
+        """
+        named = np.isin(self.keys.array[:, 0], asked.array[:, 0])
+        if most_in_one == 1 or named.all() or not named.any():
+            return named
+        runs = self.runs
+        unnamed = np.flatnonzero(~named)
+        here = np.arange(len(named))
+        following = np.searchsorted(unnamed, here)
+        has_some = following < len(unnamed)
+        first = unnamed.take(following, mode="clip")  # the first from here on that it does not name
+        is_in_reach = has_some & (first - here < most_in_one) & (runs[first] == runs)
+        return named & ~is_in_reach
+
+
+# ------------------------------------------------------------------------------------------------
+# What was ordered and is not yet in a plan, and the step that sends it off.
+
+
+@dataclass(frozen=True, eq=False)
+class LoadOrder:
+    """A load of one group's blocks. Unlike the others it has a request that waits for it."""
+
+    transfer: Transfer
+    lease: Lease
+    request: Any
+
+
+@dataclass(frozen=True, eq=False)
+class StoreOrder:
+    """A part of a store: what one request or one look at the free queue contributed."""
+
+    group: int
+    lease: Lease
+    device_blocks: SlotArray
+    request: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class MoveOrder:
+    """A copy between host slots and a lower tier; claims slots in both, where both have slots."""
+
+    transfer: Transfer
+    leases: tuple[Lease, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class End:
+    """One end of a copy below the device: the tier, its slots (if it has any), and their claim."""
+
+    tier: TierName
+    slots: SlotArray
+    leases: tuple[Lease, ...] = ()
+
+    @classmethod
+    def of(cls, tier: TierName, lease: Lease) -> End:
+        return cls(tier, lease.slots, (lease,))
+
+
+class Outbox:
+    """Holds orders until the next plan, then launches them. Owns the leases until that moment.
+
+    Requests are others': here they only tell whose an order is.
+    """
+
+    def __init__(self, flights: Flights, transit: Transit, config: Config, num_groups: int) -> None:
+        self._flights = flights
+        self._transit = transit
+        self._config = config
+        self._num_groups = num_groups
+        self._loads: list[LoadOrder] = []
+        self._stores: list[StoreOrder] = []
+        self._store_ids: dict[int, TransferId] = {}
+        self._moves: list[MoveOrder] = []
+        self._questions: dict[TierName, tuple[TransferId, list[tuple[Keys, SlotArray]]]] = {}
+        self._forget: tuple[TierName, ...] = ()
+        self._step = 0
+
+    def __len__(self) -> int:
+        orders = len(self._loads) + len(self._stores) + len(self._moves)
+        return orders + len(self._questions) + len(self._forget)
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether blocks are to be stored from the device, sent off or not."""
+        return self._transit.blocks_from_device > 0
+
+    def load(
+        self,
+        request: Any,
+        group: int,
+        lease: Lease,
+        blocks: SlotArray,
+        overlap: OverlapDecision | None = None,
+    ) -> TransferId:
+        """Order one group's blocks of a hit to the device; layer after layer if read early."""
+        transfer = Transfer(
+            self._flights.new_id(),
+            HOST,
+            DEVICE,
+            lease.slots,
+            blocks,
+            group,
+            in_parts=overlap is not None and overlap.is_early,
+        )
+        self._loads.append(LoadOrder(transfer, lease, request))
+        self._transit.load(group, len(blocks))
+        return transfer.id
+
+    def store(
+        self, group: int, lease: Lease, device_blocks: SlotArray, request: Any = None
+    ) -> TransferId:
+        """Order blocks into host slots. The stores of one group and step are one transfer."""
+        self._stores.append(StoreOrder(group, lease, device_blocks, request))
+        if request is not None and request.hints is not None:
+            request.num_storing += 1
+        self._transit.store(group, len(device_blocks))
+        transfer_id = self._store_ids.get(group)
+        if transfer_id is None:
+            transfer_id = self._store_ids[group] = self._flights.new_id()
+        return transfer_id
+
+    def move(self, src: End, dst: End, keys: Keys, runs: RunNumbers | None = None) -> TransferId:
+        """Order blocks from one tier to another."""
+        config = self._config
+        transfer = Transfer(
+            self._flights.new_id(),
+            src.tier,
+            dst.tier,
+            src.slots,
+            dst.slots,
+            keys=keys.array,
+            within=config.promote_deadline if dst.tier == HOST else config.store_deadline,
+            runs=runs,
+        )
+        self._moves.append(MoveOrder(transfer, src.leases + dst.leases))
+        return transfer.id
+
+    def ask(self, level: TierName, keys: Keys, at: SlotArray) -> TransferId:
+        """Ask a level which of these keys it has; a level is asked one question a step.
+
+        ``at`` is where each stands in its chain: the next number is the next block.
+        """
+        if level not in self._questions:
+            self._questions[level] = (self._flights.new_id(), [])
+        question_id, asked = self._questions[level]
+        asked.append((keys, at))
+        return question_id
+
+    def forget(self, levels: tuple[TierName, ...]) -> list[TransferId]:
+        """These levels forget everything, before what is ordered from now on.
+
+        What waits to be sent down would come after that, and be there for ever: it is dropped, and
+        its ids are returned.
+        """
+        self._forget = levels
+        down = [move for move in self._moves if move.transfer.src == HOST]
+        self._moves = [move for move in self._moves if move.transfer.src != HOST]
+        _drop(down)
+        return [move.transfer.id for move in down]
+
+    def give_up(self, level: TierName, reason: str) -> None:
+        """A level is away: see ``Flights.give_up``."""
+        self._flights.give_up(level, reason)
+
+    def cancel_loads(self, request: Any) -> list[LoadOrder]:
+        """Take a request's loads back; their leases are released."""
+        cancelled = [order for order in self._loads if order.request is request]
+        if cancelled:
+            self._loads = [order for order in self._loads if order.request is not request]
+        for order in cancelled:
+            order.lease.release()
+            self._transit.load(order.transfer.group, -len(order.transfer))
+        return cancelled
+
+    def drop_stores(self, request: Any) -> None:
+        """Take back what was to be stored of a request and is not sent off."""
+        dropped = [order for order in self._stores if order.request is request]
+        self._stores = [order for order in self._stores if order.request is not request]
+        for order in dropped:
+            order.lease.abort()
+            self._transit.store(order.group, -len(order.device_blocks))
+            if request.hints is not None:
+                request.num_storing -= 1
+        left = {order.group for order in self._stores}
+        self._store_ids = {g: each for g, each in self._store_ids.items() if g in left}
+
+    def launch(self, now: float) -> Plan:
+        """Everything ordered since the last call as one plan: loads, then moves, then stores.
+
+        The stores of one group travel together: one copy of many blocks beats many of a few.
+        """
+        self._step += 1
+        if not (self._loads or self._stores or self._moves or self._questions or self._forget):
+            return Plan(self._step)
+        loads, moves, stores, store_ids = self._loads, self._moves, self._stores, self._store_ids
+        # Before they are in flight: what is in both, should an interrupt come, would end twice.
+        self._loads, self._moves, self._stores, self._store_ids = [], [], [], {}
+        transfers = []
+        for load in loads:
+            deadline = now + self._config.load_deadline
+            self._flights.launch(load.transfer, (load.lease,), deadline, (load.request,))
+            transfers.append(load.transfer)
+        for move in moves:
+            assert move.transfer.within is not None
+            self._flights.launch(move.transfer, move.leases, now + move.transfer.within)
+            transfers.append(move.transfer)
+        for group, transfer_id in sorted(store_ids.items()):
+            of_group = [order for order in stores if order.group == group]
+            transfers.append(self._launch_store(transfer_id, group, of_group, now))
+        if not self._questions and not self._forget:
+            return Plan(self._step, tuple(transfers))
+        questions = [self._launch_question(level, now) for level in self._questions]
+        forget, self._forget, self._questions = self._forget, (), {}
+        return Plan(self._step, tuple(transfers), tuple(questions), forget)
+
+    def _launch_question(self, level: TierName, now: float) -> Question:
+        question_id, asked = self._questions[level]
+        within = self._config.ask_deadline
+        keys = np.concatenate([keys.array for keys, _ in asked])
+        at = np.concatenate([at for _, at in asked])
+        starts = np.cumsum([0, *(len(at) for _, at in asked[:-1])])
+        question = Question(question_id, level, keys, within, run_numbers(at, starts))
+        self._flights.launch(question, (), now + within)
+        return question
+
+    def _launch_store(
+        self, transfer_id: TransferId, group: int, orders: Sequence[StoreOrder], now: float
+    ) -> Transfer:
+        leases = tuple(order.lease for order in orders)
+        served = tuple(order.request for order in orders if order.request is not None)
+        blocks = [order.device_blocks for order in orders]
+        slots = [lease.slots for lease in leases]
+        transfer = Transfer(
+            transfer_id,
+            DEVICE,
+            HOST,
+            blocks[0] if len(blocks) == 1 else np.concatenate(blocks),
+            slots[0] if len(slots) == 1 else np.concatenate(slots),
+            group,
+        )
+        deadline = now + self._config.store_deadline
+        self._flights.launch(transfer, leases, deadline, served)
+        return transfer
+
+    def discard(self) -> None:
+        """Drop everything not sent off, as if never ordered."""
+        for load in self._loads:
+            load.lease.release()
+        _drop(self._moves)
+        for store in self._stores:
+            store.lease.abort()
+        self._loads, self._moves, self._stores = [], [], []
+        self._store_ids, self._questions, self._forget = {}, {}, ()
+
+
+def _drop(moves: Sequence[MoveOrder]) -> None:
+    """No rank has heard of these: nothing was touched."""
+    for move in moves:
+        for lease in move.leases:
+            lease.abort() if lease.purpose is Purpose.WRITE else lease.release()
+
+
+# ------------------------------------------------------------------------------------------------
+# Who waits for blocks that come up from a lower level.
+
+
+class Waits:
+    """Which requests wait for which transfers. Several may wait for one, and one for several."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[TransferId, list[Any]] = {}
+
+    def add(self, request: Any, transfer_ids: Iterable[TransferId]) -> None:
+        """The request goes on when these transfers have ended."""
+        for transfer_id in transfer_ids:
+            self._waiting.setdefault(transfer_id, []).append(request)
+
+    def remove(self, request: Any, transfer_ids: Iterable[TransferId]) -> None:
+        """The request waits for these no longer."""
+        for transfer_id in transfer_ids:
+            others = [other for other in self._waiting[transfer_id] if other is not request]
+            if others:
+                self._waiting[transfer_id] = others
+            else:
+                del self._waiting[transfer_id]
+
+    def take(self, transfer_id: TransferId) -> list[Any]:
+        """Those who waited for a transfer that has ended, or whose time is up."""
+        return self._waiting.pop(transfer_id, [])
+
+
+# ------------------------------------------------------------------------------------------------
+# What a request's verbs answer with, and what an engine tells of its device blocks.
+
+NO_BLOCK = -1
+"""In a block table: the engine keeps no device block here (outside a window, say)."""
+
+BlockTable = Sequence[int] | npt.NDArray[np.integer]
+"""One group's device blocks of a request, by position."""
+
+
+class Ordered(NamedTuple):
+    """One group's part of a load or store: hold ``blocks`` until ``settle`` releases them.
+
+    ``positions`` are the blocks' places in the table of ``request`` (None where the engine offered
+    them), ``keys`` their names in the pool. The stores of one group and step travel together, so
+    several may name one ``transfer``.
+    """
+
+    group: int
+    blocks: SlotArray
+    transfer: TransferId
+    positions: npt.NDArray[np.integer] | range
+    keys: Keys
+    request: Any = None
+
+
+class EngineBlocks(Protocol):
+    """What an engine tells of its device blocks, so that ended requests can be stored late.
+
+    ``request`` is the scheduler's own; the engine finds its own by the chain it gave it.
+    """
+
+    @property
+    def evicts(self) -> bool:
+        """Whether the next blocks the engine gives away are some its own cache knows."""
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that the engine could give to a request now."""
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that copies, and requests which have ended, keep from the engine."""
+
+    def tables(self, request: Any, num_tokens: int, from_token: int) -> Sequence[BlockTable]:
+        """A live request's tables for its first tokens; below ``from_token`` they may be blank."""
+
+    def remains(self, request: Any, num_tokens: int, from_token: int) -> Sequence[BlockTable]:
+        """The same of one that has ended: whatever the engine still has of its blocks."""
+
+
+def checked_blocks(
+    group: int, table: BlockTable, blocks: range, *, least: int = NO_BLOCK
+) -> npt.NDArray[np.int64]:
+    """These places of a block table, as numbers of our own; refuses what is no block number.
+
+    A copy: the engine may write its table while the blocks are still being read or filled.
+    """
+    found = integers(table[blocks.start : blocks.stop], "device blocks").copy()
+    if found.size and int(found.min()) < least:
+        or_none = f", or NO_BLOCK ({NO_BLOCK})" if least == NO_BLOCK else ""
+        raise InputError(
+            f"group {group}'s block table holds {int(found.min())}; a block is 0 or more{or_none}"
+        )
+    return found
+
+
+def require_tables(tables: Sequence[BlockTable], num_groups: int) -> None:
+    """Refuse where there is not one table for each group."""
+    if len(tables) != num_groups:
+        raise InputError(
+            f"got {len(tables)} block tables for {num_groups} groups; give one per group"
+        )
+
+
+def held_blocks(
+    tables: Sequence[BlockTable], block_tokens: Sequence[int], from_token: int
+) -> tuple[DeviceBlocks, ...]:
+    """The device blocks of these tables from a token on, by group."""
+    found = []
+    for group, (table, size) in enumerate(zip(tables, block_tokens, strict=True)):
+        blocks = np.asarray(table, dtype=np.int64)[from_token // size :]
+        found.append(DeviceBlocks(group, blocks[blocks != NO_BLOCK]))
+    return tuple(found)
+
+
+# ------------------------------------------------------------------------------------------------
+# What a scheduler is told of its engine: its groups, its sizes, how it shares and loads blocks.
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineShape:
+    """As :class:`Scheduler` is asked for: checked when it is made, and the same from then on.
+
+    ``block_bytes`` are those of one device block, by group; zeros where nobody said.
+    """
+
+    groups: tuple[Group, ...]
+    num_ranks: int
+    hash_block_tokens: int | None
+    num_device_blocks: int | None
+    block_bytes: tuple[int, ...]
+    spare_tokens: int
+    joins_loads: bool
+    loads_early: bool
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1:
+            raise InputError(f"num_ranks must be at least 1, got {self.num_ranks}")
+        if not self.groups:
+            raise InputError("no groups given; a model has at least one")
+        if len(self.block_bytes) != len(self.groups):
+            raise InputError(
+                f"got {len(self.block_bytes)} block sizes for {len(self.groups)} groups"
+            )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The tokens of a block, by group."""
+        return tuple(group.block_tokens for group in self.groups)
+
+    @property
+    def hash_tokens(self) -> int:
+        """What one key of a request's chain covers."""
+        return self.hash_block_tokens or min(self.sizes)
+
+    @property
+    def slot_bytes(self) -> int:
+        """What a host slot must hold."""
+        return max(self.block_bytes)
+
+    def bound(self, given: int | None, share: float) -> int | None:
+        """A bound as given, or this share of the device's blocks; None where neither is known."""
+        if given is not None or self.num_device_blocks is None:
+            return given
+        return max(1, int(self.num_device_blocks * share))

@@ -1,0 +1,1 @@
+"""What each setting accepts and where it comes from."""

@@ -1,0 +1,315 @@
+"""One pass over a trace: every request to every trial, and the counts of each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.cache.policies.contract import EvictionPolicyMaker, Evidence, policy_named
+from kvferry.cache.pool import Pool
+from kvferry.cache.reach import FullAttention
+from kvferry.cache.replay import NO_TOKENS, PoolReplay, Replay, Tokens
+from kvferry.config import Config
+from kvferry.core.keys import Keys
+from kvferry.hints import Hints
+from kvferry.scheduler.scheduler import Scheduler
+from kvferry.scheduler.tier import PlacedLevel, WriteMode
+from kvferry.sim.bounds import Future, all_knowing
+from kvferry.sim.trials import Capacity, Score, Tally, Trial
+from kvferry.telemetry.traces import TraceReader, TraceRequest
+from kvferry.types import FIRST_RANK, MatchState, Outcome, Receipt, TierName
+
+if TYPE_CHECKING:
+    from kvferry.sim.simulation import Simulation
+
+
+_MOST_STEPS = 1000
+"""A request that waits longer than this for what comes up from below computes it."""
+
+
+class SchedulerReplay:
+    """Host memory and the levels below it. Owns a scheduler, its pools and their clock.
+
+    Blocks go down and come up as in a server, where nothing takes time: what is spilled in a step
+    lies below in the next, and a promotion brings as much as the host has room for.
+    """
+
+    def __init__(
+        self,
+        capacity: Capacity,
+        policy: EvictionPolicyMaker,
+        level_policy: EvictionPolicyMaker,
+        *,
+        write: str,
+        block_tokens: int,
+    ) -> None:
+        self._now = 0.0
+        self._block_tokens = block_tokens
+
+        def clock() -> float:
+            return self._now
+
+        self.host = Pool(capacity[0], policy, clock=clock)
+        self.levels = [
+            PlacedLevel(
+                TierName(f"level{at}"),
+                Pool(num_places, level_policy, clock=clock),
+                WriteMode(write),
+            )
+            for at, num_places in enumerate(capacity[1:], 1)
+        ]
+        self.scheduler = Scheduler(
+            self.host,
+            (FullAttention(block_tokens),),
+            config=Config(load_policy="always", memory_curve="off"),
+            levels=self.levels,
+            clock=clock,
+        )
+
+    @property
+    def evicted(self) -> int:
+        pools = [self.host, *(level.pool for level in self.levels)]
+        return sum(pool.counts.evicted for pool in pools)
+
+    @property
+    def stored(self) -> int:
+        return self.host.num_reserved
+
+    def serve(
+        self,
+        keys: Keys,
+        num_storable: int,
+        at: float,
+        evidence: Evidence | None,
+        tokens: Tokens = NO_TOKENS,
+    ) -> Capacity:
+        self._now = at
+        where = self._where(keys)
+        hints = None
+        if evidence is not None:
+            hints = Hints(over=evidence.over, goes_on=evidence.goes_on, within=evidence.within)
+        request = self.scheduler.open("", keys, hints)
+        match = request.match()
+        for _ in range(_MOST_STEPS):
+            if match.state is not MatchState.WAIT:
+                break
+            self._step()
+            match = request.match()
+        hit = match.num_tokens // self._block_tokens if match.state is MatchState.HIT else 0
+        table = np.arange(len(keys))
+        if hit:
+            request.load([table])
+            self._step()
+        request.store([table], num_storable * self._block_tokens)
+        request.end()
+        self._step()
+        found = np.bincount(where[:hit], minlength=len(self.levels) + 1)
+        return tuple(found.tolist())
+
+    def _where(self, keys: Keys) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """The nearest level that has each block; 0 is the host, and stands for those nowhere."""
+        where = np.zeros(len(keys), dtype=np.int64)
+        missing = ~self.host.cached(keys)
+        for at, level in enumerate(self.levels, 1):
+            here = missing & level.pool.cached(keys)
+            where[here] = at
+            missing &= ~here
+        return where
+
+    def _step(self) -> None:
+        plan = self.scheduler.plan()
+        self.scheduler.settle(
+            Receipt(transfer.id, FIRST_RANK, Outcome.OK) for transfer in plan.transfers
+        )
+
+
+# ------------------------------------------------------------------------------------------------
+# One pass over a trace: every request to every trial, and the counts of each.
+
+ALL_KNOWING = "all-knowing"
+"""What the bound is called where policies have their names."""
+
+HALVES = ("first half", "second half")
+_TELL_EVERY = 256
+
+
+@dataclass(frozen=True)
+class TracePart:
+    """Which requests of a trace are meant: from and to, in shares of its requests or in seconds.
+
+    Those before and after are as if they were not there.
+    """
+
+    start_share: float = 0.0
+    end_share: float = 1.0
+    start_seconds: float = 0.0
+    end_seconds: float = float("inf")
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A trace, read once: how much there is of it, and what was wrong with it."""
+
+    format: str
+    block_tokens: int
+    num_all: int
+    num_requests: int
+    num_blocks: int
+    num_tokens: int
+    seconds: float
+    num_bad: int
+    num_late: int
+    complaints: tuple[str, ...]
+
+
+Foretold = tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]
+"""For each request: nothing (0), that it is over (1), that it goes on (2); and within what time."""
+
+
+def _reader(asked: Simulation) -> TraceReader:
+    return TraceReader(asked.paths, block_tokens=asked.block_tokens, strict=asked.strict)
+
+
+def _chosen(reader: TraceReader, span: TracePart, num_all: int) -> Iterator[TraceRequest]:
+    first, end = round(span.start_share * num_all), round(span.end_share * num_all)
+    for at, request in enumerate(reader):
+        if first <= at < end and span.start_seconds <= request.at < span.end_seconds:
+            yield request
+
+
+def count(asked: Simulation) -> Counted:
+    """Read the whole trace, to know how much there is of it and that it can be read."""
+    reader = _reader(asked)
+    num_all = sum(1 for _ in reader)
+    num_requests = num_blocks = num_tokens = 0
+    first = last = 0.0
+    for request in _chosen(reader, asked.span, num_all):
+        first = request.at if not num_requests else first
+        last = request.at
+        num_requests += 1
+        num_blocks += len(request.numbers)
+        num_tokens += request.input_tokens
+    return Counted(
+        reader.format,
+        reader.block_tokens,
+        num_all,
+        num_requests,
+        num_blocks,
+        num_tokens,
+        last - first,
+        reader.num_bad,
+        reader.num_late,
+        tuple(reader.complaints),
+    )
+
+
+def foretell(asked: Simulation, counted: Counted) -> Foretold:
+    """Hints for a share of the conversations, picked by chance: over, or going on and when."""
+    future = Future.of(_chosen(_reader(asked), asked.span, counted.num_all))
+    conversation, next_request = future.continuations()
+    told = np.array([_drawn(asked.seed, each) < asked.hints for each in conversation.tolist()])
+    goes_on = next_request >= 0
+    kinds = np.where(told, np.where(goes_on, 2, 1), 0).astype(np.int8)
+    within = np.where(goes_on, future.times[next_request] - future.times, 0)
+    return kinds, within.astype(np.float32)
+
+
+def _drawn(seed: int, conversation: int) -> float:
+    """A number from 0 to 1, the same for the same conversation in every process."""
+    digest = blake2b(b"%d/%d" % (seed, conversation), digest_size=8).digest()
+    return int.from_bytes(digest, "little") / 2**64
+
+
+def _replay(trial: Trial, block_tokens: int) -> Replay:
+    policy = policy_named(trial.policy)
+    if len(trial.capacity) == 1:
+        return PoolReplay(trial.capacity[0], policy)
+    return SchedulerReplay(
+        trial.capacity,
+        policy,
+        policy_named(trial.level_policy),
+        write=trial.write,
+        block_tokens=block_tokens,
+    )
+
+
+def run_trials(
+    asked: Simulation,
+    trials: Sequence[Trial],
+    counted: Counted,
+    foretold: Foretold | None,
+    tell: Callable[[int], None],
+) -> list[Score]:
+    """Serve every request of the trace to every one of these trials."""
+    replays = [_replay(trial, counted.block_tokens) for trial in trials]
+    scores = [Score(trial, Tally(), _parts(asked)) for trial in trials]
+    num_served = 0
+    for at, request in enumerate(_chosen(_reader(asked), asked.span, counted.num_all)):
+        keys, num_blocks = request.keys(), len(request.numbers)
+        storable = num_blocks if asked.keep_partial else request.num_full
+        evidence = _evidence(request, at, foretold)
+        tokens = Tokens(request.input_tokens, request.output_tokens)
+        half = HALVES[2 * at >= counted.num_requests]
+        for replay, score in zip(replays, scores, strict=True):
+            began = time.thread_time()
+            hits = replay.serve(keys, storable, request.at, evidence, tokens)
+            score.seconds += time.thread_time() - began
+            saved = min(sum(hits) * counted.block_tokens, request.input_tokens)
+            for tally in (score.whole, score.parts.get(half)):
+                if tally is not None:
+                    tally.add(num_blocks, request.input_tokens, hits, saved)
+            num_served += 1
+        if at % _TELL_EVERY == 0:
+            tell(num_served)
+    tell(num_served)
+    for replay, score in zip(replays, scores, strict=True):
+        score.stored, score.evicted = replay.stored, replay.evicted
+    return scores
+
+
+def _parts(asked: Simulation) -> dict[str, Tally]:
+    return {name: Tally() for name in HALVES} if asked.halves else {}
+
+
+def _evidence(request: TraceRequest, at: int, foretold: Foretold | None) -> Evidence | None:
+    """What a policy is told of a request: by the trace's future, else by the trace itself."""
+    if foretold is not None and foretold[0].item(at):
+        goes_on = foretold[0].item(at) == 2
+        within = foretold[1].item(at) if goes_on else None
+        return Evidence(over=not goes_on, goes_on=goes_on, within=within)
+    said: Hints | None = request.hints
+    if said is None or not (said.over or said.goes_on):
+        return None
+    return Evidence(over=said.over, goes_on=said.goes_on, within=said.within)
+
+
+def run_bound(asked: Simulation, bounds: Sequence[Trial], counted: Counted) -> list[Score]:
+    """What one who knows the future would have hit, at each capacity."""
+    chosen = _chosen(_reader(asked), asked.span, counted.num_all)
+    sizes: list[tuple[int, int]] = []
+
+    def noted() -> Iterator[TraceRequest]:
+        for request in chosen:
+            sizes.append((len(request.numbers), request.input_tokens))
+            yield request
+
+    future = Future.of(noted(), keep_partial=asked.keep_partial)
+    scores = []
+    for trial in bounds:
+        began = time.perf_counter()
+        score = Score(trial, Tally(), _parts(asked))
+        for at, hits in enumerate(all_knowing(future, sum(trial.capacity)).tolist()):
+            num_blocks, tokens = sizes[at]
+            saved = min(hits * counted.block_tokens, tokens)
+            for tally in (score.whole, score.parts.get(HALVES[2 * at >= counted.num_requests])):
+                if tally is not None:
+                    tally.add(num_blocks, tokens, (hits,), saved)
+        score.seconds = time.perf_counter() - began
+        scores.append(score)
+    return scores

@@ -1,0 +1,287 @@
+"""The endpoint of one process: ``/metrics`` for Prometheus, ``/explain`` for people."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from http import HTTPStatus
+from typing import Any
+
+from kvferry.core.keys import Keys
+from kvferry.core.lifecycle import Closing
+from kvferry.core.quantities import quoted, shown
+from kvferry.errors import ConfigError, DeadlineError, InputError, StateError
+from kvferry.hints import Hints, read_seconds
+from kvferry.scheduler.control import Acted, Control
+from kvferry.telemetry import DEFAULT_PORT
+from kvferry.telemetry.http import LOOPBACK, HttpServer, Orders, Reply
+from kvferry.telemetry.mailbox import Inbox
+from kvferry.telemetry.source import CONTENT_TYPE, Source, exposition, requests_of
+from kvferry.types import KEY_BYTES, RequestId
+
+_WELCOME = """kvferry
+/metrics          for Prometheus
+/explain          the latest requests
+/explain/REQUEST  why a request hit or missed, and what was copied for it
+"""
+
+
+class Endpoint(Closing):
+    """Serves what a source knows, and lets orders through its door. Owns its server and no more."""
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        host: str = LOOPBACK,
+        port: int = DEFAULT_PORT,
+        door: Orders | None = None,
+    ) -> None:
+        """``port`` 0 takes any that is free; ``url`` says which. A ``door`` takes orders."""
+        self._source = source
+        self._door = door
+        self._server = HttpServer(self._answer, host=host, port=port, orders=door)
+
+    @property
+    def url(self) -> str:
+        return self._server.url
+
+    @property
+    def port(self) -> int:
+        return self._server.port
+
+    def _answer(self, path: tuple[str, ...]) -> Reply | None:
+        match path:
+            case ():
+                return Reply(_WELCOME.encode())
+            case ("metrics",):
+                return Reply(exposition(self._source.snapshot()), CONTENT_TYPE)
+            case ("explain",):
+                source = self._source
+                return Reply.json({"requests": source.recent(), "levels_away": source.away()})
+            case ("explain", request_id):
+                found = self._source.explain(request_id)
+                if found is None:
+                    words = f"nothing is remembered of request {request_id!r}"
+                    return Reply.json({"error": words}, HTTPStatus.NOT_FOUND)
+                return Reply.json(found)
+            case _:
+                return None
+
+    def close(self) -> None:
+        """Stop serving. Safe to call twice."""
+        if self._door is not None:
+            self._door.close()
+        self._server.close()
+
+
+# ------------------------------------------------------------------------------------------------
+# Control over HTTP: who may order, what an order says, and what is answered.
+#
+# ::
+#
+#     POST /control/pin    Authorization: Bearer TOKEN
+#     {"request_id": "cmpl-5f2c", "seconds": 3600}
+#     {"tokens": [1, 2, 3, ...], "salt": ""}  or  {"keys": ["9f...", ...]}
+#
+# The work is done on the engine's thread, one order at a time; nothing is read of an order whose
+# sender may not give it.
+
+KeysOfTokens = Callable[[list[int], str], Keys]
+"""From token ids and a salt to the keys that a request with them has."""
+
+ACTIONS = ("lookup", "hint", "pin", "unpin", "prefetch", "drop")
+_NAMED_BY = ("request_id", "tokens", "keys")
+_ALSO = {"hint": ("hints",), "pin": ("seconds",), "prefetch": ("seconds",)}
+_IN_EACH_OTHERS_WAY = ("unpin", "drop")
+"""What several requests have in common stays for those whose turn has not come: done once more."""
+MOST_KEYS = 1 << 16
+MOST_TOKENS = 1 << 20
+_MOST_TOKEN = 2**63 - 1
+_KEY = re.compile(f"[0-9A-Fa-f]{{{2 * KEY_BYTES}}}")
+
+
+@dataclass(frozen=True)
+class NamedChains:
+    """The chains that an order is for; with the requests they are of, where it named one."""
+
+    chains: list[Keys]
+    request_ids: list[RequestId] | None = None
+
+
+class ControlDoor:
+    """Reads orders and has them carried out. Owns the token; what is done is the scheduler's."""
+
+    def __init__(
+        self,
+        control: Control,
+        inbox: Inbox,
+        token: str,
+        *,
+        keys_of_tokens: KeysOfTokens,
+        local_only: bool,
+    ) -> None:
+        self._control = control
+        self._inbox = inbox
+        self._token = token.encode()
+        self._keys_of_tokens = keys_of_tokens
+        self._local_only = local_only
+
+    def refuse(self, path: tuple[str, ...], token: str | None, *, is_local: bool) -> Reply | None:
+        """Why this client may not order that; None if it may."""
+        if self._local_only and not is_local:
+            return _no(HTTPStatus.FORBIDDEN, "orders are taken from this machine only (control)")
+        if token is None:
+            return _no(HTTPStatus.UNAUTHORIZED, "an order needs Authorization: Bearer TOKEN")
+        given = token.encode(errors="replace")
+        if not hmac.compare_digest(given, self._token):  # takes as long wherever they differ
+            return _no(HTTPStatus.FORBIDDEN, "this is not the token (control_token)")
+        if len(path) != 2 or path[0] != "control" or path[1] not in ACTIONS:
+            return _no(HTTPStatus.NOT_FOUND, f"orders are {', '.join(ACTIONS)}, under /control/")
+        return None
+
+    def carry_out(self, path: tuple[str, ...], body: bytes) -> Reply:
+        """Do it, and say what was done; what cannot be is refused, and nothing is done."""
+        try:
+            work = self._read(path[-1], body)
+            done = self._inbox.order(work)
+        except (InputError, ConfigError) as error:
+            return _no(HTTPStatus.BAD_REQUEST, str(error))
+        except LookupError as error:
+            return _no(HTTPStatus.NOT_FOUND, str(error.args[0]))
+        except (StateError, DeadlineError) as error:
+            return _no(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}; nothing was done")
+        return Reply.json(done)
+
+    def close(self) -> None:
+        """Who waits for the engine is told that it will not come."""
+        self._inbox.abandon("the engine closes")
+
+    def _read(self, action: str, body: bytes) -> Callable[[], dict[str, object]]:
+        """All that can be done before the engine's turn."""
+        said = _object(body)
+        allowed = (*_NAMED_BY, "salt", *_ALSO.get(action, ()))
+        unknown = [name for name in said if name not in allowed]
+        if unknown:
+            raise InputError(f"{action} has no {quoted(unknown[0])}; it has {', '.join(allowed)}")
+        find = self._finder(said)
+        act = self._action(action, said)
+        return lambda: _carried_out(action, act, find())
+
+    def _action(self, action: str, said: Mapping[str, Any]) -> Callable[[Keys], Acted]:
+        control = self._control
+        if action == "hint":
+            hints = Hints.read(said.get("hints", {}))
+            return lambda keys: control.hint(keys, hints)
+        if action in ("pin", "prefetch"):
+            given = said.get("seconds")
+            seconds = None if given is None else read_seconds("seconds", given)
+            do = control.pin if action == "pin" else control.prefetch
+            return lambda keys: do(keys, seconds)
+        plain: Callable[[Keys], Acted] = getattr(control, action)
+        return plain
+
+    def _finder(self, said: Mapping[str, Any]) -> Callable[[], NamedChains]:
+        """What finds the keys, once it is the engine's turn; hashing is done here, before."""
+        named = [name for name in _NAMED_BY if name in said]
+        if len(named) != 1:
+            raise InputError(f"say which blocks, by one of {', '.join(_NAMED_BY)}")
+        if "salt" in said and named != ["tokens"]:
+            raise InputError("a salt goes with tokens: keys and requests have theirs already")
+        if named == ["request_id"]:
+            name = said["request_id"]
+            if not isinstance(name, str) or not name:
+                raise InputError(f"request_id must be a request's name, got {shown(name)}")
+            return lambda: self._of_request(name)
+        if named == ["tokens"]:
+            keys = self._keys_of_tokens(_tokens(said["tokens"]), _salt(said.get("salt", "")))
+        else:
+            keys = _keys(said["keys"])
+        return lambda: NamedChains([keys])
+
+    def _of_request(self, name: str) -> NamedChains:
+        """On the engine's thread: the one its engine calls so, or all of the answer with this id.
+
+        Nothing else: an order for a name that is only like it would act on a stranger's request.
+        """
+        control = self._control
+        keys = control.keys_of(name)
+        if keys is not None:
+            return NamedChains([keys], [name])
+        found = {each: control.keys_of(each) for each in requests_of(name, control.request_ids())}
+        known = {each: keys for each, keys in found.items() if keys is not None}
+        if not known:
+            raise LookupError(f"request {quoted(name)} is not remembered; name its tokens or keys")
+        return NamedChains(list(known.values()), list(known))
+
+
+def _carried_out(
+    action: str, act: Callable[[Keys], Acted], found: NamedChains
+) -> dict[str, object]:
+    """Act on every chain, and say what was done with all of them together."""
+    told = _together([act(keys) for keys in found.chains])
+    if action in _IN_EACH_OTHERS_WAY and len(found.chains) > 1:
+        again = _together([act(keys) for keys in found.chains])
+        told = replace(again, blocks=told.blocks + again.blocks)
+    if found.request_ids is None:
+        return told.as_dict()
+    return {**told.as_dict(), "request_ids": found.request_ids}
+
+
+def _together(done: Sequence[Acted]) -> Acted:
+    """What several actions found and did: what they have in common counts for each of them."""
+    if len(done) == 1:
+        return done[0]
+    return Acted(
+        tokens=sum(each.tokens for each in done),
+        host_tokens=sum(each.host_tokens for each in done),
+        lower_tokens=sum(each.lower_tokens for each in done),
+        unknown_blocks=sum(each.unknown_blocks for each in done),
+        blocks=sum(each.blocks for each in done),
+        held_blocks=sum(each.held_blocks for each in done),
+        is_under_way=any(each.is_under_way for each in done),
+        refused=tuple(dict.fromkeys(words for each in done for words in each.refused)),
+    )
+
+
+def _no(status: HTTPStatus, words: str) -> Reply:
+    return Reply.json({"error": words}, status)
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        said = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"an order is a JSON object: {quoted(str(error))}") from None
+    if not isinstance(said, dict):
+        raise InputError(f"an order is a JSON object, got {shown(said)}")
+    return said
+
+
+def _tokens(value: object) -> list[int]:
+    if not isinstance(value, list) or len(value) > MOST_TOKENS:
+        raise InputError(f"tokens must be a list of at most {MOST_TOKENS} token ids")
+    if not {int}.issuperset(map(type, value)) or not all(0 <= t <= _MOST_TOKEN for t in value):
+        raise InputError("tokens must be whole numbers, none negative")
+    return value
+
+
+def _salt(value: object) -> str:
+    if not isinstance(value, str):
+        raise InputError(f"salt must be text, got {shown(value)}")
+    return value
+
+
+def _keys(value: object) -> Keys:
+    if not isinstance(value, list) or len(value) > MOST_KEYS:
+        raise InputError(f"keys must be a list of at most {MOST_KEYS} keys in hexadecimal")
+    for number, key in enumerate(value):
+        if not isinstance(key, str) or not _KEY.fullmatch(key):
+            raise InputError(
+                f"keys must be hexadecimal, {2 * KEY_BYTES} digits each; number {number} is "
+                f"{shown(key)}"
+            )
+    return Keys.from_bytes([bytes.fromhex(key) for key in value])

@@ -1,0 +1,154 @@
+"""What was counted: running counters for one owner, immutable snapshots for everyone else."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from kvferry.cache.leases import PoolCounts
+from kvferry.cache.tenants import TenantCounts
+
+SIZE_BOUNDS = tuple(float(1 << shift) for shift in range(14, 33, 2))
+"""Bytes, from 16 KiB to 4 GiB in steps of four."""
+
+TIME_BOUNDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
+"""Seconds."""
+
+OTHER = "other"
+_MOST_PATHS = 64
+"""Kinds of traffic told apart; a rank that invents names must not grow a scheduler's memory."""
+
+TrafficKey = tuple[str, str, str]
+"""From which tier, to which, by which path."""
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """How many values were at most each of ``bounds``, and, last, how many were above all."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+
+class Histogram:
+    """Counts values by a few fixed bounds, so it never grows."""
+
+    __slots__ = ("_bounds", "_counts", "_total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+
+    def add(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
+
+    def snapshot(self) -> Distribution:
+        return Distribution(self._bounds, tuple(self._counts), self._total)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What moved between two tiers by one path: the copies that succeeded, rank by rank."""
+
+    sizes: Distribution
+    seconds: Distribution
+
+
+class TrafficCounts:
+    """Counts copies by route and path. Owns two histograms for each kind of traffic."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[TrafficKey, tuple[Histogram, Histogram]] = {}
+
+    def add(self, key: TrafficKey, num_bytes: int, seconds: float) -> None:
+        found = self._kinds.get(key)
+        if found is None:
+            if len(self._kinds) >= _MOST_PATHS:
+                key = (OTHER, OTHER, OTHER)
+            kind = (Histogram(SIZE_BOUNDS), Histogram(TIME_BOUNDS))
+            found = self._kinds.setdefault(key, kind)
+        found[0].add(num_bytes)
+        found[1].add(seconds)
+
+    def snapshot(self) -> Mapping[TrafficKey, Traffic]:
+        return MappingProxyType(
+            {key: Traffic(s.snapshot(), t.snapshot()) for key, (s, t) in list(self._kinds.items())}
+        )
+
+
+@dataclass
+class MatchCounts:
+    """What the scheduler counts about hits while it runs."""
+
+    queries: int = 0
+    asked_tokens: int = 0
+    hit_tokens: int = 0
+    promoted_tokens: int = 0
+    expired_hits: int = 0
+    early_loads: int = 0
+    verdicts: Counter[str] = field(default_factory=Counter)
+    overlaps: Counter[str] = field(default_factory=Counter)
+    missed: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class SchedulerStats:
+    """A snapshot of the scheduler half.
+
+    ``asked_tokens`` are those requests still lacked when first looked up, ``hit_tokens`` those of
+    them ordered from the host, ``promoted_tokens`` those fetched from below it first. ``verdicts``
+    count load-or-compute decisions, ``missed`` why requests got no more than they did.
+    ``bytes_moved`` and ``seconds_moved`` are sums over ranks, by route; ``traffic`` has the same
+    for copies that succeeded, by route and path, with how they spread. ``queued`` copies wait for
+    the next plan. ``bandwidth`` (bytes per second of loads) and ``prefill_rate`` (tokens per
+    second) are what load-or-compute goes by; None while unknown. Below the host, ``lost_blocks``
+    failed alone in transfers that otherwise succeeded; ``ailments`` has a word for every level,
+    empty while it can be used; ``asked`` says of levels that know keys themselves how many keys
+    they were asked for and how many of them were there; ``restored`` says of levels with places how
+    many blocks of an earlier life they began with; ``level_bandwidth`` is what each brought up, in
+    bytes per second of one rank while it had something to bring. ``memory_curve`` estimates, by
+    tier, which share of prompt tokens it and those above it would have, had it so many times its
+    memory; empty while too little is known. ``overlaps`` counts loads by how they went together
+    with the forward pass, where an engine lets us decide that; ``early_loads`` those that began
+    before all of their blocks had come up from below.
+    """
+
+    pool: PoolCounts
+    levels: Mapping[str, PoolCounts]
+    queries: int
+    asked_tokens: int
+    hit_tokens: int
+    promoted_tokens: int
+    expired_hits: int
+    shed_stores: int
+    verdicts: Mapping[str, int]
+    missed: Mapping[str, int]
+    in_flight: int
+    landed: int
+    failed: int
+    overdue: int
+    stale_receipts: int
+    bytes_moved: Mapping[tuple[str, str], int]
+    seconds_moved: Mapping[tuple[str, str], float]
+    traffic: Mapping[TrafficKey, Traffic] = field(default_factory=dict)
+    queued: int = 0
+    bytes_in_flight: int = 0
+    leases: Mapping[str, int] = field(default_factory=dict)
+    resets: int = 0
+    bandwidth: float | None = None
+    prefill_rate: float | None = None
+    lost_blocks: int = 0
+    ailments: Mapping[str, str] = field(default_factory=dict)
+    asked: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    tenants: Mapping[str, TenantCounts] = field(default_factory=dict)
+    restored: Mapping[str, int] = field(default_factory=dict)
+    level_bandwidth: Mapping[str, float | None] = field(default_factory=dict)
+    memory_curve: Mapping[str, Mapping[float, float]] = field(default_factory=dict)
+    overlaps: Mapping[str, int] = field(default_factory=dict)
+    early_loads: int = 0

@@ -1,0 +1,260 @@
+"""What a tier below the host is: blocks go down and come up in batches, and the answer comes later.
+
+::
+
+    submit(batch) ──> queued ──> under way ──> poll() gives one Result, once
+                        │            │
+        cancelled, or   │            └── a block that fails is one failed block
+        its time is up  └──> failed, and its memory was never touched
+
+Two kinds share the contract. A *placed* tier has ``num_places`` numbered places; which block lies
+where is decided by a pool on the scheduler's side, and a batch names the places. A *keyed* tier
+(``num_places`` is None) finds blocks by their keys and can be asked which it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NewType, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.core.keys import Keys, Recovered
+from kvferry.errors import InputError
+from kvferry.settings.disk import DiskSettings
+from kvferry.settings.remote import RemoteSettings
+from kvferry.types import FIRST_RANK, Rank, RunNumbers, SlotArray, TierName
+
+Rows = npt.NDArray[np.uint8]
+"""Blocks as rows of bytes, one row per slot."""
+
+Addresses = npt.NDArray[np.int64]
+"""Where pieces of blocks begin: a row per block, a column per piece."""
+
+BatchId = NewType("BatchId", int)
+
+CLOSE_SECONDS = 10.0
+"""How long closing waits for what is under way before it leaves it behind."""
+
+
+@dataclass(frozen=True)
+class HostFile:
+    """Host memory as a file, for a process that a tier starts: slot 0 is at its beginning.
+
+    ``fd`` stays open until the tier is closed; ``address`` is where this process has it. Slots are
+    ``pitch`` bytes apart.
+    """
+
+    fd: int
+    address: int
+    num_bytes: int
+    pitch: int
+
+
+@dataclass(frozen=True)
+class TierSetup:
+    """What a tier's factory is told: its name here, its blocks, whose rank it serves.
+
+    Each of ``num_ranks`` ranks opens a tier of its own, ``num_ranks_here`` of them on this host.
+    ``options`` is the rest of the setting's text, for the factory to read.
+
+    What outlives the process must know whose blocks these are. ``namespace`` is a digest of
+    everything that decides a block's bytes on this rank: whatever was written under another one is
+    not ours to read. ``shared_namespace`` is that without which engine of its server this is: what
+    servers may share. ``family`` is the same for all ranks of one engine, whatever its weights;
+    ``families`` are those of all engines of its server on this host, where there are several.
+    ``label`` says it for people, and proves nothing. All of them are empty where nobody told us.
+    ``host_file`` is there where other processes may map host memory.
+    """
+
+    name: TierName
+    block_bytes: int
+    rank: Rank = FIRST_RANK
+    num_ranks: int = 1
+    options: str = ""
+    num_ranks_here: int = 1
+    namespace: bytes = b""
+    family: bytes = b""
+    families: tuple[bytes, ...] = ()
+    label: str = ""
+    disk: DiskSettings | None = None
+    shared_namespace: bytes = b""
+    remote: RemoteSettings | None = None
+    host_file: HostFile | None = None
+
+
+class Way(Enum):
+    """What a batch asks for."""
+
+    READ = "read"  # bytes come up, into host memory
+    WRITE = "write"  # bytes go down, from host memory
+    FIND = "find"  # no bytes: which of the keys are there? Keyed tiers only
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Blocks to move together: block ``i`` is ``keys[i]``, in the pieces ``addresses[i]``.
+
+    Piece ``j`` of every block has ``sizes[j]`` bytes; a block is its pieces in their order. The
+    memory belongs to the caller and stays as it is, mapped and (for a write) unchanged, until the
+    batch's result has been polled. ``places[i]`` is its place in a placed tier. After ``deadline``
+    (``time.monotonic``) nothing of it is begun any more. ``runs``, where it is given, tells which
+    blocks of a write or a look-up follow each other: a tier may lay those side by side, and need
+    not.
+    """
+
+    id: BatchId
+    way: Way
+    keys: Keys
+    deadline: float
+    addresses: Addresses = field(default_factory=lambda: np.empty((0, 0), dtype=np.int64))
+    sizes: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    places: SlotArray | None = None
+    runs: RunNumbers | None = None
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def block_bytes(self) -> int:
+        return int(self.sizes.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """What became of a batch: ``ok[i]`` says that block ``i`` moved whole, or is there.
+
+    ``reasons`` has a word for every position that is not ok. The bytes that a block was to be read
+    into are in any state if it failed. From now on nobody touches the batch's memory.
+    """
+
+    batch_id: BatchId
+    ok: npt.NDArray[np.bool_]
+    reasons: Mapping[int, str] = field(default_factory=dict)
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def all_failed(cls, batch: Batch, reason: str) -> Result:
+        """None of it moved, all for one reason."""
+        ok = np.zeros(len(batch), dtype=bool)
+        return cls(batch.id, ok, dict.fromkeys(range(len(batch)), reason))
+
+
+class Tier(Protocol):
+    """Blocks of ``block_bytes`` each, below the host. Owns its medium and its threads.
+
+    Every call but ``drain`` and ``close`` returns at once, whatever the medium does, because the
+    engine's own thread makes it. Many batches may be under way; they end in any order, each in
+    exactly one :class:`Result`. A fault is a failed block, never a raise; what raises is a batch
+    that does not fit the tier (InputError), and any use after ``close`` (ClosedError).
+
+    No two batches under way write one place, nor read a place being written: leases see to that.
+    One block may be read by several at once, and one key written by several (the bytes are the
+    same): either write counts. A write that failed leaves its place without a block.
+    """
+
+    name: TierName
+    num_places: int | None
+    block_bytes: int
+
+    def attach_memory(self, address: int, num_bytes: int) -> None:
+        """Batches may name addresses in this memory from now on; it stays mapped until ``close``.
+
+        Called once for each piece of host memory, as they become ready. A tier that has to register
+        memory does so in its own time, before it begins the first batch that names it.
+        """
+
+    def submit(self, batch: Batch) -> None:
+        """Queue a batch."""
+
+    def cancel(self, batch_id: BatchId) -> None:
+        """Nobody wants this batch any more: what has not begun fails, the rest ends as it will.
+
+        Its result still comes. A batch that is over, or unknown, is fine.
+        """
+
+    def poll(self) -> list[Result]:
+        """Results since the last call. A batch whose time is up before it began is among them."""
+
+    def drain(self, timeout: float | None = None) -> list[Result]:
+        """Wait until nothing is under way (or ``timeout`` seconds passed); returns the results."""
+
+    def forget(self) -> None:
+        """Nothing written by batches submitted before this may ever be read or found again.
+
+        Neither after a crash, if a write submitted later is still there then.
+        """
+
+    @property
+    def ailment(self) -> str:
+        """Why the tier cannot be used now; empty while it can. It heals by itself or never.
+
+        While it ails, batches fail at once.
+        """
+
+    def close(self, timeout: float = CLOSE_SECONDS) -> tuple[BatchId, ...]:
+        """Finish what was submitted, then give everything back. Safe to call twice.
+
+        What has not begun after ``timeout`` seconds fails; what is still under way then is left
+        behind and named in the answer: its memory may be touched at any later time, and must stay.
+        Results of all others can still be polled.
+        """
+
+
+class LastingTier(Tier, Protocol):
+    """A placed tier that outlives its process: it can name what it still has."""
+
+    def recovered(self) -> Recovered:
+        """The blocks that an earlier life left, whole and not forgotten, by key and place.
+
+        Asked once, before the first batch; the one call that may wait for the medium. A tier that
+        ails by then answers with nothing.
+        """
+
+
+def check_batch(tier: Tier, batch: Batch) -> None:
+    """Refuse a batch that does not fit the tier, before any byte moves."""
+    what = f"tier {tier.name}, batch {batch.id}"
+    if not len(batch):
+        raise InputError(f"{what}: it names no blocks; an empty batch is never sent")
+    if batch.runs is not None and len(batch.runs) != len(batch):
+        raise InputError(f"{what}: {len(batch)} blocks have {len(batch.runs)} run numbers")
+    if batch.way is Way.FIND:
+        if tier.num_places is not None:
+            raise InputError(f"{what}: its places are given out by us; it knows no keys to find")
+        return
+    if batch.addresses.shape != (len(batch), len(batch.sizes)) or not len(batch.sizes):
+        raise InputError(
+            f"{what}: {len(batch)} blocks in {len(batch.sizes)} pieces need as many addresses, "
+            f"got an array of shape {batch.addresses.shape}"
+        )
+    if batch.block_bytes != tier.block_bytes or int(batch.sizes.min()) < 1:
+        raise InputError(
+            f"{what}: its pieces have {batch.sizes.tolist()} bytes, a block {tier.block_bytes}"
+        )
+    if tier.num_places is not None:
+        _check_places(what, batch, tier.num_places)
+
+
+def _check_places(what: str, batch: Batch, num_places: int) -> None:
+    places = batch.places
+    if places is None or len(places) != len(batch):
+        named = "none" if places is None else str(len(places))
+        raise InputError(f"{what}: {len(batch)} blocks need as many places, got {named}")
+    if not (int(places.min()) >= 0 and int(places.max()) < num_places):
+        raise InputError(
+            f"{what}: there are places 0 to {num_places - 1}, asked for "
+            f"{int(places.min())} to {int(places.max())}"
+        )
+
+
+def check_size(name: TierName, num_slots: int, slot_bytes: int) -> None:
+    if num_slots <= 0 or slot_bytes <= 0:
+        raise InputError(
+            f"tier {name} needs a positive number of slots and bytes, "
+            f"got {num_slots} slots of {slot_bytes} bytes"
+        )

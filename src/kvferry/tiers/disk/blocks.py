@@ -1,0 +1,312 @@
+"""The file of places: place ``p`` is the ``pitch`` bytes from ``p * pitch`` on.
+
+Neighbouring places are read and written by one long call. O_DIRECT where the file system has it:
+the page cache would only hold a second copy of what is in the host's memory anyway. Where it has
+not, ordinary calls, and the kernel is told that we shall not come back for these pages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import ConfigError, TransferError
+from kvferry.hostmem.mapping import PrivateMemory
+from kvferry.tiers.cipher import NONCE_BYTES, TAG_BYTES, Cipher, derived_key
+from kvferry.tiers.disk.messages import Numbers, Words
+from kvferry.tiers.disk.status import Flags
+
+SECTOR = 4096
+
+_Call = Callable[[int, list[memoryview], int], int]
+
+
+def pitch_of(block_bytes: int) -> int:
+    """Bytes from one place to the next: whole sectors, so that every place can be read directly."""
+    return -(-block_bytes // SECTOR) * SECTOR
+
+
+class BlockFile:
+    """Places on one drive. Owns the descriptor. Any thread may read and write."""
+
+    def __init__(self, path: str, pitch: int, *, direct: bool = True) -> None:
+        self._path = path
+        self._pitch = pitch
+        self.is_direct = False
+        self._fd = -1
+        if direct:
+            try:
+                self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+                self.is_direct = True
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+        if self._fd < 0:
+            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+    def read(self, place: int, data: memoryview) -> None:
+        """Fill ``data`` (whole places) from ``place`` on."""
+        at, end = place * self._pitch, place * self._pitch + len(data)
+        while at < end:
+            got = self._call(os.preadv, at, data)
+            if not got:
+                raise OSError(errno.EIO, f"the file of blocks ends at {at}")
+            got = got if got == len(data) else got - got % SECTOR
+            if not got:
+                raise OSError(errno.EIO, f"less than a sector was read at {at}")
+            at, data = at + got, data[got:]
+        if not self.is_direct:
+            start = place * self._pitch
+            os.posix_fadvise(self._fd, start, end - start, os.POSIX_FADV_DONTNEED)
+
+    def write(self, place: int, data: memoryview) -> None:
+        """Write ``data`` (whole places) from ``place`` on."""
+        at = place * self._pitch
+        while len(data):
+            done = self._call(os.pwritev, at, data)
+            done = done if done == len(data) else done - done % SECTOR
+            if not done:
+                raise OSError(errno.EIO, f"less than a sector was written at {at}")
+            at, data = at + done, data[done:]
+
+    def sync(self) -> None:
+        """What was written is on the medium when this returns."""
+        os.fdatasync(self._fd)
+        if not self.is_direct:
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def check(self) -> None:
+        """OSError or TransferError where this is not the file any more, or cannot be read."""
+        mine, named = os.fstat(self._fd), os.stat(self._path)
+        if (mine.st_dev, mine.st_ino) != (named.st_dev, named.st_ino):
+            raise TransferError(f"{self._path} is another file now")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it has its room on the file system: nothing can grow by being written."""
+        found = os.fstat(self._fd)
+        return found.st_blocks * 512 >= found.st_size
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _call(self, call: _Call, at: int, data: memoryview) -> int:
+        try:
+            return call(self._fd, [data], at)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self.is_direct:
+                raise
+        # The file system took the flag and refuses the call: from now on without it.
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        self.is_direct = False
+        return call(self._fd, [data], at)
+
+
+# ------------------------------------------------------------------------------------------------
+# Bytes on a file system: given to a file before they are needed, or not at all.
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_libc.fallocate.restype = ctypes.c_int
+
+_UNKNOWN = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_PUNCH_HOLE_KEEP_SIZE = 0x03
+_STEP = 1 << 30
+
+
+def allocate(path: Path, num_bytes: int) -> bool:
+    """Make ``path`` exactly so long, with room for all of it on the file system.
+
+    Whether the file system could promise that: where it cannot, the file is sparse, and grows as it
+    is written. OSError where there is no room; the file is then no longer than it was.
+    """
+    # Not posix_fallocate: where the file system has no such call it writes zeros, for minutes.
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.fchmod(fd, 0o600)
+        before = os.fstat(fd).st_size
+        if num_bytes < before:
+            os.ftruncate(fd, num_bytes)
+        try:
+            is_whole = all(
+                _fallocate(fd, 0, start, min(_STEP, num_bytes - start))
+                for start in range(0, num_bytes, _STEP)
+            )
+        except OSError:
+            os.ftruncate(fd, min(before, num_bytes))
+            raise
+        os.ftruncate(fd, num_bytes)
+        os.fsync(fd)
+        return is_whole
+    finally:
+        os.close(fd)
+
+
+def discard(path: Path) -> None:
+    """Give a file's bytes back to the file system now, whoever still has it open."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        size = os.fstat(fd).st_size
+        if size:
+            _fallocate(fd, _PUNCH_HOLE_KEEP_SIZE, 0, size)
+        os.ftruncate(fd, 0)
+    finally:
+        os.close(fd)
+
+
+def _fallocate(fd: int, mode: int, offset: int, count: int) -> bool:
+    """Whether the file system knows the call."""
+    while _libc.fallocate(fd, mode, offset, count) != 0:
+        code = ctypes.get_errno()
+        if code in _UNKNOWN:
+            return False
+        if code != errno.EINTR:
+            raise OSError(code, f"{count} bytes could not be had: {os.strerror(code)}")
+    return True
+
+
+# ------------------------------------------------------------------------------------------------
+# What proves that bytes are the block that was written: its content, its key and its place.
+#
+# Without a key: xxh3-128 over the bytes, seeded by key, place and store, so that a block that was
+# damaged, mixed up by the drive, or left by somebody else does not match. With one: AES-256-GCM, with
+# key, place and store as associated data; the tag is the proof, and the drive sees no plain byte.
+
+Proofs = npt.NDArray[np.uint8]
+
+
+class Buffer:
+    """Blocks on their way, ``pitch`` bytes apart: ``plain`` as the engine has them, ``stored`` as
+    the drive has them. One memory where these are the same.
+    """
+
+    def __init__(self, num_blocks: int, pitch: int, *, is_sealed: bool) -> None:
+        self._memory = PrivateMemory(num_blocks * pitch).bytes
+        self.pitch = pitch
+        self.plain = self._memory.data
+        self.address = int(self._memory.ctypes.data)
+        self.stored = self.plain
+        if is_sealed:  # and room for the tag that follows the last block
+            self.stored = PrivateMemory(num_blocks * pitch + TAG_BYTES).bytes.data
+
+
+class Prover(Protocol):
+    """Makes proofs of blocks in a buffer, and checks them."""
+
+    proof_bytes: int
+    is_sealed: bool
+
+    def prove(self, buffer: Buffer, places: Numbers, keys: Words) -> Proofs:
+        """Bring blocks 0, 1, ... from plain to stored; returns a proof of each."""
+
+    def check(self, buffer: Buffer, places: Numbers, keys: Words, proofs: Proofs) -> Flags:
+        """Bring blocks 0, 1, ... from stored to plain; says which are what they should be."""
+
+
+class Digests:
+    """xxh3-128: finds every fault of a drive, and no forger."""
+
+    proof_bytes = 16
+    is_sealed = False
+
+    def __init__(self, block_bytes: int, store: bytes) -> None:
+        try:
+            import xxhash
+        except ImportError as error:
+            raise ConfigError(f"disk: {error}; pip install 'kvferry[disk]'") from error
+        self._digest: Any = xxhash.xxh3_128_digest
+        self._seed: Any = xxhash.xxh3_64_intdigest
+        self._block_bytes = block_bytes
+        self._store = hashlib.blake2b(store, digest_size=32, person=b"kvferry-digest").digest()
+
+    def prove(self, buffer: Buffer, places: Numbers, keys: Words) -> Proofs:
+        return np.frombuffer(
+            b"".join(
+                self._digest(buffer.plain[start : start + self._block_bytes], seed=seed)
+                for start, seed in self._each(buffer, places, keys)
+            ),
+            dtype=np.uint8,
+        ).reshape(-1, self.proof_bytes)
+
+    def check(self, buffer: Buffer, places: Numbers, keys: Words, proofs: Proofs) -> Flags:
+        return (self.prove(buffer, places, keys) == proofs).all(axis=1)
+
+    def _each(self, buffer: Buffer, places: Numbers, keys: Words) -> list[tuple[int, int]]:
+        names = _names(places, keys, self._store)
+        return [(at * buffer.pitch, self._seed(name)) for at, name in enumerate(names)]
+
+
+class Seals:
+    """AES-256-GCM under a key of the store's own."""
+
+    proof_bytes = NONCE_BYTES + TAG_BYTES
+    is_sealed = True
+
+    def __init__(self, block_bytes: int, store: bytes, key: bytes) -> None:
+        self._cipher = Cipher(store_key(key, store), "disk_key_file", "disk-encryption")
+        self._block_bytes = block_bytes
+        self._store = hashlib.blake2b(store, digest_size=32, person=b"kvferry-seal").digest()
+
+    def prove(self, buffer: Buffer, places: Numbers, keys: Words) -> Proofs:
+        proofs = np.empty((len(places), self.proof_bytes), dtype=np.uint8)
+        for at, name in enumerate(_names(places, keys, self._store)):
+            start = at * buffer.pitch
+            end = start + self._block_bytes
+            # The tag lands where the next block begins, which comes next and overwrites it.
+            out = buffer.stored[start : end + TAG_BYTES]
+            nonce = self._cipher.seal(buffer.plain[start:end], name, out)
+            proofs[at] = np.frombuffer(nonce + bytes(out[-TAG_BYTES:]), dtype=np.uint8)
+            out[-TAG_BYTES:] = bytes(TAG_BYTES)
+        return proofs
+
+    def check(self, buffer: Buffer, places: Numbers, keys: Words, proofs: Proofs) -> Flags:
+        ok = np.zeros(len(places), dtype=bool)
+        for at, name in enumerate(_names(places, keys, self._store)):
+            start = at * buffer.pitch
+            end = start + self._block_bytes
+            sealed = buffer.stored[start : end + TAG_BYTES]
+            proof = proofs[at].tobytes()
+            after = bytes(sealed[-TAG_BYTES:])  # the next block's first bytes
+            sealed[-TAG_BYTES:] = proof[NONCE_BYTES:]
+            plain = buffer.plain[start:end]
+            ok[at] = self._cipher.unseal(proof[:NONCE_BYTES], sealed, name, plain)
+            sealed[-TAG_BYTES:] = after
+        return ok
+
+
+def open_prover(block_bytes: int, store: bytes, key: bytes | None) -> Prover:
+    """Proofs for the store with this identity, sealed if there is a key."""
+    return Digests(block_bytes, store) if key is None else Seals(block_bytes, store, key)
+
+
+def store_key(key: bytes, store: bytes) -> bytes:
+    """The key of one store: what one rank and drive seal never meets another's nonces."""
+    return derived_key(key, store, b"kvferry-store")
+
+
+def key_check(key: bytes, store: bytes) -> bytes:
+    """What a store keeps to tell a wrong key by: it says nothing of the key."""
+    return hashlib.blake2b(
+        b"check", key=store_key(key, store), digest_size=16, person=b"kvferry-check"
+    ).digest()
+
+
+def _names(places: Numbers, keys: Words, store: bytes) -> list[bytes]:
+    """Everything but its content that a block must agree with, one text of bytes each."""
+    key, place = keys.tobytes(), places.tobytes()
+    return [
+        key[32 * at : 32 * at + 32] + place[8 * at : 8 * at + 8] + store
+        for at in range(len(places))
+    ]

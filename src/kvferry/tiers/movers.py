@@ -1,0 +1,387 @@
+"""What carries a worker's transfers, and a rank's part of them where all share one memory."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol, cast
+
+import numpy as np
+
+from kvferry.core.keys import Keys, Recovered
+from kvferry.errors import ClosedError, InputError
+from kvferry.hostmem.mapping import Bytes
+from kvferry.hostmem.slots import HostTier
+from kvferry.tiers.contract import CLOSE_SECONDS, Batch, BatchId, Result, Tier, Way
+from kvferry.types import (
+    DEVICE,
+    FIRST_RANK,
+    HOST,
+    NO_SLOTS,
+    Health,
+    KeyRows,
+    Outcome,
+    Question,
+    Rank,
+    Receipt,
+    RunNumbers,
+    SlotArray,
+    Transfer,
+    TransferId,
+)
+
+if TYPE_CHECKING:
+    from kvferry.tiers.disk.messages import StoreAt
+    from kvferry.tiers.disk.status import DiskFigures
+
+
+class Mover(Protocol):
+    """Whatever carries transfers of one or more routes: a copy engine, a tier's mover."""
+
+    def submit(self, transfer: Transfer, /) -> object:
+        """Queue one transfer and return at once."""
+
+    def poll(self) -> list[Receipt]:
+        """Receipts of what ended since the last call; never blocks."""
+
+    def drain(self, timeout: float | None = None) -> list[Receipt]:
+        """Wait until nothing is in flight (or ``timeout`` seconds passed)."""
+
+    def close(self) -> None:
+        """Finish what was submitted and give everything back."""
+
+
+class LevelMover(Mover, Protocol):
+    """Carries transfers between the host and one level below it, and its other orders."""
+
+    def ask(self, question: Question, /) -> object:
+        """Find out which keys are there; the answer is a receipt. Returns at once."""
+
+    def forget(self) -> None:
+        """Everything below is forgotten, before anything submitted later."""
+
+    def health(self) -> Health | None:
+        """Whether the level went away or came back since the last call, if it did."""
+
+
+class SharedMover:
+    """One rank's part of the transfers of a host pool that ``num_ranks`` ranks share.
+
+    Owns its mover. Loads to the device go through whole; of everything else this rank moves a part
+    and the others move theirs. The scheduler waits for all of them anyway, so a block is matchable
+    when it is complete.
+    """
+
+    def __init__(self, mover: Mover, *, rank: Rank, num_ranks: int) -> None:
+        if not 0 <= rank < num_ranks:
+            raise InputError(f"rank {rank} is not one of 0 to {num_ranks - 1}")
+        self._mover = mover
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._nothing_to_do: list[Receipt] = []
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether, once closed, an operation was left behind that may touch host memory."""
+        return bool(getattr(self._mover, "is_stuck", False))
+
+    def submit(self, transfer: Transfer) -> object:
+        if (transfer.src, transfer.dst) == (HOST, DEVICE):
+            return self._mover.submit(transfer)
+        # By transfer too: else rank 0 would do all of the transfers of one block.
+        first = (self._rank - transfer.id) % self._num_ranks
+        part = np.arange(first, len(transfer), self._num_ranks)
+        if not len(part):
+            return self._pass(transfer.id)
+        src, dst = transfer.src_slots[part], transfer.dst_slots[part]
+        return self._mover.submit(replace(transfer, src_slots=src, dst_slots=dst))
+
+    def poll(self) -> list[Receipt]:
+        idle, self._nothing_to_do = self._nothing_to_do, []
+        return idle + self._mover.poll()
+
+    def drain(self, timeout: float | None = None) -> list[Receipt]:
+        idle, self._nothing_to_do = self._nothing_to_do, []
+        return idle + self._mover.drain(timeout)
+
+    def close(self) -> None:
+        self._mover.close()
+
+    def _pass(self, order_id: TransferId) -> object:
+        self._nothing_to_do.append(Receipt(order_id, self._rank, Outcome.OK, path="shared"))
+        return None
+
+
+class SharedLevelMover(SharedMover):
+    """One rank's part of a level below such a host pool: a block must be looked for where it was
+    put, so the parts are fixed::
+
+        finds blocks by keys   by key: the word 0 of rank r's blocks is r modulo the ranks
+        has places             by place: place p is place p // ranks of rank p modulo the ranks
+
+    So every place of every rank is used, and neighbours are spread over all of them.
+    """
+
+    _mover: LevelMover
+
+    def __init__(self, mover: LevelMover, *, rank: Rank, num_ranks: int) -> None:
+        super().__init__(mover, rank=rank, num_ranks=num_ranks)
+        self._parts: dict[TransferId, SlotArray] = {}
+
+    def submit(self, transfer: Transfer) -> object:
+        if transfer.keys is None:
+            raise InputError(f"transfer {transfer.id} goes below the host without its keys")
+        src, dst = transfer.src_slots, transfer.dst_slots
+        below = dst if transfer.src == HOST else src
+        if len(below):
+            part = np.flatnonzero(below % self._num_ranks == self._rank)
+            below = below[part] // self._num_ranks
+        else:
+            part = self._own(transfer.keys)
+        if not len(part):
+            return self._pass(transfer.id)
+        self._parts[transfer.id] = part
+        src, dst = (src[part], below) if transfer.src == HOST else (below, dst[part])
+        keys, runs = transfer.keys[part], _some_of(transfer.runs, part)
+        return self._mover.submit(
+            replace(transfer, src_slots=src, dst_slots=dst, keys=keys, runs=runs)
+        )
+
+    def ask(self, question: Question) -> object:
+        part = self._own(question.keys)
+        if not len(part):
+            return self._pass(question.id)
+        self._parts[question.id] = part
+        runs = _some_of(question.runs, part)
+        return self._mover.ask(replace(question, keys=question.keys[part], runs=runs))
+
+    def forget(self) -> None:
+        self._mover.forget()
+
+    def health(self) -> Health | None:
+        return self._mover.health()
+
+    def poll(self) -> list[Receipt]:
+        return [self._whole(receipt) for receipt in super().poll()]
+
+    def drain(self, timeout: float | None = None) -> list[Receipt]:
+        return [self._whole(receipt) for receipt in super().drain(timeout)]
+
+    def _own(self, keys: KeyRows) -> SlotArray:
+        return np.flatnonzero(keys[:, 0] % np.uint64(self._num_ranks) == self._rank)
+
+    def _whole(self, receipt: Receipt) -> Receipt:
+        """A receipt for a part names positions of the part: say those of the whole."""
+        part = self._parts.pop(receipt.transfer_id, None)
+        if part is None or receipt.outcome is Outcome.OK:
+            return receipt
+        failed = part if receipt.outcome is Outcome.FAILED else part[list(receipt.failed)]
+        return replace(receipt, outcome=Outcome.PARTIAL, failed=tuple(failed.tolist()))
+
+
+def _some_of(runs: RunNumbers | None, part: SlotArray) -> RunNumbers | None:
+    """A rank's own blocks of a run follow each other, too: whose each is, its key alone says."""
+    return None if runs is None else runs[part]
+
+
+# ------------------------------------------------------------------------------------------------
+# Between a worker and a tier: transfers become batches of addresses, results become receipts.
+
+log = logging.getLogger(__name__)
+
+NOTHING: Recovered = (Keys.empty(), NO_SLOTS)
+
+_kept: list[Bytes] = []
+"""Host memory that a hung operation may still touch: it is never unmapped."""
+
+
+class TierMover:
+    """Carries transfers between one rank's host slots and one lower tier. Owns the tier.
+
+    No thread and no copy of its own: the tier reads and writes the slots where they are. Every
+    order ends in one receipt, unless the medium hangs; then its memory stays for ever.
+    """
+
+    def __init__(
+        self,
+        host: HostTier,
+        tier: Tier,
+        *,
+        rank: Rank = FIRST_RANK,
+        ready_slots: Callable[[], int] | None = None,
+        close_seconds: float = CLOSE_SECONDS,
+    ) -> None:
+        """``ready_slots`` says how many host slots can be used by now (default: all of them)."""
+        if host.slot_bytes != tier.block_bytes:
+            raise InputError(
+                f"tier {tier.name} has blocks of {tier.block_bytes} bytes, the host slots of "
+                f"{host.slot_bytes}; blocks move whole, so they must agree"
+            )
+        self.is_stuck = False
+        """Whether an operation was left behind that may still touch host memory."""
+        self._host = host
+        self._tier = tier
+        self._rank = rank
+        self._ready_slots = ready_slots if ready_slots is not None else lambda: host.num_slots
+        self._close_seconds = close_seconds
+        self._memory = host.bytes
+        self._address = host.address
+        self._sizes = np.array([host.slot_bytes], dtype=np.int64)
+        self._num_attached = 0
+        self._ailment = ""
+        self._is_closed = False
+
+    @property
+    def num_places(self) -> int | None:
+        """The tier's places, for ``scheduler.level_of``; None where it finds blocks by keys."""
+        return self._tier.num_places
+
+    @property
+    def most_in_one(self) -> int:
+        """How many blocks of a chain the tier may keep in one object, for the same."""
+        return int(getattr(self._tier, "most_in_one", 1))
+
+    def recovered(self) -> Recovered:
+        """What the tier still has from an earlier life, for ``PlacedLevel.restore``.
+
+        Nothing where it has no memory of one, or cannot say: then it begins empty.
+        """
+        recall = getattr(self._tier, "recovered", None)
+        if recall is None or self._tier.num_places is None:
+            return NOTHING
+        try:
+            keys, places = recall()
+        except Exception:  # a medium on a bad day must not keep an engine from starting
+            log.exception("tier %s cannot say what it still has", self._tier.name)
+            return NOTHING
+        return keys, places
+
+    def submit(self, transfer: Transfer) -> None:
+        """Hand one transfer to the tier and return at once."""
+        self._require_open()
+        self._tier.submit(self._batch(transfer))
+
+    def ask(self, question: Question) -> None:
+        """Have the tier find out which keys it has."""
+        self._require_open()
+        end = time.monotonic() + question.within
+        keys = Keys(question.keys)
+        self._tier.submit(Batch(BatchId(question.id), Way.FIND, keys, end, runs=question.runs))
+
+    def forget(self) -> None:
+        self._require_open()
+        self._tier.forget()
+
+    def poll(self) -> list[Receipt]:
+        """Receipts of what ended since the last call; never blocks."""
+        return [self._receipt(result) for result in self._tier.poll()]
+
+    def drain(self, timeout: float | None = None) -> list[Receipt]:
+        """Wait until nothing is under way (or ``timeout`` passed); returns the receipts."""
+        return [self._receipt(result) for result in self._tier.drain(timeout)]
+
+    def health(self) -> Health | None:
+        """Whether the tier went away or came back since the last call, if it did."""
+        ailment = self._tier.ailment
+        if ailment == self._ailment:
+            return None
+        self._ailment = ailment
+        return Health(self._rank, self._tier.name, ailment)
+
+    def figures(self) -> DiskFigures | None:
+        """What the drives below did so far, if there are any; never waits for one."""
+        figures = getattr(self._tier, "figures", None)
+        return cast("DiskFigures", figures()) if callable(figures) else None
+
+    def wait_forgotten(self, timeout: float) -> bool:
+        """Whether what was forgotten stays so after a crash, where the tier outlives us."""
+        wait = getattr(self._tier, "wait_forgotten", None)
+        return bool(wait(timeout)) if callable(wait) else True
+
+    def stores(self) -> tuple[StoreAt, ...]:
+        """Where the tier's blocks lie on disk, if they do."""
+        stores = getattr(self._tier, "stores", None)
+        return cast("tuple[StoreAt, ...]", stores()) if callable(stores) else ()
+
+    def close(self) -> None:
+        """Finish what was submitted and close the tier; never waits long for one that hangs."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        abandoned = self._tier.close(self._close_seconds)
+        if abandoned:
+            self.is_stuck = True
+            _kept.append(self._memory)
+            log.error(
+                "tier %s: %d batches never ended; the host memory they touch stays as it is",
+                self._tier.name,
+                len(abandoned),
+            )
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError(f"the mover for tier {self._tier.name} is closed")
+
+    def _batch(self, transfer: Transfer) -> Batch:
+        host, lower = self._host.name, self._tier.name
+        if (transfer.src, transfer.dst) == (host, lower):
+            way, slots, places = Way.WRITE, transfer.src_slots, transfer.dst_slots
+        elif (transfer.src, transfer.dst) == (lower, host):
+            way, slots, places = Way.READ, transfer.dst_slots, transfer.src_slots
+        else:
+            raise InputError(
+                f"no way from {transfer.src} to {transfer.dst}: this mover serves "
+                f"{host} and {lower}"
+            )
+        if transfer.keys is None or transfer.within is None:
+            raise InputError(f"transfer {transfer.id} goes below the host without keys or deadline")
+        return Batch(
+            BatchId(transfer.id),
+            way,
+            Keys(transfer.keys),
+            time.monotonic() + transfer.within,
+            self._addresses(transfer, slots),
+            self._sizes,
+            places if self._tier.num_places is not None else None,
+            transfer.runs,
+        )
+
+    def _addresses(self, transfer: Transfer, slots: SlotArray) -> SlotArray:
+        last = int(slots.max())
+        if not (int(slots.min()) >= 0 and last < self._host.num_slots):
+            raise InputError(
+                f"transfer {transfer.id}: host slots are 0 to {self._host.num_slots - 1}, asked "
+                f"for {int(slots.min())} to {last}"
+            )
+        if last >= self._num_attached:
+            self._attach()
+        return (self._address + slots * self._host.pitch)[:, None]
+
+    def _attach(self) -> None:
+        """Tell the tier of the host memory that became ready since."""
+        ready, pitch = self._ready_slots(), self._host.pitch
+        if ready > self._num_attached:
+            start = self._num_attached * pitch
+            self._tier.attach_memory(self._address + start, ready * pitch - start)
+            self._num_attached = ready
+
+    def _receipt(self, result: Result) -> Receipt:
+        outcome, reason = Outcome.OK, ""
+        failed: tuple[int, ...] = ()
+        if not result.ok.all():
+            outcome = Outcome.PARTIAL if result.ok.any() else Outcome.FAILED
+            reason = next(iter(result.reasons.values()), "")
+            if outcome is Outcome.PARTIAL:
+                failed = tuple(np.flatnonzero(~result.ok).tolist())
+        return Receipt(
+            TransferId(result.batch_id),
+            self._rank,
+            outcome,
+            reason,
+            result.num_bytes,
+            result.seconds,
+            "tier",
+            failed=failed,
+        )

@@ -1,0 +1,1 @@
+"""Commands, diagnosis and demonstrations for people."""

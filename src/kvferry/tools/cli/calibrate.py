@@ -1,0 +1,91 @@
+"""``kvferry calibrate``: time the copy paths on this machine and keep the profile."""
+
+from __future__ import annotations
+
+import json
+import time
+from importlib.util import find_spec
+
+import click
+
+from kvferry.config import Config
+from kvferry.errors import DriverError
+from kvferry.tools.cli.output import show
+from kvferry.transfer.driver.base import Driver
+from kvferry.transfer.driver.cuda import CudaDriver
+from kvferry.transfer.job import Direction
+from kvferry.transfer.paths.path_set import open_paths
+from kvferry.transfer.planning.calibrate import SEGMENTS_PER_BLOCK, CopyRig
+from kvferry.transfer.planning.calibrate import calibrate as measure
+from kvferry.transfer.planning.planner import MeasuredPlanner
+from kvferry.transfer.planning.profile import load_profile, profile_file, save_profile
+
+
+def open_card(command: str, device: int) -> CudaDriver:
+    """The CUDA driver on ``device``; a click error names what ``command`` lacks."""
+    try:
+        driver = CudaDriver.open(device)
+    except (OSError, DriverError) as error:
+        raise click.ClickException(
+            f"{command} needs an NVIDIA GPU and its driver, and found none: {error}.\n"
+            "Run it on the machine that serves the model. To see kvferry work without a GPU, "
+            "try: kvferry demo"
+        ) from error
+    missing = [name for name in ("torch", "triton") if find_spec(name) is None]
+    if missing:
+        raise click.ClickException(
+            f"{command} needs {' and '.join(missing)} for its kernels and its loads: "
+            "pip install 'kvferry[gpu]'"
+        )
+    return driver
+
+
+# ------------------------------------------------------------------------------------------------
+# ``kvferry calibrate``: time the copy paths on this machine and keep the profile.
+
+KiB = 1 << 10
+
+EXAMPLES = ((16 * KiB, 1), (16 * KiB, 64), (2 * KiB * KiB, 1))
+"""Segment size and blocks of the transfers whose choice is explained."""
+
+
+@click.command("calibrate")
+@click.option("--device", default=0, show_default=True, help="Which GPU.")
+@click.option("--force", is_flag=True, help="Measure again though there is a profile.")
+@click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")
+def calibrate(device: int, force: bool, as_json: bool) -> None:
+    """Time the copy paths on this machine: a second or two, kept for every later run."""
+    driver = open_card("kvferry calibrate", device)
+    path_set = open_paths(driver, ring_bytes=Config().staging_ring)
+    file = profile_file(driver.identity(), path_set.paths)
+    try:
+        profile = None if force else load_profile(file, path_set.paths)
+        if profile is None:
+            began = time.perf_counter()
+            profile = measure(driver, path_set.paths, progress=show)
+            show("")
+            save_profile(profile, file)
+            click.echo(f"Measured in {time.perf_counter() - began:.1f} s.", err=as_json)
+        if as_json:
+            click.echo(json.dumps({"file": str(file), "profile": profile.to_json()}))
+            return
+        click.echo(f"Profile: {file}")
+        for key, value in profile.provenance.items():
+            click.echo(f"  {key}: {value}")
+        _explain(driver, MeasuredPlanner(profile, path_set.paths))
+    finally:
+        path_set.close()
+        driver.close()
+
+
+def _explain(driver: Driver, planner: MeasuredPlanner) -> None:
+    with driver.current():
+        rig = CopyRig(driver, num_bytes=128 << 20)
+        try:
+            for segment_bytes, num_blocks in EXAMPLES:
+                layout = rig.layout(segment_bytes, SEGMENTS_PER_BLOCK)
+                for direction in Direction:
+                    for busy in (False, True):
+                        click.echo(planner.explain(direction, layout, num_blocks, busy))
+        finally:
+            rig.close()

@@ -1,0 +1,340 @@
+"""``kvferry disk``: the stores on disk: what there is, whether it is sound, and its end."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from kvferry.config import Config
+from kvferry.core.quantities import rounded_size
+from kvferry.errors import ConfigError, KvferryError, StoreError, StoreInUseError
+from kvferry.settings.disk import DiskSettings
+from kvferry.tiers.disk.folder import StoreFolder, stores_under
+from kvferry.tiers.disk.inspection import (
+    StoreSummary,
+    VerifyReport,
+    list_stores,
+    purge_store,
+    verify_store,
+)
+from kvferry.tools.cli.output import unbroken
+from kvferry.tools.top.words import clean, counted
+
+NOT_RIGHT = 1
+_MOST_BAD_SHOWN = 8
+
+ROOTS = click.argument(
+    "paths", nargs=-1, metavar="[PATH]...", type=click.Path(file_okay=False, path_type=Path)
+)
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@click.group()
+def disk() -> None:
+    """Look after what kvferry keeps on disk.
+
+    A store is a directory that one rank of one server made for one model: its blocks, and a journal
+    that says which they are. PATH is such a store, or a directory that holds some; without one it
+    is what the setting disk names (KVFERRY_DISK, or the file that KVFERRY_CONFIG names).
+    """
+
+
+@disk.command("ls")
+@ROOTS
+@AS_JSON
+def list_command(paths: tuple[Path, ...], as_json: bool) -> None:
+    """List the stores: whose, how large, how full, last used, open in which process.
+
+    \b
+    kvferry disk ls                 those of the setting disk
+    kvferry disk ls /mnt/nvme       those in a directory
+    """
+    with _told():
+        found = [summary for root in _roots(paths) for summary in list_stores(root)]
+        wanted = set(_stores(paths))
+        found = [summary for summary in found if summary.folder.path in wanted]
+    if as_json:
+        click.echo(json.dumps({"stores": [_plain(summary) for summary in found]}))
+        return
+    if not found:
+        click.echo(f"No store in {', '.join(str(root) for root in _roots(paths))}.")
+        return
+    _show(found)
+
+
+@disk.command()
+@ROOTS
+@click.option(
+    "--key-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The key of stores that are encrypted; without it the one that the settings name.",
+)
+@AS_JSON
+@click.pass_context
+def verify(
+    ctx: click.Context, paths: tuple[Path, ...], key_file: Path | None, as_json: bool
+) -> None:
+    """Read every block and hold it against its checksum. Changes nothing.
+
+    A block that is not as it was written is never served: a server finds that out when it reads it,
+    and computes. This finds out before, and says whether a drive loses bytes. A store that a server
+    has open cannot be verified: stop it first.
+
+    The exit code is 0 if every block of every store is as it was written, else 1.
+    """
+    from kvferry.tiers.disk.inspection import checker_of
+
+    with _told():
+        stores, key = _stores(paths), _key(key_file)
+    rows = []
+    for store in stores:
+        row: dict[str, Any] = {"store": str(store)}
+        try:
+            with _progress(store, hidden=as_json) as follow:
+                row |= _verified(verify_store(store, checker_of(key), follow))
+        except (KvferryError, OSError) as error:
+            row |= {"sound": False, "error": str(error)}
+        rows.append(row)
+        if not as_json:
+            _tell(row)
+    if as_json:
+        click.echo(json.dumps({"stores": rows}))
+    elif not stores:
+        click.echo("There is no store to verify.")
+    if not all(row["sound"] for row in rows):
+        ctx.exit(NOT_RIGHT)
+
+
+@disk.command()
+@ROOTS
+@click.option("--all", "everything", is_flag=True, help="Every store of the setting disk.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@AS_JSON
+@click.pass_context
+def purge(
+    ctx: click.Context, paths: tuple[Path, ...], everything: bool, yes: bool, as_json: bool
+) -> None:
+    """Remove stores, for good.
+
+    Name them, or say --all. What a server has open is refused, by name; the others are removed
+    first. Their bytes go back to the file system; what an SSD still holds of them nobody can read
+    if they were encrypted.
+
+    \b
+    kvferry disk purge /mnt/nvme/kvferry-1f0c...-r0of1-d0of1
+    kvferry disk purge --all --yes
+
+    The exit code is 0 if all that was named is gone, else 1.
+    """
+    if not paths and not everything:
+        raise click.UsageError("name stores, or say --all", ctx)
+    with _told():
+        stores = _stores(paths)
+        folders = [folder for root in _roots(paths) for folder in stores_under(root)]
+        size = sum(folder.num_bytes for folder in folders if folder.path in set(stores))
+    if not stores:
+        click.echo(json.dumps({"stores": []}) if as_json else "There is no store to remove.")
+        return
+    if not yes:
+        for store in stores:
+            click.echo(str(store), err=True)
+        question = f"Remove {counted(len(stores), 'store')}, {rounded_size(size)}?"
+        click.confirm(question, abort=True, err=True)
+    rows = [_purged(store) for store in stores]
+    if as_json:
+        click.echo(json.dumps({"stores": rows}))
+    else:
+        for row in rows:
+            click.echo(row["words"], err=not row["gone"])
+    if not all(row["gone"] for row in rows):
+        ctx.exit(NOT_RIGHT)
+
+
+# -- which ----------------------------------------------------------------------------------------
+
+
+def _settings() -> DiskSettings:
+    settings = Config.load().disk_settings
+    if settings is None:
+        raise ConfigError(
+            "no directory is named: give one, or set disk (KVFERRY_DISK, or the file that "
+            "KVFERRY_CONFIG names)"
+        )
+    return settings
+
+
+def _roots(paths: Sequence[Path]) -> list[Path]:
+    """The directories that hold what was named."""
+    if not paths:
+        return [Path(directory) for directory in _settings().directories]
+    roots = []
+    for path in paths:
+        path = path.absolute()
+        if not path.exists():
+            raise StoreError(f"there is no {path}")
+        is_store = any(folder.path == path for folder in stores_under(path.parent))
+        roots.append(path.parent if is_store else path)
+    return list(dict.fromkeys(roots))
+
+
+def _stores(paths: Sequence[Path]) -> list[Path]:
+    """The stores that were named, or that lie in the directories that were."""
+    named = {path.absolute() for path in paths}
+    found = []
+    for root in _roots(paths):
+        here = [folder.path for folder in stores_under(root)]
+        chosen = here if not named or root in named else [path for path in here if path in named]
+        found += chosen
+    return found
+
+
+def _key(file: Path | None) -> bytes | None:
+    if file is not None:
+        return DiskSettings((), 1, key_file=str(file.absolute())).read_key()
+    settings = Config.load().disk_settings or DiskSettings((), 1)
+    return settings.read_key()
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What is refused is said in a line."""
+    try:
+        yield
+    except (KvferryError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+# -- what is said ---------------------------------------------------------------------------------
+
+
+def _plain(summary: StoreSummary) -> dict[str, Any]:
+    folder = summary.folder
+    told: dict[str, Any] = {
+        "path": str(folder.path),
+        "bytes": folder.num_bytes,
+        "blocks": summary.num_blocks,
+        "last_used": folder.last_used,
+        "open_in": folder.holder,
+        "trouble": folder.trouble,
+    }
+    if folder.superblock is not None:
+        mine = folder.superblock.identity
+        told |= {
+            "label": mine.label,
+            "places": folder.superblock.num_places,
+            "block_bytes": mine.block_bytes,
+            "rank": mine.rank,
+            "num_ranks": mine.num_ranks,
+            "drive": mine.stripe,
+            "num_drives": mine.num_stripes,
+            "encrypted": mine.is_sealed,
+        }
+    return told
+
+
+def _show(found: Sequence[StoreSummary]) -> None:
+    console = unbroken()
+    roots: dict[Path, list[StoreSummary]] = {}
+    for summary in found:
+        roots.setdefault(summary.folder.path.parent, []).append(summary)
+    for root, here in roots.items():
+        console.print(Text(clean(root), style="bold"))
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold dim")
+        for name in ("For", "Rank", "Drive", "Size", "Blocks", "Last used", "Store", "State"):
+            table.add_column(name, justify="right" if name in ("Size", "Blocks") else "left")
+        for summary in here:
+            style = "yellow" if summary.folder.trouble else None
+            table.add_row(*_cells(summary), style=style)
+        console.print(table)
+    size = sum(summary.folder.num_bytes for summary in found)
+    console.print(f"{counted(len(found), 'store')}, {rounded_size(size)}")
+
+
+def _cells(summary: StoreSummary) -> list[Text]:
+    folder, block = summary.folder, summary.folder.superblock
+    label = rank = drive = "?"
+    blocks = "?" if summary.num_blocks is None else f"{summary.num_blocks:,}"
+    if block is not None:
+        mine = block.identity
+        label = mine.label or "(no name)"
+        rank = f"{mine.rank} of {mine.num_ranks}"
+        drive = f"{mine.stripe} of {mine.num_stripes}"
+        blocks += f" of {block.num_places:,}"
+    used = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.last_used))
+    size, name = rounded_size(folder.num_bytes), folder.path.name
+    words = (label, rank, drive, size, blocks, used, name, _state(folder))
+    return [Text(clean(word)) for word in words]
+
+
+def _state(folder: StoreFolder) -> str:
+    if folder.trouble:
+        return f"cannot be used: {folder.trouble}"
+    sealed = folder.superblock is not None and folder.superblock.identity.is_sealed
+    said = f"open in {folder.holder}" if folder.is_open else "closed"
+    return f"{said}, encrypted" if sealed else said
+
+
+def _verified(report: VerifyReport) -> dict[str, Any]:
+    return {
+        "sound": report.is_sound,
+        "blocks": report.num_blocks,
+        "checked": report.num_checked,
+        "bad_places": report.bad_places,
+        "journal": str(report.recovery),
+    }
+
+
+def _tell(row: dict[str, Any]) -> None:
+    name = clean(row["store"])
+    if "error" in row:
+        click.echo(f"{name}: could not be verified: {clean(row['error'])}", err=True)
+        return
+    if row["sound"]:
+        click.echo(f"{name}: {counted(row['blocks'], 'block')}, all as they were written")
+        return
+    bad = row["bad_places"]
+    some = ", ".join(map(str, bad[:_MOST_BAD_SHOWN])) + (
+        " ..." if len(bad) > _MOST_BAD_SHOWN else ""
+    )
+    click.echo(
+        f"{name}: {len(bad):,} of {counted(row['blocks'], 'block')} are not as they were written "
+        f"(places {some or 'none'}); journal: {row['journal']}. They are never served; look at "
+        "the drive",
+        err=True,
+    )
+
+
+def _purged(store: Path) -> dict[str, Any]:
+    try:
+        return {"store": str(store), "gone": True, "words": purge_store(store)}
+    except (StoreError, StoreInUseError, OSError) as error:
+        return {"store": str(store), "gone": False, "words": f"Not removed: {error}"}
+
+
+@contextmanager
+def _progress(store: Path, *, hidden: bool) -> Iterator[Callable[[int, int], None]]:
+    console = Console(stderr=True)
+    if hidden or not console.is_terminal:
+        yield lambda done, total: None
+        return
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("blocks"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    ) as progress:
+        task = progress.add_task(clean(store.name), total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -1,0 +1,26 @@
+"""The door: what ``kvferry`` on the command line starts. Imports nothing that may be missing."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+_NEEDED = ("click", "rich")
+
+
+def main() -> None:
+    """Run the command line, or say in one line what it takes to have one."""
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        print(
+            f"kvferry's command line needs {' and '.join(missing)}: pip install 'kvferry[cli]'",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    from kvferry.tools.cli.commands import kvferry
+
+    kvferry()
+
+
+if __name__ == "__main__":
+    main()

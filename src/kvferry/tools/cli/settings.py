@@ -1,0 +1,81 @@
+"""``kvferry config``: every setting as it would be used here, and where it came from."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvferry.config import CONFIG_FILE_ENV, Config, describe, show
+from kvferry.errors import ConfigError
+from kvferry.settings.sources import variables
+
+
+@click.command("config")
+@click.option(
+    "--file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=None,
+    help="A TOML or JSON file to read instead of the one that KVFERRY_CONFIG names.",
+)
+@click.option("--changed", is_flag=True, help="Only what differs from the defaults.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def config(file: Path | None, changed: bool, as_json: bool) -> None:
+    """Show every setting as an engine started here would have it, and where it comes from.
+
+    The exit code is 1 where a file or a variable says something that is refused.
+    """
+    try:
+        rows = _rows(file, os.environ)
+    except ConfigError as error:
+        raise click.ClickException(str(error)) from error
+    if changed:
+        rows = [row for row in rows if row["source"] != "default"]
+    if as_json:
+        click.echo(json.dumps({row["name"]: row for row in rows}))
+        return
+    console = Console(highlight=False)
+    if not rows:
+        console.print("Every setting has its default.")
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in ("Setting", "Value", "From", "What it does"):
+        table.add_column(name, no_wrap=name == "Setting", overflow="fold")
+    for row in rows:
+        style = "cyan" if row["source"] != "default" else None
+        cells = (escape(row[key]) for key in ("name", "value", "source", "help"))
+        table.add_row(*cells, style=style)
+    console.print(table)
+
+
+def _rows(file: Path | None, env: Mapping[str, str]) -> list[dict[str, str]]:
+    loaded = Config.load(file, env)
+    path = str(file) if file is not None else env.get(CONFIG_FILE_ENV, "")
+    in_file = Config.from_file(path) if path else Config()
+    said = variables(env)
+    rows = []
+    for setting in describe():
+        if setting.name in said:
+            source = said[setting.name]
+        elif getattr(in_file, setting.name) != getattr(Config(), setting.name):
+            source = path
+        else:
+            source = "default"
+        rows.append(
+            {
+                "name": setting.name,
+                "value": show(setting.name, getattr(loaded, setting.name)),
+                "default": setting.default,
+                "source": source,
+                "accepts": setting.accepts,
+                "env": setting.env,
+                "help": setting.help,
+            }
+        )
+    return rows

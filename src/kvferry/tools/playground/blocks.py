@@ -1,0 +1,349 @@
+"""The engine's own device blocks: reference counts, and a prefix cache over the free ones."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from kvferry.cache import reach
+from kvferry.core.keys import Keys
+from kvferry.errors import InputError, IntegrityError, StateError
+from kvferry.hints import Hints
+from kvferry.scheduler.request import Request
+from kvferry.scheduler.transfers import NO_BLOCK
+from kvferry.tools.playground.model import Span
+from kvferry.types import Key, RequestId
+
+
+class BlockPool:
+    """Who holds which device block, and which block has which content.
+
+    Owns block ids, their reference counts and the index from key to block; leaves the bytes to the
+    device. A free block keeps its content and its key until it is handed out again, so the free
+    blocks are the prefix cache, oldest first.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise InputError(f"a device needs at least 1 block, got {num_blocks}")
+        self._num_holders = [0] * num_blocks
+        self._keys: list[Key | None] = [None] * num_blocks
+        self._index: dict[Key, int] = {}
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.num_allocated = 0
+        """Blocks handed out so far."""
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._num_holders)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def next_to_go(self, count: int) -> list[tuple[Key, int]]:
+        """The cached ones among the first ``count`` free blocks to be handed out, soonest first."""
+        keyed = ((self._keys[block], block) for block in islice(self._free, count))
+        return [(key, block) for key, block in keyed if key is not None]
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._index)
+
+    def has(self, key: Key) -> bool:
+        return key in self._index
+
+    def acquire(self, keys: Iterable[Key]) -> list[int]:
+        """Hold and return the blocks of these keys, all of which are here."""
+        blocks = [self._index[key] for key in keys]
+        self.hold(blocks)
+        return blocks
+
+    def can_allocate(self, count: int) -> bool:
+        return count <= len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take ``count`` blocks from the oldest free ones; what they cached is forgotten."""
+        if not self.can_allocate(count):
+            raise StateError(f"{count} device blocks asked for, {len(self._free)} are free")
+        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for block in blocks:
+            self._forget(block)
+            self._num_holders[block] = 1
+        self.num_allocated += count
+        return blocks
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Count one more holder of each block: a request, or a transfer that reads or writes it."""
+        for block in blocks:
+            self._num_holders[block] += 1
+            self._free.pop(block, None)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Count one holder less. Give a request's blocks in order: its last block ages first."""
+        for block in reversed(blocks):
+            if self._num_holders[block] < 1:
+                raise StateError(f"device block {block} was released by nobody who held it")
+            self._num_holders[block] -= 1
+            if not self._num_holders[block]:
+                self._free[block] = None
+                if self._keys[block] is None:  # nothing to lose: hand it out first
+                    self._free.move_to_end(block, last=False)
+
+    def publish(self, block: int, key: Key) -> None:
+        """Make a held block findable by its content. A key already on the device stays as it is."""
+        if not self._num_holders[block]:
+            raise StateError(f"device block {block} is held by nobody, so its content can change")
+        if key not in self._index:
+            self._forget(block)
+            self._index[key] = block
+            self._keys[block] = key
+
+    def check_integrity(self, *, num_held: int | None = None) -> None:
+        """Prove that free + held == total and that the index and the blocks' keys agree."""
+        held = sum(1 for holders in self._num_holders if holders)
+        if held + len(self._free) != self.num_blocks:
+            raise IntegrityError(f"{held} held + {len(self._free)} free != {self.num_blocks}")
+        if any(self._num_holders[block] for block in self._free):
+            raise IntegrityError("a free device block has a holder")
+        if any(self._keys[block] != key for key, block in self._index.items()):
+            raise IntegrityError("the index names a block that does not have that key")
+        if len(self._index) != sum(key is not None for key in self._keys):
+            raise IntegrityError("a block has a key the index does not know")
+        if num_held is not None and held != num_held:
+            raise IntegrityError(f"{held} device blocks are held, expected {num_held}")
+
+    def _forget(self, block: int) -> None:
+        key = self._keys[block]
+        if key is not None:
+            del self._index[key]
+            self._keys[block] = None
+
+
+# ------------------------------------------------------------------------------------------------
+# Block tables of requests, one per group, over the group's own device blocks.
+
+Tables = list[list[int]]
+"""A request's device blocks by group and position; NO_BLOCK where a window has passed."""
+
+
+class DeviceMemory:
+    """The device blocks of all groups, and what a request needs of each.
+
+    Owns one pool per group; leaves the tables to the requests and the bytes to the runner.
+
+    ::
+
+        full attention   | 3 | 7 | 1 | 0 | 4 |            every block from the first token
+        sliding window   | - | - | - | 5 | 2 |            only what the next token can see
+    """
+
+    def __init__(self, groups: Sequence[reach.Group], num_blocks: int) -> None:
+        self.groups = tuple(groups)
+        self.num_blocks = num_blocks
+        self.pools = tuple(BlockPool(num_blocks) for _ in groups)
+        self.block_tokens = groups[0].block_tokens
+
+    @property
+    def num_allocated(self) -> int:
+        """Blocks handed out so far, over all groups."""
+        return sum(pool.num_allocated for pool in self.pools)
+
+    def new_tables(self) -> Tables:
+        return [[] for _ in self.groups]
+
+    def acquire(self, keys: Keys) -> tuple[int, Tables]:
+        """The longest hit all groups can serve from the device, and tables that hold its blocks."""
+        present = [np.array([pool.has(key) for key in keys], dtype=np.bool_) for pool in self.pools]
+        num_tokens = reach.longest_hit(self.groups, present, len(keys) * self.block_tokens)
+        tables = self.new_tables()
+        for group, pool, table in zip(self.groups, self.pools, tables, strict=True):
+            needed = reach.needed(group, num_tokens)
+            table += [NO_BLOCK] * (num_tokens // self.block_tokens - len(needed))
+            table += pool.acquire(keys[needed.start : needed.stop])
+        return num_tokens, tables
+
+    def can_ever_hold(self, num_tokens: int, step_tokens: int) -> bool:
+        """Whether one request of this length fits the empty device."""
+        return all(
+            _most_blocks(group, num_tokens, step_tokens) <= self.num_blocks for group in self.groups
+        )
+
+    def can_hold(self, requests: Iterable[tuple[Tables, int]], step_tokens: int) -> bool:
+        """Whether these requests, with the tables they have, could all grow to their lengths."""
+        missing = [0] * len(self.groups)
+        for tables, num_tokens in requests:
+            for g, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
+                most = _most_blocks(group, num_tokens, step_tokens)
+                missing[g] += max(0, most - _num_held(table))
+        return all(
+            pool.can_allocate(count) for pool, count in zip(self.pools, missing, strict=True)
+        )
+
+    def can_grow(self, tables: Tables, num_tokens: int) -> bool:
+        """Whether there are blocks for every token up to ``num_tokens``, in all groups."""
+        return all(
+            pool.can_allocate(self._num_blocks(num_tokens) - len(table))
+            for pool, table in zip(self.pools, tables, strict=True)
+        )
+
+    def grow(self, tables: Tables, num_tokens: int) -> None:
+        """Make the tables cover every token up to ``num_tokens``, to compute them."""
+        for pool, table in zip(self.pools, tables, strict=True):
+            table += pool.allocate(max(0, self._num_blocks(num_tokens) - len(table)))
+
+    def grow_for_load(self, tables: Tables, num_tokens: int, computed_tokens: int) -> None:
+        """Make the tables hold what a hit of ``num_tokens`` needs beyond ``computed_tokens``."""
+        for group, pool, table in zip(self.groups, self.pools, tables, strict=True):
+            needed = reach.needed(group, num_tokens, computed_tokens=computed_tokens)
+            num_missing = num_tokens // self.block_tokens - len(table)
+            table += [NO_BLOCK] * (num_missing - len(needed))
+            table += pool.allocate(len(needed))
+
+    def publish(self, tables: Tables, keys: Keys, blocks: range) -> None:
+        """Make these positions' blocks findable by their keys."""
+        for at in blocks:
+            for pool, table in zip(self.pools, tables, strict=True):
+                if table[at] != NO_BLOCK:
+                    pool.publish(table[at], keys[at])
+
+    def trim(self, tables: Tables, num_tokens: int) -> None:
+        """Release what no token from ``num_tokens`` on can see."""
+        for group, pool, table in zip(self.groups, self.pools, tables, strict=True):
+            passed = max(0, group.first_token(num_tokens)) // self.block_tokens
+            pool.release([block for block in table[:passed] if block != NO_BLOCK])
+            table[:passed] = [NO_BLOCK] * min(passed, len(table))
+
+    def cut(self, tables: Tables, num_tokens: int) -> None:
+        """Release everything from ``num_tokens`` on."""
+        for pool, table in zip(self.pools, tables, strict=True):
+            first = self._num_blocks(num_tokens)
+            pool.release([block for block in table[first:] if block != NO_BLOCK])
+            del table[first:]
+
+    def check_integrity(self, *, num_held: int | None = None) -> None:
+        for pool in self.pools:
+            pool.check_integrity(num_held=num_held)
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_tokens)
+
+
+def _most_blocks(group: reach.Group, num_tokens: int, step_tokens: int) -> int:
+    """Blocks one request can hold at a time on its way to ``num_tokens``."""
+    everything = -(-num_tokens // group.block_tokens)
+    if group.look_back is None:
+        return everything
+    return min(everything, -(-(group.look_back + step_tokens) // group.block_tokens) + 1)
+
+
+def _num_held(table: list[int]) -> int:
+    return sum(block != NO_BLOCK for block in table)
+
+
+# ------------------------------------------------------------------------------------------------
+# One request and where it stands.
+
+
+class ServedState(Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"  # has no blocks
+    LOADING = "loading"  # has blocks, a transfer is filling them
+    RUNNING = "running"  # has blocks, is computed
+    FINISHED = "finished"
+    ABORTED = "aborted"
+
+
+@dataclass(eq=False)
+class ServedRequest:
+    """A prompt, what was generated so far, and the tables of the blocks with its KV.
+
+    ::
+
+        tokens   | prompt ................ | generated ... |
+        computed | on device | loaded | computed here |    ^ next token to feed
+        tables   | b0 | b1 | b2 | ...                 |    one per group
+    """
+
+    id: RequestId
+    prompt: Sequence[int]
+    max_new_tokens: int
+    arrival: float = 0.0
+    """When it may first be looked at, on the engine's clock."""
+
+    hints: Hints | None = None
+    """What is known of it by whoever sends it."""
+
+    state: ServedState = ServedState.WAITING
+    tokens: list[int] = field(default_factory=list)
+    tables: Tables = field(default_factory=list)
+    keys: Keys = field(default_factory=Keys.empty)
+    ferried: Request | None = None
+    """The same request as kvferry knows it."""
+
+    num_computed: int = 0
+    num_loading: int = 0
+    """Tokens its load will bring."""
+
+    num_published: int = 0
+    """Blocks, from the first, whose content the device prefix cache has been told."""
+
+    first_token_at: float | None = None
+    finished_at: float | None = None
+    num_device_hits: int = 0
+    num_loaded: int = 0
+    num_prefilled: int = 0
+    num_preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        if not len(self.prompt):
+            raise InputError(f"request {self.id} has an empty prompt")
+        if self.max_new_tokens < 1:
+            raise InputError(
+                f"request {self.id} must generate at least 1 token, got {self.max_new_tokens}"
+            )
+        self.tokens = [int(token) for token in self.prompt]
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether its next step feeds only the token sampled last."""
+        return self.num_uncomputed == 1 and len(self.tokens) > len(self.prompt)
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.tokens) - len(self.prompt) >= self.max_new_tokens
+
+    def told(self) -> dict[str, Any]:
+        """What a server that is a process says of it once it is answered, for JSON."""
+        assert self.first_token_at is not None
+        return {
+            "id": self.id,
+            "answer": self.generated,
+            "prompt_tokens": len(self.prompt),
+            "device_tokens": self.num_device_hits,
+            "host_tokens": self.num_loaded,
+            "prefilled_tokens": self.num_prefilled,
+            "first_token_seconds": self.first_token_at - self.arrival,
+        }
+
+    def span(self, count: int) -> Span:
+        """Its next ``count`` tokens, for the model."""
+        start = self.num_computed
+        tokens = np.array(self.tokens[start : start + count], dtype=np.int64)
+        tables = tuple(np.array(table, dtype=np.int64) for table in self.tables)
+        return Span(tokens, start, tables)

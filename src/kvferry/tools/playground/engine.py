@@ -1,0 +1,579 @@
+"""The serving loop: schedule, run, postprocess."""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvferry.cache.policies.contract import policy_named
+from kvferry.cache.pool import Pool
+from kvferry.config import Config
+from kvferry.core.identity import Namespace, chain
+from kvferry.core.keys import KeyChain, Keys
+from kvferry.core.lifecycle import Closing
+from kvferry.errors import InputError
+from kvferry.hints import Hints
+from kvferry.hostmem.slots import HostTier
+from kvferry.rank import Contents, tier_setup
+from kvferry.scheduler.packed_tier import level_of
+from kvferry.scheduler.request import Request
+from kvferry.scheduler.scheduler import Scheduler, Settled
+from kvferry.scheduler.tier import WriteMode
+from kvferry.scheduler.transfers import Ordered
+from kvferry.telemetry.mailbox import Inbox
+from kvferry.telemetry.source import Source
+from kvferry.telemetry.stats import SchedulerStats
+from kvferry.tiers.contract import Tier
+from kvferry.tiers.movers import Mover, TierMover
+from kvferry.tiers.opening import open_levels
+from kvferry.tools.playground.blocks import DeviceMemory, ServedRequest, ServedState
+from kvferry.tools.playground.model import KEY_TILE, Decoder, Floats, Span
+from kvferry.transfer.engine.contract import CopyEngine, Stream
+from kvferry.transfer.engine.cpu import CpuEngine
+from kvferry.transfer.layout import describe
+from kvferry.types import DEVICE, HOST, MatchState, RequestId
+from kvferry.worker import Route, Worker
+
+if TYPE_CHECKING:
+    from kvferry.tiers.disk.status import DiskFigures
+
+
+class Runner(Closing):
+    """Owns one device's KV tensors and its compute stream; leaves block tables to the engine."""
+
+    def __init__(self, decoder: Decoder, *, num_blocks: int, block_tokens: int = 16) -> None:
+        if num_blocks < 1:
+            raise InputError(f"a device needs at least 1 block, got {num_blocks}")
+        if block_tokens < 1 or KEY_TILE % block_tokens:
+            raise InputError(f"block_tokens must divide {KEY_TILE}, got {block_tokens}")
+        shape = decoder.shape.kv_shape(num_blocks, block_tokens)
+        self.kv: list[Floats] = [np.zeros(shape, np.float32) for _ in decoder.layers]
+        self.groups = decoder.shape.groups(block_tokens)
+        self.num_blocks = num_blocks
+        self.block_tokens = block_tokens
+        self.max_tokens = decoder.shape.max_tokens
+        self.compute = Stream("compute")
+        self._decoder = decoder
+
+    @property
+    def namespace(self) -> Namespace:
+        """What decides the bytes of these blocks besides the tokens."""
+        shape = self._decoder.shape
+        return Namespace(
+            model="kvferry-playground",
+            revision=str(shape.seed),
+            dtype="float32",
+            layout="block,kv,token,head,dim",
+            geometry={name: getattr(shape, name) for name in shape.__dataclass_fields__},
+            block_tokens=self.block_tokens,
+        )
+
+    def group_tensors(self) -> list[list[Floats]]:
+        """The KV tensors of each group, in layer order."""
+        by_group: list[list[Floats]] = [[] for _ in self.groups]
+        for group, tensor in zip(self._decoder.shape.layer_groups, self.kv, strict=True):
+            by_group[group].append(tensor)
+        return by_group
+
+    def submit(self, spans: Sequence[Span]) -> Callable[[], list[int]]:
+        """Queue one forward pass; the answer waits for it and gives each span's next token."""
+        tokens: list[int] = []
+        self.compute.run(lambda: tokens.extend(self._decoder.forward(spans, self.kv)))
+
+        def result() -> list[int]:
+            self.compute.synchronize()
+            return tokens
+
+        return result
+
+    def close(self) -> None:
+        """Finish what was queued and end the compute stream. Safe to call twice."""
+        self.compute.close()
+
+
+# ------------------------------------------------------------------------------------------------
+# The only place where the serving loop meets kvferry.
+
+
+class Offloader(Closing):
+    """kvferry as the engine sees it: a scheduler half and a worker half, in one process.
+
+    Owns both halves, the copy engine and the host memory. The engine holds every device block
+    that ``load`` and ``store`` return until ``settle`` releases it.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        host_bytes: int,
+        config: Config | None = None,
+        lower: Mapping[Tier, WriteMode] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Below the host lie the levels that ``config`` names, or else the tiers in ``lower``.
+
+        Nearest first; they are ours to close. ``clock`` is what host memory's policy goes by.
+        """
+        config = config if config is not None else Config()
+        lower = lower or {}
+        layouts = [describe(tensors, block_axis=0) for tensors in runner.group_tensors()]
+        slot_bytes = max(layout.block_bytes for layout in layouts)
+        if host_bytes < slot_bytes:
+            raise InputError(
+                f"a block has {slot_bytes} bytes, host memory of {host_bytes} bytes holds none"
+            )
+        for tier in lower:
+            if tier.block_bytes != slot_bytes:
+                raise InputError(
+                    f"a block has {slot_bytes} bytes, one of tier {tier.name} {tier.block_bytes}"
+                )
+        self.host = HostTier(host_bytes // slot_bytes, slot_bytes)
+        below = {tier.name: TierMover(self.host, tier) for tier in lower}
+        writes = {tier.name: write for tier, write in lower.items()}
+        if config.all_levels:
+            contents = Contents(runner.namespace)
+            below = open_levels(config.all_levels, self.host, tier_setup(config, layouts, contents))
+            writes = dict.fromkeys(below, WriteMode(config.level_write))
+        level_policy = policy_named(config.level_policy)
+        self.scheduler = Scheduler(
+            Pool(self.host.num_slots, policy_named(config.policy), clock=clock),
+            runner.groups,
+            config=config,
+            num_device_blocks=runner.num_blocks,
+            block_bytes=[layout.block_bytes for layout in layouts],
+            levels=[
+                level_of(
+                    name,
+                    each.num_places,
+                    writes[name],
+                    level_policy,
+                    recovered=[each.recovered()],
+                    most_in_one=each.most_in_one,
+                )
+                for name, each in below.items()
+            ],
+        )
+        self.scheduler.watch_requests()
+        self.inbox = Inbox()
+        # Threads start here, so it comes last: nothing after it can fail and leave them behind.
+        copies: CopyEngine = CpuEngine(layouts, self.host.rows, compute=runner.compute)
+        movers: dict[Route, Mover] = {(DEVICE, HOST): copies, (HOST, DEVICE): copies}
+        self.worker = Worker(movers, levels=below)
+        self._levels = below
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether transfers are under way or about to start."""
+        scheduler = self.scheduler
+        return scheduler.num_in_flight + scheduler.num_queued > 0 or scheduler.control.is_busy
+
+    def open(self, request_id: RequestId, chain: KeyChain, hints: Hints | None = None) -> Request:
+        """A request has come: what it matches, loads and stores it says itself."""
+        return self.scheduler.open(request_id, chain, hints)
+
+    @property
+    def offer_depth(self) -> int:
+        """How many of the blocks next to be dropped should be offered; 0 unless stores are lazy."""
+        return self.scheduler.offer_depth
+
+    def offer(self, group: int, keys: Keys, blocks: Sequence[int]) -> Sequence[Ordered]:
+        """Keep what is new of these free blocks, the next to be dropped first."""
+        return self.scheduler.offer(group, keys, blocks)
+
+    def note_step(
+        self, *, num_allocated: int, num_prefill_tokens: int, prefill_seconds: float
+    ) -> None:
+        """What the engine did in a step: kvferry learns from it when to store and when to load."""
+        self.scheduler.note_allocated(num_allocated)
+        if num_prefill_tokens:
+            self.scheduler.note_prefill(num_prefill_tokens, prefill_seconds)
+
+    def dispatch(self) -> None:
+        """Start everything asked for since the last call."""
+        plan = self.scheduler.plan()
+        if plan:
+            self.worker.execute(plan)
+
+    def settle(self) -> Settled:
+        """Learn what ended since the last call, and answer who asks from other threads."""
+        self.inbox.answer()
+        for change in self.worker.health():
+            self.scheduler.note_health(change)
+        return self.scheduler.settle(self.worker.poll())
+
+    def stats(self) -> SchedulerStats:
+        return self.scheduler.stats()
+
+    def source(self) -> Source:
+        """What a metrics endpoint can ask."""
+        slot_bytes: dict[str, int] = dict.fromkeys((HOST, *self._levels), self.host.slot_bytes)
+        return Source(self.scheduler.onlooker, self.inbox, slot_bytes=slot_bytes, disks=self._disks)
+
+    def _disks(self) -> dict[str, DiskFigures]:
+        found = {name: level.figures() for name, level in self._levels.items()}
+        return {name: figures for name, figures in found.items() if figures is not None}
+
+    def close(self) -> None:
+        """Finish what moves, then end both halves. Safe to call twice."""
+        self.worker.close()
+        self.scheduler.close()
+        self.host.close()
+
+
+# ------------------------------------------------------------------------------------------------
+# The serving loop: schedule, run, postprocess.
+
+IDLE_SECONDS = 0.0005
+
+Work = list[tuple[ServedRequest, int]]
+"""One step's requests and how many tokens of each to compute."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much one step may take."""
+
+    step_tokens: int = 256
+    max_running: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("step_tokens", "max_running"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass
+class Counts:
+    """What the engine did, in tokens; a preempted request's tokens count each time."""
+
+    num_steps: int = 0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_device_hit_tokens: int = 0
+    num_loaded_tokens: int = 0
+    num_failed_load_tokens: int = 0
+    num_preemptions: int = 0
+
+
+class Engine:
+    """Continuous batching over one device.
+
+    Owns the requests and the device blocks; leaves the KV bytes and the model to its runner and
+    everything slower than the device to its offloader. Of two requests the one that arrived first
+    always wins: only later ones are preempted for it, so the first one always gets on.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        limits: Limits | None = None,
+        offloader: Offloader | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.runner = runner
+        self.memory = DeviceMemory(runner.groups, runner.num_blocks)
+        self.counts = Counts()
+        self.limits = limits or Limits()
+        self.offloader = offloader
+        self.clock = clock
+        self._namespace = runner.namespace
+        self._block_tokens = runner.block_tokens
+        self._requests: dict[RequestId, ServedRequest] = {}
+        self._waiting: list[ServedRequest] = []
+        self._running: list[ServedRequest] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    def submit(self, request: ServedRequest) -> None:
+        """Take a request; it is looked at once its arrival time has come."""
+        if request.id in self._requests:
+            raise InputError(f"request {request.id} is already being served")
+        longest = len(request.prompt) + request.max_new_tokens
+        if longest > self.runner.max_tokens:
+            raise InputError(
+                f"request {request.id} may grow to {longest} tokens; "
+                f"the model ends at {self.runner.max_tokens}"
+            )
+        if not self.memory.can_ever_hold(longest, self.limits.step_tokens):
+            raise InputError(
+                f"request {request.id} may grow to {longest} tokens; "
+                f"{self.memory.num_blocks} device blocks of {self._block_tokens} cannot hold it"
+            )
+        request.tables = self.memory.new_tables()
+        self._requests[request.id] = request
+        insort(self._waiting, request, key=_turn)
+
+    def abort(self, request_id: RequestId) -> None:
+        """Forget a request wherever it is. A transfer under way keeps its blocks until it ends."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            raise InputError(f"request {request_id} is not being served")
+        if request.state is ServedState.WAITING:
+            self._waiting.remove(request)
+        elif request.state is ServedState.RUNNING:
+            self._running.remove(request)
+        request.state = ServedState.ABORTED
+        if request.ferried is not None:
+            request.ferried.end()
+        self._drop(request)
+
+    def step(self) -> list[ServedRequest]:
+        """Do one step's work; returns the requests that finished in it."""
+        if self.offloader:
+            self._settle(self.offloader)
+        start, num_prefilled = self.clock(), self.counts.num_prefill_tokens
+        num_allocated = self.memory.num_allocated
+        work = self._schedule()
+        result = self.runner.submit([request.span(count) for request, count in work])
+        for request, count in work:
+            self._advance(request, count)
+        if self.offloader:  # after the compute was queued: the copies are ordered behind it
+            self._offer(self.offloader)
+            self.offloader.dispatch()
+        if not work:
+            self._idle()
+        tokens = result()
+        if self.offloader:
+            self.offloader.note_step(
+                num_allocated=self.memory.num_allocated - num_allocated,
+                num_prefill_tokens=self.counts.num_prefill_tokens - num_prefilled,
+                prefill_seconds=self.clock() - start,
+            )
+        return self._postprocess(work, tokens)
+
+    def run(self) -> None:
+        """Step until every request is done."""
+        while self.has_work:
+            self.step()
+
+    def drain(self) -> None:
+        """Wait until no transfer holds a device block; only between requests."""
+        if self.offloader:
+            self._settle(self.offloader)
+            while self.offloader.has_pending:
+                self.offloader.dispatch()
+                time.sleep(IDLE_SECONDS)
+                self._settle(self.offloader)
+
+    # -- schedule
+
+    def _schedule(self) -> Work:
+        budget = self.limits.step_tokens
+        work: Work = []
+        num_preemptions = self.counts.num_preemptions
+        for request in tuple(self._running):
+            count = min(request.num_uncomputed, budget)
+            if request.state is ServedState.RUNNING and count and self._make_room(request, count):
+                work.append((request, count))
+                budget -= count
+        if num_preemptions != self.counts.num_preemptions:
+            return work  # no room to let anyone in
+        for request in self._arrived():
+            if not budget or not self._admit(request):
+                break
+            count = min(request.num_uncomputed, budget)
+            if request.state is ServedState.RUNNING and self._make_room(request, count):
+                work.append((request, count))
+                budget -= count
+        return work
+
+    def _arrived(self) -> list[ServedRequest]:
+        """The waiting requests that may be looked at now, first come first."""
+        num_admitted = len(self._requests) - len(self._waiting)
+        now = self.clock()
+        first = self._waiting[: max(0, self.limits.max_running - num_admitted)]
+        return [request for request in first if request.arrival <= now]
+
+    def _admit(self, request: ServedRequest) -> bool:
+        """Give a waiting request what is cached of it, or leave it waiting if it does not fit."""
+        self._extend_keys(request)
+        # The last token is always computed: its logits are the next token.
+        usable = request.keys[: (len(request.tokens) - 1) // self._block_tokens]
+        num_cached, request.tables = self.memory.acquire(usable)
+        num_tokens = num_cached
+        if self.offloader:
+            if request.ferried is None:
+                request.ferried = self.offloader.open(request.id, request.keys, request.hints)
+            match = request.ferried.match(
+                computed_tokens=num_cached, max_tokens=len(usable) * self._block_tokens
+            )
+            if match.state is MatchState.WAIT:  # another request is loading these very blocks
+                self._drop(request)
+                return False
+            num_tokens = match.num_tokens
+        if not self._fits(request):
+            self._drop(request)
+            return False
+        self._waiting.remove(request)
+        request.num_computed = num_cached
+        request.num_published = num_cached // self._block_tokens
+        request.num_device_hits += num_cached
+        self.counts.num_device_hit_tokens += num_cached
+        if num_tokens > num_cached:
+            self._load(request, num_tokens)
+        else:
+            self._resume(request)
+        return True
+
+    def _fits(self, request: ServedRequest) -> bool:
+        """Whether there is room for it beside what those let in before it are yet to take."""
+        admitted = (r for r in self._requests.values() if r.state is not ServedState.WAITING)
+        return self.memory.can_hold(
+            ((r.tables, len(r.tokens)) for r in (*admitted, request)), self.limits.step_tokens
+        )
+
+    def _load(self, request: ServedRequest, num_tokens: int) -> None:
+        assert request.ferried is not None
+        self.memory.grow_for_load(request.tables, num_tokens, request.num_computed)
+        held = request.ferried.load(request.tables)
+        if held:
+            self._hold(held)
+            request.num_loading = num_tokens - request.num_computed
+            request.state = ServedState.LOADING
+        else:  # the hit was lost since it was matched
+            self.memory.cut(request.tables, request.num_computed)
+            self._resume(request)
+
+    def _resume(self, request: ServedRequest) -> None:
+        request.state = ServedState.RUNNING
+        insort(self._running, request, key=_turn)
+
+    def _make_room(self, request: ServedRequest, count: int) -> bool:
+        """Get blocks for ``count`` more tokens, preempting later requests if need be."""
+        num_tokens = request.num_computed + count
+        while not self.memory.can_grow(request.tables, num_tokens):
+            victim = self._running[-1]
+            if victim is request:
+                return False  # blocks are held by transfers or earlier requests: wait a step
+            self._preempt(victim)
+        self.memory.grow(request.tables, num_tokens)
+        return True
+
+    def _preempt(self, request: ServedRequest) -> None:
+        self._running.remove(request)
+        if request.ferried is not None:
+            request.ferried.preempt()
+        self._drop(request)
+        request.state = ServedState.WAITING
+        request.num_preemptions += 1
+        self.counts.num_preemptions += 1
+        insort(self._waiting, request, key=_turn)
+
+    # -- run
+
+    def _advance(self, request: ServedRequest, count: int) -> None:
+        """Compute of ``count`` tokens is queued: full blocks can be found, stored, let go."""
+        if request.is_decoding:
+            self.counts.num_decode_tokens += 1
+        else:
+            self.counts.num_prefill_tokens += count
+            request.num_prefilled += count
+        request.num_computed += count
+        self._extend_keys(request)
+        self._publish(request)
+        self._store(request)
+        # Only after the stores have their hold: what a window has passed may be handed out again.
+        self.memory.trim(request.tables, request.num_computed)
+
+    def _store(self, request: ServedRequest) -> None:
+        if request.ferried is not None:
+            self._hold(request.ferried.store(request.tables, request.num_computed))
+
+    def _offer(self, offloader: Offloader) -> None:
+        """Show kvferry the blocks that go next; those it stores stay until they are copied."""
+        if offloader.offer_depth:
+            for group, pool in enumerate(self.memory.pools):
+                soonest = pool.next_to_go(offloader.offer_depth)
+                keys = Keys.from_bytes(key for key, _ in soonest)
+                self._hold(offloader.offer(group, keys, [block for _, block in soonest]))
+
+    # -- postprocess
+
+    def _postprocess(self, work: Work, tokens: list[int]) -> list[ServedRequest]:
+        self.counts.num_steps += bool(work)
+        now = self.clock()
+        finished = []
+        for (request, _), token in zip(work, tokens, strict=True):
+            if request.num_uncomputed:
+                continue  # a chunk of a longer prompt: its last row is not a sample
+            request.tokens.append(token)
+            if request.first_token_at is None:
+                request.first_token_at = now
+            if request.is_done:
+                self._finish(request, now)
+                finished.append(request)
+        return finished
+
+    def _finish(self, request: ServedRequest, now: float) -> None:
+        self._running.remove(request)
+        del self._requests[request.id]
+        request.state = ServedState.FINISHED
+        request.finished_at = now
+        if request.ferried is not None:
+            self._store(request)  # what found no room in flight when it was computed
+            request.ferried.end()
+        self._drop(request)
+
+    # -- transfers that ended
+
+    def _settle(self, offloader: Offloader) -> None:
+        settled = offloader.settle()
+        for ferried in settled.loaded:
+            request = self._requests[ferried.id]
+            request.num_computed += request.num_loading
+            request.num_loaded += request.num_loading
+            self.counts.num_loaded_tokens += request.num_loading
+            self._publish(request)
+            self._resume(request)
+        for failed in settled.failed:
+            request = self._requests[failed.request.id]
+            self.counts.num_failed_load_tokens += failed.num_tokens
+            self.memory.cut(request.tables, failed.first_token)
+            self._resume(request)
+        for group, blocks in settled.released:
+            self.memory.pools[group].release(blocks.tolist())
+
+    def _idle(self) -> None:
+        """Nothing to compute: wait for a transfer or an arrival, but not for long."""
+        if self._requests:
+            time.sleep(IDLE_SECONDS)
+
+    # -- bookkeeping
+
+    def _hold(self, ordered: Iterable[Ordered]) -> None:
+        for part in ordered:
+            self.memory.pools[part.group].hold(part.blocks.tolist())
+
+    def _publish(self, request: ServedRequest) -> None:
+        num_full = request.num_computed // self._block_tokens
+        blocks = range(request.num_published, num_full)
+        self.memory.publish(request.tables, request.keys, blocks)
+        request.num_published = num_full
+
+    def _extend_keys(self, request: ServedRequest) -> None:
+        known = len(request.keys)
+        full = len(request.tokens) // self._block_tokens
+        if full > known:
+            tokens = request.tokens[known * self._block_tokens : full * self._block_tokens]
+            parent = request.keys[known - 1] if known else None
+            request.keys = request.keys + chain(self._namespace, tokens, parent)
+            if request.ferried is not None:
+                request.ferried.chain = request.keys
+
+    def _drop(self, request: ServedRequest) -> None:
+        self.memory.cut(request.tables, 0)
+        request.num_computed = 0
+        request.num_published = 0
+
+
+def _turn(request: ServedRequest) -> tuple[float, str]:
+    return (request.arrival, request.id)

@@ -1,0 +1,138 @@
+"""A Mooncake store on this machine: its master, as a process that ends when we do."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+from kvferry.core.lifecycle import Closing
+from kvferry.errors import InputError, TransferError
+
+_START_SECONDS = 20.0
+_TRIES = 3
+_END_SECONDS = 5.0
+_CLIENT_SECONDS = 2
+"""A server that says nothing for so long is gone, and its memory with it."""
+
+_MODULES = ("mooncake", "xxhash")
+_LIBRARIES = "libibverbs1, libnuma1 and liburing2"
+
+# Then the wheel's own program, which takes this process over. It dies with its parent, however
+# that ends: nobody else would end it.
+_RUN = f"""
+import ctypes, sys
+ctypes.CDLL(None).prctl(1, {int(signal.SIGKILL)})
+from mooncake.cli import main
+main()
+"""
+
+
+def require_mooncake() -> None:
+    """InputError that says what is missing and how to get it, where Mooncake cannot run."""
+    lacking = [name for name in _MODULES if importlib.util.find_spec(name) is None]
+    if lacking:
+        raise InputError(
+            f"servers that share need a Mooncake store, and {' and '.join(lacking)} cannot be "
+            "imported: pip install 'kvferry[mooncake]'"
+        )
+    tried = subprocess.run(
+        [sys.executable, "-c", "import mooncake.store"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env=_environment(),
+    )
+    if tried.returncode:
+        raise InputError(
+            f"servers that share need a Mooncake store, and Mooncake cannot be loaded here "
+            f"({_last_line(tried.stderr)}); it needs {_LIBRARIES}: apt-get install them, or what "
+            "they are called where you are (in a checkout of kvferry, make fleet fetches them)"
+        )
+
+
+class MooncakeMaster(Closing):
+    """Owns the process. It answers on the loopback only, and remembers nothing."""
+
+    def __init__(self) -> None:
+        for _ in range(_TRIES):
+            port, metrics_port = _free_ports(2)
+            self._begin(port, metrics_port)
+            try:
+                if self._comes_up(port):
+                    break  # else somebody else took a port before it did
+            except BaseException:
+                self.close()
+                raise
+        else:
+            raise TransferError(f"mooncake_master ended with {self._process.returncode}")
+        self.place = f"127.0.0.1:{port}"
+        self.pid = self._process.pid
+
+    def _begin(self, port: int, metrics_port: int) -> None:
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-c", _RUN),
+                *(f"--rpc_port={port}", "--rpc_address=127.0.0.1"),
+                f"--metrics_port={metrics_port}",
+                f"--client_ttl={_CLIENT_SECONDS}",
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=_environment(),
+            start_new_session=True,  # Ctrl-C is for us; the servers still say farewell to it
+        )
+
+    def _comes_up(self, port: int) -> bool:
+        """Not if it ends instead."""
+        end = time.monotonic() + _START_SECONDS
+        while not _answers(port):
+            if self._process.poll() is not None:
+                return False
+            if time.monotonic() > end:
+                raise TransferError(
+                    f"mooncake_master has not answered for {_START_SECONDS:.0f} seconds"
+                )
+            time.sleep(0.02)
+        return True
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            self._process.terminate()
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _environment() -> dict[str, str]:
+    return {"GLOG_minloglevel": "2", "MC_LOG_LEVEL": "ERROR", **os.environ}
+
+
+def _last_line(text: str) -> str:
+    return next(reversed(text.strip().splitlines()), "it said nothing")
+
+
+def _free_ports(count: int) -> list[int]:
+    socks = [socket.socket() for _ in range(count)]
+    try:
+        for sock in socks:
+            sock.bind(("127.0.0.1", 0))
+        return [int(sock.getsockname()[1]) for sock in socks]
+    finally:
+        for sock in socks:
+            sock.close()
+
+
+def _answers(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True

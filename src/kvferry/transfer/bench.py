@@ -1,0 +1,526 @@
+"""The copy benchmark: what it measures and against what. Tables and plots are the CLI's."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+from kvferry.settings.copy_paths import AUTO_PATH, COPY_PATHS
+from kvferry.transfer.driver.base import Priority
+from kvferry.transfer.driver.cuda import CudaDriver
+from kvferry.transfer.engine.gpu import GpuEngine
+from kvferry.transfer.job import CopyJob, Direction
+from kvferry.transfer.paths.contract import Path
+from kvferry.transfer.paths.host_runs import count_runs
+from kvferry.transfer.paths.path_set import open_paths
+from kvferry.transfer.planning.calibrate import GB, Call, CopyRig, MiB, calibrate, provenance
+from kvferry.transfer.planning.planner import FixedPlanner, MeasuredPlanner
+from kvferry.transfer.planning.profile import profile_file, save_profile
+from kvferry.transfer.planning.slowdown import MatmulLoad, WeightLoad, measure_slowdown
+from kvferry.types import DEVICE, HOST, Transfer, TransferId
+
+KiB, MiB_of_effort = 1 << 10, 1 << 20
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much to measure."""
+
+    segment_bytes: tuple[int, ...]
+    large_bytes: tuple[int, ...]
+    repeats: int
+    auto_repeats: int
+    """Of the planner's choice for a large transfer, in turn with the ceiling: enough that a
+    processor which stops for a tenth of a second does not decide the row."""
+    small_repeats: int
+    rounds: int
+    phases: int
+    planner_segments: tuple[int, ...]
+    planner_bytes: tuple[int, ...]
+
+
+FULL = Effort(
+    segment_bytes=tuple(4 * KiB << power for power in range(10)),
+    large_bytes=(64 * MiB_of_effort, 256 * MiB_of_effort),
+    repeats=11,
+    auto_repeats=33,
+    small_repeats=25,
+    rounds=24,
+    phases=4,
+    planner_segments=tuple(kib * KiB for kib in (8, 12, 32, 48, 128, 512, 1024)),
+    planner_bytes=tuple(mib * MiB_of_effort for mib in (2, 3, 8, 24, 32, 128, 192)),
+)
+QUICK = Effort(
+    segment_bytes=(4 * KiB, 16 * KiB, 64 * KiB, 2 * MiB_of_effort),
+    large_bytes=(64 * MiB_of_effort, 256 * MiB_of_effort),
+    repeats=3,
+    auto_repeats=5,
+    small_repeats=9,
+    rounds=12,
+    phases=2,
+    planner_segments=(8 * KiB, 32 * KiB, 512 * KiB),
+    planner_bytes=(2 * MiB_of_effort, 24 * MiB_of_effort, 128 * MiB_of_effort),
+)
+
+
+# ------------------------------------------------------------------------------------------------
+# What a run of the copy benchmark found, as plain data.
+
+
+@dataclass(frozen=True)
+class TimedCopy:
+    """One timed copy. ``path`` is ``auto`` for the planner's choice, then named in ``chosen``.
+
+    ``gbps`` is the rate with ``in_flight`` transfers queued one after another, ``alone_gbps`` that
+    of a single one on an idle stream. ``submit_us`` is the time of ``GpuEngine.submit`` for
+    ``auto``, and of the bare call for a path by itself.
+    """
+
+    direction: str
+    segment_bytes: int
+    segments_per_block: int
+    num_blocks: int
+    path: str
+    gbps: float
+    fraction_of_ceiling: float
+    seconds: float
+    submit_us: float
+    chosen: str = ""
+    host_slots: str = "run"
+    ceiling_gbps: float = 0.0
+    in_flight: int = 1
+    alone_gbps: float = 0.0
+
+
+@dataclass(frozen=True)
+class OneCopy:
+    """One pinned copy, timed as paths are: queued ``in_flight`` times, and alone."""
+
+    direction: str
+    num_bytes: int
+    gbps: float
+    alone_gbps: float
+    ceiling_gbps: float
+    in_flight: int
+
+
+@dataclass(frozen=True)
+class SlowdownRow:
+    """A load beside copies of one path; ``chosen`` names the planner's choice."""
+
+    load: str
+    direction: str
+    path: str
+    gbps: float
+    factor: float
+    lost_ms_per_gb: float
+    chosen: str = ""
+
+
+@dataclass(frozen=True)
+class PlannerCell:
+    """The planner's choice against the best path, where calibration did not measure."""
+
+    direction: str
+    segment_bytes: int
+    num_bytes: int
+    chosen: str
+    best: str
+    times_best: float
+    host_slots: str = "run"
+
+
+@dataclass
+class BenchResult:
+    """All sections of one run."""
+
+    provenance: dict[str, str]
+    designs: dict[str, str] = field(default_factory=dict)
+    """What the paths are that are not ours, in words."""
+    ceiling: dict[str, float] = field(default_factory=dict)
+    one_copy: list[OneCopy] = field(default_factory=list)
+    rows: list[TimedCopy] = field(default_factory=list)
+    small: list[TimedCopy] = field(default_factory=list)
+    submit: list[dict[str, Any]] = field(default_factory=list)
+    both_ways: dict[str, dict[str, float]] = field(default_factory=dict)
+    slowdown: list[SlowdownRow] = field(default_factory=list)
+    planner: list[PlannerCell] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        data = asdict(self)
+        close = [cell.times_best <= 1.05 for cell in self.planner]
+        data["planner_within_5_percent"] = sum(close) / len(close) if close else None
+        return data
+
+
+# ------------------------------------------------------------------------------------------------
+# The copy benchmark, section by section.
+
+KiB_of_run = 1 << 10
+SEGMENTS = 64
+
+LARGE = 64 * MiB
+IN_FLIGHT_BYTES = 256 * MiB
+"""Large transfers are queued one after another up to this much, as an engine with several in
+flight does; one alone is timed too."""
+
+SCATTERED_SEGMENTS = (8 * KiB_of_run, 32 * KiB_of_run)
+"""Segment sizes at which the planner's choice is looked at with scattered host slots too."""
+
+PAY_PER_SEGMENT = tuple(path.name for path in COPY_PATHS if path.pays_per_segment)
+HEED_RUNS = tuple(path.name for path in COPY_PATHS if not path.pays_per_segment)
+BESIDE_MODEL = tuple(path.name for path in COPY_PATHS if not path.is_stopgap)
+
+Progress = Callable[[str], None]
+
+
+class CopyBenchmark:
+    """Owns the memory and paths of one run, not the other ``designs`` timed in the same run."""
+
+    def __init__(
+        self,
+        driver: CudaDriver,
+        effort: Effort,
+        progress: Progress,
+        *,
+        designs: Mapping[str, Path] | None = None,
+    ) -> None:
+        self.driver = driver
+        self.effort = effort
+        self.progress = progress
+        self.rig = CopyRig(driver, host_bytes=512 * MiB)  # room for slots that are no neighbours
+        self.ours = open_paths(driver, ring_bytes=64 * MiB)
+        self.paths: dict[str, Path] = {**self.ours.paths, **(designs or {})}
+
+    def run(self, command: str) -> BenchResult:
+        """All sections; takes a minute or two."""
+        self.progress("calibrating")
+        began = time.perf_counter()
+        profile = calibrate(self.driver, self.ours.paths, progress=self.progress)
+        took = time.perf_counter() - began
+        save_profile(profile, profile_file(self.driver.identity(), self.ours.paths))
+        self.planner = MeasuredPlanner(profile, self.ours.paths)
+        result = BenchResult(
+            {
+                **provenance(self.driver),
+                "command": command,
+                "calibration_seconds": f"{took:.1f}",
+            }
+        )
+        self.ceilings: dict[Direction, float] = {}
+        seen: dict[Direction, list[float]] = {direction: [] for direction in Direction}
+        result.rows = list(self._large(seen))
+        result.ceiling = {way.value: median(gbps) for way, gbps in seen.items()}
+        result.one_copy = list(self._one_copy())
+        result.small = list(self._small())
+        result.submit = list(self._submit())
+        result.both_ways = self._both_ways()
+        result.planner = list(self._planner())
+        result.slowdown = list(self._slowdown())
+        return result
+
+    def close(self) -> None:
+        self.ours.close()
+        self.rig.close()
+
+    # -- sections ----------------------------------------------------------------------------
+
+    def _large(self, ceilings: dict[Direction, list[float]]) -> Iterator[TimedCopy]:
+        for direction in Direction:
+            for segment_bytes in self.effort.segment_bytes:
+                block_bytes = segment_bytes * SEGMENTS
+                # Beside each row, not once: neighbours of a virtual machine share its link. The
+                # planner's choice, which it is there for, is timed in turn with one of its own.
+                self.ceilings[direction] = self.rig.ceiling(direction)
+                ceilings[direction].append(self.ceilings[direction])
+                for num_bytes in self.effort.large_bytes:
+                    if num_bytes < block_bytes:
+                        continue
+                    self.progress(f"{direction.value}, {_kib(segment_bytes)}, {_mib(num_bytes)}")
+                    job = self.rig.job(direction, segment_bytes, SEGMENTS, num_bytes // block_bytes)
+                    yield from self._time_all(job, self.effort.repeats)
+                    if block_bytes > 4 * MiB:
+                        continue
+                    job = self.rig.job(
+                        direction,
+                        segment_bytes,
+                        SEGMENTS,
+                        num_bytes // block_bytes,
+                        scattered=True,
+                    )
+                    yield from self._time_all(
+                        job, self.effort.repeats, only=HEED_RUNS, host_slots="scattered"
+                    )
+
+    def _one_copy(self) -> Iterator[OneCopy]:
+        """The ceiling's copy at every size that paths are timed at, in the same two ways."""
+        for direction in Direction:
+            ceiling = self.rig.ceiling(direction)
+            for num_bytes in self.effort.large_bytes:
+                self.progress(f"{direction.value}, one copy of {_mib(num_bytes)}")
+                in_flight = max(1, IN_FLIGHT_BYTES // num_bytes)
+                gbps = self.rig.ceiling(direction, num_bytes, in_flight=in_flight)
+                alone = self.rig.ceiling(direction, num_bytes)
+                yield OneCopy(direction.value, num_bytes, gbps, alone, ceiling, in_flight)
+
+    def _small(self) -> Iterator[TimedCopy]:
+        for direction in Direction:
+            for segment_bytes in (4 * KiB_of_run, 16 * KiB_of_run, 64 * KiB_of_run):
+                for num_blocks in (1, 4, 16):
+                    self.progress(
+                        f"{direction.value}, {num_blocks} blocks of {SEGMENTS} x "
+                        f"{_kib(segment_bytes)}"
+                    )
+                    job = self.rig.job(direction, segment_bytes, SEGMENTS, num_blocks)
+                    yield from self._time_all(job, self.effort.small_repeats)
+
+    def _submit(self) -> Iterator[dict[str, object]]:
+        self.progress("host time of submit")
+        for direction in Direction:
+            for num_blocks in (1, 4, 16, 64):
+                job = self.rig.job(direction, 16 * KiB_of_run, SEGMENTS, num_blocks)
+                for path in (*self.ours.paths, AUTO_PATH):
+                    yield {
+                        "direction": direction.value,
+                        "num_blocks": num_blocks,
+                        "segments_per_block": SEGMENTS,
+                        "path": path,
+                        "submit_us": 1e6 * self._time_submit(job, path),
+                    }
+
+    def _both_ways(self) -> dict[str, dict[str, float]]:
+        """Both directions at once, each from a thread of its own, as the engine does."""
+        self.progress("both directions at once")
+        jobs = [self.rig.job(way, 16 * KiB_of_run, SEGMENTS, 256) for way in Direction]
+        plain = [self.rig.plain_call(job.direction, job.num_bytes) for job in jobs]
+        chosen = [self.rig.call(self.paths[self._choice(job)], job) for job in jobs]
+        return {"ceiling": self._time_both(jobs, plain), AUTO_PATH: self._time_both(jobs, chosen)}
+
+    def _planner(self) -> Iterator[PlannerCell]:
+        for direction in Direction:
+            for segment_bytes in self.effort.planner_segments:
+                for num_bytes in self.effort.planner_bytes:
+                    segments = min(SEGMENTS, num_bytes // segment_bytes)
+                    if not segments:
+                        continue
+                    self.progress(
+                        f"planner, {direction.value}, {_kib(segment_bytes)}, {_mib(num_bytes)}"
+                    )
+                    blocks = num_bytes // (segments * segment_bytes)
+                    job = self.rig.job(direction, segment_bytes, segments, blocks)
+                    yield self._check_choice(job, segment_bytes)
+                    if segment_bytes in SCATTERED_SEGMENTS and blocks > 1:
+                        job = self.rig.job(
+                            direction, segment_bytes, segments, blocks, scattered=True
+                        )
+                        yield self._check_choice(job, segment_bytes, host_slots="scattered")
+
+    def _slowdown(self) -> Iterator[SlowdownRow]:
+        for make_load in (MatmulLoad, WeightLoad):
+            load = make_load()
+            for direction in Direction:
+                job = self.rig.job(direction, 16 * KiB_of_run, SEGMENTS, 256)
+                chosen = self._choice(job, busy=True)
+                for name in (AUTO_PATH, *BESIDE_MODEL):
+                    self.progress(f"{name}, {direction.value}, beside {load.name}")
+                    path = self.paths[chosen if name == AUTO_PATH else name]
+                    found = measure_slowdown(
+                        self.rig,
+                        load,
+                        path,
+                        job,
+                        rounds=self.effort.rounds,
+                        phases=self.effort.phases,
+                    )
+                    yield SlowdownRow(
+                        load.name,
+                        direction.value,
+                        name,
+                        found.gbps,
+                        found.factor,
+                        found.lost_ms_per_gb,
+                        chosen if name == AUTO_PATH else "",
+                    )
+            del load
+
+    # -- one cell ----------------------------------------------------------------------------
+
+    def _time_all(
+        self, job: CopyJob, repeats: int, *, only: tuple[str, ...] = (), host_slots: str = "run"
+    ) -> Iterator[TimedCopy]:
+        for name, path in self.paths.items():
+            if not only or name in only:
+                yield self._row(job, name, path, repeats, host_slots=host_slots)
+        chosen = self._choice(job)
+        yield self._row(
+            job, AUTO_PATH, self.paths[chosen], repeats, chosen=chosen, host_slots=host_slots
+        )
+
+    def _row(
+        self,
+        job: CopyJob,
+        name: str,
+        path: Path,
+        repeats: int,
+        *,
+        host_slots: str,
+        chosen: str = "",
+    ) -> TimedCopy:
+        if len(job.device_blocks) * job.layout.num_segments > 4096 and name in PAY_PER_SEGMENT:
+            repeats = 2  # up to a fifth of a second each, and no doubt about the outcome
+        is_large = job.num_bytes >= LARGE
+        in_flight = max(1, IN_FLIGHT_BYTES // job.num_bytes) if is_large else 1
+        calls = {"alone": self.rig.call(path, job)}
+        if in_flight > 1:
+            calls["queued"] = self.rig.call(path, job, in_flight)
+        if is_large and name == AUTO_PATH:
+            calls["ceiling"] = self.rig.plain_call(job.direction, self.rig.num_bytes)
+            repeats = self.effort.auto_repeats
+        times = self.rig.time_in_turn(list(calls.values()), job.direction, repeats=repeats)
+        timed = dict(zip(calls, times, strict=True))
+        alone = timed["alone"]
+        timing = timed["queued"].over(in_flight) if in_flight > 1 else alone
+        ceiling = self.ceilings[job.direction]
+        if "ceiling" in timed:
+            ceiling = self.rig.num_bytes / timed["ceiling"].seconds / GB
+        gbps = job.num_bytes / timing.seconds / GB
+        submit = self._time_submit(job, AUTO_PATH, 9) if name == AUTO_PATH else alone.submit_seconds
+        return TimedCopy(
+            direction=job.direction.value,
+            segment_bytes=int(job.layout.sizes[0]),
+            segments_per_block=job.layout.num_segments,
+            num_blocks=len(job.device_blocks),
+            path=name,
+            gbps=gbps,
+            fraction_of_ceiling=gbps / ceiling,
+            seconds=alone.seconds,
+            submit_us=1e6 * submit,
+            chosen=chosen,
+            host_slots=host_slots,
+            ceiling_gbps=ceiling,
+            in_flight=in_flight,
+            alone_gbps=job.num_bytes / alone.seconds / GB,
+        )
+
+    def _choice(self, job: CopyJob, *, busy: bool = False) -> str:
+        num_blocks, num_runs = len(job.device_blocks), count_runs(job)
+        return self.planner.choose(job.direction, job.layout, num_blocks, busy, num_runs)
+
+    def _check_choice(
+        self, job: CopyJob, segment_bytes: int, *, host_slots: str = "run"
+    ) -> PlannerCell:
+        """Time every path that has a chance; twice in turn, so that a hiccup hits no one alone."""
+        estimates = self.planner.estimates(
+            job.direction, job.layout, len(job.device_blocks), False, count_runs(job)
+        )
+        chosen = self._choice(job)
+        repeats = self.effort.small_repeats if job.num_bytes <= 8 * MiB else self.effort.repeats
+        hopeful = dict.fromkeys(
+            [chosen, *(e.path for e in estimates if e.seconds < 3 * estimates[0].seconds)]
+        )
+        seconds: dict[str, float] = {}
+        for _ in range(2):
+            for path in hopeful:
+                timing = self.rig.time(self.ours.paths[path], job, repeats=repeats)
+                seconds[path] = min(timing.seconds, seconds.get(path, timing.seconds))
+        best = min(seconds, key=lambda path: seconds[path])
+        return PlannerCell(
+            job.direction.value,
+            segment_bytes,
+            job.num_bytes,
+            chosen,
+            best,
+            seconds[chosen] / seconds[best],
+            host_slots,
+        )
+
+    def _time_submit(self, job: CopyJob, path: str, repeats: int = 25) -> float:
+        """Median time that ``GpuEngine.submit`` holds its caller, after five to warm up."""
+        tiers = (DEVICE, HOST) if job.direction is Direction.STORE else (HOST, DEVICE)
+        ids = (job.device_blocks, job.host_slots)
+        ids = ids if job.direction is Direction.STORE else ids[::-1]
+        taken = []
+        with self._engine(job, path) as engine:
+            for number in range(5 + repeats):
+                transfer = Transfer(TransferId(number), *tiers, *ids)
+                began = time.perf_counter()
+                engine.submit(transfer)
+                taken.append(time.perf_counter() - began)
+                engine.drain(10.0)
+        return median(taken[5:])
+
+    @contextmanager
+    def _engine(self, job: CopyJob, path: str) -> Iterator[GpuEngine]:
+        compute = self.driver.create_stream(Priority.LOW)
+        # An engine closes its paths; these are still needed.
+        paths: Mapping[str, Path] = {
+            name: _Borrowed(path) for name, path in self.ours.paths.items()
+        }
+        engine = GpuEngine(
+            self.driver,
+            [job.layout],
+            host_base=self.rig.host,
+            host_pitch=job.host_pitch,
+            num_slots=self.rig.num_bytes // job.host_pitch,
+            compute_stream=lambda: compute,
+            planner=self.planner if path == AUTO_PATH else FixedPlanner(path, path),
+            paths=paths,
+        )
+        try:
+            yield engine
+        finally:
+            engine.close()
+            self.driver.destroy_stream(compute)
+
+    def _time_both(
+        self, jobs: Sequence[CopyJob], calls: Sequence[Call], repeats: int = 6
+    ) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for job, call in zip(jobs, calls, strict=True):  # warm up alone
+            call(self.rig.streams[job.direction])
+            self.driver.synchronize_stream(self.rig.streams[job.direction])
+        together = threading.Barrier(len(jobs))
+
+        def work(job: CopyJob, call: Call) -> None:
+            with self.driver.current():
+                stream = self.rig.streams[job.direction]
+                together.wait()
+                began = time.perf_counter()
+                for _ in range(repeats):
+                    call(stream)
+                self.driver.synchronize_stream(stream)
+                took = time.perf_counter() - began
+                found[job.direction.value] = repeats * job.num_bytes / took / GB
+
+        threads = [
+            threading.Thread(target=work, args=pair) for pair in zip(jobs, calls, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+
+class _Borrowed:
+    """A path whose owner is someone else: ``close`` leaves it open."""
+
+    def __init__(self, path: Path) -> None:
+        self.enqueue = path.enqueue
+        self.is_quick = path.is_quick
+
+    def close(self) -> None:
+        pass
+
+
+def _kib(num_bytes: int) -> str:
+    return f"{num_bytes // KiB} KiB"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / MiB:.4g} MiB"

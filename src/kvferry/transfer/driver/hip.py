@@ -1,0 +1,123 @@
+"""The HIP driver: libamdhip64.so through ctypes. Best effort: we have no such card to test on."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from typing import Any
+
+from kvferry.errors import DriverError
+from kvferry.transfer.driver.base import Addresses, BatchForm, Pitches, SourceOrder
+from kvferry.transfer.driver.cuda import BATCH_WITH_FAIL_INDEX, MemcpyAttributes
+from kvferry.transfer.driver.native import NativeDriver
+
+MEMCPY_DEFAULT = 4
+ATTRIBUTES_SINCE = 71300000
+"""ROCm 7.13: older runtimes refuse a batch that carries attributes, and read in stream order."""
+
+
+class HipDriver(NativeDriver):
+    """Owns nothing on the device: HIP keeps the primary context by itself."""
+
+    NAMES = {  # noqa: RUF012
+        "driver_version": "hipDriverGetVersion",
+        "device_name": "hipDeviceGetName",
+        "pci_bus_id": "hipDeviceGetPCIBusId",
+        "priority_range": "hipDeviceGetStreamPriorityRange",
+        "stream_create": "hipStreamCreateWithPriority",
+        "stream_destroy": "hipStreamDestroy",
+        "stream_query": "hipStreamQuery",
+        "stream_synchronize": "hipStreamSynchronize",
+        "stream_wait_event": "hipStreamWaitEvent",
+        "event_create": "hipEventCreateWithFlags",
+        "event_destroy": "hipEventDestroy",
+        "event_record": "hipEventRecord",
+        "event_query": "hipEventQuery",
+        "event_elapsed": "hipEventElapsedTime",
+        "alloc_device": "hipMalloc",
+        "free_device": "hipFree",
+        "alloc_host": "hipHostMalloc",
+        "free_host": "hipHostFree",
+        "register_host": "hipHostRegister",
+        "unregister_host": "hipHostUnregister",
+        "exchange_capture_mode": "hipThreadExchangeStreamCaptureMode",
+    }
+
+    # The runtime faults, without an error, on batches larger than this.
+    max_batch: int | None = 8192
+
+    def __init__(self, library: Any, device: int = 0) -> None:
+        super().__init__(library, device)
+        self._copy = self.bind("hipMemcpyAsync", c_void_p, c_void_p, c_size_t, c_int, c_void_p)
+        self._get_device = self.bind("hipGetDevice", c_void_p)
+        self._set_device = self.bind("hipSetDevice", c_int)
+        self.check(self.bind("hipInit", c_uint)(0), "hipInit()")
+        self._num_attributes = 1 if self.version() >= ATTRIBUTES_SINCE else 0
+        self._batch: Callable[..., int] | None = None
+        try:
+            entry = self.bind("hipMemcpyBatchAsync", *BATCH_WITH_FAIL_INDEX._argtypes_)
+        except DriverError:
+            return
+        self._batch = entry
+        self.batch_form = BatchForm.WITH_FAIL_INDEX
+
+    @classmethod
+    def open(cls, device: int = 0) -> HipDriver:
+        """Load libamdhip64; OSError where there is none."""
+        return cls(ctypes.CDLL("libamdhip64.so"), device)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        self._refuse_if_closed()
+        before = c_int()
+        self.check(self._get_device(byref(before)), "hipGetDevice()")
+        self.check(self._set_device(self._device), f"hipSetDevice({self._device})")
+        try:
+            yield
+        finally:
+            self._set_device(before.value)
+
+    def close(self) -> None:
+        self._closed = True
+
+    def error_words(self, code: int) -> tuple[str, str]:
+        words = []
+        for name in ("hipGetErrorName", "hipGetErrorString"):
+            function = self.bind(name, c_int)
+            function.restype = c_char_p  # type: ignore[attr-defined]
+            text: Any = function(code)
+            words.append(text.decode() if text else "unknown error")
+        return words[0], words[1]
+
+    def copy_async(self, dst: int, src: int, num_bytes: int, stream: int) -> None:
+        code = self._copy(dst, src, num_bytes, MEMCPY_DEFAULT, stream)
+        if code:
+            self.check(code, f"hipMemcpyAsync({num_bytes} bytes from {src:#x} to {dst:#x})")
+
+    def copy_rows_async(
+        self, dst: int, src: int, num_bytes: int, num_rows: int, pitches: Pitches, stream: int
+    ) -> None:
+        raise DriverError("rows are copied one by one here", code=500, unsupported=True)
+
+    def copy_batch_async(
+        self, dsts: Addresses, srcs: Addresses, sizes: Addresses, order: SourceOrder, stream: int
+    ) -> None:
+        if self._batch is None:
+            raise DriverError("this driver has no hipMemcpyBatchAsync", code=500, unsupported=True)
+        attributes = MemcpyAttributes(source_order=order.value)
+        failed = c_size_t(len(sizes))
+        code = self._batch(
+            dsts.ctypes.data,
+            srcs.ctypes.data,
+            sizes.ctypes.data,
+            len(sizes),
+            byref(attributes),
+            byref(c_size_t(0)),
+            self._num_attributes,
+            byref(failed),
+            stream,
+        )
+        if code:
+            self.check(code, f"hipMemcpyBatchAsync({len(sizes)} copies, failed at {failed.value})")

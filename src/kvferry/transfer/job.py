@@ -1,0 +1,110 @@
+"""What a path is asked to do: the addresses of one transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
+
+import numpy as np
+
+from kvferry.transfer.layout import GroupLayout, Int64s, LayerParts
+from kvferry.types import SlotArray
+
+
+class Direction(Enum):
+    """Which way the bytes go, seen from the device."""
+
+    STORE = "store"  # device -> host
+    LOAD = "load"  # host -> device
+
+    # There is one of each, so its address will do; an Enum's own hash is a call into Python.
+    __hash__ = object.__hash__
+
+
+@dataclass(frozen=True, eq=False)
+class CopyJob:
+    """Block ``device_blocks[i]`` from or to host slot ``host_slots[i]``, all segments.
+
+    Host slot ``h`` is the ``layout.block_bytes`` bytes at ``host_base + h * host_pitch``. Host
+    memory is registered with the driver in chunks of ``host_chunk`` bytes counted from
+    ``host_base``; one copy that crosses from chunk to chunk is refused by the driver, so neighbour
+    slots may be joined into one copy only within a chunk. None means one chunk.
+
+    With ``in_parts`` the job is done part by part, each a job of its own (:meth:`parts`) that
+    ``is_part``: its blocks lie apart in host memory, though their slots be neighbours.
+    """
+
+    direction: Direction
+    layout: GroupLayout
+    device_blocks: SlotArray
+    host_slots: SlotArray
+    host_base: int
+    host_pitch: int
+    host_chunk: int | None = None
+    in_parts: LayerParts | None = None
+    is_part: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.device_blocks) * self.layout.block_bytes
+
+    def parts(self) -> Iterator[CopyJob]:
+        """What is to be done, one after the other: itself, where it has no parts."""
+        if self.in_parts is None:
+            yield self
+            return
+        for part in self.in_parts.parts:
+            base = self.host_base + part.start
+            yield replace(self, layout=part.layout, host_base=base, in_parts=None, is_part=True)
+
+    @cached_property
+    def run_heads(self) -> Int64s:
+        """Which of its blocks do not follow the one before in host memory; the first is one."""
+        slots = self.host_slots
+        if self.host_pitch != self.layout.block_bytes:
+            return np.arange(len(slots))
+        return self.stretch_heads
+
+    @cached_property
+    def stretch_heads(self) -> Int64s:
+        """Which of its blocks are not in the slot after the one before; the first is one.
+
+        Slots of a stretch are equally far from each other, and registered together.
+        """
+        slots = self.host_slots
+        if self._is_one_run():
+            return _ONE_RUN
+        is_head = slots[1:] - slots[:-1] != 1
+        if self.host_chunk is not None:
+            # The driver refuses one copy across two registrations.
+            chunks = slots * self.host_pitch // self.host_chunk
+            is_head |= chunks[1:] != chunks[:-1]
+        after = is_head.nonzero()[0]
+        heads = np.zeros(len(after) + min(1, len(slots)), dtype=np.int64)
+        np.add(after, 1, out=heads[1:])
+        return heads
+
+    def share_runs(self, other: CopyJob) -> None:
+        """``other`` has the same slots: of what it was asked for its runs, nobody counts again."""
+        for name in ("run_heads", "stretch_heads"):
+            if name in vars(other):
+                vars(self)[name] = vars(other)[name]
+
+    def _is_one_run(self) -> bool:
+        """The common case, seen in a third of the time: the first copy waits for this."""
+        slots = self.host_slots
+        if not len(slots):
+            return False
+        first, last = slots.item(0), slots.item(-1)
+        chunk, pitch = self.host_chunk, self.host_pitch
+        if last - first != len(slots) - 1:
+            return False
+        if chunk is not None and first * pitch // chunk != last * pitch // chunk:
+            return False
+        return slots.tobytes() == np.arange(first, last + 1).tobytes()
+
+
+_ONE_RUN: Int64s = np.zeros(1, dtype=np.int64)
+_ONE_RUN.flags.writeable = False

@@ -1,0 +1,334 @@
+"""Launching the copy kernel on a CUDA card.
+
+Triton only compiles here. The launch goes through the same thin driver as every copy, on a raw
+stream, so that it needs neither torch nor a C compiler and costs a few microseconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import byref, c_char_p, c_int, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvferry.errors import DriverError, InputError
+from kvferry.transfer.driver.base import Driver
+from kvferry.transfer.driver.cuda import CudaDriver
+from kvferry.transfer.job import CopyJob, Direction
+from kvferry.transfer.kernels.tables import RowTable, UploadedTables
+
+ARGUMENTS: dict[str, str] = {
+    "null_address": "i64",
+    "ids": "i64",
+    "num_blocks": "i32",
+    "tables": "i64",
+    "num_segments": "i32",
+    "segment_bytes": "i64",
+    "packed_base": "i64",
+    "packed_pitch": "i64",
+    "rows_per_block": "i32",
+    "rows_per_segment": "i32",
+    "first_row": "i32",
+    "last_row": "i32",
+}
+"""The run-time arguments of the copy kernel and their types, in order; the rest are constants."""
+
+
+class CopyArguments(ctypes.Structure):
+    """One launch's arguments. Read during the launch call only, so it may be used again."""
+
+    _fields_ = tuple(
+        (name, c_int64 if kind == "i64" else c_int32) for name, kind in ARGUMENTS.items()
+    )
+
+    def __init__(self, **values: int) -> None:
+        super().__init__(**values)
+        addresses = [
+            ctypes.addressof(self) + getattr(CopyArguments, name).offset for name in ARGUMENTS
+        ]
+        # Triton adds up to two scratch pointers of its own; ours are null and never read.
+        self._scratch = c_void_p()
+        addresses += [ctypes.addressof(self._scratch)] * 2
+        self.pointers = (c_void_p * len(addresses))(*addresses)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compiled form of the copy kernel."""
+
+    to_packed: bool
+    linear: bool
+    uniform: bool
+    width: int
+    vector: int
+    steps: int
+    warps: int
+    single: bool = False
+
+    def constants(self) -> dict[str, Any]:
+        """The kernel's compile-time arguments. One row per warp: see the kernel."""
+        return {
+            "TO_PACKED": self.to_packed,
+            "LINEAR": self.linear,
+            "SINGLE": self.single,
+            "UNIFORM": self.uniform,
+            "WIDTH": self.width,
+            "VECTOR": self.vector,
+            "ROWS": self.warps,
+            "STEPS": self.steps,
+        }
+
+
+def widest(*, to_packed: bool, warps: int, linear: bool = False, single: bool = False) -> Variant:
+    """The variant for equal segments of multiples of 4 KiB: what most engines have."""
+    return Variant(to_packed, linear, True, width=8, vector=2, steps=8, warps=warps, single=single)
+
+
+Launch = Callable[[int, CopyArguments, int], None]
+"""Queues so many programs of one kernel, with arguments, on a stream; DriverError on refusal."""
+
+
+class Launcher(Protocol):
+    """Compiles the copy kernel and loads it."""
+
+    def prepare(self, variant: Variant) -> Launch:
+        """Compile and load ``variant``; may take a second the first time."""
+
+    def close(self) -> None:
+        """Unload what was loaded. Safe to call twice."""
+
+
+# ------------------------------------------------------------------------------------------------
+# Launching the copy kernel on a CUDA card.
+#
+# Triton only compiles here. The launch goes through the same thin driver as every copy, on a raw
+# stream, so that it needs neither torch nor a C compiler and costs a few microseconds.
+
+WARP = 32
+_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
+
+
+class CudaLauncher:
+    """Owns the compiled kernels of one device."""
+
+    def __init__(self, driver: CudaDriver) -> None:
+        self._driver = driver
+        self._lock = threading.Lock()
+        self._launches: dict[Variant, Launch] = {}
+        self._modules: list[int] = []
+        # Without a signature: to convert eleven arguments by one takes as long as the call. So what
+        # is an address must be a c_void_p, or ctypes cuts it to 32 bits.
+        self._call = driver.bind("cuLaunchKernel")
+
+    def prepare(self, variant: Variant) -> Launch:
+        with self._lock:
+            if variant not in self._launches:
+                self._load(variant, *compile_for(variant, self._capability()))
+            return self._launches[variant]
+
+    def prepare_all(self, variants: Sequence[Variant]) -> None:
+        """The same for several at once: most of a compiler's time is not the interpreter's."""
+        with self._lock:
+            capability = self._capability()
+            first, *others = variants  # alone, because it imports and hashes what all of them use
+            self._load(first, *compile_for(first, capability))
+            with ThreadPoolExecutor(len(others)) as pool:
+                compiled = pool.map(lambda variant: compile_for(variant, capability), others)
+                for variant, (image, name) in zip(others, compiled, strict=True):
+                    self._load(variant, image, name)
+
+    def close(self) -> None:
+        with self._lock, self._driver.current():
+            unload = self._driver.bind("cuModuleUnload", c_void_p)
+            while self._modules:
+                unload(self._modules.pop())
+            self._launches.clear()
+
+    def _launch_of(self, function: int, threads: int) -> Launch:
+        # A closure, no look-up: what comes before the launch of a small copy is part of its time.
+        call, check, kernel = self._call, self._driver.check, c_void_p(function)
+
+        def launch(programs: int, arguments: CopyArguments, stream: int) -> None:
+            on, pointers = c_void_p(stream), arguments.pointers
+            code = call(kernel, programs, 1, 1, threads, 1, 1, 0, on, pointers, None)
+            if code:
+                check(code, f"cuLaunchKernel({programs} x {threads} threads)")
+
+        return launch
+
+    def _load(self, variant: Variant, image: bytes, name: bytes) -> None:
+        module, function = c_void_p(), c_void_p()
+        load = self._driver.bind("cuModuleLoadData", c_void_p, c_char_p)
+        self._driver.check(load(byref(module), image), "cuModuleLoadData()")
+        self._modules.append(module.value or 0)
+        find = self._driver.bind("cuModuleGetFunction", c_void_p, c_void_p, c_char_p)
+        self._driver.check(find(byref(function), module, name), f"cuModuleGetFunction({name!r})")
+        self._launches[variant] = self._launch_of(function.value or 0, variant.warps * WARP)
+
+    def _capability(self) -> int:
+        device, value, version = c_int(), c_int(), 0
+        current = self._driver.bind("cuCtxGetDevice", c_void_p)
+        self._driver.check(current(byref(device)), "cuCtxGetDevice()")
+        ask = self._driver.bind("cuDeviceGetAttribute", c_void_p, c_int, c_int)
+        for attribute in (_MAJOR, _MINOR):
+            self._driver.check(ask(byref(value), attribute, device), "cuDeviceGetAttribute()")
+            version = 10 * version + value.value
+        return version
+
+
+def compile_for(variant: Variant, capability: int) -> tuple[bytes, bytes]:
+    """Machine code and entry name of ``variant`` for sm_``capability``."""
+    compiled = compile_kernel(variant, capability)
+    return compiled.asm["cubin"], compiled.metadata.name.encode()
+
+
+def compile_kernel(variant: Variant, capability: int) -> Any:
+    """What Triton makes of ``variant`` for sm_``capability``; needs no card."""
+    # Imported here: Triton is heavy, and only a kernel needs it.
+    try:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        from kvferry.transfer.kernels import triton_copy
+    except ImportError as error:
+        raise DriverError(
+            f"copy kernels need Triton ({error}); install kvferry[gpu], or set copy_path to dma",
+            unsupported=True,
+        ) from error
+    constants = variant.constants()
+    signature = {**ARGUMENTS, **dict.fromkeys(constants, "constexpr")}
+    try:
+        return triton.compile(
+            ASTSource(triton_copy.copy_rows, signature, constexprs=constants),
+            target=GPUTarget("cuda", capability, WARP),
+            options={"num_warps": variant.warps, "num_stages": 1},
+        )
+    except Exception as error:
+        raise DriverError(
+            f"Triton {triton.__version__} could not compile {variant} for sm_{capability}: {error}",
+            unsupported=True,
+        ) from error
+
+
+# ------------------------------------------------------------------------------------------------
+# Kernels made ready: tables on the device, code loaded, arguments filled in as far as known.
+
+MAX_ROWS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How much of the card a kernel takes: programs, and the warps of each."""
+
+    programs: int
+    warps: int
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """All of a launch that does not change from job to job.
+
+    ``arguments`` is filled in anew for each job: by one thread at a time, as a path is used.
+    """
+
+    rows: RowTable
+    launch: Launch
+    arguments: CopyArguments
+
+    def begin(self, job: CopyJob, ids: int) -> CopyArguments:
+        """The arguments for all rows of ``job``; where the packed side is, the path says.
+
+        ``ids`` is where the ids are or, of a single block, its number.
+        """
+        arguments = self.arguments
+        num_blocks = len(job.device_blocks)
+        num_rows = num_blocks * self.rows.rows_per_block
+        if num_rows > MAX_ROWS:
+            raise InputError(f"a transfer of {num_rows} rows is too large for one kernel; split it")
+        arguments.ids = ids
+        arguments.num_blocks = num_blocks
+        arguments.first_row = 0
+        arguments.last_row = num_rows
+        return arguments
+
+
+class Kernels:
+    """Owns what is prepared, per layout and direction; leaves the launcher to its owner.
+
+    ``linear`` for packed memory without slot numbers, a ring or (``single``) the one slot of a
+    job of one block.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        launcher: Launcher,
+        grid: Grid,
+        *,
+        linear: bool = False,
+        single: bool = False,
+    ) -> None:
+        self._launcher = launcher
+        self._grid = grid
+        self._linear = linear or single
+        self._single = single
+        self._is_ring = linear and not single
+        self._tables = UploadedTables(driver)
+        self._prepared: dict[tuple[int, Direction, int], Prepared] = {}
+
+    def find(self, job: CopyJob) -> Prepared | None:
+        """What ``get`` would return, if it is ready."""
+        return self._prepared.get(self._key(job))
+
+    def get(self, job: CopyJob) -> Prepared:
+        """Upload and compile what ``job`` needs; the first time this may take a second."""
+        key = self._key(job)
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            prepared = self._prepared[key] = self._prepare(job, key[2])
+        return prepared
+
+    def launch(self, prepared: Prepared, stream: int) -> None:
+        """Queue the kernel for the rows its arguments name."""
+        arguments, grid = prepared.arguments, self._grid
+        tiles = -(-(arguments.last_row - arguments.first_row) // grid.warps)
+        programs = min(grid.programs, tiles)
+        prepared.launch(programs, arguments, stream)
+
+    def close(self) -> None:
+        """Free the tables; call only when no copy is in flight. Safe to call twice."""
+        self._prepared.clear()
+        self._tables.close()
+
+    def _key(self, job: CopyJob) -> tuple[int, Direction, int]:
+        # Only host slots can be aligned worse than the layout; a ring never is.
+        alignment = 0 if self._is_ring else math.gcd(job.host_base, job.host_pitch)
+        return id(job.layout), job.direction, alignment
+
+    def _prepare(self, job: CopyJob, alignment: int) -> Prepared:
+        table = self._tables.get(job.layout, alignment)
+        rows = table.rows
+        variant = Variant(
+            to_packed=job.direction is Direction.STORE,
+            linear=self._linear,
+            uniform=rows.is_uniform,
+            width=rows.shape.width,
+            vector=rows.shape.vector,
+            steps=rows.shape.steps,
+            warps=self._grid.warps,
+            single=self._single,
+        )
+        arguments = CopyArguments(
+            tables=table.address,
+            num_segments=job.layout.num_segments,
+            segment_bytes=int(job.layout.sizes[0]),
+            packed_pitch=job.layout.block_bytes,
+            rows_per_block=rows.rows_per_block,
+            rows_per_segment=int(rows.rows_per_segment[0]),
+        )
+        return Prepared(rows, self._launcher.prepare(variant), arguments)

@@ -1,0 +1,205 @@
+"""A ring in device memory: slots that are filled, emptied and filled again.
+
+::
+
+    memory           |    0    |    1    |    2    |    3    |4|5|
+    one direction    |      large 0      |      large 1      |   |     fewer, larger copies
+    both at once     | store 0 | store 1 | load 0  | load 1  |s|l|     neither waits for the other
+
+The small slot at the end is for a store's first chunk and a load's last one, which nothing hides.
+Slots may share memory, so a slot is free when all its parts are.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import cycle
+
+from kvferry.errors import DriverError
+from kvferry.transfer.driver.base import Driver, Priority
+from kvferry.transfer.job import Direction
+
+log = logging.getLogger(__name__)
+
+ALIGNMENT = 4096
+NUM_LARGE, NUM_SMALL = 4, 2
+SMALL_SHARE = 32
+"""A small part is this fraction of the ring: 2 MiB of 64, or as long as a kernel takes to start."""
+
+
+@dataclass(eq=False)
+class RingPart:
+    """A part of the ring's memory, and the event after which nobody uses it any more."""
+
+    address: int
+    freed_by: int | None = None
+
+
+@dataclass(eq=False)
+class RingSlot:
+    """Memory for one chunk, the stream its kernels run on, and an event for each step.
+
+    A store gathers into the slot and copies out of it; a load copies into it and scatters.
+    """
+
+    parts: tuple[RingPart, ...]
+    num_bytes: int
+    stream: int
+    gathered: int
+    copied_out: int
+    copied_in: int
+    scattered: int
+
+    @cached_property
+    def address(self) -> int:
+        return self.parts[0].address
+
+    def busy_until(self) -> set[int]:
+        """The events to wait for before the slot may be written."""
+        return {part.freed_by for part in self.parts if part.freed_by is not None}
+
+    def free_after(self, event: int) -> None:
+        """Say what the last step of this use is."""
+        for part in self.parts:
+            part.freed_by = event
+
+
+@dataclass(eq=False)
+class Slots:
+    """The slots of one direction: large ones used in turn, and a small one."""
+
+    large: tuple[RingSlot, ...]
+    small: RingSlot
+    in_turn: Iterator[RingSlot] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.in_turn = cycle(self.large)
+
+
+class Ring:
+    """Owns the memory, streams and events of its slots; takes them on ``open``.
+
+    Whoever takes a slot holds ``lock`` until all its work on it is queued, so that the events
+    always speak of whole uses: two threads, one per direction, use the same ring.
+    """
+
+    def __init__(self, driver: Driver, num_bytes: int) -> None:
+        self.lock = threading.Lock()
+        self.inbound = 0
+        """The stream on which loads are copied into slots."""
+        self.beside = 0
+        """The stream of a kernel that bypasses the ring."""
+        self.ahead = 0
+        """The stream on which a load's ids are sent, not to stand in line with its bytes."""
+        small = _whole_pages(num_bytes // SMALL_SHARE)
+        self._small_bytes = small
+        self._large_bytes = _whole_pages((num_bytes - NUM_SMALL * small) // NUM_LARGE)
+        self._driver = driver
+        self.num_uses = 0
+        """How often a slot was given out: who remembers one sees whether others came since."""
+        self._alone: Slots | None = None
+        self._shared: dict[Direction, Slots] = {}
+        self._latest: dict[Direction, int] = {}
+        self._give_back: list[tuple[Callable[[int], None], int]] = []
+
+    @property
+    def is_open(self) -> bool:
+        return self._alone is not None
+
+    @property
+    def streams(self) -> list[int]:
+        """All of them; none before it is open."""
+        return [handle for give, handle in self._give_back if give == self._driver.destroy_stream]
+
+    def open(self) -> None:
+        """Take the ring's memory, once; DriverError leaves nothing taken."""
+        if self._alone:
+            return
+        with self.lock:
+            if self._alone:
+                return
+            try:
+                self._take_all()
+            except DriverError:
+                self.close()
+                raise
+
+    def next(self, direction: Direction, num_bytes: int | None = None) -> RingSlot:
+        """The slot to use next, the small one if ``num_bytes`` fit it; hold ``lock`` meanwhile."""
+        slots = self._shared[direction] if self._is_other_at_work(direction) else self._alone
+        assert slots is not None, "a ring is opened before it is used"
+        small = slots.small
+        is_small = num_bytes is not None and num_bytes <= small.num_bytes
+        slot = small if is_small else next(slots.in_turn)
+        self.num_uses += 1
+        store = direction is Direction.STORE
+        self._latest[direction] = slot.copied_out if store else slot.scattered
+        return slot
+
+    def close(self) -> None:
+        """Give everything back; call only when no copy is in flight. Safe to call twice."""
+        self._alone, self._shared, self._latest = None, {}, {}
+        while self._give_back:
+            give, handle = self._give_back.pop()
+            try:
+                give(handle)
+            except DriverError as error:
+                log.warning("part of the ring was not given back: %s", error)
+
+    def _is_other_at_work(self, direction: Direction) -> bool:
+        other = Direction.LOAD if direction is Direction.STORE else Direction.STORE
+        event = self._latest.get(other)
+        if event is None:
+            return False
+        if self._driver.event_is_done(event):
+            del self._latest[other]  # no need to ask until it takes a slot again
+            return False
+        return True
+
+    def _take_all(self) -> None:
+        driver, large, small = self._driver, self._large_bytes, self._small_bytes
+        size = NUM_LARGE * large + NUM_SMALL * small
+        base = self._take(driver.alloc_device(size), driver.free_device)
+        a, b, c, d = (RingPart(base + number * large) for number in range(NUM_LARGE))
+        end = base + NUM_LARGE * large
+        s, t = (RingPart(end + number * small) for number in range(NUM_SMALL))
+        self.inbound, self.beside, self.ahead = (self._stream() for _ in range(3))
+        streams = [self._stream() for _ in range(NUM_LARGE + NUM_SMALL)]
+        alone = Slots(
+            (self._slot((a, b), 2 * large, streams[0]), self._slot((c, d), 2 * large, streams[2])),
+            self._slot((s, t), 2 * small, streams[4]),
+        )
+        self._shared = {
+            Direction.STORE: Slots(
+                (self._slot((a,), large, streams[0]), self._slot((b,), large, streams[1])),
+                self._slot((s,), small, streams[4]),
+            ),
+            Direction.LOAD: Slots(
+                (self._slot((c,), large, streams[2]), self._slot((d,), large, streams[3])),
+                self._slot((t,), small, streams[5]),
+            ),
+        }
+        self._alone = alone
+
+    def _slot(self, parts: tuple[RingPart, ...], num_bytes: int, stream: int) -> RingSlot:
+        driver = self._driver
+        events = (
+            self._take(driver.create_event(timing=False), driver.destroy_event) for _ in range(4)
+        )
+        return RingSlot(parts, num_bytes, stream, *events)
+
+    def _stream(self) -> int:
+        driver = self._driver
+        return self._take(driver.create_stream(Priority.HIGH), driver.destroy_stream)
+
+    def _take(self, handle: int, give: Callable[[int], None]) -> int:
+        self._give_back.append((give, handle))
+        return handle
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return max(ALIGNMENT, num_bytes // ALIGNMENT * ALIGNMENT)

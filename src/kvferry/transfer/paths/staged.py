@@ -1,0 +1,411 @@
+"""The staged path: a kernel gathers blocks into a ring in device memory, large copies do the rest.
+
+::
+
+    store   beside         [head by kernel]
+            slot streams     [gather 1]▲[gather 2]──▲[gather 3]──────▲
+            the job's                  [copy 1]─────[copy 2─────────][copy 3─────────]
+    load    inbound        [copy 1──────────][copy 2──────────][copy 3]     (copy 1 may be ahead)
+            slot streams                     └▶[scatter 1]     └▶[scatter 2]
+            the job's                                                  └▶[scatter 3]
+
+The copy engines run at the full rate of the link and take nothing from the model; the kernel works
+inside device memory, where a chunk takes a twentieth of the time. Copies of one direction share a
+stream, because a copy engine loses some ten microseconds when it turns to another one. A copy that
+waits for a kernel, or a kernel for a copy, starts that much later too: so the gathers of a job run
+while the job before it is still being copied, and only the first chunk of the first job, kept
+small, has anyone wait. Until it can be copied, a kernel writes a few bytes to host memory itself.
+
+What a transfer alone loses is at its ends, and at its start most of that is the host's own time:
+so nothing comes before the first copy of a load, or the first kernel of a store, that may as well
+come after it.
+
+Every slot has a stream for its kernels: beside a model that fills the card, kernels get their turn
+only when one of the model's ends, and then all chunks that wait must go at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+
+from kvferry.errors import DriverError
+from kvferry.transfer.driver.base import Driver, EventPool
+from kvferry.transfer.job import CopyJob, Direction
+from kvferry.transfer.kernels.launch import Grid, Kernels, Launcher, Prepared, widest
+from kvferry.transfer.kernels.tables import IdBuffers
+from kvferry.transfer.paths.contract import ChunkCursor, Means, ReadAhead, StreamBarrier
+from kvferry.transfer.paths.host_runs import HostRuns
+from kvferry.transfer.paths.kernel import GRID as DIRECT_GRID
+from kvferry.transfer.paths.ring import Ring, RingSlot
+
+log = logging.getLogger(__name__)
+
+MiB = 1 << 20
+
+GRID = Grid(programs=66, warps=8)
+"""Half the card for some ten microseconds per chunk (one NVIDIA H200)."""
+
+FIRST, HEAD, TAIL = 4 * MiB, 4 * MiB, 3 * MiB
+"""A store's first chunk, whose gather no copy hides; what a kernel writes to host memory by itself
+until that chunk can be copied (less is done too soon where the host is slow, more holds the gathers
+up: writes over the link fill the way to memory for everyone); and a load's last chunk, whose
+scatter no copy hides. The first and the last have the ring's small slot."""
+
+SCATTERED_HEADS = 3
+"""Times the head where host slots are no neighbours: a batch of copies takes that long to queue."""
+
+MIN_SENT_IDS = 64
+"""From this many blocks on, ids are worth a copy to the device even where it may be late."""
+
+
+class StagedPath:
+    """Copies through a ring of ``ring_bytes`` device memory, taken on first use.
+
+    Owns the ring, tables and id buffers.
+    """
+
+    COMMON = (
+        *(widest(to_packed=way, warps=GRID.warps, linear=True) for way in (False, True)),
+        widest(to_packed=True, warps=DIRECT_GRID.warps),
+    )
+
+    def __init__(
+        self,
+        driver: Driver,
+        launcher: Launcher,
+        *,
+        ring_bytes: int,
+        edges: tuple[int, int, int] = (FIRST, HEAD, TAIL),
+    ) -> None:
+        self._driver = driver
+        self._first, self._head, self._tail = edges
+        self._kernels = Kernels(driver, launcher, GRID, linear=True)
+        self._direct = Kernels(driver, launcher, DIRECT_GRID)
+        self._ids = {direction: IdBuffers(driver) for direction in Direction}
+        self._ring = Ring(driver, ring_bytes)
+        self._events = EventPool(driver, timing=False)
+        self._ahead: ReadAhead | None = None  # under the ring's lock
+
+    @classmethod
+    def open(cls, means: Means) -> StagedPath:
+        assert means.launcher is not None, "opened only where kernels can be launched"
+        return cls(means.driver, means.launcher, ring_bytes=means.ring_bytes)
+
+    def enqueue(self, job: CopyJob, stream: int, ready: int | None = None) -> None:
+        for _ in self.pieces(job, stream, ready):
+            pass
+
+    def pieces(self, job: CopyJob, stream: int, ready: int | None = None) -> Iterator[None]:
+        """Queue a chunk whenever it is asked on; see :class:`PiecewisePath`."""
+        prepared = self._kernels.get(job)
+        ring = self._ring
+        ring.open()
+        trip = _Trip(job, prepared, stream, ready)
+        is_store = job.direction is Direction.STORE
+        try:
+            if is_store:
+                self._begin_store(trip)
+            step = self._store_chunk if is_store else self._load_chunk
+            while not trip.chunk.is_last:
+                # What was read ahead is nearly over: the next chunk must be on its way by then.
+                if trip.slots and not trip.is_just_ahead:
+                    yield
+                trip.is_just_ahead = False
+                with ring.lock:
+                    try:
+                        step(trip)
+                    except BaseException:
+                        # Before the lock goes: to the other direction the slot would look free,
+                        # and what is queued for it would run over the bytes that one puts there.
+                        self._join_after_fault(trip)
+                        raise
+            if trip.head and not self._driver.stream_is_idle(ring.beside):
+                self._join((ring.beside,), stream)
+        except BaseException:  # an interrupt too: what it cuts short is queued all the same
+            with ring.lock:
+                self._join_after_fault(trip)
+            raise
+        finally:
+            for barrier in trip.barriers:
+                barrier.close()
+            self._ids[job.direction].fence(stream)
+
+    @property
+    def streams(self) -> list[int]:
+        """Those of its own, besides the one of the job."""
+        return self._ring.streams
+
+    def is_prepared(self, job: CopyJob, ahead: int) -> bool:
+        if not self._ring.is_open or self._kernels.find(job) is None:
+            return False
+        return self._ids[job.direction].num_free(len(job.device_blocks)) > ahead
+
+    def is_quick(self, job: CopyJob) -> bool:
+        return False
+
+    def close(self) -> None:
+        with self._driver.current():
+            self._end_ahead()
+            self._ring.close()
+            self._events.close()
+            for ids in self._ids.values():
+                ids.close()
+            self._kernels.close()
+            self._direct.close()
+
+    # -- the two directions ------------------------------------------------------------------
+
+    def _begin_store(self, trip: _Trip) -> None:
+        job, stream = trip.job, trip.stream
+        direct = self._direct.get(job)  # now: what is new takes long, and a turn holds others up
+        ids = self._ids[job.direction]
+        address = ids.write(job)
+        barrier = StreamBarrier(self._driver, self._events, stream, trip.ready)
+        trip.barriers = (barrier,)
+        barrier.mark()
+        if ids.was_idle and barrier.is_open:  # else a job before, or the model, has the link's time
+            self._store_head(trip, direct, address)
+        trip.prepared.begin(job, address)
+        trip.barriers = (barrier, StreamBarrier(self._driver, self._events, self._ring.inbound))
+
+    def _store_head(self, trip: _Trip, direct: Prepared, ids: int) -> None:
+        """The first bytes straight to host memory, while the first chunk is made ready.
+
+        Waits for nothing: call it only where nothing is left that the job must come after.
+        """
+        job, chunk = trip.job, trip.chunk
+        num_bytes = self._head if len(job.run_heads) == 1 else SCATTERED_HEADS * self._head
+        if job.num_bytes <= num_bytes + self._first:
+            return  # as good as the whole job: two kernels would be in each other's way
+        if direct.rows.shape.row_bytes != trip.prepared.rows.shape.row_bytes:
+            return  # host slots are aligned worse than the ring: rows are counted otherwise
+        chunk.fit(num_bytes)
+        arguments = direct.begin(job, ids)
+        arguments.packed_base, arguments.packed_pitch = job.host_base, job.host_pitch
+        arguments.first_row, arguments.last_row = chunk.first_row, chunk.last_row
+        trip.head = True
+        self._direct.launch(direct, self._ring.beside)
+
+    def _store_chunk(self, trip: _Trip) -> None:
+        driver, chunk, stream = self._driver, trip.chunk, trip.stream
+        is_first = not trip.slots
+        slot = self._ring.next(trip.job.direction, 0 if is_first else None)
+        chunk.fit(min(slot.num_bytes, self._first) if is_first else slot.num_bytes)
+        trip.slots[slot] = None
+        self._gather(trip, slot)
+        driver.stream_wait_event(stream, slot.gathered)
+        # After the launch: the card need not wait for it.
+        runs = trip.runs = trip.runs or HostRuns(trip.job)
+        runs.store(driver, chunk.start, chunk.end, slot.address, stream)
+        driver.record_event(slot.copied_out, stream)
+        slot.free_after(slot.copied_out)
+        if not is_first:  # the second gather is awaited too soon to spend time on this
+            self._send_ids_if_idle(trip)
+
+    def _gather(self, trip: _Trip, slot: RingSlot) -> None:
+        for barrier in trip.barriers:
+            barrier.hold(slot.stream)
+        self._wait_until_free(slot, slot.stream)
+        trip.aim(slot)
+        self._kernels.launch(trip.prepared, slot.stream)
+        self._driver.record_event(slot.gathered, slot.stream)
+
+    def _send_ids_if_idle(self, trip: _Trip) -> None:
+        """Let the gathers to come read ids on the device, if no load's copies would delay them."""
+        ids, inbound = self._ids[trip.job.direction], self._ring.inbound
+        is_worth_it = len(trip.job.device_blocks) >= MIN_SENT_IDS and not trip.chunk.is_last
+        if is_worth_it and not ids.is_sent and self._driver.stream_is_idle(inbound):
+            trip.prepared.arguments.ids = ids.send(inbound)
+            trip.barriers[-1].mark()
+
+    def _load_chunk(self, trip: _Trip) -> None:
+        slot = None if trip.slots else self._take_ahead(trip)
+        if slot is None:
+            slot = self._copy_in(trip)
+        trip.aim(slot)
+        if trip.chunk.num_left:
+            self._scatter(trip, slot, trip.barriers, slot.stream)
+        else:
+            self._scatter_last(trip, slot)
+
+    def _copy_in(self, trip: _Trip) -> RingSlot:
+        driver, ring, chunk = self._driver, self._ring, trip.chunk
+        left, inbound = chunk.num_left, ring.inbound
+        slot = ring.next(trip.job.direction, left)
+        chunk.fit(slot.num_bytes, keep=self._tail if left > 2 * self._tail else 0)
+        trip.slots[slot] = None
+        self._wait_until_free(slot, inbound)
+        runs = trip.runs = trip.runs or HostRuns(trip.job)
+        # Not behind the barrier: a leased slot does not change, so it may be read before what the
+        # job's stream still waits for. Only scatters write what others read.
+        runs.load(driver, chunk.start, chunk.end, slot.address, inbound)
+        if not trip.barriers:  # after the first copy: the link need not wait for it
+            self._begin_scatters(trip)
+        driver.record_event(slot.copied_in, inbound)
+        return slot
+
+    # -- ahead of a load ---------------------------------------------------------------------
+
+    def read_ahead(self, job: CopyJob, begun: int, ended: int) -> ReadAhead | None:
+        """See :class:`ReadsAhead`. Waits for nothing but the ring: pinned slots do not change."""
+        prepared, ring = self._kernels.find(job), self._ring
+        if prepared is None or not ring.is_open:
+            return None  # the first load makes these
+        if not self._driver.stream_is_idle(ring.inbound):
+            return None  # or hits that are only looked up would line up before one that is loaded
+        with ring.lock:
+            self._ahead = None
+            slot, chunk = ring.next(job.direction, job.num_bytes), ChunkCursor(job, prepared.rows)
+            # Where all of it fits, one scatter is all that is left for the load to queue.
+            chunk.fit(slot.num_bytes, keep=self._tail if job.num_bytes > slot.num_bytes else 0)
+            runs = HostRuns(job)
+            self._wait_until_free(slot, ring.inbound)
+            try:
+                self._driver.record_event(begun, ring.inbound)
+                runs.load(self._driver, chunk.start, chunk.end, slot.address, ring.inbound)
+                # First what a load's time is taken by: its end may come right behind the other.
+                for event in (ended, slot.copied_in):
+                    self._driver.record_event(event, ring.inbound)
+                # Whoever uses the ring next may have it, and then it is nobody's.
+                slot.free_after(slot.copied_in)
+            except BaseException:  # the slot would look free to others while it is written
+                self._wait_for((ring.inbound,))
+                raise
+            ahead = ReadAhead(job, chunk, runs, slot, ring.num_uses, begun, ended)
+            self._ahead = ahead
+            return ahead
+
+    def _take_ahead(self, trip: _Trip) -> RingSlot | None:
+        """The slot that has the first chunk of this load already, if none has used it since."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or ahead.num_uses != self._ring.num_uses or not ahead.is_of(trip.job):
+            return None
+        ahead.is_used = trip.is_just_ahead = True
+        trip.chunk, trip.runs = ahead.chunk, ahead.runs
+        trip.slots[ahead.slot] = None
+        self._begin_scatters(trip)
+        return ahead.slot
+
+    def _end_ahead(self) -> None:
+        """No receipt stands for what was read ahead: before memory goes, it must have ended."""
+        self._ahead = None
+        if self._ring.is_open:
+            self._wait_for((self._ring.inbound,))
+
+    def _begin_scatters(self, trip: _Trip) -> None:
+        job, ring = trip.job, self._ring
+        sent = StreamBarrier(self._driver, self._events, ring.ahead)
+        barrier = StreamBarrier(self._driver, self._events, trip.stream, trip.ready)
+        trip.barriers = (sent, barrier)
+        ids = self._ids[job.direction]
+        ids.write(job)
+        # Not where the bytes go: between two large copies, a small one and the wait for it cost
+        # the link some ten microseconds (one NVIDIA H200).
+        trip.prepared.begin(job, ids.send(ring.ahead))
+        sent.mark()
+        barrier.mark()
+
+    def _scatter_last(self, trip: _Trip, slot: RingSlot) -> None:
+        """The last kernel is what the job waits for, so it runs where the job does.
+
+        The others are waited for before it, not after: when its bytes arrive, theirs have long been
+        in place, and nothing is left between the kernel and the job's end.
+        """
+        for other in trip.slots:
+            if other is not slot:
+                self._driver.stream_wait_event(trip.stream, other.scattered)
+        self._scatter(trip, slot, trip.barriers[:1], trip.stream)
+
+    def _scatter(
+        self, trip: _Trip, slot: RingSlot, after: Iterable[StreamBarrier], stream: int
+    ) -> None:
+        for barrier in after:
+            barrier.hold(stream)
+        self._driver.stream_wait_event(stream, slot.copied_in)
+        self._kernels.launch(trip.prepared, stream)
+        self._driver.record_event(slot.scattered, stream)
+        slot.free_after(slot.scattered)
+
+    # -- what waits for what -----------------------------------------------------------------
+
+    def _wait_until_free(self, slot: RingSlot, stream: int) -> None:
+        for event in slot.busy_until():
+            # Asking costs no more than waiting, and spares the card a semaphore between copies.
+            if not self._driver.event_is_done(event):
+                self._driver.stream_wait_event(stream, event)
+
+    def _join(self, streams: Iterable[int], stream: int) -> None:
+        """Bring what ``streams`` hold before anything queued on ``stream`` from now on."""
+        event = self._events.take()
+        try:
+            for other in streams:
+                self._driver.record_event(event, other)
+                self._driver.stream_wait_event(stream, event)
+        finally:
+            self._events.give(event)
+
+    def _join_after_fault(self, trip: _Trip) -> None:
+        """Whatever is queued already must have run when the failed job's receipt is given.
+
+        Where the driver will not order it, we wait for it here: memory that a stray copy or kernel
+        still touches would go to someone else. Afterwards the trip has nothing queued any more.
+        """
+        driver, ring, stream = self._driver, self._ring, trip.stream
+        slots, head = tuple(trip.slots), trip.head
+        trip.slots.clear()
+        trip.head = False
+        if not slots and not head:
+            return  # or all of it is in order already
+        streams = dict.fromkeys(
+            (ring.inbound, ring.beside, ring.ahead, *(slot.stream for slot in slots))
+        )
+        try:
+            self._join(streams, stream)
+            for slot in slots:
+                # The other direction may have used it since: then it is free after that as well.
+                self._wait_until_free(slot, stream)
+                driver.record_event(slot.copied_out, stream)
+                slot.free_after(slot.copied_out)
+            return
+        except DriverError as error:
+            log.warning("a failed copy cannot be fenced, so it is waited for: %s", error)
+        self._wait_for((*streams, stream))
+
+    def _wait_for(self, streams: Iterable[int]) -> None:
+        for stream in streams:
+            try:
+                self._driver.synchronize_stream(stream)
+            except DriverError as error:
+                # What refuses this too is a device that is lost: nothing runs on it any more.
+                log.error("a copy could not be waited for: %s", error)
+
+
+class _Trip:
+    """One job on its way: where it is cut, and what it has queued on streams that are not its own.
+
+    Made before the first copy, and the link waits for that: so what comes later is made later.
+    """
+
+    head = False
+    """Whether a kernel beside the ring has part of it."""
+    is_just_ahead = False
+    """Whether what was read ahead is all of it that is queued by now."""
+    runs: HostRuns | None = None
+    barriers: tuple[StreamBarrier, ...] = ()
+    """What its kernels come after."""
+
+    def __init__(self, job: CopyJob, prepared: Prepared, stream: int, ready: int | None) -> None:
+        self.job = job
+        self.prepared = prepared
+        self.stream = stream
+        self.ready = ready
+        self.chunk = ChunkCursor(job, prepared.rows)
+        self.slots: dict[RingSlot, None] = {}
+
+    def aim(self, slot: RingSlot) -> None:
+        """Point the next launch at the chunk at hand, in ``slot``."""
+        arguments, chunk = self.prepared.arguments, self.chunk
+        # The kernel counts from the job's first byte, the slot from the chunk's.
+        arguments.packed_base = slot.address - chunk.start
+        arguments.first_row, arguments.last_row = chunk.first_row, chunk.last_row
