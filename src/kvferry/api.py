@@ -135,7 +135,8 @@ def _mapping(line: str) -> tuple[int, int, bool]:
 #
 #     with kvferry.attach(kv, model="my-model", block_tokens=16, host="1GiB") as ferry:
 #         keys = ferry.keys(tokens)               # one key per full block, from the first token on
-#         hit = ferry.match(keys)                 # pinned: these blocks stay until loaded or released
+#         hit = ferry.match(keys)                 # pinned: these blocks stay until loaded or
+# released
 #         ferry.load(hit, blocks[: len(hit)])     # asynchronous; poll() or wait() says when
 #         ...compute the rest...
 #         ferry.store(keys, blocks)               # asynchronous too; stores only what is new

@@ -124,8 +124,10 @@ def _seconds(seconds: float | str | None) -> float | None:
 #     ahead         |look up, take|▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓|
 #                                 |evict, take slots   |
 #
-# A pool that is full keeps a few slots free, side by side. What fits them needs no decision about who
-# goes, and is copied while that is made. With no such slots, or none to be made, there is one piece.
+# A pool that is full keeps a few slots free, side by side. What fits them needs no decision
+# about who
+# goes, and is copied while that is made. With no such slots, or none to be made, there is one
+# piece.
 
 LEAST_BYTES, MOST_BYTES = 8 << 20, 48 << 20
 """A copy of the least takes about as long as ordering one more; of the most, longer than anybody
@@ -559,7 +561,8 @@ def write_out(
 #     level   ──read──> ▓▓▓▓▓▓░░░░░░     pieces land in the host, one after the other
 #     device  ──load──> ▓▓▓▓░░░░░░░░     each goes on as it lands, beside the next one's read
 #
-# What does not come up ends the load early: the blocks before it are there, the others are computed.
+# What does not come up ends the load early: the blocks before it are there, the others are
+# computed.
 
 _early_loads_names = itertools.count()
 

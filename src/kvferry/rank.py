@@ -106,7 +106,8 @@ def tier_setup(
 #
 # ::
 #
-#     driver ──> copy paths, measured ──> host memory (first slots ready, growing) ──> levels below it
+#     driver ──> copy paths, measured ──> host memory (first slots ready, growing) ──> levels
+# below it
 #                ──> copy engine
 #     close:     the levels, the engine, then the registrations, then the mapping, then the driver
 #

@@ -16,7 +16,7 @@ from tests.fakes.pools import evict
 from tests.model import snapshots
 from tests.model.simulation import Request, Shape, Simulation
 
-from kvferry import scheduler as half
+from kvferry.scheduler import request as half
 from kvferry.types import DEVICE, HOST, MatchState, Question, Transfer, TransferId
 
 Action = tuple[Any, ...]

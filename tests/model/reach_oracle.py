@@ -1,7 +1,8 @@
 """Which hits can be served, by brute force from the attention definitions. Slow on purpose.
 
-Written before ``kvferry.cache.reach`` and without it: everything is a set of token positions, found by
-asking what each query attends. Nothing here knows intervals, cumulative sums or closed forms.
+Written before ``kvferry.cache.reach`` and without it: everything is a set of token positions,
+found by asking what each query attends. Nothing here knows intervals,
+cumulative sums or closed forms.
 
 A *hit* of P tokens means: the engine computes nothing for tokens 0..P-1, its next query is at
 position P. So every key below P which the query at P, or any later one, attends must come from

@@ -114,7 +114,7 @@ def test_levels_are_opened_and_closed_again():
 
 
 def test_a_level_that_cannot_be_used_yet_is_a_warning(monkeypatch):
-    monkeypatch.setattr("kvferry.tiers.MemoryTier.ailment", "its cable was pulled")
+    monkeypatch.setattr("kvferry.tiers.memory.MemoryTier.ailment", "its cable was pulled")
     found = line(settings(levels="memory:1MiB"), "level memory")
     assert found.grade is Grade.WARN
     assert "its cable was pulled" in found.words

@@ -329,7 +329,7 @@ def test_values_that_differ_are_told_apart(pair):
         {"dtype": np.dtype("f4")},
         {"layout": ""},
         {"geometry": ()},
-        {"geometry": object()},
+        {"geometry": object},
         {"geometry": {1: 2}},
         {"geometry": {"a": {1, 2}}},
         {"block_tokens": 0},

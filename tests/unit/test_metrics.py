@@ -23,8 +23,9 @@ from kvferry.scheduler.journal import Copy, Reason
 from kvferry.scheduler.tier import PlacedLevel
 from kvferry.telemetry import catalog as names
 from kvferry.telemetry.catalog import MetricKind, catalog, page, why_path
+from kvferry.telemetry.collector import FerryCollector
 from kvferry.telemetry.mailbox import Inbox
-from kvferry.telemetry.source import FerryCollector, Snapshot, Source, exposition, samples
+from kvferry.telemetry.source import Snapshot, Source, exposition, samples
 from kvferry.telemetry.stats import OTHER, SIZE_BOUNDS, Distribution, Histogram, TrafficCounts
 from kvferry.tiers.disk.status import FAILURES, DiskFigures
 from kvferry.transfer.job import Direction

@@ -70,7 +70,7 @@ def test_everything_public_says_what_it_is() -> None:
         if (inspect.isclass(each) or inspect.isfunction(each)) and not inspect.getdoc(each)
     ]
     assert not silent
-    assert not _undescribed("types") | _undescribed("scheduler/orders")
+    assert not _undescribed("types") | _undescribed("scheduler/transfers")
 
 
 def _undescribed(module: str) -> set[str]:

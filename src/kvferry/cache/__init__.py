@@ -1,1 +1,1 @@
-"""Which blocks are kept where: keys, slots, leases, pins, quotas and eviction. No I/O, no threads."""
+"""Which blocks are kept where: index, slots, leases, pins, quotas, eviction. No I/O, no threads."""

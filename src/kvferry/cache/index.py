@@ -216,7 +216,8 @@ def _empty_lanes(tags: npt.NDArray[np.uint64]) -> Positions:
 # Key to slot, for a whole request in one call, at a cost that the pool's size hardly moves.
 #
 # Blocks that were stored together mostly lie in slots that follow each other. So a look-up asks the
-# table for one key only, and compares the keys of the slots behind it with those that were asked for:
+# table for one key only, and compares the keys of the slots behind it with those that were asked
+# for:
 # one pass over memory, which a processor reads ahead, where a table is fetched from at random.
 #
 # ::

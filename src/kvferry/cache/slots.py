@@ -61,7 +61,8 @@ class FreeSlots:
 #     B's beginning is still to come, and goes before it; C's end, and goes behind it
 #
 # A conversation is read back in a few long reads if its blocks lie in neighbouring places in their
-# order. They come in pieces: each goes beside its neighbours if there is room, else into a hole that
+# order. They come in pieces: each goes beside its neighbours if there is room, else into a hole
+# that
 # fits, else into an extent of its own, whose rest is left for its neighbours.
 
 EXTENT = 64
@@ -222,7 +223,8 @@ def _cut(hole: range, count: int, *, at_end: bool) -> tuple[range, list[range]]:
 #     3 wanted    12 13 14                              the tightest that holds them all
 #     6 wanted    12 13 14 15, 4 5                      else the longest, then the tightest
 #
-# A copy takes a run at a time. Slots become free where conversations end, a few here and a few there;
+# A copy takes a run at a time. Slots become free where conversations end, a few here and a few
+# there;
 # given out as they come they would be scattered more with every day. So a few are kept free: single
 # ones wait there until their neighbours are free too. Who goes, and in which order, others say.
 

@@ -188,7 +188,8 @@ def _close(what: str, close: Callable[[], object], keep_alive: object) -> None:
 # How who waits for a copy rests: briefly, punctually, and without the interpreter.
 #
 # A copy's end can be asked for or waited for. Waiting in the driver has no time limit, and a call
-# back from the card comes some 100 to 250 microseconds late; asking after short sleeps loses 5 to 15
+# back from the card comes some 100 to 250 microseconds late; asking after short sleeps loses 5
+# to 15
 # (one NVIDIA H200, 2026-11-16), if the kernel ends a sleep when it should: by itself it takes 50
 # microseconds more.
 

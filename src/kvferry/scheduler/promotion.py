@@ -289,7 +289,8 @@ def _store(rest: Rest, parts: Parts, rests: Rests) -> tuple[Ordered, ...]:
 #                        good ┘  └ sent
 #
 # Device blocks are taken before all bytes are here. So a load begins as late as loses nothing: when
-# the rest is read in the time that copying all of it takes. What does not come up ends it early: the
+# the rest is read in the time that copying all of it takes. What does not come up ends it early:
+# the
 # blocks before that are on the device, the others are computed. So does a level that falls silent,
 # and all such loads together may take half of the device: a drive that hangs must not hold it.
 

@@ -461,7 +461,8 @@ def _on_device(shape: EngineShape) -> OnDevice:
 #                              store    plan => workers => settle
 #              offer ----------------- /
 #
-# The engine speaks in tokens and hands over block tables; which blocks move follows from the groups.
+# The engine speaks in tokens and hands over block tables; which blocks move follows from the
+# groups.
 
 _CLOSED = "the scheduler is closed"
 

@@ -33,7 +33,7 @@ from kvferry.scheduler.transfers import End
 from kvferry.settings.tiers import DISK, REMOTE
 from kvferry.types import NO_SLOT, NO_SLOTS, Key, Rank, RunNumbers, SlotArray, TierName
 
-Flags_of_joints = npt.NDArray[np.bool_]
+Flags = npt.NDArray[np.bool_]
 
 _MOST = 1 << 16
 
@@ -49,7 +49,7 @@ class Joints:
         self._ends: dict[Key, None] = {}
         self._awaited: dict[Key, None] = {}
 
-    def heard(self, keys: Keys, there: Flags_of_joints, runs: RunNumbers | None) -> None:
+    def heard(self, keys: Keys, there: Flags, runs: RunNumbers | None) -> None:
         """The level was asked for chains: what is there, and not what follows, ends an object."""
         if runs is None:
             return
@@ -344,7 +344,6 @@ def _check(rank: int, keys: Keys, places: SlotArray, num_places: int) -> None:
 # ------------------------------------------------------------------------------------------------
 # What was lately heard of keys that others know: a memory with a bound, for whole requests.
 
-Flags_of_remembered = npt.NDArray[np.bool_]
 
 _NEVER = float("-inf")
 
@@ -370,24 +369,24 @@ class Remembered:
     def __len__(self) -> int:
         return len(self._index)
 
-    def there(self, keys: Keys, now: float) -> Flags_of_remembered:
+    def there(self, keys: Keys, now: float) -> Flags:
         """For each key, whether the answer was yes, and is still believed."""
         found = self._index.find(keys)
         return self._believed(found, now) & self._there.take(found, mode="wrap")
 
-    def unknown(self, keys: Keys, now: float) -> Flags_of_remembered:
+    def unknown(self, keys: Keys, now: float) -> Flags:
         """For each key, whether there is no answer that is still believed."""
         return ~self._believed(self._index.find(keys), now)
 
-    def _believed(self, found: SlotArray, now: float) -> Flags_of_remembered:
+    def _believed(self, found: SlotArray, now: float) -> Flags:
         return (found != NO_SLOT) & (self._until.take(found, mode="wrap") > now)
 
-    def sent(self, keys: Keys) -> Flags_of_remembered:
+    def sent(self, keys: Keys) -> Flags:
         """For each key, whether we sent its block there, and have not heard that it is gone."""
         found = self._index.find(keys)
         return (found != NO_SLOT) & self._sent.take(found, mode="wrap")
 
-    def answer(self, keys: Keys, there: Flags_of_remembered, until: float) -> None:
+    def answer(self, keys: Keys, there: Flags, until: float) -> None:
         """Believe until then what was said of these keys. What is not there was not sent either."""
         slots = self._slots(keys)
         self._there[slots] = there[: len(slots)]
@@ -447,7 +446,6 @@ log = logging.getLogger(__name__)
 
 _FIRST = np.zeros(1, dtype=np.int64)
 
-Flags = npt.NDArray[np.bool_]
 
 REMEMBER_SECONDS = 10.0
 REMEMBER_KEYS = 1 << 17

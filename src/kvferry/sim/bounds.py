@@ -102,8 +102,10 @@ class Future:
 # ------------------------------------------------------------------------------------------------
 # The most that any policy could hit, knowing the future: Belady's rule, with the right to refuse.
 #
-# A block is worth keeping by when it is used next. All blocks that are next used by the same request
-# are one group: which of them stay is up to their order in that request, the end goes first. So what
+# A block is worth keeping by when it is used next. All blocks that are next used by the same
+# request
+# are one group: which of them stay is up to their order in that request, the end goes first. So
+# what
 # is kept for a request is a beginning of it, and how many blocks is all that need be known.
 
 

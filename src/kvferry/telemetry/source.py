@@ -10,18 +10,12 @@ from importlib import metadata
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
-
 from kvferry.cache.leases import PoolCounts
 from kvferry.core.quantities import quoted
 from kvferry.errors import InputError
 from kvferry.scheduler.journal import Copy, Entry, Explanation, Reason
 from kvferry.telemetry import catalog as names
-from kvferry.telemetry.catalog import Metric, MetricKind, catalog, why_path
+from kvferry.telemetry.catalog import Metric, catalog, why_path
 from kvferry.telemetry.mailbox import Inbox
 from kvferry.telemetry.stats import Distribution, SchedulerStats
 from kvferry.types import HOST, RequestId
@@ -165,7 +159,8 @@ def _tier(tier: str, counts: PoolCounts) -> Iterator[Sample]:
 # ------------------------------------------------------------------------------------------------
 # One snapshot as the text that Prometheus scrapes.
 #
-# What prometheus_client would write, letter by letter, in a small part of its time: it is an engine's
+# What prometheus_client would write, letter by letter, in a small part of its time: it is an
+# engine's
 # process that is scraped, and while the text is made the interpreter is not the engine's.
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -239,50 +234,10 @@ _LABELS = {metric.name: tuple(label.name for label in metric.labels) for metric 
 
 
 # ------------------------------------------------------------------------------------------------
-# The metrics as prometheus_client knows them: a collector for any registry.
-
-Family = Any  # one of the three above; prometheus_client's types are not ours to check
-
-
-class FerryCollector:
-    """Asks for a snapshot whenever it is scraped. Keeps nothing in between."""
-
-    def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
-        self._snapshot = snapshot
-
-    def describe(self) -> Iterator[Family]:
-        """The families without values, so that registering takes no snapshot."""
-        return (_family(metric) for metric in catalog())
-
-    def collect(self) -> Iterator[Family]:
-        families = {metric: _family(metric) for metric in catalog()}
-        for metric, labels, value in samples(self._snapshot()):
-            _add(families[metric], labels, value)
-        return (family for family in families.values() if family.samples)
-
-
-def _family(metric: Metric) -> Family:
-    labels = [label.name for label in metric.labels]
-    if metric.kind is MetricKind.COUNTER:
-        return CounterMetricFamily(metric.name.removesuffix("_total"), metric.help, labels=labels)
-    if metric.kind is MetricKind.GAUGE:
-        return GaugeMetricFamily(metric.name, metric.help, labels=labels)
-    return HistogramMetricFamily(metric.name, metric.help, labels=labels)
-
-
-def _add(family: Family, labels: tuple[str, ...], value: float | Distribution) -> None:
-    if isinstance(value, Distribution):
-        bounds = [*map(shown, value.bounds), "+Inf"]
-        buckets = list(zip(bounds, accumulate(value.counts), strict=True))
-        family.add_metric(labels, buckets, value.total)
-    else:
-        family.add_metric(labels, value)
-
-
-# ------------------------------------------------------------------------------------------------
 # Which requests of an engine an answer of its server is of, by the names that vLLM makes of it.
 #
-# What a client knows as ``cmpl-5f2c`` is ``cmpl-5f2c-0-8b2677e5`` in the engine: the prompt's number
+# What a client knows as ``cmpl-5f2c`` is ``cmpl-5f2c-0-8b2677e5`` in the engine: the prompt's
+# number
 # and eight random digits more. ::
 #
 #     cmpl-5f2c-1-8b2677e5                            the second of several prompts

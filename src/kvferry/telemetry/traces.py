@@ -75,7 +75,8 @@ class TraceRequest:
 #
 # ::
 #
-#     Mooncake   {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47]}
+#     Mooncake   {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46,
+# 47]}
 #     ours       {"kvferry_trace": 1, "block_tokens": 128}                      the first line
 #                {"time": 27.482, "keys": "AQAAAAAAAAA=", "input": 200, "output": 52}
 

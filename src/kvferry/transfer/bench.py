@@ -24,7 +24,7 @@ from kvferry.transfer.planning.profile import profile_file, save_profile
 from kvferry.transfer.planning.slowdown import MatmulLoad, WeightLoad, measure_slowdown
 from kvferry.types import DEVICE, HOST, Transfer, TransferId
 
-KiB, MiB_of_effort = 1 << 10, 1 << 20
+KiB = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -46,25 +46,25 @@ class Effort:
 
 FULL = Effort(
     segment_bytes=tuple(4 * KiB << power for power in range(10)),
-    large_bytes=(64 * MiB_of_effort, 256 * MiB_of_effort),
+    large_bytes=(64 * MiB, 256 * MiB),
     repeats=11,
     auto_repeats=33,
     small_repeats=25,
     rounds=24,
     phases=4,
     planner_segments=tuple(kib * KiB for kib in (8, 12, 32, 48, 128, 512, 1024)),
-    planner_bytes=tuple(mib * MiB_of_effort for mib in (2, 3, 8, 24, 32, 128, 192)),
+    planner_bytes=tuple(mib * MiB for mib in (2, 3, 8, 24, 32, 128, 192)),
 )
 QUICK = Effort(
-    segment_bytes=(4 * KiB, 16 * KiB, 64 * KiB, 2 * MiB_of_effort),
-    large_bytes=(64 * MiB_of_effort, 256 * MiB_of_effort),
+    segment_bytes=(4 * KiB, 16 * KiB, 64 * KiB, 2 * MiB),
+    large_bytes=(64 * MiB, 256 * MiB),
     repeats=3,
     auto_repeats=5,
     small_repeats=9,
     rounds=12,
     phases=2,
     planner_segments=(8 * KiB, 32 * KiB, 512 * KiB),
-    planner_bytes=(2 * MiB_of_effort, 24 * MiB_of_effort, 128 * MiB_of_effort),
+    planner_bytes=(2 * MiB, 24 * MiB, 128 * MiB),
 )
 
 
@@ -161,7 +161,6 @@ class BenchResult:
 # ------------------------------------------------------------------------------------------------
 # The copy benchmark, section by section.
 
-KiB_of_run = 1 << 10
 SEGMENTS = 64
 
 LARGE = 64 * MiB
@@ -169,7 +168,7 @@ IN_FLIGHT_BYTES = 256 * MiB
 """Large transfers are queued one after another up to this much, as an engine with several in
 flight does; one alone is timed too."""
 
-SCATTERED_SEGMENTS = (8 * KiB_of_run, 32 * KiB_of_run)
+SCATTERED_SEGMENTS = (8 * KiB, 32 * KiB)
 """Segment sizes at which the planner's choice is looked at with scattered host slots too."""
 
 PAY_PER_SEGMENT = tuple(path.name for path in COPY_PATHS if path.pays_per_segment)
@@ -270,7 +269,7 @@ class CopyBenchmark:
 
     def _small(self) -> Iterator[TimedCopy]:
         for direction in Direction:
-            for segment_bytes in (4 * KiB_of_run, 16 * KiB_of_run, 64 * KiB_of_run):
+            for segment_bytes in (4 * KiB, 16 * KiB, 64 * KiB):
                 for num_blocks in (1, 4, 16):
                     self.progress(
                         f"{direction.value}, {num_blocks} blocks of {SEGMENTS} x "
@@ -283,7 +282,7 @@ class CopyBenchmark:
         self.progress("host time of submit")
         for direction in Direction:
             for num_blocks in (1, 4, 16, 64):
-                job = self.rig.job(direction, 16 * KiB_of_run, SEGMENTS, num_blocks)
+                job = self.rig.job(direction, 16 * KiB, SEGMENTS, num_blocks)
                 for path in (*self.ours.paths, AUTO_PATH):
                     yield {
                         "direction": direction.value,
@@ -296,7 +295,7 @@ class CopyBenchmark:
     def _both_ways(self) -> dict[str, dict[str, float]]:
         """Both directions at once, each from a thread of its own, as the engine does."""
         self.progress("both directions at once")
-        jobs = [self.rig.job(way, 16 * KiB_of_run, SEGMENTS, 256) for way in Direction]
+        jobs = [self.rig.job(way, 16 * KiB, SEGMENTS, 256) for way in Direction]
         plain = [self.rig.plain_call(job.direction, job.num_bytes) for job in jobs]
         chosen = [self.rig.call(self.paths[self._choice(job)], job) for job in jobs]
         return {"ceiling": self._time_both(jobs, plain), AUTO_PATH: self._time_both(jobs, chosen)}
@@ -324,7 +323,7 @@ class CopyBenchmark:
         for make_load in (MatmulLoad, WeightLoad):
             load = make_load()
             for direction in Direction:
-                job = self.rig.job(direction, 16 * KiB_of_run, SEGMENTS, 256)
+                job = self.rig.job(direction, 16 * KiB, SEGMENTS, 256)
                 chosen = self._choice(job, busy=True)
                 for name in (AUTO_PATH, *BESIDE_MODEL):
                     self.progress(f"{name}, {direction.value}, beside {load.name}")

@@ -21,7 +21,8 @@ from kvferry.connectors.vllm import ranks, worker_side
 from kvferry.connectors.vllm.metrics import PREFIX, FerryMetrics
 from kvferry.connectors.vllm.reports import EXPORTED, Figures, add, between, figures, values_of
 from kvferry.telemetry.catalog import MetricKind
-from kvferry.telemetry.source import FerryCollector, Snapshot, installed_version
+from kvferry.telemetry.collector import FerryCollector
+from kvferry.telemetry.source import Snapshot, installed_version
 from kvferry.telemetry.stats import SIZE_BOUNDS, TIME_BOUNDS, SchedulerStats, TrafficCounts
 from kvferry.telemetry.stats import Histogram as OurHistogram
 from kvferry.tools.top.scrape import explain

@@ -126,8 +126,10 @@ def prior() -> npt.NDArray[np.float64]:
 #
 # Ages fall into buckets, two to a doubling. In each bucket a conversation that has not returned yet
 # does so with a chance, the hazard: the logistic of a base for the bucket plus a weight for each of
-# the conversation's traits, one for each group of buckets. Base and weights move by small steps, each
-# the error over how much was seen so far, so that the first hundred records teach most. Before that a
+# the conversation's traits, one for each group of buckets. Base and weights move by small steps,
+# each
+# the error over how much was seen so far, so that the first hundred records teach most. Before
+# that a
 # prior speaks: the same small chance in every bucket, which makes the older the less likely to
 # return within a second, as LRU has it.
 #

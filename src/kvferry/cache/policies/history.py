@@ -361,7 +361,8 @@ class Heard:
 # ------------------------------------------------------------------------------------------------
 # Slots in segments: runs of a chain that one conversation has, or several share.
 #
-# A segment is a stack of slots in chain order, in pieces as they came: its end goes first. A slot is
+# A segment is a stack of slots in chain order, in pieces as they came: its end goes first. A
+# slot is
 # in one segment at a time; what it leaves behind elsewhere is stale and passed over when it is met,
 # so a batch of any size is a few array operations.
 #

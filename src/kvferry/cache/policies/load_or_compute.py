@@ -157,7 +157,8 @@ def _average(old: float | None, new: float) -> float:
 #     overlapped      [load ----------------------]
 #                        [forward, each layer behind its part]
 #
-# Everybody in a step waits for it. So where others are, a load counts as landed only when the rest of
+# Everybody in a step waits for it. So where others are, a load counts as landed only when the
+# rest of
 # it takes no longer than they may be held up; where they may not be at all, it lands first.
 
 

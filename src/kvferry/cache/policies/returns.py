@@ -210,7 +210,8 @@ class ConversationSlots:
 #
 # Every request is a record: how many turns its conversation has had, how long it stayed away, how
 # much it grew, how long its answer was. From those that came back, when, and those that did not, it
-# learns the chance to return at each age (``hazards.py``). What a block is worth is that chance over
+# learns the chance to return at each age (``hazards.py``). What a block is worth is that chance
+# over
 # the time it would be held. To make room, a few segments are looked at, and the one of least worth
 # loses its end; where that would be the newcomer, it is not stored.
 #

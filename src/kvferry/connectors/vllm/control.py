@@ -111,8 +111,10 @@ def _wake_message() -> Any:
 # ------------------------------------------------------------------------------------------------
 # A reset that holds whatever happens next: the scheduler's side marks the ranks' stores itself.
 #
-# The ranks hear of a reset with the next step, and a server may be killed before there is one. Stores
-# on this host are marked at once: whoever opens them next forgets first. Of ranks on other hosts the
+# The ranks hear of a reset with the next step, and a server may be killed before there is one.
+# Stores
+# on this host are marked at once: whoever opens them next forgets first. Of ranks on other hosts
+# the
 # stores are out of reach; but a block counts only if every rank has it, so one rank that has
 # forgotten is enough.
 

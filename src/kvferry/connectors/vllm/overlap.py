@@ -114,7 +114,8 @@ def why_not(setup: Setup, hash_tokens: int) -> str:
 # when the load is queued on the device as a whole, and not before; and what it then computes is
 # queued behind the load. On the device, that is: nobody here waits.
 #
-# A layer's KV is written before its attention is: so whoever leaves a layer waits for the next one's
+# A layer's KV is written before its attention is: so whoever leaves a layer waits for the next
+# one's
 # part. Where a step replays one graph of all layers, or does not call us for each, everything is
 # waited for before it. Which steps call us is seen, not believed: in each mode some step must have
 # called for every layer before we count on it.

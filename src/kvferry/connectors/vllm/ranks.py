@@ -193,7 +193,8 @@ def _words(levels: Sequence[LevelShape]) -> str:
 # ------------------------------------------------------------------------------------------------
 # From the tensors vLLM registers to block layouts, by storage and strides.
 #
-# vLLM hands over one view per layer, sometimes several (a state and its convolution). They may lie in
+# vLLM hands over one view per layer, sometimes several (a state and its convolution). They may
+# lie in
 # one storage or in many, and layers of different groups may lie over each other. What they all have
 # is an axis that counts blocks; everything else inside a block is opaque to us::
 #

@@ -150,7 +150,8 @@ class MemoryNews:
 #                      ├─> our worker ─────>┤
 #     after_forward ── stores               └── requests ──> vLLM: their blocks are there, or not
 #
-# A store must come after the forward pass that writes its blocks is queued; a load may start before.
+# A store must come after the forward pass that writes its blocks is queued; a load may start
+# before.
 
 log = logging.getLogger(__name__)
 

@@ -181,7 +181,8 @@ def _fallocate(fd: int, mode: int, offset: int, count: int) -> bool:
 # What proves that bytes are the block that was written: its content, its key and its place.
 #
 # Without a key: xxh3-128 over the bytes, seeded by key, place and store, so that a block that was
-# damaged, mixed up by the drive, or left by somebody else does not match. With one: AES-256-GCM, with
+# damaged, mixed up by the drive, or left by somebody else does not match. With one: AES-256-GCM,
+# with
 # key, place and store as associated data; the tag is the proof, and the drive sees no plain byte.
 
 Proofs = npt.NDArray[np.uint8]

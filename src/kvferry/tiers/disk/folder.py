@@ -309,12 +309,14 @@ def _delete(folder: Path) -> None:
 #
 # ::
 #
-#     bound of the directory  |  open stores of others  |  rank 0 here  |  rank 1 here  |  ... | idle
+#     bound of the directory  |  open stores of others  |  rank 0 here  |  rank 1 here  |  ... |
+# idle
 #                                never touched             equal shares
 #
 # Idle are stores that nobody has open and that are not ours. Those that were used in the last days
 # keep a part of the bound, so that models that take turns stay warm; the others are removed when
-# their bytes are needed. Those that were used longest ago give first: what they must give is cut off
+# their bytes are needed. Those that were used longest ago give first: what they must give is cut
+# off
 # their ends. Stores of this server's other ranks are left: they may be about to be opened. All of
 # this while alone in the directory, so that two who start at once cannot both take the last bytes.
 

@@ -110,7 +110,8 @@ def read_whole(file: JournalFile, offset: int, count: int) -> bytes:
 # anew whenever a journal begins: what an earlier journal left in the same file is never ours. The
 # digest also fixes where the page lies, so a page at another place is not ours either.
 #
-# ``before`` repeats the places that the page before it names. A page that has gone bad can so be told
+# ``before`` repeats the places that the page before it names. A page that has gone bad can so be
+# told
 # by its neighbour which places it spoke of, and only those are doubtful.
 
 PAGE_BYTES = 4096

@@ -103,12 +103,15 @@ def places_of(records: Records) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.b
 #                        bad                            bad     base  cut
 #
 # A commit begins only after the one before it is on the medium, and each of its pages says where it
-# began (``base``). So every page before the greatest base of all whole pages was on the medium once:
+# began (``base``). So every page before the greatest base of all whole pages was on the medium
+# once:
 #
-# - behind it, the first page that is not whole ends the journal (a torn tail). Nothing there was ever
+# - behind it, the first page that is not whole ends the journal (a torn tail). Nothing there was
+# ever
 #   promised. It is cut, and erased, so that it cannot come back behind later pages.
 # - before it, a page that is not whole has gone bad since. What it said is unknown, but the page
-#   after it repeats which places it spoke of: these are left out, all others are believed. Where the
+#   after it repeats which places it spoke of: these are left out, all others are believed. Where
+# the
 #   page after it is bad too, everything older is left out.
 #
 # Nothing that was forgotten can come back this way: forgetting ends the journal itself.
@@ -332,9 +335,11 @@ def _num_leading(flags: Flags) -> int:
 # ------------------------------------------------------------------------------------------------
 # A journal written anew without what is out of date, a step at a time, beside its commits.
 #
-# The copy follows the old journal from its first page, in order, and takes the records that are live
+# The copy follows the old journal from its first page, in order, and takes the records that are
+# live
 # when it comes by. Meanwhile the old journal grows; the copy catches up, and ends when nothing is
-# left to follow. A record that it took may be contradicted later in the old journal: what contradicts
+# left to follow. A record that it took may be contradicted later in the old journal: what
+# contradicts
 # it is copied too, because it comes behind. Order is kept, so the newest stays the newest.
 
 
@@ -466,8 +471,10 @@ def _begin(
 #     switch    copy, sync │ header of the new, sync │ old header erased, sync │ append to the new
 #     forget                 old header erased, sync │ header of the new, sync │ append to the new
 #
-# Each bar is a barrier. The header vouches for all pages copied before it, so it comes after they are
-# on the medium. Until the old header is gone both journals say the same, because nothing is appended
+# Each bar is a barrier. The header vouches for all pages copied before it, so it comes after
+# they are
+# on the medium. Until the old header is gone both journals say the same, because nothing is
+# appended
 # in between; so damage to one header can never bring back what the other has left behind. To forget
 # is the other way round: with no header nothing is there, which is what was asked for.
 

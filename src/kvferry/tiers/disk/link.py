@@ -184,7 +184,8 @@ def _environment() -> dict[str, str]:
 #        ^                        │ it died, or does not answer: killed
 #        └────── away, a while ───┘
 #
-# A thread does the waiting. Whatever was under way on a drive that is gone has failed, and its memory
+# A thread does the waiting. Whatever was under way on a drive that is gone has failed, and its
+# memory
 # is ours again.
 
 log = logging.getLogger(__name__)

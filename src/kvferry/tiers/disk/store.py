@@ -24,6 +24,8 @@ from kvferry.tiers.disk.folder import (
 from kvferry.tiers.disk.journal import Shape
 from kvferry.tiers.disk.ledger import FILE_NAMES, Ledger, journal_bytes
 from kvferry.tiers.disk.superblock import (
+    FORGET_MARK_FILE_BYTES,
+    FORGET_MARK_FILE_NAME,
     StoreIdentity,
     Superblock,
     SuperblockError,
@@ -215,7 +217,7 @@ class _Sizing:
         length = journal_bytes(Shape(identity.proof_bytes), num_places)
         self._lengths = dict.fromkeys(FILE_NAMES, length)
         self._lengths[BLOCKS_NAME] = num_places * identity.pitch
-        self._lengths[forget_mark.FILE_NAME] = forget_mark.FILE_BYTES
+        self._lengths[FORGET_MARK_FILE_NAME] = FORGET_MARK_FILE_BYTES
         self.is_smaller = any(self._length(name) > self._lengths[name] for name in self._lengths)
 
     def lengthen(self) -> bool:

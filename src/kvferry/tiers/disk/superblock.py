@@ -272,7 +272,7 @@ def read_epoch(folder: Path) -> int:
 def write_epoch(folder: Path, epoch: int) -> None:
     """Only after the store has forgotten: one that says so and has not would keep what is stale."""
     number = epoch.to_bytes(_NUMBER_BYTES, "little")
-    aside = folder / f"{FILE_NAME}.new"
+    aside = folder / f"{EPOCH_FILE_NAME}.new"
     fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         os.write(fd, number + _epoch_digest(number))
@@ -290,8 +290,10 @@ def _epoch_digest(number: bytes) -> bytes:
 # ------------------------------------------------------------------------------------------------
 # An order to forget everything, left in a store's folder for whoever has it open or opens it next.
 #
-# Who orders it may be another process than the engine that has the store open, and may not reach that
-# engine for a while (vLLM's scheduler speaks to its ranks with the next step only). The mark is good
+# Who orders it may be another process than the engine that has the store open, and may not reach
+# that
+# engine for a while (vLLM's scheduler speaks to its ranks with the next step only). The mark is
+# good
 # from the moment it is on the medium::
 #
 #     mark, sync: promised ──> the engine hears and its drive forgets, or there is a crash ──>

@@ -188,7 +188,8 @@ class Shelf:
 # ::
 #
 #     read    file ──> buffer ──check──> engine; a block whose proof fails is lost, not delivered
-#     write   engine ──> buffer ──prove──> file ──> shelf: readable now, durable with the next commit
+#     write   engine ──> buffer ──prove──> file ──> shelf: readable now, durable with the next
+# commit
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ _APART: dict[str, Any] = (
 _START = """
 import importlib, sys, types
 root = sys.argv.pop(1)
-for name in ("kvferry", "kvferry.core", "kvferry.tiers", "kvferry.tiers.disk", "kvferry.tiers.remote"):
+for end in ("", ".core", ".tiers", ".tiers.disk", ".tiers.remote"):
+    name = "kvferry" + end
     package = sys.modules[name] = types.ModuleType(name)
     package.__path__ = [root + "/" + name.replace(".", "/")]
 importlib.import_module("kvferry.tiers.remote.process").main()

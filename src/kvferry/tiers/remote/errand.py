@@ -60,7 +60,8 @@ class Errand:
 # ------------------------------------------------------------------------------------------------
 # Blocking calls one after the other in one thread, each begun the moment the one before is over.
 #
-# Who waits for a call hears of it in a loop of his own, later; the next call does not wait for that.
+# Who waits for a call hears of it in a loop of his own, later; the next call does not wait for
+# that.
 # A call that nobody waits for any more is left behind: those after it go on in another thread.
 
 T = TypeVar("T")

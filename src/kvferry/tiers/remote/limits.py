@@ -42,11 +42,14 @@ class Bandwidth:
 #
 # ::
 #
-#     closed ── a whole batch failed by the store's fault ──> open ── a trial came through ──> closed
+#     closed ── a whole batch failed by the store's fault ──> open ── a trial came through ──>
+# closed
 #                                                              └── it did not: the next one later
 #
-# A trial that comes through does not yet make the next wait short again: only batches do, and of the
-# kind that failed. A store that serves trials or look-ups, and no blocks, is asked ever more seldom.
+# A trial that comes through does not yet make the next wait short again: only batches do, and of
+# the
+# kind that failed. A store that serves trials or look-ups, and no blocks, is asked ever more
+# seldom.
 
 FIRST_WAIT = 0.25
 LONGEST_WAIT = 15.0

@@ -118,7 +118,8 @@ def _digest(block: memoryview, head: bytes) -> bytes:
 #     chain     k0 k1 k2 k3 k4 k5 k6 k7 k8 k9
 #     objects   [           k4][     k7]   [k9]      an object has the name of its last block
 #
-# A key stands for the whole chain before it. So who knows the chain, finds an object by its name and
+# A key stands for the whole chain before it. So who knows the chain, finds an object by its name
+# and
 # sees how many blocks it has, knows which those are; and whoever does not know the chain is told
 # wrongly of none, because each block is proven by itself when it is read. Two servers may give one
 # name to objects of different length: where the server can tell, the longer stays (``s3.py``).

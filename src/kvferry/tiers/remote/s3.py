@@ -78,7 +78,8 @@ def _answer(said: str) -> str:
 # Servers differ. Some honour a conditional put, some ignore it and overwrite, some refuse it; some
 # answer a missing bucket as a missing object. Nothing here rests on that: an object proves itself
 # when it is read, and whoever overwrites writes the same bytes: of as many blocks, or of another
-# number of those that end with the same one. Where the server ignores the condition a shorter object
+# number of those that end with the same one. Where the server ignores the condition a shorter
+# object
 # may so take the place of a longer; what it lacks is missing until somebody writes it again.
 
 _CALLS, _MOST_CALLS, FIND_CALLS = 32, 64, 128

@@ -74,7 +74,8 @@ def address_of(memory: memoryview) -> int:
 #            └── one object of the store ──────┘
 #
 # A call to a store that is given up may still write, at any later time. So its slots are cut off
-# before their batch ends: other pages, which are nobody's, take their place here, and what comes late
+# before their batch ends: other pages, which are nobody's, take their place here, and what comes
+# late
 # falls into those. The kernel does that for all threads at once; when it returns, none of them can
 # reach the engine's memory there any more, not even in the middle of a copy.
 

@@ -15,7 +15,7 @@ from kvferry.settings.copy_paths import AUTO_PATH, BY_NAME
 from kvferry.tools.cli.calibrate import open_card
 from kvferry.tools.cli.output import is_stdout, json_option, put, show
 
-KiB, MiB_of_bench_copy_tables = 1 << 10, 1 << 20
+KiB, MiB = 1 << 10, 1 << 20
 
 NAMES = {"load": "Host to GPU", "store": "GPU to host"}
 
@@ -72,11 +72,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def size(num_bytes: int) -> str:
-    return (
-        f"{num_bytes // MiB} MiB"
-        if num_bytes >= MiB_of_bench_copy_tables
-        else f"{num_bytes // KiB} KiB"
-    )
+    return f"{num_bytes // MiB} MiB" if num_bytes >= MiB else f"{num_bytes // KiB} KiB"
 
 
 def num_bytes(row: dict[str, Any]) -> int:

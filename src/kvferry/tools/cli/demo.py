@@ -18,17 +18,32 @@ from kvferry.errors import ConfigError, InputError, KvferryError
 from kvferry.settings.tiers import LevelSpec, read_levels, show_levels
 from kvferry.tiers.contract import TierSetup
 from kvferry.tiers.opening import open_tier
-from kvferry.tools.cli import (
-    reports as fleet_report,
-)
-from kvferry.tools.cli import (
-    reports as policies_report,
-)
-from kvferry.tools.cli import (
-    reports as restart_report,
-)
 from kvferry.tools.cli.output import is_stdout, json_option, put
-from kvferry.tools.cli.reports import LIVES, NAMES, ROWS, WAYS, gain, render, show_seconds, verdict
+from kvferry.tools.cli.reports import (
+    FLEET_ROWS,
+    LIVES,
+    NAMES,
+    POLICIES_ROWS,
+    RESTART_ROWS,
+    ROWS,
+    WAYS,
+    fleet_columns,
+    fleet_gain,
+    fleet_section,
+    fleet_verdict,
+    gain,
+    policies_columns,
+    policies_gain,
+    policies_section,
+    policies_verdict,
+    render,
+    restart_columns,
+    restart_gain,
+    restart_section,
+    restart_verdict,
+    show_seconds,
+    verdict,
+)
 from kvferry.tools.playground.blocks import ServedRequest
 from kvferry.tools.playground.compare import (
     Answers,
@@ -168,22 +183,22 @@ def show_comparison(result: Comparison, console: Console) -> None:
 
 
 def show_restart(again: Restart, console: Console) -> None:
-    _put_table(restart_report.columns(again), restart_report.ROWS, console)
-    _put_words(again, restart_report.restart_verdict(again), console)
-    console.print(restart_report.restart_gain(again), highlight=False)
+    _put_table(restart_columns(again), RESTART_ROWS, console)
+    _put_words(again, restart_verdict(again), console)
+    console.print(restart_gain(again), highlight=False)
 
 
 def show_policies(kept: PoliciesResult, console: Console) -> None:
-    columns = policies_report.columns(kept)
-    _put_table(columns, policies_report.ROWS, console, len(columns) - 1)
-    _put_words(kept, policies_report.policies_verdict(kept), console)
-    console.print(policies_report.policies_gain(kept), highlight=False)
+    columns = policies_columns(kept)
+    _put_table(columns, POLICIES_ROWS, console, len(columns) - 1)
+    _put_words(kept, policies_verdict(kept), console)
+    console.print(policies_gain(kept), highlight=False)
 
 
 def show_fleet(fleet: FleetResult, console: Console) -> None:
-    _put_table(fleet_report.columns(fleet), fleet_report.ROWS, console)
-    _put_words(fleet, fleet_report.fleet_verdict(fleet), console)
-    console.print(fleet_report.fleet_gain(fleet), highlight=False)
+    _put_table(fleet_columns(fleet), FLEET_ROWS, console)
+    _put_words(fleet, fleet_verdict(fleet), console)
+    console.print(fleet_gain(fleet), highlight=False)
 
 
 def _put_table(
@@ -419,9 +434,9 @@ class _Also:
 
     def sections(self) -> str:
         """Of the report, in the order in which they were shown."""
-        sections = restart_report.restart_section(self.restart) if self.restart else ""
-        sections += policies_report.policies_section(self.policies) if self.policies else ""
-        return sections + (fleet_report.fleet_section(self.fleet) if self.fleet else "")
+        sections = restart_section(self.restart) if self.restart else ""
+        sections += policies_section(self.policies) if self.policies else ""
+        return sections + (fleet_section(self.fleet) if self.fleet else "")
 
     def to_dict(self) -> dict[str, Any]:
         told = {"restart": self.restart, "policies": self.policies, "fleet": self.fleet}

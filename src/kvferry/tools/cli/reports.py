@@ -34,8 +34,8 @@ ROWS: tuple[Row, ...] = (
     ("Prefill tokens computed", lambda f: f"{f.prefill_tokens:,}"),
     ("Hit rate, device", lambda f: f"{f.device_hit_rate:.0%}"),
     ("Hit rate, host", lambda f: f"{f.host_hit_rate:.0%}"),
-    ("Moved device → host", lambda f: show_bytes_of_report(f.stored_bytes)),
-    ("Moved host → device", lambda f: show_bytes_of_report(f.loaded_bytes)),
+    ("Moved device → host", lambda f: short_bytes(f.stored_bytes)),
+    ("Moved host → device", lambda f: short_bytes(f.loaded_bytes)),
     ("Preemptions", lambda f: f"{f.num_preemptions:,}"),
     ("Run time", lambda f: f"{f.seconds:.1f} s"),
 )
@@ -46,7 +46,7 @@ def show_seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
 
 
-def show_bytes_of_report(count: float) -> str:
+def short_bytes(count: float) -> str:
     if not count:
         return "–"
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
@@ -323,12 +323,12 @@ on a shared machine expect them to vary.</p></footer>
 
 WAYS = {"shared": "One store for all", "alone": "Each for itself"}
 
-Row_of_fleet_report = tuple[str, Callable[[FleetFigures], str]]
+FleetRow = tuple[str, Callable[[FleetFigures], str]]
 
-FLEET_REPORT_ROWS: tuple[Row_of_fleet_report, ...] = (
+FLEET_ROWS: tuple[FleetRow, ...] = (
     ("First token p50", lambda fleet: show_seconds(fleet.first_token_seconds)),
     ("Prefill tokens computed", lambda fleet: f"{fleet.prefill_tokens:,}"),
-    ("Read from the store", lambda fleet: show_bytes_of_report(fleet.read_bytes)),
+    ("Read from the store", lambda fleet: short_bytes(fleet.read_bytes)),
     ("Turns by server", lambda fleet: _by_server(fleet)),
 )
 
@@ -368,7 +368,7 @@ def fleet_gain(result: FleetResult) -> str:
     return " ".join(said)
 
 
-def columns(result: FleetResult) -> tuple[tuple[str, FleetFigures], ...]:
+def fleet_columns(result: FleetResult) -> tuple[tuple[str, FleetFigures], ...]:
     return ((WAYS["shared"], result.shared), (WAYS["alone"], result.alone))
 
 
@@ -388,14 +388,14 @@ def fleet_section(result: FleetResult) -> str:
                 Part(*kinds[2], fleet.prefill_tokens),
             ],
         )
-        for name, fleet in columns(result)
+        for name, fleet in fleet_columns(result)
     ]
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name, _ in columns(result))
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name, _ in fleet_columns(result))
     rows = "".join(
         f'<tr><th scope="row">{escape(name)}</th>'
-        + "".join(f"<td>{escape(show(fleet))}</td>" for _, fleet in columns(result))
+        + "".join(f"<td>{escape(show(fleet))}</td>" for _, fleet in fleet_columns(result))
         + "</tr>"
-        for name, show in FLEET_REPORT_ROWS
+        for name, show in FLEET_ROWS
     )
     style = "good" if result.tokens_equal else "bad"
     plot = bar_plot(bars, show=lambda value: f"{value:,.0f}", x_label="prompt tokens")
@@ -418,9 +418,9 @@ def _by_server(fleet: FleetFigures) -> str:
 # ------------------------------------------------------------------------------------------------
 # The part of the demo's report about eviction policies: in words, as a table, and as a plot.
 
-Row_of_policies_report = tuple[str, Callable[[PolicyFigures], str]]
+PoliciesRow = tuple[str, Callable[[PolicyFigures], str]]
 
-POLICIES_REPORT_ROWS: tuple[Row_of_policies_report, ...] = (
+POLICIES_ROWS: tuple[PoliciesRow, ...] = (
     ("First token p50", lambda policy: _seconds(policy.first_token_seconds(50))),
     ("First token p95", lambda policy: _seconds(policy.first_token_seconds(95))),
     (
@@ -463,7 +463,7 @@ def policies_gain(result: PoliciesResult) -> str:
     )
 
 
-def columns_of_policies_report(result: PoliciesResult) -> tuple[tuple[str, PolicyFigures], ...]:
+def policies_columns(result: PoliciesResult) -> tuple[tuple[str, PolicyFigures], ...]:
     """The last policy first: as in the report's other tables, what is compared with the rest."""
     return tuple(reversed(result.figures.items()))
 
@@ -484,18 +484,14 @@ def policies_section(result: PoliciesResult) -> str:
                 Part(*kinds[2], figures.prefill_tokens),
             ],
         )
-        for name, figures in columns_of_policies_report(result)
+        for name, figures in policies_columns(result)
     ]
-    head = "".join(
-        f'<th scope="col">{escape(name)}</th>' for name, _ in columns_of_policies_report(result)
-    )
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name, _ in policies_columns(result))
     rows = "".join(
         f'<tr><th scope="row">{escape(name)}</th>'
-        + "".join(
-            f"<td>{escape(show(figures))}</td>" for _, figures in columns_of_policies_report(result)
-        )
+        + "".join(f"<td>{escape(show(figures))}</td>" for _, figures in policies_columns(result))
         + "</tr>"
-        for name, show in POLICIES_REPORT_ROWS
+        for name, show in POLICIES_ROWS
     )
     style = "good" if result.tokens_equal else "bad"
     plot = bar_plot(bars, show=lambda value: f"{value:,.0f}", x_label="prompt tokens")
@@ -539,9 +535,9 @@ LIVES = {
     "cold": "Restarted, no disk",
 }
 
-Row_of_restart_report = tuple[str, Callable[[LifeFigures], str]]
+RestartRow = tuple[str, Callable[[LifeFigures], str]]
 
-RESTART_REPORT_ROWS: tuple[Row_of_restart_report, ...] = (
+RESTART_ROWS: tuple[RestartRow, ...] = (
     ("First token p50", lambda life: _restart_report_seconds(life.first_token_seconds)),
     ("Prefill tokens computed", lambda life: f"{life.prefill_tokens:,}"),
     ("Blocks found at the start", lambda life: f"{life.restored_blocks:,}"),
@@ -571,7 +567,7 @@ def restart_gain(result: Restart) -> str:
     )
 
 
-def columns_of_restart_report(result: Restart) -> tuple[tuple[str, LifeFigures], ...]:
+def restart_columns(result: Restart) -> tuple[tuple[str, LifeFigures], ...]:
     return ((LIVES["warm"], result.warm), (LIVES["cold"], result.cold))
 
 
@@ -586,16 +582,14 @@ def restart_section(result: Restart) -> str:
                 Part(kinds[1][0], kinds[1][1], life.prefill_tokens),
             ],
         )
-        for name, life in columns_of_restart_report(result)
+        for name, life in restart_columns(result)
     ]
-    head = "".join(
-        f'<th scope="col">{escape(name)}</th>' for name, _ in columns_of_restart_report(result)
-    )
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name, _ in restart_columns(result))
     rows = "".join(
         f'<tr><th scope="row">{escape(name)}</th>'
-        + "".join(f"<td>{escape(show(life))}</td>" for _, life in columns_of_restart_report(result))
+        + "".join(f"<td>{escape(show(life))}</td>" for _, life in restart_columns(result))
         + "</tr>"
-        for name, show in RESTART_REPORT_ROWS
+        for name, show in RESTART_ROWS
     )
     style = "good" if result.tokens_equal else "bad"
     plot = bar_plot(bars, show=lambda value: f"{value:,.0f}", x_label="prompt tokens")

@@ -266,8 +266,10 @@ class Fences:
 #
 # A driver has a few channels to the card (8, unless told otherwise) and puts streams on them as it
 # likes. What one stream waits for holds up all work queued later on its channel: with an event that
-# is at worst slow, with a gate it is for ever, if the held work is what should open the gate. (On one
-# NVIDIA H200, 2026-11-16, a gate on the default stream held nobody up; gates on 32 others held all.)
+# is at worst slow, with a gate it is for ever, if the held work is what should open the gate.
+# (On one
+# NVIDIA H200, 2026-11-16, a gate on the default stream held nobody up; gates on 32 others held
+# all.)
 # No call tells, so it is tried out once for each compute stream, while that has nothing to do.
 
 

@@ -143,7 +143,8 @@ class ReadingAhead:
 #     store                       └─▶[copy to host]──end    │
 #     load                        └─▶[copy to device]──end──┘
 #
-# Every copy waits for the compute queued when it was submitted: a store because compute may still be
+# Every copy waits for the compute queued when it was submitted: a store because compute may
+# still be
 # writing its source, a load because compute may still be reading its destination.
 #
 # Compute waits for a load by an event where all of it is queued, else by a gate (``gates.py``).

@@ -153,7 +153,8 @@ class IdBuffers:
 # ------------------------------------------------------------------------------------------------
 # How a layout is cut into rows for the copy kernel: pure arithmetic, no device.
 #
-# A row is at most ``row_bytes`` contiguous bytes of one segment. Rows never cross a segment, so each
+# A row is at most ``row_bytes`` contiguous bytes of one segment. Rows never cross a segment, so
+# each
 # has one device address and one place in the block::
 #
 #     segment 0 |---- row 0 ----|-- row 1 --|  segment 1 |---- row 2 ----|-- row 3 --|

@@ -241,7 +241,8 @@ class CopyRig:
 #
 # Each path is timed by direction, segment size and transfer size on an idle card, and then beside a
 # running model. A path that is hopeless for small segments is not asked to copy many of them: the
-# planner only needs to see that it is. A server's first start waits for all this, so nothing is timed
+# planner only needs to see that it is. A server's first start waits for all this, so nothing is
+# timed
 # more often than a choice between paths needs.
 
 log = logging.getLogger(__name__)

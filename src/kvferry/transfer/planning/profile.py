@@ -251,8 +251,10 @@ def load_profile(file: Path, paths: Collection[str]) -> Profile | None:
 # ------------------------------------------------------------------------------------------------
 # The profile to plan by where nothing could be measured.
 #
-# Not numbers of a card but the shape all of them share, from what every path says of itself: a kernel
-# starts sooner than anything else, a ring moves a little more per second, a copy per segment pays for
+# Not numbers of a card but the shape all of them share, from what every path says of itself: a
+# kernel
+# starts sooner than anything else, a ring moves a little more per second, a copy per segment
+# pays for
 # each one, and a kernel that writes host memory stands in the model's way.
 
 KiB, MiB = 1 << 10, 1 << 20
