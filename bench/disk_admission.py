@@ -1,6 +1,6 @@
 """Which blocks should go to disk: all that host memory drops, or only those asked for again?
 
-Replays a trace of requests through the real scheduler, its host pool and a level of the size of a
+Replays a trace of requests through the real scheduler, its host pool and a tier of the size of a
 disk, with copies that end at once, and counts where each request's blocks came from. A block is one
 of the trace's, of 512 tokens. Prints a table; ``--trace FILE`` names the trace (JSON lines with
 ``hash_ids``, as published with the Mooncake paper).
@@ -19,7 +19,7 @@ from kvferry.cache.pool import Pool
 from kvferry.cache.reach import FullAttention
 from kvferry.config import Config
 from kvferry.core.keys import Keys
-from kvferry.scheduler.packed_tier import level_of
+from kvferry.scheduler.packed_tier import lower_tier
 from kvferry.scheduler.scheduler import Scheduler
 from kvferry.scheduler.tier import WriteMode
 from kvferry.types import FIRST_RANK, MatchState, Outcome, Receipt, TierName
@@ -46,14 +46,14 @@ class Replay:
 
     def __init__(self, after: str, write: str, num_host: int, num_disk: int) -> None:
         self.now = 0.0
-        self.level = level_of(DISK, num_disk, WriteMode(write))
+        self.tier = lower_tier(DISK, num_disk, WriteMode(write))
         config = Config.from_dict({"load_policy": "always", "disk_after": after})
         self.scheduler = Scheduler(
             Pool(num_host, clock=lambda: self.now),
             [FullAttention(TOKENS)],
             config=config,
             block_bytes=[1 << 20],
-            levels=[self.level],
+            tiers=[self.tier],
             joins_loads=False,
             clock=lambda: self.now,
         )

@@ -32,7 +32,7 @@ import numpy as np
 
 from kvferry.core.keys import Keys
 from kvferry.core.quantities import KiB, MiB, parse_seconds
-from kvferry.scheduler.packed_tier import PackingLevel
+from kvferry.scheduler.packed_tier import PackedTier
 from kvferry.scheduler.tier import WriteMode
 from kvferry.tiers.contract import Batch, BatchId, Way
 from kvferry.tiers.remote.objects import cut
@@ -168,9 +168,9 @@ class Chain:
 
 def tell_packed(write: WriteMode, turn_blocks: tuple[int, int]) -> None:
     """How many objects of up to eight blocks a fleet's server would write for so many blocks."""
-    level = TierName("store")
-    below = PackingLevel(level, write, most_in_one=16)
-    desk = Desk(levels=[below], slots=2048, policy="lru")
+    tier = TierName("store")
+    below = PackedTier(tier, write, most_in_one=16)
+    desk = Desk(tiers=[below], slots=2048, policy="lru")
     rng = random.Random(7)
     lengths = dict.fromkeys(range(200), 0)
     num_blocks = num_objects = num_alone = 0
@@ -183,7 +183,7 @@ def tell_packed(write: WriteMode, turn_blocks: tuple[int, int]) -> None:
         desk.now += 1.0
         for _ in range(2):  # what was stored is sent down with the next
             for move in desk.plan():
-                if move.dst == level:
+                if move.dst == tier:
                     parcels = cut([""] * len(move), move.runs, 8)
                     num_blocks += len(move)
                     num_objects += len(parcels)

@@ -5,7 +5,7 @@
 Replays traffic through the real pool, without bytes: each request's hit is loaded, what is missing
 is stored when it ends. A copy takes a run of neighbouring slots at a time, so runs per transfer is
 what scattering costs. `as they come` is a stack of free slots, `together` what a host pool does
-now, `side by side` what levels do. Times are the thread's own. Traffic is made (`made_traces.py`:
+now, `side by side` what tiers do. Times are the thread's own. Traffic is made (`made_traces.py`:
 two days of chats, an hour of agents), or read from a file in the Mooncake format, whose blocks of
 512 tokens are cut into as many of 16.
 """

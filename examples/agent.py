@@ -7,7 +7,7 @@ has them *fetched* while it still writes its next prompt.
 
     turn ──> tool call: "keep for 10 min" ──> the tool answers: prefetch ──> next turn
 
-The same agents are served four times: with host memory alone and with a level below it, each time
+The same agents are served four times: with host memory alone and with a tier below it, each time
 without and with what they know. The tokens are the same every time.
 """
 
@@ -41,13 +41,13 @@ class Agent:
 class Serving:
     """An engine with a small host memory, and what its agents' turns cost."""
 
-    def __init__(self, *, hints: bool, levels: str) -> None:
+    def __init__(self, *, hints: bool, tiers: str) -> None:
         self.runner = Runner(Decoder(SHAPE), num_blocks=DEVICE_BLOCKS, block_tokens=BLOCK_TOKENS)
         block_bytes = sum(tensor[0].nbytes for tensor in self.runner.kv)
         config = Config.from_dict(
             {
                 "load_policy": "always",
-                "levels": levels,
+                "tiers": tiers,
                 "max_storing_blocks": HOST_BLOCKS,
             }
         )
@@ -111,14 +111,14 @@ def main() -> None:
     began, answers, cost = time.monotonic(), [], {}
     print(f"{AGENTS} agents of {TURNS} turns, {OTHERS} other requests during each tool call\n")
     print(f"{'Served from':<46}{'agents prefill':>15}{'first token':>14}")
-    for words, levels in (("host memory alone", "none"), ("a level below it", "memory:64MiB")):
+    for words, tiers in (("host memory alone", "none"), ("a tier below it", "memory:64MiB")):
         for hints in (False, True):
-            serving = Serving(hints=hints, levels=levels)
+            serving = Serving(hints=hints, tiers=tiers)
             try:
                 answers.append(serving.run())
             finally:
                 serving.close()
-            cost[levels, hints] = serving.num_prefilled
+            cost[tiers, hints] = serving.num_prefilled
             first = float(np.median(serving.first_token_seconds)) * 1000
             known = "they say what they know" if hints else "nothing said"
             row = f"{words}, {known}"

@@ -1,6 +1,6 @@
 """Blocks on disk: a second process-life finds what the first one left.
 
-Here both lives are in one program; a server that starts again does the same. ``level_write`` is
+Here both lives are in one program; a server that starts again does the same. ``tier_write`` is
 "through", so that every block is on disk as soon as it is stored, and not only when host memory has
 to drop it.
 """
@@ -27,7 +27,7 @@ def attach(kv: list[np.ndarray], folder: str) -> kvferry.Ferry:
         disk=folder,  # or a list, one for each drive
         disk_size="64MiB",
         disk_keep_free=0,
-        level_write="through",
+        tier_write="through",
         load_policy="always",
     )
 
@@ -37,7 +37,7 @@ with tempfile.TemporaryDirectory() as folder:
     saved = [layer[:CHAT_BLOCKS].copy() for layer in kv]
     with attach(kv, folder) as ferry:
         ferry.wait(ferry.store(ferry.keys(tokens), range(CHAT_BLOCKS)))
-        while ferry.stats().levels["disk"].cached < CHAT_BLOCKS:  # an engine polls once a step
+        while ferry.stats().tiers["disk"].cached < CHAT_BLOCKS:  # an engine polls once a step
             ferry.poll()
 
     kv = [np.zeros_like(layer) for layer in kv]

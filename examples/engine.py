@@ -2,7 +2,7 @@
 
 Its model has two kinds of layers, full attention and a sliding window, each with paged KV blocks
 and a block table of its own. It has a prefix cache, preempts, and outlives a failed copy. Below the
-device lies host memory and below that another level. The model is a running sum: enough for every
+device lies host memory and below that another tier. The model is a running sum: enough for every
 token's KV to depend on all tokens before it. It compares every byte that attention would read
 before it computes, so a wrong block anywhere ends the program.
 """
@@ -144,20 +144,22 @@ class Engine:
         config = kf.Config.from_dict(
             {
                 "host": host_slots * max(block_bytes),
-                "levels": "below=memory:2MiB",
+                "tiers": "below=memory:2MiB",
                 # On a device this small a quarter of it, the default, is soon in the hands
                 # of stores, and what comes then is not stored.
                 "max_storing_blocks": device_blocks,
             }
         )
-        # The worker half, one for each rank: host memory, a copy engine, the levels below.
+        # The worker half, one for each rank: host memory, a copy engine, the tiers below.
         self.rank = kf.open_on_cpu(layouts, config)
         routes = {(kf.DEVICE, kf.HOST): self.rank.engine, (kf.HOST, kf.DEVICE): self.rank.engine}
-        self.worker = LosingWorker(routes, levels=self.rank.levels)
+        self.worker = LosingWorker(routes, tiers=self.rank.tiers)
         # The scheduler half, one for all ranks: which block is where. It touches no bytes.
-        levels = [
-            kf.level_of(name, mover.num_places, kf.WriteMode.THROUGH, recovered=[mover.recovered()])
-            for name, mover in self.rank.levels.items()
+        tiers = [
+            kf.lower_tier(
+                name, mover.num_places, kf.WriteMode.THROUGH, recovered=[mover.recovered()]
+            )
+            for name, mover in self.rank.tiers.items()
         ]
         self.scheduler = kf.Scheduler(
             kf.Pool(self.rank.host.num_slots, num_ready=self.rank.ready_slots),
@@ -165,7 +167,7 @@ class Engine:
             config=config,
             num_device_blocks=device_blocks,
             block_bytes=block_bytes,
-            levels=levels,
+            tiers=tiers,
             engine=self,
         )
 
@@ -388,7 +390,7 @@ def two_groups() -> None:
         assert "44 tokens computed" in talk(engine, f"{number}, first turn", stories[number])
     # The device forgot the first conversation meanwhile; the host has it.
     assert "44 loaded from the host" in talk(engine, "0, second turn", stories[0])
-    # Others take its place in the host too; the level below has it.
+    # Others take its place in the host too; the tier below has it.
     for number in range(3, 6):
         talk(engine, f"{number}, first turn", stories[number])
     assert "48 loaded from below" in talk(engine, "0, third turn", stories[0])

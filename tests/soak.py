@@ -1,6 +1,6 @@
 """A million things that can happen to a server, with every promise checked: ``make soak``.
 
-Servers of every kind live side by side for the whole run, each with ranks, levels and weather of
+Servers of every kind live side by side for the whole run, each with ranks, tiers and weather of
 its own. Their bookkeeping and every byte they promise are checked regularly; from time to time the
 weather turns calm and every request must finish. Memory must not grow: nothing may be remembered
 for ever.
@@ -35,13 +35,13 @@ SPILL, THROUGH = WriteMode.SPILL, WriteMode.THROUGH
 
 SERVERS = (
     Setup("full", num_ranks=3, num_slots=32, num_blocks=30, num_stories=10),
-    Setup("full", num_slots=16, num_blocks=30, levels=((200, SPILL),), store_mode="lazy"),
-    Setup("window", num_ranks=2, num_slots=24, levels=((200, THROUGH), (6, SPILL))),
+    Setup("full", num_slots=16, num_blocks=30, tiers=((200, SPILL),), store_mode="lazy"),
+    Setup("window", num_ranks=2, num_slots=24, tiers=((200, THROUGH), (6, SPILL))),
     Setup("window", num_slots=64, num_blocks=26, store_mode="lazy", store_after=2),
-    Setup("recurrent", num_slots=48, levels=((40, SPILL), (300, THROUGH)), load_policy="auto"),
+    Setup("recurrent", num_slots=48, tiers=((40, SPILL), (300, THROUGH)), load_policy="auto"),
     Setup("chunked", hash_tokens=2, num_ranks=2, num_slots=24, joins_loads=False),
-    Setup("pairs", hash_tokens=2, num_slots=16, levels=((100, SPILL),), num_stories=10),
-    Setup("three", num_ranks=2, num_slots=40, num_blocks=26, levels=((100, THROUGH),)),
+    Setup("pairs", hash_tokens=2, num_slots=16, tiers=((100, SPILL),), num_stories=10),
+    Setup("three", num_ranks=2, num_slots=40, num_blocks=26, tiers=((100, THROUGH),)),
 )
 
 

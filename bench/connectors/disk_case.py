@@ -48,7 +48,7 @@ class DiskCase:
                 "disk": self.disk,
                 "disk_size": self.disk_bytes,
                 "disk_keep_free": 0,
-                "level_write": self.write,
+                "tier_write": self.write,
             }
         return found
 
@@ -158,7 +158,7 @@ class DiskMeasurer(Measuring):
         """Serve others, as a server does, until every block of this prompt is on disk."""
         serving, end = self._serving(), time.monotonic() + _WRITTEN_AFTER
         keys = adopt(serving._naming.namespace, self.engine.hashes(prompt))
-        (disk, *_) = serving.scheduler._parts.lower.levels
+        (disk, *_) = serving.scheduler._parts.lower.tiers
         while (there := int(disk.pool.cached(keys).sum())) < len(keys):
             if time.monotonic() > end:
                 raise RuntimeError(f"{there} of {len(keys)} blocks are on disk; {disk.ailment}")

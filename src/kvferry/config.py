@@ -45,7 +45,7 @@ from kvferry.settings.policies import DEFAULT_LEVEL_POLICY, DEFAULT_POLICY
 from kvferry.settings.remote import RemoteSettings
 from kvferry.settings.sources import ENV_PREFIX, read_table, variables
 from kvferry.settings.tenants import TenantShare
-from kvferry.settings.tiers import LevelSpec, join_levels
+from kvferry.settings.tiers import TierSpec, join_tiers
 
 CONFIG_FILE_ENV = "KVFERRY_CONFIG"
 """Names the file to read where no file is given."""
@@ -118,7 +118,7 @@ class Config:
         one_of("auto", "never"),
         "Read and write past the page cache where the file system can, or through it.",
     )
-    levels: tuple[LevelSpec, ...] = setting(
+    tiers: tuple[TierSpec, ...] = setting(
         (),
         LEVELS,
         "What lies below host memory, and below the disk, nearest first: memory:SIZE or "
@@ -128,13 +128,13 @@ class Config:
     remote: str | None = setting(
         None,
         optional(STORE),
-        "A store that servers share, below all levels: s3://BUCKET/PREFIX (?pack=BLOCKS in one "
+        "A store that servers share, below all tiers: s3://BUCKET/PREFIX (?pack=BLOCKS in one "
         "object, else as many as is fast) or mooncake://MASTER:PORT.",
     )
     remote_after: str = setting(
         "evicted",
         one_of("evicted", "asked-twice"),
-        "Write to that store what host memory drops (with level_write = through: what is stored), "
+        "Write to that store what host memory drops (with tier_write = through: what is stored), "
         "or only what was asked for again by then.",
     )
     remote_bandwidth: int | None = setting(
@@ -148,12 +148,12 @@ class Config:
         "Encrypt what is shared with the key in this file, the same for all servers: 32 bytes, or "
         "their base64.",
     )
-    level_write: str = setting(
+    tier_write: str = setting(
         "spill",
         one_of("spill", "through"),
-        "Copy blocks to the levels when host memory is about to drop them, or as soon as stored.",
+        "Copy blocks to the tiers when host memory is about to drop them, or as soon as stored.",
     )
-    level_write_out: float = setting(
+    tier_flush: float = setting(
         10.0,
         SECONDS_OR_ZERO,
         "With spill, how long what only host memory holds is written to disk once there is nothing "
@@ -164,10 +164,10 @@ class Config:
         POLICY,
         "Which blocks make room for others in host memory.",
     )
-    level_policy: str = setting(
+    tier_policy: str = setting(
         DEFAULT_LEVEL_POLICY,
         POLICY,
-        "Which blocks make room for others in every level with places.",
+        "Which blocks make room for others in every tier with places.",
     )
     block_tokens: int = setting(16, COUNT, "Tokens in one block.")
     copy_path: str = setting(
@@ -233,7 +233,7 @@ class Config:
         "127.0.0.1", ADDRESS, "The address to serve them on; others than loopback can be reached."
     )
     keep_share: float = setting(
-        0.25, SHARE, "The part of each level that pins, keeps and priorities may hold, at most."
+        0.25, SHARE, "The part of each tier that pins, keeps and priorities may hold, at most."
     )
     tenants: tuple[TenantShare, ...] = setting(
         (),
@@ -277,12 +277,12 @@ class Config:
                 f"control: {self.control} needs a control_token, or whoever reaches the port could "
                 "drop every block; give one (file:PATH of a file with it will do)"
             )
-        join_levels(self.disk, self.levels, self.remote)  # refuses names that are taken
+        join_tiers(self.disk, self.tiers, self.remote)  # refuses names that are taken
 
     @property
-    def all_levels(self) -> tuple[LevelSpec, ...]:
-        """What lies below host memory, nearest first: the disk, ``levels``, the shared store."""
-        return join_levels(self.disk, self.levels, self.remote)
+    def all_tiers(self) -> tuple[TierSpec, ...]:
+        """What lies below host memory, nearest first: the disk, ``tiers``, the shared store."""
+        return join_tiers(self.disk, self.tiers, self.remote)
 
     @property
     def remote_settings(self) -> RemoteSettings | None:

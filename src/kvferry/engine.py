@@ -1,11 +1,11 @@
-"""What the author of an engine needs, in one place: both halves, groups, levels, messages.
+"""What the author of an engine needs, in one place: both halves, groups, tiers, messages.
 
 ::
 
     scheduler's process   Scheduler over a Pool -> Request: match, load, run, store, leave
                               | Plan      ^ Receipt
     every rank's process      v           |
-                          Worker over a RankMemory, and a TierMover for each level below the host
+                          Worker over a RankMemory, and a TierMover for each tier below the host
 
 ``docs/engine.md`` builds an engine of these, step by step. Importing this module brings numpy and
 nothing heavier; what a GPU needs is imported when a rank is opened on one.
@@ -43,16 +43,16 @@ from kvferry.hostmem.slots import HostTier
 from kvferry.rank import Contents, RankMemory, open_on_cpu, open_on_gpu, slot_layout
 from kvferry.scheduler.control import Acted
 from kvferry.scheduler.journal import Explanation, Reason
-from kvferry.scheduler.packed_tier import level_of
+from kvferry.scheduler.packed_tier import lower_tier
 from kvferry.scheduler.promotion import State
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.scheduler import FailedLoad, Scheduler, Settled
-from kvferry.scheduler.tier import KeyedLevel, Level, PlacedLevel, WriteMode
+from kvferry.scheduler.tier import KeyedTier, LowerTier, SlotTier, WriteMode
 from kvferry.scheduler.transfers import NO_BLOCK, BlockTable, EngineBlocks, Ordered
 from kvferry.telemetry.stats import SchedulerStats
 from kvferry.tiers.contract import Batch, BatchId, LastingTier, Result, Tier, TierSetup, Way
 from kvferry.tiers.memory import KeyedMemoryTier, MemoryTier
-from kvferry.tiers.movers import LevelMover, Mover, SharedLevelMover, SharedMover, TierMover
+from kvferry.tiers.movers import LowerTierMover, Mover, SharedLowerTierMover, SharedMover, TierMover
 from kvferry.tiers.threaded import Task, ThreadedTier
 from kvferry.transfer.engine.contract import CopyEngine, Stream
 from kvferry.transfer.engine.cpu import CpuEngine
@@ -112,13 +112,13 @@ __all__ = [
     "HostTier",
     "Key",
     "KeyChain",
-    "KeyedLevel",
     "KeyedMemoryTier",
+    "KeyedTier",
     "Keys",
     "Landing",
     "LastingTier",
-    "Level",
-    "LevelMover",
+    "LowerTier",
+    "LowerTierMover",
     "Lru",
     "Match",
     "MatchState",
@@ -127,7 +127,6 @@ __all__ = [
     "Namespace",
     "Ordered",
     "Outcome",
-    "PlacedLevel",
     "Plan",
     "Pool",
     "PoolCounts",
@@ -146,11 +145,12 @@ __all__ = [
     "SchedulerStats",
     "Settled",
     "SharedHandle",
-    "SharedLevelMover",
+    "SharedLowerTierMover",
     "SharedMemory",
     "SharedMover",
     "SlidingWindow",
     "SlotLayout",
+    "SlotTier",
     "State",
     "Stream",
     "Task",
@@ -169,8 +169,8 @@ __all__ = [
     "adopt",
     "chain",
     "describe",
-    "level_of",
     "longest_hit",
+    "lower_tier",
     "needed",
     "open_on_cpu",
     "open_on_gpu",

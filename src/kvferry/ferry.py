@@ -26,7 +26,7 @@ from kvferry.ferry_metrics import FerryLooks
 from kvferry.hints import Hints, read_seconds
 from kvferry.rank import RankMemory
 from kvferry.scheduler.control import Acted
-from kvferry.scheduler.packed_tier import level_of
+from kvferry.scheduler.packed_tier import lower_tier
 from kvferry.scheduler.promotion import State
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.scheduler import Scheduler
@@ -79,7 +79,7 @@ class FerryControl:
     def pin(self, keys: Keys, seconds: float | str | None = None) -> Acted:
         """Let these blocks stay so long, or until they are unpinned, reset or closed.
 
-        At most ``Config.keep_share`` of each level is held, the beginning of a request first.
+        At most ``Config.keep_share`` of each tier is held, the beginning of a request first.
         """
         self._owner.require()
         return self._scheduler.control.pin(_checked(keys), _seconds(seconds))
@@ -100,7 +100,7 @@ class FerryControl:
         return done
 
     def drop(self, keys: Keys) -> Acted:
-        """Forget these blocks on every level, but for those that other requests go on from."""
+        """Forget these blocks on every tier, but for those that other requests go on from."""
         self._owner.require()
         return self._scheduler.control.drop(_checked(keys))
 
@@ -412,7 +412,7 @@ class FerryStoring(ABC):
 _LOOK_SECONDS = 0.02
 """So often a ferry is served though no copy has ended: its growth, and who asks it."""
 _LEVEL_SECONDS = 5e-4
-"""The same where levels bring something up, which nobody tells us."""
+"""The same where tiers bring something up, which nobody tells us."""
 
 
 class FerryWaiting(ABC):
@@ -420,7 +420,7 @@ class FerryWaiting(ABC):
 
     _tickets: Tickets
     _rank: RankMemory
-    _has_levels: bool
+    _has_tiers: bool
     _awaited: Awaited
 
     @abstractmethod
@@ -482,13 +482,13 @@ class FerryWaiting(ABC):
 
     def _rest(self, waited: float, timeout: float | None) -> None:
         """Until something may have ended, or somebody else must be served."""
-        most = _LEVEL_SECONDS if self._has_levels else _LOOK_SECONDS
+        most = _LEVEL_SECONDS if self._has_tiers else _LOOK_SECONDS
         left = most if timeout is None else timeout - waited
         self._rank.engine.await_news(min(most, left))
 
 
 # ------------------------------------------------------------------------------------------------
-# The scheduler half of a ferry, over one rank's memory and the levels below it.
+# The scheduler half of a ferry, over one rank's memory and the tiers below it.
 
 
 def scheduler_over(
@@ -498,7 +498,7 @@ def scheduler_over(
     namespace: Namespace,
     config: Config,
 ) -> Scheduler:
-    """The scheduler half over one rank's memory and the levels below it."""
+    """The scheduler half over one rank's memory and the tiers below it."""
     return Scheduler(
         Pool(
             rank.host.num_slots,
@@ -510,16 +510,16 @@ def scheduler_over(
         config=config,
         hash_block_tokens=namespace.block_tokens,
         block_bytes=[layout.block_bytes for layout in layouts],
-        levels=[
-            level_of(
+        tiers=[
+            lower_tier(
                 name,
-                level.num_places,
-                WriteMode(config.level_write),
-                policy_named(config.level_policy),
-                recovered=[level.recovered()],
-                most_in_one=level.most_in_one,
+                tier.num_places,
+                WriteMode(config.tier_write),
+                policy_named(config.tier_policy),
+                recovered=[tier.recovered()],
+                most_in_one=tier.most_in_one,
             )
-            for name, level in rank.levels.items()
+            for name, tier in rank.tiers.items()
         ],
         joins_loads=False,
     )
@@ -554,11 +554,11 @@ def write_out(
 
 
 # ------------------------------------------------------------------------------------------------
-# Loads of hits whose blocks still come up from a level: the first go on while the last are read.
+# Loads of hits whose blocks still come up from a tier: the first go on while the last are read.
 #
 # ::
 #
-#     level   ──read──> ▓▓▓▓▓▓░░░░░░     pieces land in the host, one after the other
+#     tier   ──read──> ▓▓▓▓▓▓░░░░░░     pieces land in the host, one after the other
 #     device  ──load──> ▓▓▓▓░░░░░░░░     each goes on as it lands, beside the next one's read
 #
 # What does not come up ends the load early: the blocks before it are there, the others are
@@ -716,14 +716,14 @@ class Ferry(FerryLooks, FerryControl, FerryStoring, FerryWaiting, Closing):
         self._keep_alive = keep_alive
         self._rank = rank
         self._worker = Worker(
-            {(DEVICE, HOST): rank.engine, (HOST, DEVICE): rank.engine}, levels=rank.levels
+            {(DEVICE, HOST): rank.engine, (HOST, DEVICE): rank.engine}, tiers=rank.tiers
         )
         self._scheduler = scheduler_over(rank, layouts, groups, namespace, config)
         self._scheduler.watch_requests()
         self._scheduler.pool.told_later.is_on = True
-        self._has_levels = bool(rank.levels)
-        # With levels a plan looks at the pool, and of several groups each store at the one before.
-        later = not rank.levels and len(groups) == 1
+        self._has_tiers = bool(rank.tiers)
+        # With tiers a plan looks at the pool, and of several groups each store at the one before.
+        later = not rank.tiers and len(groups) == 1
         self._written_later: AbstractContextManager[None] = (
             self._scheduler.pool.later if later else nullcontext()
         )
@@ -734,7 +734,7 @@ class Ferry(FerryLooks, FerryControl, FerryStoring, FerryWaiting, Closing):
             self._tickets,
             weakly(self, Ferry._advance, ClosedError("this ferry was dropped")),
             rank.engine.await_news,
-            has_levels=self._has_levels,
+            has_tiers=self._has_tiers,
         )
         self._tickets.awaited_by(self._awaited.wait)
         self._early = EarlyLoads(self._scheduler, self._tickets, namespace.block_tokens)
@@ -781,7 +781,7 @@ class Ferry(FerryLooks, FerryControl, FerryStoring, FerryWaiting, Closing):
 
         None while more than ``Config.max_bytes_in_flight`` are on their way already, or where
         computing them is expected to be faster (see :meth:`note_prefill`). Blocks are counted by
-        their keys, ``block_tokens`` tokens each. With levels below host memory a hit may be pending
+        their keys, ``block_tokens`` tokens each. With tiers below host memory a hit may be pending
         (:attr:`Hit.is_pending`): see :meth:`again`. ``hints`` are a :class:`Hints`, or a mapping
         that :meth:`Hints.read` takes; they hold for what is loaded of this request.
         """
@@ -808,7 +808,7 @@ class Ferry(FerryLooks, FerryControl, FerryStoring, FerryWaiting, Closing):
     def again(self, hit: Hit) -> Hit:
         """What has become of a pending hit; one that is not pending is the answer itself.
 
-        What a level was asked for, and what it brings up, comes with :meth:`poll`. By
+        What a tier was asked for, and what it brings up, comes with :meth:`poll`. By
         ``Config.ask_deadline`` and ``Config.promote_deadline`` at the latest a hit is pending no
         longer: with all of its blocks, with some, or with none.
         """
@@ -901,7 +901,7 @@ class Ferry(FerryLooks, FerryControl, FerryStoring, FerryWaiting, Closing):
         self._owner.require()
         self._note_ready()
         self._inbox.answer()
-        if self._has_levels:
+        if self._has_tiers:
             for change in self._worker.health():
                 self._scheduler.note_health(change)
         settled = self._scheduler.settle(self._worker.poll())
@@ -914,8 +914,8 @@ class Ferry(FerryLooks, FerryControl, FerryStoring, FerryWaiting, Closing):
             self._tickets.land(landing.transfer_id, landing.reason)
             if self._early:
                 self._early.land(landing.transfer_id, landing.reason)
-        if self._has_levels:
-            self._serve_levels(has_news=bool(settled.landed))
+        if self._has_tiers:
+            self._serve_tiers(has_news=bool(settled.landed))
         if not settled.landed:  # while copies run, there is time for it
             self._catch_up()
 
@@ -934,7 +934,7 @@ class Ferry(FerryLooks, FerryControl, FerryStoring, FerryWaiting, Closing):
             self._scheduler.note_ready(FIRST_RANK, num_ready)
             self._is_growing = num_ready < self._rank.host.num_slots
 
-    def _serve_levels(self, *, has_news: bool) -> None:
+    def _serve_tiers(self, *, has_news: bool) -> None:
         """Send on what goes up and down. What landed may have to go down, or be asked for next."""
         self._pending.expire()
         if self._early:
@@ -969,23 +969,23 @@ class Ferry(FerryLooks, FerryControl, FerryStoring, FerryWaiting, Closing):
             if request.state is not State.LOADING:
                 self._pending.drop(request)
                 request.end()
-        if self._has_levels:
-            self._send_plan()  # a level may outlive us: it must hear of this
+        if self._has_tiers:
+            self._send_plan()  # a tier may outlive us: it must hear of this
         end = time.monotonic() + self._config.disk_deadline
-        levels = self._rank.levels.values()
-        return all(level.wait_forgotten(max(0.0, end - time.monotonic())) for level in levels)
+        tiers = self._rank.tiers.values()
+        return all(tier.wait_forgotten(max(0.0, end - time.monotonic())) for tier in tiers)
 
     def close(self) -> None:
         """Finish the copies in flight and give the memory back. Safe to call twice.
 
-        What only host memory holds goes to disk first, for ``Config.level_write_out`` seconds at
+        What only host memory holds goes to disk first, for ``Config.tier_flush`` seconds at
         most; an interrupt ends that. In a forked child it does nothing: all of it is the parent's.
         """
         if self._owner.is_closed or self._owner.is_forked:
             return
         self._owner.require()
         try:
-            seconds = self._config.level_write_out
+            seconds = self._config.tier_flush
             write_out(self._scheduler, self._advance, self._send_plan, seconds)
         finally:
             self._owner.close()

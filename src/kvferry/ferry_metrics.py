@@ -93,7 +93,7 @@ def open_endpoint(
     source = Source(
         scheduler.onlooker,
         inbox,
-        slot_bytes=dict.fromkeys((HOST, *rank.levels), rank.host.tier.slot_bytes),
+        slot_bytes=dict.fromkeys((HOST, *rank.tiers), rank.host.tier.slot_bytes),
         pinned_bytes=partial(_pinned_bytes, memory),
         why_path=partial(_why_path, memory),
         disks=partial(_disks, memory),

@@ -2,9 +2,9 @@
 
 ::
 
-    driver ──> copy paths, measured ──> host memory (first slots ready, growing) ──> levels below it
+    driver ──> copy paths, measured ──> host memory (first slots ready, growing) ──> tiers below it
                ──> copy engine
-    close:     the levels, the engine, then the registrations, then the mapping, then the driver
+    close:     the tiers, the engine, then the registrations, then the mapping, then the driver
 
 An engine in one process (:func:`kvferry.attach`) and a server's workers open a rank the same way.
 """
@@ -28,7 +28,7 @@ from kvferry.hostmem.shared import SharedMemory, SlotLayout
 from kvferry.settings.copy_paths import COPY_PATHS
 from kvferry.tiers.contract import TierSetup
 from kvferry.tiers.movers import TierMover
-from kvferry.tiers.opening import open_levels
+from kvferry.tiers.opening import open_tiers
 from kvferry.transfer.driver.base import Driver
 from kvferry.transfer.driver.opening import DriverRegistrar, open_driver
 from kvferry.transfer.engine.contract import CopyEngine, Stream
@@ -64,7 +64,7 @@ def tier_setup(
     num_ranks: int = 1,
     num_ranks_here: int | None = None,
 ) -> TierSetup:
-    """What all levels of a rank are told; name and options are each level's own."""
+    """What all tiers of a rank are told; name and options are each tier's own."""
     slot_bytes = max(layout.block_bytes for layout in layouts)
     here = num_ranks_here or num_ranks
     if contents is None:
@@ -106,10 +106,10 @@ def tier_setup(
 #
 # ::
 #
-#     driver ──> copy paths, measured ──> host memory (first slots ready, growing) ──> levels
+#     driver ──> copy paths, measured ──> host memory (first slots ready, growing) ──> tiers
 # below it
 #                ──> copy engine
-#     close:     the levels, the engine, then the registrations, then the mapping, then the driver
+#     close:     the tiers, the engine, then the registrations, then the mapping, then the driver
 #
 # An engine in one process (:func:`kvferry.attach`) and a server's workers open a rank the same way.
 
@@ -159,7 +159,7 @@ class Activity:
 
 
 class RankMemory:
-    """A rank's host memory, its copy engine, and the levels below. Owns them, and its driver."""
+    """A rank's host memory, its copy engine, and the tiers below. Owns them, and its driver."""
 
     def __init__(
         self,
@@ -167,11 +167,11 @@ class RankMemory:
         engine: CopyEngine,
         activity: Activity,
         undo: ExitStack | None = None,
-        levels: Mapping[TierName, TierMover] | None = None,
+        tiers: Mapping[TierName, TierMover] | None = None,
     ) -> None:
         self.host = host
         self.engine = engine
-        self.levels = dict(levels or {})
+        self.tiers = dict(tiers or {})
         self._activity = activity
         self._undo = undo if undo is not None else ExitStack()
 
@@ -181,8 +181,8 @@ class RankMemory:
         return self.host.ready_slots
 
     def disks(self) -> dict[str, DiskFigures]:
-        """What the drives below this rank's memory did so far, by level."""
-        found = {name: level.figures() for name, level in self.levels.items()}
+        """What the drives below this rank's memory did so far, by tier."""
+        found = {name: tier.figures() for name, tier in self.tiers.items()}
         return {name: figures for name, figures in found.items() if figures is not None}
 
     def note_step(self) -> None:
@@ -205,13 +205,13 @@ class RankMemory:
     def close(self) -> None:
         """Finish the copies, then give everything back. Safe to call twice.
 
-        A level that hangs is left behind after a bounded time, with the host memory it may touch.
+        A tier that hangs is left behind after a bounded time, with the host memory it may touch.
         """
         with ExitStack() as closing:  # all of them, also when one cannot
             closing.callback(self.engine.close)
-            for level in self.levels.values():
-                closing.callback(level.close)
-        if any(getattr(part, "is_stuck", False) for part in (self.engine, *self.levels.values())):
+            for tier in self.tiers.values():
+                closing.callback(tier.close)
+        if any(getattr(part, "is_stuck", False) for part in (self.engine, *self.tiers.values())):
             log.error("a copy never ended; its host memory stays as it is")
             self._undo.pop_all()
             return
@@ -236,10 +236,10 @@ def open_on_cpu(
         host = _open_host(layouts, config, activity, num_ranks_here, shared)
         undo.callback(host.close)
         whose = tier_setup(config, layouts, contents, rank, num_ranks, num_ranks_here)
-        levels = _open_levels(config, host, whose, undo)
+        tiers = _open_tiers(config, host, whose, undo)
         engine = CpuEngine(layouts, host.tier.rows, compute=compute, rank=rank)
         undo.pop_all()
-        return RankMemory(host, engine, activity, levels=levels)
+        return RankMemory(host, engine, activity, tiers=tiers)
 
 
 def open_on_gpu(
@@ -284,7 +284,7 @@ def open_on_gpu(
             unpinned = next(path.name for path in COPY_PATHS if not path.needs_pinned)
             planner = open_planner(driver, path_set.paths, copy_path=unpinned)
         whose = tier_setup(config, layouts, contents, rank, num_ranks, num_ranks_here)
-        levels = _open_levels(config, host, whose, undo)
+        tiers = _open_tiers(config, host, whose, undo)
         rows = host.tier.rows
         engine = GpuEngine(
             driver,
@@ -299,7 +299,7 @@ def open_on_gpu(
             host_chunk=host.chunk_bytes,
             runs_beside=lambda: activity.runs_beside,
         )
-        return RankMemory(host, engine, activity, undo.pop_all(), levels)
+        return RankMemory(host, engine, activity, undo.pop_all(), tiers)
 
 
 def _open_host(
@@ -325,13 +325,13 @@ def _open_host(
     )
 
 
-def _open_levels(
+def _open_tiers(
     config: Config, host: HostMemory, whose: TierSetup, undo: ExitStack
 ) -> dict[TierName, TierMover]:
-    levels = open_levels(config.all_levels, host.tier, whose, ready_slots=lambda: host.ready_slots)
-    for level in levels.values():
-        undo.callback(level.close)
-    return levels
+    tiers = open_tiers(config.all_tiers, host.tier, whose, ready_slots=lambda: host.ready_slots)
+    for tier in tiers.values():
+        undo.callback(tier.close)
+    return tiers
 
 
 def slot_layout(layouts: Sequence[GroupLayout], config: Config | None = None) -> SlotLayout:

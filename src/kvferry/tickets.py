@@ -166,7 +166,7 @@ class Tickets:
 # The ferry stays the loop's: the thread only looks whether anything ended.
 
 _LOOK_SECONDS, _LEVEL_SECONDS = 0.02, 2e-3
-"""So often the ferry is served though no copy has ended: who asks it, and levels below it."""
+"""So often the ferry is served though no copy has ended: who asks it, and tiers below it."""
 
 
 class Awaited:
@@ -182,12 +182,12 @@ class Awaited:
         advance: Callable[[], None],
         await_news: Callable[[float], None],
         *,
-        has_levels: bool,
+        has_tiers: bool,
     ) -> None:
         self._tickets = tickets
         self._advance = advance
         self._await_news = await_news
-        self._look_seconds = _LEVEL_SECONDS if has_levels else _LOOK_SECONDS
+        self._look_seconds = _LEVEL_SECONDS if has_tiers else _LOOK_SECONDS
         self._futures: dict[Ticket, list[Future[Done]]] = {}
         self._changed = threading.Condition()
         self._loop: AbstractEventLoop | None = None  # that is to be told, while anyone waits
@@ -309,7 +309,7 @@ def _call_in(loop: AbstractEventLoop | None, call: Callable[..., None], *argumen
 
 
 # ------------------------------------------------------------------------------------------------
-# What a ferry finds of a request: blocks to load, or blocks on their way up from a lower level.
+# What a ferry finds of a request: blocks to load, or blocks on their way up from a lower tier.
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -318,7 +318,7 @@ class Hit:
 
     They stay where they are until the hit is loaded, released, or left alone for
     ``Config.match_deadline`` seconds. ``needed`` says for each group which places of the request's
-    block table a load fills. One that ``is_pending`` has no blocks yet: a level below host memory
+    block table a load fills. One that ``is_pending`` has no blocks yet: a tier below host memory
     was asked for them or brings them up. Ask again with ``Ferry.again``, or compute without; or,
     where ``coming`` says how many are on their way, load them as they come.
     """
@@ -338,7 +338,7 @@ class Hit:
 
 
 def pending(request: Request, on_device: int, block_tokens: int) -> Hit:
-    """The hit of a request that waits for a level."""
+    """The hit of a request that waits for a tier."""
     hoped = request.below.hoped_tokens // block_tokens if request.below is not None else 0
     return Hit(request, 0, on_device, is_pending=True, coming=max(0, hoped - on_device))
 

@@ -67,7 +67,7 @@ MANY_SLOTS = 1 << 21
 def slot_numbers(num_slots: int) -> npt.NDArray[Any]:
     """An array with room for a slot number per slot, ``NO_SLOT`` in all of them.
 
-    A level may have ten million slots, and four such arrays: half the bytes then, and a conversion
+    A tier may have ten million slots, and four such arrays: half the bytes then, and a conversion
     whenever some are fetched, which a step's few would feel where slots are few.
     """
     return np.full(num_slots, NO_SLOT, dtype=np.int32 if num_slots >= MANY_SLOTS else np.int64)
@@ -121,14 +121,14 @@ class Transfer:
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """Which of these ``keys`` a level has, to be answered ``within`` so many seconds.
+    """Which of these ``keys`` a tier has, to be answered ``within`` so many seconds.
 
     Its id is one of the transfers' ids and its answer a receipt: the positions of the keys that are
     not there count as failed. ``runs`` tells which of them follow each other.
     """
 
     id: TransferId
-    level: TierName
+    tier: TierName
     keys: KeyRows
     within: float
     runs: RunNumbers | None = None
@@ -141,7 +141,7 @@ class Question:
 class Plan:
     """One step's orders for every rank.
 
-    First the levels named in ``forget`` forget everything; then ``questions`` are asked and
+    First the tiers named in ``forget`` forget everything; then ``questions`` are asked and
     ``transfers`` are submitted in their order (loads before stores).
     """
 
@@ -185,13 +185,13 @@ class Receipt:
 
 @dataclass(frozen=True)
 class Health:
-    """A level went away on one rank, or came back: ``reason`` says why it cannot be used.
+    """A tier went away on one rank, or came back: ``reason`` says why it cannot be used.
 
     Told when it changes.
     """
 
     rank: Rank
-    level: TierName
+    tier: TierName
     reason: str = ""
 
 

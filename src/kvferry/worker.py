@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 
 from kvferry.errors import ClosedError
-from kvferry.tiers.movers import LevelMover, Mover
+from kvferry.tiers.movers import LowerTierMover, Mover
 from kvferry.types import (
     FIRST_RANK,
     HOST,
@@ -36,15 +36,15 @@ class Worker:
         self,
         movers: Mapping[Route, Mover],
         *,
-        levels: Mapping[TierName, LevelMover] | None = None,
+        tiers: Mapping[TierName, LowerTierMover] | None = None,
         rank: Rank = FIRST_RANK,
     ) -> None:
-        """``levels`` are those below the host, by name: each carries its routes both ways."""
+        """``tiers`` are those below the host, by name: each carries its routes both ways."""
         self.rank = rank
-        self._levels = dict(levels or {})
+        self._tiers = dict(tiers or {})
         self._routes = dict(movers)
-        for name, level in self._levels.items():
-            self._routes[HOST, name] = self._routes[name, HOST] = level
+        for name, tier in self._tiers.items():
+            self._routes[HOST, name] = self._routes[name, HOST] = tier
         self._movers: list[Mover] = []
         for mover in self._routes.values():
             if not any(mover is known for known in self._movers):
@@ -69,11 +69,11 @@ class Worker:
         for name in plan.forget:
             self._forget(name)
         for question in plan.questions:
-            level = self._levels.get(question.level)
-            if level is None:
-                self._refuse(question.id, f"there is no level {question.level} here")
+            tier = self._tiers.get(question.tier)
+            if tier is None:
+                self._refuse(question.id, f"there is no tier {question.tier} here")
             else:
-                self._ask(level, question)
+                self._ask(tier, question)
         for transfer in plan.transfers:
             mover = self._routes.get((transfer.src, transfer.dst))
             if mover is None:
@@ -92,10 +92,10 @@ class Worker:
         return receipts
 
     def health(self) -> list[Health]:
-        """The levels that went away or came back since the last call; never blocks."""
+        """The tiers that went away or came back since the last call; never blocks."""
         changes, self._shut_out = self._shut_out, []
-        for level in self._levels.values():
-            change = level.health()
+        for tier in self._tiers.values():
+            change = tier.health()
             if change is not None:
                 changes.append(change)
         return changes
@@ -109,13 +109,13 @@ class Worker:
         return receipts
 
     def drain_device(self) -> list[Receipt]:
-        """Wait until no copy touches the device; for the levels nobody waits, one may hang.
+        """Wait until no copy touches the device; for the tiers nobody waits, one may hang.
 
         Nor are they asked: this is for the one whose ``poll`` failed, too.
         """
         receipts, self._refused = self._refused, []
         for mover in self._movers:
-            if not any(mover is level for level in self._levels.values()):
+            if not any(mover is tier for tier in self._tiers.values()):
                 receipts += mover.drain()
         return receipts
 
@@ -128,19 +128,19 @@ class Worker:
                     closing.callback(mover.close)
 
     def _forget(self, name: TierName) -> None:
-        level = self._levels.get(name)
-        if level is None:
+        tier = self._tiers.get(name)
+        if tier is None:
             return
         try:
-            level.forget()
+            tier.forget()
         except Exception as error:  # it may still hold what must never be read again: shut it out
-            del self._levels[name], self._routes[HOST, name], self._routes[name, HOST]
+            del self._tiers[name], self._routes[HOST, name], self._routes[name, HOST]
             reason = f"it could not forget: {type(error).__name__}: {error}"
             self._shut_out.append(Health(self.rank, name, reason))
 
-    def _ask(self, level: LevelMover, question: Question) -> None:
+    def _ask(self, tier: LowerTierMover, question: Question) -> None:
         try:
-            level.ask(question)
+            tier.ask(question)
         except Exception as error:
             self._refuse(question.id, f"{type(error).__name__}: {error}")
 

@@ -118,7 +118,7 @@ def test_nobody_listens_nothing_is_kept(make_sides):
     assert list(sides.side.take_events()) == []
 
 
-# -- levels below ----------------------------------------------------------------------------------
+# -- tiers below ----------------------------------------------------------------------------------
 
 KINDS = ["memory:1MiB", "memory-by-key:1MiB"]
 
@@ -159,7 +159,7 @@ def truth(sides: Sides, tags: range) -> dict[str, set[str]]:
     serving = sides.side.serving
     assert serving is not None
     scheduler = serving.scheduler
-    (level,) = scheduler._parts.lower.levels
+    (tier,) = scheduler._parts.lower.tiers
     pairs = [
         (serving._track(request_of(f"look{tag}", hashes_of(tag))), hashes_of(tag)) for tag in tags
     ]
@@ -168,7 +168,7 @@ def truth(sides: Sides, tags: range) -> dict[str, set[str]]:
         keys = tracked.ferried.chain.keys()
         for where, there in (
             ("host", scheduler.pool.cached(keys)),
-            ("below", level.there(keys, 0.0)),
+            ("below", tier.there(keys, 0.0)),
         ):
             found[where] |= {
                 name.hex() for name, is_there in zip(names, there, strict=True) if is_there
@@ -177,9 +177,9 @@ def truth(sides: Sides, tags: range) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("write", ["spill", "through"])
-@pytest.mark.parametrize("levels", KINDS)
-def test_blocks_below_the_host_are_told_with_another_medium(make, levels, write):
-    sides = make(levels=levels, level_write=write, load_policy="always")
+@pytest.mark.parametrize("tiers", KINDS)
+def test_blocks_below_the_host_are_told_with_another_medium(make, tiers, write):
+    sides = make(tiers=tiers, tier_write=write, load_policy="always")
     believed: dict[str, set[str]] = {}
     for tag in range(1, 6):  # five times four blocks: the host holds eight
         sides.end(sides.compute(f"r{tag}", hashes_of(tag)))
@@ -192,7 +192,7 @@ def test_blocks_below_the_host_are_told_with_another_medium(make, levels, write)
 
 
 def ask(sides: Sides, tag: int, believed: dict[str, set[str]]) -> int:
-    """How many tokens of a conversation are in host memory once levels were asked and read."""
+    """How many tokens of a conversation are in host memory once tiers were asked and read."""
     request = request_of(f"again{tag}", hashes_of(tag))
     while (found := sides.side.match(request, 0))[0] is None:
         sides.run(sides.orders())
@@ -202,9 +202,9 @@ def ask(sides: Sides, tag: int, believed: dict[str, set[str]]) -> int:
     return found[0] or 0
 
 
-@pytest.mark.parametrize("levels", KINDS)
-def test_what_comes_up_again_is_told_again(make, levels):
-    sides = make(levels=levels, load_policy="always", ask_deadline="5min", promote_deadline="5min")
+@pytest.mark.parametrize("tiers", KINDS)
+def test_what_comes_up_again_is_told_again(make, tiers):
+    sides = make(tiers=tiers, load_policy="always", ask_deadline="5min", promote_deadline="5min")
     believed: dict[str, set[str]] = {}
     for tag in range(1, 6):
         sides.end(sides.compute(f"r{tag}", hashes_of(tag)))
@@ -221,8 +221,8 @@ def test_what_comes_up_again_is_told_again(make, levels):
     assert believed == {"host": set(), "below": set()}
 
 
-def test_what_a_level_dropped_is_taken_back(make):
-    sides = make(levels=f"memory:{8 * SLOT_BYTES}B", level_write="through")
+def test_what_a_tier_dropped_is_taken_back(make):
+    sides = make(tiers=f"memory:{8 * SLOT_BYTES}B", tier_write="through")
     believed: dict[str, set[str]] = {}
     for tag in range(1, 6):
         sides.end(sides.compute(f"r{tag}", hashes_of(tag)))
@@ -232,15 +232,15 @@ def test_what_a_level_dropped_is_taken_back(make):
 
 
 def test_what_a_store_has_lost_is_taken_back_when_it_says_so(make):
-    sides = make(levels=f"memory-by-key:{8 * SLOT_BYTES}B", level_write="through")
+    sides = make(tiers=f"memory-by-key:{8 * SLOT_BYTES}B", tier_write="through")
     believed: dict[str, set[str]] = {}
     for tag in range(1, 6):
         sides.end(sides.compute(f"r{tag}", hashes_of(tag)))
         settle(sides, believed)
     first = {name.hex() for name in hashes_of(1)}
     assert first <= believed["below"], "nobody has asked"
-    for level in sides.side.serving.scheduler._parts.lower.levels:
-        level._answers.doubt()
+    for tier in sides.side.serving.scheduler._parts.lower.tiers:
+        tier._answers.doubt()
     ask(sides, 1, believed)
     settle(sides, believed)
     assert hashes_of(1)[0].hex() not in believed["below"], "what follows is of no use without it"
@@ -248,7 +248,7 @@ def test_what_a_store_has_lost_is_taken_back_when_it_says_so(make):
 
 def test_routers_are_told_of_a_bounded_number_of_blocks_below(make, monkeypatch):
     monkeypatch.setattr(events, "_MOST_BELOW", 10)
-    sides = make(levels="memory-by-key:1MiB", level_write="through")
+    sides = make(tiers="memory-by-key:1MiB", tier_write="through")
     believed: dict[str, set[str]] = {}
     for tag in range(1, 6):
         sides.end(sides.compute(f"r{tag}", hashes_of(tag)))

@@ -14,18 +14,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.connector.test_levels import (
+from tests.connector.test_tiers import (
     CHAT_BLOCKS,
     HOST_BLOCKS,
     ask,
     chat,
     hashes,
-    levels_of,
     make,
     scheduler_of,
     settle,
     step,
     tiers_of,
+    tiers_of_ranks,
 )
 from tests.fakes.pools import evict
 from tests.fakes.sides import BLOCK_TOKENS, NUM_BLOCKS, Sides, assert_same, request_of
@@ -83,10 +83,10 @@ def begin(make: Callable[..., Sides]) -> Any:
     gates: list[Gates] = []
 
     def start(num_ranks: int = 2, **options: Any) -> tuple[Sides, list[Any], list[Gates]]:
-        sides = make(num_ranks, level_write="through", **options)
+        sides = make(num_ranks, tier_write="through", **options)
         parts = scheduler_of(sides)._parts
         parts.lower._piece_slots = 1
-        parts.coming._share = lambda levels: 1.0
+        parts.coming._share = lambda tiers: 1.0
         wanted = [chat(sides, number) for number in range(8)]
         evict(scheduler_of(sides).pool, HOST_BLOCKS)
         gates.extend(Gates(sides, rank, 0) for rank in range(num_ranks))
@@ -446,8 +446,8 @@ def test_out_of_service_in_the_midst_tells_vllm_what_will_not_come(begin):
     sides.side._trip("test", RuntimeError("a mistake of ours"))
     expect_only_the_first(sides, blocks, wanted)
     let_all(gates, 1, 2, 3)
-    for level in levels_of(sides):
-        level._close_seconds = 5
+    for tier in tiers_of_ranks(sides):
+        tier._close_seconds = 5
 
 
 def test_a_rank_that_fails_in_the_midst_tells_of_the_request_once(begin, monkeypatch):
@@ -488,7 +488,7 @@ class _Weights:
         return _Sum(self.value)
 
 
-@pytest.mark.parametrize("how", ["last piece", "level away"])
+@pytest.mark.parametrize("how", ["last piece", "tier away"])
 def test_what_came_before_the_weights_changed_is_lost_however_the_load_ends(
     begin: Any, how: str
 ) -> None:
@@ -501,7 +501,7 @@ def test_what_came_before_the_weights_changed_is_lost_however_the_load_ends(
     for _ in range(3):
         step(sides)
     weights.value = 2
-    if how == "level away":
+    if how == "tier away":
         tiers_of(sides)[0].go_away("unplugged")
     else:
         gates[0].let(*range(CHAT_BLOCKS))

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.connector.test_levels import CHAT_BLOCKS, chat, loaded, scheduler_of, settle, step
-from tests.connector.test_levels import make as make  # a fixture
+from tests.connector.test_tiers import CHAT_BLOCKS, chat, loaded, scheduler_of, settle, step
+from tests.connector.test_tiers import make as make  # a fixture
 from tests.fakes.sides import Sides
 
 from kvferry.connectors.vllm import control as disk_marks
@@ -25,8 +25,8 @@ Make = Callable[..., Sides]
 @pytest.fixture
 def live(make: Make, tmp_path: Path) -> Callable[..., Sides]:
     def begin(num_ranks: int = 1, **options: Any) -> Sides:
-        settings = {"levels": "", "disk": str(tmp_path / "disk"), "disk_size": "16MiB"}
-        return make(num_ranks, level_write="through", **settings, **options)
+        settings = {"tiers": "", "disk": str(tmp_path / "disk"), "disk_size": "16MiB"}
+        return make(num_ranks, tier_write="through", **settings, **options)
 
     return begin
 
@@ -128,9 +128,9 @@ def with_stores(sides: Sides, change: Callable[[int, StoreAt], StoreAt]) -> None
     shapes = [
         replace(
             shape,
-            levels=tuple(
-                replace(level, stores=tuple(change(shape.rank, store) for store in level.stores))
-                for level in shape.levels
+            tiers=tuple(
+                replace(tier, stores=tuple(change(shape.rank, store) for store in tier.stores))
+                for tier in shape.tiers
             ),
         )
         for shape in sides.side._shapes.values()

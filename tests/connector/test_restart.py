@@ -1,4 +1,4 @@
-"""A server that comes back over levels that outlived it: what all ranks still have is served."""
+"""A server that comes back over tiers that outlived it: what all ranks still have is served."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.connector.test_levels import (
+from tests.connector.test_tiers import (
     CHAT_BLOCKS,
     HOST_BLOCKS,
     ask,
@@ -21,14 +21,14 @@ from tests.connector.test_levels import (
     settle,
     step,
 )
-from tests.connector.test_levels import make as make  # a fixture
+from tests.connector.test_tiers import make as make  # a fixture
 from tests.fakes import lasting
 from tests.fakes.sides import BLOCK_TOKENS, Sides, request_of
 
 from kvferry.config import Config
 from kvferry.connectors.vllm import worker_side
-from kvferry.connectors.vllm.messages import LevelShape, RankShape
-from kvferry.connectors.vllm.ranks import levels_of
+from kvferry.connectors.vllm.messages import RankShape, TierShape
+from kvferry.connectors.vllm.ranks import tiers_of_ranks
 from kvferry.core.identity import adopt
 from kvferry.core.keys import Keys
 from kvferry.types import Key, Rank, TierName
@@ -53,7 +53,7 @@ def end(sides: Sides) -> None:
 
 def live(make: Make, num_ranks: int, **options: Any) -> tuple[Sides, list[Any]]:
     """One life; its conversations are on the shelves afterwards."""
-    sides = make(num_ranks, levels=SHELF, level_write="through", **options)
+    sides = make(num_ranks, tiers=SHELF, tier_write="through", **options)
     wanted = [chat(sides, number) for number in range(8)]
     return sides, wanted
 
@@ -70,7 +70,7 @@ def same_start(found: Any, wanted: Any, num_blocks: int) -> bool:
 def test_a_server_that_comes_back_is_warm(make: Make, num_ranks: int) -> None:
     sides, wanted = live(make, num_ranks)
     end(sides)
-    sides = make(num_ranks, levels=SHELF, level_write="through")
+    sides = make(num_ranks, tiers=SHELF, tier_write="through")
     for number in range(8):
         num_blocks, found = loaded(sides, number)
         assert num_blocks == CHAT_BLOCKS
@@ -81,11 +81,11 @@ def test_a_server_that_comes_back_is_warm(make: Make, num_ranks: int) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_at_rest_what_only_the_host_holds_goes_down(make: Make, num_ranks: int) -> None:
     """vLLM steps while we say so: then nothing is lost with the process, however it ends."""
-    sides = make(num_ranks, levels=SHELF)
+    sides = make(num_ranks, tiers=SHELF)
     wanted = [chat(sides, number) for number in range(8)]
     assert not sides.side.has_work
     assert all(len(lasting.shelves["there", rank]) == 8 * CHAT_BLOCKS for rank in range(num_ranks))
-    sides = make(num_ranks, levels=SHELF)
+    sides = make(num_ranks, tiers=SHELF)
     for number in range(8):
         num_blocks, found = loaded(sides, number)
         assert num_blocks == CHAT_BLOCKS
@@ -94,7 +94,7 @@ def test_at_rest_what_only_the_host_holds_goes_down(make: Make, num_ranks: int) 
 
 
 def test_while_a_request_runs_nothing_goes_down_before_it_must(make: Make) -> None:
-    sides = make(1, levels=SHELF)
+    sides = make(1, tiers=SHELF)
     other = request_of("other", hashes(50))
     sides.side.match(other, 0)
     chat(sides, 0)
@@ -106,7 +106,7 @@ def test_while_a_request_runs_nothing_goes_down_before_it_must(make: Make) -> No
 
 
 def test_without_time_nothing_goes_down_before_it_must(make: Make) -> None:
-    sides = make(1, levels=SHELF, level_write_out=0)
+    sides = make(1, tiers=SHELF, tier_flush=0)
     chat(sides, 0)
     assert not lasting.shelves["there", 0]
 
@@ -118,8 +118,8 @@ def test_what_a_rank_has_lost_no_rank_is_asked_for(make: Make) -> None:
     for rank in range(2):
         lasting.lose(lasting.shelves["there", rank], 0.2, rng)
     there = [set(lasting.shelves["there", rank]) for rank in range(2)]
-    sides = make(2, levels=SHELF, level_write="through")
-    assert scheduler_of(sides).stats().levels["shelf"].cached == len(there[0] & there[1])
+    sides = make(2, tiers=SHELF, tier_write="through")
+    assert scheduler_of(sides).stats().tiers["shelf"].cached == len(there[0] & there[1])
     for number in range(8):
         num_blocks, found = loaded(sides, number)
         assert not num_blocks or same_start(found, wanted[number], num_blocks)
@@ -127,7 +127,7 @@ def test_what_a_rank_has_lost_no_rank_is_asked_for(make: Make) -> None:
     # What not all had is written again, elsewhere or in place, and the third life finds it once.
     again = [chat(sides, number) for number in range(20, 24)]
     end(sides)
-    sides = make(2, levels=SHELF, level_write="through")
+    sides = make(2, tiers=SHELF, tier_write="through")
     for number, bytes_then in zip(range(20, 24), again, strict=True):
         num_blocks, found = loaded(sides, number)
         assert num_blocks == CHAT_BLOCKS
@@ -141,26 +141,26 @@ def test_a_reset_is_not_undone_by_a_restart(make: Make) -> None:
     assert not any(lasting.shelves.values())
     chat(sides, 30)
     end(sides)
-    sides = make(2, levels=SHELF, level_write="through")
+    sides = make(2, tiers=SHELF, tier_write="through")
     assert [loaded(sides, number)[0] for number in (*range(8), 30)] == [0] * 9
 
 
 def test_what_is_recovered_is_told_once_and_not_kept(make: Make) -> None:
     sides, _ = live(make, 2)
     end(sides)
-    sides = make(2, levels=SHELF)
+    sides = make(2, tiers=SHELF)
     for rank in sides.ranks:
-        assert not len(rank.shape.levels[0].keys)
+        assert not len(rank.shape.tiers[0].keys)
     for shape in sides.side._shapes.values():
-        assert not len(shape.levels[0].keys)
+        assert not len(shape.tiers[0].keys)
     step(sides)  # the shapes come again with the first step, without them
-    assert scheduler_of(sides).stats().levels["shelf"].cached == 8 * CHAT_BLOCKS
+    assert scheduler_of(sides).stats().tiers["shelf"].cached == 8 * CHAT_BLOCKS
 
 
 def test_a_rank_is_told_in_few_bytes() -> None:
     keys = np.random.default_rng(1).integers(0, 1 << 60, (1000, 4), dtype=np.uint64)
     shape = RankShape(
-        Rank(0), levels=(LevelShape(TierName("d"), 2000, keys, np.arange(1000, dtype=np.int32)),)
+        Rank(0), tiers=(TierShape(TierName("d"), 2000, keys, np.arange(1000, dtype=np.int32)),)
     )
     assert len(pickle.dumps(shape)) < 1000 * 36 + 2000
 
@@ -171,18 +171,18 @@ def test_ranks_over_one_memory_add_up() -> None:
         RankShape(
             Rank(rank),
             is_shared=True,
-            levels=(
-                LevelShape(
+            tiers=(
+                TierShape(
                     TierName("d"), 4 + rank, keys[3 * rank :][:3], np.array([0, 2, 3], np.int32)
                 ),
             ),
         )
         for rank in range(2)
     ]
-    (level,) = levels_of(shapes, Config())
-    assert level.pool is not None
-    assert level.pool.num_slots == 8
-    found = level.pool.find_cached(Keys(keys))
+    (tier,) = tiers_of_ranks(shapes, Config())
+    assert tier.pool is not None
+    assert tier.pool.num_slots == 8
+    found = tier.pool.find_cached(Keys(keys))
     assert found.tolist() == [0, 4, 6, 1, 5, 7]
 
 
@@ -219,7 +219,7 @@ def weights(monkeypatch: pytest.MonkeyPatch) -> StubWeights:
 def test_weights_that_stay_are_no_hindrance(make: Make, weights: StubWeights) -> None:
     sides, wanted = live(make, 2)
     end(sides)
-    sides = make(2, levels=SHELF, level_write="through")
+    sides = make(2, tiers=SHELF, tier_write="through")
     for number in range(8):
         num_blocks, found = loaded(sides, number)
         assert num_blocks == CHAT_BLOCKS
@@ -254,7 +254,7 @@ def test_blocks_of_other_weights_never_outlive_the_server(
             assert not written & names(sides, number), "the next life would ask for them"
     end(sides)
     weights.now = 1
-    sides = make(2, levels=SHELF, level_write="through")
+    sides = make(2, tiers=SHELF, tier_write="through")
     assert [loaded(sides, number)[0] for number in range(40, 44)] == [0] * 4
 
 
@@ -264,7 +264,7 @@ def test_weights_that_came_after_the_store_was_named_are_noticed(
     """As where a server begins with random weights and is given its own before it serves."""
     sides, _ = live(make, 2)
     end(sides)
-    sides = make(2, levels=SHELF, level_write="through")
+    sides = make(2, tiers=SHELF, tier_write="through")
     weights.now = 2
     with pytest.raises(AssertionError, match="invalid_block_ids"):
         loaded(sides, 0)  # vLLM is told that nothing came
@@ -277,7 +277,7 @@ def test_weights_that_came_after_the_store_was_named_are_noticed(
 def test_a_request_in_the_queue_has_its_blocks_when_its_turn_comes(make: Make) -> None:
     sides, wanted = live(make, 2)
     end(sides)
-    sides = make(2, levels=SHELF, level_write="through")
+    sides = make(2, tiers=SHELF, tier_write="through")
     request = request_of("reader", hashes(3))
     sides.side.expect(request)
     give_up = time.monotonic() + 30

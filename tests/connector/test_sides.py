@@ -377,7 +377,7 @@ def test_memory_that_grows_while_others_only_decode_is_told_of(make):
     """Seen red with ranks that had nothing to do in such steps before their memory was whole."""
     rank = make(["layer0"]).ranks[0]
     host = SimpleNamespace(num_slots=8, stats=lambda: SimpleNamespace(pinned_bytes=0))
-    memory: Any = SimpleNamespace(host=host, levels=())
+    memory: Any = SimpleNamespace(host=host, tiers=())
     rank._news = MemoryNews(rank.rank, memory)
     told = []
     for memory.ready_slots in (3, 3, 8, 8):

@@ -131,18 +131,18 @@ def below(number: int, src: TierName, dst: TierName, from_slot: int, to_slot: in
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_levels_are_opened_with_a_rank_and_closed_before_its_memory(on_gpu: bool) -> None:
+def test_tiers_are_opened_with_a_rank_and_closed_before_its_memory(on_gpu: bool) -> None:
     driver = fake_driver()
-    config = settings(levels="memory:1MiB, memory-by-key:1MiB")
+    config = settings(tiers="memory:1MiB, memory-by-key:1MiB")
     if on_gpu:
         rank = open_on_gpu([KV.layout], config, driver=driver, compute_stream=lambda: 0)
     else:
         rank = open_on_cpu([KV.layout], config)
-    assert list(rank.levels) == ["memory", "memory-by-key"]
+    assert list(rank.tiers) == ["memory", "memory-by-key"]
     assert rank.host.growth.wait(60)
     rank.host.tier.rows[3] = 7
     name = TierName("memory")
-    mover = rank.levels[name]
+    mover = rank.tiers[name]
     for order in (below(1, HOST, name, 3, 0), below(2, name, HOST, 0, 5)):
         mover.submit(order)
         assert [receipt.outcome for receipt in mover.drain(60)] == [Outcome.OK]
@@ -154,25 +154,23 @@ def test_levels_are_opened_with_a_rank_and_closed_before_its_memory(on_gpu: bool
     assert driver.leaks() == {}
 
 
-def test_a_level_that_cannot_be_opened_takes_the_rank_back() -> None:
+def test_a_tier_that_cannot_be_opened_takes_the_rank_back() -> None:
     driver = fake_driver()
-    for levels in ("memory:1B", "memory:1MiB, no_such_package.x:y"):
-        with pytest.raises(ConfigError, match="levels: "):
-            open_on_gpu(
-                [KV.layout], settings(levels=levels), driver=driver, compute_stream=lambda: 0
-            )
-        with pytest.raises(ConfigError, match="levels: "):
-            open_on_cpu([KV.layout], settings(levels=levels))
+    for tiers in ("memory:1B", "memory:1MiB, no_such_package.x:y"):
+        with pytest.raises(ConfigError, match="tiers: "):
+            open_on_gpu([KV.layout], settings(tiers=tiers), driver=driver, compute_stream=lambda: 0)
+        with pytest.raises(ConfigError, match="tiers: "):
+            open_on_cpu([KV.layout], settings(tiers=tiers))
     assert driver.leaks() == {}
 
 
-def test_a_level_that_hangs_does_not_hang_the_close_and_keeps_the_memory(
+def test_a_tier_that_hangs_does_not_hang_the_close_and_keeps_the_memory(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvferry.tiers.movers._kept", [])
-    rank = open_on_cpu([KV.layout], settings(levels="memory:1MiB"))
+    rank = open_on_cpu([KV.layout], settings(tiers="memory:1MiB"))
     name, hung = TierName("memory"), threading.Event()
-    mover = rank.levels[name]
+    mover = rank.tiers[name]
     mover._close_seconds = 0.05
     mover._tier.fault = lambda way, key: hung.wait(20)  # type: ignore[attr-defined]
     mover.submit(below(1, HOST, name, 3, 0))

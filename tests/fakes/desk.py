@@ -11,7 +11,7 @@ from kvferry.cache import reach
 from kvferry.cache.pool import Pool
 from kvferry.config import Config
 from kvferry.core.keys import Keys
-from kvferry.scheduler.tier import Level
+from kvferry.scheduler.tier import LowerTier
 from kvferry.scheduler.transfers import BlockTable
 from kvferry.types import (
     DEVICE,
@@ -44,7 +44,7 @@ class Desk:
         slots: int = 16,
         ranks: int = 1,
         blocks: int | None = None,
-        levels: Sequence[Level] = (),
+        tiers: Sequence[LowerTier] = (),
         hash_tokens: int | None = None,
         block_bytes: Sequence[int] = (),
         joins_loads: bool = True,
@@ -63,7 +63,7 @@ class Desk:
             hash_block_tokens=hash_tokens,
             num_device_blocks=blocks,
             block_bytes=block_bytes,
-            levels=levels,
+            tiers=tiers,
             joins_loads=joins_loads,
             spare_tokens=spare_tokens,
             clock=lambda: self.now,

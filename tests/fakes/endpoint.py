@@ -10,7 +10,7 @@ from kvferry.telemetry.source import CONTENT_TYPE, Snapshot, exposition
 from kvferry.telemetry.stats import SchedulerStats, TrafficCounts
 
 
-def stats(*, queries: int = 0, moved: int = 0, level: str = "disk") -> SchedulerStats:
+def stats(*, queries: int = 0, moved: int = 0, tier: str = "disk") -> SchedulerStats:
     """A plausible moment in the life of a scheduler, after so many queries and copies."""
     traffic = TrafficCounts()
     for _ in range(moved):
@@ -18,7 +18,7 @@ def stats(*, queries: int = 0, moved: int = 0, level: str = "disk") -> Scheduler
         traffic.add(("host", "device", "kernel"), 100_000_000, 0.002)
     return SchedulerStats(
         pool=PoolCounts(free=300, cached=600, leased=100, total=1000, evicted=42),
-        levels={level: PoolCounts(free=4000, cached=6000, leased=0, total=10000, evicted=0)},
+        tiers={tier: PoolCounts(free=4000, cached=6000, leased=0, total=10000, evicted=0)},
         queries=queries,
         asked_tokens=1000 * queries,
         hit_tokens=750 * queries,
@@ -49,7 +49,7 @@ class FakeEndpoint:
     def __init__(self, snapshot: Snapshot | None = None) -> None:
         self.show(snapshot or Snapshot(stats(queries=10, moved=10), "1.2.3", {"host": 1_000_000}))
         self.requests: list[dict[str, object]] | None = []
-        self.levels_away: dict[str, str] = {}
+        self.tiers_away: dict[str, str] = {}
         self.paths: list[tuple[str, ...]] = []
         self._server = HttpServer(self._answer)
         self.url = self._server.url
@@ -78,7 +78,7 @@ class FakeEndpoint:
         if path == ("metrics",):
             return Reply(self.text.encode(), CONTENT_TYPE)
         if path == ("explain",) and self.requests is not None:
-            return Reply.json({"requests": self.requests, "levels_away": self.levels_away})
+            return Reply.json({"requests": self.requests, "tiers_away": self.tiers_away})
         if path and path[0] == "explain" and self.requests is not None:
             return Reply.json({"error": "nothing is remembered"}, HTTPStatus.NOT_FOUND)
         return None

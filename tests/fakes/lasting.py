@@ -50,7 +50,7 @@ class ShelfTier(MemoryTier):
 
 
 def open_shelf(setup: TierSetup) -> ShelfTier:
-    """The level ``tests.fakes.lasting:open_shelf:NAME/PLACES``."""
+    """The tier ``tests.fakes.lasting:open_shelf:NAME/PLACES``."""
     name, _, places = setup.options.partition("/")
     shelf = shelves.setdefault((name, setup.rank), {})
     return ShelfTier(shelf, int(places or 64), setup.block_bytes, setup.name)

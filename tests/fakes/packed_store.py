@@ -1,4 +1,4 @@
-"""A store of objects with several blocks, as levels that ask it hear of it: no bytes, only answers.
+"""A store of objects with several blocks, as tiers that ask it hear of it: no bytes, only answers.
 
 What is asked and said goes through the parts that the real store's process has for that.
 """
@@ -11,7 +11,7 @@ import numpy as np
 from tests.fakes.desk import Desk
 
 from kvferry.core.keys import Keys
-from kvferry.scheduler.packed_tier import PackingLevel
+from kvferry.scheduler.packed_tier import PackedTier
 from kvferry.scheduler.tier import WriteMode
 from kvferry.tiers.remote.objects import LookUp, cut
 from kvferry.types import HOST, MatchState, Outcome, Rank, Receipt, TierName, Transfer
@@ -20,8 +20,8 @@ STORE = TierName("store")
 MOST = 16
 
 
-def packing(write: WriteMode = WriteMode.THROUGH, most_in_one: int = MOST) -> PackingLevel:
-    return PackingLevel(STORE, write, capacity=1000, most_in_one=most_in_one)
+def packing(write: WriteMode = WriteMode.THROUGH, most_in_one: int = MOST) -> PackedTier:
+    return PackedTier(STORE, write, capacity=1000, most_in_one=most_in_one)
 
 
 class PackedStore:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.fakes.disk_life import LONG, DiskLife, wait_until
 from tests.fault.test_disk_processes import pids
-from tests.unit.test_ferry_levels import Open, attach, fill
+from tests.unit.test_ferry_tiers import Open, attach, fill
 
 import kvferry
 from kvferry.tiers.disk.marking import mark_stores
@@ -168,14 +168,14 @@ def test_a_tier_whose_drive_has_not_answered_does_not_say_so(tmp_path: Path) -> 
 
 
 def attach_disk(attach: Open, folder: Path, **options: Any) -> tuple[kvferry.Ferry, DiskTier]:
-    ferry = attach("", disk=str(folder), disk_size="16MiB", level_write="through", **options)
-    tier = ferry._rank.levels[TierName("disk")]._tier
+    ferry = attach("", disk=str(folder), disk_size="16MiB", tier_write="through", **options)
+    tier = ferry._rank.tiers[TierName("disk")]._tier
     assert isinstance(tier, DiskTier)
     return ferry, tier
 
 
 def stored(ferry: kvferry.Ferry) -> int:
-    counts = ferry.stats().levels["disk"]
+    counts = ferry.stats().tiers["disk"]
     return counts.cached
 
 

@@ -40,7 +40,7 @@ with HostMemory(0, 1_000_003, shared=shared, chunk_bytes=4 << 20) as host:
 
 
 def ours_in_shared_memory() -> set[str]:
-    # Names only, one level: what others keep there comes and goes while we look.
+    # Names only, one tier: what others keep there comes and goes while we look.
     return {name for name in os.listdir("/dev/shm") if "kvferry" in name}
 
 

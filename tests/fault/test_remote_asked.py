@@ -17,7 +17,7 @@ from tests.fakes.desk import Desk
 
 from kvferry.core.keys import Keys
 from kvferry.hostmem.slots import HostTier
-from kvferry.scheduler.packed_tier import PackingLevel
+from kvferry.scheduler.packed_tier import PackedTier
 from kvferry.scheduler.tier import REMEMBER_SECONDS, WriteMode
 from kvferry.tiers.contract import Way
 from kvferry.tiers.movers import TierMover
@@ -41,13 +41,13 @@ class Server:
     """Everything below an engine: a scheduler, host memory, a tier with its process."""
 
     def __init__(self, endpoint: str, namespace: bytes) -> None:
-        tier = remote.open_s3(endpoint, remote.SIZE, namespace=namespace, pack=8)
+        rank_tier = remote.open_s3(endpoint, remote.SIZE, namespace=namespace, pack=8)
         self.host = HostTier(128, remote.SIZE)
         self.host.rows[:] = 0xEE
-        self.mover = TierMover(self.host, tier)
-        level = PackingLevel(tier.name, WriteMode.THROUGH, most_in_one=self.mover.most_in_one)
+        self.mover = TierMover(self.host, rank_tier)
+        tier = PackedTier(rank_tier.name, WriteMode.THROUGH, most_in_one=self.mover.most_in_one)
         self.desk = Desk(
-            levels=[level], slots=128, ask_deadline=60.0, promote_deadline=60.0, store_deadline=60.0
+            tiers=[tier], slots=128, ask_deadline=60.0, promote_deadline=60.0, store_deadline=60.0
         )
         self.num_requests = 0
 

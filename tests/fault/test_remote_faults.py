@@ -24,7 +24,7 @@ from kvferry.tiers.contract import Way
 from kvferry.tiers.remote import tier as tier_module
 from kvferry.tiers.remote.objects import Whose
 from kvferry.tiers.remote.tier import RemoteTier
-from kvferry.tools.doctor.disk import check_levels
+from kvferry.tools.doctor.disk import check_tiers
 from kvferry.tools.doctor.finding import Grade
 
 every_server = pytest.mark.parametrize("kind", s3_servers.SERVERS)
@@ -208,9 +208,9 @@ def test_the_doctor_says_what_is_wrong_with_a_store(monkeypatch: pytest.MonkeyPa
         (wrong, Grade.WARN, "403"),
     ):
         with remote.environment(credentials):
-            (finding,) = check_levels(Config(remote=address))
+            (finding,) = check_tiers(Config(remote=address))
             if "has not answered" in finding.words:  # in two seconds, on a machine that is busy
-                (finding,) = check_levels(Config(remote=address))
+                (finding,) = check_tiers(Config(remote=address))
         assert (finding.grade, words in finding.words) == (grade, True), finding
 
 

@@ -31,7 +31,7 @@ def main() -> None:
         model=model,
         block_tokens=BLOCK_TOKENS,
         host="16MiB",
-        level_write="through",
+        tier_write="through",
         load_policy="always",
         ask_deadline=SECONDS,
         promote_deadline=SECONDS,

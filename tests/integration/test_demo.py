@@ -74,16 +74,16 @@ def test_runs_three_ways_and_writes_its_figures(tmp_path: Path, extra: tuple[str
     assert set(re.findall(r"https?://[^\"'\s<]+", page)) <= {"http://www.w3.org/2000/svg"}
 
 
-def test_what_host_memory_must_drop_comes_back_from_levels(tmp_path: Path) -> None:
+def test_what_host_memory_must_drop_comes_back_from_tiers(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     small = (*TINY, "--conversations", "8", "--device-blocks", "13", "--host", "1MiB")
     paths = ("--html", str(tmp_path / "report.html"), "--json", str(figures))
-    result = invoke(*small, *paths, "--levels", "memory:64MiB")
+    result = invoke(*small, *paths, "--tiers", "memory:64MiB")
     assert result.exit_code == 0, result.output
     data = json.loads(figures.read_text())
     assert data["tokens_equal"] is True
-    assert data["setting"]["levels"] == "memory:64MiB"
-    assert data["ways"]["kvferry"]["bytes_moved"]["levels->host"] > 0
+    assert data["setting"]["tiers"] == "memory:64MiB"
+    assert data["ways"]["kvferry"]["bytes_moved"]["tiers->host"] > 0
     assert "Below host memory (memory:64MiB): " in result.output
 
 
@@ -121,9 +121,9 @@ def test_says_so_and_fails_when_tokens_differ(
         (["--device-blocks", "100000"], "nothing to offload; give fewer"),
         (["--opening-tokens", "9999"], "the model ends at 4096"),
         (["--html", "no/such/folder/report.html"], "there is no folder no/such/folder"),
-        (["--levels", "memry:1MiB"], "did you mean memory?"),
-        (["--levels", "memory:1KiB"], "hold no block"),
-        (["--levels", "no_such_package.x:y"], "no_such_package.x cannot be imported"),
+        (["--tiers", "memry:1MiB"], "did you mean memory?"),
+        (["--tiers", "memory:1KiB"], "hold no block"),
+        (["--tiers", "no_such_package.x:y"], "no_such_package.x cannot be imported"),
         (["--colour", "blue"], "No such option"),
     ],
 )

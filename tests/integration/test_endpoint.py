@@ -12,7 +12,7 @@ from urllib.request import urlopen
 
 import numpy as np
 import pytest
-from tests.fakes import levels as tiers
+from tests.fakes import tiers as tiers
 from tests.fakes.ports import free_port
 
 import kvferry
@@ -70,22 +70,22 @@ def test_metrics_and_explanations_over_http(ferry):
     assert ask(url, "/")[0] == 200
 
 
-def test_a_level_that_is_away_is_served_with_its_reason():
+def test_a_tier_that_is_away_is_served_with_its_reason():
     kv = [np.zeros((32, 2, 16, 2, 8), np.float32) for _ in range(2)]
     tiers.opened.clear()
-    levels = "memory=tests.fakes.levels:open_mine"
-    with kvferry.attach(kv, model="m", block_tokens=16, host="1MiB", levels=levels) as ferry:
+    setting = "memory=tests.fakes.tiers:open_mine"
+    with kvferry.attach(kv, model="m", block_tokens=16, host="1MiB", tiers=setting) as ferry:
         url = ferry.serve_metrics(0)
         ferry.poll()
-        assert b'kvferry_level_away{level="memory"} 0.0' in ask(url, "/metrics")[1]
-        assert json.loads(ask(url, "/explain")[1])["levels_away"] == {}
+        assert b'kvferry_tier_away{tier="memory"} 0.0' in ask(url, "/metrics")[1]
+        assert json.loads(ask(url, "/explain")[1])["tiers_away"] == {}
         tiers.opened[-1][1].go_away("its cable was pulled")
         ferry.poll()
         body = ask(url, "/metrics")[1]
-        assert b'kvferry_level_away{level="memory"} 1.0' in body
+        assert b'kvferry_tier_away{tier="memory"} 1.0' in body
         assert b'kvferry_slots{state="free",tier="memory"}' in body
         assert b'kvferry_slot_bytes{tier="memory"}' in body
-        told = json.loads(ask(url, "/explain")[1])["levels_away"]
+        told = json.loads(ask(url, "/explain")[1])["tiers_away"]
         assert told == {"memory": "rank 0: its cable was pulled"}
 
 

@@ -84,7 +84,7 @@ def answers_of(
     """
     config = Config(
         remote=f"s3://{s3_servers.BUCKET}/weather?endpoint={weather.endpoint}",
-        level_write="through",
+        tier_write="through",
         load_policy="always",
         ask_deadline=deadline,
         promote_deadline=deadline,

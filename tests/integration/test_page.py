@@ -92,7 +92,7 @@ def test_it_draws_escapes_and_stays_at_home(server, tmp_path):
 
 
 @needs_chromium
-def test_levels_are_drawn_and_one_that_is_away_says_why(endpoint, server, tmp_path):
+def test_tiers_are_drawn_and_one_that_is_away_says_why(endpoint, server, tmp_path):
     counted = replace(
         stats(queries=10, moved=10),
         ailments={"disk": "rank 1: full", "store": ""},
@@ -100,7 +100,7 @@ def test_levels_are_drawn_and_one_that_is_away_says_why(endpoint, server, tmp_pa
     )
     disk = DiskFigures(5 << 30, 2 << 30, failed={"damaged": 2}, pending=3, durable_lag=0.4)
     endpoint.show(Snapshot(counted, "1.2.3", {"host": 1_000_000}, disks={"disk": disk}))
-    endpoint.levels_away = {"disk": f"rank 1: full {EVIL}"}
+    endpoint.tiers_away = {"disk": f"rank 1: full {EVIL}"}
     dom = browse(server.url, tmp_path)
     text = re.sub(r"<[^>]+>", " ", dom)
     assert "away: rank 1: full &lt;img" in text

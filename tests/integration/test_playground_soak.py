@@ -209,7 +209,7 @@ def prove_nothing_left(engine: Engine, offloader: Offloader) -> None:
     scheduler.check_integrity()
     assert scheduler.num_in_flight == 0
     assert scheduler.num_queued == 0
-    for pool in (scheduler.pool, *(level.pool for level in scheduler._parts.lower.levels)):
+    for pool in (scheduler.pool, *(tier.pool for tier in scheduler._parts.lower.tiers)):
         assert pool is None or pool.num_leases == 0
     assert not scheduler.requests
     assert not scheduler._parts.waits._waiting

@@ -266,7 +266,7 @@ class Names:
         )
 
     def order(self, order: Transfer | Question) -> tuple[object, ...]:
-        assert isinstance(order, Transfer), "nothing is asked where there are no levels"
+        assert isinstance(order, Transfer), "nothing is asked where there are no tiers"
         return self.transfer(order)
 
     def transfer(self, transfer: Transfer) -> tuple[object, ...]:

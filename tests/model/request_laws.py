@@ -168,7 +168,7 @@ def _check_leases(scheduler: Scheduler) -> None:
     leases += [order.lease for order in outbox._stores]
     leases += [lease for order in outbox._moves for lease in order.leases]
     leases += [lease for f in scheduler._flights._flying.values() for lease in f.leases]
-    pools = [scheduler.pool, *(level.pool for level in scheduler._parts.lower.levels)]
+    pools = [scheduler.pool, *(tier.pool for tier in scheduler._parts.lower.tiers)]
     assert len(leases) == sum(pool.num_leases for pool in pools if pool is not None)
 
 

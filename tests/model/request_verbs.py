@@ -21,7 +21,7 @@ from kvferry.errors import InputError
 from kvferry.scheduler.promotion import State
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.scheduler import Scheduler
-from kvferry.scheduler.tier import PlacedLevel, WriteMode
+from kvferry.scheduler.tier import SlotTier, WriteMode
 from kvferry.scheduler.transfers import BlockTable, Ordered
 from kvferry.types import DeviceBlocks, Outcome, Rank, Receipt, TierName, Transfer, TransferId
 
@@ -89,16 +89,16 @@ class World:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.clock = Clock()
-        self.levels: tuple[PlacedLevel, ...] = ()
+        self.tiers: tuple[SlotTier, ...] = ()
         if scenario.below:
-            self.levels = (PlacedLevel(TierName("disk"), Pool(4), WriteMode.THROUGH),)
+            self.tiers = (SlotTier(TierName("disk"), Pool(4), WriteMode.THROUGH),)
         self.scheduler = Scheduler(
             Pool(scenario.num_slots),
             (FullAttention(4),),
             config=Config(load_policy="always", match_deadline=60.0),
             num_ranks=scenario.num_ranks,
             num_device_blocks=1000,
-            levels=self.levels,
+            tiers=self.tiers,
             joins_loads=scenario.joins_loads,
             engine=Blocks(scenario.evicts) if scenario.has_rests else None,
             clock=self.clock,
@@ -123,7 +123,7 @@ class World:
         for _ in range(2):  # what is stored goes down when it has landed
             self._plan()
             self._answer_all()
-        if self.levels:
+        if self.tiers:
             evict(self.scheduler.pool, len(numbers))
 
     # -- what can happen ------------------------------------------------------------------------

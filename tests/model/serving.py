@@ -1,4 +1,4 @@
-"""A serving engine with a prefix cache, its ranks and the levels below them, all holding bytes.
+"""A serving engine with a prefix cache, its ranks and the tiers below them, all holding bytes.
 
 Larger than a unit test and smaller than a server: it batches nothing and computes nothing, but it
 shares device blocks between requests, walks its free queue, preempts, aborts, changes weights, and
@@ -7,7 +7,7 @@ value of its own, so a block in the wrong place cannot look right::
 
     device[group]   values by rank and block, a reference count and a prefix cache
     host            values by rank and slot
-    lower levels    a reference tier of either kind per rank: it may refuse, lose, or go away
+    lower tiers    a reference tier of either kind per rank: it may refuse, lose, or go away
 
 A request that holds a block from before a weights change computes *stained* values from then on.
 A stained value that turns up in a pool is the fault this is here to find.
@@ -46,9 +46,9 @@ from kvferry.core.identity import scope
 from kvferry.core.keys import Keys
 from kvferry.errors import TransferError
 from kvferry.hostmem.slots import HostTier
-from kvferry.scheduler.packed_tier import level_of
+from kvferry.scheduler.packed_tier import lower_tier
 from kvferry.scheduler.promotion import State
-from kvferry.scheduler.tier import PlacedLevel, WriteMode
+from kvferry.scheduler.tier import SlotTier, WriteMode
 from kvferry.scheduler.transfers import NO_BLOCK
 from kvferry.telemetry.stats import SchedulerStats
 from kvferry.tiers.contract import Batch, BatchId, Way
@@ -71,7 +71,7 @@ from kvferry.types import (
 )
 
 Shelves = dict[TierName, dict[int, tuple[Key, bytes]]]
-"""What one rank's placed levels hold, by place."""
+"""What one rank's placed tiers hold, by place."""
 
 
 class Serving:
@@ -128,8 +128,8 @@ class Serving:
         self.weights = 0
         self.pool = Pool(setup.num_slots)
         self.ranks = [self._new_rank(number, shelves[number]) for number in range(setup.num_ranks)]
-        self.levels = tuple(
-            level_of(
+        self.tiers = tuple(
+            lower_tier(
                 name,
                 num_places,
                 write,
@@ -137,14 +137,14 @@ class Serving:
             )
             for name, num_places, write in self._specs
         )
-        for level in self.levels:
-            if level.pool is not None:
-                slots = np.flatnonzero(level.pool._state == SlotState.CACHED)
-                for slot, key in zip(slots.tolist(), level.pool._index.keys_of(slots), strict=True):
-                    for shelf in (each[level.name] for each in shelves):
+        for tier in self.tiers:
+            if tier.pool is not None:
+                slots = np.flatnonzero(tier.pool._state == SlotState.CACHED)
+                for slot, key in zip(slots.tolist(), tier.pool._index.keys_of(slots), strict=True):
+                    for shelf in (each[tier.name] for each in shelves):
                         assert shelf[slot][0] == key, "a rank does not have what was restored"
         self.num_restored += sum(
-            level.num_restored for level in self.levels if isinstance(level, PlacedLevel)
+            tier.num_restored for tier in self.tiers if isinstance(tier, SlotTier)
         )
         self.scheduler = ByName(
             self.pool,
@@ -154,7 +154,7 @@ class Serving:
             hash_block_tokens=setup.hash_tokens,
             num_device_blocks=setup.num_blocks if setup.bounded else None,
             block_bytes=[VALUE_BYTES] * len(setup.groups),
-            levels=self.levels,
+            tiers=self.tiers,
             joins_loads=setup.joins_loads,
             loads_early=setup.piece_slots > 0,
             clock=lambda: self.now,
@@ -162,7 +162,7 @@ class Serving:
         if setup.piece_slots:
             parts = self.scheduler._parts
             parts.lower._piece_slots = setup.piece_slots
-            parts.coming._share = lambda levels: 1.0  # type: ignore[method-assign]
+            parts.coming._share = lambda tiers: 1.0  # type: ignore[method-assign]
         self.devices = [Device(setup.num_blocks, setup.num_ranks) for _ in setup.groups]
         self.host = [rank.host.rows.view(np.uint64)[:, 0] for rank in self.ranks]
         self.requests: dict[str, Served] = {}
@@ -172,7 +172,7 @@ class Serving:
     def _specs(self) -> list[tuple[TierName, int | None, WriteMode]]:
         return [
             (TierName(f"lower{at}"), num_places, write)
-            for at, (num_places, write) in enumerate(self.setup.levels)
+            for at, (num_places, write) in enumerate(self.setup.tiers)
         ]
 
     def _new_rank(self, number: int, shelves: Shelves) -> RankSide:
@@ -434,13 +434,13 @@ class Serving:
         orders: list[Transfer | Question] = [*plan.questions, *plan.transfers]
         rank.todo += orders
         for order in orders:
-            level = self._level_of(order)
-            if level is not None:
-                rank.submitted[order.id] = rank.tiers[level]._generation
+            tier = self._lower_tier(order)
+            if tier is not None:
+                rank.submitted[order.id] = rank.tiers[tier]._generation
 
-    def _level_of(self, order: Transfer | Question) -> TierName | None:
+    def _lower_tier(self, order: Transfer | Question) -> TierName | None:
         if isinstance(order, Question):
-            return order.level
+            return order.tier
         ends = {order.src, order.dst} - {DEVICE, HOST}
         return ends.pop() if ends else None
 
@@ -450,9 +450,9 @@ class Serving:
         ``fail`` leaves nonsense behind, ``refuse`` does not; ``some`` blocks fail below the host.
         """
         transfer = rank.todo.pop(at)
-        level = self._level_of(transfer)
-        if level is not None:
-            self.receipts.append(self._execute_below(rank, level, transfer, outcome))
+        tier = self._lower_tier(transfer)
+        if tier is not None:
+            self.receipts.append(self._execute_below(rank, tier, transfer, outcome))
             return
         assert isinstance(transfer, Transfer)
         try:
@@ -480,10 +480,10 @@ class Serving:
             raise TransferError("injected: half-way")
 
     def _execute_below(
-        self, rank: RankSide, level: TierName, order: Transfer | Question, outcome: str
+        self, rank: RankSide, tier: TierName, order: Transfer | Question, outcome: str
     ) -> Receipt:
         """As the tier's own thread would, but now: it may have waited for long."""
-        tier, mover = rank.tiers[level], rank.movers[level]
+        rank_tier, mover = rank.tiers[tier], rank.movers[tier]
         rank.mood = outcome
         if isinstance(order, Question):
             batch = Batch(BatchId(order.id), Way.FIND, Keys(order.keys), math.inf)
@@ -491,8 +491,8 @@ class Serving:
             batch = replace(mover._batch(order), deadline=math.inf)
             if order.dst == HOST:  # what a read leaves where it fails is anything
                 self.host[rank.rank][order.dst_slots] = 0xBAD
-        generation = rank.submitted.pop(order.id, tier._generation)
-        return mover._receipt(tier._carry_out(Task(batch, generation)))
+        generation = rank.submitted.pop(order.id, rank_tier._generation)
+        return mover._receipt(rank_tier._carry_out(Task(batch, generation)))
 
     def settle(self, receipts: Iterable[Receipt] = ()) -> None:
         """Hand receipts over and act on the answer."""
@@ -503,7 +503,7 @@ class Serving:
         coming = self.scheduler._parts.coming
         for load in coming._loads.values():
             assert not load.is_open or self.now < load.since + coming._patience, (
-                "a load waits for a level that says nothing"
+                "a load waits for a tier that says nothing"
             )
 
     def _act(self, settled: SettledByName) -> None:
@@ -553,17 +553,17 @@ class Serving:
         rank.todo = []
         self._act(self.scheduler.lose_rank(rank.rank, f"rank {rank.rank} is gone"))
 
-    def lose_bytes(self, level: int, slots: Sequence[int]) -> None:
-        """A medium fails: some of what a level holds is gone, on all ranks."""
+    def lose_bytes(self, tier: int, slots: Sequence[int]) -> None:
+        """A medium fails: some of what a tier holds is gone, on all ranks."""
         for rank in self.ranks:
-            tier = rank.tiers[self.levels[level].name]
-            there = sorted(tier._blocks)
+            rank_tier = rank.tiers[self.tiers[tier].name]
+            there = sorted(rank_tier._blocks)
             names = [there[slot % len(there)] for slot in slots] if there else []
-            tier._lose(names)  # type: ignore[arg-type]
+            rank_tier._lose(names)  # type: ignore[arg-type]
 
-    def level_goes(self, level: int, rank: RankSide, reason: str) -> None:
-        """A level goes away on one rank, and the scheduler hears of it; no reason: it is back."""
-        name = self.levels[level].name
+    def tier_goes(self, tier: int, rank: RankSide, reason: str) -> None:
+        """A tier goes away on one rank, and the scheduler hears of it; no reason: it is back."""
+        name = self.tiers[tier].name
         if reason:
             rank.tiers[name].go_away(reason)
         else:
@@ -626,7 +626,7 @@ class Serving:
     def _check_promises(self) -> None:
         """What can be matched is there: on every rank, of these weights, of these tokens."""
         hosts: list[tuple[Pool, TierName | None]] = [(self.pool, None)]
-        hosts += [(level.pool, level.name) for level in self.levels if level.pool is not None]
+        hosts += [(tier.pool, tier.name) for tier in self.tiers if tier.pool is not None]
         if not self.scheduler._outbox._forget:
             self._check_keyed()
         for pool, name in hosts:
@@ -648,12 +648,12 @@ class Serving:
                     )
 
     def _check_keyed(self) -> None:
-        """What a level finds by its key is right, and of these weights, or was forgotten."""
-        for level in self.levels:
-            if level.pool is None:
+        """What a tier finds by its key is right, and of these weights, or was forgotten."""
+        for tier in self.tiers:
+            if tier.pool is None:
                 for rank, own in zip(self.ranks, self.rank_salts, strict=True):
                     if not rank.lost:
-                        for key, held in rank.tiers[level.name]._blocks.items():
+                        for key, held in rank.tiers[tier.name]._blocks.items():
                             found = np.frombuffer(held, dtype=np.uint64)[0]
                             assert found == self._expected(key) ^ own  # type: ignore[arg-type]
 
@@ -728,7 +728,7 @@ class Serving:
         for request in list(self.requests.values()):
             assert request.state != "loading", f"{request.id} waits for a load that is over"
             self.abort(request)
-        pools = [level.pool for level in self.levels if level.pool is not None]
+        pools = [tier.pool for tier in self.tiers if tier.pool is not None]
         for pool in (self.pool, *pools):
             assert pool.num_leases == 0
             assert pool.counts.leased == 0

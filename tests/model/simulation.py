@@ -30,7 +30,7 @@ from kvferry.cache.leases import SlotState
 from kvferry.cache.pool import Pool
 from kvferry.config import Config
 from kvferry.core.keys import Keys
-from kvferry.scheduler.tier import PlacedLevel, WriteMode
+from kvferry.scheduler.tier import SlotTier, WriteMode
 from kvferry.scheduler.transfers import NO_BLOCK
 from kvferry.types import (
     DEVICE,
@@ -72,7 +72,7 @@ class Shape:
     num_device_blocks: int = 8
     hash_tokens: int = 4
     joins_loads: bool = True
-    levels: tuple[tuple[str, int, WriteMode], ...] = ()
+    tiers: tuple[tuple[str, int, WriteMode], ...] = ()
     """Name, slots and write mode of each tier below the host."""
     bounded: bool = False
 
@@ -100,8 +100,8 @@ class Simulation:
         self.shape = shape
         self.clock = Clock()
         self.pool = Pool(shape.num_slots)
-        self.levels = tuple(
-            PlacedLevel(TierName(name), Pool(size), write) for name, size, write in shape.levels
+        self.tiers = tuple(
+            SlotTier(TierName(name), Pool(size), write) for name, size, write in shape.tiers
         )
         self.scheduler = ByName(
             self.pool,
@@ -116,12 +116,12 @@ class Simulation:
             num_ranks=shape.num_ranks,
             hash_block_tokens=shape.hash_tokens,
             num_device_blocks=shape.num_device_blocks if shape.bounded else None,
-            levels=self.levels,
+            tiers=self.tiers,
             joins_loads=shape.joins_loads,
             clock=self.clock,
         )
-        sizes = {HOST: shape.num_slots, **{lv.name: lv.pool.num_slots for lv in self.levels}}
-        self.tiers = [
+        sizes = {HOST: shape.num_slots, **{lv.name: lv.pool.num_slots for lv in self.tiers}}
+        self.rank_tiers = [
             {name: _poisoned(size) for name, size in sizes.items()} for _ in range(shape.num_ranks)
         ]
         self.device = [
@@ -325,10 +325,10 @@ class Simulation:
                 if tier == transfer.src:
                     assert (pool._readers[slots] > 0).all(), f"{transfer} reads an unpinned slot"
 
-    def _pool(self, tier: TierName) -> Pool:
-        if tier == HOST:
+    def _pool(self, rank_tier: TierName) -> Pool:
+        if rank_tier == HOST:
             return self.pool
-        return next(level.pool for level in self.levels if level.name == tier)
+        return next(tier.pool for tier in self.tiers if tier.name == rank_tier)
 
     def _check_bytes(self, request: Request, first: int, last: int, what: str) -> None:
         """The device blocks that queries at ``last`` and later read hold the right bytes."""
@@ -362,7 +362,7 @@ class Simulation:
         assert not any(any(counts.values()) for counts in self.holds), "a hold was never released"
         for request in list(self.requests.values()):
             assert request.state != "loading", f"{request.id} waits for a load that never ends"
-            if request.state == "waiting" and not self.shape.levels:
+            if request.state == "waiting" and not self.shape.tiers:
                 assert self.match(request).state is not MatchState.WAIT, (
                     f"{request.id} waits for nobody"
                 )
@@ -373,7 +373,7 @@ class Simulation:
         self._check_empty()
 
     def _check_empty(self) -> None:
-        for pool in (self.pool, *(level.pool for level in self.levels)):
+        for pool in (self.pool, *(tier.pool for tier in self.tiers)):
             pool.check_integrity()
             counts = pool.counts
             assert pool.num_leases == 0, f"{pool.num_leases} leases were never ended"
@@ -504,7 +504,7 @@ class Simulation:
         return what, owner == rank
 
     def _rows(self, rank: int, tier: TierName, group: int) -> np.ndarray:
-        return self.device[rank][group] if tier == DEVICE else self.tiers[rank][tier]
+        return self.device[rank][group] if tier == DEVICE else self.rank_tiers[rank][tier]
 
 
 def chain_of(numbers: Sequence[int]) -> Keys:
@@ -609,12 +609,12 @@ class Driver:
         self.sim.wait_past_deadlines()
         if self.sim.scheduler.num_queued:
             return
-        for pool in (self.sim.pool, *(level.pool for level in self.sim.levels)):
+        for pool in (self.sim.pool, *(tier.pool for tier in self.sim.tiers)):
             writing = pool._state == SlotState.WRITING
             assert not writing.any(), "a block that did not come in time is still expected"
         for request in self.sim.requests.values():
             assert request.state != "loading", f"{request.id} still waits for its load"
-            if request.state == "waiting" and not self.sim.levels:
+            if request.state == "waiting" and not self.sim.tiers:
                 state = self.sim.match(request).state
                 assert state is not MatchState.WAIT, f"{request.id} waits for a rank that hangs"
 

@@ -51,7 +51,7 @@ class Setup:
     num_ranks: int = 1
     num_slots: int = 24
     num_blocks: int = 32
-    levels: tuple[tuple[int | None, WriteMode], ...] = ()
+    tiers: tuple[tuple[int | None, WriteMode], ...] = ()
     """Places (None: it finds blocks by their keys) and write mode of each, nearest first."""
     joins_loads: bool = True
     piece_slots: int = 0

@@ -1,6 +1,6 @@
-"""Random lives of hinted requests and of orders from outside, with levels below: always sound.
+"""Random lives of hinted requests and of orders from outside, with tiers below: always sound.
 
-After every step the scheduler proves itself, nothing is held beyond the bound on any level and no
+After every step the scheduler proves itself, nothing is held beyond the bound on any tier and no
 tenant has more than its ceiling there, nothing is stored of who said so (eager and lazy), and
 nothing is loaded for who said so. At the end nothing is left over.
 
@@ -23,7 +23,7 @@ from kvferry.errors import InputError
 from kvferry.hints import Hints
 from kvferry.scheduler.promotion import State
 from kvferry.scheduler.request import Request
-from kvferry.scheduler.tier import PlacedLevel, WriteMode
+from kvferry.scheduler.tier import SlotTier, WriteMode
 from kvferry.types import MatchState, TierName
 
 NUM_STORIES, LONGEST = 8, 6
@@ -67,8 +67,8 @@ class Life:
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = Random(seed)
-        self.levels = [
-            PlacedLevel(TierName(f"l{n}"), Pool(rng.choice((12, 60))), rng.choice(list(WriteMode)))
+        self.tiers = [
+            SlotTier(TierName(f"l{n}"), Pool(rng.choice((12, 60))), rng.choice(list(WriteMode)))
             for n in range(rng.choice((0, 1, 2)))
         ]
         settings: dict[str, object] = {"keep_share": rng.choice((0.0, 0.25, 0.5))}
@@ -76,7 +76,7 @@ class Life:
             settings["tenants"] = rng.choice(("*", "a=50%:60%, b=10%"))
         settings["store_mode"] = rng.choice(("eager", "lazy"))
         slots = rng.choice((10, 24))
-        self.desk = Desk(slots=slots, levels=self.levels, **settings)  # type: ignore[arg-type]
+        self.desk = Desk(slots=slots, tiers=self.tiers, **settings)  # type: ignore[arg-type]
         self.live: list[Request] = []
         self.may_be_stored: dict[bytes, bool] = {}
         """Of each block that was ever asked for: whether somebody may have had it stored."""
@@ -119,9 +119,9 @@ class Life:
             desk.scheduler.reset()
 
     def knows_any(self, keys: Keys) -> bool:
-        """Whether any level has any of these blocks, or is getting it."""
+        """Whether any tier has any of these blocks, or is getting it."""
         matcher = self.desk.scheduler._parts.matcher
-        pools = (self.desk.pool, *(level.pool for level in self.levels))
+        pools = (self.desk.pool, *(tier.pool for tier in self.tiers))
         blocks = [matcher.all_keys(g, keys) for g in range(len(matcher.groups))]
         return any(pool.known(each).any() for pool in pools for each in blocks)
 
@@ -142,7 +142,7 @@ class Life:
 
     def check(self) -> None:
         self.desk.scheduler.check_integrity()
-        for pool in (self.desk.pool, *(level.pool for level in self.levels)):
+        for pool in (self.desk.pool, *(tier.pool for tier in self.tiers)):
             assert pool.counts.held <= pool.holds.most
             for tenant, ceiling in enumerate(pool._ceilings):
                 assert pool.slots_of_tenant(tenant) <= ceiling

@@ -64,7 +64,7 @@ class Servers(RuleBasedStateMachine):
     @initialize(long_ago=st.lists(st.tuples(_chains, st.integers(1, MOST)), min_size=1, max_size=3))
     def begin(self, long_ago: list[tuple[Keys, int]]) -> None:
         self.store = PackedStore()
-        self.desks = [Desk(levels=[packing(most_in_one=MOST)], slots=1024) for _ in range(2)]
+        self.desks = [Desk(tiers=[packing(most_in_one=MOST)], slots=1024) for _ in range(2)]
         self.waiting: list[tuple[int, str, Asked, int]] = []
         self.num_requests = 0
         self.came: list[tuple[list[float], int | None, dict[str, int]]] = []
@@ -171,9 +171,9 @@ class Writers(Servers):
         """A server stores a whole chain, which is written through: others find it by itself."""
         desk = self.desks[server]
         self.store.serve(desk, pack)
-        level = desk.scheduler._parts.lower.levels[0]
+        tier = desk.scheduler._parts.lower.tiers[0]
         last = chain[len(chain) - 1 :]
-        is_new = not (desk.pool.known(last) | level.known(last, desk.now))[0]
+        is_new = not (desk.pool.known(last) | tier.known(last, desk.now))[0]
         name = f"c{self.num_requests}"
         self.num_requests += 1
         self.store.keep(desk, name, chain, pack)

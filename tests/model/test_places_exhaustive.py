@@ -1,13 +1,13 @@
-"""Every way in which a short chain can lie on the host and on a level below, and what is done then.
+"""Every way in which a short chain can lie on the host and on a tier below, and what is done then.
 
-The host has a beginning of it, of which some is still on its way in; the level has any of its
+The host has a beginning of it, of which some is still on its way in; the tier has any of its
 blocks. Whatever is where: a drop leaves nothing of it anywhere, also of what lands later; a pin and
-a keep hold, on some level, every block that can be reached and read, and say how many still come.
+a keep hold, on some tier, every block that can be reached and read, and say how many still come.
 
 One-line breaks that were seen to make this fail:
 
-- ``OnLevel.find`` takes a pool's leading blocks alone
-- ``ChainPlaces.hold`` ends at the first level that holds all it has; holds what is not reached
+- ``OnTier.find`` takes a pool's leading blocks alone
+- ``ChainPlaces.hold`` ends at the first tier that holds all it has; holds what is not reached
 - ``ChainPlaces.on_their_way`` finds nothing
 - ``PoolWishes.drop`` leaves alone what is being written
 """
@@ -22,7 +22,7 @@ from tests.fakes.desk import Desk, story
 
 from kvferry.cache.pool import Pool
 from kvferry.hints import Hints
-from kvferry.scheduler.tier import PlacedLevel
+from kvferry.scheduler.tier import SlotTier
 from kvferry.types import TierName
 
 LENGTH = 4
@@ -30,17 +30,17 @@ CHAIN = story(1, LENGTH)
 
 
 def ways():
-    """How many blocks the host has and is getting, and which the level has."""
+    """How many blocks the host has and is getting, and which the tier has."""
     for there, known in itertools.combinations_with_replacement(range(LENGTH + 1), 2):
         for below in itertools.product((False, True), repeat=LENGTH):
             yield there, known, np.array(below)
 
 
 def lay(there: int, known: int, below: np.ndarray) -> tuple[Desk, Pool]:
-    level = PlacedLevel(TierName("disk"), Pool(4 * LENGTH, keep_share=0.5))
-    desk = Desk(slots=4 * LENGTH, levels=[level], keep_share="50%")
+    tier = SlotTier(TierName("disk"), Pool(4 * LENGTH, keep_share=0.5))
+    desk = Desk(slots=4 * LENGTH, tiers=[tier], keep_share="50%")
     if below.any():
-        spilled = level.pool.reserve(CHAIN.take(below), chained=False)
+        spilled = tier.pool.reserve(CHAIN.take(below), chained=False)
         assert spilled is not None
         spilled.commit()
     if there:
@@ -49,7 +49,7 @@ def lay(there: int, known: int, below: np.ndarray) -> tuple[Desk, Pool]:
         desk.store("b", CHAIN[:known], 4 * known)
         desk.scheduler.finish("b")
         desk.plan()
-    return desk, level.pool
+    return desk, tier.pool
 
 
 def settle(desk: Desk) -> None:

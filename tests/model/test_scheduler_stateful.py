@@ -60,7 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         groups=st.sampled_from(sorted(GROUPS)),
-        levels=st.sampled_from(sorted(LEVELS)),
+        tiers=st.sampled_from(sorted(LEVELS)),
         num_ranks=st.integers(1, 4),
         num_slots=st.integers(2, 9),
         num_device_blocks=st.integers(6, 14),
@@ -70,7 +70,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def begin(
         self,
         groups: str,
-        levels: str,
+        tiers: str,
         num_ranks: int,
         num_slots: int,
         num_device_blocks: int,
@@ -85,7 +85,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 num_slots=num_slots,
                 num_device_blocks=num_device_blocks,
                 joins_loads=joins_loads,
-                levels=LEVELS[levels],
+                tiers=LEVELS[tiers],
                 bounded=bounded,
             )
         )
@@ -290,11 +290,11 @@ def live(sim: Simulation, rng: np.random.Generator, steps: int, check_every: int
     return done
 
 
-@pytest.mark.parametrize("levels", sorted(LEVELS))
+@pytest.mark.parametrize("tiers", sorted(LEVELS))
 @pytest.mark.parametrize("groups", sorted(GROUPS))
-def test_a_long_life(groups: str, levels: str) -> None:
+def test_a_long_life(groups: str, tiers: str) -> None:
     """Longer than Hypothesis goes, and proof that loads really happen in these tests."""
-    rng = np.random.default_rng(zlib.crc32(f"{groups} {levels}".encode()))
+    rng = np.random.default_rng(zlib.crc32(f"{groups} {tiers}".encode()))
     sim = Simulation(
         Shape(
             GROUPS[groups],
@@ -303,7 +303,7 @@ def test_a_long_life(groups: str, levels: str) -> None:
             num_slots=20,
             num_device_blocks=20,
             joins_loads=bool(rng.integers(2)),
-            levels=LEVELS[levels],
+            tiers=LEVELS[tiers],
         )
     )
     # At a chunk's end nothing is loaded, and short prompts have few large blocks.

@@ -28,7 +28,7 @@ def test_it_stops_when_time_is_up() -> None:
 def test_the_servers_differ() -> None:
     assert len(set(SERVERS)) == len(SERVERS)
     assert {setup.store_mode for setup in SERVERS} == {"eager", "lazy"}
-    assert {len(setup.levels) for setup in SERVERS} == {0, 1, 2}
+    assert {len(setup.tiers) for setup in SERVERS} == {0, 1, 2}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -21,7 +21,7 @@ and the test named here was seen to fail::
     scheduler: no epoch                            weights_updated_in_place
     scheduler: nothing is outdated by a reset      weights_updated_while_old_blocks_are_loaded
     scheduler: outdated for ever                   a_preempted_request_is_stored_anew
-    scheduler: lower levels keep their blocks      reset_with_a_promotion_in_flight
+    scheduler: lower tiers keep their blocks      reset_with_a_promotion_in_flight
     outbox: send off cancelled loads               preempted_before_its_load_was_sent_off
     storing: do not say which blocks to hold       preempted_with_a_store_in_flight
     storing: leave the last block for later        the_last_blocks_of_a_finished_request
@@ -392,7 +392,7 @@ def test_reset_with_a_load_under_way(moment: str) -> None:
 
 
 def test_reset_with_a_promotion_in_flight() -> None:
-    server = Serving(Setup(num_blocks=64, levels=((64, WriteMode.THROUGH),)))
+    server = Serving(Setup(num_blocks=64, tiers=((64, WriteMode.THROUGH),)))
     told(server, 0)
     land(server)
     cool(server)
@@ -606,7 +606,7 @@ def test_a_tier_that_raises() -> None:
 
     disk = TierName("disk")
     mover = TierMover(HostTier(4, 16), MemoryTier(4, 16, name=disk, fault=fault))
-    worker = Worker({}, levels={disk: mover})
+    worker = Worker({}, tiers={disk: mover})
     slots, rows = np.arange(2), keys(range(2)).array
     try:
         plan = Plan(
@@ -706,7 +706,7 @@ def test_host_memory_leaves_no_files() -> None:
 def test_nothing_waits_past_every_deadline() -> None:
     """All of it at once: a hung rank, loads, stores and promotions under way, then only time."""
     setup = Setup(
-        num_blocks=64, num_slots=16, num_ranks=2, levels=((64, WriteMode.THROUGH),), bounded=False
+        num_blocks=64, num_slots=16, num_ranks=2, tiers=((64, WriteMode.THROUGH),), bounded=False
     )
     server = Serving(setup)
     for number in range(4):

@@ -24,7 +24,7 @@ ODDS = {
     "expire": 0.1,
     "reset": 0.05,
     "lose_bytes": 0.1,
-    "level_goes": 0.3,
+    "tier_goes": 0.3,
     "restart": 0.05,
 }
 
@@ -104,20 +104,20 @@ class Weather:
         self.serving.reset()
 
     def lose_bytes(self) -> None:
-        if self.serving.levels:
-            level = self.rng.randrange(len(self.serving.levels))
-            self.serving.lose_bytes(level, [self.rng.randrange(200) for _ in range(2)])
+        if self.serving.tiers:
+            tier = self.rng.randrange(len(self.serving.tiers))
+            self.serving.lose_bytes(tier, [self.rng.randrange(200) for _ in range(2)])
 
-    def level_goes(self) -> None:
-        """A level goes away on a rank, or comes back to it."""
-        if self.serving.levels:
-            level, rank = (
-                self.rng.randrange(len(self.serving.levels)),
+    def tier_goes(self) -> None:
+        """A tier goes away on a rank, or comes back to it."""
+        if self.serving.tiers:
+            tier, rank = (
+                self.rng.randrange(len(self.serving.tiers)),
                 self.rng.choice(self.serving.ranks),
             )
-            ails = rank.tiers[self.serving.levels[level].name].ailment
+            ails = rank.tiers[self.serving.tiers[tier].name].ailment
             if ails or self.rng.random() < 10 * self.bad:
-                self.serving.level_goes(level, rank, "" if ails else "out of order")
+                self.serving.tier_goes(tier, rank, "" if ails else "out of order")
 
     def _each(self, state: str, act: Callable[..., object]) -> None:
         there = [r for r in self.serving.requests.values() if r.state == state]
@@ -128,7 +128,7 @@ class Weather:
 def random_setup(rng: random.Random) -> Setup:
     """Any model on any server."""
     kind = rng.choice(sorted(KINDS))
-    levels = [
+    tiers = [
         (rng.choice([6, 80, 200, None, None]), rng.choice(list(WriteMode)))
         for _ in range(rng.choice([0, 1, 1, 2]))
     ]
@@ -139,7 +139,7 @@ def random_setup(rng: random.Random) -> Setup:
         num_ranks=rng.randint(1, 3),
         num_slots=rng.choice([4, 16, 32, 96]),
         num_blocks=rng.choice([26, 26, 34, 64]),
-        levels=tuple(levels),
+        tiers=tuple(tiers),
         joins_loads=lazy or rng.random() < 0.8,
         bounded=rng.random() < 0.8,
         store_mode="lazy" if lazy else "eager",

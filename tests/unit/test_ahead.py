@@ -7,7 +7,7 @@ from tests.fakes.pools import evict
 
 from kvferry.cache.pool import Pool
 from kvferry.scheduler.control import AHEAD_SECONDS, AHEAD_SHARE, Ahead
-from kvferry.scheduler.tier import PlacedLevel, WriteMode
+from kvferry.scheduler.tier import SlotTier, WriteMode
 from kvferry.types import HOST, MatchState, TierName
 
 DISK = TierName("disk")
@@ -16,8 +16,8 @@ SHARE = SLOTS // AHEAD_SHARE
 
 
 def below(*numbers: int, blocks: int = 8) -> Desk:
-    """Conversations that are on a level, and nothing of them in the host."""
-    desk = Desk(levels=[PlacedLevel(DISK, Pool(500), WriteMode.THROUGH)], slots=SLOTS)
+    """Conversations that are on a tier, and nothing of them in the host."""
+    desk = Desk(tiers=[SlotTier(DISK, Pool(500), WriteMode.THROUGH)], slots=SLOTS)
     for number in numbers:
         desk.keep(f"w{number}", story(number, blocks), 4 * blocks)
         desk.run()
@@ -132,7 +132,7 @@ def test_a_reset_ends_it() -> None:
     desk.check_empty()
 
 
-def test_without_levels_there_is_nothing_to_do() -> None:
+def test_without_tiers_there_is_nothing_to_do() -> None:
     desk = Desk()
     queue(desk, "a", 1)
     assert not ahead(desk).is_busy

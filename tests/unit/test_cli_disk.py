@@ -40,7 +40,7 @@ def attach(folder: Path, model: str = "some-model", size: str = "4MiB", **settin
         disk=str(folder),
         disk_size=size,
         disk_keep_free=0,
-        level_write="through",
+        tier_write="through",
         **settings,
     )
 
@@ -51,7 +51,7 @@ def fill(folder: Path, model: str = "some-model", **settings: Any) -> None:
         keys = ferry.keys(range(BLOCKS * 16))
         ferry.wait(ferry.store(keys, range(BLOCKS)), 30)
         end = time.monotonic() + 30
-        while ferry.stats().levels["disk"].cached < BLOCKS:
+        while ferry.stats().tiers["disk"].cached < BLOCKS:
             ferry.poll()
             time.sleep(0.001)
             assert time.monotonic() < end

@@ -10,16 +10,16 @@ from kvferry.core.keys import Keys
 from kvferry.errors import InputError
 from kvferry.hints import Hints
 from kvferry.scheduler.control import MOST_PREFETCHES
-from kvferry.scheduler.tier import KeyedLevel, PlacedLevel, WriteMode
+from kvferry.scheduler.tier import KeyedTier, SlotTier, WriteMode
 from kvferry.types import TierName
 
 DISK = TierName("disk")
 
 
 def below(desk_slots: int = 8) -> Desk:
-    """A small host above a level that has everything that was stored."""
-    disk = PlacedLevel(DISK, Pool(64), WriteMode.THROUGH)
-    return Desk(slots=desk_slots, levels=[disk])
+    """A small host above a tier that has everything that was stored."""
+    disk = SlotTier(DISK, Pool(64), WriteMode.THROUGH)
+    return Desk(slots=desk_slots, tiers=[disk])
 
 
 def let_all_land(desk: Desk) -> None:
@@ -64,7 +64,7 @@ def test_a_pin_stays_within_its_bound_until_it_is_let_go():
     desk.check_empty()
 
 
-def test_a_pin_is_on_the_level_that_has_it():
+def test_a_pin_is_on_the_tier_that_has_it():
     desk = below()
     desk.keep("a", story(1, 6), 24)
     let_all_land(desk)
@@ -73,7 +73,7 @@ def test_a_pin_is_on_the_level_that_has_it():
     told = desk.scheduler.control.pin(story(1, 6))
     assert (told.blocks, told.refused) == (6, ())
     assert desk.pool.counts.held == 0
-    disk = desk.scheduler._parts.lower.levels[0].pool
+    disk = desk.scheduler._parts.lower.tiers[0].pool
     assert disk is not None
     assert disk.counts.held == 6
 
@@ -100,8 +100,8 @@ def test_a_prefetch_brings_all_of_it_to_the_host_before_anybody_asks():
     desk.check_empty()
 
 
-def test_a_prefetch_asks_a_level_that_finds_blocks_by_their_keys():
-    desk = Desk(slots=32, levels=[KeyedLevel(DISK)])
+def test_a_prefetch_asks_a_tier_that_finds_blocks_by_their_keys():
+    desk = Desk(slots=32, tiers=[KeyedTier(DISK)])
     control = desk.scheduler.control
     assert control.lookup(story(1, 4)).unknown_blocks == 4
     assert control.prefetch(story(1, 4)).is_under_way
@@ -139,7 +139,7 @@ def test_a_prefetch_that_fails_or_is_forgotten_leaves_nothing():
 
 
 def test_no_more_prefetches_than_the_bound():
-    desk = Desk(slots=32, levels=[KeyedLevel(DISK)])
+    desk = Desk(slots=32, tiers=[KeyedTier(DISK)])
     control = desk.scheduler.control
     for number in range(MOST_PREFETCHES):
         assert control.prefetch(story(number, 2)).is_under_way
@@ -232,17 +232,17 @@ def test_a_hint_that_would_do_nothing_is_refused_and_says_what_would():
 
 
 def spilled(desk_slots: int, *chains: Keys) -> tuple[Desk, Pool]:
-    """A host above a level to which these were spilled, each block for itself."""
-    level = PlacedLevel(DISK, Pool(64))
+    """A host above a tier to which these were spilled, each block for itself."""
+    tier = SlotTier(DISK, Pool(64))
     for chain in chains:
-        lease = level.pool.reserve(chain, chained=False)
+        lease = tier.pool.reserve(chain, chained=False)
         assert lease is not None
         lease.commit()
-    return Desk(slots=desk_slots, levels=[level]), level.pool
+    return Desk(slots=desk_slots, tiers=[tier]), tier.pool
 
 
 def test_a_drop_reaches_the_end_of_a_chain_that_alone_was_spilled():
-    """Seen red: a level without the first block was passed over, and served the rest again."""
+    """Seen red: a tier without the first block was passed over, and served the rest again."""
     chain = story(1, 12)
     desk, disk = spilled(16, chain[4:])
     desk.keep("a", chain, 48)
@@ -277,8 +277,8 @@ def test_what_no_request_could_reach_is_not_held():
     assert desk.scheduler.control.drop(chain).blocks == 10, "but it is dropped"
 
 
-def test_a_drop_spares_on_every_level_what_the_host_knows_others_go_on_from():
-    """A level that blocks are spilled to does not know what follows what."""
+def test_a_drop_spares_on_every_tier_what_the_host_knows_others_go_on_from():
+    """A tier that blocks are spilled to does not know what follows what."""
     shared, end, other = story(1, 2), story(2, 3), story(3, 3)
     desk, disk = spilled(16, shared + end)
     desk.keep("a", shared + end, 20)
@@ -292,7 +292,7 @@ def test_a_drop_spares_on_every_level_what_the_host_knows_others_go_on_from():
     assert disk.cached(shared + end).tolist() == [True] * 2 + [False] * 3
 
 
-def test_what_is_over_goes_first_on_a_level_that_has_only_its_end():
+def test_what_is_over_goes_first_on_a_tier_that_has_only_its_end():
     """Seen red: it was not told of what it has. And it spares what the host knows is shared."""
     shared, end, other = story(1, 2), story(2, 3), story(3, 3)
     desk, disk = spilled(32, story(9, 59), shared, end)
@@ -347,22 +347,22 @@ def test_a_drop_keeps_what_others_are_still_storing():
     desk.check_empty()
 
 
-def test_nobody_is_told_that_a_dropped_block_has_come_to_a_level():
+def test_nobody_is_told_that_a_dropped_block_has_come_to_a_tier():
     """Seen red: a router heard of blocks that were dropped while they went down."""
     heard = []
 
     class Listener:
-        def came(self, level, keys):
+        def came(self, tier, keys):
             heard.extend(keys)
 
-        def went(self, level, keys):
+        def went(self, tier, keys):
             pass
 
         def rose(self, keys):
             pass
 
     desk = below(desk_slots=16)
-    desk.scheduler._parts.lower.levels[0].listen(Listener())
+    desk.scheduler._parts.lower.tiers[0].listen(Listener())
     desk.keep("a", story(1, 4), 16)
     desk.plan()
     assert desk.scheduler.control.drop(story(1, 4)).blocks == 8

@@ -273,7 +273,7 @@ def test_the_disk_has_a_volume_of_its_own_and_fits_it():
     (claim,) = [d for d in manifest() if d["metadata"]["name"] == name]
     size = parse_size(claim["spec"]["resources"]["requests"]["storage"] + "B")
     assert config.disk_size + config.disk_keep_free < 0.95 * size, "file systems need room, too"
-    assert config.level_write == "through", "or a restart finds only what was evicted before"
+    assert config.tier_write == "through", "or a restart finds only what was evicted before"
     (key,) = [item for item in container()["env"] if item["name"] == KEY_ENV]
     assert key["valueFrom"]["secretKeyRef"]["optional"], "encryption is for who wants it"
 
@@ -341,7 +341,7 @@ def test_the_fleets_servers_find_its_master_and_fit_their_pods():
     segment = parse_size(address.options["segment"])
     assert segment > 0, "somebody must give memory"
     assert config.host + segment + shm < limit
-    assert config.level_write == "through"
+    assert config.tier_write == "through"
     assert config.metrics_host == "127.0.0.1"
 
 

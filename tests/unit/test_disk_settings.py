@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.fakes import levels as fakes
+from tests.fakes import tiers as fakes
 
 import kvferry
 from kvferry.config import Config, describe, show
@@ -80,8 +80,8 @@ def test_directories_are_read_from_a_text_or_a_list(value: object, paths: tuple[
         ({"disk_key_file": "key"}, "disk_key_file: expected a whole path"),
         ({"disk_direct": "always"}, "disk_direct: expected one of auto, never"),
         ({"disk_key": "x"}, "there is no setting 'disk_key'; did you mean 'disk_key_file'?"),
-        ({"levels": "disk:/mnt/a"}, "a disk has a setting of its own, disk = PATH"),
-        ({"disk": "/a", "levels": "disk=memory:1GiB"}, "levels: one is called disk"),
+        ({"tiers": "disk:/mnt/a"}, "a disk has a setting of its own, disk = PATH"),
+        ({"disk": "/a", "tiers": "disk=memory:1GiB"}, "tiers: one is called disk"),
     ],
 )
 def test_what_cannot_be_used_is_refused_by_name(settings: dict[str, Any], words: str) -> None:
@@ -90,15 +90,15 @@ def test_what_cannot_be_used_is_refused_by_name(settings: dict[str, Any], words:
     assert words in str(refused.value)
 
 
-def test_the_disk_is_the_first_level_under_its_own_name() -> None:
-    config = Config.from_dict({"disk": ["/a", "/b"], "levels": "memory:1GiB"})
-    assert [(level.name, level.kind) for level in config.all_levels] == [
+def test_the_disk_is_the_first_tier_under_its_own_name() -> None:
+    config = Config.from_dict({"disk": ["/a", "/b"], "tiers": "memory:1GiB"})
+    assert [(tier.name, tier.kind) for tier in config.all_tiers] == [
         ("disk", "disk"),
         ("memory", "memory"),
     ]
-    assert str(config.all_levels[0]) == "disk:/a, /b"
-    assert Config.from_dict({"levels": "memory:1GiB"}).disk_settings is None
-    assert Config.from_dict({"levels": "disk=memory:1GiB"}).all_levels[0].kind == "memory"
+    assert str(config.all_tiers[0]) == "disk:/a, /b"
+    assert Config.from_dict({"tiers": "memory:1GiB"}).disk_settings is None
+    assert Config.from_dict({"tiers": "disk=memory:1GiB"}).all_tiers[0].kind == "memory"
 
 
 def test_a_tier_is_told_every_setting_of_the_disk() -> None:
@@ -227,9 +227,7 @@ def test_nobody_opens_a_disk_without_saying_what_the_blocks_are() -> None:
 def test_the_library_tells_a_tier_whose_blocks_it_keeps() -> None:
     for _ in range(2):
         kv = [np.zeros((4, 2, 16, 8), np.float32)]
-        with kvferry.attach(
-            kv, model="my-model", host="1MiB", levels="tests.fakes.levels:open_mine"
-        ):
+        with kvferry.attach(kv, model="my-model", host="1MiB", tiers="tests.fakes.tiers:open_mine"):
             pass
     (first, _), (second, _) = fakes.opened
     assert first.namespace == second.namespace != b""

@@ -107,25 +107,25 @@ def test_a_fit_machine_is_ok_in_every_line():
     ]
 
 
-def test_levels_are_opened_and_closed_again():
-    env = settings(levels="memory:1MiB, far=memory-by-key:1MiB")
-    assert line(env, "level memory").words == "memory:1MiB: can be opened, has places for blocks"
-    assert "finds blocks by their keys" in line(env, "level far").words
+def test_tiers_are_opened_and_closed_again():
+    env = settings(tiers="memory:1MiB, far=memory-by-key:1MiB")
+    assert line(env, "tier memory").words == "memory:1MiB: can be opened, has places for blocks"
+    assert "finds blocks by their keys" in line(env, "tier far").words
 
 
-def test_a_level_that_cannot_be_used_yet_is_a_warning(monkeypatch):
+def test_a_tier_that_cannot_be_used_yet_is_a_warning(monkeypatch):
     monkeypatch.setattr("kvferry.tiers.memory.MemoryTier.ailment", "its cable was pulled")
-    found = line(settings(levels="memory:1MiB"), "level memory")
+    found = line(settings(tiers="memory:1MiB"), "tier memory")
     assert found.grade is Grade.WARN
     assert "its cable was pulled" in found.words
 
 
 SICK = {
-    "no such level": (
-        settings(levels="no_such_package.store:open_it"),
-        "level store",
+    "no such tier": (
+        settings(tiers="no_such_package.store:open_it"),
+        "tier store",
         Grade.FAIL,
-        "correct the setting levels",
+        "correct the setting tiers",
     ),
     "python too old": (replace(FIT, python=(3, 9)), "python", Grade.FAIL, "3.10 to 3.14"),
     "python too new": (replace(FIT, python=(3, 15)), "python", Grade.FAIL, "3.10 to 3.14"),
@@ -264,7 +264,7 @@ def test_the_exit_code_follows_the_worst_line(env, name, grade, remedy):
 
 def test_its_help_says_what_is_looked_at_and_what_is_written_for_that():
     told = " ".join(CliRunner().invoke(kvferry, ["doctor", "--help"]).output.split())
-    assert "the disk, the levels and the shared store that are set" in told
+    assert "the disk, the tiers and the shared store that are set" in told
     assert "writes an object of a few bytes" in told
 
 

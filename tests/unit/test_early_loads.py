@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.unit.test_ferry_levels import (
+from tests.unit.test_ferry_tiers import (
     CHAT_BLOCKS,
     Open,
     attach,
@@ -32,7 +32,7 @@ DESTINATION = list(range(70, 70 + CHAT_BLOCKS))
 
 def below(attach: Open, **settings: Any) -> tuple[kvferry.Ferry, list[bytes]]:
     """More conversations than the host holds; the first of them are only below."""
-    ferry = attach(level_write="through", **settings)
+    ferry = attach(tier_write="through", **settings)
     ferry._scheduler._parts.lower._piece_slots = 2
     wanted = fill(ferry)
     for tensor in ferry.kv:  # type: ignore[attr-defined]
@@ -124,7 +124,7 @@ def test_what_does_not_come_up_leaves_what_is_before_it(attach: Open, bad: int) 
     ferry._scheduler.check_integrity()
 
 
-def test_a_level_that_hangs_ends_it_in_time(attach: Open) -> None:
+def test_a_tier_that_hangs_ends_it_in_time(attach: Open) -> None:
     ferry, _ = below(attach, promote_deadline="200ms")
     gate = threading.Event()
     tier().fault = lambda way, key: gate.wait(20) if way is Way.READ else None

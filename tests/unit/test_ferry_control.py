@@ -21,8 +21,8 @@ def ferry():
         block_tokens=TOKENS,
         host=16 * SLOT,
         policy="lru",
-        levels="memory:1MiB",
-        level_write="through",
+        tiers="memory:1MiB",
+        tier_write="through",
     ) as ferry:
         ferry.kv = kv  # type: ignore[attr-defined]
         yield ferry

@@ -1,4 +1,4 @@
-"""A ferry over a level that outlives it: the next one finds what was kept, and nothing else."""
+"""A ferry over a tier that outlives it: the next one finds what was kept, and nothing else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from tests.fakes import lasting
-from tests.unit.test_ferry_levels import (
+from tests.unit.test_ferry_tiers import (
     CHAT_BLOCKS,
     CHATS,
     HOST_BLOCKS,
@@ -51,22 +51,22 @@ def find(ferry: kvferry.Ferry, number: int) -> tuple[int, bytes]:
 
 @pytest.mark.parametrize("write", ["spill", "through"])
 def test_the_next_life_is_warm(attach: Open, write: str) -> None:
-    first = attach(SHELF, level_write=write)
+    first = attach(SHELF, tier_write=write)
     wanted = fill(first)
     first.close()
-    second = attach(SHELF, level_write=write)
-    assert second.stats().levels["shelf"].cached == CHATS * CHAT_BLOCKS
+    second = attach(SHELF, tier_write=write)
+    assert second.stats().tiers["shelf"].cached == CHATS * CHAT_BLOCKS
     for number in range(CHATS):
         assert find(second, number) == (CHAT_BLOCKS, wanted[number])
     second._scheduler.check_integrity()
 
 
 def test_what_is_not_written_out_is_lost_and_no_more(attach: Open) -> None:
-    first = attach(SHELF, level_write_out=0)
+    first = attach(SHELF, tier_flush=0)
     wanted = fill(first)
     first.close()
     second = attach(SHELF)
-    num_found = second.stats().levels["shelf"].cached
+    num_found = second.stats().tiers["shelf"].cached
     assert CHATS * CHAT_BLOCKS - HOST_BLOCKS <= num_found < CHATS * CHAT_BLOCKS
     found = [find(second, number) for number in range(CHATS)]
     whole = [number for number, (count, _) in enumerate(found) if count == CHAT_BLOCKS]
@@ -106,10 +106,10 @@ def test_an_interrupt_ends_the_writing_and_closes(
         first.match(chat(first, 0))
 
 
-def test_a_level_that_takes_nothing_does_not_keep_us(
+def test_a_tier_that_takes_nothing_does_not_keep_us(
     attach: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = attach(SHELF, level_write_out="10min", host=4 * HOST_BLOCKS * SLOT)
+    first = attach(SHELF, tier_flush="10min", host=4 * HOST_BLOCKS * SLOT)
     fill(first)
 
     def fail(self: lasting.ShelfTier, task: object) -> None:
@@ -147,7 +147,7 @@ def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def hang(ferry: kvferry.Ferry) -> None:
     """Have a read begin that never ends; nobody waits long for it once all else is closed."""
-    ferry._rank.levels[TierName("shelf")]._close_seconds = 0.05
+    ferry._rank.tiers[TierName("shelf")]._close_seconds = 0.05
     assert ferry.match(chat(ferry, 0)).is_pending
     ferry.poll()
 
@@ -157,11 +157,11 @@ def test_a_read_that_hangs_does_not_keep_us(attach: Open, monkeypatch: pytest.Mo
     first = attach(SHELF)
     fill(first)
     first.close()
-    second = attach(SHELF, promote_deadline="10min", level_write_out="10min")
+    second = attach(SHELF, promote_deadline="10min", tier_flush="10min")
     hang(second)
     monkeypatch.setattr("kvferry.ferry.pause", lambda seconds: pytest.fail("it waits"))
     second.close()  # there is nothing to write
-    assert second._rank.levels[TierName("shelf")].is_stuck
+    assert second._rank.tiers[TierName("shelf")].is_stuck
 
 
 @pytest.mark.usefixtures("hung")
@@ -170,7 +170,7 @@ def test_beside_a_read_that_hangs_all_is_written_out(attach: Open) -> None:
     fill(first)
     first.close()
     before = len(lasting.shelves["here", 0])
-    second = attach(SHELF, promote_deadline="10min", level_write_out="10min")
+    second = attach(SHELF, promote_deadline="10min", tier_flush="10min")
     hang(second)
     second.store(chat(second, 50), list(range(CHAT_BLOCKS)))
     second.close()
@@ -178,42 +178,42 @@ def test_beside_a_read_that_hangs_all_is_written_out(attach: Open) -> None:
 
 
 def test_a_reset_is_not_undone_by_a_restart(attach: Open) -> None:
-    first = attach(SHELF, level_write="through")
+    first = attach(SHELF, tier_write="through")
     fill(first)
     first.reset()
     later = chat(first, 50)
     first.wait(first.store(later, list(range(CHAT_BLOCKS))))
     first.close()
     assert lasting.shelves["here", 0], "what came after the reset is on the shelf"
-    second = attach(SHELF, level_write="through")
+    second = attach(SHELF, tier_write="through")
     assert [find(second, number)[0] for number in (*range(CHATS), 50)] == [0] * (CHATS + 1)
 
 
 def test_a_tier_that_cannot_say_what_it_has_begins_empty(
     attach: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    attach(SHELF, level_write="through").close()
+    attach(SHELF, tier_write="through").close()
 
     def fail(self: lasting.ShelfTier) -> None:
         raise OSError("the shelf is on fire")
 
     monkeypatch.setattr(lasting.ShelfTier, "recovered", fail)
-    ferry = attach(SHELF, level_write="through")
+    ferry = attach(SHELF, tier_write="through")
     assert "on fire" in caplog.text
     assert find(ferry, 0)[0] == 0
     monkeypatch.setattr(
         lasting.ShelfTier, "recovered", lambda self: (chat(ferry, 1), as_slots([1]))
     )
-    assert attach(SHELF).stats().levels["shelf"].cached == 0
+    assert attach(SHELF).stats().tiers["shelf"].cached == 0
     assert "begins empty" in caplog.text
 
 
 def test_what_was_lost_meanwhile_is_a_shorter_hit(attach: Open) -> None:
-    first = attach(SHELF, level_write="through")
+    first = attach(SHELF, tier_write="through")
     wanted = fill(first)
     first.close()
     lasting.lose(lasting.shelves["here", 0], 0.3, np.random.default_rng(3))
-    second = attach(SHELF, level_write="through")
+    second = attach(SHELF, tier_write="through")
     for number in range(CHATS):
         count, found = find(second, number)
         assert found == content_of(wanted[number], count)
@@ -239,16 +239,16 @@ def test_no_two_resets_of_any_life_name_blocks_alike(attach: Open) -> None:
     assert 0 not in epochs
 
 
-def test_a_level_that_cannot_forget_serves_nothing_of_before_in_any_later_life(
+def test_a_tier_that_cannot_forget_serves_nothing_of_before_in_any_later_life(
     attach: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The epoch alone keeps what was stored after one life's reset from another's."""
     monkeypatch.setattr(lasting.ShelfTier, "forget", lambda self: None)
-    first = attach(SHELF, level_write="through")
+    first = attach(SHELF, tier_write="through")
     first.reset()
     fill(first)
     first.close()
-    second = attach(SHELF, level_write="through")
+    second = attach(SHELF, tier_write="through")
     second.reset()
     assert second.stats().restored["shelf"] == CHATS * CHAT_BLOCKS
     assert [find(second, number)[0] for number in range(CHATS)] == [0] * CHATS

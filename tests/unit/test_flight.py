@@ -334,7 +334,7 @@ def test_a_question_whose_time_is_up_is_over() -> None:
     assert sky.flights.counts.stale_receipts == 1
 
 
-def test_giving_up_a_level_ends_the_waiting_for_it_alone() -> None:
+def test_giving_up_a_tier_ends_the_waiting_for_it_alone() -> None:
     sky = Sky(1)
     up = sky.move(DISK, HOST, 2, Purpose.READ, Purpose.WRITE)
     store = sky.move(DEVICE, HOST, 2, Purpose.WRITE)

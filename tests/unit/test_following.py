@@ -1,4 +1,4 @@
-"""Which blocks of a message follow each other: told to levels that find blocks by their keys."""
+"""Which blocks of a message follow each other: told to tiers that find blocks by their keys."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tests.fakes.desk import Desk, story
 
 from kvferry.cache import reach
 from kvferry.core.keys import Keys
-from kvferry.scheduler.tier import KeyedLevel, WriteMode
+from kvferry.scheduler.tier import KeyedTier, WriteMode
 from kvferry.scheduler.transfers import run_numbers
-from kvferry.tiers.movers import SharedLevelMover
+from kvferry.tiers.movers import SharedLowerTierMover
 from kvferry.types import HOST, NO_SLOTS, Key, Question, Rank, TierName, Transfer, TransferId
 
 STORE = TierName("store")
 
 
-def keyed(write: WriteMode) -> KeyedLevel:
-    return KeyedLevel(STORE, write, remember=10.0, capacity=1000)
+def keyed(write: WriteMode) -> KeyedTier:
+    return KeyedTier(STORE, write, remember=10.0, capacity=1000)
 
 
 def joined(message: Transfer | Question) -> set[tuple[Key, Key]]:
@@ -74,7 +74,7 @@ def test_a_run_is_numbers_in_a_row_of_one_chain(chains: list[list[int]]) -> None
 
 def test_a_question_tells_it_for_every_request_of_what_is_a_chain() -> None:
     window = reach.SlidingWindow(4, window=9)
-    desk = Desk(reach.FullAttention(4), window, levels=[keyed(WriteMode.THROUGH)], slots=128)
+    desk = Desk(reach.FullAttention(4), window, tiers=[keyed(WriteMode.THROUGH)], slots=128)
     chains = [story(1, 6), story(2, 5)]
     for name, told in zip("ab", chains, strict=True):
         desk.match(name, told)
@@ -85,7 +85,7 @@ def test_a_question_tells_it_for_every_request_of_what_is_a_chain() -> None:
 
 
 def test_what_is_known_leaves_a_gap_that_nothing_follows_over() -> None:
-    desk = Desk(levels=[keyed(WriteMode.THROUGH)], slots=32)
+    desk = Desk(tiers=[keyed(WriteMode.THROUGH)], slots=32)
     told = story(1, 6)
     put_in_host(desk, told, 2)
     desk.match("b", told)
@@ -97,7 +97,7 @@ def test_what_is_known_leaves_a_gap_that_nothing_follows_over() -> None:
 
 
 def test_a_store_tells_it_of_what_is_written_through() -> None:
-    desk = Desk(levels=[keyed(WriteMode.THROUGH)], slots=32)
+    desk = Desk(tiers=[keyed(WriteMode.THROUGH)], slots=32)
     told = story(1, 6)
     put_in_host(desk, told, 2)
     desk.keep("a", told, 24)
@@ -108,7 +108,7 @@ def test_a_store_tells_it_of_what_is_written_through() -> None:
 
 
 def test_a_spill_tells_it_of_whole_conversations() -> None:
-    desk = Desk(levels=[keyed(WriteMode.SPILL)], slots=32)
+    desk = Desk(tiers=[keyed(WriteMode.SPILL)], slots=32)
     chains = [story(number, 5) for number in range(1, 7)]
     moves: list[Transfer] = []
     for number, told in enumerate(chains):
@@ -142,7 +142,7 @@ def test_each_ranks_part_of_a_run_is_a_run() -> None:
     slots = np.arange(12)
     for rank in range(2):
         mover = _Mover()
-        part = SharedLevelMover(mover, rank=Rank(rank), num_ranks=2)  # type: ignore[arg-type]
+        part = SharedLowerTierMover(mover, rank=Rank(rank), num_ranks=2)  # type: ignore[arg-type]
         transfer = Transfer(
             TransferId(1), HOST, STORE, slots, NO_SLOTS, keys=told.array, within=1.0, runs=runs
         )

@@ -11,8 +11,8 @@ from tests.fakes.desk import Desk, story
 from kvferry.cache.pool import Pool
 from kvferry.config import Config
 from kvferry.core.keys import Keys
-from kvferry.scheduler.packed_tier import level_of
-from kvferry.scheduler.tier import Gate, KeyedLevel, PlacedLevel, WriteBudget, WriteMode, gate_of
+from kvferry.scheduler.packed_tier import lower_tier
+from kvferry.scheduler.tier import Gate, KeyedTier, SlotTier, WriteBudget, WriteMode, gate_of
 from kvferry.settings.tiers import DISK, REMOTE
 from kvferry.types import Key, TierName
 
@@ -78,19 +78,19 @@ def test_the_settings_make_one_where_it_matters(
 
 
 def desk_of(name: TierName = DISK, **settings: Any) -> Desk:
-    level = PlacedLevel(name, Pool(200), WriteMode.SPILL)
-    return Desk(levels=[level], slots=16, block_bytes=[1000], **settings)
+    tier = SlotTier(name, Pool(200), WriteMode.SPILL)
+    return Desk(tiers=[tier], slots=16, block_bytes=[1000], **settings)
 
 
 def live(desk: Desk, *numbers: int) -> set[int]:
-    """Conversations come in this order; which of them are on the level at the end."""
+    """Conversations come in this order; which of them are on the tier at the end."""
     for turn, number in enumerate(numbers):
         told = story(number, 8)
         desk.match(f"t{turn}", told)
         desk.keep(f"t{turn}", told, 32)
         for _ in range(4):
             desk.run()
-    pool = desk.scheduler._parts.lower.levels[0].pool
+    pool = desk.scheduler._parts.lower.tiers[0].pool
     assert pool is not None
     matcher = desk.scheduler._parts.matcher
     chains = {n: matcher.slot_keys(0, story(n, 8), range(8)) for n in numbers}
@@ -104,7 +104,7 @@ def test_only_what_was_asked_for_again_is_written() -> None:
     assert live(desk, *order) == {1}
 
 
-def test_other_levels_take_what_they_always_took() -> None:
+def test_other_tiers_take_what_they_always_took() -> None:
     desk = desk_of(TierName("store"), disk_after="asked-twice", disk_write_per_day=1)
     assert live(desk, 1, 2, 3, 4, 5, 6) >= {1, 2, 3}
 
@@ -112,7 +112,7 @@ def test_other_levels_take_what_they_always_took() -> None:
 def test_the_budget_ends_writing_and_time_brings_it_back() -> None:
     desk = desk_of(disk_after="evicted", disk_write_per_day=8 * 10 * 1000)
     live(desk, 1, 2, 3, 4, 5, 6)
-    pool = desk.scheduler._parts.lower.levels[0].pool
+    pool = desk.scheduler._parts.lower.tiers[0].pool
     assert pool is not None
     assert pool.counts.cached <= 10
     desk.now += DAY
@@ -123,8 +123,8 @@ def test_the_budget_ends_writing_and_time_brings_it_back() -> None:
 
 def test_what_must_be_asked_for_again_is_written_before_it_goes() -> None:
     """As it is stored it was asked for once: written through, nothing would ever be there."""
-    level = PlacedLevel(DISK, Pool(200), WriteMode.THROUGH)
-    desk = Desk(levels=[level], slots=16, block_bytes=[1000], disk_after="asked-twice")
+    tier = SlotTier(DISK, Pool(200), WriteMode.THROUGH)
+    desk = Desk(tiers=[tier], slots=16, block_bytes=[1000], disk_after="asked-twice")
     assert live(desk, 1, 1, 2, 3, 4, 5, 6) == {1}
 
 
@@ -161,8 +161,8 @@ def test_only_what_was_asked_for_again_is_shared(write: WriteMode, most_in_one: 
     order = (1, 1, 2, 3, 4, 5, 6)
 
     def server(after: str) -> Desk:
-        level = level_of(REMOTE, None, write, most_in_one=most_in_one)
-        return Desk(levels=[level], slots=16, block_bytes=[1000], remote_after=after)
+        tier = lower_tier(REMOTE, None, write, most_in_one=most_in_one)
+        return Desk(tiers=[tier], slots=16, block_bytes=[1000], remote_after=after)
 
     assert written(server("evicted"), *order) >= {1, 2, 3, 4}
     assert written(server("asked-twice"), *order) == {1}
@@ -170,14 +170,14 @@ def test_only_what_was_asked_for_again_is_shared(write: WriteMode, most_in_one: 
 
 def test_what_was_forgotten_meanwhile_is_shared_when_it_came_back() -> None:
     """Host memory had dropped it, unwritten; its second coming counts all the same."""
-    level = KeyedLevel(REMOTE, WriteMode.THROUGH)
-    desk = Desk(levels=[level], slots=16, block_bytes=[1000], remote_after="asked-twice")
+    tier = KeyedTier(REMOTE, WriteMode.THROUGH)
+    desk = Desk(tiers=[tier], slots=16, block_bytes=[1000], remote_after="asked-twice")
     assert written(desk, 1, 2, 3, 4, 1, 5, 6, 7) == {1}
 
 
-def test_each_setting_holds_for_its_own_level() -> None:
-    disk, store = PlacedLevel(DISK, Pool(200)), KeyedLevel(REMOTE)
-    desk = Desk(levels=[disk, store], slots=16, block_bytes=[1000], remote_after="asked-twice")
+def test_each_setting_holds_for_its_own_tier() -> None:
+    disk, store = SlotTier(DISK, Pool(200)), KeyedTier(REMOTE)
+    desk = Desk(tiers=[disk, store], slots=16, block_bytes=[1000], remote_after="asked-twice")
     assert written(desk, 1, 1, 2, 3, 4, 5, 6) == {1}
     assert disk.pool.counts.cached >= 4 * 8
     desk = desk_of(disk_after="asked-twice", remote_after="evicted")

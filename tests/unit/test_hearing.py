@@ -12,7 +12,7 @@ from kvferry.cache.reach import FullAttention
 from kvferry.config import Config
 from kvferry.core.keys import Keys
 from kvferry.scheduler.scheduler import Scheduler
-from kvferry.scheduler.tier import PlacedLevel
+from kvferry.scheduler.tier import SlotTier
 from kvferry.types import FIRST_RANK, Outcome, Receipt, SlotArray, TierName
 
 BLOCK = 16
@@ -70,7 +70,7 @@ def settle(scheduler: Scheduler) -> None:
     scheduler.settle(Receipt(each.id, FIRST_RANK, Outcome.OK) for each in transfers)
 
 
-def made(num_levels: int = 0) -> tuple[Scheduler, list[Listener]]:
+def made(num_tiers: int = 0) -> tuple[Scheduler, list[Listener]]:
     listeners: list[Listener] = []
 
     def make(residents: Residents) -> Listener:
@@ -78,9 +78,9 @@ def made(num_levels: int = 0) -> tuple[Scheduler, list[Listener]]:
         return listeners[-1]
 
     pool = Pool(64, make)
-    levels = [PlacedLevel(TierName(f"l{at}"), Pool(64, make)) for at in range(num_levels)]
+    tiers = [SlotTier(TierName(f"l{at}"), Pool(64, make)) for at in range(num_tiers)]
     config = Config(load_policy="always")
-    return Scheduler(pool, (FullAttention(BLOCK),), config=config, levels=levels), listeners
+    return Scheduler(pool, (FullAttention(BLOCK),), config=config, tiers=tiers), listeners
 
 
 def test_each_request_is_told_once_with_its_answer() -> None:
@@ -107,7 +107,7 @@ def test_asking_again_is_no_other_request() -> None:
     assert [each[0] for each in listener.heard] == ["asked", "answered"]
 
 
-def test_policies_of_levels_hear_too() -> None:
+def test_policies_of_tiers_hear_too() -> None:
     scheduler, listeners = made(1)
     serve(scheduler, 4, 0)
     assert [len(each.heard) for each in listeners] == [2, 2]

@@ -12,7 +12,7 @@ from kvferry.cache.evict_first import GoesFirst
 from kvferry.cache.pool import Pool
 from kvferry.hints import Hints
 from kvferry.scheduler.journal import Reason
-from kvferry.scheduler.tier import PlacedLevel, WriteMode
+from kvferry.scheduler.tier import SlotTier, WriteMode
 from kvferry.types import MatchState, TierName
 
 
@@ -164,9 +164,9 @@ def test_a_priority_lasts_for_its_duration_and_covers_what_comes_before():
     assert kept(desk, 1) == {1: 0}
 
 
-def test_hints_reach_the_level_below_where_the_host_has_it_no_longer():
-    disk = PlacedLevel(TierName("disk"), Pool(64), WriteMode.THROUGH)
-    desk = Desk(slots=8, levels=[disk])  # two may be held in the host, sixteen below
+def test_hints_reach_the_tier_below_where_the_host_has_it_no_longer():
+    disk = SlotTier(TierName("disk"), Pool(64), WriteMode.THROUGH)
+    desk = Desk(slots=8, tiers=[disk])  # two may be held in the host, sixteen below
     say(desk, "a", 1, 6, keep_seconds=60)
     desk.run()
     request = desk.scheduler.open("again", story(1, 6), Hints(keep_seconds=60))
@@ -175,14 +175,14 @@ def test_hints_reach_the_level_below_where_the_host_has_it_no_longer():
     assert disk.pool.counts.held == 6
 
 
-def test_a_keep_holds_below_what_only_the_level_has():
-    """Seen red: where the host held all it has, nobody looked at the level."""
-    disk = PlacedLevel(TierName("disk"), Pool(64))
+def test_a_keep_holds_below_what_only_the_tier_has():
+    """Seen red: where the host held all it has, nobody looked at the tier."""
+    disk = SlotTier(TierName("disk"), Pool(64))
     chain = story(1, 12)
     lease = disk.pool.reserve(chain[4:], chained=False)
     assert lease is not None
     lease.commit()
-    desk = Desk(slots=16, levels=[disk], keep_share="50%")
+    desk = Desk(slots=16, tiers=[disk], keep_share="50%")
     desk.keep("a", chain[:6], 24)
     request = desk.scheduler.open("b", chain, Hints(keep_seconds=60))
     request.end()
@@ -212,8 +212,8 @@ class Counted:
 
 @pytest.mark.parametrize("below", [False, True])
 def test_of_one_that_is_not_here_only_the_first_block_is_named(below):
-    levels = [PlacedLevel(TierName("disk"), Pool(16), WriteMode.THROUGH)] if below else ()
-    desk, hints = Desk(levels=levels), Hints(keep_seconds=60)
+    tiers = [SlotTier(TierName("disk"), Pool(16), WriteMode.THROUGH)] if below else ()
+    desk, hints = Desk(tiers=tiers), Hints(keep_seconds=60)
     for number, is_here in ((1, False), (2, True)):
         if is_here:
             desk.keep("before", story(number, 4), 16)

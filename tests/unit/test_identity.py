@@ -439,9 +439,9 @@ def test_a_character_and_its_two_halves_are_not_the_same() -> None:
             namespace(overrides=data)
 
 
-def deep(levels: int) -> list:
+def deep(tiers: int) -> list:
     data: list = []
-    for _ in range(levels):
+    for _ in range(tiers):
         data = [data]
     return data
 

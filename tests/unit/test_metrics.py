@@ -20,7 +20,7 @@ from kvferry.cache.reach import FullAttention
 from kvferry.cache.tenants import TenantCounts
 from kvferry.core.identity import Namespace, chain
 from kvferry.scheduler.journal import Copy, Reason
-from kvferry.scheduler.tier import PlacedLevel
+from kvferry.scheduler.tier import SlotTier
 from kvferry.telemetry import catalog as names
 from kvferry.telemetry.catalog import MetricKind, catalog, page, why_path
 from kvferry.telemetry.collector import FerryCollector
@@ -40,8 +40,8 @@ NAMESPACE = Namespace(model="m", dtype="float32", layout="test", geometry="g", b
 
 def busy_scheduler() -> ByName:
     """One that has stored, matched and loaded a request, and missed another."""
-    level = PlacedLevel(TierName("disk"), Pool(8))
-    scheduler = ByName(Pool(8), (FullAttention(4),), levels=(level,), block_bytes=(100,))
+    tier = SlotTier(TierName("disk"), Pool(8))
+    scheduler = ByName(Pool(8), (FullAttention(4),), tiers=(tier,), block_bytes=(100,))
     keys = chain(NAMESPACE, np.arange(16))
     scheduler.store("writer", keys, ((0, 1, 2, 3),), 16)
     settle(scheduler, path="staged", seconds=0.002)

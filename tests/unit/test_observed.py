@@ -402,7 +402,7 @@ def test_nothing_shared_and_nothing_back_is_no_hit_at_any_size() -> None:
 def test_a_ferry_tells_its_curve_with_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.telemetry.observer._REST", 0)
     kv = [np.zeros((64, 4096), dtype=np.float32)]
-    with kvferry.attach(kv, model="m", host="4MiB", levels="memory:2MiB", block_tokens=16) as ferry:
+    with kvferry.attach(kv, model="m", host="4MiB", tiers="memory:2MiB", block_tokens=16) as ferry:
         scheduler = ferry._scheduler
         for n in range(80):
             chain = keys(range(8 * (n % 10), 8 * (n % 10) + 8))

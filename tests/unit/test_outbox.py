@@ -6,14 +6,14 @@ from tests.fakes.desk import LOAD, STORE, Desk, by_group, routes, story
 
 from kvferry.cache import reach
 from kvferry.cache.pool import Pool
-from kvferry.scheduler.tier import PlacedLevel, WriteMode
+from kvferry.scheduler.tier import SlotTier, WriteMode
 from kvferry.types import DEVICE, HOST, TierName
 
 DISK = TierName("disk")
 
 
 def test_loads_go_first_then_moves_then_stores() -> None:
-    desk = Desk(levels=[PlacedLevel(DISK, Pool(32), WriteMode.THROUGH)])
+    desk = Desk(tiers=[SlotTier(DISK, Pool(32), WriteMode.THROUGH)])
     desk.store("a", story(1, 2), 8)
     desk.run()  # orders the move down
     desk.store("b", story(2, 2), 8)
@@ -86,7 +86,7 @@ def test_what_waits_is_counted_against_the_bounds() -> None:
 
 
 def test_close_drops_what_was_not_sent_off() -> None:
-    desk = Desk(levels=[PlacedLevel(DISK, Pool(32), WriteMode.THROUGH)])
+    desk = Desk(tiers=[SlotTier(DISK, Pool(32), WriteMode.THROUGH)])
     desk.keep("a", story(1, 2), 8)
     desk.match("b", story(1, 2))
     desk.load("b", 8)
@@ -94,7 +94,7 @@ def test_close_drops_what_was_not_sent_off() -> None:
     assert desk.scheduler.num_queued == 3  # a load, a store, a move down
     desk.scheduler.close()
     desk.check_empty()
-    below = desk.scheduler._parts.lower.levels[0].pool
+    below = desk.scheduler._parts.lower.tiers[0].pool
     assert below is not None
     assert below.num_leases == 0
 

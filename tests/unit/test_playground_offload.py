@@ -119,18 +119,18 @@ def test_lazy_stores_keep_what_the_device_is_about_to_drop(build: Build, name: s
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("levels", ["memory:8MiB", "memory-by-key:8MiB"])
-def test_what_a_small_host_drops_comes_back_from_a_level(
-    build: Build, name: str, levels: str
+@pytest.mark.parametrize("tiers", ["memory:8MiB", "memory-by-key:8MiB"])
+def test_what_a_small_host_drops_comes_back_from_a_tier(
+    build: Build, name: str, tiers: str
 ) -> None:
     config = Config.from_dict(
-        {"levels": levels, "load_policy": "always", "max_storing_blocks": EVERY_BLOCK}
+        {"tiers": tiers, "load_policy": "always", "max_storing_blocks": EVERY_BLOCK}
     )
     loop = build(20, shape=SHAPES[name], host_bytes=MEBIBYTE // 8, config=config)
     assert serve_in_turn(loop) == truth(CHAT, SHAPES[name])
     assert loop.offloader is not None
     moved = loop.offloader.stats().bytes_moved
-    assert moved[levels.partition(":")[0], HOST] > 0
+    assert moved[tiers.partition(":")[0], HOST] > 0
     assert loop.counts.num_loaded_tokens > 0
 
 

@@ -9,7 +9,7 @@ from tests.fakes.desk import Desk, story
 
 from kvferry.cache.policies.admission import SeenOften
 from kvferry.cache.pool import Pool
-from kvferry.scheduler.tier import PlacedLevel, WriteMode
+from kvferry.scheduler.tier import SlotTier, WriteMode
 from kvferry.types import TierName
 
 
@@ -98,10 +98,10 @@ def test_what_follows_a_block_left_out_is_left_out() -> None:
     assert desk.store("a", whole, 16) == {0: [0]}
 
 
-def test_the_threshold_holds_for_lower_levels_too() -> None:
-    """What the host refuses never reaches a level below it."""
-    below = PlacedLevel(TierName("below"), Pool(16), WriteMode.THROUGH)
-    desk = Desk(store_after=2, levels=[below])
+def test_the_threshold_holds_for_lower_tiers_too() -> None:
+    """What the host refuses never reaches a tier below it."""
+    below = SlotTier(TierName("below"), Pool(16), WriteMode.THROUGH)
+    desk = Desk(store_after=2, tiers=[below])
     asked = story(1, 4)
     for request in ("a", "b"):
         desk.match(request, asked)

@@ -16,8 +16,8 @@ from kvferry.cache.policies.returns import Returns
 from kvferry.cache.pool import Pool
 from kvferry.config import Config, describe, show
 from kvferry.errors import ConfigError
-from kvferry.scheduler.packed_tier import level_of
-from kvferry.scheduler.tier import PlacedLevel, WriteMode
+from kvferry.scheduler.packed_tier import lower_tier
+from kvferry.scheduler.tier import SlotTier, WriteMode
 from kvferry.settings.policies import POLICIES
 from kvferry.types import TierName
 
@@ -109,29 +109,29 @@ def test_what_breaks_the_contract_is_named(name: str, says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "host", "level"),
+    ("given", "host", "tier"),
     [
         ({}, Returns, Lru),
         ({"policy": MINE}, Fifo, Lru),
-        ({"policy": "lru", "level_policy": MINE}, Lru, Fifo),
+        ({"policy": "lru", "tier_policy": MINE}, Lru, Fifo),
     ],
 )
-def test_a_ferry_uses_one_for_its_host_and_one_for_its_levels(
-    given: dict[str, Any], host: type, level: type
+def test_a_ferry_uses_one_for_its_host_and_one_for_its_tiers(
+    given: dict[str, Any], host: type, tier: type
 ) -> None:
     kv = [np.zeros((8, 64), dtype=np.float32) for _ in range(2)]
-    with kvferry.attach(kv, model="m", host="1MiB", levels="memory:1MiB", **given) as ferry:
+    with kvferry.attach(kv, model="m", host="1MiB", tiers="memory:1MiB", **given) as ferry:
         scheduler = ferry._scheduler
-        (below,) = scheduler._parts.lower.levels
+        (below,) = scheduler._parts.lower.tiers
         assert below.pool is not None
         assert kind_of(scheduler.pool) is host
-        assert kind_of(below.pool) is level
+        assert kind_of(below.pool) is tier
 
 
-def test_a_level_without_a_policy_goes_by_lru() -> None:
+def test_a_tier_without_a_policy_goes_by_lru() -> None:
     makers: list[EvictionPolicyMaker] = [Lru, Fifo]
     for make in makers:
-        level = level_of(TierName("disk"), 8, WriteMode.SPILL, make)
-        assert isinstance(level, PlacedLevel)
-        assert kind_of(level.pool) is make
-    assert level_of(TierName("store"), None, WriteMode.SPILL, Fifo).pool is None
+        tier = lower_tier(TierName("disk"), 8, WriteMode.SPILL, make)
+        assert isinstance(tier, SlotTier)
+        assert kind_of(tier.pool) is make
+    assert lower_tier(TierName("store"), None, WriteMode.SPILL, Fifo).pool is None

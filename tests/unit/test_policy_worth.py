@@ -8,7 +8,7 @@ from tests.fakes.pools import evict
 
 from kvferry.cache.policies.load_or_compute import BusyTime, LoadOrCompute, Verdict
 from kvferry.cache.pool import Pool
-from kvferry.scheduler.tier import PlacedLevel, WriteMode
+from kvferry.scheduler.tier import SlotTier, WriteMode
 from kvferry.types import FIRST_RANK, MatchState, Outcome, Receipt, TierName
 
 DISK = TierName("disk")
@@ -165,7 +165,7 @@ def test_bytes_waiting_on_the_link_count_against_a_load() -> None:
     assert desk.match("b", story(2, 4)).state is MatchState.HIT
 
 
-# -- from a level below ----------------------------------------------------------------------------
+# -- from a tier below ----------------------------------------------------------------------------
 
 
 def test_each_link_has_a_speed_of_its_own() -> None:
@@ -180,7 +180,7 @@ def test_each_link_has_a_speed_of_its_own() -> None:
     assert decision.load_seconds == pytest.approx(0.9 + 0.005)
 
 
-def test_now_and_then_a_slow_level_is_tried_again() -> None:
+def test_now_and_then_a_slow_tier_is_tried_again() -> None:
     worth = measured(bandwidth=1e9, prefill=100)
     worth.note_load(1, 1.0, DISK)
     verdicts = [worth.decide(10, 1000, 0, DISK).verdict for _ in range(64)]
@@ -200,25 +200,23 @@ def test_transfers_beside_each_other_count_once() -> None:
 
 
 def below(**settings: object) -> Desk:
-    """A conversation on a level, and nothing of it in the host."""
-    level = PlacedLevel(DISK, Pool(64), WriteMode.THROUGH)
-    desk = Desk(
-        levels=[level], slots=64, block_bytes=[1000], load_policy="auto", prefill_rate=1000.0
-    )
+    """A conversation on a tier, and nothing of it in the host."""
+    tier = SlotTier(DISK, Pool(64), WriteMode.THROUGH)
+    desk = Desk(tiers=[tier], slots=64, block_bytes=[1000], load_policy="auto", prefill_rate=1000.0)
     desk.keep("a", story(1, 8), 32)
     desk.run()
     evict(desk.pool, 64)
     return desk
 
 
-def test_a_level_slower_than_computing_is_not_read() -> None:
+def test_a_tier_slower_than_computing_is_not_read() -> None:
     """Eight blocks of four tokens: 0.032 s to compute, at first nobody knows how long to read."""
     desk = below()
     assert desk.match("b", story(1, 8)).state is MatchState.WAIT
     desk.plan()
     desk.now += 8.0  # a thousand bytes a second
     desk.land()
-    assert desk.scheduler.stats().level_bandwidth[DISK] == pytest.approx(1000.0)
+    assert desk.scheduler.stats().tier_bandwidth[DISK] == pytest.approx(1000.0)
     assert desk.match("b", story(1, 8)).num_tokens == 32
     desk.scheduler.finish("b")
     evict(desk.pool, 64)
@@ -236,7 +234,7 @@ def test_a_level_slower_than_computing_is_not_read() -> None:
     desk.check_empty()
 
 
-def test_a_fast_level_is_read_though_others_wait_for_it() -> None:
+def test_a_fast_tier_is_read_though_others_wait_for_it() -> None:
     desk = below()
     desk.match("b", story(1, 8))
     desk.plan()
@@ -250,7 +248,7 @@ def test_a_fast_level_is_read_though_others_wait_for_it() -> None:
 
 
 def test_pieces_are_cut_by_bytes() -> None:
-    level = PlacedLevel(DISK, Pool(2000), WriteMode.THROUGH)
+    tier = SlotTier(DISK, Pool(2000), WriteMode.THROUGH)
     for num_bytes, pieces in ((0, 7), (100_000, 2), (1 << 20, 13), (64 << 20, 50)):
-        desk = Desk(levels=[level], slots=1000, block_bytes=[num_bytes])
+        desk = Desk(tiers=[tier], slots=1000, block_bytes=[num_bytes])
         assert -(-200 // desk.scheduler._parts.lower._piece_slots) == pieces

@@ -1,4 +1,4 @@
-"""What a pool of many slots costs in bytes: a level may have ten million."""
+"""What a pool of many slots costs in bytes: a tier may have ten million."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvferry.cache.chains import Conversations
 from kvferry.cache.evict_first import GoesFirst
 from kvferry.cache.pins import Holds
 from kvferry.cache.pool import Pool
-from kvferry.scheduler.tier import PlacedLevel
+from kvferry.scheduler.tier import SlotTier
 from kvferry.types import TierName
 
 NUM_SLOTS = 200_000
 MOST_BYTES = 105
-"""Per slot, all of it; 98 were measured at ten million (``bench/large_level.py``)."""
+"""Per slot, all of it; 98 were measured at ten million (``bench/large_tier.py``)."""
 
 UNTOUCHED = (Conversations, GoesFirst, Holds)
 """Arrays of zeros that take no memory before somebody wants them."""
@@ -47,12 +47,12 @@ def array_bytes(part: Any, seen: set[int]) -> int:
 
 @pytest.mark.usefixtures("_large")
 def test_a_large_pool_takes_few_bytes_a_slot() -> None:
-    level = PlacedLevel(TierName("disk"), Pool(NUM_SLOTS))
+    tier = SlotTier(TierName("disk"), Pool(NUM_SLOTS))
     places = np.random.default_rng(3).permutation(NUM_SLOTS)
-    level.restore([(keys(range(NUM_SLOTS)), places)])
-    num_bytes = array_bytes(level.pool, set())
+    tier.restore([(keys(range(NUM_SLOTS)), places)])
+    num_bytes = array_bytes(tier.pool, set())
     assert 80 < num_bytes / NUM_SLOTS < MOST_BYTES
-    level.check_integrity()
+    tier.check_integrity()
 
 
 @pytest.mark.usefixtures("_large")

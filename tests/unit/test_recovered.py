@@ -10,8 +10,8 @@ from tests.fakes.desk import Desk, story
 from kvferry.cache.pool import Pool
 from kvferry.core.keys import Recovered
 from kvferry.errors import InputError
-from kvferry.scheduler.packed_tier import level_of
-from kvferry.scheduler.tier import PlacedLevel, WriteMode, agreed, united, within
+from kvferry.scheduler.packed_tier import lower_tier
+from kvferry.scheduler.tier import SlotTier, WriteMode, agreed, united, within
 from kvferry.types import MatchState, TierName, as_slots
 
 DISK = TierName("disk")
@@ -22,7 +22,7 @@ def found(*pairs: tuple[int, int]) -> Recovered:
 
 
 def test_a_key_at_two_places_counts_where_it_was_written_last() -> None:
-    """A level is not told of what our pool evicts: a block may be written again elsewhere."""
+    """A tier is not told of what our pool evicts: a block may be written again elsewhere."""
     first = found((1, 5), (2, 0), (1, 3))
     kept, places = agreed([first], 8)
     assert kept == keys([2, 1])
@@ -50,22 +50,22 @@ def test_places_that_others_lack_are_left_out() -> None:
 
 
 def test_a_tier_that_is_wrong_begins_empty(caplog: pytest.LogCaptureFixture) -> None:
-    level = level_of(DISK, 4, WriteMode.SPILL, recovered=[found((1, 9))])
-    assert level.pool is not None
-    assert level.pool.counts.cached == 0
+    tier = lower_tier(DISK, 4, WriteMode.SPILL, recovered=[found((1, 9))])
+    assert tier.pool is not None
+    assert tier.pool.counts.cached == 0
     assert "begins empty" in caplog.text
 
 
 def test_many_blocks_are_restored_and_the_oldest_go_first() -> None:
     rng = np.random.default_rng(5)
     places = rng.permutation(20_000)[:10_000]
-    level = level_of(
+    tier = lower_tier(
         DISK, 20_000, WriteMode.SPILL, recovered=[(keys(range(10_000)), as_slots(places))]
     )
-    assert isinstance(level, PlacedLevel)
-    assert level.num_restored == 10_000
-    level.check_integrity()
-    coldest = list(level.pool.coldest(4096))
+    assert isinstance(tier, SlotTier)
+    assert tier.num_restored == 10_000
+    tier.check_integrity()
+    coldest = list(tier.pool.coldest(4096))
     assert set(coldest) == set(keys(range(4096))), "what was written first goes first"
     assert coldest[0] == keys([4095])[0], "but of what was written together, the end"
 
@@ -86,13 +86,13 @@ def test_what_cannot_be_is_refused_by_rank(bad: Recovered) -> None:
 
 
 def test_restored_blocks_are_matched_and_evicted_like_others() -> None:
-    level = PlacedLevel(DISK, Pool(6), WriteMode.THROUGH)
-    desk = Desk(levels=[level], slots=16)
+    tier = SlotTier(DISK, Pool(6), WriteMode.THROUGH)
+    desk = Desk(tiers=[tier], slots=16)
     told = story(1, 4)
     chain = desk.scheduler._parts.matcher.slot_keys(0, told, range(4))
-    assert level.restore([(chain, as_slots([5, 0, 3, 2]))]) == 4
-    level.check_integrity()
-    assert level.pool.counts.cached == 4
+    assert tier.restore([(chain, as_slots([5, 0, 3, 2]))]) == 4
+    tier.check_integrity()
+    assert tier.pool.counts.cached == 4
     assert desk.match("b", told).state is MatchState.WAIT
     (move,) = desk.plan()
     assert move.src_slots.tolist() == [5, 0, 3, 2]
@@ -101,24 +101,24 @@ def test_restored_blocks_are_matched_and_evicted_like_others() -> None:
     desk.scheduler.finish("b")
     desk.keep("c", story(2, 4), 16)  # needs two places more than are free
     desk.run()
-    level.check_integrity()
-    assert level.pool.counts.cached == 6
+    tier.check_integrity()
+    assert tier.pool.counts.cached == 6
     desk.check_empty()
 
 
 def test_nothing_is_restored_over_what_is_there() -> None:
-    level = PlacedLevel(DISK, Pool(4))
-    lease = level.pool.reserve(keys([1]))
+    tier = SlotTier(DISK, Pool(4))
+    lease = tier.pool.reserve(keys([1]))
     assert lease is not None
     lease.commit()
     with pytest.raises(InputError, match="some are not free"):
-        level.restore([(keys([2]), lease.slots)])
-    level.check_integrity()
-    level.restore([(keys([2]), as_slots([3]))])
-    level.check_integrity()
-    assert level.pool.cached(keys([1, 2])).all()
-    got = level.pool.reserve(keys(range(10, 12)))
+        tier.restore([(keys([2]), lease.slots)])
+    tier.check_integrity()
+    tier.restore([(keys([2]), as_slots([3]))])
+    tier.check_integrity()
+    assert tier.pool.cached(keys([1, 2])).all()
+    got = tier.pool.reserve(keys(range(10, 12)))
     assert got is not None
     assert sorted([*got.slots, *lease.slots, 3]) == [0, 1, 2, 3]
     got.abort()
-    assert level.restore([found()]) == 0
+    assert tier.restore([found()]) == 0

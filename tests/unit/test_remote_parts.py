@@ -147,8 +147,8 @@ def test_staging_lends_each_room_once_and_ignores_what_is_not_its_own() -> None:
 def test_addresses_in_normal_form(text: str, normal: str) -> None:
     assert Config(remote=text).remote == normal
     assert Config(remote=normal).remote == normal
-    (level,) = Config(remote=text).all_levels
-    assert (level.name, level.options) == ("remote", normal)
+    (tier,) = Config(remote=text).all_tiers
+    assert (tier.name, tier.options) == ("remote", normal)
 
 
 @pytest.mark.parametrize(
@@ -185,14 +185,14 @@ def test_what_is_shared_at_all_is_said_through_any_door() -> None:
         Config.from_dict({"remote_after": "never"})
 
 
-def test_the_store_is_the_last_level_and_its_name_is_taken() -> None:
-    config = Config.from_dict({"levels": "memory:1MiB", "remote": "s3://bucket"})
-    assert [level.name for level in config.all_levels] == ["memory", "remote"]
+def test_the_store_is_the_last_tier_and_its_name_is_taken() -> None:
+    config = Config.from_dict({"tiers": "memory:1MiB", "remote": "s3://bucket"})
+    assert [tier.name for tier in config.all_tiers] == ["memory", "remote"]
     with pytest.raises(ConfigError, match="one is called remote"):
-        Config.from_dict({"levels": "remote=memory:1MiB", "remote": "s3://bucket"})
+        Config.from_dict({"tiers": "remote=memory:1MiB", "remote": "s3://bucket"})
     with pytest.raises(ConfigError, match="remote = URL"):
-        Config.from_dict({"levels": "s3://bucket"})
-    assert Config.from_dict({"remote": "none"}).all_levels == ()
+        Config.from_dict({"tiers": "s3://bucket"})
+    assert Config.from_dict({"remote": "none"}).all_tiers == ()
 
 
 def test_a_rank_that_does_not_say_what_its_blocks_are_is_refused() -> None:
@@ -202,7 +202,7 @@ def test_a_rank_that_does_not_say_what_its_blocks_are_is_refused() -> None:
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    (spec,) = Config(remote="s3://bucket").all_levels
+    (spec,) = Config(remote="s3://bucket").all_tiers
     setup = TierSetup(TierName("remote"), 64, options=spec.options, shared_namespace=bytes(32))
     with pytest.raises(ConfigError, match=r"remote: s3://bucket .* needs obstore .*kvferry\[s3\]"):
         open_tier(spec, setup)

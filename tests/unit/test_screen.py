@@ -115,7 +115,7 @@ def test_names_with_markup_are_shown_as_they_are():
 
 
 @pytest.mark.parametrize("width", [30, 60, 80, 200])
-def test_a_level_that_knows_keys_shows_what_it_was_asked_for(width):
+def test_a_tier_that_knows_keys_shows_what_it_was_asked_for(width):
     tier = replace(look().tiers[0], name="store", free=0, cached=0, leased=0, asked=4000, found=999)
     shown = lines(look(tiers=[tier]), width)
     words = re.sub(r"\s+", " ", " ".join(shown))
@@ -126,12 +126,12 @@ def test_a_level_that_knows_keys_shows_what_it_was_asked_for(width):
 
 
 @pytest.mark.parametrize("width", [30, 200])
-def test_a_level_that_is_away_is_seen_first_and_says_why(width):
+def test_a_tier_that_is_away_is_seen_first_and_says_why(width):
     tier = replace(look().tiers[1], is_away=True, why_away="rank 1: \x1b[2J no such file")
     shown = lines(look(tiers=[look().tiers[0], tier]), width)
     words = re.sub(r"\s+", " ", " ".join(shown))
     assert "disk (away)" in words
-    assert "Level disk cannot be used: rank 1:" in words
+    assert "LowerTier disk cannot be used: rank 1:" in words
     assert "no such file" in words
     assert "host (away)" not in words
     assert "\x1b" not in words
@@ -185,12 +185,12 @@ def test_an_explanation_keeps_its_numbers_whole(width):
     assert "1 blocks" not in words
 
 
-def test_an_explanation_says_what_levels_were_asked_for_and_which_were_away():
-    why = Why(100, 0, 0, 0, 0, "level_away", "", None, None, 1, ("disk: rank 0: \x1b[2J gone",))
+def test_an_explanation_says_what_tiers_were_asked_for_and_which_were_away():
+    why = Why(100, 0, 0, 0, 0, "tier_away", "", None, None, 1, ("disk: rank 0: \x1b[2J gone",))
     console = Console(width=200, highlight=False, color_system=None)
     with console.capture() as capture:
         cli_explain._tell(Told("r", why, (), ()), console)
-    assert "It lay on a level that could not be used" in capture.get()
-    assert "Levels were asked for 1 block." in capture.get()
+    assert "It lay on a tier that could not be used" in capture.get()
+    assert "Tiers were asked for 1 block." in capture.get()
     assert "Away: disk: rank 0:" in capture.get()
     assert "\x1b" not in capture.get()

@@ -1,4 +1,4 @@
-"""A conversation's blocks lie side by side on a level, whatever order they came in."""
+"""A conversation's blocks lie side by side on a tier, whatever order they came in."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.fakes.desk import Desk, story
 from kvferry.cache.pool import Pool
 from kvferry.cache.slots import EXTENT, FreeRuns, Neighbours
 from kvferry.errors import InputError
-from kvferry.scheduler.packed_tier import level_of
-from kvferry.scheduler.tier import PlacedLevel, WriteMode
+from kvferry.scheduler.packed_tier import lower_tier
+from kvferry.scheduler.tier import SlotTier, WriteMode
 from kvferry.types import NO_SLOT, MatchState, SlotArray, TierName, as_slots
 
 DISK = TierName("disk")
@@ -105,8 +105,8 @@ def test_what_is_given_out_next_must_be_free() -> None:
 
 def test_a_conversation_spilled_bit_by_bit_lies_in_one_run() -> None:
     """Its end goes first, and its beginning in front of that."""
-    level = level_of(DISK, 1000, WriteMode.SPILL)
-    assert isinstance(level, PlacedLevel)
+    tier = lower_tier(DISK, 1000, WriteMode.SPILL)
+    assert isinstance(tier, SlotTier)
     host = Pool(100)
     chain = numbered(range(60))
     lease = host.reserve(chain)
@@ -114,16 +114,16 @@ def test_a_conversation_spilled_bit_by_bit_lies_in_one_run() -> None:
     lease.commit()
     for start, end in pairwise([0, 7, 20, 30, 60]):
         part = chain[60 - end : 60 - start]
-        room = level.reserve(part, parent=None, chained=False, now=0.0, runs=host.runs_of(part))
+        room = tier.reserve(part, parent=None, chained=False, now=0.0, runs=host.runs_of(part))
         assert room is not None
         room.end.leases[0].commit()
-    assert num_runs(level.pool.find_cached(chain)) == 1
+    assert num_runs(tier.pool.find_cached(chain)) == 1
 
 
-def live(level: PlacedLevel, *, steps: int, seed: int) -> float:
-    """Conversations that come back and grow, over a level that is full; blocks per run then."""
+def live(tier: SlotTier, *, steps: int, seed: int) -> float:
+    """Conversations that come back and grow, over a tier that is full; blocks per run then."""
     rng = random.Random(seed)
-    desk = Desk(levels=[level], slots=240)
+    desk = Desk(tiers=[tier], slots=240)
     lengths: list[int] = []
     for step in range(steps):
         if not lengths or rng.random() < 0.3:
@@ -140,10 +140,10 @@ def live(level: PlacedLevel, *, steps: int, seed: int) -> float:
         desk.scheduler.finish(name)
         desk.run()
         desk.run()
-    level.check_integrity()
-    assert level.pool.counts.evicted > 2 * level.pool.num_slots
+    tier.check_integrity()
+    assert tier.pool.counts.evicted > 2 * tier.pool.num_slots
     chains = [story(chat, length) for chat, length in enumerate(lengths)]
-    found = [level.pool.find_cached(chain) for chain in chains]
+    found = [tier.pool.find_cached(chain) for chain in chains]
     found = [slots[slots != NO_SLOT] for slots in found]
     long = [slots for slots in found if len(slots) >= 16]
     assert len(long) > 10
@@ -153,8 +153,8 @@ def live(level: PlacedLevel, *, steps: int, seed: int) -> float:
 @pytest.mark.parametrize("write", WriteMode)
 def test_they_still_do_after_a_long_random_life(write: WriteMode) -> None:
     """At least one and a half times as long as where slots are given out as they become free."""
-    plain = PlacedLevel(DISK, Pool(1600), write)
-    ours = level_of(DISK, 1600, write)
-    assert isinstance(ours, PlacedLevel)
-    strewn, together = (live(level, steps=450, seed=2) for level in (plain, ours))
+    plain = SlotTier(DISK, Pool(1600), write)
+    ours = lower_tier(DISK, 1600, write)
+    assert isinstance(ours, SlotTier)
+    strewn, together = (live(tier, steps=450, seed=2) for tier in (plain, ours))
     assert together > 1.5 * strewn, (strewn, together)

@@ -149,7 +149,7 @@ def told(pid: str) -> str:
         return ""
 
 
-# -- levels ---------------------------------------------------------------------------------------
+# -- tiers ---------------------------------------------------------------------------------------
 
 
 def chats(count: int, seed: int = 3) -> list[TraceRequest]:
@@ -167,7 +167,7 @@ def chats(count: int, seed: int = 3) -> list[TraceRequest]:
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo"])
 def test_the_scheduler_does_what_the_pool_alone_does(policy: str) -> None:
-    """So that figures for one level and for several can stand side by side."""
+    """So that figures for one tier and for several can stand side by side."""
     alone = PoolReplay(60, policy_named(policy))
     whole = SchedulerReplay((60,), policy_named(policy), Lru, write="spill", block_tokens=512)
     for each in chats(150):
@@ -197,15 +197,15 @@ def test_what_the_host_drops_is_found_below(tmp_path: Path, write: str) -> None:
         assert sum(part.hits[-1] for part in score.parts.values()) == score.whole.hits[-1]
 
 
-def test_levels_have_a_policy_of_their_own(tmp_path: Path) -> None:
+def test_tiers_have_a_policy_of_their_own(tmp_path: Path) -> None:
     path = written(tmp_path, *chats(60))
     trials = tuple(
-        Trial("lru", (20, 60), level_policy=policy) for policy in ("lru", f"{__name__}:Counted")
+        Trial("lru", (20, 60), tier_policy=policy) for policy in ("lru", f"{__name__}:Counted")
     )
     Counted.made.clear()
     simulated = simulate(asked(path, trials=trials, bound=False))
-    assert Counted.made == [60], "the level's, not the host's"
-    assert simulated.scores[0].as_data()["level_policy"] == "lru"
+    assert Counted.made == [60], "the tier's, not the host's"
+    assert simulated.scores[0].as_data()["tier_policy"] == "lru"
 
 
 class Counted(Lru):

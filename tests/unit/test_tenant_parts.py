@@ -4,7 +4,7 @@ One-line breaks that were tried; each made a test of this module fail.
 
 - ``TenantParts.of_all`` gives an even part of the whole, as it was, or one that nothing bounds
 - ``TenantParts.in_slots`` rounds no promised part, or rounds it down without a tolerance
-- ``given_up`` looks at no ``keeps``; ``_down_to_level`` leaves the last few to the first
+- ``given_up`` looks at no ``keeps``; ``_down_to_tier`` leaves the last few to the first
 - ``Fair.expect`` is not called, or ``Fair._above`` does not count what comes
 - ``Fair.room`` lets whoever stores keep its share, too
 - ``Fair._collect`` gives up where one has no more, or goes on as planned where one refuses
@@ -277,7 +277,7 @@ def test_what_others_follow_does_not_hide_what_is_above_a_part():
     stored(pool, range(20, 24), 2, parent=3)
     stored(pool, range(30, 34), 0)
     assert stored(pool, range(40, 44), 0) == 4
-    assert [pool.slots_of_tenant(t) for t in range(3)] == [7, 5, 4], "level, above their parts"
+    assert [pool.slots_of_tenant(t) for t in range(3)] == [7, 5, 4], "tier, above their parts"
     assert pool.match(keys(range(4))) == 4
     pool.check_integrity()
 

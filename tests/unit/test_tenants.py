@@ -18,7 +18,7 @@ from kvferry.config import Config, show
 from kvferry.connectors.vllm.translate import tenant_of
 from kvferry.errors import ConfigError
 from kvferry.hints import Hints
-from kvferry.scheduler.tier import KeyedLevel, PlacedLevel, WriteMode
+from kvferry.scheduler.tier import KeyedTier, SlotTier, WriteMode
 from kvferry.settings.tenants import TenantShare, read_tenants
 from kvferry.types import TierName
 
@@ -282,12 +282,12 @@ def test_names_with_a_meaning_of_their_own_are_nobodys(name):
 
 
 def below(places: int, tenants: str, write: WriteMode = WriteMode.THROUGH, **more) -> Desk:
-    level = PlacedLevel(TierName("disk"), Pool(places), write)
-    return Desk(slots=more.pop("slots", 16), levels=(level,), tenants=tenants, **more)
+    tier = SlotTier(TierName("disk"), Pool(places), write)
+    return Desk(slots=more.pop("slots", 16), tiers=(tier,), tenants=tenants, **more)
 
 
 @pytest.mark.parametrize("write", list(WriteMode))
-def test_a_ceiling_holds_on_every_level(write):
+def test_a_ceiling_holds_on_every_tier(write):
     desk = below(32, "a=fair:25%, *", write)
     for number in range(1, 12):
         keep(desk, f"a{number}", number, 4, "a")
@@ -304,7 +304,7 @@ def test_a_busy_tenant_does_not_push_out_a_quiet_one_below(write):
     keep(desk, "q", 1, 6, "quiet")
     for number in range(2, 30):
         keep(desk, f"b{number}", number, 4, "busy")
-    (disk,) = desk.scheduler._parts.lower.levels
+    (disk,) = desk.scheduler._parts.lower.tiers
     assert disk.pool is not None
     there = disk.pool.match(story(1, 6)) + desk.pool.match(story(1, 6))
     assert there >= 6
@@ -317,14 +317,14 @@ def test_a_busy_tenant_does_not_push_out_a_quiet_one_below(write):
 
 def test_what_an_earlier_life_left_is_nobodys_and_goes_in_its_order():
     pool = Pool(16)
-    level = PlacedLevel(TierName("disk"), pool, WriteMode.THROUGH)
+    tier = SlotTier(TierName("disk"), pool, WriteMode.THROUGH)
     old = numbered(range(12))
-    level.take_up((old[:8], np.arange(8)))
-    level.take_up((old[8:], np.arange(8, 12)))
-    desk = Desk(levels=(level,), tenants="*=fair:25%")
+    tier.take_up((old[:8], np.arange(8)))
+    tier.take_up((old[8:], np.arange(8, 12)))
+    desk = Desk(tiers=(tier,), tenants="*=fair:25%")
     assert on(desk, "disk") == {"before": 12}
     more = numbered(range(50, 54))
-    assert level.take_up((more, np.arange(12, 16))) == 4, "no ceiling is theirs"
+    assert tier.take_up((more, np.arange(12, 16))) == 4, "no ceiling is theirs"
     assert on(desk, "disk") == {"before": 16}
     keep(desk, "a", 1, 4)
     assert on(desk, "disk") == {"none": 4, "before": 12}, "and not all that is above a ceiling"
@@ -337,9 +337,9 @@ def test_what_an_earlier_life_left_is_nobodys_and_goes_in_its_order():
 def test_what_was_there_goes_in_the_order_it_would_have_gone_in():
     plain, divided = Pool(12), Pool(12)
     for pool in (plain, divided):
-        level = PlacedLevel(TierName("disk"), pool)
-        level.take_up((numbered(range(8)), np.arange(8)))
-        level.take_up((numbered(range(20, 24)), np.arange(8, 12)))
+        tier = SlotTier(TierName("disk"), pool)
+        tier.take_up((numbered(range(8)), np.arange(8)))
+        tier.take_up((numbered(range(20, 24)), np.arange(8, 12)))
     divided.divide([None, None], [1.0, 1.0], 1)
     for count in range(1, 12):
         assert divided.coldest(count) == plain.coldest(count)
@@ -352,23 +352,23 @@ def test_a_tenant_at_its_ceiling_loses_nothing_that_has_no_copy_below():
         keep(desk, f"a{number}", number, 4, "a")
         desk.run()
     assert on(desk, "host") == {"a": 64}
-    (disk,) = desk.scheduler._parts.lower.levels
+    (disk,) = desk.scheduler._parts.lower.tiers
     assert disk.pool is not None
     for number in range(1, 30):
         there = desk.pool.cached(story(number, 4)) | disk.pool.cached(story(number, 4))
         assert there.all(), f"some is lost of story {number}"
 
 
-def test_a_level_that_is_not_ours_to_bound_is_named(caplog):
-    levels = (PlacedLevel(TierName("disk"), Pool(8)), KeyedLevel(TierName("s3")))
+def test_a_tier_that_is_not_ours_to_bound_is_named(caplog):
+    tiers = (SlotTier(TierName("disk"), Pool(8)), KeyedTier(TierName("s3")))
     with caplog.at_level("WARNING"):
-        Desk(levels=levels, tenants="a=10%")
+        Desk(tiers=tiers, tenants="a=10%")
     assert (
-        "tenants: shares and ceilings do not hold for level s3, which decides itself what it "
+        "tenants: shares and ceilings do not hold for tier s3, which decides itself what it "
         "keeps; they hold for host and disk"
     ) in caplog.text
     caplog.clear()
-    Desk(levels=levels)
+    Desk(tiers=tiers)
     assert not caplog.text
 
 

@@ -58,12 +58,12 @@ def test_rates_are_between_two_looks():
     assert (view.in_flight, view.queued, view.leases) == (3, 4, 7)
 
 
-def test_levels_are_tiers_with_what_they_were_asked_for_and_why_they_are_away(endpoint):
+def test_tiers_are_tiers_with_what_they_were_asked_for_and_why_they_are_away(endpoint):
     counted = replace(
         stats(queries=1), ailments={"disk": "rank 1: full", "store": ""}, asked={"store": (8, 3)}
     )
     endpoint.show(Snapshot(counted, "1.2.3", {"host": 1_000_000, "disk": 1_000_000}))
-    endpoint.levels_away = {"disk": "rank 1: full"}
+    endpoint.tiers_away = {"disk": "rank 1: full"}
     host, disk, store = Watch(endpoint.url).look().tiers
     assert (host.name, host.is_away, host.asked) == ("host", False, None)
     assert (disk.is_away, disk.why_away, disk.total) == (True, "rank 1: full", 10_000)

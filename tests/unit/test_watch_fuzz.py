@@ -47,7 +47,7 @@ JSON = st.recursive(
                         "dst",
                         "why",
                     ),
-                    *("num_blocks", "num_bytes", "seconds", "paths", "levels_away", "asked_blocks"),
+                    *("num_blocks", "num_bytes", "seconds", "paths", "tiers_away", "asked_blocks"),
                 ]
             ),
             inner,

@@ -13,7 +13,7 @@ from kvferry.cache.policies.load_or_compute import Verdict
 from kvferry.cache.pool import Pool
 from kvferry.hints import Hints
 from kvferry.scheduler.journal import Explanation, Reason
-from kvferry.scheduler.tier import PlacedLevel, WriteMode
+from kvferry.scheduler.tier import SlotTier, WriteMode
 from kvferry.types import Health, MatchState, Rank, TierName
 
 
@@ -69,7 +69,7 @@ def other_namespace() -> Desk:
 
 
 def still_below() -> Desk:
-    desk = Desk(levels=[PlacedLevel(TierName("disk"), Pool(16), WriteMode.THROUGH)], slots=8)
+    desk = Desk(tiers=[SlotTier(TierName("disk"), Pool(16), WriteMode.THROUGH)], slots=8)
     desk.keep("a", story(1, 8), 32)
     desk.run()
     evict(desk.pool, 8)
@@ -87,8 +87,8 @@ def load_slower() -> Desk:
     return desk
 
 
-def level_away() -> Desk:
-    desk = Desk(levels=[PlacedLevel(TierName("disk"), Pool(16), WriteMode.THROUGH)], slots=8)
+def tier_away() -> Desk:
+    desk = Desk(tiers=[SlotTier(TierName("disk"), Pool(16), WriteMode.THROUGH)], slots=8)
     desk.keep("a", story(1, 8), 32)
     desk.run()
     evict(desk.pool, 8)
@@ -114,7 +114,7 @@ MAKERS = {
     Reason.IN_FLIGHT: in_flight,
     Reason.OTHER_NAMESPACE: other_namespace,
     Reason.STILL_BELOW: still_below,
-    Reason.LEVEL_AWAY: level_away,
+    Reason.LEVEL_AWAY: tier_away,
     Reason.LOAD_SLOWER: load_slower,
     Reason.TOLD_NOT_TO: told_not_to,
 }
@@ -150,11 +150,11 @@ def test_what_lies_below_is_told_apart() -> None:
     assert explanation.first_missing == 8
 
 
-def test_a_level_that_is_away_is_named_with_its_reason() -> None:
-    explanation = why(level_away(), "q")
-    assert explanation.levels_away == ("disk: rank 0: no such file",)
+def test_a_tier_that_is_away_is_named_with_its_reason() -> None:
+    explanation = why(tier_away(), "q")
+    assert explanation.tiers_away == ("disk: rank 0: no such file",)
     assert explanation.lower_tokens == 0
-    assert why(still_below(), "q").levels_away == ()
+    assert why(still_below(), "q").tiers_away == ()
 
 
 def test_the_decision_comes_with_its_times() -> None:

@@ -145,11 +145,11 @@ def test_one_mover_that_cannot_close_does_not_keep_the_others_open() -> None:
     assert other.closed == 1
 
 
-# -- levels below the host -------------------------------------------------------------------------
+# -- tiers below the host -------------------------------------------------------------------------
 
 
-class FakeLevel(FakeMover):
-    """A level's mover that writes down what it is told."""
+class FakeLowerTier(FakeMover):
+    """A tier's mover that writes down what it is told."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,61 +175,61 @@ class FakeLevel(FakeMover):
         return self.changes.pop(0) if self.changes else None
 
 
-def question(number: int, level: TierName = DISK) -> Question:
-    return Question(TransferId(number), level, np.zeros((2, 4), dtype=np.uint64), 1.0)
+def question(number: int, tier: TierName = DISK) -> Question:
+    return Question(TransferId(number), tier, np.zeros((2, 4), dtype=np.uint64), 1.0)
 
 
-def test_a_level_is_told_to_forget_before_all_else_and_carries_both_ways() -> None:
-    level = FakeLevel()
-    worker = Worker({}, levels={DISK: level})
+def test_a_tier_is_told_to_forget_before_all_else_and_carries_both_ways() -> None:
+    tier = FakeLowerTier()
+    worker = Worker({}, tiers={DISK: tier})
     up, down = transfer(1, DISK, HOST), transfer(2, HOST, DISK)
     worker.execute(Plan(1, (up, down), (question(3),), (DISK,)))
-    assert level.told == ["forget", 3, 1, 2]
+    assert tier.told == ["forget", 3, 1, 2]
     assert sorted(r.transfer_id for r in worker.poll()) == [1, 2]
     worker.close()
-    assert level.closed == 1
+    assert tier.closed == 1
 
 
 def test_questions_that_cannot_be_asked_are_answered() -> None:
-    level = FakeLevel()
-    worker = Worker({}, levels={DISK: level}, rank=Rank(1))
+    tier = FakeLowerTier()
+    worker = Worker({}, tiers={DISK: tier}, rank=Rank(1))
     worker.execute(Plan(1, questions=(question(1, TierName("moon")),)))
-    level.fault = OSError("no route")
+    tier.fault = OSError("no route")
     worker.execute(Plan(2, questions=(question(2),)))
     first, second = worker.poll()
     assert (first.transfer_id, first.outcome) == (1, Outcome.FAILED)
-    assert first.reason == "there is no level moon here"
+    assert first.reason == "there is no tier moon here"
     assert (second.transfer_id, second.reason) == (2, "OSError: no route")
 
 
-def test_health_of_all_levels_is_passed_on() -> None:
-    first, second = FakeLevel(), FakeLevel()
-    worker = Worker({}, levels={DISK: first, TierName("far"): second})
+def test_health_of_all_tiers_is_passed_on() -> None:
+    first, second = FakeLowerTier(), FakeLowerTier()
+    worker = Worker({}, tiers={DISK: first, TierName("far"): second})
     second.changes = [Health(Rank(0), TierName("far"), "gone")]
     assert worker.health() == [Health(Rank(0), TierName("far"), "gone")]
     assert worker.health() == []
 
 
-def test_a_level_that_cannot_forget_is_shut_out() -> None:
+def test_a_tier_that_cannot_forget_is_shut_out() -> None:
     """It may hold bytes of weights that are no more."""
-    level = FakeLevel()
-    level.fault = OSError("read-only")
-    worker = Worker({}, levels={DISK: level})
+    tier = FakeLowerTier()
+    tier.fault = OSError("read-only")
+    worker = Worker({}, tiers={DISK: tier})
     worker.execute(Plan(1, (transfer(1, DISK, HOST),), forget=(DISK, TierName("moon"))))
     (refused,) = worker.poll()
     assert refused.outcome is Outcome.FAILED
     (health,) = worker.health()
-    assert (health.level, health.reason) == (DISK, "it could not forget: OSError: read-only")
-    level.fault = None
+    assert (health.tier, health.reason) == (DISK, "it could not forget: OSError: read-only")
+    tier.fault = None
     worker.execute(Plan(2, (transfer(2, DISK, HOST),), (question(3),)))
     assert [receipt.outcome for receipt in worker.poll()] == [Outcome.FAILED] * 2
-    assert level.told == []
+    assert tier.told == []
     worker.close()
 
 
 def test_a_stuck_mover_is_seen() -> None:
-    level = FakeLevel()
-    worker = Worker({}, levels={DISK: level})
+    tier = FakeLowerTier()
+    worker = Worker({}, tiers={DISK: tier})
     assert not worker.is_stuck
-    level.is_stuck = True  # type: ignore[attr-defined]
+    tier.is_stuck = True  # type: ignore[attr-defined]
     assert worker.is_stuck

@@ -187,7 +187,7 @@ class PoolRoom(PoolFind):
         self.listeners: list[Callable[[Keys], None]] = []
         """Called with the keys of blocks that can no longer be matched, whatever took them away."""
         self.feeds_below = False
-        """Whether what goes from here is copied to a level below."""
+        """Whether what goes from here is copied to a tier below."""
         self.before_policy: Callable[[], None] | None = None
         """Called before the policy is asked or told of anything: who owes it news tells it now."""
         self.told_later = ToldLater(self._tell_policy)

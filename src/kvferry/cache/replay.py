@@ -9,8 +9,8 @@ from kvferry.cache.pool import Pool
 from kvferry.core.keys import Keys
 from kvferry.types import NO_SLOTS
 
-LevelHits = tuple[int, ...]
-"""Blocks found, by level, host memory first."""
+TierHits = tuple[int, ...]
+"""Blocks found, by tier, host memory first."""
 
 
 class Tokens(NamedTuple):
@@ -28,7 +28,7 @@ class Replay(Protocol):
 
     @property
     def evicted(self) -> int:
-        """Blocks that made room for others so far, on all levels."""
+        """Blocks that made room for others so far, on all tiers."""
 
     @property
     def stored(self) -> int:
@@ -41,10 +41,10 @@ class Replay(Protocol):
         at: float,
         evidence: Evidence | None,
         tokens: Tokens = NO_TOKENS,
-    ) -> LevelHits:
+    ) -> TierHits:
         """A request with these blocks came ``at`` so many seconds; returns what it found.
 
-        Leading blocks, by the level that has them. The first ``num_storable`` of its blocks are
+        Leading blocks, by the tier that has them. The first ``num_storable`` of its blocks are
         stored; ``evidence`` is told once they are. Policies that hear of requests are told the
         ``tokens`` of this one.
         """
@@ -72,7 +72,7 @@ class PoolReplay:
         at: float,
         evidence: Evidence | None,
         tokens: Tokens = NO_TOKENS,
-    ) -> LevelHits:
+    ) -> TierHits:
         self._now = at
         reading = self.pool.pin(keys)
         found = reading.slots if reading is not None else NO_SLOTS

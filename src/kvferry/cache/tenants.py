@@ -48,7 +48,7 @@ class Tenants:
     """Owns the names, their numbers and their counts; the slots are the pools', by tier.
 
     A number without a slot in any of them may be given to another name. What an earlier life left
-    on a level is nobody's: all of it together counts as one more tenant (``before``).
+    on a tier is nobody's: all of it together counts as one more tenant (``before``).
     """
 
     def __init__(self, shares: Sequence[TenantShare], pools: Mapping[str, Divided]) -> None:

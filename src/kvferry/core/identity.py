@@ -243,7 +243,7 @@ def store_fingerprint(namespace: Namespace, *parts: Described | int | Sequence[i
 def new_epoch(before: int) -> int:
     """Another than before, and than any of any life.
 
-    Not counted on: a level may outlive us, and the next life begins at 0 again. What that resets to
+    Not counted on: a tier may outlive us, and the next life begins at 0 again. What that resets to
     must never name blocks that this one stored.
     """
     while (epoch := randbits(_EPOCH_BITS)) in (0, before):

@@ -20,8 +20,8 @@ from kvferry.scheduler.hits import PinnedHit
 from kvferry.scheduler.journal import Explainer, Explanation, Journal
 from kvferry.scheduler.lookup import Matcher, Missing
 from kvferry.scheduler.stores import OnDevice
-from kvferry.scheduler.tier import Level, WriteMode
-from kvferry.scheduler.tiering import LowerLevels
+from kvferry.scheduler.tier import LowerTier, WriteMode
+from kvferry.scheduler.tiering import LowerTiers
 from kvferry.telemetry.memory_curve import TIMES, MemoryCurve, Points, TierSizes
 from kvferry.telemetry.observer import Observer, Student
 from kvferry.telemetry.recorder import ObservedRequest, Recorder
@@ -59,7 +59,7 @@ class Hearing:
     def __init__(
         self, host: Pool | None, below: Sequence[Pool], matcher: Matcher, *, is_late: bool = False
     ) -> None:
-        """Of the host's pool and those of levels below it, those with such a policy."""
+        """Of the host's pool and those of tiers below it, those with such a policy."""
         self._host = host
         self._below = below
         self._matcher = matcher
@@ -153,10 +153,10 @@ class Hearing:
 
 
 def listening(
-    host: Pool, levels: Sequence[Level], matcher: Matcher, *, is_late: bool
+    host: Pool, tiers: Sequence[LowerTier], matcher: Matcher, *, is_late: bool
 ) -> Hearing | None:
     """Who tells the policies of these pools; None where no policy wants to be told."""
-    pools = [level.pool for level in levels if level.pool is not None]
+    pools = [tier.pool for tier in tiers if tier.pool is not None]
     below = [pool for pool in pools if pool.hears_requests]
     if not host.hears_requests and not below:
         return None
@@ -234,7 +234,7 @@ class Observing:
 def observing(
     config: Config,
     pool: Pool,
-    levels: Sequence[Level],
+    tiers: Sequence[LowerTier],
     matcher: Matcher,
     clock: Callable[[], float],
 ) -> Observing | None:
@@ -243,8 +243,8 @@ def observing(
     hash_tokens = matcher.hash_tokens
     curve = None
     if config.memory_curve == "on":
-        tiers = _tiers(pool, levels, matcher.groups, hash_tokens, config.level_policy)
-        curve = MemoryCurve(tiers, policy_named(config.policy), block_tokens=hash_tokens)
+        rank_tiers = _tiers(pool, tiers, matcher.groups, hash_tokens, config.tier_policy)
+        curve = MemoryCurve(rank_tiers, policy_named(config.policy), block_tokens=hash_tokens)
         students.append(curve)
     if config.record is not None:
         recorder = Recorder(
@@ -267,28 +267,28 @@ def observing(
 
 def _tiers(
     pool: Pool,
-    levels: Sequence[Level],
+    tiers: Sequence[LowerTier],
     groups: Sequence[reach.Group],
     hash_tokens: int,
-    level_policy: str,
+    tier_policy: str,
 ) -> list[TierSizes]:
     """How many blocks of a chain each tier and those above it hold, by how large it is."""
     slots_each = sum(hash_tokens / group.block_tokens for group in groups)
     above = pool.num_slots / slots_each
     sizes = [above * times for times in TIMES]
-    tiers = [TierSizes(HOST, tuple(sizes), feeds_below=bool(levels))]
-    for level in levels:
-        if level.pool is None:
+    rank_tiers = [TierSizes(HOST, tuple(sizes), feeds_below=bool(tiers))]
+    for tier in tiers:
+        if tier.pool is None:
             continue  # it knows itself how much it holds
-        own = level.pool.num_slots / slots_each
+        own = tier.pool.num_slots / slots_each
         # What is written through lies below as well; what is spilled hardly ever does.
         sizes = [
-            max(above, own * times) if level.write is WriteMode.THROUGH else above + own * times
+            max(above, own * times) if tier.write is WriteMode.THROUGH else above + own * times
             for times in TIMES
         ]
-        tiers.append(TierSizes(level.name, tuple(sizes), policy_named(level_policy)))
+        rank_tiers.append(TierSizes(tier.name, tuple(sizes), policy_named(tier_policy)))
         above = sizes[TIMES.index(1.0)]
-    return tiers
+    return rank_tiers
 
 
 # ------------------------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ class Accounts:
         explainer: Explainer,
         journal: Journal,
         admission: SeenOften,
-        lower: LowerLevels,
+        lower: LowerTiers,
         tenants: Tenants | None = None,
         hearing: Hearing | None = None,
         on_device: OnDevice | None = None,
@@ -331,7 +331,7 @@ class Accounts:
 
     def watch(self, config: Config, pool: Pool, clock: Callable[[], float]) -> None:
         """Let others learn from every request, as the settings say."""
-        self.observing = observing(config, pool, self._lower.levels, self._matcher, clock)
+        self.observing = observing(config, pool, self._lower.tiers, self._matcher, clock)
         hearing, students = self._hearing, self.observing
         if hearing is not None and hearing.is_late and students and not students.wants_ends:
             hearing.also = students.note  # a request's keys are made once, then

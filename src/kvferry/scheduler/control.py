@@ -1,6 +1,6 @@
 """What is done with blocks from outside, not by a request: look up, pin, unpin, prefetch, drop.
 
-All of it by a request's keys, from the first on. Pins and keeps are bounded on every level and
+All of it by a request's keys, from the first on. Pins and keeps are bounded on every tier and
 forgotten with a reset or a restart.
 """
 
@@ -25,7 +25,7 @@ from kvferry.types import RequestId
 
 
 class Prefetch:
-    """One request's blocks, brought from the levels below to the host. Owns what it waits for.
+    """One request's blocks, brought from the tiers below to the host. Owns what it waits for.
 
     Piece by piece, within the bound on promotions, until all is there that can be had.
     """
@@ -81,7 +81,7 @@ class Prefetch:
 # ------------------------------------------------------------------------------------------------
 # What is done with blocks from outside, not by a request: look up, pin, unpin, prefetch, drop.
 #
-# All of it by a request's keys, from the first on. Pins and keeps are bounded on every level and
+# All of it by a request's keys, from the first on. Pins and keeps are bounded on every tier and
 # forgotten with a reset or a restart.
 
 MOST_PREFETCHES = 64
@@ -95,7 +95,7 @@ class Acted:
     """What an action found and did. Blocks are counted over all groups of layers.
 
     ``tokens`` were named, of which ``host_tokens`` could be loaded now and ``lower_tokens`` more
-    after they were brought up; ``unknown_blocks`` some level would have to be asked for. ``blocks``
+    after they were brought up; ``unknown_blocks`` some tier would have to be asked for. ``blocks``
     were pinned, let go or dropped; for a prefetch ``is_under_way`` says that more is coming.
     ``held_blocks`` stay for now. ``refused`` says what was not done, and why.
     """
@@ -127,7 +127,7 @@ class Control:
     # -- actions --------------------------------------------------------------------------------
 
     def lookup(self, keys: Keys) -> Acted:
-        """What of these keys is where. Changes nothing, and asks no level."""
+        """What of these keys is where. Changes nothing, and asks no tier."""
         self._require_chain(keys)
         return self._done(keys)
 
@@ -145,9 +145,9 @@ class Control:
         return self._done(keys, refused=[*refused, *tell_pools(hints, keys, self._parts)])
 
     def pin(self, keys: Keys, seconds: float | None = None) -> Acted:
-        """Let these blocks stay, each on the highest level that may hold it: so long, or for good.
+        """Let these blocks stay, each on the highest tier that may hold it: so long, or for good.
 
-        ``blocks`` counts those that are held on some level.
+        ``blocks`` counts those that are held on some tier.
         """
         self._require_chain(keys)
         held, refused = 0, list[str]()
@@ -180,7 +180,7 @@ class Control:
         return self._done(keys, is_under_way=prefetch in self._prefetches, refused=refused)
 
     def drop(self, keys: Keys) -> Acted:
-        """Forget these blocks on every level, but for those that others go on from."""
+        """Forget these blocks on every tier, but for those that others go on from."""
         self._require_chain(keys)
         count, refused = 0, []
         for where in places_of(keys, self._parts):
@@ -191,8 +191,8 @@ class Control:
                 if gone < len(place.slots):
                     rest, name = len(place.slots) - gone, place.name
                     refused.append(f"{rest} blocks stay on {name}: other requests go on from them")
-        keyed = [level.name for level in self._parts.lower.levels if level.pool is None]
-        refused += [f"level {name} cannot forget single blocks" for name in keyed]
+        keyed = [tier.name for tier in self._parts.lower.tiers if tier.pool is None]
+        refused += [f"tier {name} cannot forget single blocks" for name in keyed]
         return self._done(keys, blocks=count, refused=refused)
 
     # -- in passing -----------------------------------------------------------------------------
@@ -335,7 +335,7 @@ class Ahead:
     def ask(self, request: Request) -> None:
         """This one will be matched soon; more than can be served are not remembered."""
         is_known = request.is_counted or request in self._early
-        if self._parts.lower.levels and not is_known and len(self._asked) < _MOST_REQUESTS:
+        if self._parts.lower.tiers and not is_known and len(self._asked) < _MOST_REQUESTS:
             self._asked[request] = None
 
     def advance(self) -> None:

@@ -19,7 +19,7 @@ from kvferry.core.keys import Keys, masked_key
 from kvferry.hints import Hints
 from kvferry.scheduler.hits import PinnedHit
 from kvferry.scheduler.lookup import Matcher, Missing
-from kvferry.scheduler.tiering import LowerLevels
+from kvferry.scheduler.tiering import LowerTiers
 from kvferry.scheduler.transfers import Flight
 from kvferry.types import Key, RequestId, Transfer
 
@@ -33,8 +33,8 @@ class Reason(Enum):
     BELOW_THRESHOLD = "below_threshold"  # not asked for often enough to be stored
     IN_FLIGHT = "in_flight"  # its bytes are still on their way in
     OTHER_NAMESPACE = "other_namespace"  # stored before a reset or a change of weights
-    STILL_BELOW = "still_below"  # on a lower level, and not brought up in time
-    LEVEL_AWAY = "level_away"  # on a lower level that cannot be used now
+    STILL_BELOW = "still_below"  # on a lower tier, and not brought up in time
+    LEVEL_AWAY = "tier_away"  # on a lower tier that cannot be used now
     LOAD_SLOWER = "load_slower"  # it is here or below, but computing it was judged faster
     TOLD_NOT_TO = "told_not_to"  # a hint said that nothing is to be loaded for this request
 
@@ -44,8 +44,8 @@ class Explanation(NamedTuple):
 
     ``device_tokens`` the engine had, ``host_tokens`` more could be loaded, of ``asked_tokens`` in
     all; ``lower_tokens`` of those asked for lay only below the host. ``first_missing`` is the first
-    token not to be had, in ``group``. Levels that know keys themselves were asked for
-    ``asked_blocks`` of it; ``levels_away`` names those that could not be used, and why.
+    token not to be had, in ``group``. Tiers that know keys themselves were asked for
+    ``asked_blocks`` of it; ``tiers_away`` names those that could not be used, and why.
     """
 
     request_id: RequestId
@@ -58,7 +58,7 @@ class Explanation(NamedTuple):
     group: int | None = None
     decision: Decision | None = None
     asked_blocks: int = 0
-    levels_away: tuple[str, ...] = ()
+    tiers_away: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, object]:
         """Plain data, ready for JSON."""
@@ -227,9 +227,9 @@ class Explainer:
     """Explains looks. Owns the memory of what was here once; changes nothing else."""
 
     def __init__(
-        self, matcher: Matcher, pool: Pool, admission: SeenOften, lower: LowerLevels
+        self, matcher: Matcher, pool: Pool, admission: SeenOften, lower: LowerTiers
     ) -> None:
-        self.has_levels = bool(lower)
+        self.has_tiers = bool(lower)
         self._matcher = matcher
         self._lower = lower
         self._pool = pool
@@ -247,7 +247,7 @@ class Explainer:
         asked_blocks: int = 0,
         declined: Decision | None = None,
     ) -> Explanation:
-        """``asked_blocks`` of it levels were asked for; ``declined`` what they had, for speed."""
+        """``asked_blocks`` of it tiers were asked for; ``declined`` what they had, for speed."""
         look, decision = hit.look, hit.decision
         missing = look.missing
         if decision is not None and hit.is_declined:
@@ -272,7 +272,7 @@ class Explainer:
             group=group,
             decision=decision,
             asked_blocks=asked_blocks,
-            levels_away=self._lower.away if self.has_levels else (),
+            tiers_away=self._lower.away if self.has_tiers else (),
         )
 
     def explain_miss(
@@ -300,7 +300,7 @@ class Explainer:
         group, key = missing.group, missing.key
         if missing.is_coming:
             return Reason.IN_FLIGHT
-        if self.has_levels and self._lower.has_out_of_reach(key):
+        if self.has_tiers and self._lower.has_out_of_reach(key):
             return Reason.LEVEL_AWAY
         if self._ghosts.has(key):
             return Reason.EVICTED

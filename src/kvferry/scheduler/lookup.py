@@ -4,7 +4,7 @@
 
     one key     the very next block is not here: a miss, whatever else is (``next_missing``)
     one run     full attention alone, nothing below the host: follow the chain to its end
-    masks       windows, states, levels below: every block of every group, then what all can serve
+    masks       windows, states, tiers below: every block of every group, then what all can serve
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvferry.cache.pool import Pool
 from kvferry.core.identity import scope
 from kvferry.core.keys import KeyArray, KeyChain, Keys, masked_key
 from kvferry.errors import InputError
-from kvferry.scheduler.tiering import LowerLevels
+from kvferry.scheduler.tiering import LowerTiers
 from kvferry.scheduler.transfers import Wanted
 from kvferry.types import NO_SLOT, NO_SLOTS, Key, SlotArray
 
@@ -46,7 +46,7 @@ class Missing(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Look:
-    """One look at a request: how far the host alone reaches, and how far with the levels below.
+    """One look at a request: how far the host alone reaches, and how far with the tiers below.
 
     ``slots`` are those that the host's hit reads, by group; ``blocks`` are their places in the
     request, ``asked`` their keys in the pool. ``missing`` stopped that hit; None where nothing did
@@ -74,7 +74,7 @@ class Look:
 #
 #     one key     the very next block is not here: a miss, whatever else is (``next_missing``)
 #     one run     full attention alone, nothing below the host: follow the chain to its end
-#     masks       windows, states, levels below: every block of every group, then what all can serve
+#     masks       windows, states, tiers below: every block of every group, then what all can serve
 
 
 class Matcher:
@@ -87,7 +87,7 @@ class Matcher:
     """
 
     def __init__(
-        self, groups: Sequence[reach.Group], host: Pool, lower: LowerLevels, hash_tokens: int
+        self, groups: Sequence[reach.Group], host: Pool, lower: LowerTiers, hash_tokens: int
     ) -> None:
         for group in groups:
             if group.block_tokens % hash_tokens:
@@ -109,7 +109,7 @@ class Matcher:
         self._can_serve: Present = [np.empty(0, dtype=bool) for _ in self.groups]
         self._masks: list[KeyArray | None] = []
         self.begin_epoch(0)
-        self.look = self._follow if self.is_full and not lower.levels else self._survey
+        self.look = self._follow if self.is_full and not lower.tiers else self._survey
         """See what is there, without claiming any of it: hits end ``spare_tokens`` early."""
 
     def begin_epoch(self, epoch: int) -> None:
@@ -147,7 +147,7 @@ class Matcher:
         """Whether this block is in the host, on its way there, or below it."""
         if self._host.state_of(key) is not SlotState.FREE:
             return True
-        return bool(self._lower.levels) and bool(self._lower.cached(Keys.from_bytes((key,)))[0])
+        return bool(self._lower.tiers) and bool(self._lower.cached(Keys.from_bytes((key,)))[0])
 
     # -- looking --------------------------------------------------------------------------------
 
@@ -160,7 +160,7 @@ class Matcher:
         device. None if there is no such block, or if a longer look is needed to know.
         """
         longer = computed_tokens + self._step
-        if not self.is_full or self._lower.levels or longer - longer % self._step > max_tokens:
+        if not self.is_full or self._lower.tiers or longer - longer % self._step > max_tokens:
             return None
         for g, group in enumerate(self.groups):
             block = computed_tokens // group.block_tokens
@@ -254,7 +254,7 @@ class Matcher:
             host.append(np.concatenate((np.ones(first, dtype=bool), found[g] != NO_SLOT)))
         host_tokens = self._longest(host, computed_tokens, max_tokens, spare_tokens)
         everywhere, all_tokens = host, host_tokens
-        if self._lower.levels and host_tokens + self.alignment <= max_tokens:
+        if self._lower.tiers and host_tokens + self.alignment <= max_tokens:
             everywhere = [
                 np.concatenate(
                     (here[: -len(below)], here[-len(below) :] | self._lower.cached(below))
@@ -400,7 +400,7 @@ class Matcher:
         return count
 
     def to_ask(self, look: Look) -> Wanted | None:
-        """The keys of which to know whether a level has them: a longer hit may hang on them.
+        """The keys of which to know whether a tier has them: a longer hit may hang on them.
 
         No more of them than there is room for; and some behind, where objects have several blocks.
         """

@@ -1,4 +1,4 @@
-"""A level that keeps several blocks of a chain in one object, which has the name of the last.
+"""A tier that keeps several blocks of a chain in one object, which has the name of the last.
 
 It finds a block only for who knows the chain as far as that name. So its "yes" is true for
 everybody. But its "no" says nothing to a chain that goes on differently: it is remembered together
@@ -27,18 +27,18 @@ from kvferry.scheduler.tier import (
     Answer,
     Flags,
     Joints,
-    KeyedLevel,
-    Level,
-    PlacedLevel,
+    KeyedTier,
+    LowerTier,
     Remembered,
+    SlotTier,
     WriteMode,
 )
 from kvferry.scheduler.transfers import with_furthest
 from kvferry.types import Rank, RunNumbers, TierName
 
 
-class PackingLevel(KeyedLevel):
-    """A keyed level with ``most_in_one`` blocks in one object at most. Owns where objects end.
+class PackedTier(KeyedTier):
+    """A keyed tier with ``most_in_one`` blocks in one object at most. Owns where objects end.
 
     ``capacity`` keys of blocks that are there or were sent are remembered, and as many "noes".
     """
@@ -118,12 +118,12 @@ def _distinct(keys: Keys) -> Keys:
 
 
 # ------------------------------------------------------------------------------------------------
-# The level for a tier: with places, by keys, or by keys with several blocks in one object.
+# The tier for a tier: with places, by keys, or by keys with several blocks in one object.
 
 log = logging.getLogger(__name__)
 
 
-def level_of(
+def lower_tier(
     name: TierName,
     num_places: int | None,
     write: WriteMode,
@@ -132,8 +132,8 @@ def level_of(
     recovered: Sequence[Recovered] = (),
     most_in_one: int = 1,
     remembers_noes: bool = True,
-) -> Level:
-    """The level for a tier with so many places, or for one that finds blocks by their keys.
+) -> LowerTier:
+    """The tier for a tier with so many places, or for one that finds blocks by their keys.
 
     ``policy`` says which blocks make room in the places.
     ``recovered`` is what each rank's tier still has from an earlier life (``TierMover.recovered``),
@@ -141,13 +141,13 @@ def level_of(
     ``remembers_noes`` whether such an object never reaches further in a chain.
     """
     if num_places is None and most_in_one > 1:
-        return PackingLevel(name, write, most_in_one=most_in_one, remembers_noes=remembers_noes)
+        return PackedTier(name, write, most_in_one=most_in_one, remembers_noes=remembers_noes)
     if num_places is None:
-        return KeyedLevel(name, write)
-    level = PlacedLevel(name, Pool(num_places, policy, side_by_side=True), write)
+        return KeyedTier(name, write)
+    tier = SlotTier(name, Pool(num_places, policy, side_by_side=True), write)
     if any(len(places) for _, places in recovered):
         try:
-            level.restore(recovered)
+            tier.restore(recovered)
         except InputError as error:  # a tier's mistake must not keep an engine from starting
-            log.error("level %s begins empty: %s", name, error)
-    return level
+            log.error("tier %s begins empty: %s", name, error)
+    return tier

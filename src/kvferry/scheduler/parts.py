@@ -15,7 +15,7 @@ from kvferry.scheduler.journal import Journal
 from kvferry.scheduler.lookup import Matcher
 from kvferry.scheduler.promotion import ComingLoads
 from kvferry.scheduler.stores import Stores
-from kvferry.scheduler.tiering import LowerLevels
+from kvferry.scheduler.tiering import LowerTiers
 from kvferry.scheduler.transfers import Flights, Outbox, Transit, Waits
 from kvferry.types import DeviceBlocks
 
@@ -38,7 +38,7 @@ class Parts:
     transit: Transit
     flights: Flights
     outbox: Outbox
-    lower: LowerLevels
+    lower: LowerTiers
     waits: Waits
     journal: Journal
     accounts: Accounts

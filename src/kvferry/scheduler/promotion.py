@@ -1,4 +1,4 @@
-"""What one request has asked of the levels below the host, and waits for."""
+"""What one request has asked of the tiers below the host, and waits for."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Below:
 
     def __init__(self) -> None:
         self.num_asked = 0
-        """Blocks that levels were asked for, at the last look that asked."""
+        """Blocks that tiers were asked for, at the last look that asked."""
         self.waits: set[TransferId] = set()
         self.hoped_tokens = 0
         """How many tokens its hit has if all comes up that was ordered at the last look."""
@@ -279,11 +279,11 @@ def _store(rest: Rest, parts: Parts, rests: Rests) -> tuple[Ordered, ...]:
 
 
 # ------------------------------------------------------------------------------------------------
-# Loads of hits whose last blocks still come up from a level: the first go to the device meanwhile.
+# Loads of hits whose last blocks still come up from a tier: the first go to the device meanwhile.
 #
 # ::
 #
-#     level   ──read──> ▓▓▓▓▓▓▓▓▓░░░     pieces land in the host, one after the other
+#     tier   ──read──> ▓▓▓▓▓▓▓▓▓░░░     pieces land in the host, one after the other
 #     device  ──load──> ▓▓▓▓▓▓░░░░░░     each goes on as it lands, beside the next one's read
 #                       first │  │   end
 #                        good ┘  └ sent
@@ -291,7 +291,7 @@ def _store(rest: Rest, parts: Parts, rests: Rests) -> tuple[Ordered, ...]:
 # Device blocks are taken before all bytes are here. So a load begins as late as loses nothing: when
 # the rest is read in the time that copying all of it takes. What does not come up ends it early:
 # the
-# blocks before that are on the device, the others are computed. So does a level that falls silent,
+# blocks before that are on the device, the others are computed. So does a tier that falls silent,
 # and all such loads together may take half of the device: a drive that hangs must not hold it.
 
 _SHARE = 1 / 8
@@ -408,7 +408,7 @@ class ComingLoads:
     def foresee(
         self, request: Request, computed_tokens: int, max_tokens: int | None
     ) -> Match | None:
-        """The hit of a request that waits for a level, if now is the time to begin its load."""
+        """The hit of a request that waits for a tier, if now is the time to begin its load."""
         below, parts, size = request.below, self._parts, self._size
         if below is None or not self._is_on:
             return None
@@ -421,10 +421,10 @@ class ComingLoads:
         blocks = range(computed_tokens // size, min(below.hoped_tokens, most) // size)
         if not blocks or coming is None:
             return None
-        if coming.num_blocks > len(blocks) * self._share(coming.levels):
+        if coming.num_blocks > len(blocks) * self._share(coming.tiers):
             return None
         if parts.clock() >= coming.heard + self._patience:
-            return None  # the level hangs, as far as anybody can see
+            return None  # the tier hangs, as far as anybody can see
         keys = request.chain.keys()
         asked = parts.matcher.slot_keys(0, keys, blocks)
         slots = parts.pool.leading(asked)
@@ -449,10 +449,10 @@ class ComingLoads:
         hit.decision = decision
         return Match(MatchState.HIT, tokens, computed_tokens)
 
-    def _share(self, levels: Collection[TierName]) -> float:
+    def _share(self, tiers: Collection[TierName]) -> float:
         """How much of a hit may be below when its load begins, by what both links have brought."""
         worth = self._parts.hits.worth
-        speeds, link = [worth.bandwidth_of(name) for name in levels], worth.bandwidth
+        speeds, link = [worth.bandwidth_of(name) for name in tiers], worth.bandwidth
         known = [speed for speed in speeds if speed]
         return min(1.0, min(known) / link) if link and len(known) == len(speeds) else _SHARE
 
@@ -464,7 +464,7 @@ class ComingLoads:
 
     @property
     def num_held(self) -> int:
-        """Device blocks of loads that wait for a level."""
+        """Device blocks of loads that wait for a tier."""
         return sum(load.end - load.first for load in self._loads.values() if load.is_open)
 
     def _is_joined(self, request: Request) -> bool:

@@ -88,7 +88,7 @@ class Request:
         self.loading: set[TransferId] = set()  # its loads under way
         self.is_counted = self.is_explained = False
         self._parts = parts
-        self.below = Below() if parts.lower.levels else None  # what it asked of the levels
+        self.below = Below() if parts.lower.tiers else None  # what it asked of the tiers
         self._hit: PinnedHit | None = None
         self._promised: Match | None = None  # what its load brings
         self._missed: tuple[int, int, int, Missing] | None = None  # when, what was asked and lacked
@@ -179,7 +179,7 @@ class Request:
 
     @property
     def waits_below(self) -> bool:
-        """Whether it waits for a level's answer, or for blocks that come up from one."""
+        """Whether it waits for a tier's answer, or for blocks that come up from one."""
         return self.below is not None and bool(self.below.waits)
 
     def tell(self) -> None:
@@ -285,7 +285,7 @@ class Request:
         return promised, flight.reason
 
     def came(self, flight: Flight) -> None:
-        """Blocks it waits for have come up from a lower level, or will not."""
+        """Blocks it waits for have come up from a lower tier, or will not."""
         assert self.below is not None
         self._parts.journal.ended(self.id, flight)
         self.below.waits.discard(flight.transfer.id)
@@ -434,14 +434,14 @@ class Request:
 
 
 # ------------------------------------------------------------------------------------------------
-# Where a request's blocks are: what the host and each level whose places are ours has of them.
+# Where a request's blocks are: what the host and each tier whose places are ours has of them.
 
 
 @dataclass(frozen=True, eq=False)
-class OnLevel:
+class OnTier:
     """What one pool has of a chain: the numbers of those blocks, rising, and their slots.
 
-    A level has any of them, mostly the end: ends are spilled first. Those that are not ``cached``
+    A tier has any of them, mostly the end: ends are spilled first. Those that are not ``cached``
     are on their way in.
     """
 
@@ -452,7 +452,7 @@ class OnLevel:
     cached: npt.NDArray[np.bool_]
 
     @classmethod
-    def find(cls, name: TierName, pool: Pool, keys: Keys) -> OnLevel:
+    def find(cls, name: TierName, pool: Pool, keys: Keys) -> OnTier:
         found = pool.find(keys)
         blocks = (found != NO_SLOT).nonzero()[0]
         slots = found if len(blocks) == len(found) else found[blocks]
@@ -461,12 +461,12 @@ class OnLevel:
             blocks = slots = NO_SLOTS
         return cls(name, pool, blocks, slots, pool.are_cached(slots))
 
-    def readable(self, stop: int) -> OnLevel:
+    def readable(self, stop: int) -> OnTier:
         """Those that can be read, of the chain's first ``stop`` blocks."""
         taken = self.cached & (self.blocks < stop)
         if taken.all():
             return self
-        return OnLevel(self.name, self.pool, self.blocks[taken], self.slots[taken], taken[taken])
+        return OnTier(self.name, self.pool, self.blocks[taken], self.slots[taken], taken[taken])
 
     def at(self, block: int) -> int:
         """How many of them come before this block of the chain."""
@@ -481,13 +481,13 @@ class OnLevel:
 
 @dataclass(frozen=True, eq=False)
 class ChainPlaces:
-    """The blocks of one group of a request, level by level from the host down."""
+    """The blocks of one group of a request, tier by tier from the host down."""
 
     group: reach.Group
     keys: Keys
-    places: tuple[OnLevel, ...]
+    places: tuple[OnTier, ...]
     reached: int
-    """So many of its blocks, from the first on, some level has or may have. To hold what comes
+    """So many of its blocks, from the first on, some tier has or may have. To hold what comes
     after a block that is nowhere would take room from what somebody can load."""
 
     @property
@@ -496,23 +496,23 @@ class ChainPlaces:
 
     @cached_property
     def num_shared(self) -> int:
-        """So many blocks, from the first on, others go on from, as far as any level knows.
+        """So many blocks, from the first on, others go on from, as far as any tier knows.
 
-        Where blocks are spilled to a level, that does not know what follows what there.
+        Where blocks are spilled to a tier, that does not know what follows what there.
         """
         return max(place.num_shared for place in self.places)
 
     def hold(self, seconds: float) -> tuple[int, list[str]]:
-        """Let its blocks stay so long, each on the highest level that may hold it.
+        """Let its blocks stay so long, each on the highest tier that may hold it.
 
-        Returns how many do on some level, and which were refused where, in words.
+        Returns how many do on some tier, and which were refused where, in words.
         """
         held = np.zeros(len(self.keys), dtype=bool)
         refused = []
         for place in self.places:
             here = place.readable(self.reached)
             if held[here.blocks].all():
-                continue  # a level below need not keep it, too
+                continue  # a tier below need not keep it, too
             count = here.pool.hold(here.slots, seconds)
             held[here.blocks[here.pool.holds.held(here.slots)]] = True
             if count < len(here.slots):
@@ -538,16 +538,16 @@ class ChainPlaces:
 def places_of(keys: Keys, parts: Parts) -> Iterator[ChainPlaces]:
     """Where the blocks of a request are, group by group."""
     pools = [(HOST, parts.pool)]
-    pools += [(lv.name, lv.pool) for lv in parts.lower.levels if lv.pool is not None]
+    pools += [(lv.name, lv.pool) for lv in parts.lower.tiers if lv.pool is not None]
     for g, group in enumerate(parts.matcher.groups):
         chain = parts.matcher.all_keys(g, keys)
-        places = tuple(OnLevel.find(name, pool, chain) for name, pool in pools)
+        places = tuple(OnTier.find(name, pool, chain) for name, pool in pools)
         is_chained = isinstance(group, reach.FullAttention)
         reached = _reached(chain, places, parts) if is_chained else len(chain)
         yield ChainPlaces(group, chain, places, reached)
 
 
-def _reached(chain: Keys, places: tuple[OnLevel, ...], parts: Parts) -> int:
+def _reached(chain: Keys, places: tuple[OnTier, ...], parts: Parts) -> int:
     """The first block of a chain that is nowhere, as far as is known."""
     there = np.zeros(len(chain) + 1, dtype=bool)  # one more, which nobody has
     for place in places:
@@ -557,10 +557,10 @@ def _reached(chain: Keys, places: tuple[OnLevel, ...], parts: Parts) -> int:
     return int(there.argmin())
 
 
-def bound_words(level: str, pool: Pool, num_blocks: int) -> str:
+def bound_words(tier: str, pool: Pool, num_blocks: int) -> str:
     """Why so many blocks are not held."""
     words = (
-        f"{num_blocks} blocks are not kept on {level}: pins and keeps hold {pool.holds.count} of "
+        f"{num_blocks} blocks are not kept on {tier}: pins and keeps hold {pool.holds.count} of "
         f"at most {pool.holds.most} blocks there (keep_share)"
     )
     return f"{words}, each tenant's at most its part of those" if pool.is_divided else words
@@ -699,7 +699,7 @@ class HintedRequest(Request):
 
 
 def tell_pools(hints: Hints, keys: Keys, parts: Parts) -> list[str]:
-    """Pass on what was said of a request's blocks, level by level; what was refused, in words."""
+    """Pass on what was said of a request's blocks, tier by tier; what was refused, in words."""
     refused: list[str] = []
     for where in places_of(keys, parts):
         softly = [words for place in where.places for words in _tell_place(hints, where, place)]
@@ -711,8 +711,8 @@ def tell_pools(hints: Hints, keys: Keys, parts: Parts) -> list[str]:
     return refused
 
 
-def _tell_place(hints: Hints, where: ChainPlaces, place: OnLevel) -> list[str]:
-    """Pass on all but a keep to one level; which blocks are not held for that, in words."""
+def _tell_place(hints: Hints, where: ChainPlaces, place: OnTier) -> list[str]:
+    """Pass on all but a keep to one tier; which blocks are not held for that, in words."""
     here = place.readable(len(where.keys) if hints.over else where.reached)
     lacking = 0
     if len(here.slots) and (hints.over or hints.goes_on):
@@ -727,7 +727,7 @@ def _tell_place(hints: Hints, where: ChainPlaces, place: OnLevel) -> list[str]:
     return [bound_words(place.name, place.pool, lacking)] if lacking else []
 
 
-def _rank(priorities: Sequence[TokenPriority], where: ChainPlaces, place: OnLevel) -> int:
+def _rank(priorities: Sequence[TokenPriority], where: ChainPlaces, place: OnTier) -> int:
     """Blocks matter so much, range by range; how many are not held that matter more than most.
 
     Of what was said of a block twice, the last counts.

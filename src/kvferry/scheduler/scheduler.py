@@ -35,8 +35,8 @@ from kvferry.scheduler.parts import Parts
 from kvferry.scheduler.promotion import ComingLoads, store_left
 from kvferry.scheduler.request import HintedRequest, Request
 from kvferry.scheduler.stores import OnDevice, Stores
-from kvferry.scheduler.tier import KeyedLevel, Level, PlacedLevel, WriteMode, gate_of, times_asked
-from kvferry.scheduler.tiering import LowerLevels
+from kvferry.scheduler.tier import KeyedTier, LowerTier, SlotTier, WriteMode, gate_of, times_asked
+from kvferry.scheduler.tiering import LowerTiers
 from kvferry.scheduler.transfers import (
     BlockTable,
     EngineBlocks,
@@ -69,14 +69,14 @@ from kvferry.types import (
 
 def snapshot(parts: Parts, *, resets: int) -> SchedulerStats:
     """As of now; nothing in it changes afterwards."""
-    pool, levels, worth, tenants = parts.pool, parts.lower.levels, parts.hits.worth, parts.tenants
+    pool, tiers, worth, tenants = parts.pool, parts.lower.tiers, parts.hits.worth, parts.tenants
     matches, moved = parts.accounts.counts, parts.flights.counts
-    below = {level.name: level.pool for level in levels if level.pool is not None}
-    keyed = [level for level in levels if isinstance(level, KeyedLevel)]
-    placed = [level for level in levels if isinstance(level, PlacedLevel)]
+    below = {tier.name: tier.pool for tier in tiers if tier.pool is not None}
+    keyed = [tier for tier in tiers if isinstance(tier, KeyedTier)]
+    placed = [tier for tier in tiers if isinstance(tier, SlotTier)]
     return SchedulerStats(
         pool=pool.counts,
-        levels=MappingProxyType({name: each.counts for name, each in below.items()}),
+        tiers=MappingProxyType({name: each.counts for name, each in below.items()}),
         queries=matches.queries,
         asked_tokens=matches.asked_tokens,
         hit_tokens=matches.hit_tokens,
@@ -104,13 +104,13 @@ def snapshot(parts: Parts, *, resets: int) -> SchedulerStats:
         tenants=MappingProxyType(tenants.snapshot() if tenants is not None else {}),
         memory_curve=parts.accounts.memory_curve,
         lost_blocks=moved.lost_blocks,
-        ailments=MappingProxyType({level.name: level.ailment for level in levels}),
-        asked=MappingProxyType({level.name: (level.num_asked, level.num_found) for level in keyed}),
-        restored=MappingProxyType({level.name: level.num_restored for level in placed}),
+        ailments=MappingProxyType({tier.name: tier.ailment for tier in tiers}),
+        asked=MappingProxyType({tier.name: (tier.num_asked, tier.num_found) for tier in keyed}),
+        restored=MappingProxyType({tier.name: tier.num_restored for tier in placed}),
         bandwidth=worth.bandwidth,
         prefill_rate=worth.prefill_rate,
-        level_bandwidth=MappingProxyType(
-            {level.name: worth.bandwidth_of(level.name) for level in levels}
+        tier_bandwidth=MappingProxyType(
+            {tier.name: worth.bandwidth_of(tier.name) for tier in tiers}
         ),
     )
 
@@ -245,14 +245,14 @@ class Settling:
                 request.num_storing -= 1
                 if not request.num_storing:
                     request.stored()
-        if parts.lower.levels and not flight.reason:
+        if parts.lower.tiers and not flight.reason:
             self._write_through(flight, transfer.group)
 
     def _end_move(self, flight: Flight) -> None:
         brought = self._parts.lower.landed(flight)
         if brought is not None:
-            level, num_bytes, seconds = brought
-            self._parts.hits.worth.note_load(num_bytes, seconds, level)
+            tier, num_bytes, seconds = brought
+            self._parts.hits.worth.note_load(num_bytes, seconds, tier)
         for request in self._parts.waits.take(flight.transfer.id):
             request.came(flight)
 
@@ -333,7 +333,7 @@ _MOST_ON_DEVICE = 1 << 20
 def assemble(
     pool: Pool,
     shape: EngineShape,
-    levels: Sequence[Level],
+    tiers: Sequence[LowerTier],
     config: Config,
     engine: EngineBlocks | None,
     clock: Callable[[], float],
@@ -341,11 +341,11 @@ def assemble(
     """As :class:`Scheduler` is asked for."""
     transit, flights = Transit(shape.block_bytes), Flights(shape.num_ranks)
     outbox = Outbox(flights, transit, config, len(shape.groups))
-    lower = _lower(pool, levels, outbox, shape, config, clock)
+    lower = _lower(pool, tiers, outbox, shape, config, clock)
     matcher = Matcher(shape.groups, pool, lower, shape.hash_tokens)
     on_device = _on_device(shape) if config.store_mode == "lazy" else None
     stores = Stores(matcher, pool, outbox, transit, config, shape, on_device)
-    tenants = _divided(config.tenants, pool, levels) if config.tenants else None
+    tenants = _divided(config.tenants, pool, tiers) if config.tenants else None
     journal, admission = Journal(), stores.admission
     accounts = Accounts(
         matcher,
@@ -354,7 +354,7 @@ def assemble(
         admission,
         lower,
         tenants,
-        listening(pool, levels, matcher, is_late=engine is not None),
+        listening(pool, tiers, matcher, is_late=engine is not None),
         on_device,
     )
     parts = Parts(
@@ -382,50 +382,50 @@ def assemble(
 
 def _lower(
     pool: Pool,
-    levels: Sequence[Level],
+    tiers: Sequence[LowerTier],
     outbox: Outbox,
     shape: EngineShape,
     config: Config,
     clock: Callable[[], float],
-) -> LowerLevels:
+) -> LowerTiers:
     """What lies below the host, and what of the host may go there and stay."""
-    for level in levels:
-        _let_through(level, pool, config, shape.slot_bytes * shape.num_ranks, clock())
-    lower = LowerLevels(
+    for tier in tiers:
+        _let_through(tier, pool, config, shape.slot_bytes * shape.num_ranks, clock())
+    lower = LowerTiers(
         pool,
-        levels,
+        tiers,
         outbox,
         clock,
         slot_bytes=shape.slot_bytes,
-        lasting=frozenset(spec.name for spec in config.all_levels if spec.outlives_us),
-        write_out=config.level_write_out,
+        lasting=frozenset(spec.name for spec in config.all_tiers if spec.outlives_us),
+        write_out=config.tier_flush,
     )
-    for each in (pool, *(level.pool for level in levels if level.pool is not None)):
+    for each in (pool, *(tier.pool for tier in tiers if tier.pool is not None)):
         each.holds.bound(config.keep_share)
     return lower
 
 
-def _let_through(level: Level, pool: Pool, config: Config, block_bytes: int, now: float) -> None:
-    """What of all that could go to a level does; ``block_bytes`` are those of all ranks."""
-    num_keys = pool.num_slots + level.pool.num_slots if level.pool is not None else None
-    level.gate = gate_of(config, level.name, num_keys=num_keys, block_bytes=block_bytes, now=now)
-    if times_asked(config, level.name) > 1:  # as it is stored nobody has asked for it again
-        level.write = WriteMode.SPILL
+def _let_through(tier: LowerTier, pool: Pool, config: Config, block_bytes: int, now: float) -> None:
+    """What of all that could go to a tier does; ``block_bytes`` are those of all ranks."""
+    num_keys = pool.num_slots + tier.pool.num_slots if tier.pool is not None else None
+    tier.gate = gate_of(config, tier.name, num_keys=num_keys, block_bytes=block_bytes, now=now)
+    if times_asked(config, tier.name) > 1:  # as it is stored nobody has asked for it again
+        tier.write = WriteMode.SPILL
 
 
-def _divided(shares: Sequence[TenantShare], pool: Pool, levels: Sequence[Level]) -> Tenants:
+def _divided(shares: Sequence[TenantShare], pool: Pool, tiers: Sequence[LowerTier]) -> Tenants:
     """The tenants, who have their parts of every pool from now on."""
     pools: dict[str, Pool] = {HOST: pool}
-    pools |= {level.name: level.pool for level in levels if level.pool is not None}
+    pools |= {tier.name: tier.pool for tier in tiers if tier.pool is not None}
     tenants = Tenants(shares, pools)
     for each in pools.values():
         each.divide(tenants.shares, tenants.ceilings, tenants.before, tenants.at_most)
-    for level in levels:
-        if level.pool is None:
+    for tier in tiers:
+        if tier.pool is None:
             log.warning(
-                "tenants: shares and ceilings do not hold for level %s, which decides itself what "
+                "tenants: shares and ceilings do not hold for tier %s, which decides itself what "
                 "it keeps; they hold for %s",
-                level.name,
+                tier.name,
                 " and ".join(pools),
             )
     return tenants
@@ -485,7 +485,7 @@ class Scheduler:
         num_device_blocks: int | None = None,
         block_bytes: Sequence[int] = (),
         spare_tokens: int = 0,
-        levels: Sequence[Level] = (),
+        tiers: Sequence[LowerTier] = (),
         joins_loads: bool = True,
         loads_early: bool = False,
         engine: EngineBlocks | None = None,
@@ -497,7 +497,7 @@ class Scheduler:
         block). ``num_device_blocks`` lets the bounds on loads and stores follow the device's size,
         ``block_bytes`` (of one device block, per group) lets bytes in flight and load times be
         known. ``spare_tokens`` at the end of what is known of a request are neither loaded nor
-        stored: drafts of them may still be refused. ``levels`` lie below the host. ``joins_loads``
+        stored: drafts of them may still be refused. ``tiers`` lie below the host. ``joins_loads``
         says that the engine shares device blocks between requests: a block that one request loads
         then serves the others once it has landed, so a second request that wants it waits and loads
         nothing. With ``loads_early`` a hit's last blocks may still come up when it is answered; see
@@ -514,7 +514,7 @@ class Scheduler:
             loads_early=loads_early,
         )
         self._config = config if config is not None else Config()
-        self._parts = parts = assemble(pool, shape, levels, self._config, engine, clock)
+        self._parts = parts = assemble(pool, shape, tiers, self._config, engine, clock)
         self.pool = pool
         self.groups = shape.groups
         self.epoch = 0
@@ -559,7 +559,7 @@ class Scheduler:
         return request
 
     def prefetch(self, request: Request) -> None:
-        """This request waits in the engine's queue: bring up what levels have of it, meanwhile.
+        """This request waits in the engine's queue: bring up what tiers have of it, meanwhile.
 
         Within a share of the host, and no sooner than the next plan. What came up and is not asked
         for in time goes before anything else.
@@ -660,7 +660,7 @@ class Scheduler:
             self.pool.grow(min(*ready, self.pool.num_slots))
 
     def note_health(self, health: Health) -> None:
-        """A level went away on a rank, or came back: it is used while it can be on every rank.
+        """A tier went away on a rank, or came back: it is used while it can be on every rank.
 
         Who waits for one that is away waits no longer than to the next ``settle``.
         """
@@ -677,7 +677,7 @@ class Scheduler:
             raise ClosedError(_CLOSED)
         if counts and self._parts.owing:
             self._parts.tell_owing()
-        if self._parts.lower.levels:
+        if self._parts.lower.tiers:
             if self.control.is_busy:
                 self.control.advance()
             if self._ahead.is_busy:
@@ -710,7 +710,7 @@ class Scheduler:
         return self._settling.report(self._flights.lose_rank(rank, reason), self._clock())
 
     def reset(self) -> None:
-        """Forget every block on every level, at once. Transfers in flight end harmlessly.
+        """Forget every block on every tier, at once. Transfers in flight end harmlessly.
 
         A request whose load is under way keeps what it was promised, as it keeps the blocks it
         already has on the device; but nothing of it is stored until it has been preempted, for

@@ -1,10 +1,10 @@
-"""One level below the host, of either kind: what it has, what it takes, whether it can be used.
+"""One tier below the host, of either kind: what it has, what it takes, whether it can be used.
 
 ::
 
                   what it has                a block goes to       after a move
-    placed level  a pool of ours says        a slot of that pool   the leases tell the pool
-    keyed level   it is asked, and answers   its key, no slot      what happened is an answer too
+    placed tier  a pool of ours says        a slot of that pool   the leases tell the pool
+    keyed tier   it is asked, and answers   its key, no slot      what happened is an answer too
                   are remembered
 """
 
@@ -39,7 +39,7 @@ _MOST = 1 << 16
 
 
 class Joints:
-    """Which blocks of one level are known to end an object, and which should once they are sent.
+    """Which blocks of one tier are known to end an object, and which should once they are sent.
 
     Owns that, for so many blocks; what it has forgotten is at worst written once more.
     """
@@ -50,7 +50,7 @@ class Joints:
         self._awaited: dict[Key, None] = {}
 
     def heard(self, keys: Keys, there: Flags, runs: RunNumbers | None) -> None:
-        """The level was asked for chains: what is there, and not what follows, ends an object."""
+        """The tier was asked for chains: what is there, and not what follows, ends an object."""
         if runs is None:
             return
         goes_on = np.zeros(len(keys), dtype=bool)
@@ -92,7 +92,7 @@ class Joints:
 
 
 # ------------------------------------------------------------------------------------------------
-# What may be written to a level at all: blocks asked for often enough, and so many bytes a day.
+# What may be written to a tier at all: blocks asked for often enough, and so many bytes a day.
 
 _DAY = 86400.0
 _BURST = 8
@@ -132,7 +132,7 @@ class WriteBudget:
 
 
 class Gate:
-    """Lets blocks through to one level. Owns how often keys were asked for, and the budget."""
+    """Lets blocks through to one tier. Owns how often keys were asked for, and the budget."""
 
     def __init__(
         self,
@@ -166,21 +166,21 @@ class Gate:
             self._budget.spend(num_blocks * self._block_bytes)
 
 
-def times_asked(config: Config, level: TierName) -> int:
-    """How often a block must have been asked for to go to this level."""
-    after = {DISK: config.disk_after, REMOTE: config.remote_after}.get(level, "evicted")
+def times_asked(config: Config, tier: TierName) -> int:
+    """How often a block must have been asked for to go to this tier."""
+    after = {DISK: config.disk_after, REMOTE: config.remote_after}.get(tier, "evicted")
     return _TIMES[after]
 
 
 def gate_of(
-    config: Config, level: TierName, *, num_keys: int | None, block_bytes: int, now: float
+    config: Config, tier: TierName, *, num_keys: int | None, block_bytes: int, now: float
 ) -> Gate | None:
-    """What the settings let through to a level; None where that is everything.
+    """What the settings let through to a tier; None where that is everything.
 
-    ``num_keys``: about how many blocks host memory and the level hold together; None: any number.
+    ``num_keys``: about how many blocks host memory and the tier hold together; None: any number.
     """
-    times = times_asked(config, level)
-    per_day = config.disk_write_per_day if level == DISK else None
+    times = times_asked(config, tier)
+    per_day = config.disk_write_per_day if tier == DISK else None
     if times == 1 and per_day is None:
         return None
     return Gate(
@@ -193,7 +193,7 @@ def gate_of(
 
 
 # ------------------------------------------------------------------------------------------------
-# Where on a level blocks should go so that each conversation's lie side by side.
+# Where on a tier blocks should go so that each conversation's lie side by side.
 #
 # ::
 #
@@ -248,7 +248,7 @@ class SideBySide:
 
 
 # ------------------------------------------------------------------------------------------------
-# What an earlier life left on a level with places: believed where all ranks have the same.
+# What an earlier life left on a tier with places: believed where all ranks have the same.
 
 _PIECE = 1 << 18
 
@@ -285,7 +285,7 @@ def _same(
 
 
 def united(recovered: Sequence[Recovered], num_places: int) -> Recovered:
-    """The blocks of all ranks, where each has places of its own: see ``SharedLevelMover``.
+    """The blocks of all ranks, where each has places of its own: see ``SharedLowerTierMover``.
 
     ``num_places`` are those of one rank.
     """
@@ -433,13 +433,13 @@ class Remembered:
 
 
 # ------------------------------------------------------------------------------------------------
-# One level below the host, of either kind: what it has, what it takes, whether it can be used.
+# One tier below the host, of either kind: what it has, what it takes, whether it can be used.
 #
 # ::
 #
 #                   what it has                a block goes to       after a move
-#     placed level  a pool of ours says        a slot of that pool   the leases tell the pool
-#     keyed level   it is asked, and answers   its key, no slot      what happened is an answer too
+#     placed tier  a pool of ours says        a slot of that pool   the leases tell the pool
+#     keyed tier   it is asked, and answers   its key, no slot      what happened is an answer too
 #                   are remembered
 
 log = logging.getLogger(__name__)
@@ -456,7 +456,7 @@ conversation, the first are its beginning: they are to be evicted last."""
 
 
 class WriteMode(Enum):
-    """When the host's blocks are copied to a lower level."""
+    """When the host's blocks are copied to a lower tier."""
 
     THROUGH = "through"  # as soon as they are stored
     SPILL = "spill"  # when the host is about to evict them
@@ -472,7 +472,7 @@ class Room:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What a level said of some keys: which are ``there``, or that it has not said ``in_time``.
+    """What a tier said of some keys: which are ``there``, or that it has not said ``in_time``.
 
     ``runs`` is what the asker knew to follow what.
     """
@@ -483,21 +483,21 @@ class Answer:
     runs: RunNumbers | None = None
 
 
-class LevelListener(Protocol):
-    """Who wants to know what a level has, as far as that is heard."""
+class TierListener(Protocol):
+    """Who wants to know what a tier has, as far as that is heard."""
 
-    def came(self, level: TierName, keys: Keys) -> None:
+    def came(self, tier: TierName, keys: Keys) -> None:
         """These blocks can be read there."""
 
-    def went(self, level: TierName, keys: Keys | None) -> None:
+    def went(self, tier: TierName, keys: Keys | None) -> None:
         """These cannot be read there any more; None: whatever was there."""
 
     def rose(self, keys: Keys) -> None:
         """These were copied up into the host."""
 
 
-class Level(ABC):
-    """One level below the host, by its name on the workers' side.
+class LowerTier(ABC):
+    """One tier below the host, by its name on the workers' side.
 
     Owns what is known of its blocks and of its health; bytes and orders are others'. ``now`` is the
     scheduler's time.
@@ -514,7 +514,7 @@ class Level(ABC):
         self.write = write
         self.gate: Gate | None = None
         """What may be written to it; None where that is everything."""
-        self.listeners: list[LevelListener] = []
+        self.listeners: list[TierListener] = []
         self._ailing: dict[Rank, str] = {}
         self.has_remains = False
         """Whether ranks found blocks of an earlier life here, and none that all of them have. One
@@ -526,12 +526,12 @@ class Level(ABC):
         return next((f"rank {rank}: {why}" for rank, why in self._ailing.items()), "")
 
     def heard(self, rank: Rank, reason: str) -> None:
-        """A rank says that the level is away there, and why, or (no reason) that it is back."""
+        """A rank says that the tier is away there, and why, or (no reason) that it is back."""
         self._ailing.pop(rank, None)
         if reason:
             self._ailing[rank] = reason
 
-    def listen(self, listener: LevelListener) -> None:
+    def listen(self, listener: TierListener) -> None:
         """Tell it from now on what comes and goes."""
         self.listeners.append(listener)
 
@@ -597,8 +597,8 @@ class Level(ABC):
             self.pool.check_integrity()
 
 
-class PlacedLevel(Level):
-    """A level whose places we give out. Owns the pool that says which block lies where."""
+class SlotTier(LowerTier):
+    """A tier whose places we give out. Owns the pool that says which block lies where."""
 
     pool: Pool
 
@@ -681,7 +681,7 @@ class PlacedLevel(Level):
             for listener in self.listeners:
                 listener.came(self.name, keys.take(here))
 
-    def listen(self, listener: LevelListener) -> None:
+    def listen(self, listener: TierListener) -> None:
         super().listen(listener)
         self.pool.listeners.append(lambda keys: listener.went(self.name, keys))
 
@@ -690,8 +690,8 @@ class PlacedLevel(Level):
         self.pool.reset()
 
 
-class KeyedLevel(Level):
-    """A level that finds blocks by their keys. Owns what is remembered of its answers.
+class KeyedTier(LowerTier):
+    """A tier that finds blocks by their keys. Owns what is remembered of its answers.
 
     ``remember`` seconds an answer is believed, yes or no; ``capacity`` keys are remembered at most.
     """
@@ -752,7 +752,7 @@ class KeyedLevel(Level):
     def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:
         super().moved(keys, ok, upward=upward, now=now)
         # A "yes" that turned out false, or a write that failed, is a "no" for a while: whoever
-        # asked the level again at once would be told the same, and wait for the same failure.
+        # asked the tier again at once would be told the same, and wait for the same failure.
         if not upward or not ok.all():
             self._answers.answer(keys, ok, now + self._remember)
             self._tell_found(keys, ok)

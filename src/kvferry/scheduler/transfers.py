@@ -74,11 +74,11 @@ class Flight:
         order = self.transfer
         return isinstance(order, Question) or DEVICE not in (order.src, order.dst)
 
-    def concerns(self, level: TierName) -> bool:
+    def concerns(self, tier: TierName) -> bool:
         order = self.transfer
         if isinstance(order, Question):
-            return order.level == level
-        return level in (order.src, order.dst)
+            return order.tier == tier
+        return tier in (order.src, order.dst)
 
     @property
     def in_doubt(self) -> tuple[Lease, ...]:
@@ -212,10 +212,10 @@ class Flights:
                 self.counts.overdue += 1
         return late
 
-    def give_up(self, level: TierName, reason: str) -> None:
-        """A level is away: nobody waits any longer for what it was to bring, take or say."""
+    def give_up(self, tier: TierName, reason: str) -> None:
+        """A tier is away: nobody waits any longer for what it was to bring, take or say."""
         for flight in self._flying.values():
-            if flight.concerns(level) and not flight.overdue:
+            if flight.concerns(tier) and not flight.overdue:
                 flight.deadline = self.next_deadline = _LONG_AGO
                 flight.reason = flight.reason or reason
 
@@ -396,7 +396,7 @@ def with_furthest(keys: Keys, runs: RunNumbers | None, most: int) -> Keys:
 
 
 class Wanted(NamedTuple):
-    """Blocks to ask levels for, and where each stands: next numbers, next blocks.
+    """Blocks to ask tiers for, and where each stands: next numbers, next blocks.
 
     ``beyond`` is 0 for those a hit hangs on. The others are known, or behind its end, but so many
     blocks behind one of those: that may lie in an object with their name.
@@ -587,32 +587,32 @@ class Outbox:
         self._moves.append(MoveOrder(transfer, src.leases + dst.leases))
         return transfer.id
 
-    def ask(self, level: TierName, keys: Keys, at: SlotArray) -> TransferId:
-        """Ask a level which of these keys it has; a level is asked one question a step.
+    def ask(self, tier: TierName, keys: Keys, at: SlotArray) -> TransferId:
+        """Ask a tier which of these keys it has; a tier is asked one question a step.
 
         ``at`` is where each stands in its chain: the next number is the next block.
         """
-        if level not in self._questions:
-            self._questions[level] = (self._flights.new_id(), [])
-        question_id, asked = self._questions[level]
+        if tier not in self._questions:
+            self._questions[tier] = (self._flights.new_id(), [])
+        question_id, asked = self._questions[tier]
         asked.append((keys, at))
         return question_id
 
-    def forget(self, levels: tuple[TierName, ...]) -> list[TransferId]:
-        """These levels forget everything, before what is ordered from now on.
+    def forget(self, tiers: tuple[TierName, ...]) -> list[TransferId]:
+        """These tiers forget everything, before what is ordered from now on.
 
         What waits to be sent down would come after that, and be there for ever: it is dropped, and
         its ids are returned.
         """
-        self._forget = levels
+        self._forget = tiers
         down = [move for move in self._moves if move.transfer.src == HOST]
         self._moves = [move for move in self._moves if move.transfer.src != HOST]
         _drop(down)
         return [move.transfer.id for move in down]
 
-    def give_up(self, level: TierName, reason: str) -> None:
-        """A level is away: see ``Flights.give_up``."""
-        self._flights.give_up(level, reason)
+    def give_up(self, tier: TierName, reason: str) -> None:
+        """A tier is away: see ``Flights.give_up``."""
+        self._flights.give_up(tier, reason)
 
     def cancel_loads(self, request: Any) -> list[LoadOrder]:
         """Take a request's loads back; their leases are released."""
@@ -661,17 +661,17 @@ class Outbox:
             transfers.append(self._launch_store(transfer_id, group, of_group, now))
         if not self._questions and not self._forget:
             return Plan(self._step, tuple(transfers))
-        questions = [self._launch_question(level, now) for level in self._questions]
+        questions = [self._launch_question(tier, now) for tier in self._questions]
         forget, self._forget, self._questions = self._forget, (), {}
         return Plan(self._step, tuple(transfers), tuple(questions), forget)
 
-    def _launch_question(self, level: TierName, now: float) -> Question:
-        question_id, asked = self._questions[level]
+    def _launch_question(self, tier: TierName, now: float) -> Question:
+        question_id, asked = self._questions[tier]
         within = self._config.ask_deadline
         keys = np.concatenate([keys.array for keys, _ in asked])
         at = np.concatenate([at for _, at in asked])
         starts = np.cumsum([0, *(len(at) for _, at in asked[:-1])])
-        question = Question(question_id, level, keys, within, run_numbers(at, starts))
+        question = Question(question_id, tier, keys, within, run_numbers(at, starts))
         self._flights.launch(question, (), now + within)
         return question
 
@@ -713,7 +713,7 @@ def _drop(moves: Sequence[MoveOrder]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# Who waits for blocks that come up from a lower level.
+# Who waits for blocks that come up from a lower tier.
 
 
 class Waits:

@@ -30,7 +30,7 @@ from kvferry.settings.policies import ACCEPTS, read_policy
 from kvferry.settings.remote import read_remote
 from kvferry.settings.secrets import read_secret
 from kvferry.settings.tenants import read_tenants, show_tenants
-from kvferry.settings.tiers import read_levels, show_levels
+from kvferry.settings.tiers import read_tiers, show_tiers
 
 _LONGEST_NAME = 64
 
@@ -110,7 +110,7 @@ def _is_ipv6(text: str) -> bool:
 
 
 ADDRESS = Kind("address", _read_address)
-LEVELS = Kind("KIND:OPTIONS, ...|none", read_levels, show_levels)
+LEVELS = Kind("KIND:OPTIONS, ...|none", read_tiers, show_tiers)
 POLICY = Kind(ACCEPTS, read_policy)
 TENANTS = Kind("NAME=SHARE[:CEILING], ...|none", read_tenants, show_tenants)
 DIRECTORIES = Kind("PATH, ...|none", read_directories, show_directories)

@@ -1,4 +1,4 @@
-"""Which kinds of level there are below the host, and how a setting names one.
+"""Which kinds of tier there are below the host, and how a setting names one.
 
 ::
 
@@ -27,16 +27,16 @@ _NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}", re.ASCII)
 _NAMED = re.compile(r"([^:=]*)=(.*)", re.DOTALL)
 _OWN = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*)(?::(.*))?", re.ASCII | re.DOTALL)
 DISK = TierName("disk")
-"""The level that the setting ``disk`` makes, and its kind."""
+"""The tier that the setting ``disk`` makes, and its kind."""
 REMOTE = TierName("remote")
-"""The level that the setting ``remote`` makes, and its kind."""
+"""The tier that the setting ``remote`` makes, and its kind."""
 
 _TAKEN = (DEVICE, HOST, "other")
 """Names that mean something else in figures and transfers."""
 
 
 @dataclass(frozen=True)
-class LevelKind:
+class TierKind:
     """One kind: ``factory`` opens it, ``read`` puts its options into normal form or refuses them.
 
     ``read`` is given the words to begin a refusal with, and the options.
@@ -50,8 +50,8 @@ class LevelKind:
 
 
 @dataclass(frozen=True)
-class LevelSpec:
-    """One level as the settings name it: which factory opens it, and with what."""
+class TierSpec:
+    """One tier as the settings name it: which factory opens it, and with what."""
 
     name: TierName
     kind: str
@@ -74,14 +74,14 @@ def _size(what: str, options: str) -> str:
 
 
 KINDS = (
-    LevelKind(
+    TierKind(
         "memory",
         "SIZE",
-        "ordinary memory, not pinned, with places that kvferry gives out; to try levels out",
+        "ordinary memory, not pinned, with places that kvferry gives out; to try tiers out",
         "kvferry.tiers.memory:open_placed",
         _size,
     ),
-    LevelKind(
+    TierKind(
         "memory-by-key",
         "SIZE",
         "the same as a store that finds blocks by their keys, and has to be asked",
@@ -94,37 +94,37 @@ _BY_NAME = {kind.name: kind for kind in KINDS}
 
 
 def default_name(kind: str) -> str:
-    """What a level is called that was given no name: its kind, or the module of its factory."""
+    """What a tier is called that was given no name: its kind, or the module of its factory."""
     return kind if kind in _BY_NAME else kind.split(":")[0].rpartition(".")[2].lower()
 
 
-def disk_level(directories: Sequence[str]) -> LevelSpec:
-    """The disk as a level: its settings are settings of their own, not options."""
-    return LevelSpec(DISK, DISK, ", ".join(directories), "kvferry.tiers.disk.tier:open_disk")
+def disk_tier(directories: Sequence[str]) -> TierSpec:
+    """The disk as a tier: its settings are settings of their own, not options."""
+    return TierSpec(DISK, DISK, ", ".join(directories), "kvferry.tiers.disk.tier:open_disk")
 
 
-def remote_level(address: str) -> LevelSpec:
-    """A shared store as a level."""
-    return LevelSpec(REMOTE, REMOTE, address, "kvferry.tiers.remote.opening:open_remote")
+def remote_tier(address: str) -> TierSpec:
+    """A shared store as a tier."""
+    return TierSpec(REMOTE, REMOTE, address, "kvferry.tiers.remote.opening:open_remote")
 
 
-def join_levels(
-    disk: Sequence[str], levels: Sequence[LevelSpec], remote: str | None
-) -> tuple[LevelSpec, ...]:
+def join_tiers(
+    disk: Sequence[str], tiers: Sequence[TierSpec], remote: str | None
+) -> tuple[TierSpec, ...]:
     """All that the settings name, nearest first. ConfigError where two have one name."""
-    above = (disk_level(disk),) if disk else ()
-    below = (remote_level(remote),) if remote is not None else ()
+    above = (disk_tier(disk),) if disk else ()
+    below = (remote_tier(remote),) if remote is not None else ()
     for own in (*above, *below):
-        if any(level.name == own.name for level in levels):
+        if any(tier.name == own.name for tier in tiers):
             raise ConfigError(
-                f"levels: one is called {own.name}, as the level is that the setting {own.name} "
+                f"tiers: one is called {own.name}, as the tier is that the setting {own.name} "
                 f"makes; give it another name, such as far={own.name}..."
             )
-    return (*above, *levels, *below)
+    return (*above, *tiers, *below)
 
 
-def read_levels(name: str, value: object) -> tuple[LevelSpec, ...]:
-    """Levels, nearest first, from one text with commas or from a list of texts."""
+def read_tiers(name: str, value: object) -> tuple[TierSpec, ...]:
+    """TierShapes, nearest first, from one text with commas or from a list of texts."""
     if value is None or (isinstance(value, str) and value.strip().lower() in ("", "none")):
         return ()
     parts: Sequence[object]
@@ -133,28 +133,28 @@ def read_levels(name: str, value: object) -> tuple[LevelSpec, ...]:
     elif isinstance(value, (list, tuple)):
         parts = value
     else:
-        raise ConfigError(f"{name}: expected levels such as {_example()}, got {shown(value)}")
+        raise ConfigError(f"{name}: expected tiers such as {_example()}, got {shown(value)}")
     if len(parts) > _MOST_LEVELS:
-        raise ConfigError(f"{name}: at most {_MOST_LEVELS} levels, got {len(parts)}")
-    levels = tuple(_read_level(name, part) for part in parts)
-    for taken, count in Counter(level.name for level in levels).items():
+        raise ConfigError(f"{name}: at most {_MOST_LEVELS} tiers, got {len(parts)}")
+    tiers = tuple(_read_tier(name, part) for part in parts)
+    for taken, count in Counter(tier.name for tier in tiers).items():
         if count > 1:
             raise ConfigError(
-                f"{name}: {count} levels are called {taken}; give them names of their own, such as "
-                f"far={next(level for level in levels if level.name == taken).kind}:..."
+                f"{name}: {count} tiers are called {taken}; give them names of their own, such as "
+                f"far={next(tier for tier in tiers if tier.name == taken).kind}:..."
             )
-    return levels
+    return tiers
 
 
-def show_levels(levels: tuple[LevelSpec, ...]) -> str:
-    return ", ".join(str(level) for level in levels) or "none"
+def show_tiers(tiers: tuple[TierSpec, ...]) -> str:
+    return ", ".join(str(tier) for tier in tiers) or "none"
 
 
-def _read_level(setting: str, value: object) -> LevelSpec:
-    if isinstance(value, LevelSpec):
+def _read_tier(setting: str, value: object) -> TierSpec:
+    if isinstance(value, TierSpec):
         return value
     if not isinstance(value, str):
-        raise ConfigError(f"{setting}: expected a level such as {_example()}, got {shown(value)}")
+        raise ConfigError(f"{setting}: expected a tier such as {_example()}, got {shown(value)}")
     text = value.strip()
     named = _NAMED.fullmatch(text)
     own_name, told = (named[1].strip(), named[2].strip()) if named else ("", text)
@@ -164,7 +164,7 @@ def _read_level(setting: str, value: object) -> LevelSpec:
         what = f"{setting}: {kind.name}"
         if not options.strip():
             raise ConfigError(f"{what} needs {kind.options}: {kind.name}:{kind.options}")
-        spec = LevelSpec(
+        spec = TierSpec(
             TierName(own_name or kind.name),
             kind.name,
             kind.read(what, options.strip()),
@@ -174,15 +174,15 @@ def _read_level(setting: str, value: object) -> LevelSpec:
         spec = _read_own(setting, told, own_name)
     if not _NAME.fullmatch(spec.name) or spec.name in _TAKEN:
         raise ConfigError(
-            f"{setting}: a level cannot be called {quoted(spec.name)}; names are small letters, "
+            f"{setting}: a tier cannot be called {quoted(spec.name)}; names are small letters, "
             f"digits, - and _, begin with a letter, and are not {', '.join(_TAKEN)}. Give it one: "
             f"NAME={quoted(told)[1:-1]}"
         )
     return spec
 
 
-def _read_own(setting: str, told: str, own_name: str) -> LevelSpec:
-    """A factory of somebody else's; it is looked for when the level is opened."""
+def _read_own(setting: str, told: str, own_name: str) -> TierSpec:
+    """A factory of somebody else's; it is looked for when the tier is opened."""
     own = _OWN.fullmatch(told)
     if own is None:
         word = told.partition(":")[0][:64].strip().lower()
@@ -193,12 +193,12 @@ def _read_own(setting: str, told: str, own_name: str) -> LevelSpec:
         if word == REMOTE or word in STORE_KINDS:
             hint = "; a shared store has a setting of its own, remote = URL;"
         raise ConfigError(
-            f"{setting}: there is no kind of level {quoted(told)}{hint or ';'} kinds: "
+            f"{setting}: there is no kind of tier {quoted(told)}{hint or ';'} kinds: "
             f"{', '.join(f'{kind.name}:{kind.options}' for kind in KINDS)}; or a factory of your "
             "own: package.module:function"
         )
     factory, options = own[1], (own[2] or "").strip()
-    return LevelSpec(TierName(own_name or default_name(factory)), factory, options, factory)
+    return TierSpec(TierName(own_name or default_name(factory)), factory, options, factory)
 
 
 def _example() -> str:

@@ -19,7 +19,7 @@ from kvferry.config import Config
 from kvferry.core.keys import Keys
 from kvferry.hints import Hints
 from kvferry.scheduler.scheduler import Scheduler
-from kvferry.scheduler.tier import PlacedLevel, WriteMode
+from kvferry.scheduler.tier import SlotTier, WriteMode
 from kvferry.sim.bounds import Future, all_knowing
 from kvferry.sim.trials import Capacity, Score, Tally, Trial
 from kvferry.telemetry.traces import TraceReader, TraceRequest
@@ -34,7 +34,7 @@ _MOST_STEPS = 1000
 
 
 class SchedulerReplay:
-    """Host memory and the levels below it. Owns a scheduler, its pools and their clock.
+    """Host memory and the tiers below it. Owns a scheduler, its pools and their clock.
 
     Blocks go down and come up as in a server, where nothing takes time: what is spilled in a step
     lies below in the next, and a promotion brings as much as the host has room for.
@@ -44,7 +44,7 @@ class SchedulerReplay:
         self,
         capacity: Capacity,
         policy: EvictionPolicyMaker,
-        level_policy: EvictionPolicyMaker,
+        tier_policy: EvictionPolicyMaker,
         *,
         write: str,
         block_tokens: int,
@@ -56,10 +56,10 @@ class SchedulerReplay:
             return self._now
 
         self.host = Pool(capacity[0], policy, clock=clock)
-        self.levels = [
-            PlacedLevel(
-                TierName(f"level{at}"),
-                Pool(num_places, level_policy, clock=clock),
+        self.tiers = [
+            SlotTier(
+                TierName(f"tier{at}"),
+                Pool(num_places, tier_policy, clock=clock),
                 WriteMode(write),
             )
             for at, num_places in enumerate(capacity[1:], 1)
@@ -68,13 +68,13 @@ class SchedulerReplay:
             self.host,
             (FullAttention(block_tokens),),
             config=Config(load_policy="always", memory_curve="off"),
-            levels=self.levels,
+            tiers=self.tiers,
             clock=clock,
         )
 
     @property
     def evicted(self) -> int:
-        pools = [self.host, *(level.pool for level in self.levels)]
+        pools = [self.host, *(tier.pool for tier in self.tiers)]
         return sum(pool.counts.evicted for pool in pools)
 
     @property
@@ -109,15 +109,15 @@ class SchedulerReplay:
         request.store([table], num_storable * self._block_tokens)
         request.end()
         self._step()
-        found = np.bincount(where[:hit], minlength=len(self.levels) + 1)
+        found = np.bincount(where[:hit], minlength=len(self.tiers) + 1)
         return tuple(found.tolist())
 
     def _where(self, keys: Keys) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """The nearest level that has each block; 0 is the host, and stands for those nowhere."""
+        """The nearest tier that has each block; 0 is the host, and stands for those nowhere."""
         where = np.zeros(len(keys), dtype=np.int64)
         missing = ~self.host.cached(keys)
-        for at, level in enumerate(self.levels, 1):
-            here = missing & level.pool.cached(keys)
+        for at, tier in enumerate(self.tiers, 1):
+            here = missing & tier.pool.cached(keys)
             where[here] = at
             missing &= ~here
         return where
@@ -233,7 +233,7 @@ def _replay(trial: Trial, block_tokens: int) -> Replay:
     return SchedulerReplay(
         trial.capacity,
         policy,
-        policy_named(trial.level_policy),
+        policy_named(trial.tier_policy),
         write=trial.write,
         block_tokens=block_tokens,
     )

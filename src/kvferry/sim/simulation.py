@@ -88,7 +88,7 @@ def simulate(asked: Simulation, progress: Progress = lambda share: None) -> Simu
 
 
 def _bounds(trials: Sequence[Trial]) -> tuple[Trial, ...]:
-    """One for each capacity: all levels together, as if they were one."""
+    """One for each capacity: all tiers together, as if they were one."""
     sums = dict.fromkeys(sum(trial.capacity) for trial in trials)
     return tuple(Trial(ALL_KNOWING, (capacity,)) for capacity in sums)
 

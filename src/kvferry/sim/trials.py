@@ -8,27 +8,27 @@ from typing import Any
 from kvferry.settings.policies import DEFAULT_LEVEL_POLICY
 
 Capacity = tuple[int, ...]
-"""Blocks of each level, host memory first."""
+"""Blocks of each tier, host memory first."""
 
 
 @dataclass(frozen=True)
 class Trial:
     """One policy at one capacity.
 
-    ``write`` is how blocks reach the levels below the host, which have a policy of their own.
+    ``write`` is how blocks reach the tiers below the host, which have a policy of their own.
     """
 
     policy: str
     capacity: Capacity
     write: str = "spill"
-    level_policy: str = DEFAULT_LEVEL_POLICY
+    tier_policy: str = DEFAULT_LEVEL_POLICY
 
 
 @dataclass(eq=False)
 class Tally:
     """What was counted over some requests. Owns only sums.
 
-    ``hits`` are blocks found, by the level they were found on, nearest first: found, and all blocks
+    ``hits`` are blocks found, by the tier they were found on, nearest first: found, and all blocks
     before them in their request as well.
     """
 
@@ -39,15 +39,15 @@ class Tally:
     hits: list[int] = field(default_factory=list)
 
     def add(self, blocks: int, tokens: int, hits: Capacity, hit_tokens: int) -> None:
-        """One request: what it asked for, and what was found of it on each level."""
+        """One request: what it asked for, and what was found of it on each tier."""
         self.requests += 1
         self.blocks += blocks
         self.tokens += tokens
         self.hit_tokens += hit_tokens
-        for level, count in enumerate(hits):
-            if level == len(self.hits):
+        for tier, count in enumerate(hits):
+            if tier == len(self.hits):
                 self.hits.append(0)
-            self.hits[level] += count
+            self.hits[tier] += count
 
     @property
     def hit_ratio(self) -> float:
@@ -64,7 +64,7 @@ class Tally:
             "requests": self.requests,
             "blocks": self.blocks,
             "hit_blocks": sum(self.hits),
-            "hit_blocks_by_level": list(self.hits),
+            "hit_blocks_by_tier": list(self.hits),
             "hit_ratio": round(self.hit_ratio, 5),
             "tokens": self.tokens,
             "tokens_saved": self.hit_tokens,
@@ -86,7 +86,7 @@ class Score:
     def as_data(self) -> dict[str, Any]:
         return {
             "policy": self.trial.policy,
-            "level_policy": self.trial.level_policy if len(self.trial.capacity) > 1 else None,
+            "tier_policy": self.trial.tier_policy if len(self.trial.capacity) > 1 else None,
             "capacity_blocks": list(self.trial.capacity),
             **self.whole.as_data(),
             "stored": self.stored,

@@ -70,7 +70,7 @@ class Metric:
 
 _TIER = Label("tier", _TIERS)
 _MEMORY = Label("memory", ", ".join(MEMORIES))
-_LEVEL = Label("level", "the tiers configured below the host")
+_LEVEL = Label("tier", "the tiers configured below the host")
 _WAY = Label("way", "read, write")
 _FAILURE = Label("reason", ", ".join(FAILED_WHY))
 _TENANT = Label(
@@ -133,17 +133,17 @@ STALE_RECEIPTS = _counter("stale_receipts", "Answers that came twice or too late
 SHED_STORES = _counter("shed_stores", "Times that stores waited because too many were under way.")
 EVICTED = _counter("evicted_blocks", "Blocks dropped to make room.", _TIER)
 REFUSED_HOLDS = _counter(
-    "refused_holds", "Blocks to be held that were not: keep_share of the level was.", _TIER
+    "refused_holds", "Blocks to be held that were not: keep_share of the tier was.", _TIER
 )
 ASKED_BLOCKS = _counter(
-    "asked_blocks", "Blocks that a level was asked for, where it finds them by keys.", _LEVEL
+    "asked_blocks", "Blocks that a tier was asked for, where it finds them by keys.", _LEVEL
 )
 FOUND_BLOCKS = _counter("found_blocks", "Those of them that were there.", _LEVEL)
 LOST_BLOCKS = _counter(
     "lost_blocks", "Blocks that failed alone in copies below the host that brought others."
 )
 RESTORED_BLOCKS = _gauge(
-    "restored_blocks", "Blocks of an earlier life that a level with places began with.", _LEVEL
+    "restored_blocks", "Blocks of an earlier life that a tier with places began with.", _LEVEL
 )
 DRIVE_BYTES = _counter("drive_bytes", "Bytes read from and written to drives.", _LEVEL, _WAY)
 DRIVE_SECONDS = _counter(
@@ -182,8 +182,8 @@ HELD_SLOTS = _gauge(
 SLOT_BYTES = _gauge("slot_bytes", "Bytes of one slot on one rank.", _TIER)
 LEASES = _gauge("leases", "Claims on slots while bytes move.", _TIER)
 LEVEL_AWAY = _gauge(
-    "level_away",
-    "1 while a level cannot be used on some rank, else 0; /explain has the reason.",
+    "tier_away",
+    "1 while a tier cannot be used on some rank, else 0; /explain has the reason.",
     _LEVEL,
 )
 PINNED_BYTES = _gauge(
@@ -208,8 +208,8 @@ LOAD_RATE = _gauge(
     "load_bytes_per_second", "Bandwidth of loads that decisions go by; absent while unknown."
 )
 LEVEL_RATE = _gauge(
-    "level_bytes_per_second",
-    "What a level brings up while it has something to, that decisions go by; absent while unknown.",
+    "tier_bytes_per_second",
+    "What a tier brings up while it has something to, that decisions go by; absent while unknown.",
     _LEVEL,
 )
 PREFILL_RATE = _gauge(
@@ -271,7 +271,7 @@ FIGURES = {
         "histogram_quantile(0.95, sum by (le, src, dst) "
         "(rate(kvferry_transfer_seconds_bucket[5m])))"
     ),
-    "Speed of the drives": ("sum by (level, way) (rate(kvferry_drive_bytes_total[5m]))"),
+    "Speed of the drives": ("sum by (tier, way) (rate(kvferry_drive_bytes_total[5m]))"),
     "Bytes of blocks in each tier": (
         'kvferry_slots{state=~"cached\\|leased"} '
         "* on (instance, tier) group_left kvferry_slot_bytes"

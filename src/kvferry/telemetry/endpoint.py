@@ -61,7 +61,7 @@ class Endpoint(Closing):
                 return Reply(exposition(self._source.snapshot()), CONTENT_TYPE)
             case ("explain",):
                 source = self._source
-                return Reply.json({"requests": source.recent(), "levels_away": source.away()})
+                return Reply.json({"requests": source.recent(), "tiers_away": source.away()})
             case ("explain", request_id):
                 found = self._source.explain(request_id)
                 if found is None:

@@ -30,7 +30,7 @@ class Snapshot:
 
     None is what this process does not know: in a server the workers pin memory, not the scheduler.
     ``idle`` is one of the catalog's reasons, empty while it serves. ``disks`` has what drives did,
-    by level, of all ranks together.
+    by tier, of all ranks together.
     """
 
     stats: SchedulerStats
@@ -70,48 +70,48 @@ def samples(snapshot: Snapshot) -> Iterator[Sample]:
         yield Sample(names.MOVED_SECONDS, key, traffic.seconds.total)
         yield Sample(names.TRANSFER_BYTES, key, traffic.sizes)
         yield Sample(names.TRANSFER_SECONDS, key, traffic.seconds)
-    for tier, counts in ((HOST, stats.pool), *stats.levels.items()):
-        yield from _tier(tier, counts)
-    for tier, points in stats.memory_curve.items():
+    for rank_tier, counts in ((HOST, stats.pool), *stats.tiers.items()):
+        yield from _tier(rank_tier, counts)
+    for rank_tier, points in stats.memory_curve.items():
         for times, ratio in points.items():
-            yield Sample(names.MEMORY_CURVE, (tier, f"{times:g}"), ratio)
-    for tier, num_leases in stats.leases.items():
-        yield Sample(names.LEASES, (tier,), num_leases)
-    for level, ailment in stats.ailments.items():
-        yield Sample(names.LEVEL_AWAY, (level,), int(bool(ailment)))
-    for level, (num_asked, num_found) in stats.asked.items():
-        yield Sample(names.ASKED_BLOCKS, (level,), num_asked)
-        yield Sample(names.FOUND_BLOCKS, (level,), num_found)
-    for level, num_restored in stats.restored.items():
-        yield Sample(names.RESTORED_BLOCKS, (level,), num_restored)
-    for level, rate in stats.level_bandwidth.items():
+            yield Sample(names.MEMORY_CURVE, (rank_tier, f"{times:g}"), ratio)
+    for rank_tier, num_leases in stats.leases.items():
+        yield Sample(names.LEASES, (rank_tier,), num_leases)
+    for tier, ailment in stats.ailments.items():
+        yield Sample(names.LEVEL_AWAY, (tier,), int(bool(ailment)))
+    for tier, (num_asked, num_found) in stats.asked.items():
+        yield Sample(names.ASKED_BLOCKS, (tier,), num_asked)
+        yield Sample(names.FOUND_BLOCKS, (tier,), num_found)
+    for tier, num_restored in stats.restored.items():
+        yield Sample(names.RESTORED_BLOCKS, (tier,), num_restored)
+    for tier, rate in stats.tier_bandwidth.items():
         if rate is not None:
-            yield Sample(names.LEVEL_RATE, (level,), rate)
-    for level, disk in snapshot.disks.items():
-        yield from _disk(level, disk)
+            yield Sample(names.LEVEL_RATE, (tier,), rate)
+    for tier, disk in snapshot.disks.items():
+        yield from _disk(tier, disk)
     for name, tenant in stats.tenants.items():
         yield Sample(names.TENANT_QUERIES, (name,), tenant.queries)
         yield Sample(names.TENANT_ASKED, (name,), tenant.asked_tokens)
         yield Sample(names.TENANT_HITS, (name,), tenant.hit_tokens)
-        for tier, count in tenant.slots.items():
-            yield Sample(names.TENANT_SLOTS, (name, tier), count)
-        for tier, count in tenant.evicted.items():
-            yield Sample(names.TENANT_EVICTED, (name, tier), count)
-    for tier, num_bytes in snapshot.slot_bytes.items():
-        yield Sample(names.SLOT_BYTES, (tier,), num_bytes)
+        for rank_tier, count in tenant.slots.items():
+            yield Sample(names.TENANT_SLOTS, (name, rank_tier), count)
+        for rank_tier, count in tenant.evicted.items():
+            yield Sample(names.TENANT_EVICTED, (name, rank_tier), count)
+    for rank_tier, num_bytes in snapshot.slot_bytes.items():
+        yield Sample(names.SLOT_BYTES, (rank_tier,), num_bytes)
 
 
-def _disk(level: str, disk: DiskFigures) -> Iterator[Sample]:
-    yield Sample(names.DRIVE_BYTES, (level, "read"), disk.read_bytes)
-    yield Sample(names.DRIVE_BYTES, (level, "write"), disk.written_bytes)
-    yield Sample(names.DRIVE_SECONDS, (level, "read"), disk.read_seconds)
-    yield Sample(names.DRIVE_SECONDS, (level, "write"), disk.write_seconds)
+def _disk(tier: str, disk: DiskFigures) -> Iterator[Sample]:
+    yield Sample(names.DRIVE_BYTES, (tier, "read"), disk.read_bytes)
+    yield Sample(names.DRIVE_BYTES, (tier, "write"), disk.written_bytes)
+    yield Sample(names.DRIVE_SECONDS, (tier, "read"), disk.read_seconds)
+    yield Sample(names.DRIVE_SECONDS, (tier, "write"), disk.write_seconds)
     for reason in names.FAILED_WHY:
-        yield Sample(names.DRIVE_FAILED, (level, reason), disk.failed.get(reason, 0))
-    yield Sample(names.DRIVE_RESTARTS, (level,), disk.restarts)
-    yield Sample(names.DRIVES_AWAY, (level,), disk.drives_away)
-    yield Sample(names.PENDING_BLOCKS, (level,), disk.pending)
-    yield Sample(names.DURABLE_LAG, (level,), disk.durable_lag)
+        yield Sample(names.DRIVE_FAILED, (tier, reason), disk.failed.get(reason, 0))
+    yield Sample(names.DRIVE_RESTARTS, (tier,), disk.restarts)
+    yield Sample(names.DRIVES_AWAY, (tier,), disk.drives_away)
+    yield Sample(names.PENDING_BLOCKS, (tier,), disk.pending)
+    yield Sample(names.DURABLE_LAG, (tier,), disk.durable_lag)
 
 
 def idle(why: str) -> Iterator[Sample]:
@@ -391,9 +391,9 @@ class Source:
         ]
 
     def away(self) -> dict[str, str]:
-        """The levels that cannot be used now, and why."""
+        """The tiers that cannot be used now, and why."""
         ailments = self._inbox.ask(self._scheduler.stats).ailments
-        return {level: ailment for level, ailment in ailments.items() if ailment}
+        return {tier: ailment for tier, ailment in ailments.items() if ailment}
 
     # Run on the engine's thread, so they pick up facts and leave all else to whoever asked.
 

@@ -108,10 +108,10 @@ class SchedulerStats:
     for copies that succeeded, by route and path, with how they spread. ``queued`` copies wait for
     the next plan. ``bandwidth`` (bytes per second of loads) and ``prefill_rate`` (tokens per
     second) are what load-or-compute goes by; None while unknown. Below the host, ``lost_blocks``
-    failed alone in transfers that otherwise succeeded; ``ailments`` has a word for every level,
-    empty while it can be used; ``asked`` says of levels that know keys themselves how many keys
-    they were asked for and how many of them were there; ``restored`` says of levels with places how
-    many blocks of an earlier life they began with; ``level_bandwidth`` is what each brought up, in
+    failed alone in transfers that otherwise succeeded; ``ailments`` has a word for every tier,
+    empty while it can be used; ``asked`` says of tiers that know keys themselves how many keys
+    they were asked for and how many of them were there; ``restored`` says of tiers with places how
+    many blocks of an earlier life they began with; ``tier_bandwidth`` is what each brought up, in
     bytes per second of one rank while it had something to bring. ``memory_curve`` estimates, by
     tier, which share of prompt tokens it and those above it would have, had it so many times its
     memory; empty while too little is known. ``overlaps`` counts loads by how they went together
@@ -120,7 +120,7 @@ class SchedulerStats:
     """
 
     pool: PoolCounts
-    levels: Mapping[str, PoolCounts]
+    tiers: Mapping[str, PoolCounts]
     queries: int
     asked_tokens: int
     hit_tokens: int
@@ -148,7 +148,7 @@ class SchedulerStats:
     asked: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     tenants: Mapping[str, TenantCounts] = field(default_factory=dict)
     restored: Mapping[str, int] = field(default_factory=dict)
-    level_bandwidth: Mapping[str, float | None] = field(default_factory=dict)
+    tier_bandwidth: Mapping[str, float | None] = field(default_factory=dict)
     memory_curve: Mapping[str, Mapping[float, float]] = field(default_factory=dict)
     overlaps: Mapping[str, int] = field(default_factory=dict)
     early_loads: int = 0

@@ -178,17 +178,17 @@ class KeyedMemoryTier(_Blocks[Key]):
 
 
 def open_placed(setup: TierSetup) -> MemoryTier:
-    """The level ``memory:SIZE``."""
+    """The tier ``memory:SIZE``."""
     return MemoryTier(_num_blocks(setup), setup.block_bytes, name=setup.name)
 
 
 def open_keyed(setup: TierSetup) -> KeyedMemoryTier:
-    """The level ``memory-by-key:SIZE``."""
+    """The tier ``memory-by-key:SIZE``."""
     return KeyedMemoryTier(setup.block_bytes, most_blocks=_num_blocks(setup), name=setup.name)
 
 
 def _num_blocks(setup: TierSetup) -> int:
-    size = parse_size(setup.options, name=f"level {setup.name}")
+    size = parse_size(setup.options, name=f"tier {setup.name}")
     if size < setup.block_bytes:
         raise ConfigError(
             f"{format_size(size)} hold no block of {setup.block_bytes} bytes; give it more"

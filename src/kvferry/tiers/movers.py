@@ -53,8 +53,8 @@ class Mover(Protocol):
         """Finish what was submitted and give everything back."""
 
 
-class LevelMover(Mover, Protocol):
-    """Carries transfers between the host and one level below it, and its other orders."""
+class LowerTierMover(Mover, Protocol):
+    """Carries transfers between the host and one tier below it, and its other orders."""
 
     def ask(self, question: Question, /) -> object:
         """Find out which keys are there; the answer is a receipt. Returns at once."""
@@ -63,7 +63,7 @@ class LevelMover(Mover, Protocol):
         """Everything below is forgotten, before anything submitted later."""
 
     def health(self) -> Health | None:
-        """Whether the level went away or came back since the last call, if it did."""
+        """Whether the tier went away or came back since the last call, if it did."""
 
 
 class SharedMover:
@@ -114,8 +114,8 @@ class SharedMover:
         return None
 
 
-class SharedLevelMover(SharedMover):
-    """One rank's part of a level below such a host pool: a block must be looked for where it was
+class SharedLowerTierMover(SharedMover):
+    """One rank's part of a tier below such a host pool: a block must be looked for where it was
     put, so the parts are fixed::
 
         finds blocks by keys   by key: the word 0 of rank r's blocks is r modulo the ranks
@@ -124,9 +124,9 @@ class SharedLevelMover(SharedMover):
     So every place of every rank is used, and neighbours are spread over all of them.
     """
 
-    _mover: LevelMover
+    _mover: LowerTierMover
 
-    def __init__(self, mover: LevelMover, *, rank: Rank, num_ranks: int) -> None:
+    def __init__(self, mover: LowerTierMover, *, rank: Rank, num_ranks: int) -> None:
         super().__init__(mover, rank=rank, num_ranks=num_ranks)
         self._parts: dict[TransferId, SlotArray] = {}
 
@@ -235,7 +235,7 @@ class TierMover:
 
     @property
     def num_places(self) -> int | None:
-        """The tier's places, for ``scheduler.level_of``; None where it finds blocks by keys."""
+        """The tier's places, for ``scheduler.lower_tier``; None where it finds blocks by keys."""
         return self._tier.num_places
 
     @property
@@ -244,7 +244,7 @@ class TierMover:
         return int(getattr(self._tier, "most_in_one", 1))
 
     def recovered(self) -> Recovered:
-        """What the tier still has from an earlier life, for ``PlacedLevel.restore``.
+        """What the tier still has from an earlier life, for ``SlotTier.restore``.
 
         Nothing where it has no memory of one, or cannot say: then it begins empty.
         """

@@ -1,4 +1,4 @@
-"""Opens the levels that the settings name, and makes sure that they keep the contract."""
+"""Opens the tiers that the settings name, and makes sure that they keep the contract."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, cast
 from kvferry.core.arguments import find_factory
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.hostmem.slots import HostTier
-from kvferry.settings.tiers import DISK, REMOTE, LevelSpec
+from kvferry.settings.tiers import DISK, REMOTE, TierSpec
 from kvferry.tiers.contract import Tier, TierSetup
 from kvferry.tiers.movers import TierMover
 from kvferry.types import TierName
@@ -18,21 +18,21 @@ from kvferry.types import TierName
 _VERBS = ("attach_memory", "submit", "cancel", "poll", "drain", "forget", "close")
 
 
-def open_levels(
-    specs: Sequence[LevelSpec],
+def open_tiers(
+    specs: Sequence[TierSpec],
     host: HostTier,
     whose: TierSetup | None = None,
     *,
     ready_slots: Callable[[], int] | None = None,
 ) -> dict[TierName, TierMover]:
-    """One rank's levels below its host memory, nearest first; all of them or none.
+    """One rank's tiers below its host memory, nearest first; all of them or none.
 
-    ``whose`` has what all of them are told; name, block and options are each level's own.
-    They are the caller's to close, before the host memory is. ConfigError, with the level and the
+    ``whose`` has what all of them are told; name, block and options are each tier's own.
+    They are the caller's to close, before the host memory is. ConfigError, with the tier and the
     reason, where one cannot be opened.
     """
     whose = whose if whose is not None else TierSetup(TierName(""), host.slot_bytes)
-    levels: dict[TierName, TierMover] = {}
+    tiers: dict[TierName, TierMover] = {}
     with ExitStack() as undo:
         for spec in specs:
             setup = replace(
@@ -44,13 +44,13 @@ def open_levels(
             )
             tier = open_tier(spec, setup)
             undo.callback(tier.close)
-            levels[spec.name] = TierMover(host, tier, rank=whose.rank, ready_slots=ready_slots)
+            tiers[spec.name] = TierMover(host, tier, rank=whose.rank, ready_slots=ready_slots)
         undo.pop_all()
-    return levels
+    return tiers
 
 
-def open_tier(spec: LevelSpec, setup: TierSetup) -> Tier:
-    """The tier of one level."""
+def open_tier(spec: TierSpec, setup: TierSetup) -> Tier:
+    """The tier of one tier."""
     factory = _factory(spec)
     try:
         tier = factory(setup)
@@ -66,19 +66,19 @@ def open_tier(spec: LevelSpec, setup: TierSetup) -> Tier:
         if callable(close):
             close()
         raise ConfigError(
-            f"levels: {spec.factory} gave {type(tier).__name__}, which is no tier for "
+            f"tiers: {spec.factory} gave {type(tier).__name__}, which is no tier for "
             f"{spec.name}: {wrong} (see kvferry.tiers.Tier)"
         )
     return cast(Tier, tier)
 
 
-def _named(spec: LevelSpec) -> str:
-    """A level by the setting that made it."""
+def _named(spec: TierSpec) -> str:
+    """A tier by the setting that made it."""
     own = spec.kind in (DISK, REMOTE)
-    return f"{spec.kind}: {spec.options}" if own else f"levels: {spec}"
+    return f"{spec.kind}: {spec.options}" if own else f"tiers: {spec}"
 
 
-def _factory(spec: LevelSpec) -> Callable[[TierSetup], Any]:
+def _factory(spec: TierSpec) -> Callable[[TierSetup], Any]:
     return find_factory(spec.factory, what=_named(spec), where="workers run")
 
 

@@ -111,8 +111,8 @@ class Engine:
             assert time.monotonic() < give_up, f"copies still fly: {self._figures()}"
             self.step()
 
-    def await_levels(self) -> None:
-        """Step until every level below can be used: on a busy machine it may come up late."""
+    def await_tiers(self) -> None:
+        """Step until every tier below can be used: on a busy machine it may come up late."""
         give_up = time.monotonic() + LONG
         self.step()
         while any(self.stats.ailments.values()):

@@ -1,7 +1,7 @@
 """Every hint and every action through a real `vllm serve`, over HTTP; answers never change.
 
 One server for all of it: 40 blocks of host memory, of which twenty may be held, ten by whoever is
-not one of the agents, above a level that has room for everything. A prompt of 200 tokens is six
+not one of the agents, above a tier that has room for everything. A prompt of 200 tokens is six
 whole blocks.
 """
 
@@ -41,8 +41,8 @@ class Controlled(Server):
         self.token_file = folder / "token"
         ferry = {
             "host": f"{40 * 64}KiB",
-            "levels": "memory:64MiB",
-            "level_write": "through",
+            "tiers": "memory:64MiB",
+            "tier_write": "through",
             "load_policy": "always",
             "max_storing_blocks": 1000,
             "load_deadline": "5min",

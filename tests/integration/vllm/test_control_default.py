@@ -1,6 +1,6 @@
 """Hints and actions through a real `vllm serve` whose policy is the default one, which learns.
 
-40 blocks of host memory and no level below: what is gone from there is gone.
+40 blocks of host memory and no tier below: what is gone from there is gone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.integration.vllm.test_control import SEEDS, TOKENS, Controlled
 
 @pytest.fixture(scope="module")
 def server(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Controlled]:
-    settings = dict.fromkeys(("policy", "levels", "level_write", "tenants", "keep_share"))
+    settings = dict.fromkeys(("policy", "tiers", "tier_write", "tenants", "keep_share"))
     running = Controlled(llama, tmp_path_factory.mktemp("default"), **settings)
     yield running
     running.kill()

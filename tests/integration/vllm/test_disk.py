@@ -31,7 +31,7 @@ def ferry(folder: Path, **settings: Any) -> dict[str, Any]:
         "disk": str(folder),
         "disk_size": "64MiB",
         "disk_keep_free": 0,
-        "level_write": "through",
+        "tier_write": "through",
         "max_storing_blocks": 1000,
         "load_policy": "always",
         "load_deadline": "5min",
@@ -45,7 +45,7 @@ def ferry(folder: Path, **settings: Any) -> dict[str, Any]:
 def await_disk(engine: Engine, num_blocks: int) -> None:
     """Step until so many blocks are on disk, and durable."""
     give_up = time.monotonic() + LONG
-    while engine.stats.levels["disk"].cached < num_blocks or pending(engine):
+    while engine.stats.tiers["disk"].cached < num_blocks or pending(engine):
         assert time.monotonic() < give_up, engine.stats
         engine.step()
         time.sleep(0.002)
@@ -79,7 +79,7 @@ def test_a_restart_is_warm_and_says_the_same(start, expect, llama, tmp_path):
     assert engine.generate(prompts) == expected
     await_disk(engine, BLOCKS)
     engine = start(llama, ferry=ferry(tmp_path))
-    assert engine.stats.restored == {"disk": engine.stats.levels["disk"].cached}
+    assert engine.stats.restored == {"disk": engine.stats.tiers["disk"].cached}
     assert engine.stats.restored["disk"] >= BLOCKS
     assert engine.generate(prompts) == expected
     assert engine.stats.promoted_tokens == BLOCKS * BLOCK_TOKENS
@@ -223,7 +223,7 @@ def test_weights_that_change_while_serving_are_forgotten_on_disk(start, expect, 
 def test_a_server_killed_is_warm_until_it_was_told_to_forget(start, expect, llama, tmp_path):
     """Though it only spills, and host memory had room: at rest it wrote out what it had."""
     prompts = make_prompts(306, *LENGTHS)
-    settings = ferry(tmp_path / "disk", level_write="spill")
+    settings = ferry(tmp_path / "disk", tier_write="spill")
     expected = expect(llama, prompts)
     server = Server(llama, tmp_path / "first.log", ferry=settings)
     assert [server.tokens(prompt) for prompt in prompts] == expected
@@ -266,7 +266,7 @@ def await_slots(server: Server, num_blocks: int) -> None:
 def await_durable(server: Server) -> None:
     """Until what a server has on disk outlives it."""
     time.sleep(3)  # promised after one; and figures are told once a second
-    server.wait_for("vllm:kvferry_pending_blocks", 0, most=0, level="disk")
+    server.wait_for("vllm:kvferry_pending_blocks", 0, most=0, tier="disk")
     time.sleep(2)
 
 

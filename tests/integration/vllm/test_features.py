@@ -103,7 +103,7 @@ def test_routers_hear_of_blocks_below_host_memory(start, llama, monkeypatch, tmp
     engine = start(
         llama,
         ferry={**FERRY, "host": "2MiB", "disk": str(tmp_path), "disk_size": "64MiB"}
-        | {"disk_keep_free": 0, "level_write": "through"},
+        | {"disk_keep_free": 0, "tier_write": "through"},
         kv_events_config={"enable_kv_cache_events": True, "publisher": "null"},
     )
     believed: dict[str, set[object]] = {"CPU": set(), "STORAGE": set()}
@@ -125,7 +125,7 @@ def test_routers_hear_of_blocks_below_host_memory(start, llama, monkeypatch, tmp
     engine.generate(make_prompts(66, 20))  # a step more, to hear of the last copies
     engine.settle()
     assert len(believed["CPU"]) == engine.stats.pool.cached
-    assert len(believed["STORAGE"]) == engine.stats.levels["disk"].cached > len(believed["CPU"])
+    assert len(believed["STORAGE"]) == engine.stats.tiers["disk"].cached > len(believed["CPU"])
     engine.check_idle()
 
 

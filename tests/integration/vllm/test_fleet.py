@@ -11,7 +11,7 @@ from tests.fakes import remote, s3_servers
 
 FERRY = {
     "host": "8MiB",
-    "level_write": "through",
+    "tier_write": "through",
     "load_policy": "always",
     "load_deadline": "5min",
     "store_deadline": "5min",
@@ -35,12 +35,12 @@ def test_what_one_engine_computed_another_loads(start, expect, llama, store):
     address = f"s3://{s3_servers.BUCKET}/vllm?endpoint={store.endpoint}"
     ferry = {**FERRY, "remote": address}
     first = start(llama, ferry=ferry)
-    first.await_levels()
+    first.await_tiers()
     assert first.generate(prompts) == expected
     first.settle()
     assert first.stats.bytes_moved["host", "remote"] > 0
     second = start(llama, ferry=ferry)
-    second.await_levels()
+    second.await_tiers()
     assert second.generate(prompts) == expected
     assert second.stats.bytes_moved["remote", "host"] > 0
     assert second.stats.hit_tokens >= 4 * 192

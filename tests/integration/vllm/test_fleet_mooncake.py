@@ -13,7 +13,7 @@ from tests.integration.vllm.server import Server
 
 FERRY = {
     "host": "8MiB",
-    "level_write": "through",
+    "tier_write": "through",
     "load_policy": "always",
     "load_deadline": "5min",
     "store_deadline": "5min",
@@ -24,7 +24,7 @@ PROMPTS = 4
 FOUND = 192  # of the 200 tokens of each prompt: six whole blocks
 WRITTEN = PROMPTS * 6 * 4 * 2 * (32 * 2 * 32 * 4)  # four layers of keys and values in float32
 
-AWAY, PROMOTED = "vllm:kvferry_level_away", "vllm:kvferry_promoted_tokens_total"
+AWAY, PROMOTED = "vllm:kvferry_tier_away", "vllm:kvferry_promoted_tokens_total"
 MOVED = "vllm:kvferry_moved_bytes_total"
 
 pytestmark = [
@@ -102,11 +102,11 @@ def test_two_servers_share_a_store_whose_master_dies_and_comes_back(
     (alone,) = make_prompts(80, 200)
     assert [server.tokens(alone) for server in servers] == expect(llama, [alone]) * 2
     for server in servers:
-        server.wait_for(AWAY, 1, level="remote")
+        server.wait_for(AWAY, 1, tier="remote")
 
     master.start()
     for server in servers:
-        server.wait_for(AWAY, 0, most=0, level="remote")
+        server.wait_for(AWAY, 0, most=0, tier="remote")
     # Calls of before may still fail, and with them what is shared just then.
     assert any(share(second, first, expect, llama, seed) for seed in range(83, 88))
 

@@ -16,7 +16,7 @@ from tests.fakes import remote, s3_servers
 
 FERRY = {
     "host": "8MiB",
-    "level_write": "through",
+    "tier_write": "through",
     "load_policy": "always",
     "load_deadline": "5min",
     "store_deadline": "5min",
@@ -75,7 +75,7 @@ def test_another_tensor_parallel_size_finds_nothing_and_says_the_same(
     of_one, of_two = make_prompts(73, 200, 200), make_prompts(74, 200, 200)
     expected = expect(llama, of_one + of_two)
     alone = start(llama, ferry=ferry)
-    alone.await_levels()
+    alone.await_tiers()
     assert alone.generate(of_one) == expected[:2]
     alone.settle()
     assert alone.stats.bytes_moved["host", "remote"] > 0

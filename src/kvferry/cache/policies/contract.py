@@ -74,7 +74,7 @@ class Residents:
     can_go: Callable[[int], bool]
     """Whether one, by its slot, could go now: it is idle, and no block comes right after it."""
     feeds_below: Callable[[], bool] = lambda: False
-    """Whether what goes is copied to a level below, so that who is refused is lost to that, too."""
+    """Whether what goes is copied to a tier below, so that who is refused is lost to that, too."""
 
 
 class EvictionPolicy(Protocol):
@@ -130,7 +130,7 @@ class HearsHints(Protocol):
     def hint(self, slots: SlotArray, evidence: Evidence) -> None:
         """This was said of one request's blocks: those that are cached, in chain order.
 
-        In host memory these are its leading ones, a level may have only its end. Told once it has
+        In host memory these are its leading ones, a tier may have only its end. Told once it has
         stored what it had to, so after their ``insert`` or ``use``; of several times that it is
         told, the last counts. A later use of the last of them may prove it wrong.
         """

@@ -72,19 +72,19 @@ def given_up(
         others = {tenant: above[tenant] for tenant in ranked if tenant not in kept}
         found = kept | dict(given_up(count - sum(kept.values()), others, ()))
         return [(tenant, found[tenant]) for tenant in ranked if found.get(tenant)]
-    return [each for each in zip(ranked, _down_to_level(count, surplus), strict=True) if each[1]]
+    return [each for each in zip(ranked, _down_to_tier(count, surplus), strict=True) if each[1]]
 
 
-def _down_to_level(count: int, surplus: list[float]) -> list[int]:
-    """How many each gives up, the highest first, until ``count`` are: they end about level.
+def _down_to_tier(count: int, surplus: list[float]) -> list[int]:
+    """How many each gives up, the highest first, until ``count`` are: they end about tier.
 
-    Whole ones that are surely above the level go at once, and only the last few one by one.
+    Whole ones that are surely above the tier go at once, and only the last few one by one.
     """
     if not surplus:
         return []
     sums = accumulate(surplus)
-    level = max((so_far - count) / n for n, so_far in enumerate(sums, 1))
-    gone = [max(0, int(extra - level - _ROUNDING)) for extra in surplus]
+    tier = max((so_far - count) / n for n, so_far in enumerate(sums, 1))
+    gone = [max(0, int(extra - tier - _ROUNDING)) for extra in surplus]
     heap = [(-(extra - n), at) for at, (extra, n) in enumerate(zip(surplus, gone, strict=True))]
     heapify(heap)
     for _ in range(count - sum(gone)):

@@ -40,7 +40,7 @@ class Decision(NamedTuple):
 class LoadOrCompute:
     """Decides per request. Owns running averages: the prefill rate, and each link's bandwidth.
 
-    The link to the device is one; each level below the host has another. One bad first measurement
+    The link to the device is one; each tier below the host has another. One bad first measurement
     would end all loads, and with them all measurements: so a hit is loaded now and then although
     computing it looks faster, soon at first and then after twice as many each time.
     """
@@ -64,7 +64,7 @@ class LoadOrCompute:
         return self.bandwidth_of(HOST)
 
     def bandwidth_of(self, link: TierName) -> float | None:
-        """Bytes per second from the host to the device, or from a level to the host."""
+        """Bytes per second from the host to the device, or from a tier to the host."""
         return self._bandwidths.get(link)
 
     def note_load(self, num_bytes: int, seconds: float, link: TierName = HOST) -> None:
@@ -83,7 +83,7 @@ class LoadOrCompute:
     ) -> Decision:
         """For a hit of ``num_tokens`` in ``num_bytes``, behind ``queued_bytes`` on the link.
 
-        What comes from a level has the link to the device before it still.
+        What comes from a tier has the link to the device before it still.
         """
         if self._policy == "always":
             return Decision(Verdict.LOAD_ALWAYS)

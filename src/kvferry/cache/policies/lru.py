@@ -38,7 +38,7 @@ class Lru:
         self._where = np.zeros(residents.num_slots, dtype=np.int64)
         if residents.num_slots <= _FILLED:
             # Filled here: a page that is first touched later costs a step of the scheduler. Of a
-            # large level every tenant has one of these, and uses a little of it.
+            # large tier every tenant has one of these, and uses a little of it.
             self._queue.fill(0)
             self._where.fill(_ABSENT)
         self._head = _START
@@ -106,7 +106,7 @@ class Lru:
     def _compact(self) -> None:
         # The queue is at least twice the slots, so half of it or more is stale by now:
         # the walk is paid for by the touches that filled it. In pieces, each moved to behind the
-        # live ones before it: of a level's slots there may be many millions.
+        # live ones before it: of a tier's slots there may be many millions.
         end = self._head
         for start in range(self._head, self._tail, _PIECE):
             stop = min(start + _PIECE, self._tail)

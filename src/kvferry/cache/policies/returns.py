@@ -411,7 +411,7 @@ class Returns(ConversationSlots):
         return (draws * count).astype(np.int64)
 
     def _worths(self, segments: npt.NDArray[np.int64], now: float) -> npt.NDArray[np.float64]:
-        if self._residents.feeds_below():  # the last level chooses: see docs/policies.md
+        if self._residents.feeds_below():  # the last tier chooses: see docs/policies.md
             return self._time.take(segments)
         rows, commons = self._row.take(segments), self._common.take(segments)
         return self._heard.worths(rows, commons, now - self._time.take(segments))

@@ -131,7 +131,7 @@ class DiskMarks:
     """
 
     def __init__(self, shapes: Iterable[RankShape], drive_seconds: float) -> None:
-        stores = [store for shape in shapes for level in shape.levels for store in level.stores]
+        stores = [store for shape in shapes for tier in shape.tiers for store in tier.stores]
         self._timeout = drive_seconds + _START_SECONDS
         self._here = here_apart(stores, self._timeout) if stores else []
         self._is_apart = bool(stores) and not self._here

@@ -3,7 +3,7 @@
 ::
 
     medium CPU       in host memory
-    medium STORAGE   on any level below it: the disk, a store that servers share
+    medium STORAGE   on any tier below it: the disk, a store that servers share
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from kvferry.cache.pool import Pool
 from kvferry.cache.reach import Group
 from kvferry.core.keys import Keys
-from kvferry.scheduler.tier import Level
+from kvferry.scheduler.tier import LowerTier
 from kvferry.scheduler.transfers import Ordered
 from kvferry.types import HOST, Key, TierName
 
@@ -67,7 +67,7 @@ def vllms_words() -> Any:
 class EventLog:
     """Remembers what was ordered until it can be matched, and what routers were told until it goes.
 
-    Owns nothing else; listens to the pool for blocks that leave, and to the levels. ``words`` are
+    Owns nothing else; listens to the pool for blocks that leave, and to the tiers. ``words`` are
     vLLM's.
     """
 
@@ -77,7 +77,7 @@ class EventLog:
         groups: Sequence[Group],
         hash_tokens: int,
         words: Any = None,
-        levels: Sequence[Level] = (),
+        tiers: Sequence[LowerTier] = (),
     ) -> None:
         self._words = words if words is not None else vllms_words()
         self._pool = pool
@@ -88,8 +88,8 @@ class EventLog:
         self._below: dict[Key, None] = {}  # the oldest first
         self._events: list[Any] = []
         pool.listeners.append(lambda keys: self.went(HOST, keys))
-        for level in levels:
-            level.listen(self)
+        for tier in tiers:
+            tier.listen(self)
 
     def ordered(self, part: Ordered) -> None:
         """These blocks of a request are being stored."""
@@ -120,21 +120,21 @@ class EventLog:
                 if is_cached:
                     self._add(key, self._told.setdefault(key, _Told(block)), HOST)
 
-    # -- what levels say ------------------------------------------------------------------------
+    # -- what tiers say ------------------------------------------------------------------------
 
-    def came(self, level: TierName, keys: Keys) -> None:
+    def came(self, tier: TierName, keys: Keys) -> None:
         for key in keys:
             told = self._told.get(key)
             if told is not None:
-                self._add(key, told, level)
+                self._add(key, told, tier)
         while len(self._below) > _MOST_BELOW:
             key = next(iter(self._below))
             for place in self._told[key].places - {HOST}:
                 self._drop(key, place)
 
-    def went(self, level: TierName, keys: Keys | None) -> None:
+    def went(self, tier: TierName, keys: Keys | None) -> None:
         for key in list(self._told) if keys is None else keys:
-            self._drop(key, level)
+            self._drop(key, tier)
 
     def rose(self, keys: Keys) -> None:
         for key in keys:

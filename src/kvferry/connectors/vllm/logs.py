@@ -6,10 +6,10 @@ import logging
 import time
 
 
-def speak_as_vllm(level: str) -> None:
-    """Send what kvferry logs where vLLM's lines go, from ``level`` on."""
+def speak_as_vllm(tier: str) -> None:
+    """Send what kvferry logs where vLLM's lines go, from ``tier`` on."""
     ours, theirs = logging.getLogger("kvferry"), logging.getLogger("vllm")
-    ours.setLevel(level.upper())
+    ours.setLevel(tier.upper())
     if not ours.handlers:
         ours.handlers = list(theirs.handlers)
         ours.propagate = False

@@ -59,8 +59,8 @@ class StepOrders:
 
 
 @dataclass(frozen=True, eq=False)
-class LevelShape:
-    """A level below one rank's host memory; None where it finds blocks by their keys.
+class TierShape:
+    """A tier below one rank's host memory; None where it finds blocks by their keys.
 
     ``keys`` and ``places`` are what the rank still has there from an earlier life, in the order in
     which it was written: 36 bytes a block, because there may be millions.
@@ -75,8 +75,8 @@ class LevelShape:
     stores: tuple[StoreAt, ...] = ()
     """Where its blocks lie on disk, if they do."""
 
-    def without_blocks(self) -> LevelShape:
-        return LevelShape(
+    def without_blocks(self) -> TierShape:
+        return TierShape(
             self.name, self.num_places, most_in_one=self.most_in_one, stores=self.stores
         )
 
@@ -85,7 +85,7 @@ class LevelShape:
 class RankShape:
     """One rank at start: how many host slots it has, or why it has none.
 
-    ``choices`` are what it picks copy paths by, where it has several. ``levels`` lie below its host
+    ``choices`` are what it picks copy paths by, where it has several. ``tiers`` lie below its host
     memory, nearest first.
     """
 
@@ -97,12 +97,12 @@ class RankShape:
     layout: str = ""
     is_shared: bool = False
     choices: PathChoices | None = None
-    levels: tuple[LevelShape, ...] = ()
+    tiers: tuple[TierShape, ...] = ()
     refusal: str = ""
 
     def without_blocks(self) -> RankShape:
-        """The same, but for what its levels still have: that is told once, and not kept."""
-        return replace(self, levels=tuple(level.without_blocks() for level in self.levels))
+        """The same, but for what its tiers still have: that is told once, and not kept."""
+        return replace(self, tiers=tuple(tier.without_blocks() for tier in self.tiers))
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,8 @@ class StepReceipts:
     how many bytes of them are registered with the GPU's driver. ``shapes`` come once: not every
     vLLM lets the ranks tell the scheduler's side by handshake. ``drained`` names the ranks that
     were asked to drain and have: a rank with nothing to say is not in the sum at all. ``stale`` are
-    epochs whose blocks no longer fit the model's weights. ``health`` tells of levels that went away
-    or came back. ``disks`` has what the drives of a rank did so far, by level, about once a second.
+    epochs whose blocks no longer fit the model's weights. ``health`` tells of tiers that went away
+    or came back. ``disks`` has what the drives of a rank did so far, by tier, about once a second.
     """
 
     receipts: tuple[Receipt, ...] = ()

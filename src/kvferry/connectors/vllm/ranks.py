@@ -10,16 +10,16 @@ import numpy as np
 
 from kvferry.cache.policies.contract import policy_named
 from kvferry.config import Config
-from kvferry.connectors.vllm.messages import LevelShape, RankShape
+from kvferry.connectors.vllm.messages import RankShape, TierShape
 from kvferry.core.keys import Keys
 from kvferry.core.quantities import format_size
 from kvferry.errors import ConfigError, KvferryError, LayoutError
 from kvferry.hostmem.memory import HostMemory
 from kvferry.hostmem.shared import SharedHandle, SharedMemory, SlotLayout
 from kvferry.rank import Contents, RankMemory, open_on_cpu, open_on_gpu, slot_layout
-from kvferry.scheduler.packed_tier import level_of
-from kvferry.scheduler.tier import Level, WriteMode, united, within
-from kvferry.tiers.movers import LevelMover, Mover, SharedLevelMover, SharedMover
+from kvferry.scheduler.packed_tier import lower_tier
+from kvferry.scheduler.tier import LowerTier, WriteMode, united, within
+from kvferry.tiers.movers import LowerTierMover, Mover, SharedLowerTierMover, SharedMover
 from kvferry.transfer.layout import GroupLayout, TensorView, describe, view_of
 from kvferry.types import Rank, TierName
 
@@ -98,61 +98,61 @@ def share_host(config: Config, slots: SlotLayout) -> SharedMemory:
 
 
 # ------------------------------------------------------------------------------------------------
-# The levels below host memory, as all ranks have them: what each says, and what that makes.
+# The tiers below host memory, as all ranks have them: what each says, and what that makes.
 
 
-def level_movers(memory: RankMemory, place: Place) -> Mapping[TierName, LevelMover]:
+def tier_movers(memory: RankMemory, place: Place) -> Mapping[TierName, LowerTierMover]:
     """What carries this rank's moves: its part of them, where the host memory is everybody's."""
     if not place.replicates:
-        return memory.levels
+        return memory.tiers
     return {
-        name: SharedLevelMover(level, rank=place.rank, num_ranks=place.num_ranks)
-        for name, level in memory.levels.items()
+        name: SharedLowerTierMover(tier, rank=place.rank, num_ranks=place.num_ranks)
+        for name, tier in memory.tiers.items()
     }
 
 
-def shapes_of(memory: RankMemory) -> tuple[LevelShape, ...]:
-    """This rank's levels, for the scheduler's side, with what they still have."""
+def shapes_of(memory: RankMemory) -> tuple[TierShape, ...]:
+    """This rank's tiers, for the scheduler's side, with what they still have."""
     shapes = []
-    for name, level in memory.levels.items():
-        keys, places = level.recovered()
+    for name, tier in memory.tiers.items():
+        keys, places = tier.recovered()
         shapes.append(
-            LevelShape(
+            TierShape(
                 name,
-                level.num_places,
+                tier.num_places,
                 keys.array,
                 places.astype(np.int32),
-                level.most_in_one,
-                level.stores(),
+                tier.most_in_one,
+                tier.stores(),
             )
         )
     return tuple(shapes)
 
 
 def disagreement(shapes: Iterable[RankShape]) -> str:
-    """Why the ranks' levels cannot be used together; empty where they can.
+    """Why the ranks' tiers cannot be used together; empty where they can.
 
-    A block lies on all ranks or on none, so they must have the same levels in the same order.
+    A block lies on all ranks or on none, so they must have the same tiers in the same order.
     """
     first, *others = sorted(shapes, key=lambda shape: shape.rank)
     for other in others:
-        if _kinds(other.levels) != _kinds(first.levels):
+        if _kinds(other.tiers) != _kinds(first.tiers):
             return (
-                f"rank {first.rank} has {_words(first.levels)} below host memory, rank "
-                f"{other.rank} {_words(other.levels)}; give all ranks the same levels"
+                f"rank {first.rank} has {_words(first.tiers)} below host memory, rank "
+                f"{other.rank} {_words(other.tiers)}; give all ranks the same tiers"
             )
     return ""
 
 
-def levels_of(shapes: Iterable[RankShape], config: Config) -> list[Level]:
-    """The scheduler's levels: each with as many places as every rank has, and what is in them.
+def tiers_of_ranks(shapes: Iterable[RankShape], config: Config) -> list[LowerTier]:
+    """The scheduler's tiers: each with as many places as every rank has, and what is in them.
 
-    Ranks that share one host memory have places of their own each (``SharedLevelMover``).
+    Ranks that share one host memory have places of their own each (``SharedLowerTierMover``).
     """
-    write, policy = WriteMode(config.level_write), policy_named(config.level_policy)
+    write, policy = WriteMode(config.tier_write), policy_named(config.tier_policy)
     shapes = sorted(shapes, key=lambda shape: shape.rank)
-    levels = []
-    for same in zip(*(shape.levels for shape in shapes), strict=True):
+    tiers = []
+    for same in zip(*(shape.tiers for shape in shapes), strict=True):
         num_places = min((each.num_places for each in same if each.num_places), default=None)
         if num_places is None:
             # Where each rank has a part of the keys, an object's blocks are as much further apart:
@@ -160,14 +160,14 @@ def levels_of(shapes: Iterable[RankShape], config: Config) -> list[Level]:
             apart = len(same) if shapes[0].is_shared else 1
             most = max(each.most_in_one for each in same)
             most_in_one = apart * most if most > 1 else 1
-            level = level_of(
+            tier = lower_tier(
                 same[0].name,
                 None,
                 write,
                 most_in_one=most_in_one,
                 remembers_noes=apart == 1,
             )
-            levels.append(level)
+            tiers.append(tier)
             continue
         recovered = [
             within((Keys(each.keys), each.places.astype(np.int64)), num_places) for each in same
@@ -175,19 +175,17 @@ def levels_of(shapes: Iterable[RankShape], config: Config) -> list[Level]:
         if shapes[0].is_shared:
             recovered = [united(recovered, num_places)]
             num_places *= len(same)
-        levels.append(level_of(same[0].name, num_places, write, policy, recovered=recovered))
-    return levels
+        tiers.append(lower_tier(same[0].name, num_places, write, policy, recovered=recovered))
+    return tiers
 
 
-def _kinds(levels: Sequence[LevelShape]) -> list[tuple[TierName, bool]]:
-    return [(level.name, level.num_places is None) for level in levels]
+def _kinds(tiers: Sequence[TierShape]) -> list[tuple[TierName, bool]]:
+    return [(tier.name, tier.num_places is None) for tier in tiers]
 
 
-def _words(levels: Sequence[LevelShape]) -> str:
-    words = [
-        f"{level.name} ({'by key' if level.num_places is None else 'places'})" for level in levels
-    ]
-    return ", ".join(words) or "no level"
+def _words(tiers: Sequence[TierShape]) -> str:
+    words = [f"{tier.name} ({'by key' if tier.num_places is None else 'places'})" for tier in tiers]
+    return ", ".join(words) or "no tier"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -275,7 +273,7 @@ def _blocks_first(view: TensorView, num_blocks: int) -> TensorView:
 
 
 def shape_of(memory: RankMemory, layouts: Sequence[GroupLayout], place: Place) -> RankShape:
-    """Its slots and blocks, what it picks paths by, and its levels."""
+    """Its slots and blocks, what it picks paths by, and its tiers."""
     return RankShape(
         rank=place.rank,
         num_slots=memory.host.num_slots,
@@ -285,5 +283,5 @@ def shape_of(memory: RankMemory, layouts: Sequence[GroupLayout], place: Place) -
         layout=words_of(layouts),
         is_shared=place.replicates,
         choices=getattr(memory.engine, "choices", None),
-        levels=shapes_of(memory),
+        tiers=shapes_of(memory),
     )

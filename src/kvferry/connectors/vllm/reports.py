@@ -15,7 +15,7 @@ from kvferry.connectors.vllm.events import EventLog
 from kvferry.connectors.vllm.messages import RankShape
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.scheduler import Scheduler
-from kvferry.scheduler.tier import Level
+from kvferry.scheduler.tier import LowerTier
 from kvferry.scheduler.transfers import Ordered
 from kvferry.telemetry import catalog as names
 from kvferry.telemetry.catalog import Metric, MetricKind, catalog, why_path
@@ -164,7 +164,7 @@ class Reports:
         disks: Mapping[tuple[Rank, str], DiskFigures],
         engine_here: int,
         has_listeners: bool,
-        levels: Sequence[Level],
+        tiers: Sequence[LowerTier],
         hash_tokens: int,
         tokens: VllmTokens,
     ) -> None:
@@ -172,13 +172,13 @@ class Reports:
         scheduler.watch_requests()
         self._choices = shape.choices
         self._num_sharing = num_ranks if shape.is_shared else 1
-        tiers = (HOST, *(level.name for level in shape.levels))
-        self._slot_bytes: dict[str, int] = dict.fromkeys(tiers, shape.slot_bytes)
+        rank_tiers = (HOST, *(tier.name for tier in shape.tiers))
+        self._slot_bytes: dict[str, int] = dict.fromkeys(rank_tiers, shape.slot_bytes)
         self._pinned = pinned
         self._disks = disks
         self.events: EventLog | None = None
         if has_listeners:
-            self.events = EventLog(scheduler.pool, scheduler.groups, hash_tokens, levels=levels)
+            self.events = EventLog(scheduler.pool, scheduler.groups, hash_tokens, tiers=tiers)
         self._told: dict[str, float] = {}
         self._told_at = 0.0
         self.inbox = Inbox()
@@ -270,9 +270,9 @@ class Reports:
     def _summed_disks(self) -> dict[str, DiskFigures]:
         """Of all ranks."""
         found: dict[str, list[DiskFigures]] = {}
-        for (_, level), told in list(self._disks.items()):
-            found.setdefault(level, []).append(told)
-        return {level: add_up(parts) for level, parts in found.items()}
+        for (_, tier), told in list(self._disks.items()):
+            found.setdefault(tier, []).append(told)
+        return {tier: add_up(parts) for tier, parts in found.items()}
 
     def close(self) -> None:
         if self._endpoint is not None:

@@ -23,7 +23,7 @@ from kvferry.connectors.vllm.reports import idle_figures
 from kvferry.connectors.vllm.serving import MISS, Serving
 from kvferry.connectors.vllm.translate import Setup
 from kvferry.core.quantities import rounded_size
-from kvferry.settings.tiers import show_levels
+from kvferry.settings.tiers import show_tiers
 from kvferry.types import Rank
 
 log = logging.getLogger("vllm.kvferry")
@@ -89,7 +89,7 @@ class SchedulerSide:
                 self.serving.reset()
         except Exception as error:
             self._trip("start", error)
-        # What the levels still have may be hundreds of megabytes: it is known by now.
+        # What the tiers still have may be hundreds of megabytes: it is known by now.
         self._shapes = {rank: shape.without_blocks() for rank, shape in self._shapes.items()}
 
     def banner(self) -> str:
@@ -130,7 +130,7 @@ class SchedulerSide:
     # -- vLLM's hooks -----------------------------------------------------------------------------
 
     def expect(self, request: Any) -> None:
-        if self.serving is not None and self.setup.config.all_levels:
+        if self.serving is not None and self.setup.config.all_tiers:
             try:
                 self.serving.expect(request)
             except Exception as error:
@@ -186,8 +186,8 @@ class SchedulerSide:
                 if report.ready:
                     serving.note_ready(report.ready)
                     serving.pinned |= dict(report.pinned)
-                for rank, level, figures in report.disks:
-                    serving.disks[rank, level] = figures
+                for rank, tier, figures in report.disks:
+                    serving.disks[rank, tier] = figures
                 if report.health:
                     serving.note_health(report.health)
                 serving.hear(report.receipts, report.stale)
@@ -276,9 +276,9 @@ class SchedulerSide:
 
 
 def _below(config: Config, restored: Mapping[str, int]) -> str:
-    """The levels, for the log, and what they had from an earlier life."""
-    if not config.all_levels:
+    """The tiers, for the log, and what they had from an earlier life."""
+    if not config.all_tiers:
         return ""
     found = [f"{count:,} blocks found on {name}" for name, count in restored.items() if count]
-    words = f"; below it, {config.level_write}: {show_levels(config.all_levels)}"
+    words = f"; below it, {config.tier_write}: {show_tiers(config.all_tiers)}"
     return ", ".join((words, *found))

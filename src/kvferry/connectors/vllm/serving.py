@@ -23,14 +23,14 @@ from kvferry.connectors.vllm.blocks import VllmBlocks, next_to_go, num_allocated
 from kvferry.connectors.vllm.control import VllmTokens
 from kvferry.connectors.vllm.messages import RankShape, StepOrders
 from kvferry.connectors.vllm.overlap import VllmOverlap, shares_of
-from kvferry.connectors.vllm.ranks import levels_of
+from kvferry.connectors.vllm.ranks import tiers_of_ranks
 from kvferry.connectors.vllm.reports import Reports
 from kvferry.connectors.vllm.requests import Naming, Promises, Tracked
 from kvferry.connectors.vllm.translate import Setup, opened
 from kvferry.scheduler.promotion import State
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.scheduler import Scheduler
-from kvferry.scheduler.tier import Level
+from kvferry.scheduler.tier import LowerTier
 from kvferry.scheduler.transfers import Ordered
 from kvferry.tiers.disk.status import DiskFigures
 from kvferry.types import DeviceBlocks, Health, MatchState, Plan, Rank, Receipt
@@ -40,7 +40,7 @@ def scheduler_for(
     setup: Setup,
     shapes: Mapping[int, RankShape],
     blocks: VllmBlocks,
-    levels: Sequence[Level],
+    tiers: Sequence[LowerTier],
     *,
     spare_tokens: int,
 ) -> Scheduler:
@@ -55,7 +55,7 @@ def scheduler_for(
         num_device_blocks=blocks.num_blocks,
         block_bytes=shapes[0].block_bytes,
         spare_tokens=spare_tokens,
-        levels=levels,
+        tiers=tiers,
         # By their blocks vLLM is told what of a load did not come, or it would compute all of it.
         loads_early=setup.support.fails_by_block
         and setup.told_tokens == setup.groups[0].block_tokens,
@@ -211,9 +211,9 @@ class Serving:
         # The last block a draft model wrote may be of tokens that were then refused.
         step = reach.hit_alignment(groups, hash_block_tokens=blocks.hash_tokens)
         self._spare_tokens = step if setup.uses_drafts else 0
-        levels = levels_of(shapes.values(), setup.config)
+        tiers = tiers_of_ranks(shapes.values(), setup.config)
         self.scheduler = scheduler_for(
-            setup, shapes, blocks, levels, spare_tokens=self._spare_tokens
+            setup, shapes, blocks, tiers, spare_tokens=self._spare_tokens
         )
         self._tracked: dict[str, Tracked] = {}
         self._overlap = VllmOverlap(setup, shapes[0], self._tracked, blocks, self.scheduler.stats)
@@ -226,7 +226,7 @@ class Serving:
             disks=self.disks,
             engine_here=setup.engine_here,
             has_listeners=setup.has_listeners,
-            levels=levels,
+            tiers=tiers,
             hash_tokens=blocks.hash_tokens,
             tokens=VllmTokens(self._naming.namespace, setup.hash_algorithm, blocks.hash_tokens),
         )
@@ -246,7 +246,7 @@ class Serving:
     # -- a request comes ------------------------------------------------------------------------
 
     def expect(self, request: Any) -> None:
-        """It has come to vLLM's queue: what levels have of it may come up meanwhile."""
+        """It has come to vLLM's queue: what tiers have of it may come up meanwhile."""
         if not getattr(request, "skip_reading_prefix_cache", False):
             self.scheduler.prefetch(self._track(request).ferried)
             self._pace.look_next()
@@ -463,10 +463,10 @@ class Serving:
             self.scheduler.note_ready(rank, num_slots)
 
     def note_health(self, changes: Iterable[Health]) -> None:
-        """Levels went away on a rank, or came back; who waits for one that is away goes on."""
+        """Tiers went away on a rank, or came back; who waits for one that is away goes on."""
         for change in changes:
             state = f"is away on rank {change.rank}: {change.reason}" if change.reason else ""
-            log.warning("level %s %s", change.level, state or f"is back on rank {change.rank}")
+            log.warning("tier %s %s", change.tier, state or f"is back on rank {change.rank}")
             self.scheduler.note_health(change)
 
     def settle(self, receipts: Sequence[Receipt]) -> None:

@@ -266,7 +266,7 @@ class Setup:
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any, config: Config, support: Support) -> Setup:
-        for policy in (config.policy, config.level_policy):
+        for policy in (config.policy, config.tier_policy):
             policy_named(policy)  # refused now, like any other setting, not once ranks are up
         parallel, groups = vllm_config.parallel_config, kv_cache_config.kv_cache_groups
         return cls(

@@ -25,10 +25,10 @@ from kvferry.connectors.vllm.ranks import (
     Place,
     device_of,
     layouts_of,
-    level_movers,
     mover_of,
     open_rank,
     shape_of,
+    tier_movers,
 )
 from kvferry.connectors.vllm.requests import AwaitedLoad, LoadsInPieces, ToldLoads
 from kvferry.connectors.vllm.weights import Freshness, weights_of_caller
@@ -59,7 +59,7 @@ class LastingWrites:
     """Owns the writes that are held, no tier."""
 
     def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
-        self.names = frozenset(spec.name for spec in config.all_levels if spec.outlives_us)
+        self.names = frozenset(spec.name for spec in config.all_tiers if spec.outlives_us)
         self._clock = clock
         self._held: list[Transfer] = []
         self._marked: list[Transfer] = []
@@ -131,7 +131,7 @@ class MemoryNews:
 
     def disks(self) -> Disks:
         """What the drives did so far, if that is other than was told a second ago."""
-        if not self._memory.levels or self._clock() < self._disks_at:
+        if not self._memory.tiers or self._clock() < self._disks_at:
             return ()
         self._disks_at = self._clock() + _DISK_SECONDS
         now = tuple((self._rank, name, figures) for name, figures in self._memory.disks().items())
@@ -197,7 +197,7 @@ class WorkerSide:
         self._loads: dict[TransferId, AwaitedLoad] = {}  # one for each transfer it waits for
         self._pieces = LoadsInPieces()
         self._num_awaited = 0  # receipts
-        self._below: set[TransferId] = set()  # what levels were asked for and have not answered
+        self._below: set[TransferId] = set()  # what tiers were asked for and have not answered
         self._receipts: list[Receipt] = []
         self._health: list[Health] = []
         self.told = ToldLoads()
@@ -240,7 +240,7 @@ class WorkerSide:
             self.early = LandingLoads(parts, layers, layouts[0], land=self._drain)
         self._worker = Worker(
             {(DEVICE, HOST): mover, (HOST, DEVICE): mover},
-            levels=level_movers(memory, self._place),
+            tiers=tier_movers(memory, self._place),
             rank=self.rank,
         )
         self.shape = shape_of(memory, layouts, self._place)
@@ -338,7 +338,7 @@ class WorkerSide:
                 self._loads[transfer.id].bring(transfer.id, transfer.dst_slots.tolist())
             (stores if transfer.src == DEVICE else others).append(transfer)
         plan = orders.plan
-        if self.shape.levels:
+        if self.shape.tiers:
             self._below.update([order.id for order in others if order.dst != DEVICE])
             self._below.update([question.id for question in plan.questions])
         for request_id, blocks in orders.undone.items():
@@ -415,7 +415,7 @@ class WorkerSide:
 
     def poll(self) -> None:
         """Take what has ended by now; where nothing else is to do, what ends in a moment."""
-        if not (self._num_awaited or self._freshness.is_marked or self.shape.levels):
+        if not (self._num_awaited or self._freshness.is_marked or self.shape.tiers):
             return
         self._poll()
         end = time.monotonic() + _IDLE_SECONDS
@@ -430,7 +430,7 @@ class WorkerSide:
             try:
                 self._freshness.look()
                 self._take_all(self._worker.poll())
-                if self.shape.levels:
+                if self.shape.tiers:
                     self._health += self._worker.health()
                 if self.early is not None:
                     self._tell_early(self.early)
@@ -501,7 +501,7 @@ class WorkerSide:
         if not self._told_shape:
             self._told_shape, self.shape = True, self.shape.without_blocks()
         ready, pinned = self._news.ready() if self._news is not None else ((), ())
-        awaits = self._num_awaited or self._freshness.is_marked or self.shape.levels
+        awaits = self._num_awaited or self._freshness.is_marked or self.shape.tiers
         self.is_busy = bool(awaits or self._later.transfers or self._lasting or not self._is_grown)
         if receipts or ready or shapes or drained or stale or health or disks:
             return StepReceipts(receipts, ready, shapes, drained, pinned, stale, health, disks)

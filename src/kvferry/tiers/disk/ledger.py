@@ -356,7 +356,7 @@ class Compaction:
         self._copied: list[Places] = []
 
     @property
-    def is_level(self) -> bool:
+    def is_tier(self) -> bool:
         """Whether nothing is left to follow."""
         return self._next == self.source.end
 
@@ -768,16 +768,16 @@ class Ledger:
             self.trouble = str(error)
 
     def _compact(self, num_pages: int | None) -> None:
-        """Copy so many pages more, or all; switch once the copy is level with the journal."""
+        """Copy so many pages more, or all; switch once the copy is tier with the journal."""
         if self._compaction is None:
             target = DiskJournal.begin(self._other, self.shape, self._journal.seal.generation + 1)
             self._compaction = Compaction(self._journal, target, self._entries)
         compaction = self._compaction
         try:
             compaction.step(num_pages or COPY_PAGES)
-            while num_pages is None and not compaction.is_level:
+            while num_pages is None and not compaction.is_tier:
                 compaction.step(COPY_PAGES)
-            if compaction.is_level:
+            if compaction.is_tier:
                 self._switch(compaction)
         except OSError:
             self._compaction = None

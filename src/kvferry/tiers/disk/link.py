@@ -391,8 +391,8 @@ class DriveLink:
 
     def _hear(self, child: Child, kind: FrameKind, body: bytes) -> None:
         if kind is FrameKind.SAYS:
-            level, text = unpack_says(body)
-            log.log(level, "%s: %s", self.path, text)
+            tier, text = unpack_says(body)
+            log.log(tier, "%s: %s", self.path, text)
             return
         with self._changed:
             if kind is FrameKind.RESULT:

@@ -210,8 +210,8 @@ def unpack_text(body: bytes) -> str:
     return body.decode(errors="replace")
 
 
-def pack_says(level: int, text: str) -> bytes:
-    return frame(FrameKind.SAYS, _SAYS.pack(level) + text.encode(errors="replace"))
+def pack_says(tier: int, text: str) -> bytes:
+    return frame(FrameKind.SAYS, _SAYS.pack(tier) + text.encode(errors="replace"))
 
 
 def unpack_says(body: bytes) -> tuple[int, str]:

@@ -325,7 +325,7 @@ def _all_failed(number: int, count: int, reason: str) -> ResultMessage:
 
 
 def open_disk(setup: TierSetup) -> DiskTier:
-    """The level that the setting ``disk`` makes."""
+    """The tier that the setting ``disk`` makes."""
     settings = setup.disk
     if settings is None or not settings.directories:
         raise ConfigError("disk: no directory is named; give disk = PATH")

@@ -25,7 +25,7 @@ _HINTS = {
 
 
 def open_remote(setup: TierSetup) -> RemoteTier:
-    """The level ``remote``. A store that cannot be reached now is no reason not to start."""
+    """The tier ``remote``. A store that cannot be reached now is no reason not to start."""
     settings = setup.remote or RemoteSettings(read_remote("remote", setup.options))
     address = settings.address
     if not setup.shared_namespace:
@@ -64,6 +64,6 @@ def open_remote(setup: TierSetup) -> RemoteTier:
         raise ConfigError(f"{tier.refusal}{_HINTS.get(address.kind, '')}")
     if tier.ailment:
         log.warning(
-            "level %s, %s: %s; it is used as soon as it can be", setup.name, address, tier.ailment
+            "tier %s, %s: %s; it is used as soon as it can be", setup.name, address, tier.ailment
         )
     return tier

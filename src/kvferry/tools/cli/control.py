@@ -121,12 +121,12 @@ def _tell(action: str, answer: dict[str, Any]) -> None:
     console.print(f"Of {tokens} tokens {host} are in host memory, {lower} more lie below it.")
     unknown, held = _count(answer, "unknown_blocks"), _count(answer, "held_blocks")
     if unknown:
-        console.print(f"Levels would have to be asked for {counted(unknown, 'block')}.")
+        console.print(f"Tiers would have to be asked for {counted(unknown, 'block')}.")
     if action in _DID:
         console.print(f"{counted(_count(answer, 'blocks'), 'block')} {_DID[action]}.")
     if answer.get("is_under_way"):
         console.print("The rest is on its way up.")
-    words = f"{counted(held, 'block')} of it held, on all levels together."
+    words = f"{counted(held, 'block')} of it held, on all tiers together."
     console.print(words if held else "Nothing of it is held.")
     refused = answer.get("refused")
     for words in refused if isinstance(refused, list) else ():

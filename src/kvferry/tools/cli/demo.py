@@ -15,7 +15,7 @@ from rich.table import Table
 
 from kvferry.core.quantities import parse_size
 from kvferry.errors import ConfigError, InputError, KvferryError
-from kvferry.settings.tiers import LevelSpec, read_levels, show_levels
+from kvferry.settings.tiers import TierSpec, read_tiers, show_tiers
 from kvferry.tiers.contract import TierSetup
 from kvferry.tiers.opening import open_tier
 from kvferry.tools.cli.output import is_stdout, json_option, put
@@ -172,10 +172,10 @@ def show_comparison(result: Comparison, console: Console) -> None:
     _put_table(columns, ROWS, console, list(result.figures).index(ServingWay.KVFERRY))
     _put_words(result, verdict(result), console)
     console.print(gain(result), highlight=False)
-    if result.setting.levels:
+    if result.setting.tiers:
         ferried = result.figures[ServingWay.KVFERRY]
         console.print(
-            f"Below host memory ({show_levels(result.setting.levels)}): "
+            f"Below host memory ({show_tiers(result.setting.tiers)}): "
             f"{show_bytes(ferried.spilled_bytes)} went down, "
             f"{show_bytes(ferried.promoted_bytes)} came back.",
             highlight=False,
@@ -239,11 +239,11 @@ def _read_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
         raise click.BadParameter(str(error), ctx, param) from error
 
 
-def _read_levels(
+def _read_tiers(
     ctx: click.Context, param: click.Parameter, value: str | None
-) -> tuple[LevelSpec, ...]:
+) -> tuple[TierSpec, ...]:
     try:
-        return read_levels("levels", value)
+        return read_tiers("tiers", value)
     except ConfigError as error:
         raise click.BadParameter(str(error), ctx, param) from error
 
@@ -296,9 +296,9 @@ FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
     help="Host memory in which kvferry keeps blocks. Too little, and it must forget as well.",
 )
 @click.option(
-    "--levels",
+    "--tiers",
     metavar="LEVELS",
-    callback=_read_levels,
+    callback=_read_tiers,
     default=None,
     help="What lies below host memory, such as memory:64MiB: it takes what host memory must "
     "forget. Give a small --host to see it at work.",
@@ -365,7 +365,7 @@ def demo(
     answer_tokens: int,
     device_blocks: int | None,
     host: int,
-    levels: tuple[LevelSpec, ...],
+    tiers: tuple[TierSpec, ...],
     restart: bool,
     policies: bool,
     servers: int | None,
@@ -406,7 +406,7 @@ def demo(
             shape=shape,
             device_blocks=device_blocks or _default_device_blocks(chat),
             host_bytes=host,
-            levels=levels,
+            tiers=tiers,
         )
         _require_runnable(setting, servers, kill)
     except (InputError, ConfigError) as error:
@@ -462,8 +462,8 @@ def _require_runnable(setting: Scenario, servers: int | None, kill: bool) -> Non
             f"--host {setting.host_bytes} bytes holds not even one block of "
             f"{setting.block_bytes} bytes"
         )
-    for level in setting.levels:
-        open_tier(level, TierSetup(level.name, setting.block_bytes, options=level.options)).close()
+    for tier in setting.tiers:
+        open_tier(tier, TierSetup(tier.name, setting.block_bytes, options=tier.options)).close()
     if kill and servers is None:
         raise InputError("--kill kills one of several servers: give --servers too")
     if servers is not None:

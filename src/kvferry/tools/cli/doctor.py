@@ -32,7 +32,7 @@ UNFIT = 1
 def doctor(ctx: click.Context, device: int, url: str | None, strict: bool, as_json: bool) -> None:
     """See whether this machine is fit for kvferry, and what to do where it is not.
 
-    Looks at the GPU, its driver and link, host memory and its limits, the disk, the levels and the
+    Looks at the GPU, its driver and link, host memory and its limits, the disk, the tiers and the
     shared store that are set, and vLLM. Changes nothing; to see what a drive gives it writes and
     reads a file without a name there for two seconds, 256 MiB at most, and to see whether a store
     can be used it writes an object of a few bytes and reads it back. With --url it also asks a

@@ -29,7 +29,7 @@ REASONS: dict[str, str] = {
     Reason.IN_FLIGHT.value: "Its bytes were still on their way in.",
     Reason.OTHER_NAMESPACE.value: "It was stored before a reset or a change of weights.",
     Reason.STILL_BELOW.value: "It lay below the host and was not brought up in time.",
-    Reason.LEVEL_AWAY.value: "It lay on a level that could not be used at that time.",
+    Reason.LEVEL_AWAY.value: "It lay on a tier that could not be used at that time.",
     Reason.LOAD_SLOWER.value: "It was there, in host memory or below, but computing it was judged "
     "faster than loading it.",
     Reason.TOLD_NOT_TO.value: "A hint said that nothing is to be loaded for this request.",
@@ -131,9 +131,9 @@ def _tell_why(why: Why, console: Console) -> None:
     words = f"{REASONS[why.reason]} " if why.reason in REASONS else ""
     console.print(Text(f"{at}{words}({said(why.reason)})"))
     if why.asked_blocks:
-        console.print(f"Levels were asked for {counted(why.asked_blocks, 'block')}.")
-    for level in why.levels_away:
-        console.print(Text(f"Away: {said(level, _MOST_NAME)}", style="red"))
+        console.print(f"Tiers were asked for {counted(why.asked_blocks, 'block')}.")
+    for tier in why.tiers_away:
+        console.print(Text(f"Away: {said(tier, _MOST_NAME)}", style="red"))
     if why.verdict:
         verdict = VERDICTS.get(why.verdict, said(why.verdict))
         console.print(Text(f"Decision: {verdict}{_times(why)}."))

@@ -115,7 +115,7 @@ def _away(view: View) -> Iterable[Text]:
     for tier in view.tiers:
         if tier.is_away:
             why = f": {said(tier.why_away, _MOST_WHY)}" if tier.why_away else ""
-            yield Text(f"Level {_name(tier.name)} cannot be used{why}", style="bold red")
+            yield Text(f"LowerTier {_name(tier.name)} cannot be used{why}", style="bold red")
 
 
 def _tenants(view: View) -> Iterable[Text]:
@@ -133,7 +133,7 @@ def _tenants(view: View) -> Iterable[Text]:
 
 
 def _drives(view: View) -> Iterable[Text]:
-    """A line for each level that has drives: what they do now, and whether all is well."""
+    """A line for each tier that has drives: what they do now, and whether all is well."""
     for tier in view.tiers:
         drives = tier.drives
         if drives is None:

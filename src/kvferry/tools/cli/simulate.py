@@ -46,9 +46,9 @@ def read_policies(text: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def read_level_policy(text: str) -> str:
+def read_tier_policy(text: str) -> str:
     """One policy; a name that cannot be found is refused."""
-    name = read_policy("--level-policy", text)
+    name = read_policy("--tier-policy", text)
     policy_named(name)
     return name
 
@@ -58,8 +58,8 @@ def read_capacities(text: str, block_bytes: int | None) -> dict[tuple[int, ...],
     found: dict[tuple[int, ...], str] = {}
     for part in text.split(","):
         if part.strip():
-            levels = tuple(_blocks(each.strip(), block_bytes) for each in part.split("+"))
-            found.setdefault(levels, part.strip())
+            tiers = tuple(_blocks(each.strip(), block_bytes) for each in part.split("+"))
+            found.setdefault(tiers, part.strip())
     if not found:
         raise ConfigError("--capacity: name at least one, such as 3000 or 3000+30000")
     if len(found) > _MOST_TRIALS:
@@ -250,7 +250,7 @@ _INTERRUPTED = 130
     metavar="SIZES",
     default="1000,3000,10000,30000",
     help="How much host memory to try, with commas: in blocks, or as 64GiB where --token-bytes is "
-    "said. 3000+30000 is host memory and a level below it, and so on.",
+    "said. 3000+30000 is host memory and a tier below it, and so on.",
 )
 @click.option(
     "--token-bytes",
@@ -267,16 +267,16 @@ _INTERRUPTED = 130
     show_default="512 for Mooncake's",
 )
 @click.option(
-    "--level-write",
+    "--tier-write",
     type=click.Choice(["spill", "through"]),
     default="spill",
-    help="How blocks reach the levels below host memory, as the setting of that name.",
+    help="How blocks reach the tiers below host memory, as the setting of that name.",
 )
 @click.option(
-    "--level-policy",
+    "--tier-policy",
     metavar="NAME",
     default=DEFAULT_LEVEL_POLICY,
-    help="The policy of the levels below host memory, as the setting of that name.",
+    help="The policy of the tiers below host memory, as the setting of that name.",
 )
 @click.option("--from", "start", metavar="WHEN", default=None, help="Leave out what came before.")
 @click.option(
@@ -365,9 +365,9 @@ def _asked(given: dict[str, Any]) -> tuple[Simulation, dict[tuple[int, ...], str
     names = read_capacities(given["capacities"], block_bytes)
     start_share, start_seconds = read_point("--from", given["start"], 0.0, 0.0)
     end_share, end_seconds = read_point("--to", given["end"], 1.0, float("inf"))
-    level_policy = read_level_policy(given["level_policy"])
+    tier_policy = read_tier_policy(given["tier_policy"])
     trials = tuple(
-        Trial(policy, capacity, given["level_write"], level_policy)
+        Trial(policy, capacity, given["tier_write"], tier_policy)
         for capacity in names
         for policy in read_policies(given["policies"])
     )
@@ -457,8 +457,8 @@ def _tell(
     if trace.num_late:
         console.print(f"{trace.num_late:,} requests were not in the order of time.")
     halves = bool(simulated.scores[0].parts)
-    levels = max(len(score.trial.capacity) for score in simulated.scores)
-    console.print(_table(simulated, names, halves=halves, levels=levels))
+    tiers = max(len(score.trial.capacity) for score in simulated.scores)
+    console.print(_table(simulated, names, halves=halves, tiers=tiers))
     console.print(
         "Hit ratio: blocks found, and all before them in their request, of all asked for. us: "
         f"processor time a request took. Took {data['seconds']:g} s.",
@@ -467,14 +467,14 @@ def _tell(
 
 
 def _table(
-    simulated: Simulated, names: dict[tuple[int, ...], str], *, halves: bool, levels: int
+    simulated: Simulated, names: dict[tuple[int, ...], str], *, halves: bool, tiers: int
 ) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("Capacity", no_wrap=True)
     table.add_column("Policy", no_wrap=True)
     columns = ["Hit ratio"]
     columns += ["1st half", "2nd half"] if halves else []
-    columns += [f"level {at}" for at in range(1, levels)]
+    columns += [f"tier {at}" for at in range(1, tiers)]
     columns += ["Of best", "Tokens saved", "Evicted", "us"]
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
@@ -487,24 +487,24 @@ def _table(
             table.add_row(
                 names[capacity],
                 "all-knowing",
-                *_row(bound, bound, halves, levels, False),
+                *_row(bound, bound, halves, tiers, False),
                 style="dim",
             )
         table.add_row(
             "" if capacity in shown or bound is not None else names[capacity],
             score.trial.policy,
-            *_row(score, bound, halves, levels, True),
+            *_row(score, bound, halves, tiers, True),
         )
         shown.add(capacity)
     return table
 
 
-def _row(score: Score, bound: Score | None, halves: bool, levels: int, real: bool) -> list[str]:
+def _row(score: Score, bound: Score | None, halves: bool, tiers: int, real: bool) -> list[str]:
     whole = score.whole
     row = [f"{whole.hit_ratio:.4f}"]
     row += [f"{part.hit_ratio:.4f}" for part in score.parts.values()] if halves else []
-    for level in range(1, levels):
-        found = whole.hits[level] if level < len(whole.hits) else 0
+    for tier in range(1, tiers):
+        found = whole.hits[tier] if tier < len(whole.hits) else 0
         row.append(f"{found / whole.blocks:.4f}" if real and whole.blocks else "")
     best = bound.whole.hit_ratio if bound is not None else 0.0
     row.append(f"{whole.hit_ratio / best:.0%}" if real and best else "")

@@ -8,7 +8,7 @@ from kvferry.config import Config
 from kvferry.core.quantities import MiB, rounded_size
 from kvferry.errors import ConfigError
 from kvferry.settings.disk import KEY_ENV, DiskSettings
-from kvferry.settings.tiers import DISK, REMOTE, LevelSpec
+from kvferry.settings.tiers import DISK, REMOTE, TierSpec
 from kvferry.tiers.contract import TierSetup
 from kvferry.tiers.opening import open_tier
 from kvferry.tools.doctor.drive import MOST_BYTES, DriveFacts, file_system, nearest_directory
@@ -173,7 +173,7 @@ def _processes(env: Environment) -> Finding:
 
 
 # ------------------------------------------------------------------------------------------------
-# The levels below host memory: whether each of them can be opened here.
+# The tiers below host memory: whether each of them can be opened here.
 
 _BLOCK_BYTES = 4096
 """A small block: an engine's own are larger, which only the engine knows."""
@@ -184,15 +184,15 @@ _NOBODYS = bytes(32)
 _CLOSE_SECONDS = 1.0
 
 
-def check_levels(config: Config) -> Iterator[Finding]:
-    """Open each level that the settings name, and close it again."""
-    for spec in config.all_levels:
+def check_tiers(config: Config) -> Iterator[Finding]:
+    """Open each tier that the settings name, and close it again."""
+    for spec in config.all_tiers:
         if spec.kind != DISK:
             yield _check(spec, config)
 
 
-def _check(spec: LevelSpec, config: Config) -> Finding:
-    name = f"level {spec.name}"
+def _check(spec: TierSpec, config: Config) -> Finding:
+    name = f"tier {spec.name}"
     setup = TierSetup(
         spec.name,
         _BLOCK_BYTES,
@@ -200,11 +200,11 @@ def _check(spec: LevelSpec, config: Config) -> Finding:
         shared_namespace=_NOBODYS,
         remote=config.remote_settings,
     )
-    setting = REMOTE if spec.kind == REMOTE else "levels"
+    setting = REMOTE if spec.kind == REMOTE else "tiers"
     try:
         tier = open_tier(spec, setup)
     except ConfigError as error:
-        return fail(name, str(error), f"correct the setting {setting}, or leave the level out")
+        return fail(name, str(error), f"correct the setting {setting}, or leave the tier out")
     ailment, num_places = tier.ailment, tier.num_places
     tier.close(_CLOSE_SECONDS)
     if ailment:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from kvferry.tools.doctor.disk import check_disk, check_levels
+from kvferry.tools.doctor.disk import check_disk, check_tiers
 from kvferry.tools.doctor.finding import Finding, warn
 from kvferry.tools.doctor.gpu import check_gpu
 from kvferry.tools.doctor.machine import Environment, check_memory
@@ -19,7 +19,7 @@ def examine(env: Environment) -> list[Finding]:
         ("gpu", lambda: check_gpu(env)),
         ("host memory", lambda: check_memory(env, config)),
         ("disk", lambda: check_disk(env, config)),
-        ("levels", lambda: check_levels(config)),
+        ("tiers", lambda: check_tiers(config)),
         ("vllm", lambda: check_vllm(env, config)),
     )
     for name, check in checks:

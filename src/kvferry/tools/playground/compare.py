@@ -12,7 +12,7 @@ import numpy as np
 
 from kvferry.config import Config
 from kvferry.errors import InputError
-from kvferry.settings.tiers import LevelSpec, show_levels
+from kvferry.settings.tiers import TierSpec, show_tiers
 from kvferry.tools.playground.blocks import ServedRequest
 from kvferry.tools.playground.engine import Engine, Limits, Offloader, Runner
 from kvferry.tools.playground.model import Decoder, ModelShape
@@ -40,7 +40,7 @@ class Scenario:
     device_blocks: int
     host_bytes: int
     block_tokens: int = 16
-    levels: tuple[LevelSpec, ...] = ()
+    tiers: tuple[TierSpec, ...] = ()
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -149,8 +149,8 @@ class Figures:
             "bytes_moved": {
                 f"{DEVICE}->{HOST}": self.stored_bytes,
                 f"{HOST}->{DEVICE}": self.loaded_bytes,
-                f"{HOST}->levels": self.spilled_bytes,
-                f"levels->{HOST}": self.promoted_bytes,
+                f"{HOST}->tiers": self.spilled_bytes,
+                f"tiers->{HOST}": self.promoted_bytes,
             },
             "preemptions": self.num_preemptions,
             "failed_load_tokens": self.failed_load_tokens,
@@ -205,7 +205,7 @@ class Comparison:
                 "working_set_blocks": setting.working_set,
                 "device_blocks": setting.device_blocks,
                 "host_bytes": setting.host_bytes,
-                "levels": show_levels(setting.levels),
+                "tiers": show_tiers(setting.tiers),
             },
             "ways": {way.value: figures.to_dict() for way, figures in self.figures.items()},
         }
@@ -224,7 +224,7 @@ def run(
             engine = Engine(runner, limits=setting.limits)
             served = serve(engine, setting.chat, on_finish)
             return _figures(way, engine, served, {}), served.answers()
-        config = Config(levels=setting.levels)
+        config = Config(tiers=setting.tiers)
         with Offloader(runner, host_bytes=setting.host_bytes, config=config) as offloader:
             engine = Engine(runner, limits=setting.limits, offloader=offloader)
             served = serve(engine, setting.chat, on_finish)

@@ -20,7 +20,7 @@ from kvferry.errors import InputError
 from kvferry.hints import Hints
 from kvferry.hostmem.slots import HostTier
 from kvferry.rank import Contents, tier_setup
-from kvferry.scheduler.packed_tier import level_of
+from kvferry.scheduler.packed_tier import lower_tier
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.scheduler import Scheduler, Settled
 from kvferry.scheduler.tier import WriteMode
@@ -30,7 +30,7 @@ from kvferry.telemetry.source import Source
 from kvferry.telemetry.stats import SchedulerStats
 from kvferry.tiers.contract import Tier
 from kvferry.tiers.movers import Mover, TierMover
-from kvferry.tiers.opening import open_levels
+from kvferry.tiers.opening import open_tiers
 from kvferry.tools.playground.blocks import DeviceMemory, ServedRequest, ServedState
 from kvferry.tools.playground.model import KEY_TILE, Decoder, Floats, Span
 from kvferry.transfer.engine.contract import CopyEngine, Stream
@@ -116,7 +116,7 @@ class Offloader(Closing):
         lower: Mapping[Tier, WriteMode] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Below the host lie the levels that ``config`` names, or else the tiers in ``lower``.
+        """Below the host lie the tiers that ``config`` names, or else the tiers in ``lower``.
 
         Nearest first; they are ours to close. ``clock`` is what host memory's policy goes by.
         """
@@ -136,23 +136,23 @@ class Offloader(Closing):
         self.host = HostTier(host_bytes // slot_bytes, slot_bytes)
         below = {tier.name: TierMover(self.host, tier) for tier in lower}
         writes = {tier.name: write for tier, write in lower.items()}
-        if config.all_levels:
+        if config.all_tiers:
             contents = Contents(runner.namespace)
-            below = open_levels(config.all_levels, self.host, tier_setup(config, layouts, contents))
-            writes = dict.fromkeys(below, WriteMode(config.level_write))
-        level_policy = policy_named(config.level_policy)
+            below = open_tiers(config.all_tiers, self.host, tier_setup(config, layouts, contents))
+            writes = dict.fromkeys(below, WriteMode(config.tier_write))
+        tier_policy = policy_named(config.tier_policy)
         self.scheduler = Scheduler(
             Pool(self.host.num_slots, policy_named(config.policy), clock=clock),
             runner.groups,
             config=config,
             num_device_blocks=runner.num_blocks,
             block_bytes=[layout.block_bytes for layout in layouts],
-            levels=[
-                level_of(
+            tiers=[
+                lower_tier(
                     name,
                     each.num_places,
                     writes[name],
-                    level_policy,
+                    tier_policy,
                     recovered=[each.recovered()],
                     most_in_one=each.most_in_one,
                 )
@@ -164,8 +164,8 @@ class Offloader(Closing):
         # Threads start here, so it comes last: nothing after it can fail and leave them behind.
         copies: CopyEngine = CpuEngine(layouts, self.host.rows, compute=runner.compute)
         movers: dict[Route, Mover] = {(DEVICE, HOST): copies, (HOST, DEVICE): copies}
-        self.worker = Worker(movers, levels=below)
-        self._levels = below
+        self.worker = Worker(movers, tiers=below)
+        self._tiers = below
 
     @property
     def has_pending(self) -> bool:
@@ -212,11 +212,11 @@ class Offloader(Closing):
 
     def source(self) -> Source:
         """What a metrics endpoint can ask."""
-        slot_bytes: dict[str, int] = dict.fromkeys((HOST, *self._levels), self.host.slot_bytes)
+        slot_bytes: dict[str, int] = dict.fromkeys((HOST, *self._tiers), self.host.slot_bytes)
         return Source(self.scheduler.onlooker, self.inbox, slot_bytes=slot_bytes, disks=self._disks)
 
     def _disks(self) -> dict[str, DiskFigures]:
-        found = {name: level.figures() for name, level in self._levels.items()}
+        found = {name: tier.figures() for name, tier in self._tiers.items()}
         return {name: figures for name, figures in found.items() if figures is not None}
 
     def close(self) -> None:

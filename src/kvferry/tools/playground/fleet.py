@@ -249,7 +249,7 @@ def run_fleet(
     with MooncakeMaster() as master:
         sharing = {
             "remote": f"mooncake://{master.place}?segment={max(segment, 4 * _SEGMENT_UNIT)}",
-            "level_write": "through",
+            "tier_write": "through",
             # A toy computes faster than a real model: that it would, is no reason not to show it.
             "load_policy": "always",
         }

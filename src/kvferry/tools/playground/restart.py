@@ -130,7 +130,7 @@ def _settings(folder: str, setting: Scenario) -> dict[str, Any]:
         "disk": folder,
         "disk_size": 256 * MiB,
         "disk_keep_free": 0,
-        "level_write": "through",
+        "tier_write": "through",
         # A quarter of so small a device is a few blocks. Where its copies lag behind, the rest of a
         # turn would find no room and be lost, and with a window's last block all of that turn.
         "max_storing_blocks": setting.device_blocks * len(setting.shape.group_windows),

@@ -42,7 +42,7 @@ class Why:
     load_seconds: float | None
     compute_seconds: float | None
     asked_blocks: int = 0
-    levels_away: tuple[str, ...] = ()
+    tiers_away: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ def read_rows(answer: Mapping[str, Any]) -> list[RecentRequest]:
 
 
 def read_away(answer: Mapping[str, Any]) -> dict[str, str]:
-    """The levels that cannot be used now, and why."""
-    away = _ToldFields(answer, "").fields("levels_away")
+    """The tiers that cannot be used now, and why."""
+    away = _ToldFields(answer, "").fields("tiers_away")
     return away.all_texts() if away is not None else {}
 
 
@@ -132,7 +132,7 @@ def _why(why: _ToldFields) -> Why:
         load_seconds=decision.maybe_number("load_seconds"),
         compute_seconds=decision.maybe_number("compute_seconds"),
         asked_blocks=why.maybe_count("asked_blocks") or 0,
-        levels_away=why.texts("levels_away"),
+        tiers_away=why.texts("tiers_away"),
     )
 
 

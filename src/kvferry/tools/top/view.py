@@ -35,7 +35,7 @@ TROUBLES = {
 
 @dataclass(frozen=True)
 class DrivesView:
-    """The drives of one level: what they did, what failed by why, what is not durable yet."""
+    """The drives of one tier: what they did, what failed by why, what is not durable yet."""
 
     read_bytes: int
     written_bytes: int
@@ -52,7 +52,7 @@ class DrivesView:
 class TierView:
     """One tier: its slots by state, and bytes where the size of a slot is known.
 
-    A level that finds blocks by their keys has no slots; it was ``asked`` for blocks and ``found``
+    A tier that finds blocks by their keys has no slots; it was ``asked`` for blocks and ``found``
     some. One that ``is_away`` cannot be used now. One with places began with ``restored`` blocks of
     an earlier life. ``held`` slots stay because somebody asked for that.
     """
@@ -166,7 +166,7 @@ class Watch:
         return self._view(reading, *self._explained())
 
     def _explained(self) -> tuple[list[dict[str, Any]], dict[str, str]]:
-        """The latest requests, and why levels are away.
+        """The latest requests, and why tiers are away.
 
         vLLM's own endpoint knows neither, and is not asked twice.
         """
@@ -291,30 +291,28 @@ def _routes(reading: Reading) -> list[tuple[str, str]]:
     return sorted(routes)[:MOST_ROUTES]
 
 
-def _drives(level: str, before: Reading, now: Reading) -> DrivesView | None:
+def _drives(tier: str, before: Reading, now: Reading) -> DrivesView | None:
     moved = now.by_label(names.DRIVE_BYTES)
-    if (level, "read") not in moved:
+    if (tier, "read") not in moved:
         return None
     was = before.by_label(names.DRIVE_BYTES)
     rates = {
         way: _per_second(
-            max(0.0, moved.get((level, way), 0.0) - was.get((level, way), 0.0)), before, now
+            max(0.0, moved.get((tier, way), 0.0) - was.get((tier, way), 0.0)), before, now
         )
         for way in ("read", "write")
     }
     failed = now.by_label(names.DRIVE_FAILED)
 
     def one(metric: Metric) -> float:
-        return now.by_label(metric).get((level,), 0.0)
+        return now.by_label(metric).get((tier,), 0.0)
 
     return DrivesView(
-        read_bytes=int(moved[level, "read"]),
-        written_bytes=int(moved.get((level, "write"), 0)),
+        read_bytes=int(moved[tier, "read"]),
+        written_bytes=int(moved.get((tier, "write"), 0)),
         read_rate=rates["read"],
         write_rate=rates["write"],
-        failed={
-            why: int(failed[level, why]) for why in names.FAILED_WHY if failed.get((level, why))
-        },
+        failed={why: int(failed[tier, why]) for why in names.FAILED_WHY if failed.get((tier, why))},
         pending=int(one(names.PENDING_BLOCKS)),
         durable_lag=one(names.DURABLE_LAG),
         num_away=int(one(names.DRIVES_AWAY)),
@@ -354,26 +352,26 @@ def _tiers(before: Reading, reading: Reading, why_away: dict[str, str]) -> list[
     held = reading.by_label(names.HELD_SLOTS)
     away, restored = reading.by_label(names.LEVEL_AWAY), reading.by_label(names.RESTORED_BLOCKS)
     curve = reading.by_label(names.MEMORY_CURVE)
-    every = dict.fromkeys([tier for tier, _ in slots] + [level for (level,) in away])
-    tiers = list(every)[:MOST_TIERS]
+    every = dict.fromkeys([rank_tier for rank_tier, _ in slots] + [tier for (tier,) in away])
+    rank_tiers = list(every)[:MOST_TIERS]
     return [
         TierView(
-            name=tier,
-            **{state: int(slots.get((tier, state), 0)) for state in names.STATES},
-            evicted=int(evicted.get((tier,), 0)),
-            slot_bytes=_maybe(sizes.get((tier,))),
-            asked=_maybe(asked.get((tier,))),
-            found=_maybe(found.get((tier,))),
-            is_away=bool(away.get((tier,), 0)),
-            why_away=why_away.get(tier, ""),
-            restored=_maybe(restored.get((tier,))),
-            drives=_drives(tier, before, reading),
+            name=rank_tier,
+            **{state: int(slots.get((rank_tier, state), 0)) for state in names.STATES},
+            evicted=int(evicted.get((rank_tier,), 0)),
+            slot_bytes=_maybe(sizes.get((rank_tier,))),
+            asked=_maybe(asked.get((rank_tier,))),
+            found=_maybe(found.get((rank_tier,))),
+            is_away=bool(away.get((rank_tier,), 0)),
+            why_away=why_away.get(rank_tier, ""),
+            restored=_maybe(restored.get((rank_tier,))),
+            drives=_drives(rank_tier, before, reading),
             curve={
-                times: min(1.0, max(0.0, curve[tier, times]))
+                times: min(1.0, max(0.0, curve[rank_tier, times]))
                 for times in names.MEMORIES
-                if (tier, times) in curve
+                if (rank_tier, times) in curve
             },
-            held=int(held.get((tier,), 0)),
+            held=int(held.get((rank_tier,), 0)),
         )
-        for tier in tiers
+        for rank_tier in rank_tiers
     ]

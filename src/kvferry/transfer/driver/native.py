@@ -132,9 +132,9 @@ class NativeDriver(ABC):
     def create_stream(self, priority: Priority) -> int:
         least, greatest, stream = c_int(), c_int(), c_void_p()
         self._call("priority_range", byref(least), byref(greatest))
-        level = least.value if priority is Priority.LOW else greatest.value
+        tier = least.value if priority is Priority.LOW else greatest.value
         self._call(
-            "stream_create", byref(stream), STREAM_NON_BLOCKING, level, asked=f"priority {level}"
+            "stream_create", byref(stream), STREAM_NON_BLOCKING, tier, asked=f"priority {tier}"
         )
         return stream.value or 0
 

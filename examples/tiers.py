@@ -1,4 +1,4 @@
-"""A level below host memory: conversations that host memory had to drop come back from there.
+"""A tier below host memory: conversations that host memory had to drop come back from there.
 
 Host memory is made far too small on purpose. A hit whose blocks lie below is pending at first: they
 are brought up while you poll.
@@ -20,7 +20,7 @@ with kvferry.attach(
     model="my-model",
     block_tokens=BLOCK_TOKENS,
     host=24 * block_bytes,  # four conversations of ten
-    levels="memory:64MiB",  # a store of your own: levels="my_package.module:factory"
+    tiers="memory:64MiB",  # a store of your own: tiers="my_package.module:factory"
     load_policy="always",
 ) as ferry:
     first = list(range(CHAT_BLOCKS))

@@ -1,6 +1,6 @@
-"""Levels that keep several blocks of a chain in one object, which has the name of the last.
+"""Tiers that keep several blocks of a chain in one object, which has the name of the last.
 
-Whether such a level finds a block hangs on who asks: on what follows the block in his chain.
+Whether such a tier finds a block hangs on who asks: on what follows the block in his chain.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from tests.fakes.packed_store import MOST, STORE, PackedStore, brought, packing,
 
 from kvferry.cache import reach
 from kvferry.core.keys import Keys
-from kvferry.scheduler.packed_tier import PackingLevel
-from kvferry.scheduler.tier import Answer, KeyedLevel, WriteMode
+from kvferry.scheduler.packed_tier import PackedTier
+from kvferry.scheduler.tier import Answer, KeyedTier, WriteMode
 from kvferry.scheduler.transfers import Wanted, run_numbers, with_furthest
 from kvferry.types import Health, MatchState, Rank, TierName
 
@@ -29,7 +29,7 @@ def served(chain: Keys, most: int = 8) -> tuple[Desk, PackedStore]:
     """A server that knows nothing yet, over a store that another wrote a chain to."""
     store = PackedStore()
     store.put(chain, most)
-    return Desk(levels=[packing()], slots=512), store
+    return Desk(tiers=[packing()], slots=512), store
 
 
 @pytest.mark.parametrize("most", [1, 8, 16])
@@ -75,13 +75,13 @@ def test_two_questions_under_way_end_in_any_order_and_yes_wins() -> None:
         for question in questions:
             desk.asked = [question]
             store.say(desk)
-        level = desk.scheduler._parts.lower.levels[0]
-        assert level.there(B, desk.now).all()
+        tier = desk.scheduler._parts.lower.tiers[0]
+        assert tier.there(B, desk.now).all()
 
 
 def test_only_the_blocks_about_the_parting_are_asked_for_twice() -> None:
     common = list(range(50))
-    desk = Desk(levels=[packing()], slots=1024)
+    desk = Desk(tiers=[packing()], slots=1024)
     first, second = keys([*common, *range(100, 130)]), keys([*common, *range(200, 230)])
     desk.match("a", first)
     desk.match("b", second)
@@ -94,8 +94,8 @@ def test_only_the_blocks_about_the_parting_are_asked_for_twice() -> None:
     assert len(set(question.runs.tolist())) == 2
 
 
-def test_a_level_of_single_blocks_believes_a_no_as_before() -> None:
-    desk = Desk(levels=[KeyedLevel(STORE, WriteMode.THROUGH)], slots=512)
+def test_a_lower_tier_single_blocks_believes_a_no_as_before() -> None:
+    desk = Desk(tiers=[KeyedTier(STORE, WriteMode.THROUGH)], slots=512)
     desk.match("a", A)
     desk.match("b", B)
     desk.plan()
@@ -118,7 +118,7 @@ def test_who_was_told_no_does_not_ask_again() -> None:
 
 def test_a_question_that_is_not_answered_in_time_is_believed_by_all() -> None:
     """Else everybody who comes would wait for a store that hangs, one after the other."""
-    desk = Desk(levels=[packing()], slots=256, ask_deadline=5.0)
+    desk = Desk(tiers=[packing()], slots=256, ask_deadline=5.0)
     desk.match("a", A)
     desk.match("b", B)
     desk.plan()
@@ -157,7 +157,7 @@ def test_who_comes_with_the_same_prompt_asks_nothing_for_a_while(most: int, ther
 
 
 def test_who_goes_on_differently_asks_nothing_where_no_object_could_have_a_name_of_his() -> None:
-    desk, store = Desk(levels=[packing()], slots=512), PackedStore()
+    desk, store = Desk(tiers=[packing()], slots=512), PackedStore()
     assert num_asked(desk, store, A) == len(A)
     assert num_asked(desk, store, A[:MOST] + B[10:]) == 0, "the first block can be in none"
     assert num_asked(desk, store, A[: MOST - 1] + B[10:]) == MOST - 1 + len(B[10:])
@@ -169,7 +169,7 @@ def test_who_goes_on_differently_asks_nothing_where_no_object_could_have_a_name_
 def test_blocks_of_a_window_are_objects_of_their_own_and_their_no_is_everybodys() -> None:
     """All that full attention needs is there, and nothing of the window."""
     groups = (reach.FullAttention(4), reach.SlidingWindow(4, window=9))
-    desk, store = Desk(*groups, levels=[packing()], slots=512), PackedStore()
+    desk, store = Desk(*groups, tiers=[packing()], slots=512), PackedStore()
     store.put(A[:20], 8)
     assert brought(desk, "a", A[:20], store, most=80) == 0
     first = store.num_heads
@@ -181,7 +181,7 @@ def test_blocks_of_a_window_are_objects_of_their_own_and_their_no_is_everybodys(
 
 @pytest.mark.parametrize("what", ["away", "reset"])
 def test_a_no_is_forgotten_with_all_else(what: str) -> None:
-    desk, store = Desk(levels=[packing()], slots=512), PackedStore()
+    desk, store = Desk(tiers=[packing()], slots=512), PackedStore()
     first = num_asked(desk, store, A)
     if what == "away":
         for reason in ("away", ""):
@@ -192,7 +192,7 @@ def test_a_no_is_forgotten_with_all_else(what: str) -> None:
 
 
 def test_what_this_server_writes_it_finds_at_once() -> None:
-    desk, store = Desk(levels=[packing()], slots=512), PackedStore()
+    desk, store = Desk(tiers=[packing()], slots=512), PackedStore()
     assert num_asked(desk, store, A) == len(A)
     store.keep(desk, "a", A)
     desk.pool.reset()
@@ -201,17 +201,17 @@ def test_what_this_server_writes_it_finds_at_once() -> None:
 
 def test_a_no_that_comes_when_the_block_was_written_meanwhile_is_forgotten() -> None:
     """Else it would be believed for longer than that the block was written."""
-    level, runs = packing(), np.zeros(len(A), dtype=np.int64)
-    level.reserve(A, parent=None, chained=True, now=0.0)
-    level.moved(A, np.ones(len(A), dtype=bool), upward=False, now=0.0)
-    level.answered(Answer(A, np.zeros(len(A), dtype=bool), runs=runs), 5.0)
-    assert level.there(A, 9.0).all()
-    assert level.unknown(A, 11.0, runs).all()
+    tier, runs = packing(), np.zeros(len(A), dtype=np.int64)
+    tier.reserve(A, parent=None, chained=True, now=0.0)
+    tier.moved(A, np.ones(len(A), dtype=bool), upward=False, now=0.0)
+    tier.answered(Answer(A, np.zeros(len(A), dtype=bool), runs=runs), 5.0)
+    assert tier.there(A, 9.0).all()
+    assert tier.unknown(A, 11.0, runs).all()
 
 
 def test_where_no_no_is_remembered_each_asks_once() -> None:
-    level = PackingLevel(STORE, WriteMode.THROUGH, most_in_one=MOST, remembers_noes=False)
-    desk, store = Desk(levels=[level], slots=512), PackedStore()
+    tier = PackedTier(STORE, WriteMode.THROUGH, most_in_one=MOST, remembers_noes=False)
+    desk, store = Desk(tiers=[tier], slots=512), PackedStore()
     store.put(A[:8], 8)
     assert brought(desk, "a", A, store) == 8
     heads = store.num_heads
@@ -226,19 +226,19 @@ def test_where_no_no_is_remembered_each_asks_once() -> None:
 
 def test_what_is_not_there_pushes_out_nothing_that_we_sent() -> None:
     """Seen red with one memory for both: what was written went down again."""
-    level = packing()
-    level.reserve(A, parent=None, chained=True, now=0.0)
-    level.moved(A, np.ones(len(A), dtype=bool), upward=False, now=0.0)
+    tier = packing()
+    tier.reserve(A, parent=None, chained=True, now=0.0)
+    tier.moved(A, np.ones(len(A), dtype=bool), upward=False, now=0.0)
     for first in range(1000, 5000, 100):  # four times what it remembers
         unknown = keys(range(first, first + 100))
         runs = np.zeros(len(unknown), dtype=np.int64)
-        level.answered(Answer(unknown, np.zeros(len(unknown), dtype=bool), runs=runs), 20.0)
-        assert not level.unknown(unknown, 21.0, runs).any()
-    assert level.known(A, 21.0).all()
-    assert level.reserve(A, parent=None, chained=True, now=21.0) is None
-    level.reset()
-    assert level.unknown(unknown, 21.0, runs).all()
-    assert not level.known(A, 21.0).any()
+        tier.answered(Answer(unknown, np.zeros(len(unknown), dtype=bool), runs=runs), 20.0)
+        assert not tier.unknown(unknown, 21.0, runs).any()
+    assert tier.known(A, 21.0).all()
+    assert tier.reserve(A, parent=None, chained=True, now=21.0) is None
+    tier.reset()
+    assert tier.unknown(unknown, 21.0, runs).all()
+    assert not tier.known(A, 21.0).any()
 
 
 def test_a_question_under_way_spares_nobody_the_names_behind_what_he_asks_for() -> None:
@@ -259,10 +259,10 @@ class Heard:
     def __init__(self) -> None:
         self.gone: list[bytes] = []
 
-    def came(self, level: TierName, keys: Keys) -> None:
+    def came(self, tier: TierName, keys: Keys) -> None:
         pass
 
-    def went(self, level: TierName, keys: Keys | None) -> None:
+    def went(self, tier: TierName, keys: Keys | None) -> None:
         self.gone += map(bytes, keys if keys is not None else ())
 
     def rose(self, keys: Keys) -> None:
@@ -270,36 +270,36 @@ class Heard:
 
 
 def test_a_no_tells_nobody_that_a_block_is_gone() -> None:
-    level, heard = packing(), Heard()
-    level.listen(heard)
-    level.answered(Answer(A, np.zeros(len(A), dtype=bool)), 0.0)
+    tier, heard = packing(), Heard()
+    tier.listen(heard)
+    tier.answered(Answer(A, np.zeros(len(A), dtype=bool)), 0.0)
     assert heard.gone == []
-    level.moved(A[:2], np.array([True, False]), upward=True, now=0.0)
+    tier.moved(A[:2], np.array([True, False]), upward=True, now=0.0)
     assert heard.gone == [bytes(A[1])], "what could not be read is a fact"
 
 
 def test_a_no_and_a_yes_for_one_block_in_one_question() -> None:
-    level = packing()
+    tier = packing()
     twice = A[:4] + A[:4]
     there = np.array([True, False, False, False, False, True, False, True])
     for answer in (there, there[::-1].copy()):
-        level.reset()
+        tier.reset()
         asked = twice if answer is there else twice[::-1]
-        level.answered(Answer(asked, answer), 0.0)
-        assert level.there(A[:4], 1.0).tolist() == [True, True, False, True]
-        assert not level.unknown(A[:4], 1.0).any()
+        tier.answered(Answer(asked, answer), 0.0)
+        assert tier.there(A[:4], 1.0).tolist() == [True, True, False, True]
+        assert not tier.unknown(A[:4], 1.0).any()
 
 
 def test_what_one_did_not_find_he_writes_for_those_who_go_his_way() -> None:
     """Though this very server wrote it once, in an object that ends on another's way."""
     store = PackedStore()
-    one = Desk(levels=[packing()], slots=128)
+    one = Desk(tiers=[packing()], slots=128)
     store.keep(one, "b", B)
-    level = one.scheduler._parts.lower.levels[0]
+    tier = one.scheduler._parts.lower.tiers[0]
     one.now += 60.0
-    assert level.known(B[:60], one.now).all(), "it knows what it sent"
-    level.answered(Answer(A[:60], np.arange(60) < 8), one.now)
-    assert level.known(A[:60], one.now).tolist() == [n < 8 for n in range(60)]
+    assert tier.known(B[:60], one.now).all(), "it knows what it sent"
+    tier.answered(Answer(A[:60], np.arange(60) < 8), one.now)
+    assert tier.known(A[:60], one.now).tolist() == [n < 8 for n in range(60)]
 
 
 def test_what_is_known_to_be_there_is_named_again_for_what_lies_before_it() -> None:
@@ -321,14 +321,14 @@ def test_another_server_finds_every_conversation_behind_one_system_prompt(
     write: WriteMode, pack: int
 ) -> None:
     store = PackedStore()
-    one = Desk(levels=[packing(write)], slots=128)
+    one = Desk(tiers=[packing(write)], slots=128)
     chains = {u: keys([*SYSTEM, *range(u * 100, u * 100 + 20)]) for u in (1, 2, 3)}
     for number, chain in chains.items():
         store.keep(one, str(number), chain, pack)
     for number in range(10, 50):  # what is spilled goes before these
         store.keep(one, str(number), keys(range(100 * number, 100 * number + 8)), pack)
     for chain in chains.values():
-        two = Desk(levels=[packing()], slots=512)
+        two = Desk(tiers=[packing()], slots=512)
         assert brought(two, "r", chain, store) == len(chain)
 
 
@@ -338,27 +338,27 @@ def test_so_it_does_what_goes_on_from_what_came_up_long_ago() -> None:
     one.scheduler.finish("b")
     one.now += 60.0
     store.keep(one, "a", A)
-    two = Desk(levels=[packing()], slots=512)
+    two = Desk(tiers=[packing()], slots=512)
     assert brought(two, "a", A, store) == len(A)
 
 
 def test_what_goes_down_after_another_that_follows_it_ends_where_that_begins() -> None:
     store = PackedStore()
-    one = Desk(levels=[packing(WriteMode.SPILL)], slots=1024)
+    one = Desk(tiers=[packing(WriteMode.SPILL)], slots=1024)
     for name, chain in (("a", A), ("b", B)):
         store.keep(one, name, chain)
     lower = one.scheduler._parts.lower
     for part in (A[10:], B):
-        lower.send_out(lower.levels[0], part)
+        lower.send_out(lower.tiers[0], part)
         store.serve(one)
-    two = Desk(levels=[packing()], slots=512)
+    two = Desk(tiers=[packing()], slots=512)
     assert brought(two, "a", A, store) == len(A)
     assert brought(two, "b", B, store) == len(B)
 
 
 def test_what_two_share_is_written_twice_and_no_more() -> None:
     store = PackedStore()
-    one = Desk(levels=[packing()], slots=512)
+    one = Desk(tiers=[packing()], slots=512)
     sizes = []
     for number in range(1, 6):
         one.keep(str(number), keys([*SYSTEM, *range(number * 100, number * 100 + 20)]), 120)
@@ -398,7 +398,7 @@ def test_so_does_one_that_is_cut_for_lack_of_room(pack: int) -> None:
     chain = keys(range(100))
     store = PackedStore()
     store.put(chain, pack)
-    desk = Desk(levels=[packing()], slots=80)
+    desk = Desk(tiers=[packing()], slots=80)
     assert brought(desk, "b", chain, store) == 20
 
 
@@ -420,14 +420,14 @@ def test_what_lies_behind_is_only_asked_for() -> None:
     assert why.asked_blocks == 9
 
 
-def test_only_full_attention_and_only_levels_with_packs_are_asked_for_it() -> None:
+def test_only_full_attention_and_only_tiers_with_packs_are_asked_for_it() -> None:
     chain = keys(range(40))
-    single = KeyedLevel(TierName("single"))
+    single = KeyedTier(TierName("single"))
     window = reach.SlidingWindow(4, window=9)
-    desk = Desk(reach.FullAttention(4), window, levels=[single, packing()], slots=512)
+    desk = Desk(reach.FullAttention(4), window, tiers=[single, packing()], slots=512)
     desk.match("b", chain, most=40)
     desk.plan()
-    sizes = {question.level: len(question) for question in desk.asked}
+    sizes = {question.tier: len(question) for question in desk.asked}
     assert sizes == {"single": 20, STORE: 20 + MOST - 1}
 
 

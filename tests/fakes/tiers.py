@@ -1,4 +1,4 @@
-"""Levels of somebody else's, as a setting names them: ``tests.fakes.levels:open_mine:OPTIONS``."""
+"""Tiers of somebody else's, as a setting names them: ``tests.fakes.tiers:open_mine:OPTIONS``."""
 
 from __future__ import annotations
 

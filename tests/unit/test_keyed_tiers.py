@@ -1,4 +1,4 @@
-"""Levels that know keys themselves: asked once, believed for a while, waited for not for long."""
+"""Tiers that know keys themselves: asked once, believed for a while, waited for not for long."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from tests.fakes.desk import LOAD, Desk, routes, story
 from tests.fakes.pools import evict
-from tests.unit.test_levels import Server, forget_host, settle_down
+from tests.unit.test_tiers import Server, forget_host, settle_down
 
 from kvferry.cache import reach
 from kvferry.cache.pool import Pool
 from kvferry.core.keys import Keys
-from kvferry.scheduler.tier import KeyedLevel, PlacedLevel, WriteMode
+from kvferry.scheduler.tier import KeyedTier, SlotTier, WriteMode
 from kvferry.tiers.contract import Way
 from kvferry.tiers.memory import KeyedMemoryTier
 from kvferry.types import HOST, Health, Key, MatchState, Outcome, Rank, Receipt, TierName, Transfer
@@ -28,8 +28,8 @@ DOWN, UP = (HOST, STORE_NAME), (STORE_NAME, HOST)
 
 def keyed(
     write: WriteMode = WriteMode.THROUGH, *, remember: float = 10.0, capacity: int = 1000
-) -> KeyedLevel:
-    return KeyedLevel(STORE_NAME, write, remember=remember, capacity=capacity)
+) -> KeyedTier:
+    return KeyedTier(STORE_NAME, write, remember=remember, capacity=capacity)
 
 
 def slot_keys(desk: Desk, told: Keys) -> Keys:
@@ -56,12 +56,12 @@ def partly(desk: Desk, transfer: Transfer, *failed: tuple[int, ...]) -> None:
 
 def test_a_stranger_is_asked_about_and_then_brought_up() -> None:
     """Another server has put it there: we only learn of it by asking."""
-    desk = Desk(levels=[keyed()], slots=32)
+    desk = Desk(tiers=[keyed()], slots=32)
     told = story(1, 4)
     assert desk.match("b", told).state is MatchState.WAIT
     assert desk.plan() == []
     (question,) = desk.asked
-    assert (question.level, Keys(question.keys)) == (STORE_NAME, slot_keys(desk, told))
+    assert (question.tier, Keys(question.keys)) == (STORE_NAME, slot_keys(desk, told))
     assert desk.match("b", told).state is MatchState.WAIT
     desk.say(slot_keys(desk, told))
     assert desk.match("b", told).state is MatchState.WAIT
@@ -80,7 +80,7 @@ def test_a_stranger_is_asked_about_and_then_brought_up() -> None:
 
 
 def test_what_is_not_there_is_computed_and_not_asked_for_again() -> None:
-    desk = Desk(levels=[keyed()])
+    desk = Desk(tiers=[keyed()])
     told = story(1, 4)
     desk.match("b", told)
     desk.plan()
@@ -93,7 +93,7 @@ def test_what_is_not_there_is_computed_and_not_asked_for_again() -> None:
 
 
 def test_answers_are_believed_for_a_while_only() -> None:
-    desk = Desk(levels=[keyed(remember=10)])
+    desk = Desk(tiers=[keyed(remember=10)])
     told = story(1, 4)
     desk.match("b", told)
     desk.plan()
@@ -108,7 +108,7 @@ def test_answers_are_believed_for_a_while_only() -> None:
 
 
 def test_an_answer_believed_for_no_time_is_not_asked_for_for_ever() -> None:
-    desk = Desk(levels=[keyed(remember=0)])
+    desk = Desk(tiers=[keyed(remember=0)])
     told = story(1, 4)
     desk.match("b", told)
     desk.plan()
@@ -117,7 +117,7 @@ def test_an_answer_believed_for_no_time_is_not_asked_for_for_ever() -> None:
 
 
 def test_requests_of_one_step_share_a_question_and_later_ones_join_it() -> None:
-    desk = Desk(levels=[keyed()], slots=64)
+    desk = Desk(tiers=[keyed()], slots=64)
     told = story(1, 4)
     for request in "ab":
         assert desk.match(request, told).state is MatchState.WAIT
@@ -138,7 +138,7 @@ def test_requests_of_one_step_share_a_question_and_later_ones_join_it() -> None:
 
 
 def test_nobody_waits_for_an_answer_past_its_deadline() -> None:
-    desk = Desk(levels=[keyed()], ask_deadline=1)
+    desk = Desk(tiers=[keyed()], ask_deadline=1)
     told = story(1, 4)
     desk.match("b", told)
     desk.plan()
@@ -156,7 +156,7 @@ def test_nobody_waits_for_an_answer_past_its_deadline() -> None:
 
 
 def test_a_block_is_there_when_every_rank_has_it() -> None:
-    desk = Desk(levels=[keyed()], ranks=2, slots=32)
+    desk = Desk(tiers=[keyed()], ranks=2, slots=32)
     told = story(1, 4)
     desk.match("b", told)
     desk.plan()
@@ -169,7 +169,7 @@ def test_a_block_is_there_when_every_rank_has_it() -> None:
 
 
 def test_who_ends_while_asking_leaves_nothing() -> None:
-    desk = Desk(levels=[keyed()])
+    desk = Desk(tiers=[keyed()])
     desk.match("b", story(1, 4))
     desk.scheduler.abort("b")
     desk.plan()
@@ -178,14 +178,14 @@ def test_who_ends_while_asking_leaves_nothing() -> None:
 
 
 def test_no_more_is_asked_than_could_be_brought_up() -> None:
-    desk = Desk(levels=[keyed()], slots=16)  # a quarter of the host: four slots
+    desk = Desk(tiers=[keyed()], slots=16)  # a quarter of the host: four slots
     desk.match("b", story(1, 100))
     desk.plan()
     assert [len(question) for question in desk.asked] == [4]
 
 
-def test_what_the_host_or_a_nearer_level_has_is_not_asked_for() -> None:
-    desk = Desk(levels=[PlacedLevel(DISK, Pool(64), WriteMode.THROUGH), keyed(WriteMode.SPILL)])
+def test_what_the_host_or_a_nearer_tier_has_is_not_asked_for() -> None:
+    desk = Desk(tiers=[SlotTier(DISK, Pool(64), WriteMode.THROUGH), keyed(WriteMode.SPILL)])
     told = story(1, 4)
     desk.keep("a", told[:2], 8)
     settle_down(desk)
@@ -196,7 +196,7 @@ def test_what_the_host_or_a_nearer_level_has_is_not_asked_for() -> None:
 
 def test_windows_are_asked_about_too() -> None:
     window = reach.SlidingWindow(4, window=9)
-    desk = Desk(reach.FullAttention(4), window, levels=[keyed()], slots=64)
+    desk = Desk(reach.FullAttention(4), window, tiers=[keyed()], slots=64)
     told = story(1, 6)
     desk.match("b", told)
     desk.plan()
@@ -213,7 +213,7 @@ def test_windows_are_asked_about_too() -> None:
 
 
 def test_what_we_sent_is_known_without_asking() -> None:
-    desk = Desk(levels=[keyed()], slots=32)
+    desk = Desk(tiers=[keyed()], slots=32)
     told = story(1, 4)
     desk.keep("a", told, 16)
     (move,) = desk.plan()
@@ -226,7 +226,7 @@ def test_what_we_sent_is_known_without_asking() -> None:
 
 
 def test_a_yes_that_was_untrue_is_one_missing_block() -> None:
-    desk = Desk(levels=[keyed()], slots=64)
+    desk = Desk(tiers=[keyed()], slots=64)
     told = story(1, 4)
     desk.match("b", told)
     desk.plan()
@@ -244,7 +244,7 @@ def test_a_yes_that_was_untrue_is_one_missing_block() -> None:
 
 
 def test_a_block_that_failed_on_any_rank_is_lost_and_the_others_count() -> None:
-    desk = Desk(levels=[keyed()], slots=64, ranks=2)
+    desk = Desk(tiers=[keyed()], slots=64, ranks=2)
     told = story(1, 4)
     desk.match("b", told)
     desk.plan()
@@ -256,7 +256,7 @@ def test_a_block_that_failed_on_any_rank_is_lost_and_the_others_count() -> None:
 
 
 def test_nothing_is_matchable_before_every_rank_has_answered() -> None:
-    desk = Desk(levels=[keyed()], slots=64, ranks=2)
+    desk = Desk(tiers=[keyed()], slots=64, ranks=2)
     told = story(1, 4)
     desk.match("b", told)
     desk.plan()
@@ -273,7 +273,7 @@ def test_nothing_is_matchable_before_every_rank_has_answered() -> None:
 def test_behind_a_hole_a_window_keeps_what_came() -> None:
     """Full attention cannot use it; a window reads nothing before it."""
     window = reach.SlidingWindow(4, window=9)
-    desk = Desk(window, levels=[keyed()], slots=64)
+    desk = Desk(window, tiers=[keyed()], slots=64)
     told = story(1, 6)
     desk.match("b", told)
     desk.plan()
@@ -288,7 +288,7 @@ def test_behind_a_hole_a_window_keeps_what_came() -> None:
 
 
 def test_a_failed_write_is_no_promise_and_is_sent_again() -> None:
-    desk = Desk(levels=[keyed(WriteMode.SPILL, remember=1)], slots=8)
+    desk = Desk(tiers=[keyed(WriteMode.SPILL, remember=1)], slots=8)
     told = story(1, 8)
     desk.keep("a", told, 32)
     moves = desk.plan()
@@ -306,7 +306,7 @@ def test_a_failed_write_is_no_promise_and_is_sent_again() -> None:
 
 def test_a_reset_sends_a_forget_and_drops_what_waits_to_go_down() -> None:
     """After it, an old block that arrived late would be found by whoever starts with epoch 0."""
-    desk = Desk(levels=[keyed()])
+    desk = Desk(tiers=[keyed()])
     told = story(1, 4)
     desk.keep("a", told, 16)  # its way down is ordered, not sent
     assert desk.scheduler.num_queued == 1
@@ -322,8 +322,8 @@ def test_a_reset_sends_a_forget_and_drops_what_waits_to_go_down() -> None:
 # -- coming and going -----------------------------------------------------------------------------
 
 
-def test_a_level_that_goes_away_ends_all_waiting_for_it_and_heals() -> None:
-    desk = Desk(levels=[keyed()], slots=64, ranks=2)
+def test_a_tier_that_goes_away_ends_all_waiting_for_it_and_heals() -> None:
+    desk = Desk(tiers=[keyed()], slots=64, ranks=2)
     told, other = story(1, 4), story(2, 4)
     desk.match("b", told)
     desk.plan()
@@ -354,20 +354,20 @@ def test_a_level_that_goes_away_ends_all_waiting_for_it_and_heals() -> None:
     desk.check_empty()
 
 
-def test_a_level_ails_until_every_rank_has_it_back() -> None:
-    level = keyed()
-    desk = Desk(levels=[level], ranks=2)
+def test_a_tier_ails_until_every_rank_has_it_back() -> None:
+    tier = keyed()
+    desk = Desk(tiers=[tier], ranks=2)
     for rank in (0, 1):
         desk.scheduler.note_health(Health(Rank(rank), STORE_NAME, "gone"))
     desk.scheduler.note_health(Health(Rank(0), STORE_NAME))
-    assert level.ailment == "rank 1: gone"
+    assert tier.ailment == "rank 1: gone"
     desk.scheduler.note_health(Health(Rank(1), STORE_NAME))
-    assert not level.ailment
+    assert not tier.ailment
     desk.scheduler.note_health(Health(Rank(1), TierName("moon"), "never heard of it"))
 
 
-def test_a_placed_level_comes_and_goes_too() -> None:
-    desk = Desk(levels=[PlacedLevel(DISK, Pool(32), WriteMode.THROUGH)])
+def test_a_placed_tier_comes_and_goes_too() -> None:
+    desk = Desk(tiers=[SlotTier(DISK, Pool(32), WriteMode.THROUGH)])
     told = story(1, 4)
     desk.keep("a", told, 16)
     settle_down(desk)

@@ -1,4 +1,4 @@
-"""Every life of a small request over a level that is asked: all answers, all failures, all delays.
+"""Every life of a small request over a tier that is asked: all answers, all failures, all delays.
 
 Two ranks, each with its own answer for each block and its own failures when blocks are read. What
 the request must get follows in one line from both; whatever happens, it gets an answer in bounded
@@ -17,8 +17,8 @@ from tests.fakes.pools import evict
 from kvferry.cache import reach
 from kvferry.cache.pool import Pool
 from kvferry.core.keys import Keys
-from kvferry.scheduler.packed_tier import level_of
-from kvferry.scheduler.tier import KeyedLevel, Level, PlacedLevel, WriteMode
+from kvferry.scheduler.packed_tier import lower_tier
+from kvferry.scheduler.tier import KeyedTier, LowerTier, SlotTier, WriteMode
 from kvferry.types import MatchState, Outcome, Rank, Receipt, TierName, Transfer, as_slots
 
 NAME = TierName("below")
@@ -81,7 +81,7 @@ def land(
 
 def live(
     group: reach.Group,
-    level: Level,
+    tier: LowerTier,
     there: tuple[Flags, Flags],
     lost: tuple[Flags, Flags],
     *,
@@ -89,7 +89,7 @@ def live(
     late_move: int | None = None,
 ) -> int:
     """One life; returns how many blocks the request was given."""
-    desk = Desk(group, levels=[level], ranks=2, slots=16)
+    desk = Desk(group, tiers=[tier], ranks=2, slots=16)
     told = story(1, NUM_BLOCKS)
     keys = desk.scheduler._parts.matcher.slot_keys(0, told, range(NUM_BLOCKS))
     held: list[Receipt] = []
@@ -121,7 +121,7 @@ def test_every_answer_and_every_failure(group: reach.Group) -> None:
         for first, second in losses:
             lost = [a or b for a, b in zip(first, second, strict=True)]
             came = [at in needed and not lost[at] for at in range(NUM_BLOCKS)]
-            given = live(group, KeyedLevel(NAME), there, (first, second))
+            given = live(group, KeyedTier(NAME), there, (first, second))
             assert given == longest(group, came), (there, first, second)
 
 
@@ -133,7 +133,7 @@ def test_a_rank_that_is_late(what: str, late: int) -> None:
         for lost in MASKS:
             given = live(
                 FULL,
-                KeyedLevel(NAME),
+                KeyedTier(NAME),
                 there,
                 (lost, none),
                 late_answer=late if what == "answer" else None,
@@ -144,8 +144,8 @@ def test_a_rank_that_is_late(what: str, late: int) -> None:
 
 def test_the_same_where_places_are_ours() -> None:
     for first, second in product(MASKS, MASKS):
-        level = PlacedLevel(NAME, Pool(8), WriteMode.THROUGH)
-        desk = Desk(levels=[level], ranks=2, slots=16)
+        tier = SlotTier(NAME, Pool(8), WriteMode.THROUGH)
+        desk = Desk(tiers=[tier], ranks=2, slots=16)
         told = story(1, NUM_BLOCKS)
         keys = desk.scheduler._parts.matcher.slot_keys(0, told, range(NUM_BLOCKS))
         desk.keep("a", told, 4 * NUM_BLOCKS)
@@ -156,7 +156,7 @@ def test_the_same_where_places_are_ours() -> None:
         lost = [a or b for a, b in zip(first, second, strict=True)]
         came = longest(FULL, [not gone for gone in lost])
         assert desk.match("b", told).num_tokens == 4 * came
-        assert not (level.pool.cached(keys) & lost).any(), "what failed is offered again"
+        assert not (tier.pool.cached(keys) & lost).any(), "what failed is offered again"
         desk.scheduler.finish("b")
         desk.check_empty()
 
@@ -171,13 +171,13 @@ def test_what_ranks_recovered_of_a_request_in_every_way(moved: int | None) -> No
             at = [place for place in range(NUM_BLOCKS) if there[place]]
             places = [place + 4 * (rank == 1 and place == moved) for place in at]
             sets.append((told.take(np.array(at, dtype=np.int64)), as_slots(places)))
-        level = level_of(NAME, 8, WriteMode.THROUGH, recovered=sets)
+        tier = lower_tier(NAME, 8, WriteMode.THROUGH, recovered=sets)
         both = [
             a and b and at != moved for at, (a, b) in enumerate(zip(first, second, strict=True))
         ]
-        assert level.pool is not None
-        assert level.pool.counts.cached == sum(both)
-        desk = Desk(levels=[level], ranks=2, slots=16)
+        assert tier.pool is not None
+        assert tier.pool.counts.cached == sum(both)
+        desk = Desk(tiers=[tier], ranks=2, slots=16)
         hoped = longest(FULL, both)
         assert (desk.match("b", told).state is MatchState.WAIT) == bool(hoped)
         land(desk, desk.plan(), told, (MASKS[0], MASKS[0]), None)
@@ -187,5 +187,5 @@ def test_what_ranks_recovered_of_a_request_in_every_way(moved: int | None) -> No
         desk.check_empty()
         desk.keep("c", told, 4 * NUM_BLOCKS)  # what was lost is written again, beside the rest
         desk.run()
-        assert level.pool.cached(told).all()
+        assert tier.pool.cached(told).all()
         desk.check_empty()

@@ -20,8 +20,8 @@ from kvferry.config import Config
 from kvferry.core.keys import Keys
 from kvferry.errors import TransferError
 from kvferry.hostmem.slots import HostTier
-from kvferry.scheduler.packed_tier import level_of
-from kvferry.scheduler.tier import PlacedLevel, WriteMode
+from kvferry.scheduler.packed_tier import lower_tier
+from kvferry.scheduler.tier import SlotTier, WriteMode
 from kvferry.tiers.contract import Way
 from kvferry.tiers.memory import KeyedMemoryTier, MemoryTier
 from kvferry.tiers.movers import TierMover
@@ -43,14 +43,12 @@ DISK, FAR = TierName("disk"), TierName("far")
 DOWN, UP = (HOST, DISK), (DISK, HOST)
 
 
-def level(
-    slots: int = 64, write: WriteMode = WriteMode.THROUGH, name: TierName = DISK
-) -> PlacedLevel:
-    return PlacedLevel(name, Pool(slots), write)
+def tier(slots: int = 64, write: WriteMode = WriteMode.THROUGH, name: TierName = DISK) -> SlotTier:
+    return SlotTier(name, Pool(slots), write)
 
 
 def below_pool(desk: Desk) -> Pool:
-    pool = desk.scheduler._parts.lower.levels[0].pool
+    pool = desk.scheduler._parts.lower.tiers[0].pool
     assert pool is not None
     return pool
 
@@ -62,7 +60,7 @@ def settle_down(desk: Desk) -> None:
         if not desk.flying:
             return
         desk.land()
-    raise AssertionError("the levels never come to rest")
+    raise AssertionError("the tiers never come to rest")
 
 
 def forget_host(desk: Desk) -> None:
@@ -75,7 +73,7 @@ def forget_host(desk: Desk) -> None:
 
 
 def test_write_through_copies_what_was_just_stored() -> None:
-    desk = Desk(levels=[level()])
+    desk = Desk(tiers=[tier()])
     desk.keep("a", story(1, 4), 16)
     (move,) = desk.plan()
     assert (move.src, move.dst) == DOWN
@@ -87,7 +85,7 @@ def test_write_through_copies_what_was_just_stored() -> None:
 @pytest.mark.parametrize("order", list(permutations(range(3))))
 def test_stores_of_a_chain_that_land_in_any_order_all_go_down(order: tuple[int, ...]) -> None:
     """Seen red where what landed before its parent was left out: it stayed out for ever."""
-    desk = Desk(levels=[level()])
+    desk = Desk(tiers=[tier()])
     keys = story(1, 12)
     stores = []
     for turn in range(3):
@@ -111,7 +109,7 @@ def test_what_waits_for_its_parent_goes_with_a_reset_and_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvferry.scheduler.tiering._MOST_EARLY", 1)
-    desk = Desk(levels=[level()])
+    desk = Desk(tiers=[tier()])
     late = []
     for number in (1, 2):
         desk.store(f"a{number}", story(number, 4), 8)
@@ -131,22 +129,22 @@ def test_what_waits_for_its_parent_goes_with_a_reset_and_is_bounded(
 
 
 def test_a_failed_store_is_not_written_through() -> None:
-    desk = Desk(levels=[level()])
+    desk = Desk(tiers=[tier()])
     desk.store("a", story(1, 4), 16)
     desk.land(*desk.plan(), failed="no")
     assert desk.plan() == []
 
 
 def test_spill_copies_nothing_while_the_host_has_room() -> None:
-    desk = Desk(levels=[level(write=WriteMode.SPILL)], slots=64)
+    desk = Desk(tiers=[tier(write=WriteMode.SPILL)], slots=64)
     desk.keep("a", story(1, 4), 16)
     for _ in range(30):  # demand fades; an eighth of the host is free anyway
         assert desk.plan() == []
 
 
-def test_a_level_that_writes_nothing_is_left_alone_for_longer_and_longer() -> None:
+def test_a_tier_that_writes_nothing_is_left_alone_for_longer_and_longer() -> None:
     """Seen red without a rest: the same blocks were sent down again with every step."""
-    desk = Desk(levels=[level(write=WriteMode.SPILL)], slots=16)
+    desk = Desk(tiers=[tier(write=WriteMode.SPILL)], slots=16)
     desk.keep("a", story(1, 16), 64)
     sent = []
     for _ in range(1000):
@@ -164,7 +162,7 @@ def test_a_level_that_writes_nothing_is_left_alone_for_longer_and_longer() -> No
 
 
 def test_spill_copies_the_coldest_ahead_of_need_and_no_more() -> None:
-    desk = Desk(levels=[level(write=WriteMode.SPILL)], slots=16)
+    desk = Desk(tiers=[tier(write=WriteMode.SPILL)], slots=16)
     desk.keep("a", story(1, 16), 64)
     for _ in range(60):  # the memory of the burst fades, an eighth stays clean
         desk.run()
@@ -182,7 +180,7 @@ def test_spill_copies_the_coldest_ahead_of_need_and_no_more() -> None:
 def test_a_step_in_which_nothing_changed_looks_for_nothing_to_spill(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    desk = Desk(levels=[level(write=WriteMode.SPILL)], slots=16)
+    desk = Desk(tiers=[tier(write=WriteMode.SPILL)], slots=16)
     desk.keep("a", story(1, 16), 64)
     settle_down(desk)
     looks: list[int] = []
@@ -199,7 +197,7 @@ def test_a_step_in_which_nothing_changed_looks_for_nothing_to_spill(
     desk.now += 1.0  # what was touched or let go meanwhile
     desk.plan()
     assert len(looks) == 1
-    # A level that lost what it had, and comes back, is written to at once.
+    # A tier that lost what it had, and comes back, is written to at once.
     below_pool(desk).reset()
     desk.scheduler.note_health(Health(FIRST_RANK, DISK, "gone"))
     desk.scheduler.note_health(Health(FIRST_RANK, DISK))
@@ -208,7 +206,7 @@ def test_a_step_in_which_nothing_changed_looks_for_nothing_to_spill(
 
 def test_spilling_is_no_sign_of_use() -> None:
     """Reading a block to copy it down must not make it the newest."""
-    desk = Desk(levels=[level(write=WriteMode.SPILL)], slots=16)
+    desk = Desk(tiers=[tier(write=WriteMode.SPILL)], slots=16)
     desk.keep("old", story(1, 8), 32)
     desk.keep("new", story(2, 8), 32)
     for _ in range(10):
@@ -219,7 +217,7 @@ def test_spilling_is_no_sign_of_use() -> None:
 
 def test_what_the_host_evicts_can_still_be_had() -> None:
     """Four times the host's size, spilled as it goes: nothing is lost."""
-    desk = Desk(levels=[level(slots=256, write=WriteMode.SPILL)], slots=16)
+    desk = Desk(tiers=[tier(slots=256, write=WriteMode.SPILL)], slots=16)
     for number in range(16):
         for end in (8, 16):
             desk.store(f"r{number}", story(number, 4), end)
@@ -234,7 +232,7 @@ def test_what_the_host_evicts_can_still_be_had() -> None:
 
 
 def test_a_failed_spill_leaves_the_hosts_block_good() -> None:
-    desk = Desk(levels=[level(write=WriteMode.THROUGH)])
+    desk = Desk(tiers=[tier(write=WriteMode.THROUGH)])
     desk.keep("a", story(1, 4), 16)
     desk.land(*desk.plan(), failed="disk full")
     assert desk.hit(story(1, 4)) == 16
@@ -243,7 +241,7 @@ def test_a_failed_spill_leaves_the_hosts_block_good() -> None:
 
 
 def test_a_spill_past_its_deadline_leaves_the_hosts_block_good() -> None:
-    desk = Desk(levels=[level()], store_deadline=5)
+    desk = Desk(tiers=[tier()], store_deadline=5)
     desk.keep("a", story(1, 4), 16)
     (move,) = desk.plan()
     desk.now = 6.0
@@ -256,8 +254,8 @@ def test_a_spill_past_its_deadline_leaves_the_hosts_block_good() -> None:
     desk.check_empty()
 
 
-def test_a_level_too_small_takes_what_fits() -> None:
-    desk = Desk(levels=[level(slots=3)])
+def test_a_tier_too_small_takes_what_fits() -> None:
+    desk = Desk(tiers=[tier(slots=3)])
     desk.keep("a", story(1, 8), 32)
     (move,) = desk.plan()
     assert len(move) == 3
@@ -266,10 +264,10 @@ def test_a_level_too_small_takes_what_fits() -> None:
     settle_down(desk)
 
 
-def test_a_level_too_small_for_a_conversation_keeps_its_beginning() -> None:
+def test_a_tier_too_small_for_a_conversation_keeps_its_beginning() -> None:
     """Stored step by step, the oldest blocks are the first: without them the rest is useless."""
-    small = level(slots=6)
-    desk = Desk(levels=[small], slots=64)
+    small = tier(slots=6)
+    desk = Desk(tiers=[small], slots=64)
     told = story(1, 10)
     for end in range(8, 41, 8):
         desk.store("a", told, end)
@@ -278,9 +276,9 @@ def test_a_level_too_small_for_a_conversation_keeps_its_beginning() -> None:
     assert small.pool.match(keys) == 6
 
 
-def test_two_levels_each_in_its_own_way() -> None:
-    through, spill = level(), level(write=WriteMode.SPILL, name=FAR)
-    desk = Desk(levels=[through, spill], slots=8)
+def test_two_tiers_each_in_its_own_way() -> None:
+    through, spill = tier(), tier(write=WriteMode.SPILL, name=FAR)
+    desk = Desk(tiers=[through, spill], slots=8)
     desk.keep("a", story(1, 8), 32)
     settle_down(desk)
     assert through.pool.counts.cached == 8
@@ -291,8 +289,8 @@ def test_two_levels_each_in_its_own_way() -> None:
 
 
 def below_only(told: Keys, **settings: object) -> Desk:
-    """A desk with one level that has this story, which the host has lost."""
-    desk = Desk(levels=[level(slots=100)], **settings)  # type: ignore[arg-type]
+    """A desk with one tier that has this story, which the host has lost."""
+    desk = Desk(tiers=[tier(slots=100)], **settings)  # type: ignore[arg-type]
     for end in range(8, 4 * len(told) + 1, 8):
         desk.store("teller", told, end)
         settle_down(desk)
@@ -355,7 +353,7 @@ def test_promotion_is_bounded_by_a_share_of_the_host() -> None:
 def test_what_comes_up_within_the_bound_is_of_use() -> None:
     """All of one group and nothing of the other would flush the host for nobody."""
     window = reach.SlidingWindow(4, window=9)
-    desk = Desk(reach.FullAttention(4), window, levels=[level()], slots=32)
+    desk = Desk(reach.FullAttention(4), window, tiers=[tier()], slots=32)
     told = story(1, 12)
     desk.keep("a", told, 48)
     settle_down(desk)
@@ -369,7 +367,7 @@ def test_what_comes_up_within_the_bound_is_of_use() -> None:
 
 @pytest.mark.parametrize("num_keys", range(5, 14))
 def test_blocks_of_one_token_come_up_within_the_bound(num_keys: int) -> None:
-    desk = Desk(reach.FullAttention(1), levels=[level()], slots=16)
+    desk = Desk(reach.FullAttention(1), tiers=[tier()], slots=16)
     told = story(1, num_keys)
     desk.keep("a", told, num_keys)
     settle_down(desk)
@@ -472,7 +470,7 @@ def test_nobody_joins_a_promotion_whose_time_is_up() -> None:
     desk.check_empty()
 
 
-def test_a_level_is_measured_by_the_time_in_which_it_had_something_to_bring() -> None:
+def test_a_tier_is_measured_by_the_time_in_which_it_had_something_to_bring() -> None:
     told, other = story(1, 4), story(2, 4)
     desk = below_only(told, slots=64, promote_deadline=3, block_bytes=[100])
     desk.match("b", told)
@@ -516,9 +514,9 @@ def test_who_ends_while_waiting_leaves_a_promotion_that_lands() -> None:
     desk.check_empty()
 
 
-def test_a_level_further_down_serves_what_a_nearer_one_lost() -> None:
-    near, far = level(slots=64), level(slots=64, name=FAR)
-    desk = Desk(levels=[near, far])
+def test_a_tier_further_down_serves_what_a_nearer_one_lost() -> None:
+    near, far = tier(slots=64), tier(slots=64, name=FAR)
+    desk = Desk(tiers=[near, far])
     told = story(1, 4)
     desk.keep("a", told, 16)
     settle_down(desk)
@@ -531,9 +529,7 @@ def test_a_level_further_down_serves_what_a_nearer_one_lost() -> None:
 
 
 def test_every_group_is_brought_up() -> None:
-    desk = Desk(
-        reach.FullAttention(4), reach.SlidingWindow(4, window=9), levels=[level()], slots=32
-    )
+    desk = Desk(reach.FullAttention(4), reach.SlidingWindow(4, window=9), tiers=[tier()], slots=32)
     told = story(1, 6)
     desk.keep("a", told, 24)
     settle_down(desk)
@@ -545,7 +541,7 @@ def test_every_group_is_brought_up() -> None:
     assert desk.load("b", 24) == {0: [0, 1, 2, 3, 4, 5], 1: [4, 5]}
 
 
-def test_reset_empties_every_level_and_lets_moves_end() -> None:
+def test_reset_empties_every_tier_and_lets_moves_end() -> None:
     told = story(1, 4)
     desk = below_only(told)
     desk.match("b", told)
@@ -600,12 +596,12 @@ class Server:
         self.device = InstantDevice(self.host, 64)
         movers: dict[tuple[TierName, TierName], object] = {STORE: self.device, LOAD: self.device}
         below = {tier.name: TierMover(self.host, tier) for tier in tiers}
-        self.worker = Worker(movers, levels=below)  # type: ignore[arg-type]
+        self.worker = Worker(movers, tiers=below)  # type: ignore[arg-type]
         self.scheduler = ByName(
             Pool(slots),
             [reach.FullAttention(4)],
             config=Config.from_dict({"load_policy": "always", **settings}),
-            levels=[level_of(tier.name, tier.num_places, WriteMode.THROUGH) for tier in tiers],
+            tiers=[lower_tier(tier.name, tier.num_places, WriteMode.THROUGH) for tier in tiers],
         )
 
     def step(self) -> SettledByName:
@@ -718,7 +714,7 @@ def test_a_slow_medium_hits_the_deadline(serve: Callable[..., Server]) -> None:
         gate.set()
 
 
-def test_three_levels_the_last_one_serves(serve: Callable[..., Server]) -> None:
+def test_three_tiers_the_last_one_serves(serve: Callable[..., Server]) -> None:
     near, far = MemoryTier(4, 32, name=DISK), MemoryTier(64, 32, name=FAR, delay=0.01)
     server = serve(near, far)
     for number in range(4):

@@ -1,4 +1,4 @@
-"""What the ranks of a vLLM say of their levels, put together; and ranks over one host memory."""
+"""What the ranks of a vLLM say of their tiers, put together; and ranks over one host memory."""
 
 from __future__ import annotations
 
@@ -11,42 +11,48 @@ from tests.fakes.crafted_keys import keys
 from tests.fakes.kv import make_kv
 
 from kvferry.config import Config
-from kvferry.connectors.vllm.messages import LevelShape, RankShape
-from kvferry.connectors.vllm.ranks import Place, disagreement, level_movers, levels_of, shapes_of
+from kvferry.connectors.vllm.messages import RankShape, TierShape
+from kvferry.connectors.vllm.ranks import (
+    Place,
+    disagreement,
+    shapes_of,
+    tier_movers,
+    tiers_of_ranks,
+)
 from kvferry.rank import RankMemory, open_on_cpu
-from kvferry.scheduler.packed_tier import PackingLevel
-from kvferry.scheduler.tier import Answer, KeyedLevel, PlacedLevel, WriteMode
+from kvferry.scheduler.packed_tier import PackedTier
+from kvferry.scheduler.tier import Answer, KeyedTier, SlotTier, WriteMode
 from kvferry.types import HOST, Outcome, Question, Rank, TierName, Transfer, TransferId, as_slots
 
 NEAR, FAR = TierName("near"), TierName("far")
 KV = make_kv("split")
 
 
-def rank(number: int, *levels: tuple[TierName, int | None]) -> RankShape:
-    return RankShape(Rank(number), levels=tuple(LevelShape(*level) for level in levels))
+def rank(number: int, *tiers: tuple[TierName, int | None]) -> RankShape:
+    return RankShape(Rank(number), tiers=tuple(TierShape(*tier) for tier in tiers))
 
 
-def test_levels_are_those_of_all_ranks_with_the_fewest_places() -> None:
+def test_tiers_are_those_of_all_ranks_with_the_fewest_places() -> None:
     shapes = [rank(0, (NEAR, 9), (FAR, None)), rank(1, (NEAR, 7), (FAR, None))]
     assert disagreement(shapes) == ""
-    near, far = levels_of(shapes, Config(level_write="through"))
-    assert isinstance(near, PlacedLevel)
+    near, far = tiers_of_ranks(shapes, Config(tier_write="through"))
+    assert isinstance(near, SlotTier)
     assert near.pool.num_slots == 7
-    assert isinstance(far, KeyedLevel)
+    assert isinstance(far, KeyedTier)
     assert (near.name, far.name) == (NEAR, FAR)
     assert near.write is far.write is WriteMode.THROUGH
 
 
 @pytest.mark.parametrize(("is_shared", "most"), [(False, 16), (True, 32)])
-def test_a_level_in_packs_is_one_for_the_scheduler_too(is_shared: bool, most: int) -> None:
+def test_a_tier_in_packs_is_one_for_the_scheduler_too(is_shared: bool, most: int) -> None:
     """Ranks that share host memory have every other block each: one object's lie apart."""
-    packed = LevelShape(FAR, None, most_in_one=16)
+    packed = TierShape(FAR, None, most_in_one=16)
     assert packed.without_blocks().most_in_one == 16
-    single = LevelShape(NEAR, None)
-    shapes = [RankShape(Rank(n), levels=(single, packed), is_shared=is_shared) for n in range(2)]
-    near, far = levels_of(shapes, Config())
+    single = TierShape(NEAR, None)
+    shapes = [RankShape(Rank(n), tiers=(single, packed), is_shared=is_shared) for n in range(2)]
+    near, far = tiers_of_ranks(shapes, Config())
     assert (near.most_in_one, far.most_in_one) == (1, most)
-    assert (near.joints, isinstance(far, PackingLevel)) == (None, True)
+    assert (near.joints, isinstance(far, PackedTier)) == (None, True)
 
 
 @pytest.mark.parametrize(
@@ -56,21 +62,21 @@ def test_a_no_is_believed_only_where_an_object_cannot_reach_further(
     num_ranks: int, is_shared: bool, is_believed: bool
 ) -> None:
     """Seen red where 16 blocks of one rank's were thought to lie within 32: they may not."""
-    packed = LevelShape(FAR, None, most_in_one=16)
-    shapes = [RankShape(Rank(n), levels=(packed,), is_shared=is_shared) for n in range(num_ranks)]
-    (level,) = levels_of(shapes, Config())
+    packed = TierShape(FAR, None, most_in_one=16)
+    shapes = [RankShape(Rank(n), tiers=(packed,), is_shared=is_shared) for n in range(num_ranks)]
+    (tier,) = tiers_of_ranks(shapes, Config())
     common = range(16 * num_ranks)
     asked, other = keys([*common, *range(100, 140)]), keys([*common, *range(200, 240)])
     runs = np.zeros(len(asked), dtype=np.int64)
-    level.answered(Answer(asked, np.zeros(len(asked), dtype=bool), runs=runs), 0.0)
-    assert bool(level.unknown(other, 1.0, runs)[0]) is not is_believed
-    assert bool(level.unknown(asked, 1.0, runs).all()) is not is_believed
+    tier.answered(Answer(asked, np.zeros(len(asked), dtype=bool), runs=runs), 0.0)
+    assert bool(tier.unknown(other, 1.0, runs)[0]) is not is_believed
+    assert bool(tier.unknown(asked, 1.0, runs).all()) is not is_believed
 
 
-def test_no_levels_are_no_levels() -> None:
+def test_no_tiers_are_no_tiers() -> None:
     shapes = [rank(0), rank(1)]
     assert disagreement(shapes) == ""
-    assert levels_of(shapes, Config()) == []
+    assert tiers_of_ranks(shapes, Config()) == []
 
 
 @pytest.mark.parametrize(
@@ -79,7 +85,7 @@ def test_no_levels_are_no_levels() -> None:
         ([(FAR, 9), (NEAR, 9)], "rank 2 far (places), near (places)"),
         ([(NEAR, 9)], "rank 2 near (places)"),
         ([(NEAR, 9), (FAR, None)], "rank 2 near (places), far (by key)"),
-        ([], "rank 2 no level"),
+        ([], "rank 2 no tier"),
     ],
 )
 def test_ranks_that_differ_are_named(others: list[tuple[TierName, int | None]], words: str) -> None:
@@ -87,15 +93,13 @@ def test_ranks_that_differ_are_named(others: list[tuple[TierName, int | None]], 
     said = disagreement([rank(2, *others), rank(0, *same), rank(1, *same)])
     assert said.startswith("rank 0 has near (places), far (places) below host memory, ")
     assert words in said
-    assert said.endswith("give all ranks the same levels")
+    assert said.endswith("give all ranks the same tiers")
 
 
 @pytest.fixture
 def two() -> Iterator[list[RankMemory]]:
     """Ranks that would share one host memory; here each has a copy of the same bytes."""
-    config = Config.from_dict(
-        {"host": "1MiB", "levels": "near=memory:1MiB, far=memory-by-key:1MiB"}
-    )
+    config = Config.from_dict({"host": "1MiB", "tiers": "near=memory:1MiB, far=memory-by-key:1MiB"})
     with ExitStack() as closing:
         ranks = [open_on_cpu([KV.layout], config, rank=Rank(number)) for number in range(2)]
         for each in ranks:
@@ -104,11 +108,11 @@ def two() -> Iterator[list[RankMemory]]:
         yield ranks
 
 
-def test_ranks_over_one_host_memory_split_a_level_by_key(two: list[RankMemory]) -> None:
-    assert [level.num_places is None for level in shapes_of(two[0])] == [False, True]
+def test_ranks_over_one_host_memory_split_a_tier_by_key(two: list[RankMemory]) -> None:
+    assert [tier.num_places is None for tier in shapes_of(two[0])] == [False, True]
     some = keys(range(8))
     movers = [
-        level_movers(each, Place(Rank(number), 2, 2, replicates=True))
+        tier_movers(each, Place(Rank(number), 2, 2, replicates=True))
         for number, each in enumerate(two)
     ]
     slots = as_slots(range(8))
@@ -127,4 +131,4 @@ def test_ranks_over_one_host_memory_split_a_level_by_key(two: list[RankMemory]) 
 
 
 def test_a_rank_alone_moves_everything_itself(two: list[RankMemory]) -> None:
-    assert level_movers(two[0], Place(Rank(0))) is two[0].levels
+    assert tier_movers(two[0], Place(Rank(0))) is two[0].tiers

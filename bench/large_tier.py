@@ -1,4 +1,4 @@
-"""A level of many places on the scheduler's side: bytes of memory, and how fast it is restored.
+"""A tier of many places on the scheduler's side: bytes of memory, and how fast it is restored.
 
 Every place holds a block of an earlier life, whose ranks name its key and place in the order of
 writing. The table gives what all ranks agreeing and taking up costs, the memory that stays, and the
@@ -18,7 +18,7 @@ import numpy as np
 
 from kvferry.cache.pool import Pool
 from kvferry.core.keys import KEY_WORDS, Keys
-from kvferry.scheduler.tier import PlacedLevel
+from kvferry.scheduler.tier import SlotTier
 from kvferry.types import TierName
 
 GIB = 1 << 30
@@ -50,18 +50,18 @@ def main() -> None:
     told = [(Keys(words), places)] * options.ranks
     before = resident()
     start = time.perf_counter()
-    level = PlacedLevel(TierName("disk"), Pool(num_places, side_by_side=True))
+    tier = SlotTier(TierName("disk"), Pool(num_places, side_by_side=True))
     made = time.perf_counter() - start
     empty = resident() - before
     start = time.perf_counter()
-    count = level.restore(told)
+    count = tier.restore(told)
     restored = time.perf_counter() - start
     assert count == num_places
     stays = resident() - before
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     few = Keys(words[:8192])
     start = time.perf_counter()
-    assert level.pool.cached(few).all()
+    assert tier.pool.cached(few).all()
     look = time.perf_counter() - start
     with_tier = stays + TIER_BYTES * num_places
     figures = {

@@ -1,7 +1,7 @@
-"""The two halves with a level below host memory: one scheduler, two ranks, and a store of your own.
+"""The two halves with a tier below host memory: one scheduler, two ranks, and a store of your own.
 
 The store finds blocks by their keys, so the scheduler has to ask it: a match answers WAIT until
-every rank has said what it has and has brought it up. Plans, receipts and the level's health
+every rank has said what it has and has brought it up. Plans, receipts and the tier's health
 are all that travels.
 """
 
@@ -28,7 +28,7 @@ from kvferry.engine import (
     WriteMode,
     chain,
     describe,
-    level_of,
+    lower_tier,
 )
 
 RANKS, BLOCKS, SLOTS, BLOCK_TOKENS = 2, 16, 8, 16
@@ -46,12 +46,12 @@ class RankProcess:
         tier = KeyedMemoryTier(layout.block_bytes, name=STORE)
         self.worker = Worker(
             {(DEVICE, HOST): engine, (HOST, DEVICE): engine},
-            levels={STORE: TierMover(host, tier, rank=Rank(rank))},
+            tiers={STORE: TierMover(host, tier, rank=Rank(rank))},
             rank=Rank(rank),
         )
 
     def step(self, message: bytes) -> bytes:
-        """Start a step's plan; what ended by now, and how the level is, goes back."""
+        """Start a step's plan; what ended by now, and how the tier is, goes back."""
         self.worker.execute(pickle.loads(message))
         return pickle.dumps((self.worker.poll(), self.worker.health()))
 
@@ -61,7 +61,7 @@ scheduler = Scheduler(
     Pool(SLOTS),
     [FullAttention(BLOCK_TOKENS)],
     num_ranks=RANKS,
-    levels=[level_of(STORE, None, WriteMode.THROUGH)],  # None: it has no places of ours
+    tiers=[lower_tier(STORE, None, WriteMode.THROUGH)],  # None: it has no places of ours
 )
 
 

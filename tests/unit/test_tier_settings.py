@@ -1,4 +1,4 @@
-"""Levels as settings name them: read, refused with what to do, opened, held to the contract."""
+"""Tiers as settings name them: read, refused with what to do, opened, held to the contract."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from tests.fakes import levels as fakes
+from tests.fakes import tiers as fakes
 from tests.fakes.crafted_keys import keys
 
 from kvferry.config import Config, describe, show
@@ -18,10 +18,10 @@ from kvferry.settings.tiers import KINDS
 from kvferry.tiers.contract import Batch, BatchId, TierSetup, Way
 from kvferry.tiers.memory import KeyedMemoryTier, MemoryTier
 from kvferry.tiers.movers import TierMover
-from kvferry.tiers.opening import open_levels, open_tier
+from kvferry.tiers.opening import open_tier, open_tiers
 from kvferry.types import Rank, TierName
 
-MINE = "tests.fakes.levels:open_mine"
+MINE = "tests.fakes.tiers:open_mine"
 
 
 @pytest.fixture(autouse=True)
@@ -31,9 +31,9 @@ def opened() -> Iterator[None]:
     fakes.opened.clear()
 
 
-def levels(value: object) -> list[tuple[str, str, str]]:
-    config = Config.from_dict({"levels": value})
-    return [(level.name, level.kind, level.options) for level in config.levels]
+def tiers(value: object) -> list[tuple[str, str, str]]:
+    config = Config.from_dict({"tiers": value})
+    return [(tier.name, tier.kind, tier.options) for tier in config.tiers]
 
 
 @pytest.mark.parametrize(
@@ -58,23 +58,23 @@ def levels(value: object) -> list[tuple[str, str, str]]:
         (["far=a.b.store:open_it:x, y"], [("far", "a.b.store:open_it", "x, y")]),
     ],
 )
-def test_levels_are_read_nearest_first(given, read):
-    assert levels(given) == read
+def test_tiers_are_read_nearest_first(given, read):
+    assert tiers(given) == read
 
 
 @pytest.mark.parametrize("text", ["none", "memory:2GiB", "near=memory:3MiB, a.store:open_it:x"])
 def test_what_is_shown_reads_back(text):
-    config = Config.from_dict({"levels": text})
-    assert show("levels", config.levels) == text
-    assert Config.from_dict({"levels": show("levels", config.levels)}) == config
-    assert dataclasses.replace(config, host=5 * MiB).levels == config.levels
+    config = Config.from_dict({"tiers": text})
+    assert show("tiers", config.tiers) == text
+    assert Config.from_dict({"tiers": show("tiers", config.tiers)}) == config
+    assert dataclasses.replace(config, host=5 * MiB).tiers == config.tiers
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (3, "expected levels such as memory:2GiB"),
-        ([3], "expected a level such as memory:2GiB"),
+        (3, "expected tiers such as memory:2GiB"),
+        ([3], "expected a tier such as memory:2GiB"),
         ("memory", "memory needs SIZE: memory:SIZE"),
         ("memory:", "memory needs SIZE"),
         ("memory:2G", "say gib or gb"),
@@ -83,42 +83,42 @@ def test_what_is_shown_reads_back(text):
         ("memry:2GiB", "did you mean memory?"),
         ("disk:/x", "kinds: memory:SIZE, memory-by-key:SIZE; or a factory of your own"),
         ("", None),
-        ("memory:1MiB,", "there is no kind of level ''"),
-        ("memory:1MiB, memory:2MiB", "2 levels are called memory; give them names"),
+        ("memory:1MiB,", "there is no kind of tier ''"),
+        ("memory:1MiB, memory:2MiB", "2 tiers are called memory; give them names"),
         ("host=memory:1MiB", "cannot be called 'host'"),
         ("device=memory:1MiB", "cannot be called 'device'"),
         ("Näh=memory:1MiB", "cannot be called"),
         ("9=memory:1MiB", "cannot be called"),
         ("\x1b[31m=memory:1MiB", "cannot be called"),
-        (",".join(f"m{n}=memory:1MiB" for n in range(9)), "at most 8 levels, got 9"),
-        ("a" * 5000, "there is no kind of level"),
+        (",".join(f"m{n}=memory:1MiB" for n in range(9)), "at most 8 tiers, got 9"),
+        ("a" * 5000, "there is no kind of tier"),
     ],
 )
 def test_what_nobody_can_mean_is_refused_with_what_to_do(given, words):
     if words is None:
-        assert levels(given) == []
+        assert tiers(given) == []
         return
     with pytest.raises(ConfigError) as refused:
-        levels(given)
+        tiers(given)
     assert words in str(refused.value)
     assert str(refused.value).isprintable()
     assert len(str(refused.value)) < 500
 
 
 def test_the_environment_and_files_name_them_too(tmp_path):
-    env = {"KVFERRY_LEVELS": "memory:1MiB", "KVFERRY_LEVEL_WRITE": "through"}
+    env = {"KVFERRY_TIERS": "memory:1MiB", "KVFERRY_TIER_WRITE": "through"}
     config = Config.from_env(env)
-    assert [level.name for level in config.levels] == ["memory"]
-    assert config.level_write == "through"
+    assert [tier.name for tier in config.tiers] == ["memory"]
+    assert config.tier_write == "through"
     file = tmp_path / "kvferry.toml"
     file.write_text('[kvferry]\nlevels = ["memory:1MiB", "far=memory:2MiB"]\n')
-    assert [level.name for level in Config.from_file(file).levels] == ["memory", "far"]
-    with pytest.raises(ConfigError, match="level_write"):
-        Config.from_dict({"level_write": "never"})
+    assert [tier.name for tier in Config.from_file(file).tiers] == ["memory", "far"]
+    with pytest.raises(ConfigError, match="tier_write"):
+        Config.from_dict({"tier_write": "never"})
 
 
 def test_every_kind_of_ours_is_named_where_settings_are_described():
-    (setting,) = [setting for setting in describe() if setting.name == "levels"]
+    (setting,) = [setting for setting in describe() if setting.name == "tiers"]
     for kind in KINDS:
         assert f"{kind.name}:{kind.options}" in setting.help
 
@@ -127,8 +127,8 @@ def test_every_kind_of_ours_is_named_where_settings_are_described():
 
 
 def opening(text: str, host: HostTier) -> dict[TierName, TierMover]:
-    specs = Config.from_dict({"levels": text}).levels
-    return dict(open_levels(specs, host, TierSetup(TierName(""), 4096, Rank(1), 3)))
+    specs = Config.from_dict({"tiers": text}).tiers
+    return dict(open_tiers(specs, host, TierSetup(TierName(""), 4096, Rank(1), 3)))
 
 
 @pytest.fixture
@@ -138,14 +138,14 @@ def host() -> Iterator[HostTier]:
     tier.close()
 
 
-def test_levels_are_opened_for_the_host_slots(host):
+def test_tiers_are_opened_for_the_host_slots(host):
     found = opening(f"memory:64KiB, memory-by-key:64KiB, far={MINE}:7", host)
     assert list(found) == ["memory", "memory-by-key", "far"]
-    assert [level.num_places for level in found.values()] == [16, None, 7]
+    assert [tier.num_places for tier in found.values()] == [16, None, 7]
     ((setup, _),) = fakes.opened
     assert setup == TierSetup(TierName("far"), 4096, Rank(1), 3, "7")
-    for level in found.values():
-        level.close()
+    for tier in found.values():
+        tier.close()
 
 
 @pytest.mark.parametrize(
@@ -153,14 +153,14 @@ def test_levels_are_opened_for_the_host_slots(host):
     [
         ("memory:1KiB", "hold no block of 4096 bytes"),
         ("no_such_package.store:open_it", "no_such_package.store cannot be imported"),
-        ("tests.fakes.levels:open_no", "tests.fakes.levels has no factory open_no"),
-        ("tests.fakes.levels:NO_FACTORY", "has no factory NO_FACTORY that can be called"),
-        ("tests.fakes.levels:open_never", "cannot be opened: OSError: the cupboard is locked"),
-        ("tests.fakes.levels:open_nothing", "gave object, which is no tier for levels: it lacks"),
-        ("tests.fakes.levels:open_with_other_blocks", "block_bytes is 4097, it was asked for 4096"),
+        ("tests.fakes.tiers:open_no", "tests.fakes.tiers has no factory open_no"),
+        ("tests.fakes.tiers:NO_FACTORY", "has no factory NO_FACTORY that can be called"),
+        ("tests.fakes.tiers:open_never", "cannot be opened: OSError: the cupboard is locked"),
+        ("tests.fakes.tiers:open_nothing", "gave object, which is no tier for tiers: it lacks"),
+        ("tests.fakes.tiers:open_with_other_blocks", "block_bytes is 4097, it was asked for 4096"),
         (
-            "tests.fakes.levels:open_under_another_name",
-            "name is 'memory', it was asked for 'levels'",
+            "tests.fakes.tiers:open_under_another_name",
+            "name is 'memory', it was asked for 'tiers'",
         ),
         (f"{MINE}:many", "cannot be opened: ValueError"),
         (f"{MINE}:0", "needs a positive number"),
@@ -170,7 +170,7 @@ def test_one_that_cannot_be_opened_is_named_and_the_others_are_closed(host, text
     with pytest.raises(ConfigError) as refused:
         opening(f"first={MINE}, {text}", host)
     assert words in str(refused.value)
-    assert str(refused.value).startswith("levels: ")
+    assert str(refused.value).startswith("tiers: ")
     for _, tier in fakes.opened:
         with pytest.raises(ClosedError):
             tier.submit(_batch(tier))
@@ -183,7 +183,7 @@ def _batch(tier: MemoryTier) -> Batch:
 
 
 def test_a_store_by_key_is_bounded_what_came_first_goes_first(host):
-    (spec,) = Config.from_dict({"levels": "memory-by-key:8KiB"}).levels
+    (spec,) = Config.from_dict({"tiers": "memory-by-key:8KiB"}).tiers
     tier = open_tier(spec, TierSetup(spec.name, 4096, options=spec.options))
     assert isinstance(tier, KeyedMemoryTier)
     addresses = np.array([[host.address]] * 3)

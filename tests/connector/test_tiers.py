@@ -1,4 +1,4 @@
-"""Levels below host memory under vLLM: at any number of ranks, by either kind, with any failure."""
+"""Tiers below host memory under vLLM: at any number of ranks, by either kind, with any failure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from tests.fakes.sides import BLOCK_TOKENS, NUM_BLOCKS, Sides, assert_same, request_of
 
-from kvferry.connectors.vllm.messages import LevelShape, StepReceipts
-from kvferry.scheduler.tier import KeyedLevel, PlacedLevel
+from kvferry.connectors.vllm.messages import StepReceipts, TierShape
+from kvferry.scheduler.tier import KeyedTier, SlotTier
 from kvferry.tiers.contract import Way
 from kvferry.tiers.memory import Fault
 from kvferry.tiers.movers import TierMover
@@ -33,11 +33,11 @@ def hashes(number: int) -> list[bytes]:
 
 @pytest.fixture
 def make(make_sides: Callable[..., Sides]) -> Callable[..., Sides]:
-    def begin(num_ranks: int = 2, *, levels: str = KINDS[0], **options: Any) -> Sides:
+    def begin(num_ranks: int = 2, *, tiers: str = KINDS[0], **options: Any) -> Sides:
         stages = STAGES[:num_ranks]
         host = [f"{HOST_BLOCKS * LAYER_BYTES * len(stage)}B" for stage in stages]
         settings = {"promote_deadline": "5min", "ask_deadline": "5min", **options}
-        return make_sides(*stages, host=host, levels=levels, **settings)
+        return make_sides(*stages, host=host, tiers=tiers, **settings)
 
     return begin
 
@@ -56,13 +56,13 @@ def scheduler_of(sides: Sides) -> Any:
     return sides.side.serving.scheduler
 
 
-def levels_of(sides: Sides) -> list[TierMover]:
+def tiers_of_ranks(sides: Sides) -> list[TierMover]:
     memories = [rank._memory for rank in sides.ranks if rank._memory is not None]
-    return [level for memory in memories for level in memory.levels.values()]
+    return [tier for memory in memories for tier in memory.tiers.values()]
 
 
 def tiers_of(sides: Sides) -> list[Any]:
-    return [level._tier for level in levels_of(sides)]
+    return [tier._tier for tier in tiers_of_ranks(sides)]
 
 
 def step(sides: Sides, scheduled: dict[str, int] | None = None) -> Any:
@@ -86,7 +86,7 @@ def chat(sides: Sides, number: int) -> list[dict[str, Any]]:
     """Compute a conversation of fresh bytes, and end it; returns the bytes, rank by rank."""
     name = f"writer-{number}"
     request = request_of(name, hashes(number))
-    while (found := sides.side.match(request, 0)) == (None, False):  # a level is asked first
+    while (found := sides.side.match(request, 0)) == (None, False):  # a tier is asked first
         step(sides)
     assert found == (0, False)
     sides.side.allocated(request, sides.allocate(name, CHAT_BLOCKS + 1), 0)
@@ -137,11 +137,11 @@ def loaded(sides: Sides, number: int) -> tuple[int, list[dict[str, Any]]]:
     return num_blocks, found
 
 
-@pytest.mark.parametrize("levels", KINDS)
+@pytest.mark.parametrize("tiers", KINDS)
 @pytest.mark.parametrize("write", ["spill", "through"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_what_the_host_dropped_comes_back_from_below(make, num_ranks, write, levels):
-    sides = make(num_ranks, levels=levels, level_write=write)
+def test_what_the_host_dropped_comes_back_from_below(make, num_ranks, write, tiers):
+    sides = make(num_ranks, tiers=tiers, tier_write=write)
     wanted = [chat(sides, number) for number in range(8)]  # twice what the host holds
     for number in range(8):
         num_blocks, found = loaded(sides, number)
@@ -154,49 +154,49 @@ def test_what_the_host_dropped_comes_back_from_below(make, num_ranks, write, lev
     assert sides.pool.get_num_free_blocks() == NUM_BLOCKS - 1  # one is vLLM's own
 
 
-def test_levels_have_the_least_places_of_all_ranks(make):
+def test_tiers_have_the_least_places_of_all_ranks(make):
     sides = make(3)
-    (level,) = scheduler_of(sides)._parts.lower.levels
-    assert isinstance(level, PlacedLevel)
-    places = [tier.num_places for tier in tiers_of(sides)]
+    (tier,) = scheduler_of(sides)._parts.lower.tiers
+    assert isinstance(tier, SlotTier)
+    places = [rank_tier.num_places for rank_tier in tiers_of(sides)]
     assert len(set(places)) == 3
-    assert level.pool.num_slots == min(places)
+    assert tier.pool.num_slots == min(places)
     assert "below it, spill: memory:1MiB" in sides.side.banner()
 
 
-def test_a_level_by_key_is_made_of_ranks_that_know_keys(make):
-    sides = make(2, levels=KINDS[1])
-    (level,) = scheduler_of(sides)._parts.lower.levels
-    assert isinstance(level, KeyedLevel)
+def test_a_tier_by_key_is_made_of_ranks_that_know_keys(make):
+    sides = make(2, tiers=KINDS[1])
+    (tier,) = scheduler_of(sides)._parts.lower.tiers
+    assert isinstance(tier, KeyedTier)
 
 
 @pytest.mark.parametrize(
     ("theirs", "words"),
     [
-        ((), "rank 1 no level"),
-        ((LevelShape(TierName("memory"), None),), "rank 1 memory (by key)"),
-        ((LevelShape(TierName("disk"), 5),), "rank 1 disk (places)"),
+        ((), "rank 1 no tier"),
+        ((TierShape(TierName("memory"), None),), "rank 1 memory (by key)"),
+        ((TierShape(TierName("disk"), 5),), "rank 1 disk (places)"),
     ],
 )
-def test_ranks_whose_levels_differ_are_refused_by_name(make, theirs, words):
+def test_ranks_whose_tiers_differ_are_refused_by_name(make, theirs, words):
     sides = make(2)
     shapes = [rank.shape for rank in sides.ranks]
     side = type(sides.side)(sides.side.setup)
     side.bind_manager(sides.side._manager)
-    side.meet_ranks([shapes[0], replace(shapes[1], levels=theirs)])
+    side.meet_ranks([shapes[0], replace(shapes[1], tiers=theirs)])
     assert side.serving is None
     assert "rank 0 has memory (places) below host memory" in side.refusal
     assert words in side.refusal
     assert side.match(request_of("r", hashes(0)), 0) == (0, False)
 
 
-def test_a_level_that_cannot_be_opened_is_a_refusal_with_its_reason(make):
-    sides = make(2, levels="no_such_package.store:open_it")
+def test_a_tier_that_cannot_be_opened_is_a_refusal_with_its_reason(make):
+    sides = make(2, tiers="no_such_package.store:open_it")
     assert sides.side.serving is None
     assert "no_such_package.store cannot be imported" in sides.side.refusal
 
 
-def test_a_level_that_is_away_on_one_rank_is_a_miss_and_comes_back(make):
+def test_a_tier_that_is_away_on_one_rank_is_a_miss_and_comes_back(make):
     sides = make(2)
     wanted = [chat(sides, number) for number in range(8)]
     tiers_of(sides)[1].go_away("its cable was pulled")
@@ -211,9 +211,9 @@ def test_a_level_that_is_away_on_one_rank_is_a_miss_and_comes_back(make):
     assert_same(found, wanted[0])
 
 
-@pytest.mark.parametrize("levels", KINDS)
-def test_a_level_that_goes_away_under_a_request_lets_it_go_on(make, levels):
-    sides = make(2, levels=levels)
+@pytest.mark.parametrize("tiers", KINDS)
+def test_a_tier_that_goes_away_under_a_request_lets_it_go_on(make, tiers):
+    sides = make(2, tiers=tiers)
     for number in range(8):
         chat(sides, number)
     hung = threading.Event()
@@ -253,28 +253,28 @@ def test_a_block_lost_on_one_rank_is_a_shorter_hit_with_the_right_bytes(make):
     assert scheduler_of(sides).stats().lost_blocks > 0
 
 
-def test_a_hung_level_neither_holds_a_request_nor_the_end(make, monkeypatch):
+def test_a_hung_tier_neither_holds_a_request_nor_the_end(make, monkeypatch):
     monkeypatch.setattr("kvferry.tiers.movers._kept", [])
     sides = make(2, promote_deadline="200ms")
     for number in range(8):
         chat(sides, number)
     hung = threading.Event()
     tiers_of(sides)[0].fault = hang(hung, 8)
-    for level in levels_of(sides):
-        level._close_seconds = 0.1
+    for tier in tiers_of_ranks(sides):
+        tier._close_seconds = 0.1
     assert loaded(sides, 0) == (0, [])
     # Out of service, the ranks are asked to finish what touches the device: not what hangs below.
     sides.ranks[0]._drain()
     assert tiers_of(sides)[0]._tasks
     for rank in sides.ranks:
         rank.close()
-    assert levels_of(sides)[0].is_stuck
+    assert tiers_of_ranks(sides)[0].is_stuck
     hung.set()
     for thread in tiers_of(sides)[0]._threads:  # they touch the memory, which this test gives back
         thread.join(10)
 
 
-def test_a_reset_reaches_the_levels(make):
+def test_a_reset_reaches_the_tiers(make):
     sides = make(2)
     for number in range(8):
         chat(sides, number)
@@ -288,10 +288,10 @@ def test_a_reset_reaches_the_levels(make):
 
 def test_questions_reach_the_ranks_while_others_only_decode(make):
     """A quiet step would keep them waiting."""
-    sides = make(2, levels=KINDS[1])
+    sides = make(2, tiers=KINDS[1])
     for number in range(8):
         chat(sides, number)
-    scheduler_of(sides)._parts.lower.levels[0].reset()  # what it was told: it has to ask again
+    scheduler_of(sides)._parts.lower.tiers[0].reset()  # what it was told: it has to ask again
     runner = request_of("runner", hashes(20))
     assert ask(sides, runner) == (0, False)
     sides.side.allocated(runner, sides.allocate("runner", CHAT_BLOCKS + 1), 0)

@@ -1,4 +1,4 @@
-"""Everything at once: models of every shape, several levels, ranks that fail, and real bytes.
+"""Everything at once: models of every shape, several tiers, ranks that fail, and real bytes.
 
 Hypothesis chooses the server and what happens to it. After every operation all pools prove their
 bookkeeping, every block that can be matched holds the right bytes on every rank, and every block a
@@ -21,7 +21,7 @@ from tests.model.weather import Weather, random_setup
 from kvferry.scheduler.tier import WriteMode
 
 picks = st.integers(0, 63)
-levels = st.tuples(st.sampled_from([3, 12, 60, None]), st.sampled_from(WriteMode))
+tiers = st.tuples(st.sampled_from([3, 12, 60, None]), st.sampled_from(WriteMode))
 
 
 @st.composite
@@ -33,7 +33,7 @@ def setups(draw: st.DrawFn) -> Setup:
         num_ranks=draw(st.integers(1, 3)),
         num_slots=draw(st.sampled_from([16, 6, 40])),
         num_blocks=draw(st.sampled_from([13, 20])),
-        levels=tuple(draw(st.lists(levels, max_size=2))),
+        tiers=tuple(draw(st.lists(tiers, max_size=2))),
         joins_loads=draw(st.booleans()),
         piece_slots=draw(st.sampled_from([0, 1, 2, 3])),
         bounded=draw(st.booleans()),
@@ -45,7 +45,7 @@ def setups(draw: st.DrawFn) -> Setup:
     )
 
 
-class LevelsMachine(RuleBasedStateMachine):
+class TiersMachine(RuleBasedStateMachine):
     """A server in any weather. Chooses; :class:`Serving` acts and checks."""
 
     serving: Serving | None = None
@@ -139,18 +139,18 @@ class LevelsMachine(RuleBasedStateMachine):
             self.server.restart(lambda place: place in lost and not (half and next(calls) % 2))
             self.hung = None
 
-    @precondition(lambda self: self.serving is not None and self.serving.levels)
+    @precondition(lambda self: self.serving is not None and self.serving.tiers)
     @rule(pick=picks, slots=st.lists(st.integers(0, 59), max_size=6))
     def lose_bytes(self, pick: int, slots: list[int]) -> None:
-        self.server.lose_bytes(pick % len(self.server.levels), slots)
+        self.server.lose_bytes(pick % len(self.server.tiers), slots)
 
-    @precondition(lambda self: self.serving is not None and self.serving.levels)
+    @precondition(lambda self: self.serving is not None and self.serving.tiers)
     @rule(pick=picks, at=picks)
-    def level_goes(self, pick: int, at: int) -> None:
-        """A level goes away on a rank, or comes back to it."""
-        level, rank = pick % len(self.server.levels), self.server.ranks[at % len(self.server.ranks)]
-        ails = rank.tiers[self.server.levels[level].name].ailment
-        self.server.level_goes(level, rank, "" if ails else "out of order")
+    def tier_goes(self, pick: int, at: int) -> None:
+        """A tier goes away on a rank, or comes back to it."""
+        tier, rank = pick % len(self.server.tiers), self.server.ranks[at % len(self.server.ranks)]
+        ails = rank.tiers[self.server.tiers[tier].name].ailment
+        self.server.tier_goes(tier, rank, "" if ails else "out of order")
 
     @precondition(lambda self: self.serving is not None and self.hung is None)
     @rule(pick=picks, really=st.integers(0, 4))
@@ -181,8 +181,8 @@ class LevelsMachine(RuleBasedStateMachine):
             self.serving.drain()
 
 
-TestLevels = LevelsMachine.TestCase
-TestLevels.settings = settings(max_examples=3 * settings().max_examples, stateful_step_count=50)
+TestTiers = TiersMachine.TestCase
+TestTiers.settings = settings(max_examples=3 * settings().max_examples, stateful_step_count=50)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -209,7 +209,7 @@ def test_loads_in_pieces_in_any_weather() -> None:
                 hash_tokens=(4, 2)[seed % 5 == 0],
                 num_slots=96,
                 num_blocks=64,
-                levels=((600, WriteMode.THROUGH),),
+                tiers=((600, WriteMode.THROUGH),),
                 num_ranks=1 + seed % 3,
                 joins_loads=seed % 2 == 0,
                 piece_slots=1 + seed % 3,
@@ -241,7 +241,7 @@ def test_the_weather_reaches_everything() -> None:
                 kind=kind,
                 num_slots=16,
                 num_blocks=26,
-                levels=((200, WriteMode.SPILL), (far, WriteMode.THROUGH)),
+                tiers=((200, WriteMode.SPILL), (far, WriteMode.THROUGH)),
                 num_ranks=2,
                 num_stories=8,
             )

@@ -1,4 +1,4 @@
-"""A ferry with levels below its host memory: hits may be pending, and come back whole or not."""
+"""A ferry with tiers below its host memory: hits may be pending, and come back whole or not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.fakes import levels as fakes
+from tests.fakes import tiers as fakes
 
 import kvferry
 from kvferry.errors import ConfigError, InputError
@@ -23,7 +23,7 @@ BLOCKS, TOKENS, LAYERS = 80, 4, 3
 SLOT = LAYERS * 2 * TOKENS * 8
 HOST_BLOCKS, CHAT_BLOCKS, CHATS = 24, 6, 10
 OURS = ["memory:1MiB", "memory-by-key:1MiB"]
-MINE = "tests.fakes.levels:open_mine:999"
+MINE = "tests.fakes.tiers:open_mine:999"
 Open = Callable[..., kvferry.Ferry]
 
 
@@ -32,11 +32,11 @@ def attach() -> Iterator[Open]:
     ferries: list[kvferry.Ferry] = []
     fakes.opened.clear()
 
-    def begin(levels: Any = MINE, **more: Any) -> kvferry.Ferry:
+    def begin(tiers: Any = MINE, **more: Any) -> kvferry.Ferry:
         rng = np.random.default_rng(7)
         kv = [rng.integers(0, 255, (BLOCKS, 2, TOKENS, 8), np.uint8) for _ in range(LAYERS)]
         settings = {"host": HOST_BLOCKS * SLOT, "load_policy": "always", **more}
-        ferry = kvferry.attach(kv, model="m", block_tokens=TOKENS, levels=levels, **settings)
+        ferry = kvferry.attach(kv, model="m", block_tokens=TOKENS, tiers=tiers, **settings)
         ferries.append(ferry)
         ferry.kv = kv  # type: ignore[attr-defined]
         return ferry
@@ -100,9 +100,9 @@ def assert_nothing_left(ferry: kvferry.Ferry) -> None:
 
 
 @pytest.mark.parametrize("write", ["spill", "through"])
-@pytest.mark.parametrize("levels", [*OURS, "memory:8KiB, memory-by-key:1MiB"])
-def test_what_the_host_dropped_comes_back(attach, levels, write):
-    ferry = attach(levels, level_write=write)
+@pytest.mark.parametrize("tiers", [*OURS, "memory:8KiB, memory-by-key:1MiB"])
+def test_what_the_host_dropped_comes_back(attach, tiers, write):
+    ferry = attach(tiers, tier_write=write)
     wanted = fill(ferry)
     for number in range(CHATS):
         assert bring(ferry, number) == (CHAT_BLOCKS, wanted[number])
@@ -134,7 +134,7 @@ def test_a_hit_is_pending_until_its_blocks_are_up(attach):
 
 
 def test_tickets_end_once_however_much_moves_below(attach):
-    ferry = attach(level_write="through")
+    ferry = attach(tier_write="through")
     tickets = []
     ended: list[Done] = []
     for number in range(CHATS):
@@ -147,10 +147,10 @@ def test_tickets_end_once_however_much_moves_below(attach):
         ended += ferry.poll()
         assert time.monotonic() < give_up
     assert sorted(done.ticket for done in ended) == tickets  # one that finds no room ends at once
-    assert ferry.stats().bytes_moved["host", "levels"] > 0
+    assert ferry.stats().bytes_moved["host", "tiers"] > 0
 
 
-def test_without_levels_no_hit_is_ever_pending(attach):
+def test_without_tiers_no_hit_is_ever_pending(attach):
     ferry = attach(None)
     fill(ferry)
     hit = ferry.match(chat(ferry, 0))
@@ -219,7 +219,7 @@ def test_one_that_is_asked_for_again_and_again_is_kept(attach):
     assert len(ferry.await_hit(hit, 20)) == CHAT_BLOCKS
 
 
-def test_a_reset_ends_pending_hits_and_reaches_the_level(attach):
+def test_a_reset_ends_pending_hits_and_reaches_the_tier(attach):
     ferry = attach()
     hit, gate = pending(ferry)
     ferry.poll()
@@ -237,21 +237,21 @@ def test_closing_with_a_pending_hit_ends_everything(attach):
     ferry.poll()
     threading.Timer(0.1, gate.set).start()
     ferry.close()
-    assert not ferry._rank.levels["levels"].is_stuck
+    assert not ferry._rank.tiers["tiers"].is_stuck
 
 
-# -- levels on a bad day --------------------------------------------------------------------------
+# -- tiers on a bad day --------------------------------------------------------------------------
 
 
-def test_a_level_that_hangs_is_a_miss_by_its_deadline(attach, monkeypatch):
+def test_a_tier_that_hangs_is_a_miss_by_its_deadline(attach, monkeypatch):
     monkeypatch.setattr("kvferry.tiers.movers._kept", [])
-    ferry = attach(promote_deadline="50ms", level_write_out="50ms")
+    ferry = attach(promote_deadline="50ms", tier_flush="50ms")
     _, gate = pending(ferry)
-    ferry._rank.levels["levels"]._close_seconds = 0.05
+    ferry._rank.tiers["tiers"]._close_seconds = 0.05
     assert bring(ferry, 0) == (0, b"")
     rows = ferry._rank.host.tier.bytes
     ferry.close()  # returns, and leaves the memory that the medium may still write to
-    assert ferry._rank.levels["levels"].is_stuck
+    assert ferry._rank.tiers["tiers"].is_stuck
     rows[0] = 1
     gate.set()
     for thread in tier()._threads:  # they touch the memory, which this test gives back
@@ -262,8 +262,8 @@ def test_a_level_that_hangs_is_a_miss_by_its_deadline(attach, monkeypatch):
     ("factory", "reason"),
     [("open_mine:999", Reason.LEVEL_AWAY), ("open_keyed", Reason.EVICTED)],  # nobody can ask it
 )
-def test_a_level_that_is_away_is_a_miss_that_says_so_and_comes_back(attach, factory, reason):
-    ferry = attach(f"tests.fakes.levels:{factory}")
+def test_a_tier_that_is_away_is_a_miss_that_says_so_and_comes_back(attach, factory, reason):
+    ferry = attach(f"tests.fakes.tiers:{factory}")
     wanted = fill(ferry)
     tier().go_away("its cable was pulled")
     ferry.poll()
@@ -273,14 +273,14 @@ def test_a_level_that_is_away_is_a_miss_that_says_so_and_comes_back(attach, fact
     why = ferry.explain(hit)
     assert why is not None
     assert why.reason is reason
-    assert why.levels_away == ("levels: rank 0: its cable was pulled",)
-    assert ferry.stats().ailments == {"levels": "rank 0: its cable was pulled"}
+    assert why.tiers_away == ("tiers: rank 0: its cable was pulled",)
+    assert ferry.stats().ailments == {"tiers": "rank 0: its cable was pulled"}
     tier().come_back()
     ferry.poll()
     assert bring(ferry, 0) == (CHAT_BLOCKS, wanted[0])
 
 
-def test_a_level_that_goes_away_under_a_hit_lets_it_go_on(attach):
+def test_a_tier_that_goes_away_under_a_hit_lets_it_go_on(attach):
     ferry = attach()
     hit, gate = pending(ferry)
     ferry.poll()
@@ -311,8 +311,8 @@ def test_a_block_that_cannot_be_read_makes_the_hit_shorter(attach):
     assert ferry.stats().lost_blocks == 1
 
 
-def test_what_a_level_by_key_was_asked_for_is_told(attach):
-    ferry = attach("tests.fakes.levels:open_keyed")
+def test_what_a_tier_by_key_was_asked_for_is_told(attach):
+    ferry = attach("tests.fakes.tiers:open_keyed")
     hit = ferry.match(chat(ferry, 0))
     assert hit.is_pending
     hit = ferry.await_hit(hit, 20)
@@ -321,11 +321,11 @@ def test_what_a_level_by_key_was_asked_for_is_told(attach):
     assert why is not None
     assert why.asked_blocks == CHAT_BLOCKS
     assert why.reason is Reason.NEVER_STORED
-    assert ferry.stats().asked == {"levels": (CHAT_BLOCKS, 0)}
+    assert ferry.stats().asked == {"tiers": (CHAT_BLOCKS, 0)}
 
 
-def test_a_level_that_never_answers_counts_as_having_nothing(attach):
-    ferry = attach("tests.fakes.levels:open_keyed", ask_deadline="50ms")
+def test_a_tier_that_never_answers_counts_as_having_nothing(attach):
+    ferry = attach("tests.fakes.tiers:open_keyed", ask_deadline="50ms")
     gate = threading.Event()
     tier().fault = lambda way, key: gate.wait(20)
     hit = ferry.match(chat(ferry, 0))
@@ -342,10 +342,10 @@ def test_waiting_ends_with_the_time_given(attach):
     assert len(ferry.await_hit(hit, 20)) == CHAT_BLOCKS
 
 
-def test_a_level_that_cannot_be_opened_leaves_nothing_behind(attach):
+def test_a_tier_that_cannot_be_opened_leaves_nothing_behind(attach):
     before = threading.active_count()
     with pytest.raises(ConfigError, match="the cupboard is locked"):
-        attach("tests.fakes.levels:open_never")
+        attach("tests.fakes.tiers:open_never")
     with pytest.raises(ConfigError, match=f"hold no block of {SLOT} bytes"):
         attach("memory:100B")
     assert threading.active_count() == before
