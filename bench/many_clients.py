@@ -30,9 +30,9 @@ import numpy as np
 import kvferry
 from kvferry.telemetry.endpoint import Endpoint
 from kvferry.telemetry.http import MOST_CONNECTIONS
-from kvferry.tools.playground.engine import Engine, Limits, Offloader, Runner
-from kvferry.tools.playground.model import Decoder, ModelShape, limit_matrix_threads
-from kvferry.tools.playground.workload import Chat, serve
+from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner
+from kvferry.tools.demo.model import Decoder, ModelShape, limit_matrix_threads
+from kvferry.tools.demo.workload import Chat, serve
 
 LIMIT = 0.001
 NUM_SLOTS = 262_144

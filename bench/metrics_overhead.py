@@ -35,9 +35,9 @@ from kvferry.telemetry.endpoint import Endpoint
 from kvferry.telemetry.mailbox import Inbox
 from kvferry.telemetry.source import Source
 from kvferry.telemetry.stats import TrafficCounts
-from kvferry.tools.playground.engine import Engine, Limits, Offloader, Runner
-from kvferry.tools.playground.model import Decoder, ModelShape, limit_matrix_threads
-from kvferry.tools.playground.workload import Chat, serve
+from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner
+from kvferry.tools.demo.model import Decoder, ModelShape, limit_matrix_threads
+from kvferry.tools.demo.workload import Chat, serve
 
 LIMIT = 0.01
 PAUSES = (1.0, 5.0, 15.0)

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from kvferry.errors import InputError
-from kvferry.tools.playground.mooncake_master import MooncakeMaster, require_mooncake
+from kvferry.tools.demo.mooncake_master import MooncakeMaster, require_mooncake
 
 SKIPPED = 77
 BATCH = 512

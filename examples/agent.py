@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvferry import Config, Hints, chain
-from kvferry.tools.playground.blocks import ServedRequest
-from kvferry.tools.playground.engine import Engine, Offloader, Runner
-from kvferry.tools.playground.model import Decoder, ModelShape
+from kvferry.tools.demo.blocks import ServedRequest
+from kvferry.tools.demo.engine import Engine, Offloader, Runner
+from kvferry.tools.demo.model import Decoder, ModelShape
 
 SHAPE = ModelShape(vocab=512, width=64, num_layers=2, num_heads=2, num_kv_heads=1, hidden=64)
 BLOCK_TOKENS, DEVICE_BLOCKS, HOST_BLOCKS = 16, 32, 48

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 
 from kvferry.tools.cli import main as door
 from kvferry.tools.cli.commands import LazyGroup, kvferry
-from kvferry.tools.playground import engine as offload
+from kvferry.tools.demo import engine as offload
 from kvferry.transfer.engine.cpu import CpuEngine
 from kvferry.types import DEVICE, Transfer
 

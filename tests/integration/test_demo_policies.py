@@ -19,21 +19,21 @@ from kvferry.cache.policies.lru import Lru
 from kvferry.errors import InputError
 from kvferry.tools.cli import demo as demo_module
 from kvferry.tools.cli.commands import kvferry
-from kvferry.tools.cli.reports import policies_gain, policies_verdict
-from kvferry.tools.playground.compare import (
+from kvferry.tools.demo.compare import (
     GAP_MEDIAN_SECONDS,
     GAP_TENTH_SECONDS,
     RETURN_CHANCES,
     ReturningChat,
     Turn,
 )
-from kvferry.tools.playground.model import ModelShape
-from kvferry.tools.playground.policies import (
+from kvferry.tools.demo.model import ModelShape
+from kvferry.tools.demo.policies import (
     PoliciesResult,
     PolicyFigures,
     PolicyTrial,
     run_policies,
 )
+from kvferry.tools.demo.report import policies_gain, policies_verdict
 
 SHAPE = ModelShape(vocab=64, width=16, num_layers=1, num_heads=1, num_kv_heads=1, hidden=16)
 CHAT = ReturningChat(num_turns=60, opening_tokens=40, question_tokens=10, vocab=64)

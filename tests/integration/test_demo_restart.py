@@ -19,12 +19,12 @@ from click.testing import CliRunner
 from kvferry.core.quantities import MiB
 from kvferry.errors import TransferError
 from kvferry.tools.cli.commands import kvferry
-from kvferry.tools.cli.reports import restart_verdict
-from kvferry.tools.playground import restart
-from kvferry.tools.playground.compare import Scenario
-from kvferry.tools.playground.model import ModelShape
-from kvferry.tools.playground.restart import run_restart
-from kvferry.tools.playground.workload import Chat
+from kvferry.tools.demo import restart
+from kvferry.tools.demo.compare import Scenario
+from kvferry.tools.demo.model import ModelShape
+from kvferry.tools.demo.report import restart_verdict
+from kvferry.tools.demo.restart import run_restart
+from kvferry.tools.demo.workload import Chat
 
 TINY = (
     *("demo", "--restart", "--conversations", "4", "--turns", "3", "--users", "2"),
@@ -80,7 +80,7 @@ HYBRID = ModelShape(width=64, num_layers=2, num_heads=2, hidden=64, windows=(Non
 
 SLOW = """
 import sys, time
-if "kvferry.tools.playground.life" in sys.orig_argv:
+if "kvferry.tools.demo.life" in sys.orig_argv:
     from kvferry.transfer.engine.cpu import DEVICE, CpuEngine
     from kvferry.cache.policies import LoadOrCompute
     move, note_load = CpuEngine._move, LoadOrCompute.note_load
@@ -133,8 +133,8 @@ def test_a_process_that_cannot_serve_is_an_error_and_leaves_nothing(
 
 ENDLESS = """
 import sys, time
-if "kvferry.tools.playground.life" in sys.orig_argv:
-    from kvferry.tools.playground.engine import Engine
+if "kvferry.tools.demo.life" in sys.orig_argv:
+    from kvferry.tools.demo.engine import Engine
     step = Engine.step
 
     def slow_step(self):

@@ -21,13 +21,13 @@ from tests.fakes import mooncake_store, remote, s3_servers
 
 from kvferry.errors import InputError, TransferError
 from kvferry.tools.cli.commands import kvferry
-from kvferry.tools.cli.reports import fleet_gain, fleet_verdict
-from kvferry.tools.playground import mooncake_master, server
-from kvferry.tools.playground.compare import Turn
-from kvferry.tools.playground.fleet import FleetFigures, FleetResult, ServerProcesses
-from kvferry.tools.playground.model import ModelShape
-from kvferry.tools.playground.mooncake_master import MooncakeMaster, require_mooncake
-from kvferry.tools.playground.server import ServerSetup
+from kvferry.tools.demo import mooncake_master, server
+from kvferry.tools.demo.compare import Turn
+from kvferry.tools.demo.fleet import FleetFigures, FleetResult, ServerProcesses
+from kvferry.tools.demo.model import ModelShape
+from kvferry.tools.demo.mooncake_master import MooncakeMaster, require_mooncake
+from kvferry.tools.demo.report import fleet_gain, fleet_verdict
+from kvferry.tools.demo.server import ServerSetup
 
 TINY = (
     *("demo", "--servers", "3", "--conversations", "5", "--turns", "3", "--users", "2"),
@@ -36,8 +36,8 @@ TINY = (
 )
 SLOW = """
 import sys, time
-if "kvferry.tools.playground.server" in sys.orig_argv:
-    from kvferry.tools.playground.engine import Engine
+if "kvferry.tools.demo.server" in sys.orig_argv:
+    from kvferry.tools.demo.engine import Engine
     step = Engine.step
 
     def slow_step(self):

@@ -14,12 +14,12 @@ import pytest
 from tests.integration.test_page import browse, needs_chromium
 from tests.unit.test_screen import look
 
-from kvferry.tools.cli.reports import render
-from kvferry.tools.playground.compare import Scenario, ServingWay, compare, run
-from kvferry.tools.playground.model import Decoder, ModelShape
-from kvferry.tools.playground.workload import Chat
+from kvferry.tools.demo.compare import Scenario, ServingWay, compare, run
+from kvferry.tools.demo.model import Decoder, ModelShape
+from kvferry.tools.demo.report import render
+from kvferry.tools.demo.workload import Chat
 
-PAGE = Path(__file__).parents[2] / "src" / "kvferry" / "watch" / "page"
+PAGE = Path(__file__).parents[2] / "src" / "kvferry" / "tools" / "top" / "page"
 
 FRAME = """<!doctype html><iframe width="390" height="800" src="SRC"></iframe><p id="said"></p>
 <script>

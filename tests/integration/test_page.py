@@ -143,7 +143,7 @@ def test_the_last_view_stays_while_an_engine_restarts(endpoint, server, tmp_path
 
 
 def test_files_ask_for_nothing_elsewhere():
-    folder = Path(__file__).parents[2] / "src" / "kvferry" / "watch" / "page"
+    folder = Path(__file__).parents[2] / "src" / "kvferry" / "tools" / "top" / "page"
     for file in folder.iterdir():
         text = file.read_text()
         found = set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\"'\s]*", text))

@@ -55,9 +55,9 @@ from kvferry.scheduler.tier import WriteMode
 from kvferry.tiers.contract import Way
 from kvferry.tiers.memory import MemoryTier
 from kvferry.tiers.movers import TierMover
-from kvferry.tools.playground.blocks import ServedRequest
-from kvferry.tools.playground.engine import Engine, Limits, Offloader, Runner
-from kvferry.tools.playground.model import Decoder, ModelShape
+from kvferry.tools.demo.blocks import ServedRequest
+from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner
+from kvferry.tools.demo.model import Decoder, ModelShape
 from kvferry.transfer.engine.cpu import CpuEngine
 from kvferry.transfer.layout import describe
 from kvferry.types import (

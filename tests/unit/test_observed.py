@@ -40,9 +40,9 @@ from kvferry.telemetry.recorder import ObservedRequest, Recorder
 from kvferry.telemetry.source import Snapshot
 from kvferry.telemetry.traces import TraceReader, TraceWriter, keys_of_numbers
 from kvferry.tools.cli.screen import Screen
-from kvferry.tools.playground.engine import Engine, Limits, Offloader, Runner
-from kvferry.tools.playground.model import Decoder, ModelShape
-from kvferry.tools.playground.workload import Chat, serve
+from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner
+from kvferry.tools.demo.model import Decoder, ModelShape
+from kvferry.tools.demo.workload import Chat, serve
 from kvferry.tools.top.view import Watch
 from kvferry.tools.top.words import memory_words
 

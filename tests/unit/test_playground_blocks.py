@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.errors import InputError, IntegrityError, StateError
-from kvferry.tools.playground.blocks import BlockPool
+from kvferry.tools.demo.blocks import BlockPool
 from kvferry.types import KEY_BYTES, Key
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from kvferry.errors import InputError
-from kvferry.tools.playground.blocks import ServedRequest, ServedState
-from kvferry.tools.playground.engine import Engine, Limits, Runner
-from kvferry.tools.playground.model import Decoder, ModelShape
-from kvferry.tools.playground.workload import Chat, serve
+from kvferry.tools.demo.blocks import ServedRequest, ServedState
+from kvferry.tools.demo.engine import Engine, Limits, Runner
+from kvferry.tools.demo.model import Decoder, ModelShape
+from kvferry.tools.demo.workload import Chat, serve
 
 SHAPE = ModelShape(
     vocab=97, width=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, hidden=48, seed=3

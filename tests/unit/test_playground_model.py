@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import InputError
-from kvferry.tools.playground.model import (
+from kvferry.tools.demo.model import (
     KEY_TILE,
     TILE,
     Decoder,

@@ -12,11 +12,11 @@ import pytest
 
 from kvferry.config import Config
 from kvferry.errors import InputError, TransferError
-from kvferry.tools.playground import engine as offload
-from kvferry.tools.playground.blocks import ServedRequest, ServedState
-from kvferry.tools.playground.engine import Engine, Limits, Offloader, Runner
-from kvferry.tools.playground.model import Decoder, ModelShape
-from kvferry.tools.playground.workload import Chat, serve
+from kvferry.tools.demo import engine as offload
+from kvferry.tools.demo.blocks import ServedRequest, ServedState
+from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner
+from kvferry.tools.demo.model import Decoder, ModelShape
+from kvferry.tools.demo.workload import Chat, serve
 from kvferry.transfer.engine.cpu import CpuEngine
 from kvferry.types import DEVICE, HOST, Transfer
 

@@ -92,7 +92,7 @@ def test_examples_need_nothing_that_is_not_public() -> None:
         for node in ast.walk(ast.parse(example.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvferry"):
                 for alias in node.names:
-                    if (node.module or "").startswith("kvferry.tools.playground"):
+                    if (node.module or "").startswith("kvferry.tools.demo"):
                         continue
                     assert f"{node.module}.{alias.name}" in PUBLIC, f"{example.name}: {alias.name}"
 

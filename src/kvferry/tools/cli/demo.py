@@ -19,7 +19,23 @@ from kvferry.settings.tiers import TierSpec, read_tiers, show_tiers
 from kvferry.tiers.contract import TierSetup
 from kvferry.tiers.opening import open_tier
 from kvferry.tools.cli.output import is_stdout, json_option, put
-from kvferry.tools.cli.reports import (
+from kvferry.tools.demo.blocks import ServedRequest
+from kvferry.tools.demo.compare import (
+    Answers,
+    Comparison,
+    Figures,
+    ReturningChat,
+    Scenario,
+    ServingWay,
+    Turn,
+    compare,
+    run,
+)
+from kvferry.tools.demo.fleet import FleetResult, run_fleet
+from kvferry.tools.demo.model import Decoder, ModelShape, limit_matrix_threads
+from kvferry.tools.demo.mooncake_master import require_mooncake
+from kvferry.tools.demo.policies import PoliciesResult, PolicyTrial, run_policies
+from kvferry.tools.demo.report import (
     FLEET_ROWS,
     LIVES,
     NAMES,
@@ -44,24 +60,8 @@ from kvferry.tools.cli.reports import (
     show_seconds,
     verdict,
 )
-from kvferry.tools.playground.blocks import ServedRequest
-from kvferry.tools.playground.compare import (
-    Answers,
-    Comparison,
-    Figures,
-    ReturningChat,
-    Scenario,
-    ServingWay,
-    Turn,
-    compare,
-    run,
-)
-from kvferry.tools.playground.fleet import FleetResult, run_fleet
-from kvferry.tools.playground.model import Decoder, ModelShape, limit_matrix_threads
-from kvferry.tools.playground.mooncake_master import require_mooncake
-from kvferry.tools.playground.policies import PoliciesResult, PolicyTrial, run_policies
-from kvferry.tools.playground.restart import Restart, run_restart
-from kvferry.tools.playground.workload import Chat
+from kvferry.tools.demo.restart import Restart, run_restart
+from kvferry.tools.demo.workload import Chat
 from kvferry.tools.top.words import show_bytes
 
 Follow = Callable[[ServingWay], Callable[[ServedRequest], None]]

@@ -25,7 +25,7 @@ from kvferry.sim.trials import Score, Trial
 from kvferry.telemetry.traces import TraceReader
 from kvferry.tools.cli import output as progress
 from kvferry.tools.cli.output import is_stdout, json_option, put, unbroken
-from kvferry.tools.cli.plots import Series, legend, line_plot
+from kvferry.tools.plots import Series, legend, line_plot
 
 _MOST_BLOCKS = 1 << 30
 _MOST_TRIALS = 1000

@@ -25,10 +25,10 @@ import numpy as np
 from kvferry.config import Config
 from kvferry.core.lifecycle import Closing
 from kvferry.errors import InputError
-from kvferry.tools.playground.blocks import ServedRequest
-from kvferry.tools.playground.compare import Arrival, ReturningChat, Turn, turn_of
-from kvferry.tools.playground.engine import Engine, Limits, Offloader, Runner
-from kvferry.tools.playground.model import Decoder, ModelShape
+from kvferry.tools.demo.blocks import ServedRequest
+from kvferry.tools.demo.compare import Arrival, ReturningChat, Turn, turn_of
+from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner
+from kvferry.tools.demo.model import Decoder, ModelShape
 from kvferry.types import DEVICE, HOST
 
 POLICIES_SHOWN = ("lru", "returns")

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvferry.errors import InputError
-from kvferry.tools.playground.blocks import ServedRequest
-from kvferry.tools.playground.engine import Engine
+from kvferry.tools.demo.blocks import ServedRequest
+from kvferry.tools.demo.engine import Engine
 
 
 @dataclass(frozen=True)

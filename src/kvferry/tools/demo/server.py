@@ -2,7 +2,7 @@
 
 ::
 
-    python -m kvferry.playground.server    lines of JSON on standard input: first what it is,
+    python -m kvferry.tools.demo.server    lines of JSON on standard input: first what it is,
                                            then turns; a line for each answer on standard output
 
 It ends when its input does.
@@ -24,9 +24,9 @@ from typing import Any, TextIO
 from kvferry.config import Config
 from kvferry.errors import KvferryError, TransferError
 from kvferry.settings.tiers import REMOTE
-from kvferry.tools.playground.blocks import ServedRequest
-from kvferry.tools.playground.engine import Engine, Limits, Offloader, Runner
-from kvferry.tools.playground.model import Decoder, ModelShape, limit_matrix_threads
+from kvferry.tools.demo.blocks import ServedRequest
+from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner
+from kvferry.tools.demo.model import Decoder, ModelShape, limit_matrix_threads
 from kvferry.types import HOST
 
 _IDLE_SECONDS = 0.02

@@ -17,7 +17,7 @@ from kvferry.errors import InputError, IntegrityError, StateError
 from kvferry.hints import Hints
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.transfers import NO_BLOCK
-from kvferry.tools.playground.model import Span
+from kvferry.tools.demo.model import Span
 from kvferry.types import Key, RequestId
 
 

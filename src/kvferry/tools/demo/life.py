@@ -2,7 +2,7 @@
 
 ::
 
-    python -m kvferry.playground.life    a job as JSON on standard input; answers in lines of JSON
+    python -m kvferry.tools.demo.life    a job as JSON on standard input; answers in lines of JSON
 
 It ends when its job is done, on Ctrl-C, and when nobody reads its answers any more.
 """
@@ -17,10 +17,10 @@ from typing import Any
 
 from kvferry.config import Config
 from kvferry.errors import KvferryError
-from kvferry.tools.playground.blocks import ServedRequest
-from kvferry.tools.playground.engine import Engine, Limits, Offloader, Runner
-from kvferry.tools.playground.model import Decoder, ModelShape, limit_matrix_threads
-from kvferry.tools.playground.workload import Chat, serve
+from kvferry.tools.demo.blocks import ServedRequest
+from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner
+from kvferry.tools.demo.model import Decoder, ModelShape, limit_matrix_threads
+from kvferry.tools.demo.workload import Chat, serve
 
 
 @dataclass(frozen=True)

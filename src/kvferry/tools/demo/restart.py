@@ -21,8 +21,8 @@ import numpy as np
 
 from kvferry.core.quantities import MiB
 from kvferry.errors import TransferError
-from kvferry.tools.playground.compare import Scenario, Turn
-from kvferry.tools.playground.life import LifeJob
+from kvferry.tools.demo.compare import Scenario, Turn
+from kvferry.tools.demo.life import LifeJob
 
 _CONVERSATIONS = 8
 """Enough to see it; the whole takes a few seconds."""
@@ -142,7 +142,7 @@ def _settings(folder: str, setting: Scenario) -> dict[str, Any]:
 def _live(name: str, job: LifeJob, on_turn: OnTurn) -> LifeFigures:
     """One life, in a process that ends with this call, however it ends."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvferry.tools.playground.life"],
+        [sys.executable, "-m", "kvferry.tools.demo.life"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

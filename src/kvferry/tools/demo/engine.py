@@ -31,8 +31,8 @@ from kvferry.telemetry.stats import SchedulerStats
 from kvferry.tiers.contract import Tier
 from kvferry.tiers.movers import Mover, TierMover
 from kvferry.tiers.opening import open_tiers
-from kvferry.tools.playground.blocks import DeviceMemory, ServedRequest, ServedState
-from kvferry.tools.playground.model import KEY_TILE, Decoder, Floats, Span
+from kvferry.tools.demo.blocks import DeviceMemory, ServedRequest, ServedState
+from kvferry.tools.demo.model import KEY_TILE, Decoder, Floats, Span
 from kvferry.transfer.engine.contract import CopyEngine, Stream
 from kvferry.transfer.engine.cpu import CpuEngine
 from kvferry.transfer.layout import describe

@@ -13,10 +13,10 @@ import numpy as np
 from kvferry.config import Config
 from kvferry.errors import InputError
 from kvferry.settings.tiers import TierSpec, show_tiers
-from kvferry.tools.playground.blocks import ServedRequest
-from kvferry.tools.playground.engine import Engine, Limits, Offloader, Runner
-from kvferry.tools.playground.model import Decoder, ModelShape
-from kvferry.tools.playground.workload import Chat, Served, serve
+from kvferry.tools.demo.blocks import ServedRequest
+from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner
+from kvferry.tools.demo.model import Decoder, ModelShape
+from kvferry.tools.demo.workload import Chat, Served, serve
 from kvferry.types import DEVICE, HOST
 
 Answers = dict[str, list[int]]

@@ -2,7 +2,7 @@
 
 ::
 
-    python -m kvferry.playground.watched    # then, in another terminal:
+    python -m kvferry.tools.demo.watched    # then, in another terminal:
     kvferry top
     kvferry top --web
     kvferry explain
@@ -19,9 +19,9 @@ import time
 from kvferry.errors import ConfigError
 from kvferry.telemetry import DEFAULT_PORT
 from kvferry.telemetry.endpoint import Endpoint
-from kvferry.tools.playground.engine import Engine, Limits, Offloader, Runner
-from kvferry.tools.playground.model import Decoder, ModelShape, limit_matrix_threads
-from kvferry.tools.playground.workload import Chat, serve
+from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner
+from kvferry.tools.demo.model import Decoder, ModelShape, limit_matrix_threads
+from kvferry.tools.demo.workload import Chat, serve
 
 
 def main() -> None:

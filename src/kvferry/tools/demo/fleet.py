@@ -26,10 +26,10 @@ import numpy as np
 from kvferry.core.lifecycle import Closing
 from kvferry.core.quantities import MiB
 from kvferry.errors import TransferError
-from kvferry.tools.playground.compare import Answers, Scenario, Turn
-from kvferry.tools.playground.mooncake_master import MooncakeMaster
-from kvferry.tools.playground.server import ServerSetup
-from kvferry.tools.playground.workload import Chat
+from kvferry.tools.demo.compare import Answers, Scenario, Turn
+from kvferry.tools.demo.mooncake_master import MooncakeMaster
+from kvferry.tools.demo.server import ServerSetup
+from kvferry.tools.demo.workload import Chat
 
 _SILENCE_SECONDS = 60.0
 _END_SECONDS = 15.0
@@ -116,7 +116,7 @@ class ServerProcesses(Closing):
 
 def _start() -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "kvferry.tools.playground.server"],
+        [sys.executable, "-m", "kvferry.tools.demo.server"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from html import escape
 
 from kvferry import __version__
-from kvferry.tools.cli.plots import Part, Series, bar_plot, legend, line_plot
-from kvferry.tools.playground.compare import GAP_MEDIAN_SECONDS, Comparison, Figures, ServingWay
-from kvferry.tools.playground.fleet import FleetFigures, FleetResult
-from kvferry.tools.playground.policies import PoliciesResult, PolicyFigures
-from kvferry.tools.playground.restart import LifeFigures, Restart
+from kvferry.tools.demo.compare import GAP_MEDIAN_SECONDS, Comparison, Figures, ServingWay
+from kvferry.tools.demo.fleet import FleetFigures, FleetResult
+from kvferry.tools.demo.policies import PoliciesResult, PolicyFigures
+from kvferry.tools.demo.restart import LifeFigures, Restart
+from kvferry.tools.plots import Part, Series, bar_plot, legend, line_plot
 from kvferry.tools.top.words import show_bytes
 
 NAMES = {
