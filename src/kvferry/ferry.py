@@ -800,9 +800,6 @@ class Ferry(FerryLooks, FerryControl, FerryStoring, FerryWaiting, Closing):
                 self._pending.keep(request)
                 return pending(request, on_device, tokens)
             request.end()
-        elif not self._is_growing and (slots := request.pinned_slots) is not None:
-            # While memory is pinned, every call of the driver waits; this one need not be.
-            self._rank.engine.read_ahead(0, slots)
         return Hit(request, (match.num_tokens - match.computed_tokens) // tokens, on_device)
 
     def again(self, hit: Hit) -> Hit:

@@ -112,7 +112,7 @@ def nobody_waits_for_the_head(rig: Rig, driver: Mutant) -> None:
 
 def nobody_waits_for_ids(rig: Rig, driver: Mutant) -> None:
     ring_streams(rig)  # open
-    driver.ignored = frozenset({rig.engine._paths["staged"]._ring.ahead})  # type: ignore[attr-defined]
+    driver.ignored = frozenset({rig.engine._paths["staged"]._ring.for_ids})  # type: ignore[attr-defined]
 
 
 def nobody_waits_for_kernels(rig: Rig, driver: Mutant) -> None:
@@ -275,7 +275,7 @@ def loads_whose_ids_are_late(rig: Rig) -> bool:
             path: Any = rig.engine._paths["staged"]
             if count == 1:
                 path._tail = rig.kv.layout.block_bytes  # or even the one would be cut in two
-            rig.driver.timeline.frozen = {path._ring.ahead}
+            rig.driver.timeline.frozen = {path._ring.for_ids}
         rig.load(now, now)
         rig.wait_until_queued()
         rig.driver.timeline.run_all()  # everything that does not wait for the ids

@@ -22,7 +22,7 @@ from kvferry.transfer.paths.direct import DmaPath, LoopPath
 from kvferry.transfer.paths.kernel import KernelPath
 from kvferry.transfer.paths.staged import StagedPath
 from kvferry.transfer.planning.planner import FixedPlanner
-from kvferry.types import DEVICE, HOST, Outcome, Receipt, SlotArray, Transfer, TransferId, as_slots
+from kvferry.types import DEVICE, HOST, Outcome, Receipt, Transfer, TransferId, as_slots
 
 PathMaker = Callable[[Any], Path]
 
@@ -123,7 +123,7 @@ class Rig:
 
     def load(
         self,
-        slots: Sequence[int] | SlotArray,
+        slots: Sequence[int],
         blocks: Sequence[int],
         group: int = 0,
         *,
@@ -175,14 +175,12 @@ class Rig:
         self,
         src: Any,
         dst: Any,
-        src_slots: Sequence[int] | SlotArray,
+        src_slots: Sequence[int],
         dst_slots: Sequence[int],
         group: int,
         in_parts: bool = False,
     ) -> TransferId:
         transfer_id = TransferId(next(self._ids))
-        # An array as it is: whose hit was read ahead is told by that.
-        source = src_slots if isinstance(src_slots, np.ndarray) else as_slots(src_slots)
-        slots = source, as_slots(dst_slots)
+        slots = as_slots(src_slots), as_slots(dst_slots)
         self.engine.submit(Transfer(transfer_id, src, dst, *slots, group, in_parts=in_parts))
         return transfer_id

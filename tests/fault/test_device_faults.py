@@ -117,7 +117,7 @@ def test_a_receipt_waits_for_the_streams_of_the_ring(
         ring = rig.engine._paths["staged"]._ring  # type: ignore[attr-defined]
         slots = [ring._alone, *ring._shared.values()]
         streams = {slot.stream for s in slots for slot in (*s.large, s.small)}
-        driver.timeline.late = {ring.inbound, ring.beside, ring.ahead, *streams}
+        driver.timeline.late = {ring.inbound, ring.beside, ring.for_ids, *streams}
         driver.copies_until_refusal = nth
         driver.refuses_fence_too = fence == "fence refused"
         blocks, places = [1, 2, 3, 4], [3, 5, 7, 1]

@@ -198,13 +198,13 @@ def test_a_receipt_waits_for_a_head_that_cannot_be_asked_about() -> None:
 def test_a_receipt_waits_for_ids_that_no_kernel_waits_for() -> None:
     """They are on their way when the driver refuses to say when they arrive."""
     with opened(512, seed=0) as (rig, ring):
-        rig.driver.timeline.frozen = {ring.ahead}
+        rig.driver.timeline.frozen = {ring.for_ids}
         rig.driver.fail("record_event", nth=3)  # after those behind compute and at the start
         load = rig.load(LOADED, LOADED)
         rig.wait_until_queued()
-        assert rig.driver.timeline.streams[ring.ahead].queue
+        assert rig.driver.timeline.streams[ring.for_ids].queue
         for _ in range(50):
             assert rig.engine.poll() == []
         rig.driver.timeline.frozen = set()
         assert rig.drain()[load].outcome is Outcome.FAILED
-        assert not rig.driver.timeline.streams[ring.ahead].queue
+        assert not rig.driver.timeline.streams[ring.for_ids].queue

@@ -17,7 +17,7 @@ from kvferry.transfer.job import Direction
 from kvferry.transfer.layout import GroupLayout
 from kvferry.transfer.paths.contract import Path
 from kvferry.transfer.planning.planner import FixedPlanner
-from kvferry.types import DEVICE, HOST, Outcome, Receipt, SlotArray, Transfer, TransferId, as_slots
+from kvferry.types import DEVICE, HOST, Outcome, Receipt, Transfer, TransferId, as_slots
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -100,11 +100,9 @@ class Card:
         )
 
     def load(
-        self, slots: Sequence[int] | SlotArray, blocks: Sequence[int], *, in_parts: bool = False
+        self, slots: Sequence[int], blocks: Sequence[int], *, in_parts: bool = False
     ) -> TransferId:
-        # An array as it is: whose hit was read ahead is told by that.
-        source = slots if isinstance(slots, np.ndarray) else as_slots(slots)
-        load, ends = TransferId(next(self._ids)), (source, as_slots(blocks))
+        load, ends = TransferId(next(self._ids)), (as_slots(slots), as_slots(blocks))
         self.engine.submit(Transfer(load, HOST, DEVICE, *ends, in_parts=in_parts))
         return load
 

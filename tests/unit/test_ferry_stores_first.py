@@ -91,29 +91,3 @@ def test_a_store_that_is_refused_leaves_nothing_owed(
     pool.check_integrity()
     assert pool.counts.free == 8
     assert not len(ferry.match(keys))
-
-
-def test_a_load_names_its_slots_by_the_very_array_that_was_read_ahead(
-    ferry: kvferry.Ferry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whose bytes were read ahead is told by that, and two hits must not share one."""
-    engine, ahead, loaded = ferry._rank.engine, [], []
-    submit = engine.submit
-
-    def noting(transfer: Transfer) -> None:
-        loaded.append(transfer.src_slots)
-        submit(transfer)
-
-    keys = ferry.keys(range(5 * TOKENS))
-    ferry.wait(ferry.store(keys, range(5)), 30)
-    monkeypatch.setattr(engine, "submit", noting)
-    monkeypatch.setattr(engine, "read_ahead", lambda group, slots: ahead.append((group, slots)))
-    ferry.release(ferry.match(keys))
-    for on_device in (0, 2):
-        hit = ferry.match(keys, on_device=on_device)
-        ferry.wait(ferry.load(hit, range(5 - on_device)), 30)
-    assert not len(ferry.match(ferry.keys(range(100, 120))))
-    assert [group for group, _ in ahead] == [0, 0, 0]
-    assert ahead[0][1] is not ahead[1][1]
-    assert ahead[1][1] is loaded[0]
-    assert ahead[2][1] is loaded[1]

@@ -86,12 +86,6 @@ class CopyJob:
         np.add(after, 1, out=heads[1:])
         return heads
 
-    def share_runs(self, other: CopyJob) -> None:
-        """``other`` has the same slots: of what it was asked for its runs, nobody counts again."""
-        for name in ("run_heads", "stretch_heads"):
-            if name in vars(other):
-                vars(self)[name] = vars(other)[name]
-
     def _is_one_run(self) -> bool:
         """The common case, seen in a third of the time: the first copy waits for this."""
         slots = self.host_slots

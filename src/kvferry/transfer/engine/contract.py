@@ -10,7 +10,7 @@ from typing import Protocol
 
 from kvferry.core.lifecycle import Process
 from kvferry.errors import ClosedError
-from kvferry.types import Receipt, SlotArray, Transfer, TransferId
+from kvferry.types import Receipt, Transfer, TransferId
 
 
 class PartwiseEngine(Protocol):
@@ -53,13 +53,6 @@ class CopyEngine(Protocol):
 
     def drain(self, timeout: float | None = None) -> list[Receipt]:
         """Wait until nothing is in flight (or ``timeout`` seconds passed); returns the receipts."""
-
-    def read_ahead(self, group: int, slots: SlotArray) -> None:
-        """These slots are pinned and may be loaded next, all of them, from this very array.
-
-        An engine may begin to read them; whether they are loaded then or not, nobody notices. Never
-        raises.
-        """
 
     def begun_here(self, *, compute_waits: bool = False) -> AbstractContextManager[None]:
         """What is submitted inside is begun by this thread at its end, the rest left to others.

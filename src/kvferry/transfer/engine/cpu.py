@@ -139,9 +139,6 @@ class CpuEngine:
                 event.synchronize(None if end is None else max(0.0, end - time.monotonic()))
         return self.poll()
 
-    def read_ahead(self, group: int, slots: SlotArray) -> None:
-        """There is no ring to read into."""
-
     @contextmanager
     def begun_here(self, *, compute_waits: bool = False) -> Iterator[None]:
         yield

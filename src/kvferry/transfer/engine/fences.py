@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from kvferry.errors import DeadlineError, DriverError
 from kvferry.transfer.driver.base import Driver, EventPool
-from kvferry.transfer.paths.contract import ReadAhead
 from kvferry.types import Outcome, Rank, Receipt, TransferId
 
 log = logging.getLogger(__name__)
@@ -137,8 +136,6 @@ class Submission:
     """Why it failed: the first fault, empty while there is none."""
     seconds: float = 0.0
     trouble_since: float | None = None
-    ahead: ReadAhead | None = None
-    """What was read of it before it was ordered."""
     gate: LoadGate | None = None
     """Shut while compute waits for this load though it is not queued yet."""
     after: Submission | None = None
@@ -216,9 +213,7 @@ class Fences:
         except Exception as error:
             submission.fail(error)
             return self._give_up(submission)
-        ahead = submission.ahead
-        around = (ahead.begun, ahead.ended) if ahead is not None else ()
-        for event in (submission.start, submission.end, *around):
+        for event in (submission.start, submission.end):
             if event is not None:
                 self._timing_events.give(event)
         return True
@@ -227,20 +222,10 @@ class Fences:
         if submission.start is None or submission.end is None or submission.reason:
             return
         try:
-            submission.seconds = self._seconds(submission.start, submission.end, submission.ahead)
+            submission.seconds = self._driver.elapsed_seconds(submission.start, submission.end)
         except Exception as error:
             # Often the late news of a copy that went wrong: not a receipt to call good.
             submission.fail(error)
-
-    def _seconds(self, start: int, end: int, ahead: ReadAhead | None) -> float:
-        elapsed = self._driver.elapsed_seconds
-        if ahead is None or not ahead.is_used:
-            return elapsed(start, end)
-        # From its first byte on, but for the time in which nobody had ordered the rest: that may be
-        # long, so it is left out, not subtracted.
-        if elapsed(ahead.ended, start) <= 0.0:
-            return elapsed(ahead.begun, end)
-        return elapsed(ahead.begun, ahead.ended) + elapsed(start, end)
 
     def _give_up(self, submission: Submission) -> bool:
         """Whether the driver has refused to answer for so long that it never will.

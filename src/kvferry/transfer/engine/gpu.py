@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol, cast
 
 from kvferry.core.lifecycle import Closing, PunctualSleep, pause
 from kvferry.errors import ClosedError, DeadlineError, DriverError, InputError
@@ -30,10 +29,10 @@ from kvferry.transfer.engine.lane import Jobs, Lane
 from kvferry.transfer.engine.parts import GpuParts
 from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.layout import GroupLayout
-from kvferry.transfer.paths.contract import QUICK_BYTES, Path, ReadAhead
+from kvferry.transfer.paths.contract import QUICK_BYTES, Path
 from kvferry.transfer.paths.host_runs import count_runs
 from kvferry.transfer.planning.planner import MeasuredPlanner, PathChoices, Planner
-from kvferry.types import FIRST_RANK, Rank, Receipt, SlotArray, Transfer
+from kvferry.types import FIRST_RANK, Rank, Receipt, Transfer
 
 SMALL_BYTES = 80 << 20
 """What takes a few pieces only: they are queued sooner than another thread hears of them. Of more
@@ -63,74 +62,6 @@ class BegunHere:
         finally:
             for lane in self._lanes:
                 lane.release()
-
-
-# ------------------------------------------------------------------------------------------------
-# What may be loaded next is read before it is ordered, while the link has nothing else to do.
-#
-# ::
-#
-#     caller   match │ checks, orders, books ... load │
-#     link       [first chunk, to the ring──]   [the rest──────────▶
-#     card                                      └▶[scatter]
-#
-# Reading a slot that is pinned harms nobody, whether it is loaded then or not: the bytes go to the
-# ring, and only a load that names its device blocks takes them from there.
-
-LEAST_BYTES = 8 << 20
-"""A hit of fewer is loaded sooner than it is worth to look at it twice."""
-MOST_RUNS = 64
-"""Of neighbouring slots: as many copies as one call of the driver takes."""
-
-
-class ReadsAhead(Protocol):
-    """A path that can begin with a load's bytes before it knows where they go."""
-
-    def read_ahead(self, job: CopyJob, begun: int, ended: int) -> ReadAhead | None:
-        """Queue the copy of its first bytes; None where that would take memory or time.
-
-        ``begun`` and ``ended`` are recorded around it. A job of the very same slots goes on from
-        it, as long as the path has copied nothing else.
-        """
-
-
-class ReadingAhead:
-    """Owns what was read ahead last, and its events; one at a time, for the newest hit."""
-
-    def __init__(self, timing_events: EventPool) -> None:
-        self._events = timing_events
-        self._newest: ReadAhead | None = None
-
-    def is_worth_it(self, job: CopyJob) -> bool:
-        """Whether it has bytes enough, in runs so few that a look-up is not held up by them."""
-        return job.num_bytes >= LEAST_BYTES and len(job.run_heads) <= MOST_RUNS
-
-    def begin(self, job: CopyJob, path: Path) -> None:
-        """Read what it can of ``job`` by ``path``, which that load is going to take."""
-        if not hasattr(path, "read_ahead"):
-            return
-        events = (self._events.take(), self._events.take())
-        newest = None
-        try:
-            newest = cast("ReadsAhead", path).read_ahead(job, *events)
-        finally:
-            if newest is None:
-                self._give(*events)
-        if newest is not None:
-            # Only now: until the ring is used again, the load of the one before may still come.
-            unused, self._newest = self._newest, newest
-            if unused is not None:
-                self._give(unused.begun, unused.ended)
-
-    def join(self, submission: Submission, job: CopyJob) -> None:
-        """A load is ordered: if it is this one, its time includes what was read ahead."""
-        if self._newest is not None and self._newest.is_of(job):
-            job.share_runs(self._newest.job)
-            submission.ahead, self._newest = self._newest, None
-
-    def _give(self, *events: int) -> None:
-        for event in events:
-            self._events.give(event)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -212,7 +143,6 @@ class GpuEngine(Closing):
         self._order_events = EventPool(driver, timing=False)
         self._timing_events = EventPool(driver, timing=True)
         self.parts = GpuParts(driver, self._order_events, compute_stream)
-        self._ahead = ReadingAhead(self._timing_events)
         self._gates = Gates(driver)
         self._watch = GateWatch(patience=patience, timeout=close_timeout)
         self._channels = Channels(driver, self._gates, self._order_events)
@@ -244,7 +174,6 @@ class GpuEngine(Closing):
             with self._lock:
                 self._ended.append(submission.receipt(self._rank))
         else:
-            self._ahead.join(submission, job)
             self.parts.begun(submission, job)
             self._lanes[job.direction].submit(submission, job, path, quick=quick)
 
@@ -283,24 +212,6 @@ class GpuEngine(Closing):
             rest = min(2 * rest, 1e-3)
             receipts.extend(self.poll())
         return receipts
-
-    def read_ahead(self, group: int, slots: SlotArray) -> None:
-        """Begin to read pinned slots that may be loaded next, if nothing else is to be done."""
-        job = self._jobs.of_hit(group, slots)
-        if self._closed or self.num_in_flight or not self._ahead.is_worth_it(job):
-            return
-        try:
-            with self._driver.current(), self._driver.beside_captures():
-                compute = self._compute_stream()
-                if self._runs_beside() or not self._driver.stream_is_idle(compute):
-                    return  # the link, or the interpreter, may have better to do
-                if self._channels.wants_trial(compute):
-                    return  # that needs streams with nothing to do: the next load has them
-                path = self._paths.get(self._choose(job, count_runs(job), beside_model=False))
-                if path is not None:
-                    self._ahead.begin(job, path)
-        except Exception as error:  # nobody has asked for it; who loads it meets it again
-            log.debug("nothing was read ahead: %s", error)
 
     def begun_here(self, *, compute_waits: bool = False) -> AbstractContextManager[None]:
         """What is submitted inside is begun by this thread at its end, the rest left to others."""

@@ -442,10 +442,6 @@ class Jobs:
         in_parts = self.cuts[transfer.group] if transfer.in_parts else None
         return CopyJob(direction, layout, blocks, slots, *self._host, in_parts)
 
-    def of_hit(self, group: int, slots: SlotArray) -> CopyJob:
-        """A load as far as it is known before it is ordered: its device blocks mean nothing."""
-        return CopyJob(Direction.LOAD, self.layouts[group], slots, slots, *self._host)
-
 
 def _refuse_outside(what: str, slots: SlotArray, count: int) -> None:
     # As unsigned numbers the negative ones are the largest: one look finds both kinds.

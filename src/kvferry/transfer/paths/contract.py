@@ -10,8 +10,6 @@ from kvferry.transfer.driver.base import Driver, EventPool
 from kvferry.transfer.job import CopyJob
 from kvferry.transfer.kernels.launch import Launcher, Variant
 from kvferry.transfer.kernels.tables import RowTable
-from kvferry.transfer.paths.host_runs import HostRuns
-from kvferry.transfer.paths.ring import RingSlot
 
 QUICK_BYTES = 8 << 20
 """No job of more bytes is queued on the thread of ``submit``: its copy takes so long that the way
@@ -136,38 +134,6 @@ class ChunkCursor:
         row = self._rows.row_at(self.start + (wanted if wanted < num_bytes else num_bytes))
         self.last_row = row if row > self.first_row else self.first_row + 1
         self.end = self._rows.position_of(self.last_row)
-
-
-# ------------------------------------------------------------------------------------------------
-# The first chunk of a load, read into the ring before the load is ordered.
-
-
-@dataclass(eq=False)
-class ReadAhead:
-    """Bytes in a slot of the ring that a load may want, as long as nobody else has used the ring.
-
-    ``job`` is the load as far as it is known: its device blocks are not. ``begun`` and ``ended``
-    are timing events around the copy; they stay with who gave them.
-    """
-
-    job: CopyJob
-    chunk: ChunkCursor
-    runs: HostRuns
-    slot: RingSlot
-    num_uses: int
-    """Of the ring, with this one."""
-    begun: int
-    ended: int
-    is_used: bool = False
-    """Whether the load went on from here."""
-
-    def is_of(self, job: CopyJob) -> bool:
-        """Whether it is of this very load.
-
-        By the slots' array, not by what is in it: the same slots may have other bytes by then. Who
-        has pinned them for a load makes an array for that, and loads it once.
-        """
-        return job.host_slots is self.job.host_slots and job.layout is self.job.layout
 
 
 # ------------------------------------------------------------------------------------------------

@@ -93,14 +93,12 @@ class Ring:
         """The stream on which loads are copied into slots."""
         self.beside = 0
         """The stream of a kernel that bypasses the ring."""
-        self.ahead = 0
+        self.for_ids = 0
         """The stream on which a load's ids are sent, not to stand in line with its bytes."""
         small = _whole_pages(num_bytes // SMALL_SHARE)
         self._small_bytes = small
         self._large_bytes = _whole_pages((num_bytes - NUM_SMALL * small) // NUM_LARGE)
         self._driver = driver
-        self.num_uses = 0
-        """How often a slot was given out: who remembers one sees whether others came since."""
         self._alone: Slots | None = None
         self._shared: dict[Direction, Slots] = {}
         self._latest: dict[Direction, int] = {}
@@ -135,7 +133,6 @@ class Ring:
         small = slots.small
         is_small = num_bytes is not None and num_bytes <= small.num_bytes
         slot = small if is_small else next(slots.in_turn)
-        self.num_uses += 1
         store = direction is Direction.STORE
         self._latest[direction] = slot.copied_out if store else slot.scattered
         return slot
@@ -167,7 +164,7 @@ class Ring:
         a, b, c, d = (RingPart(base + number * large) for number in range(NUM_LARGE))
         end = base + NUM_LARGE * large
         s, t = (RingPart(end + number * small) for number in range(NUM_SMALL))
-        self.inbound, self.beside, self.ahead = (self._stream() for _ in range(3))
+        self.inbound, self.beside, self.for_ids = (self._stream() for _ in range(3))
         streams = [self._stream() for _ in range(NUM_LARGE + NUM_SMALL)]
         alone = Slots(
             (self._slot((a, b), 2 * large, streams[0]), self._slot((c, d), 2 * large, streams[2])),

@@ -5,7 +5,7 @@
     store   beside         [head by kernel]
             slot streams     [gather 1]▲[gather 2]──▲[gather 3]──────▲
             the job's                  [copy 1]─────[copy 2─────────][copy 3─────────]
-    load    inbound        [copy 1──────────][copy 2──────────][copy 3]     (copy 1 may be ahead)
+    load    inbound        [copy 1──────────][copy 2──────────][copy 3]
             slot streams                     └▶[scatter 1]     └▶[scatter 2]
             the job's                                                  └▶[scatter 3]
 
@@ -34,7 +34,7 @@ from kvferry.transfer.driver.base import Driver, EventPool
 from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.kernels.launch import Grid, Kernels, Launcher, Prepared, widest
 from kvferry.transfer.kernels.tables import IdBuffers
-from kvferry.transfer.paths.contract import ChunkCursor, Means, ReadAhead, StreamBarrier
+from kvferry.transfer.paths.contract import ChunkCursor, Means, StreamBarrier
 from kvferry.transfer.paths.host_runs import HostRuns
 from kvferry.transfer.paths.kernel import GRID as DIRECT_GRID
 from kvferry.transfer.paths.ring import Ring, RingSlot
@@ -85,7 +85,6 @@ class StagedPath:
         self._ids = {direction: IdBuffers(driver) for direction in Direction}
         self._ring = Ring(driver, ring_bytes)
         self._events = EventPool(driver, timing=False)
-        self._ahead: ReadAhead | None = None  # under the ring's lock
 
     @classmethod
     def open(cls, means: Means) -> StagedPath:
@@ -108,10 +107,8 @@ class StagedPath:
                 self._begin_store(trip)
             step = self._store_chunk if is_store else self._load_chunk
             while not trip.chunk.is_last:
-                # What was read ahead is nearly over: the next chunk must be on its way by then.
-                if trip.slots and not trip.is_just_ahead:
+                if trip.slots:
                     yield
-                trip.is_just_ahead = False
                 with ring.lock:
                     try:
                         step(trip)
@@ -146,7 +143,6 @@ class StagedPath:
 
     def close(self) -> None:
         with self._driver.current():
-            self._end_ahead()
             self._ring.close()
             self._events.close()
             for ids in self._ids.values():
@@ -220,9 +216,7 @@ class StagedPath:
             trip.barriers[-1].mark()
 
     def _load_chunk(self, trip: _Trip) -> None:
-        slot = None if trip.slots else self._take_ahead(trip)
-        if slot is None:
-            slot = self._copy_in(trip)
+        slot = self._copy_in(trip)
         trip.aim(slot)
         if trip.chunk.num_left:
             self._scatter(trip, slot, trip.barriers, slot.stream)
@@ -245,64 +239,16 @@ class StagedPath:
         driver.record_event(slot.copied_in, inbound)
         return slot
 
-    # -- ahead of a load ---------------------------------------------------------------------
-
-    def read_ahead(self, job: CopyJob, begun: int, ended: int) -> ReadAhead | None:
-        """See :class:`ReadsAhead`. Waits for nothing but the ring: pinned slots do not change."""
-        prepared, ring = self._kernels.find(job), self._ring
-        if prepared is None or not ring.is_open:
-            return None  # the first load makes these
-        if not self._driver.stream_is_idle(ring.inbound):
-            return None  # or hits that are only looked up would line up before one that is loaded
-        with ring.lock:
-            self._ahead = None
-            slot, chunk = ring.next(job.direction, job.num_bytes), ChunkCursor(job, prepared.rows)
-            # Where all of it fits, one scatter is all that is left for the load to queue.
-            chunk.fit(slot.num_bytes, keep=self._tail if job.num_bytes > slot.num_bytes else 0)
-            runs = HostRuns(job)
-            self._wait_until_free(slot, ring.inbound)
-            try:
-                self._driver.record_event(begun, ring.inbound)
-                runs.load(self._driver, chunk.start, chunk.end, slot.address, ring.inbound)
-                # First what a load's time is taken by: its end may come right behind the other.
-                for event in (ended, slot.copied_in):
-                    self._driver.record_event(event, ring.inbound)
-                # Whoever uses the ring next may have it, and then it is nobody's.
-                slot.free_after(slot.copied_in)
-            except BaseException:  # the slot would look free to others while it is written
-                self._wait_for((ring.inbound,))
-                raise
-            ahead = ReadAhead(job, chunk, runs, slot, ring.num_uses, begun, ended)
-            self._ahead = ahead
-            return ahead
-
-    def _take_ahead(self, trip: _Trip) -> RingSlot | None:
-        """The slot that has the first chunk of this load already, if none has used it since."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is None or ahead.num_uses != self._ring.num_uses or not ahead.is_of(trip.job):
-            return None
-        ahead.is_used = trip.is_just_ahead = True
-        trip.chunk, trip.runs = ahead.chunk, ahead.runs
-        trip.slots[ahead.slot] = None
-        self._begin_scatters(trip)
-        return ahead.slot
-
-    def _end_ahead(self) -> None:
-        """No receipt stands for what was read ahead: before memory goes, it must have ended."""
-        self._ahead = None
-        if self._ring.is_open:
-            self._wait_for((self._ring.inbound,))
-
     def _begin_scatters(self, trip: _Trip) -> None:
         job, ring = trip.job, self._ring
-        sent = StreamBarrier(self._driver, self._events, ring.ahead)
+        sent = StreamBarrier(self._driver, self._events, ring.for_ids)
         barrier = StreamBarrier(self._driver, self._events, trip.stream, trip.ready)
         trip.barriers = (sent, barrier)
         ids = self._ids[job.direction]
         ids.write(job)
         # Not where the bytes go: between two large copies, a small one and the wait for it cost
         # the link some ten microseconds (one NVIDIA H200).
-        trip.prepared.begin(job, ids.send(ring.ahead))
+        trip.prepared.begin(job, ids.send(ring.for_ids))
         sent.mark()
         barrier.mark()
 
@@ -358,7 +304,7 @@ class StagedPath:
         if not slots and not head:
             return  # or all of it is in order already
         streams = dict.fromkeys(
-            (ring.inbound, ring.beside, ring.ahead, *(slot.stream for slot in slots))
+            (ring.inbound, ring.beside, ring.for_ids, *(slot.stream for slot in slots))
         )
         try:
             self._join(streams, stream)
@@ -389,8 +335,6 @@ class _Trip:
 
     head = False
     """Whether a kernel beside the ring has part of it."""
-    is_just_ahead = False
-    """Whether what was read ahead is all of it that is queued by now."""
     runs: HostRuns | None = None
     barriers: tuple[StreamBarrier, ...] = ()
     """What its kernels come after."""
