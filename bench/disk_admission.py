@@ -26,7 +26,7 @@ from kvferry.types import FIRST_RANK, MatchState, Outcome, Receipt, TierName
 
 DISK = TierName("disk")
 TOKENS = 512
-AFTER = ("evicted", "asked-twice")
+AFTER = ("all", "requested-twice")
 
 
 def keys_of(ids: list[int]) -> Keys:
@@ -47,7 +47,7 @@ class Replay:
     def __init__(self, after: str, write: str, num_host: int, num_disk: int) -> None:
         self.now = 0.0
         self.tier = lower_tier(DISK, num_disk, WriteMode(write))
-        config = Config.from_dict({"load_policy": "always", "disk_after": after})
+        config = Config.from_dict({"load_policy": "always", "disk_admission": after})
         self.scheduler = Scheduler(
             Pool(num_host, clock=lambda: self.now),
             [FullAttention(TOKENS)],

@@ -193,7 +193,7 @@ def overlap(engine: Engine, mode: str) -> Iterator[None]:
     words, _, path = mode.partition("@")
     words, _, parts = words.partition("/")
     policy, _, stall = words.partition(" ")
-    seconds = float(stall) / 1e3 if stall else Config().overlap_stall
+    seconds = float(stall) / 1e3 if stall else Config().overlap_max_delay
     served._policy, served._is_off = Overlapping(policy, stall=seconds), policy == "off"
     restore = _cut_into(int(parts)) if parts else None
     copier: Any = _worker()._memory.engine

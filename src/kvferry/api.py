@@ -17,12 +17,11 @@ import logging
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from kvferry.cache.reach import FullAttention, Group
-from kvferry.config import Config
-from kvferry.core.arguments import names_misspelt
+from kvferry.config import Config, refuse_unknown_keywords
 from kvferry.core.identity import Described, Namespace
 from kvferry.errors import ConfigError, InputError, LayoutError
 from kvferry.ferry import Ferry
@@ -147,7 +146,7 @@ Tensors = Mapping[str, Any] | Sequence[Any]
 """KV tensors of one group, in layer order, by name or not."""
 
 
-@names_misspelt(settings=[field.name for field in fields(Config)])
+@refuse_unknown_keywords
 def attach(
     kv: Tensors | Sequence[Tensors],
     *,

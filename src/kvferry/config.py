@@ -7,10 +7,12 @@ a dict, a file, the environment), the same reader checks it.
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar, cast
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar, cast
 
 from kvferry.core.quantities import GiB, MiB, quoted
 from kvferry.errors import ConfigError, UnknownSettingError
@@ -21,7 +23,6 @@ from kvferry.settings.kinds import (
     COUNT,
     DIRECTORIES,
     FILE_NAME,
-    LEVELS,
     POLICY,
     PORT,
     RATE,
@@ -33,6 +34,7 @@ from kvferry.settings.kinds import (
     SIZE_OR_ZERO,
     STORE,
     TENANTS,
+    TIERS,
     Auto,
     Kind,
     Setting,
@@ -41,7 +43,7 @@ from kvferry.settings.kinds import (
     optional,
     or_auto,
 )
-from kvferry.settings.policies import DEFAULT_LEVEL_POLICY, DEFAULT_POLICY
+from kvferry.settings.policies import DEFAULT_POLICY, DEFAULT_TIER_POLICY
 from kvferry.settings.remote import RemoteSettings
 from kvferry.settings.sources import ENV_PREFIX, read_table, variables
 from kvferry.settings.tenants import TenantShare
@@ -50,6 +52,22 @@ from kvferry.settings.tiers import TierSpec, join_tiers
 CONFIG_FILE_ENV = "KVFERRY_CONFIG"
 """Names the file to read where no file is given."""
 
+RENAMED = {
+    "ask_deadline": "lookup_deadline",
+    "disk_after": "disk_admission",
+    "disk_for_others": "disk_other_models_share",
+    "keep_share": "pin_share",
+    "level_policy": "tier_policy",
+    "level_write": "tier_write",
+    "level_write_out": "tier_flush",
+    "levels": "tiers",
+    "overlap_stall": "overlap_max_delay",
+    "remote_after": "remote_admission",
+    "store_after": "store_threshold",
+}
+"""Former names of settings. Using one is an error that gives the present name."""
+
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -90,15 +108,15 @@ class Config:
     disk_keep_free: int = setting(
         5 * GiB, SIZE_OR_ZERO, "Free space that is left on each of their file systems."
     )
-    disk_for_others: float = setting(
+    disk_other_models_share: float = setting(
         0.5,
         SHARE,
         "The share of disk_size that is left to what other models wrote there in the last week, "
         "while nobody has it open.",
     )
-    disk_after: str = setting(
-        "evicted",
-        one_of("evicted", "asked-twice"),
+    disk_admission: str = setting(
+        "all",
+        one_of("all", "requested-twice"),
         "Write a block to disk when host memory is about to drop it, or only if it was asked for "
         "again.",
     )
@@ -120,7 +138,7 @@ class Config:
     )
     tiers: tuple[TierSpec, ...] = setting(
         (),
-        LEVELS,
+        TIERS,
         "What lies below host memory, and below the disk, nearest first: memory:SIZE or "
         "memory-by-key:SIZE (ordinary memory, for each rank), or package.module:factory of your "
         "own.",
@@ -131,9 +149,9 @@ class Config:
         "A store that servers share, below all tiers: s3://BUCKET/PREFIX (?pack=BLOCKS in one "
         "object, else as many as is fast) or mooncake://MASTER:PORT.",
     )
-    remote_after: str = setting(
-        "evicted",
-        one_of("evicted", "asked-twice"),
+    remote_admission: str = setting(
+        "all",
+        one_of("all", "requested-twice"),
         "Write to that store what host memory drops (with tier_write = through: what is stored), "
         "or only what was asked for again by then.",
     )
@@ -165,7 +183,7 @@ class Config:
         "Which blocks make room for others in host memory.",
     )
     tier_policy: str = setting(
-        DEFAULT_LEVEL_POLICY,
+        DEFAULT_TIER_POLICY,
         POLICY,
         "Which blocks make room for others in every tier with places.",
     )
@@ -182,7 +200,7 @@ class Config:
     promote_deadline: float = setting(
         10.0, SECONDS, "A fetch from a lower tier not finished by then is given up."
     )
-    ask_deadline: float = setting(
+    lookup_deadline: float = setting(
         1.0, SECONDS, "A lower tier that has not said by then what it has counts as having nothing."
     )
     store_mode: str = setting(
@@ -190,7 +208,7 @@ class Config:
         one_of("eager", "lazy"),
         "Store blocks as soon as they are computed, or only when the device is about to drop them.",
     )
-    store_after: int = setting(
+    store_threshold: int = setting(
         1, COUNT, "Store a block only once requests have asked for it this often."
     )
     load_policy: str = setting(
@@ -202,10 +220,10 @@ class Config:
         "auto",
         one_of("auto", "always", "off"),
         "Let a request run while its load lands, each layer behind its own part: where it is the "
-        "only one, or holds the others up for no longer than overlap_stall; always; or never. "
+        "only one, or holds the others up for no longer than overlap_max_delay; always; or never. "
         "Under vLLM.",
     )
-    overlap_stall: float = setting(
+    overlap_max_delay: float = setting(
         0.0, SECONDS_OR_ZERO, "How long a load may hold up a step in which other requests run."
     )
     prefill_rate: float | None = setting(
@@ -232,7 +250,7 @@ class Config:
     metrics_host: str = setting(
         "127.0.0.1", ADDRESS, "The address to serve them on; others than loopback can be reached."
     )
-    keep_share: float = setting(
+    pin_share: float = setting(
         0.25, SHARE, "The part of each tier that pins, keeps and priorities may hold, at most."
     )
     tenants: tuple[TenantShare, ...] = setting(
@@ -298,7 +316,7 @@ class Config:
             directories=self.disk,
             size=self.disk_size,
             keep_free=self.disk_keep_free,
-            for_others=self.disk_for_others,
+            for_others=self.disk_other_models_share,
             write_per_day=self.disk_write_per_day,
             deadline=self.disk_deadline,
             key_file=self.disk_key_file,
@@ -372,15 +390,41 @@ def _read(settings: Mapping[str, object], where: str) -> dict[str, Any]:
     read = {}
     for name, value in settings.items():
         if name not in known:
-            raise UnknownSettingError(
-                f"{where}: there is no setting {quoted(name)}{nearest(str(name), known)}; "
-                f"settings: {', '.join(known)}"
-            )
+            raise _unknown(where, "setting", name, known)
         try:
             read[name] = _kind(name).read(name, value)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
     return read
+
+
+def refuse_unknown_keywords(function: Callable[P, T]) -> Callable[P, T]:
+    """For a function that takes settings besides its own keywords: refuse other keywords by name.
+
+    They are checked before the call: Python would complain of a missing ``model``, not of
+    ``modle``.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    known = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    known += [f.name for f in fields(Config)]
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        for name in kwargs:
+            if name not in known:
+                raise _unknown(function.__name__, "keyword", name, known)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _unknown(where: str, what: str, name: object, known: Sequence[str]) -> UnknownSettingError:
+    """The error for a name that does not exist, with the present or the nearest name."""
+    if name in RENAMED:
+        return UnknownSettingError(f"{where}: {name} is now called {RENAMED[name]}")
+    return UnknownSettingError(
+        f"{where}: there is no {what} {quoted(name)}{nearest(str(name), known)}"
+    )
 
 
 def _read_env(env: Mapping[str, str]) -> dict[str, Any]:

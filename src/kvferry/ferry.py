@@ -79,7 +79,7 @@ class FerryControl:
     def pin(self, keys: Keys, seconds: float | str | None = None) -> Acted:
         """Let these blocks stay so long, or until they are unpinned, reset or closed.
 
-        At most ``Config.keep_share`` of each tier is held, the beginning of a request first.
+        At most ``Config.pin_share`` of each tier is held, the beginning of a request first.
         """
         self._owner.require()
         return self._scheduler.control.pin(_checked(keys), _seconds(seconds))
@@ -210,8 +210,10 @@ def why_left_out(
         return f"{where}: one has {block_bytes} bytes, more than max_bytes_in_flight"
     if scheduler.stores_wait:
         return f"{where}: as much is on its way as may be (max_bytes_in_flight); store them later"
-    if config.store_after > 1:
-        return f"{where}: not asked for often enough yet (store_after = {config.store_after})"
+    if config.store_threshold > 1:
+        return (
+            f"{where}: not asked for often enough yet (store_threshold = {config.store_threshold})"
+        )
     pool = scheduler.pool
     if len(keys) > pool.num_slots:
         return f"{where}: the host memory holds no more than {pool.num_slots} blocks"
@@ -806,7 +808,7 @@ class Ferry(FerryLooks, FerryControl, FerryStoring, FerryWaiting, Closing):
         """What has become of a pending hit; one that is not pending is the answer itself.
 
         What a tier was asked for, and what it brings up, comes with :meth:`poll`. By
-        ``Config.ask_deadline`` and ``Config.promote_deadline`` at the latest a hit is pending no
+        ``Config.lookup_deadline`` and ``Config.promote_deadline`` at the latest a hit is pending no
         longer: with all of its blocks, with some, or with none.
         """
         self._owner.require()

@@ -204,7 +204,7 @@ def ask(sides: Sides, tag: int, believed: dict[str, set[str]]) -> int:
 
 @pytest.mark.parametrize("tiers", KINDS)
 def test_what_comes_up_again_is_told_again(make, tiers):
-    sides = make(tiers=tiers, load_policy="always", ask_deadline="5min", promote_deadline="5min")
+    sides = make(tiers=tiers, load_policy="always", lookup_deadline="5min", promote_deadline="5min")
     believed: dict[str, set[str]] = {}
     for tag in range(1, 6):
         sides.end(sides.compute(f"r{tag}", hashes_of(tag)))

@@ -162,7 +162,7 @@ def test_layers_that_never_called_are_waited_for_before_the_step(make, gate):
 
 
 def test_beside_others_it_is_told_when_the_rest_of_it_is_short(make, gate):
-    sides = make(["layer0", "layer1", "layer2"], overlap_loads="auto", overlap_stall="1ms")
+    sides = make(["layer0", "layer1", "layer2"], overlap_loads="auto", overlap_max_delay="1ms")
     store(sides)
     (rank,) = sides.ranks
     sides.side.serving._overlap._seconds = lambda tokens, running: 0.0025
@@ -180,7 +180,7 @@ def test_beside_others_it_is_told_when_the_rest_of_it_is_short(make, gate):
 
 def test_an_empty_step_beside_others_is_no_rest(make, gate, monkeypatch):
     """Asynchronous scheduling leaves steps empty while others run: they would wait all the same."""
-    sides = make(["layer0", "layer1", "layer2"], overlap_loads="auto", overlap_stall="1ms")
+    sides = make(["layer0", "layer1", "layer2"], overlap_loads="auto", overlap_max_delay="1ms")
     store(sides)
     sides.side.serving._overlap._seconds = lambda tokens, running: 0.0025
     monkeypatch.setattr(VllmOverlap, "_has_others", True)

@@ -36,7 +36,7 @@ def make(make_sides: Callable[..., Sides]) -> Callable[..., Sides]:
     def begin(num_ranks: int = 2, *, tiers: str = KINDS[0], **options: Any) -> Sides:
         stages = STAGES[:num_ranks]
         host = [f"{HOST_BLOCKS * LAYER_BYTES * len(stage)}B" for stage in stages]
-        settings = {"promote_deadline": "5min", "ask_deadline": "5min", **options}
+        settings = {"promote_deadline": "5min", "lookup_deadline": "5min", **options}
         return make_sides(*stages, host=host, tiers=tiers, **settings)
 
     return begin

@@ -47,7 +47,11 @@ class Server:
         self.mover = TierMover(self.host, rank_tier)
         tier = PackedTier(rank_tier.name, WriteMode.THROUGH, most_in_one=self.mover.most_in_one)
         self.desk = Desk(
-            tiers=[tier], slots=128, ask_deadline=60.0, promote_deadline=60.0, store_deadline=60.0
+            tiers=[tier],
+            slots=128,
+            lookup_deadline=60.0,
+            promote_deadline=60.0,
+            store_deadline=60.0,
         )
         self.num_requests = 0
 

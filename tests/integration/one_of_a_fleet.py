@@ -33,7 +33,7 @@ def main() -> None:
         host="16MiB",
         tier_write="through",
         load_policy="always",
-        ask_deadline=SECONDS,
+        lookup_deadline=SECONDS,
         promote_deadline=SECONDS,
     ) as ferry:
         keys = ferry.keys(tokens)

@@ -86,7 +86,7 @@ def answers_of(
         remote=f"s3://{s3_servers.BUCKET}/weather?endpoint={weather.endpoint}",
         tier_write="through",
         load_policy="always",
-        ask_deadline=deadline,
+        lookup_deadline=deadline,
         promote_deadline=deadline,
     )
     numbers = count(1)

@@ -91,10 +91,10 @@ class Serving:
                 "load_deadline": 5.0,
                 "store_deadline": 5.0,
                 "promote_deadline": 3.0,
-                "ask_deadline": 1.0,
+                "lookup_deadline": 1.0,
                 "match_deadline": 8.0,
                 "store_mode": setup.store_mode,
-                "store_after": setup.store_after,
+                "store_threshold": setup.store_threshold,
                 "load_policy": setup.load_policy,
                 **settings,
             }

@@ -24,7 +24,7 @@ PROMPTS = (
     (11, 12, 13, 14),
 )
 
-LEVELS: dict[str, tuple[tuple[str, int, WriteMode], ...]] = {
+TIERS: dict[str, tuple[tuple[str, int, WriteMode], ...]] = {
     "none": (),
     "through": (("disk", 8, WriteMode.THROUGH),),
     "spill": (("disk", 8, WriteMode.SPILL),),

@@ -58,7 +58,7 @@ class Setup:
     """With any, hits are loaded while they come up, in pieces of so many blocks."""
     bounded: bool = True
     store_mode: str = "eager"
-    store_after: int = 1
+    store_threshold: int = 1
     load_policy: str = "always"
     longest: int = 96
     num_stories: int = 6

@@ -71,7 +71,7 @@ class Life:
             SlotTier(TierName(f"l{n}"), Pool(rng.choice((12, 60))), rng.choice(list(WriteMode)))
             for n in range(rng.choice((0, 1, 2)))
         ]
-        settings: dict[str, object] = {"keep_share": rng.choice((0.0, 0.25, 0.5))}
+        settings: dict[str, object] = {"pin_share": rng.choice((0.0, 0.25, 0.5))}
         if rng.random() < 0.5:
             settings["tenants"] = rng.choice(("*", "a=50%:60%, b=10%"))
         settings["store_mode"] = rng.choice(("eager", "lazy"))

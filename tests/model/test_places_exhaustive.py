@@ -37,8 +37,8 @@ def ways():
 
 
 def lay(there: int, known: int, below: np.ndarray) -> tuple[Desk, Pool]:
-    tier = SlotTier(TierName("disk"), Pool(4 * LENGTH, keep_share=0.5))
-    desk = Desk(slots=4 * LENGTH, tiers=[tier], keep_share="50%")
+    tier = SlotTier(TierName("disk"), Pool(4 * LENGTH, pin_share=0.5))
+    desk = Desk(slots=4 * LENGTH, tiers=[tier], pin_share="50%")
     if below.any():
         spilled = tier.pool.reserve(CHAIN.take(below), chained=False)
         assert spilled is not None

@@ -39,7 +39,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.model.shapes import GROUPS, LEVELS, PROMPTS
+from tests.model.shapes import GROUPS, PROMPTS, TIERS
 from tests.model.simulation import Driver, Shape, Simulation
 
 from kvferry.core.keys import Keys
@@ -60,7 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         groups=st.sampled_from(sorted(GROUPS)),
-        tiers=st.sampled_from(sorted(LEVELS)),
+        tiers=st.sampled_from(sorted(TIERS)),
         num_ranks=st.integers(1, 4),
         num_slots=st.integers(2, 9),
         num_device_blocks=st.integers(6, 14),
@@ -85,7 +85,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 num_slots=num_slots,
                 num_device_blocks=num_device_blocks,
                 joins_loads=joins_loads,
-                tiers=LEVELS[tiers],
+                tiers=TIERS[tiers],
                 bounded=bounded,
             )
         )
@@ -290,7 +290,7 @@ def live(sim: Simulation, rng: np.random.Generator, steps: int, check_every: int
     return done
 
 
-@pytest.mark.parametrize("tiers", sorted(LEVELS))
+@pytest.mark.parametrize("tiers", sorted(TIERS))
 @pytest.mark.parametrize("groups", sorted(GROUPS))
 def test_a_long_life(groups: str, tiers: str) -> None:
     """Longer than Hypothesis goes, and proof that loads really happen in these tests."""
@@ -303,7 +303,7 @@ def test_a_long_life(groups: str, tiers: str) -> None:
             num_slots=20,
             num_device_blocks=20,
             joins_loads=bool(rng.integers(2)),
-            tiers=LEVELS[tiers],
+            tiers=TIERS[tiers],
         )
     )
     # At a chunk's end nothing is loaded, and short prompts have few large blocks.

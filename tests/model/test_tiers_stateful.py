@@ -38,7 +38,7 @@ def setups(draw: st.DrawFn) -> Setup:
         piece_slots=draw(st.sampled_from([0, 1, 2, 3])),
         bounded=draw(st.booleans()),
         store_mode=draw(st.sampled_from(["eager", "lazy"])),
-        store_after=draw(st.sampled_from([1, 2])),
+        store_threshold=draw(st.sampled_from([1, 2])),
         load_policy=draw(st.sampled_from(["always", "auto"])),
         longest=48,
         num_stories=4,

@@ -51,7 +51,7 @@ class Wishes(RuleBasedStateMachine):
     )
     def start(self, num_slots, share, make):
         self.now = 100.0
-        self.pool = Pool(num_slots, make, keep_share=share, clock=lambda: self.now)
+        self.pool = Pool(num_slots, make, pin_share=share, clock=lambda: self.now)
         self.most = int(num_slots * share)
         self.firm: dict[int, float] = {}  # by block, as we asked for it
         self.leases: list[Lease] = []

@@ -143,7 +143,7 @@ def random_setup(rng: random.Random) -> Setup:
         joins_loads=lazy or rng.random() < 0.8,
         bounded=rng.random() < 0.8,
         store_mode="lazy" if lazy else "eager",
-        store_after=rng.choice([1, 1, 1, 2, 3]),
+        store_threshold=rng.choice([1, 1, 1, 2, 3]),
         load_policy=rng.choice(["always", "always", "auto"]),
         num_stories=rng.choice([4, 8, 12]),
         seed=rng.randrange(1 << 16),

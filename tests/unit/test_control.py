@@ -373,7 +373,7 @@ def test_nobody_is_told_that_a_dropped_block_has_come_to_a_tier():
 
 def test_a_prefetch_says_what_of_it_is_not_kept_or_the_journal_does():
     """Seen red: the answer of its pin was thrown away."""
-    words = "pins and keeps hold 4 of at most 4 blocks there (keep_share)"
+    words = "pins and keeps hold 4 of at most 4 blocks there (pin_share)"
     desk = Desk(slots=16)
     desk.keep("a", story(1, 10), 40)
     told = desk.scheduler.control.prefetch(story(1, 10), 60.0)

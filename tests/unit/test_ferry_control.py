@@ -131,7 +131,7 @@ def test_pins_are_bounded_and_drops_are_complete(ferry):
     assert ferry.pin(first).blocks == 4
     told = ferry.pin(second, "10s")
     assert told.blocks == 4  # below, where there is room
-    assert "at most 4 blocks there (keep_share)" in told.refused[0]
+    assert "at most 4 blocks there (pin_share)" in told.refused[0]
     assert ferry.drop(first).blocks == 8
     assert ferry.lookup(first).lower_tokens == 0
     assert len(ferry.match(first)) == 0

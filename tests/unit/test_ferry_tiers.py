@@ -325,7 +325,7 @@ def test_what_a_tier_by_key_was_asked_for_is_told(attach):
 
 
 def test_a_tier_that_never_answers_counts_as_having_nothing(attach):
-    ferry = attach("tests.fakes.tiers:open_keyed", ask_deadline="50ms")
+    ferry = attach("tests.fakes.tiers:open_keyed", lookup_deadline="50ms")
     gate = threading.Event()
     tier().fault = lambda way, key: gate.wait(20)
     hit = ferry.match(chat(ferry, 0))

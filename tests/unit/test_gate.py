@@ -59,11 +59,14 @@ def test_a_gate_lets_through_what_it_should() -> None:
     ("settings", "gated"),
     [
         ({}, set()),
-        ({"disk_after": "evicted", "remote_after": "evicted"}, set()),
-        ({"disk_after": "asked-twice"}, {DISK}),
+        ({"disk_admission": "all", "remote_admission": "all"}, set()),
+        ({"disk_admission": "requested-twice"}, {DISK}),
         ({"disk_write_per_day": "1GiB"}, {DISK}),
-        ({"remote_after": "asked-twice"}, {REMOTE}),
-        ({"disk_after": "asked-twice", "remote_after": "asked-twice"}, {DISK, REMOTE}),
+        ({"remote_admission": "requested-twice"}, {REMOTE}),
+        (
+            {"disk_admission": "requested-twice", "remote_admission": "requested-twice"},
+            {DISK, REMOTE},
+        ),
     ],
 )
 def test_the_settings_make_one_where_it_matters(
@@ -99,18 +102,18 @@ def live(desk: Desk, *numbers: int) -> set[int]:
 
 def test_only_what_was_asked_for_again_is_written() -> None:
     order = (1, 1, 2, 3, 4, 5, 6)
-    assert live(desk_of(disk_after="evicted"), *order) >= {1, 2, 3, 4}
-    desk = desk_of(disk_after="asked-twice")
+    assert live(desk_of(disk_admission="all"), *order) >= {1, 2, 3, 4}
+    desk = desk_of(disk_admission="requested-twice")
     assert live(desk, *order) == {1}
 
 
 def test_other_tiers_take_what_they_always_took() -> None:
-    desk = desk_of(TierName("store"), disk_after="asked-twice", disk_write_per_day=1)
+    desk = desk_of(TierName("store"), disk_admission="requested-twice", disk_write_per_day=1)
     assert live(desk, 1, 2, 3, 4, 5, 6) >= {1, 2, 3}
 
 
 def test_the_budget_ends_writing_and_time_brings_it_back() -> None:
-    desk = desk_of(disk_after="evicted", disk_write_per_day=8 * 10 * 1000)
+    desk = desk_of(disk_admission="all", disk_write_per_day=8 * 10 * 1000)
     live(desk, 1, 2, 3, 4, 5, 6)
     pool = desk.scheduler._parts.lower.tiers[0].pool
     assert pool is not None
@@ -124,7 +127,7 @@ def test_the_budget_ends_writing_and_time_brings_it_back() -> None:
 def test_what_must_be_asked_for_again_is_written_before_it_goes() -> None:
     """As it is stored it was asked for once: written through, nothing would ever be there."""
     tier = SlotTier(DISK, Pool(200), WriteMode.THROUGH)
-    desk = Desk(tiers=[tier], slots=16, block_bytes=[1000], disk_after="asked-twice")
+    desk = Desk(tiers=[tier], slots=16, block_bytes=[1000], disk_admission="requested-twice")
     assert live(desk, 1, 1, 2, 3, 4, 5, 6) == {1}
 
 
@@ -162,23 +165,25 @@ def test_only_what_was_asked_for_again_is_shared(write: WriteMode, most_in_one: 
 
     def server(after: str) -> Desk:
         tier = lower_tier(REMOTE, None, write, most_in_one=most_in_one)
-        return Desk(tiers=[tier], slots=16, block_bytes=[1000], remote_after=after)
+        return Desk(tiers=[tier], slots=16, block_bytes=[1000], remote_admission=after)
 
-    assert written(server("evicted"), *order) >= {1, 2, 3, 4}
-    assert written(server("asked-twice"), *order) == {1}
+    assert written(server("all"), *order) >= {1, 2, 3, 4}
+    assert written(server("requested-twice"), *order) == {1}
 
 
 def test_what_was_forgotten_meanwhile_is_shared_when_it_came_back() -> None:
     """Host memory had dropped it, unwritten; its second coming counts all the same."""
     tier = KeyedTier(REMOTE, WriteMode.THROUGH)
-    desk = Desk(tiers=[tier], slots=16, block_bytes=[1000], remote_after="asked-twice")
+    desk = Desk(tiers=[tier], slots=16, block_bytes=[1000], remote_admission="requested-twice")
     assert written(desk, 1, 2, 3, 4, 1, 5, 6, 7) == {1}
 
 
 def test_each_setting_holds_for_its_own_tier() -> None:
     disk, store = SlotTier(DISK, Pool(200)), KeyedTier(REMOTE)
-    desk = Desk(tiers=[disk, store], slots=16, block_bytes=[1000], remote_after="asked-twice")
+    desk = Desk(
+        tiers=[disk, store], slots=16, block_bytes=[1000], remote_admission="requested-twice"
+    )
     assert written(desk, 1, 1, 2, 3, 4, 5, 6) == {1}
     assert disk.pool.counts.cached >= 4 * 8
-    desk = desk_of(disk_after="asked-twice", remote_after="evicted")
+    desk = desk_of(disk_admission="requested-twice", remote_admission="all")
     assert live(desk, 1, 1, 2, 3, 4, 5, 6) == {1}

@@ -99,7 +99,7 @@ def test_what_is_kept_is_bounded_and_the_refusal_says_why():
     assert entry is not None
     assert entry.refused == (
         "2 blocks are not kept on host: pins and keeps hold 4 of at most 4 blocks there "
-        "(keep_share)",
+        "(pin_share)",
     )
     assert entry.hints == Hints(keep_seconds=60.0)
 
@@ -182,7 +182,7 @@ def test_a_keep_holds_below_what_only_the_tier_has():
     lease = disk.pool.reserve(chain[4:], chained=False)
     assert lease is not None
     lease.commit()
-    desk = Desk(slots=16, tiers=[disk], keep_share="50%")
+    desk = Desk(slots=16, tiers=[disk], pin_share="50%")
     desk.keep("a", chain[:6], 24)
     request = desk.scheduler.open("b", chain, Hints(keep_seconds=60))
     request.end()
@@ -254,7 +254,7 @@ def test_a_reset_forgets_what_was_kept():
 
 def test_what_is_said_to_stay_and_to_matter_little_does_not_stand_in_the_way():
     """Seen red: every eviction met all that could not go, and there was no bound on it."""
-    desk = Desk(slots=400, keep_share=0.5)
+    desk = Desk(slots=400, pin_share=0.5)
     both = [
         {"token_start": 0, "token_end": 4, "priority": 80},
         {"token_start": 0, "token_end": 4, "priority": 5},
@@ -273,7 +273,7 @@ def test_what_is_said_to_stay_and_to_matter_little_does_not_stand_in_the_way():
 
 
 def test_over_ends_what_was_said_of_going_on_but_no_pin():
-    desk = Desk(slots=16, keep_share=0.5)
+    desk = Desk(slots=16, pin_share=0.5)
     for number in (1, 2):
         say(desk, f"a{number}", number, 4, goes_on="10min")
     keys = story(1, 4)
@@ -317,7 +317,7 @@ def test_a_store_may_let_the_hold_on_its_own_beginning_give_way():
 
 
 BOUND = (
-    "12 blocks are not kept on host: pins and keeps hold 4 of at most 4 blocks there (keep_share)"
+    "12 blocks are not kept on host: pins and keeps hold 4 of at most 4 blocks there (pin_share)"
 )
 
 

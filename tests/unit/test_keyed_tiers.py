@@ -138,7 +138,7 @@ def test_requests_of_one_step_share_a_question_and_later_ones_join_it() -> None:
 
 
 def test_nobody_waits_for_an_answer_past_its_deadline() -> None:
-    desk = Desk(tiers=[keyed()], ask_deadline=1)
+    desk = Desk(tiers=[keyed()], lookup_deadline=1)
     told = story(1, 4)
     desk.match("b", told)
     desk.plan()
@@ -436,7 +436,7 @@ def test_a_store_that_lost_a_block_costs_that_block(serve: Callable[..., Server]
 
 def test_a_store_that_never_answers_costs_one_deadline(serve: Callable[..., Server]) -> None:
     tier = store()
-    server = serve(tier, slots=16, ask_deadline=0.05)
+    server = serve(tier, slots=16, lookup_deadline=0.05)
     gate = threading.Event()
 
     def fault(way: Way, at: Key) -> None:

@@ -118,7 +118,7 @@ def test_who_was_told_no_does_not_ask_again() -> None:
 
 def test_a_question_that_is_not_answered_in_time_is_believed_by_all() -> None:
     """Else everybody who comes would wait for a store that hangs, one after the other."""
-    desk = Desk(tiers=[packing()], slots=256, ask_deadline=5.0)
+    desk = Desk(tiers=[packing()], slots=256, lookup_deadline=5.0)
     desk.match("a", A)
     desk.match("b", B)
     desk.plan()

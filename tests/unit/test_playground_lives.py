@@ -29,7 +29,7 @@ SHAPES = (
 )
 SETTINGS: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("store_mode", ("lazy",)),
-    ("store_after", (2,)),
+    ("store_threshold", (2,)),
     ("max_storing_blocks", (1, 3, 8)),
     ("max_loading_blocks", (1, 3, 8)),
     ("load_deadline", (0.0005, 0.005)),

@@ -68,7 +68,7 @@ def test_counters_stop_at_their_end_instead_of_starting_over() -> None:
 
 def test_one_request_counts_once_however_often_it_asks() -> None:
     """A waiting request asks every step; that makes nothing popular."""
-    desk = Desk(store_after=2)
+    desk = Desk(store_threshold=2)
     asked = story(1, 4)
     for _ in range(10):
         desk.match("a", asked)
@@ -81,7 +81,7 @@ def test_one_request_counts_once_however_often_it_asks() -> None:
 
 def test_a_shared_beginning_is_admitted_before_the_rest() -> None:
     """Two conversations with one system prompt: the prompt is stored, what follows is not."""
-    desk = Desk(store_after=2)
+    desk = Desk(store_threshold=2)
     shared = story(1, 2)
     desk.match("a", shared + story(2, 2))
     desk.match("b", shared + story(3, 2))
@@ -90,7 +90,7 @@ def test_a_shared_beginning_is_admitted_before_the_rest() -> None:
 
 def test_what_follows_a_block_left_out_is_left_out() -> None:
     """A chain with a hole cannot be matched beyond it, so its end would only take room."""
-    desk = Desk(store_after=2)
+    desk = Desk(store_threshold=2)
     whole = story(1, 4)
     desk.match("a", whole)
     admission = desk.scheduler._parts.stores.admission
@@ -101,7 +101,7 @@ def test_what_follows_a_block_left_out_is_left_out() -> None:
 def test_the_threshold_holds_for_lower_tiers_too() -> None:
     """What the host refuses never reaches a tier below it."""
     below = SlotTier(TierName("below"), Pool(16), WriteMode.THROUGH)
-    desk = Desk(store_after=2, tiers=[below])
+    desk = Desk(store_threshold=2, tiers=[below])
     asked = story(1, 4)
     for request in ("a", "b"):
         desk.match(request, asked)

@@ -179,10 +179,15 @@ def test_addresses_that_cannot_be(text: object, why: str) -> None:
 
 
 def test_what_is_shared_at_all_is_said_through_any_door() -> None:
-    assert Config().remote_after == "evicted"
-    assert Config.from_env({"KVFERRY_REMOTE_AFTER": "asked-twice"}).remote_after == "asked-twice"
-    with pytest.raises(ConfigError, match=r"remote_after: expected one of evicted, asked-twice"):
-        Config.from_dict({"remote_after": "never"})
+    assert Config().remote_admission == "all"
+    assert (
+        Config.from_env({"KVFERRY_REMOTE_ADMISSION": "requested-twice"}).remote_admission
+        == "requested-twice"
+    )
+    with pytest.raises(
+        ConfigError, match=r"remote_admission: expected one of all, requested-twice"
+    ):
+        Config.from_dict({"remote_admission": "never"})
 
 
 def test_the_store_is_the_last_tier_and_its_name_is_taken() -> None:

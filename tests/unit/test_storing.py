@@ -358,7 +358,7 @@ def test_the_beginning_of_a_conversation_outlives_its_end_below_too() -> None:
 
 
 def test_lazy_stores_respect_admission_and_bounds() -> None:
-    desk = lazy(store_after=2, max_storing_blocks=2)
+    desk = lazy(store_threshold=2, max_storing_blocks=2)
     told = story(1, 4)
     desk.match("a", told)
     assert desk.offer(0, told, [0, 1, 2, 3]) == []

@@ -399,7 +399,7 @@ def test_one_tenants_wishes_leave_room_for_anothers():
     assert [each.blocks for each in asked] == [4, 0]
     assert asked[1].refused == (
         "4 blocks are not kept on host: pins and keeps hold 4 of at most 8 blocks there "
-        "(keep_share), each tenant's at most its part of those",
+        "(pin_share), each tenant's at most its part of those",
     )
     assert desk.scheduler.control.pin(story(11, 4)).blocks == 4
     assert desk.scheduler.control.pin(story(11, 4)).blocks == 4, "what is held stays held"

@@ -111,7 +111,7 @@ def test_the_environment_and_files_name_them_too(tmp_path):
     assert [tier.name for tier in config.tiers] == ["memory"]
     assert config.tier_write == "through"
     file = tmp_path / "kvferry.toml"
-    file.write_text('[kvferry]\nlevels = ["memory:1MiB", "far=memory:2MiB"]\n')
+    file.write_text('[kvferry]\ntiers = ["memory:1MiB", "far=memory:2MiB"]\n')
     assert [tier.name for tier in Config.from_file(file).tiers] == ["memory", "far"]
     with pytest.raises(ConfigError, match="tier_write"):
         Config.from_dict({"tier_write": "never"})

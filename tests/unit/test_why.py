@@ -45,7 +45,7 @@ def never_stored() -> Desk:
 
 
 def below_threshold() -> Desk:
-    desk = Desk(store_after=3)
+    desk = Desk(store_threshold=3)
     desk.match("a", story(1, 4))
     desk.keep("a", story(1, 4), 16)
     desk.match("q", story(1, 4))

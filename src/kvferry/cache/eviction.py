@@ -177,7 +177,7 @@ class PoolRoom(PoolFind):
         self,
         num_slots: int,
         policy: EvictionPolicyMaker,
-        keep_share: float,
+        pin_share: float,
         clock: Callable[[], float],
         side_by_side: bool,
         together: bool,
@@ -219,7 +219,7 @@ class PoolRoom(PoolFind):
         self._hears: HearsRequests | None = None
         self._hears_hints: HearsHints | None = None
         self._listen()
-        self._holds = Holds(num_slots, int(num_slots * keep_share))
+        self._holds = Holds(num_slots, int(num_slots * pin_share))
         self._first = GoesFirst(num_slots)
         self._free: FreeRuns | FreeTogether | FreeSlots
         self._num_spare = self._num_spare_alone = 0

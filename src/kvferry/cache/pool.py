@@ -32,7 +32,7 @@ from kvferry.core.keys import Duplicates, Keys, require_key
 from kvferry.errors import InputError, LeaseError
 from kvferry.types import NO_SLOT, NO_SLOTS, Key, SlotArray
 
-KEEP_SHARE = 0.25
+PIN_SHARE = 0.25
 # As plain numbers: numpy takes an IntEnum the long way.
 _FREE, _WRITING, _CACHED, _DOOMED, _UNREADY = (int(state) for state in SlotState)
 
@@ -49,7 +49,7 @@ class Pool(PoolWishes):
         policy: EvictionPolicyMaker = Lru,
         *,
         num_ready: int | None = None,
-        keep_share: float = KEEP_SHARE,
+        pin_share: float = PIN_SHARE,
         side_by_side: bool = False,
         together: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -57,13 +57,13 @@ class Pool(PoolWishes):
         """All slots, of which the first ``num_ready`` (default: all) can be used from the start.
 
         ``policy`` makes what says who goes first; ``clock`` is the time it sees, in seconds.
-        ``keep_share`` of the slots, at most, are held for who asks for that. ``side_by_side`` gives
+        ``pin_share`` of the slots, at most, are held for who asks for that. ``side_by_side`` gives
         out slots as neighbours, for a medium that is read in runs; ``together`` gives what is
         reserved together as few runs as can be had at little cost, for memory copied in runs.
         """
         if num_slots <= 0:
             raise InputError(f"a pool needs at least one slot, got {num_slots}")
-        super().__init__(num_slots, policy, keep_share, clock, side_by_side, together)
+        super().__init__(num_slots, policy, pin_share, clock, side_by_side, together)
         self.num_ready = 0
         """Slots from the first on that can be used; the others wait for :meth:`grow`."""
         self.num_reserved = 0

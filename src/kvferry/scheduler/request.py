@@ -561,7 +561,7 @@ def bound_words(tier: str, pool: Pool, num_blocks: int) -> str:
     """Why so many blocks are not held."""
     words = (
         f"{num_blocks} blocks are not kept on {tier}: pins and keeps hold {pool.holds.count} of "
-        f"at most {pool.holds.most} blocks there (keep_share)"
+        f"at most {pool.holds.most} blocks there (pin_share)"
     )
     return f"{words}, each tenant's at most its part of those" if pool.is_divided else words
 

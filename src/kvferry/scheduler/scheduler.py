@@ -401,7 +401,7 @@ def _lower(
         write_out=config.tier_flush,
     )
     for each in (pool, *(tier.pool for tier in tiers if tier.pool is not None)):
-        each.holds.bound(config.keep_share)
+        each.holds.bound(config.pin_share)
     return lower
 
 

@@ -255,7 +255,7 @@ class Stores:
         """``on_device`` knows what was said of blocks that are offered; None where none are."""
         self.is_lazy = config.store_mode == "lazy"
         self.on_device = on_device
-        self.admission = SeenOften(config.store_after, num_keys=pool.num_slots)
+        self.admission = SeenOften(config.store_threshold, num_keys=pool.num_slots)
         self.num_shed = 0
         self._matcher = matcher
         self._pool = pool

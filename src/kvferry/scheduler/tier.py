@@ -101,7 +101,7 @@ _BURST = 8
 _LEAST_KEYS, _MOST_KEYS = 1 << 18, 1 << 20
 """So many different blocks are told apart among all that were asked for lately, in 4 to 16 MiB."""
 
-_TIMES = {"evicted": 1, "asked-twice": 2}
+_TIMES = {"all": 1, "requested-twice": 2}
 """How often a block must have been asked for, by the settings' words."""
 
 
@@ -168,7 +168,7 @@ class Gate:
 
 def times_asked(config: Config, tier: TierName) -> int:
     """How often a block must have been asked for to go to this tier."""
-    after = {DISK: config.disk_after, REMOTE: config.remote_after}.get(tier, "evicted")
+    after = {DISK: config.disk_admission, REMOTE: config.remote_admission}.get(tier, "all")
     return _TIMES[after]
 
 

@@ -667,7 +667,7 @@ class Outbox:
 
     def _launch_question(self, tier: TierName, now: float) -> Question:
         question_id, asked = self._questions[tier]
-        within = self._config.ask_deadline
+        within = self._config.lookup_deadline
         keys = np.concatenate([keys.array for keys, _ in asked])
         at = np.concatenate([at for _, at in asked])
         starts = np.cumsum([0, *(len(at) for _, at in asked[:-1])])

@@ -110,7 +110,7 @@ def _is_ipv6(text: str) -> bool:
 
 
 ADDRESS = Kind("address", _read_address)
-LEVELS = Kind("KIND:OPTIONS, ...|none", read_tiers, show_tiers)
+TIERS = Kind("KIND:OPTIONS, ...|none", read_tiers, show_tiers)
 POLICY = Kind(ACCEPTS, read_policy)
 TENANTS = Kind("NAME=SHARE[:CEILING], ...|none", read_tenants, show_tenants)
 DIRECTORIES = Kind("PATH, ...|none", read_directories, show_directories)

@@ -61,7 +61,7 @@ POLICIES = (
 BY_NAME = {kind.name: kind for kind in POLICIES}
 
 DEFAULT_POLICY = "returns"
-DEFAULT_LEVEL_POLICY = "lru"
+DEFAULT_TIER_POLICY = "lru"
 
 ACCEPTS = "|".join((*BY_NAME, "package.module:factory"))
 

@@ -22,7 +22,7 @@ from kvferry.errors import ConfigError
 from kvferry.settings.remote import STORE_KINDS
 from kvferry.types import DEVICE, HOST, TierName
 
-_MOST_LEVELS = 8
+_MOST_TIERS = 8
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}", re.ASCII)
 _NAMED = re.compile(r"([^:=]*)=(.*)", re.DOTALL)
 _OWN = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*)(?::(.*))?", re.ASCII | re.DOTALL)
@@ -134,8 +134,8 @@ def read_tiers(name: str, value: object) -> tuple[TierSpec, ...]:
         parts = value
     else:
         raise ConfigError(f"{name}: expected tiers such as {_example()}, got {shown(value)}")
-    if len(parts) > _MOST_LEVELS:
-        raise ConfigError(f"{name}: at most {_MOST_LEVELS} tiers, got {len(parts)}")
+    if len(parts) > _MOST_TIERS:
+        raise ConfigError(f"{name}: at most {_MOST_TIERS} tiers, got {len(parts)}")
     tiers = tuple(_read_tier(name, part) for part in parts)
     for taken, count in Counter(tier.name for tier in tiers).items():
         if count > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.settings.policies import DEFAULT_LEVEL_POLICY
+from kvferry.settings.policies import DEFAULT_TIER_POLICY
 
 Capacity = tuple[int, ...]
 """Blocks of each tier, host memory first."""
@@ -21,7 +21,7 @@ class Trial:
     policy: str
     capacity: Capacity
     write: str = "spill"
-    tier_policy: str = DEFAULT_LEVEL_POLICY
+    tier_policy: str = DEFAULT_TIER_POLICY
 
 
 @dataclass(eq=False)

@@ -133,7 +133,7 @@ STALE_RECEIPTS = _counter("stale_receipts", "Answers that came twice or too late
 SHED_STORES = _counter("shed_stores", "Times that stores waited because too many were under way.")
 EVICTED = _counter("evicted_blocks", "Blocks dropped to make room.", _TIER)
 REFUSED_HOLDS = _counter(
-    "refused_holds", "Blocks to be held that were not: keep_share of the tier was.", _TIER
+    "refused_holds", "Blocks to be held that were not: pin_share of the tier was.", _TIER
 )
 ASKED_BLOCKS = _counter(
     "asked_blocks", "Blocks that a tier was asked for, where it finds them by keys.", _LEVEL

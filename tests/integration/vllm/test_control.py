@@ -51,7 +51,7 @@ class Controlled(Server):
             "metrics_port": port,
             "policy": "lru",  # what goes first can be told beforehand
             "tenants": "agents=50%, *",
-            "keep_share": "50%",
+            "pin_share": "50%",
             "control": "local",
             "control_token": f"file:{self.token_file}",
         }
@@ -177,7 +177,7 @@ def test_keep_seconds_and_its_bound(server, prompt):
     assert server.figure("kvferry_held_slots") == 10
     told = server.why(greedy)
     assert told["hints"] == {"keep_seconds": 3600.0}
-    assert "at most 20 blocks there (keep_share)" in told["refused"][0]
+    assert "at most 20 blocks there (pin_share)" in told["refused"][0]
     assert server.figure("kvferry_refused_holds_total") > 0
     server.fill()
     found = server.order("lookup", request_id=kept.id)

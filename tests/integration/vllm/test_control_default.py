@@ -15,7 +15,7 @@ from tests.integration.vllm.test_control import SEEDS, TOKENS, Controlled
 
 @pytest.fixture(scope="module")
 def server(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Controlled]:
-    settings = dict.fromkeys(("policy", "tiers", "tier_write", "tenants", "keep_share"))
+    settings = dict.fromkeys(("policy", "tiers", "tier_write", "tenants", "pin_share"))
     running = Controlled(llama, tmp_path_factory.mktemp("default"), **settings)
     yield running
     running.kill()

@@ -18,7 +18,7 @@ FERRY = {
     "load_deadline": "5min",
     "store_deadline": "5min",
     "promote_deadline": "30s",
-    "ask_deadline": "30s",
+    "lookup_deadline": "30s",
 }
 PROMPTS = 4
 FOUND = 192  # of the 200 tokens of each prompt: six whole blocks

@@ -11,7 +11,7 @@ FERRY = {
     "load_deadline": "5min",
     "store_deadline": "5min",
     "promote_deadline": "5min",
-    "ask_deadline": "5min",
+    "lookup_deadline": "5min",
 }
 
 

@@ -38,7 +38,7 @@ class VllmOverlap:
     ) -> None:
         """``requests`` are all there are; ``stats`` are asked where no speed was measured."""
         policy = "off" if why_not(setup, blocks.hash_tokens) else setup.config.overlap_loads
-        self._policy = Overlapping(policy, stall=setup.config.overlap_stall)
+        self._policy = Overlapping(policy, stall=setup.config.overlap_max_delay)
         self._is_off = policy == "off"
         self._choices: PathChoices | None = shape.choices
         self._block_bytes = shape.block_bytes[0] if shape.block_bytes else 0

@@ -39,7 +39,7 @@ def control(action: str, url: str, token_file: str | None, as_json: bool, **give
     """Do something with the blocks of a request: lookup, hint, pin, unpin, prefetch or drop.
 
     Say which blocks by --request, --tokens or --key. The server must let you: its settings control
-    and control_token. Pins and keeps are bounded by its keep_share, and forgotten when it ends.
+    and control_token. Pins and keeps are bounded by its pin_share, and forgotten when it ends.
 
     The exit code is 1 where nothing answers or the order is refused.
     """

@@ -297,7 +297,7 @@ FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 )
 @click.option(
     "--tiers",
-    metavar="LEVELS",
+    metavar="TIERS",
     callback=_read_tiers,
     default=None,
     help="What lies below host memory, such as memory:64MiB: it takes what host memory must "

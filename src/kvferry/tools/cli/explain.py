@@ -25,7 +25,7 @@ REASONS: dict[str, str] = {
     Reason.EVICTED.value: "It was stored, and dropped later because the room was needed. More host "
     "memory would have kept it longer.",
     Reason.NEVER_STORED.value: "Nobody computed and stored this before, or it found no room.",
-    Reason.BELOW_THRESHOLD.value: "It was not asked for often enough to be stored (store_after).",
+    Reason.BELOW_THRESHOLD.value: "Too few requests asked for it to be stored (store_threshold).",
     Reason.IN_FLIGHT.value: "Its bytes were still on their way in.",
     Reason.OTHER_NAMESPACE.value: "It was stored before a reset or a change of weights.",
     Reason.STILL_BELOW.value: "It lay below the host and was not brought up in time.",

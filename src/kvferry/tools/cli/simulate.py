@@ -18,7 +18,7 @@ from rich.table import Table
 from kvferry.cache.policies.contract import policy_named
 from kvferry.core.quantities import parse_count, parse_seconds, parse_size, quoted
 from kvferry.errors import ConfigError, KvferryError
-from kvferry.settings.policies import DEFAULT_LEVEL_POLICY, POLICIES, read_policy
+from kvferry.settings.policies import DEFAULT_TIER_POLICY, POLICIES, read_policy
 from kvferry.sim.serving import TracePart
 from kvferry.sim.simulation import Simulated, Simulation, simulate
 from kvferry.sim.trials import Score, Trial
@@ -275,7 +275,7 @@ _INTERRUPTED = 130
 @click.option(
     "--tier-policy",
     metavar="NAME",
-    default=DEFAULT_LEVEL_POLICY,
+    default=DEFAULT_TIER_POLICY,
     help="The policy of the tiers below host memory, as the setting of that name.",
 )
 @click.option("--from", "start", metavar="WHEN", default=None, help="Leave out what came before.")
