@@ -62,7 +62,7 @@ OTHER = " (other)"
 
 _ALL = {"policy": "returns", "memory_curve": "on"}
 _HINTS = {
-    "goes_on": "2min",
+    "continues": "2min",
     "priorities": [{"token_start": 0, "token_end": 512, "priority": 60}],
     "tenant": "bench",
 }

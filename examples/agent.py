@@ -76,13 +76,13 @@ class Serving:
         agent.said += done.generated
         agent.tokens = list(done.tokens)
         if self.hints:  # its tool runs now: it will be back within that time
-            self.offloader.scheduler.control.hint(done.keys, Hints(keep_seconds=600.0))
+            self.offloader.scheduler.control.hint(done.keys, Hints(pin_seconds=600.0))
 
     def tool_answers(self, agent: Agent) -> None:
         """The tool is done. Its result is added to the prompt; meanwhile the blocks may come up."""
         if self.hints:
             keys = chain(self.runner.namespace, agent.tokens)
-            self.offloader.scheduler.control.prefetch(keys, keep_seconds=60.0)
+            self.offloader.scheduler.control.prefetch(keys, pin_seconds=60.0)
             while self.offloader.has_pending:  # in a server this is the time the client takes
                 self.engine.step()
         agent.tokens += self.rng.integers(0, SHAPE.vocab, RESULT).tolist()

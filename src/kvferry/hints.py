@@ -4,9 +4,9 @@
 
     {"do_not_store": true}                       nothing of it is kept
     {"do_not_load": true}                        everything is computed
-    {"keep_seconds": 3600}                       its blocks stay at least so long after its end
-    {"over": true}                               nobody will go on with this conversation
-    {"goes_on": true} or {"goes_on": "30s"}      somebody will, within that time
+    {"pin_seconds": 3600}                       its blocks stay at least so long after its end
+    {"ended": true}                               nobody will go on with this conversation
+    {"continues": true} or {"continues": "30s"}      somebody will, within that time
     {"priorities": [{"token_start": 0, "token_end": 512, "priority": 80, "duration_ms": 60000}]}
     {"tenant": "search"}                         whose share of the memory it takes
 
@@ -64,16 +64,16 @@ class Hints:
     """What was said of one request. Frozen; refuses what cannot be meant.
 
     ``max_store_tokens`` and ``max_load_tokens`` are bounds on its first tokens: zero is "do not".
-    ``goes_on`` with ``within`` seconds: until then somebody will go on with it. ``keep_seconds``
-    count from its end. Commands are ``max_*`` and ``keep_seconds``; the rest is evidence.
+    ``continues`` with ``within`` seconds: until then somebody will go on with it. ``pin_seconds``
+    count from its end. Commands are ``max_*`` and ``pin_seconds``; the rest is evidence.
     ``priorities`` may also be given as a list, and each of them as a mapping.
     """
 
     max_store_tokens: int | None = None
     max_load_tokens: int | None = None
-    keep_seconds: float | None = None
-    over: bool = False
-    goes_on: bool = False
+    pin_seconds: float | None = None
+    ended: bool = False
+    continues: bool = False
     within: float | None = None
     priorities: tuple[TokenPriority, ...] = ()
     tenant: str = ""
@@ -82,16 +82,18 @@ class Hints:
         for name in ("max_store_tokens", "max_load_tokens"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _count(name, getattr(self, name)))
-        for name in ("keep_seconds", "within"):
+        for name in ("pin_seconds", "within"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, read_seconds(name, getattr(self, name)))
-        for name in ("over", "goes_on"):
+        for name in ("ended", "continues"):
             _flag(name, getattr(self, name))
-        if self.within is not None and not self.goes_on:
-            raise InputError("within says until when it goes on: say goes_on as well")
-        if self.over and (self.goes_on or self.keep_seconds is not None):
-            what = "goes_on" if self.goes_on else "keep_seconds"
-            raise InputError(f"a conversation that is over cannot have {what}; leave one of them")
+        if self.within is not None and not self.continues:
+            raise InputError(
+                "within needs continues: it says until when the conversation continues"
+            )
+        if self.ended and (self.continues or self.pin_seconds is not None):
+            what = "continues" if self.continues else "pin_seconds"
+            raise InputError(f"a conversation that ended cannot have {what}; give one of the two")
         object.__setattr__(self, "priorities", _ranges(self.priorities))
         _tenant(self.tenant)
 
@@ -105,8 +107,8 @@ class Hints:
             if name == "do_not_store" or name == "do_not_load":
                 if _flag(name, value):
                     said[f"max_{name.removeprefix('do_not_')}_tokens"] = 0
-            elif name == "goes_on" and not isinstance(value, bool):
-                said["goes_on"], said["within"] = True, read_seconds(name, value)
+            elif name == "continues" and not isinstance(value, bool):
+                said["continues"], said["within"] = True, read_seconds(name, value)
             elif name in _PLAIN:
                 said[name] = value
             else:
@@ -120,13 +122,13 @@ class Hints:
 
     def after(self, seconds: float) -> Hints:
         """What is left of them so long after the request's end: times that have passed are over."""
-        if seconds <= 0 or (self.keep_seconds is None and self.within is None):
+        if seconds <= 0 or (self.pin_seconds is None and self.within is None):
             return self
-        keep, within = self.keep_seconds, self.within
+        keep, within = self.pin_seconds, self.within
         return replace(
             self,
-            keep_seconds=keep - seconds if keep is not None and keep > seconds else None,
-            goes_on=self.goes_on and (within is None or within > seconds),
+            pin_seconds=keep - seconds if keep is not None and keep > seconds else None,
+            continues=self.continues and (within is None or within > seconds),
             within=within - seconds if within is not None and within > seconds else None,
         )
 
@@ -139,7 +141,7 @@ class Hints:
     @property
     def shapes_what_stays(self) -> bool:
         """Whether it says anything about the blocks that are stored."""
-        return bool(self.over or self.goes_on or self.priorities or self.keep_seconds is not None)
+        return bool(self.ended or self.continues or self.priorities or self.pin_seconds is not None)
 
 
 _PLAIN = tuple(field.name for field in fields(Hints) if field.name != "within")

@@ -92,7 +92,7 @@ def test_every_action_by_tokens_and_by_keys(polled):
     keys = [key.hex() for key in polled.ferry.keys(TOKENS)]
     assert order(url, "lookup", {"keys": keys})[1]["held_blocks"] == 4
     assert order(url, "unpin", {"keys": keys})[1]["blocks"] == 4
-    told = order(url, "hint", {"tokens": TOKENS, "hints": {"keep_seconds": 9}})[1]
+    told = order(url, "hint", {"tokens": TOKENS, "hints": {"pin_seconds": 9}})[1]
     assert told["held_blocks"] == 4
     status, told = order(url, "prefetch", {"tokens": TOKENS, "seconds": 5})
     assert (status, told["is_under_way"]) == (200, False)  # all of it is here
@@ -140,11 +140,11 @@ def test_without_the_token_nothing_is_done(polled, token, status, words):
         ("lookup", {"tokens": [2**64]}, "tokens must be whole numbers"),
         ("lookup", {"tokens": [True]}, "tokens must be whole numbers"),
         ("lookup", {"tokens": TOKENS, "salt": 5}, "salt must be text"),
-        ("hint", {"tokens": TOKENS}, "say over, goes_on, keep_seconds or priorities"),
+        ("hint", {"tokens": TOKENS}, "say ended, continues, pin_seconds or priorities"),
         ("hint", {"tokens": TOKENS, "hints": {"do_not_store": True}}, "goes with a request"),
-        ("hint", {"tokens": TOKENS, "hints": {"goes_on": float("inf")}}, "goes_on: must be"),
+        ("hint", {"tokens": TOKENS, "hints": {"continues": float("inf")}}, "continues: must be"),
         ("hint", {"tokens": TOKENS, "hints": None}, "hints must be a mapping"),
-        ("hint", {"tokens": TOKENS, "hints": {"ovr": True}}, "did you mean 'over'"),
+        ("hint", {"tokens": TOKENS, "hints": {"endd": True}}, "did you mean 'ended'"),
         ("hint", [1], "JSON object"),
     ],
 )
@@ -307,7 +307,7 @@ def test_the_command_line(polled, tmp_path):
     assert "4 blocks pinned." in run("pin", *named, "--seconds", "1h").output
     assert json.loads(run("lookup", *named, "--json").output)["held_blocks"] == 4
     assert "4 blocks let go." in run("unpin", *named).output
-    assert run("hint", *named, "--hints", '{"over": true}').exit_code == 0
+    assert run("hint", *named, "--hints", '{"ended": true}').exit_code == 0
     assert "Nothing of it is held." in run("prefetch", *named).output
     env = {"KVFERRY_CONTROL_TOKEN": TOKEN}
     key = polled.ferry.keys(TOKENS)[0].hex()
@@ -357,10 +357,10 @@ def test_what_is_held_and_whose_is_shown():
         told = read_told(
             {
                 "request_id": "a",
-                "hints": {"keep_seconds": 3},
+                "hints": {"pin_seconds": 3},
                 "refused": ["2 blocks are not kept"],
             }
         )
-        assert (told.hints, told.refused) == ('{"keep_seconds": 3}', ("2 blocks are not kept",))
+        assert (told.hints, told.refused) == ('{"pin_seconds": 3}', ("2 blocks are not kept",))
     finally:
         running.close()

@@ -30,14 +30,14 @@ NUM_STORIES, LONGEST = 8, 6
 
 
 def any_hints(rng: Random) -> Hints | None:
-    choice = rng.choice(("", "", "keep", "over", "goes", "rank", "store", "load", "all"))
+    choice = rng.choice(("", "", "keep", "ended", "goes", "rank", "store", "load", "all"))
     tenant = rng.choice(("", "a", "b"))
     if choice == "keep":
-        return Hints(keep_seconds=rng.choice((0.5, 5.0)), tenant=tenant)
-    if choice == "over":
-        return Hints(over=True, tenant=tenant)
+        return Hints(pin_seconds=rng.choice((0.5, 5.0)), tenant=tenant)
+    if choice == "ended":
+        return Hints(ended=True, tenant=tenant)
     if choice == "goes":
-        return Hints(goes_on=True, within=rng.choice((None, 2.0)), tenant=tenant)
+        return Hints(continues=True, within=rng.choice((None, 2.0)), tenant=tenant)
     if choice == "rank":
         first = 4 * rng.randrange(3)
         said = {"token_start": first, "token_end": first + 8, "priority": rng.randrange(101)}
@@ -46,7 +46,7 @@ def any_hints(rng: Random) -> Hints | None:
         return Hints(max_store_tokens=rng.choice((0, 8)))
     if choice == "load":
         return Hints(max_load_tokens=rng.choice((0, 8)))
-    return Hints(keep_seconds=1.0, max_load_tokens=4, max_store_tokens=12) if choice else None
+    return Hints(pin_seconds=1.0, max_load_tokens=4, max_store_tokens=12) if choice else None
 
 
 def any_keys(rng: Random) -> Keys:
@@ -108,7 +108,7 @@ class Life:
                     control.pin(keys, rng.choice((None, 1.0)))
                 elif act == "hint":
                     hints = any_hints(rng) or Hints()
-                    stays = hints if hints.shapes_what_stays else Hints(over=True)
+                    stays = hints if hints.shapes_what_stays else Hints(ended=True)
                     control.hint(keys, stays)
                 else:
                     told = getattr(control, act)(keys)

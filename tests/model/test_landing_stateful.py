@@ -95,7 +95,7 @@ class Landing(RuleBasedStateMachine):
 
     @precondition(lambda self: self.under_way)
     @rule(data=st.data())
-    def goes_on(self, data: Any) -> None:
+    def continues(self, data: Any) -> None:
         """The first comes further; they land in their order, as on one stream."""
         for load in self.under_way:
             (transfer_id,) = load.transfers

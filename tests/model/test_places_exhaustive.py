@@ -80,7 +80,7 @@ def test_a_hold_covers_all_that_can_be_reached(is_pin: bool) -> None:
         if is_pin:
             told = control.pin(CHAIN)
         else:
-            told = control.hint(CHAIN, Hints(keep_seconds=60.0))
+            told = control.hint(CHAIN, Hints(pin_seconds=60.0))
         here = (np.arange(LENGTH) < there) | below
         reached = np.logical_and.accumulate((np.arange(LENGTH) < known) | below)
         held = np.zeros(LENGTH, dtype=bool)

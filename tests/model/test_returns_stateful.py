@@ -92,9 +92,9 @@ class ReturnsMachine(RuleBasedStateMachine):
     def answered(self, chain: list[int], length: int, tokens: int) -> None:
         self.pool.answered(keys(chain[:length]), tokens)
 
-    @rule(chain=chains, length=lengths, over=st.booleans(), within=st.sampled_from([None, 5.0]))
-    def hint(self, chain: list[int], length: int, over: bool, within: float | None) -> None:
-        self.pool.hint(keys(chain[:length]), Evidence(over, not over, None if over else within))
+    @rule(chain=chains, length=lengths, ended=st.booleans(), within=st.sampled_from([None, 5.0]))
+    def hint(self, chain: list[int], length: int, ended: bool, within: float | None) -> None:
+        self.pool.hint(keys(chain[:length]), Evidence(ended, not ended, None if ended else within))
 
     @rule(chain=chains, length=lengths)
     def touch(self, chain: list[int], length: int) -> None:

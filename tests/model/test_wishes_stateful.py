@@ -24,7 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.fakes.crafted_keys import key
 from tests.fakes.policies import Fifo
 
-from kvferry.cache.eviction import GOES_ON_SECONDS
+from kvferry.cache.eviction import CONTINUES_SECONDS
 from kvferry.cache.leases import Lease
 from kvferry.cache.policies.contract import Evidence
 from kvferry.cache.policies.lru import Lru
@@ -182,14 +182,14 @@ class Wishes(RuleBasedStateMachine):
     def rank_low(self, chain, length, priority):
         self.pool.go_first(self.slots(chain, length), priority)
 
-    @rule(chain=chains, length=lengths, over=st.booleans(), within=st.none() | times)
-    def hint(self, chain, length, over, within):
+    @rule(chain=chains, length=lengths, ended=st.booleans(), within=st.none() | times)
+    def hint(self, chain, length, ended, within):
         slots = self.slots(chain, length)
         self.pool.hint(
-            self.keys(chain[:length]), Evidence(over=over, goes_on=not over, within=within)
+            self.keys(chain[:length]), Evidence(ended=ended, continues=not ended, within=within)
         )
-        if not over and self.most >= len(slots):  # firm ones may leave too little room
-            until = self.now + (GOES_ON_SECONDS if within is None else within)
+        if not ended and self.most >= len(slots):  # firm ones may leave too little room
+            until = self.now + (CONTINUES_SECONDS if within is None else within)
             held = self.pool.holds.until(slots)
             assert (held[held > 0] >= until).all()
 

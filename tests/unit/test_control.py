@@ -199,7 +199,7 @@ def test_a_block_that_is_named_twice_is_refused_and_nothing_is_done(action):
     desk.keep("a", story(1, 4), 16)
     order = getattr(desk.scheduler.control, action)
     with pytest.raises(InputError, match="a key is twice among these 6; a request's never repeat"):
-        order(story(1, 4) + story(1, 2), *([Hints(over=True)] if action == "hint" else []))
+        order(story(1, 4) + story(1, 2), *([Hints(ended=True)] if action == "hint" else []))
     desk.scheduler.check_integrity()
     desk.plan()
     assert desk.pool.match(story(1, 4)) == 4
@@ -209,7 +209,7 @@ def test_a_chain_that_repeats_is_not_kept_and_harms_nobody():
     """An engine's mistake: what it calls a request has a block twice."""
     desk = Desk(slots=16)
     desk.keep("a", story(1, 4), 16)
-    request = desk.scheduler.open("r", story(1, 4) + story(1, 2), Hints(keep_seconds=60))
+    request = desk.scheduler.open("r", story(1, 4) + story(1, 2), Hints(pin_seconds=60))
     request.end()
     desk.scheduler.check_integrity()
     assert desk.scheduler.stats().pool.held == 0
@@ -220,9 +220,9 @@ def test_a_hint_that_would_do_nothing_is_refused_and_says_what_would():
     desk = Desk(slots=16)
     desk.keep("a", story(1, 2), 8)
     for said in ({}, {"do_not_store": True}, {"do_not_load": True}, {"tenant": "x"}):
-        with pytest.raises(InputError, match="say over, goes_on, keep_seconds or priorities"):
+        with pytest.raises(InputError, match="say ended, continues, pin_seconds or priorities"):
             desk.scheduler.control.hint(story(1, 2), Hints.read(said))
-    some = Hints.read({"keep_seconds": 60, "do_not_store": True, "tenant": "x"})
+    some = Hints.read({"pin_seconds": 60, "do_not_store": True, "tenant": "x"})
     done = desk.scheduler.control.hint(story(1, 2), some)
     assert done.held_blocks == 2
     assert done.refused == (
@@ -298,13 +298,13 @@ def test_what_is_over_goes_first_on_a_tier_that_has_only_its_end():
     desk, disk = spilled(32, story(9, 59), shared, end)
     desk.keep("a", shared + end, 20)
     desk.keep("b", shared + other, 20)
-    desk.scheduler.control.hint(shared + end, Hints(over=True))
+    desk.scheduler.control.hint(shared + end, Hints(ended=True))
     assert disk.reserve(story(8, 5), chained=False) is not None
     assert disk.cached(shared + end).tolist() == [True] * 2 + [False] * 3
     desk, disk = spilled(32, end[1:], story(9, 62))
     desk.keep("a", end, 12)
     disk.touch(end)
-    desk.scheduler.control.hint(end, Hints(over=True))
+    desk.scheduler.control.hint(end, Hints(ended=True))
     assert disk.reserve(story(8, 2), chained=False) is not None
     assert not disk.cached(end).any()
 

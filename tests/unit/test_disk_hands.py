@@ -115,7 +115,7 @@ def test_one_copies_while_all_others_wait_for_the_drive(way: Way) -> None:
     end = time.monotonic() + LONG
     while not answered and time.monotonic() < end:
         time.sleep(0.005)
-    lanes.close(LONG, "over")
+    lanes.close(LONG, "ended")
     for each in threads:
         each.thread.join(LONG)
     assert answered[0].ok.all(), answered[0].reasons

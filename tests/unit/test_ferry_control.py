@@ -49,7 +49,7 @@ def settle(ferry: kvferry.Ferry) -> None:
 
 
 def test_hints_come_with_a_store_or_a_match(ferry):
-    keys = keep(ferry, 1, hints={"keep_seconds": "1h"})
+    keys = keep(ferry, 1, hints={"pin_seconds": "1h"})
     assert ferry.stats().pool.held == 4
     nothing = keep(ferry, 2, hints=kvferry.Hints(max_store_tokens=0))
     assert ferry.lookup(nothing).host_tokens == 0
@@ -58,8 +58,8 @@ def test_hints_come_with_a_store_or_a_match(ferry):
     why = ferry.explain(hit)
     assert why is not None
     assert why.reason.value == "told_not_to"
-    with pytest.raises(InputError, match="did you mean 'keep_seconds'"):
-        ferry.match(keys, hints={"keep_second": 3})
+    with pytest.raises(InputError, match="did you mean 'pin_seconds'"):
+        ferry.match(keys, hints={"pin_second": 3})
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_time_that_is_none_is_an_input_error_wherever_it_is_said(ferry, second
     for say in (
         lambda: ferry.pin(keys, seconds),
         lambda: ferry.prefetch(keys, keep=seconds),
-        lambda: ferry.hint(keys, {"keep_seconds": seconds}),
+        lambda: ferry.hint(keys, {"pin_seconds": seconds}),
     ):
         with pytest.raises(InputError, match="seconds"):
             say()
@@ -97,9 +97,9 @@ def test_a_time_that_is_none_is_an_input_error_wherever_it_is_said(ferry, second
 
 def test_what_is_said_later_counts_as_well(ferry):
     keys = keep(ferry, 1)
-    assert ferry.hint(keys, {"goes_on": "30s"}).held_blocks == 8  # in the host and below
+    assert ferry.hint(keys, {"continues": "30s"}).held_blocks == 8  # in the host and below
     assert ferry.unpin(keys).blocks == 8
-    ferry.hint(keys, {"over": True})
+    ferry.hint(keys, {"ended": True})
     for number in range(2, 5):
         keep(ferry, number)
     assert ferry.stats().pool.free == 0

@@ -77,7 +77,7 @@ def test_nothing_is_loaded_for_one_that_says_so():
 
 def test_kept_so_long_whoever_needs_room_and_no_longer():
     desk = Desk(slots=16)
-    say(desk, "a", 1, 4, keep_seconds=60)
+    say(desk, "a", 1, 4, pin_seconds=60)
     for number in range(2, 8):
         desk.keep(f"r{number}", story(number, 6), 24)
     assert kept(desk, 1) == {1: 4}
@@ -92,8 +92,8 @@ def test_kept_so_long_whoever_needs_room_and_no_longer():
 
 def test_what_is_kept_is_bounded_and_the_refusal_says_why():
     desk = Desk(slots=16)  # four of which may be held
-    say(desk, "a", 1, 3, keep_seconds=60)
-    say(desk, "b", 2, 3, keep_seconds=60)
+    say(desk, "a", 1, 3, pin_seconds=60)
+    say(desk, "b", 2, 3, pin_seconds=60)
     assert desk.scheduler.stats().pool.held == 4
     entry = desk.scheduler.journal("b")
     assert entry is not None
@@ -101,7 +101,7 @@ def test_what_is_kept_is_bounded_and_the_refusal_says_why():
         "2 blocks are not kept on host: pins and keeps hold 4 of at most 4 blocks there "
         "(pin_share)",
     )
-    assert entry.hints == Hints(keep_seconds=60.0)
+    assert entry.hints == Hints(pin_seconds=60.0)
 
 
 def test_a_conversation_that_is_over_goes_first_but_not_what_others_share():
@@ -110,7 +110,7 @@ def test_a_conversation_that_is_over_goes_first_but_not_what_others_share():
     shared = story(1, 2)
     desk.keep("a", shared + story(2, 2), 16)
     other = shared + story(3, 4)
-    request = desk.scheduler.open("b", other, Hints(over=True))
+    request = desk.scheduler.open("b", other, Hints(ended=True))
     desk.scheduler.named["b"] = request
     desk.keep("b", other, 24)
     desk.keep("new", story(6, 8), 32)  # needs four: those of b
@@ -120,7 +120,7 @@ def test_a_conversation_that_is_over_goes_first_but_not_what_others_share():
 
 def test_who_goes_on_after_all_is_no_longer_first():
     desk = Desk(slots=12)
-    say(desk, "a", 1, 4, over=True)
+    say(desk, "a", 1, 4, ended=True)
     desk.keep("b", story(2, 4), 16)
     assert desk.hit(story(1, 4)) == 16  # used: it was not over
     desk.keep("new", story(3, 8), 32)
@@ -130,11 +130,11 @@ def test_who_goes_on_after_all_is_no_longer_first():
 @pytest.mark.parametrize("seconds", [None, 30.0])
 def test_what_goes_on_stays_softly_until_then(seconds):
     desk = Desk(slots=16)
-    say(desk, "a", 1, 4, goes_on=True if seconds is None else seconds)
+    say(desk, "a", 1, 4, continues=True if seconds is None else seconds)
     for number in range(2, 6):
         desk.keep(f"r{number}", story(number, 6), 24)
     assert kept(desk, 1) == {1: 4}
-    say(desk, "k", 9, 4, keep_seconds=5)  # firm: what is soft gives way
+    say(desk, "k", 9, 4, pin_seconds=5)  # firm: what is soft gives way
     desk.keep("big", story(10, 12), 48)
     assert kept(desk, 1, 9) == {1: 0, 9: 4}
 
@@ -167,9 +167,9 @@ def test_a_priority_lasts_for_its_duration_and_covers_what_comes_before():
 def test_hints_reach_the_tier_below_where_the_host_has_it_no_longer():
     disk = SlotTier(TierName("disk"), Pool(64), WriteMode.THROUGH)
     desk = Desk(slots=8, tiers=[disk])  # two may be held in the host, sixteen below
-    say(desk, "a", 1, 6, keep_seconds=60)
+    say(desk, "a", 1, 6, pin_seconds=60)
     desk.run()
-    request = desk.scheduler.open("again", story(1, 6), Hints(keep_seconds=60))
+    request = desk.scheduler.open("again", story(1, 6), Hints(pin_seconds=60))
     request.end()
     assert desk.pool.counts.held == 2
     assert disk.pool.counts.held == 6
@@ -184,7 +184,7 @@ def test_a_keep_holds_below_what_only_the_tier_has():
     lease.commit()
     desk = Desk(slots=16, tiers=[disk], pin_share="50%")
     desk.keep("a", chain[:6], 24)
-    request = desk.scheduler.open("b", chain, Hints(keep_seconds=60))
+    request = desk.scheduler.open("b", chain, Hints(pin_seconds=60))
     request.end()
     assert desk.pool.counts.held == 6
     assert disk.pool.counts.held == 8
@@ -213,7 +213,7 @@ class Counted:
 @pytest.mark.parametrize("below", [False, True])
 def test_of_one_that_is_not_here_only_the_first_block_is_named(below):
     tiers = [SlotTier(TierName("disk"), Pool(16), WriteMode.THROUGH)] if below else ()
-    desk, hints = Desk(tiers=tiers), Hints(keep_seconds=60)
+    desk, hints = Desk(tiers=tiers), Hints(pin_seconds=60)
     for number, is_here in ((1, False), (2, True)):
         if is_here:
             desk.keep("before", story(number, 4), 16)
@@ -230,22 +230,22 @@ def test_of_several_groups_each_is_looked_for():
     lease = desk.pool.reserve(desk.scheduler._parts.matcher.all_keys(1, keys))
     assert lease is not None
     lease.commit()
-    desk.scheduler.open("it", keys, Hints(keep_seconds=60)).end()
+    desk.scheduler.open("it", keys, Hints(pin_seconds=60)).end()
     assert desk.pool.counts.held == 4
 
 
 def test_groups_with_windows_take_hints_too():
     desk = Desk(reach.FullAttention(4), reach.SlidingWindow(4, window=8), slots=32)
-    say(desk, "a", 1, 6, keep_seconds=60)
+    say(desk, "a", 1, 6, pin_seconds=60)
     assert 0 < desk.pool.counts.held <= 8
-    say(desk, "b", 2, 6, over=True)
+    say(desk, "b", 2, 6, ended=True)
     desk.keep("c", story(3, 8), 32)
     desk.scheduler.check_integrity()
 
 
 def test_a_reset_forgets_what_was_kept():
     desk = Desk()
-    say(desk, "a", 1, 4, keep_seconds=60)
+    say(desk, "a", 1, 4, pin_seconds=60)
     desk.scheduler.reset()
     assert desk.pool.counts.held == 0
     assert desk.pool.counts.free == 16
@@ -265,7 +265,7 @@ def test_what_is_said_to_stay_and_to_matter_little_does_not_stand_in_the_way():
     held = desk.pool.holds.all_held()
     assert not desk.pool._first._entry[held].any(), "what stays is in no queue of those that go"
     for number in range(1, 151):
-        say(desk, f"k{number}", number, 1, priorities=both[1:], keep_seconds=60)
+        say(desk, f"k{number}", number, 1, priorities=both[1:], pin_seconds=60)
     held = desk.pool.holds.all_held()
     assert len(held) == 150
     assert not desk.pool._first._entry[held].any()
@@ -275,10 +275,10 @@ def test_what_is_said_to_stay_and_to_matter_little_does_not_stand_in_the_way():
 def test_over_ends_what_was_said_of_going_on_but_no_pin():
     desk = Desk(slots=16, pin_share=0.5)
     for number in (1, 2):
-        say(desk, f"a{number}", number, 4, goes_on="10min")
+        say(desk, f"a{number}", number, 4, continues="10min")
     keys = story(1, 4)
     desk.scheduler.control.pin(keys[:2], 60.0)
-    desk.scheduler.control.hint(keys, Hints(over=True))
+    desk.scheduler.control.hint(keys, Hints(ended=True))
     assert desk.scheduler.stats().pool.held == 6, "two pinned, and the other conversation's"
     for number in range(10, 14):
         desk.keep(f"n{number}", story(number, 4), 16)
@@ -306,7 +306,7 @@ def test_a_look_for_who_goes_first_ends_after_so_many_that_cannot():
 def test_a_store_may_let_the_hold_on_its_own_beginning_give_way():
     """Seen red: the beginning was claimed twice, and was not counted as cached afterwards."""
     desk = Desk(slots=4)
-    say(desk, "a", 1, 1, goes_on=True)
+    say(desk, "a", 1, 1, continues=True)
     assert desk.pool.counts.held == 1
     say(desk, "b", 1, 5)  # one more than there are
     assert desk.pool.match(story(1, 5)) == 4
@@ -324,11 +324,11 @@ BOUND = (
 @pytest.mark.parametrize(
     "said",
     [
-        {"goes_on": True},
+        {"continues": True},
         {"priorities": [{"priority": 80}]},
         {"priorities": [{"token_start": n, "token_end": n + 32, "priority": 80} for n in (0, 32)]},
-        {"priorities": [{"priority": 80}], "goes_on": "30s"},
-        {"priorities": [{"priority": 80}], "keep_seconds": 60},
+        {"priorities": [{"priority": 80}], "continues": "30s"},
+        {"priorities": [{"priority": 80}], "pin_seconds": 60},
     ],
 )
 def test_whatever_is_not_held_the_refusal_says_so_once(said):
@@ -354,7 +354,7 @@ def test_what_was_said_to_matter_little_after_all_is_not_refused():
 @pytest.mark.parametrize("is_soft", [False, True])
 def test_what_is_over_or_fits_is_not_refused(is_soft):
     desk = Desk(slots=16)
-    said = {"goes_on": True, "priorities": [{"priority": 80}]} if is_soft else {"over": True}
+    said = {"continues": True, "priorities": [{"priority": 80}]} if is_soft else {"ended": True}
     say(desk, "a", 1, 4 if is_soft else 16, **said)
     entry = desk.scheduler.journal("a")
     assert entry is not None

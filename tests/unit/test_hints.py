@@ -27,13 +27,13 @@ from kvferry.hints import MOST_RANGES, NAMES, Hints, TokenPriority
             {"max_store_tokens": 64, "max_load_tokens": 0},
             Hints(max_store_tokens=64, max_load_tokens=0),
         ),
-        ({"keep_seconds": "1h"}, Hints(keep_seconds=3600.0)),
-        ({"over": True}, Hints(over=True)),
-        ({"goes_on": True}, Hints(goes_on=True)),
-        ({"goes_on": 30}, Hints(goes_on=True, within=30.0)),
+        ({"pin_seconds": "1h"}, Hints(pin_seconds=3600.0)),
+        ({"ended": True}, Hints(ended=True)),
+        ({"continues": True}, Hints(continues=True)),
+        ({"continues": 30}, Hints(continues=True, within=30.0)),
         (
-            {"goes_on": "500ms", "tenant": "search"},
-            Hints(goes_on=True, within=0.5, tenant="search"),
+            {"continues": "500ms", "tenant": "search"},
+            Hints(continues=True, within=0.5, tenant="search"),
         ),
         (
             {"priorities": [{"token_end": 512, "priority": 80, "duration_ms": 60000}]},
@@ -51,12 +51,12 @@ def test_what_was_said_is_what_is_meant(said, meant):
         ({"do_not_stor": True}, "did you mean 'do_not_store'"),
         ({"do_not_store": 1}, "do_not_store must be true or false"),
         ({"max_load_tokens": -1}, "max_load_tokens: must be at least 0"),
-        ({"keep_seconds": 0}, "keep_seconds: must be above zero"),
-        ({"keep_seconds": "soon"}, "keep_seconds: expected a time"),
-        ({"keep_seconds": float("nan")}, "keep_seconds: must be above zero"),
-        ({"goes_on": -3}, "goes_on: must be above zero"),
-        ({"over": True, "goes_on": True}, "over cannot have goes_on"),
-        ({"over": True, "keep_seconds": 3}, "over cannot have keep_seconds"),
+        ({"pin_seconds": 0}, "pin_seconds: must be above zero"),
+        ({"pin_seconds": "soon"}, "pin_seconds: expected a time"),
+        ({"pin_seconds": float("nan")}, "pin_seconds: must be above zero"),
+        ({"continues": -3}, "continues: must be above zero"),
+        ({"ended": True, "continues": True}, "ended cannot have continues"),
+        ({"ended": True, "pin_seconds": 3}, "ended cannot have pin_seconds"),
         ({"priorities": "high"}, "priorities: expected a list"),
         ({"priorities": [{"from": 3}]}, "each range has token_start"),
         ({"priorities": [{"token_start": 5, "token_end": 5}]}, "token_end 5 must be above"),
@@ -104,7 +104,7 @@ def test_whatever_comes_is_read_or_refused(said):
         words, hints = str(error), Hints()
     assert len(words) < 1000
     assert hints.max_store_tokens is None or hints.max_store_tokens >= 0
-    assert hints.within is None or hints.goes_on
+    assert hints.within is None or hints.continues
 
 
 class Listening(Lru):
@@ -129,7 +129,7 @@ def test_a_policy_that_hears_is_told_and_not_helped():
     assert lease is not None
     lease.commit()
     assert isinstance(made[0], HearsHints)
-    for evidence in (Evidence(over=True), Evidence(goes_on=True, within=3.0)):
+    for evidence in (Evidence(ended=True), Evidence(continues=True, within=3.0)):
         pool.hint(keys, evidence)
         assert made[0].heard.pop() == (lease.slots.tolist(), evidence)
     assert pool.counts.held == 0

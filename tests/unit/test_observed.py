@@ -174,7 +174,7 @@ def test_a_recording_has_no_keys_of_ours_and_equal_ones_stay_equal(tmp_path: Pat
     chain = list(range(100, 140))
     first, second = observed(chain, 1.0, 64), observed([*chain, *range(200, 216)], 2.0)
     first.end(7)
-    second.hints = Hints(goes_on=True, within=30.0, tenant="somebody")
+    second.hints = Hints(continues=True, within=30.0, tenant="somebody")
     recorded(path, first, second)
     text = path.read_bytes()
     assert b"somebody" not in text
@@ -183,7 +183,7 @@ def test_a_recording_has_no_keys_of_ours_and_equal_ones_stay_equal(tmp_path: Pat
     a, b = reader
     assert (a.input_tokens, a.output_tokens, a.hit_tokens, a.num_full) == (640, 7, 64, 5)
     assert b.at == 1.0
-    assert b.hints == Hints(goes_on=True, within=30.0)
+    assert b.hints == Hints(continues=True, within=30.0)
     assert a.numbers.tolist() == b.numbers[:5].tolist()
     assert len(set(b.numbers.tolist())) == 7
     real = set(first.keys.array[:, 0].tolist()) | set(first.keys.array[:, 1].tolist())

@@ -112,8 +112,8 @@ def test_a_conversation_that_goes_on_under_the_same_hint_stays_out() -> None:
 
 def test_what_is_stored_late_is_kept_as_long_as_was_said_of_it() -> None:
     desk = lazy()
-    life(desk, "a", story(1, 3), keep_seconds=60)
-    life(desk, "b", story(2, 3), keep_seconds=5)
+    life(desk, "a", story(1, 3), pin_seconds=60)
+    life(desk, "b", story(2, 3), pin_seconds=5)
     desk.now += 20
     assert stored(desk, story(1, 3)) == 3
     assert stored(desk, story(2, 3)) == 3
@@ -122,7 +122,7 @@ def test_what_is_stored_late_is_kept_as_long_as_was_said_of_it() -> None:
     assert not desk.pool.holds.held(desk.pool.leading(story(2, 3))).any(), "its time was up"
     entry = desk.scheduler.journal("a")
     assert entry is not None
-    assert entry.hints == Hints(keep_seconds=60.0)
+    assert entry.hints == Hints(pin_seconds=60.0)
 
 
 def test_a_tenants_blocks_count_for_it_when_they_are_stored_late() -> None:
@@ -140,7 +140,7 @@ def test_a_tenants_blocks_count_for_it_when_they_are_stored_late() -> None:
 def test_what_is_remembered_is_bounded_and_the_latest() -> None:
     desk = lazy(blocks=4, max_storing_blocks=8)  # 1024 keys are remembered at least
     for number in range(1, 700):
-        life(desk, f"r{number}", story(number, 2), do_not_store=True, keep_seconds=1)
+        life(desk, f"r{number}", story(number, 2), do_not_store=True, pin_seconds=1)
     remembered = desk.scheduler._parts.stores.on_device
     assert remembered is not None
     assert len(remembered) <= 2 * 1024
@@ -155,7 +155,7 @@ def test_ends_that_share_a_beginning_do_not_pile_up() -> None:
     parts = desk.scheduler._parts
     parts.accounts._on_device = parts.stores.on_device = left
     for number in range(2, 100):
-        life(desk, f"r{number}", story(1, 30) + story(number, 1), keep_seconds=60)
+        life(desk, f"r{number}", story(1, 30) + story(number, 1), pin_seconds=60)
     assert len(left) <= 100
     assert len(left._heeded) <= 3
     assert len(left._last) <= 100
@@ -164,13 +164,13 @@ def test_ends_that_share_a_beginning_do_not_pile_up() -> None:
 @pytest.mark.parametrize(
     ("hints", "seconds", "left"),
     [
-        (Hints(keep_seconds=10), 4, Hints(keep_seconds=6)),
-        (Hints(keep_seconds=10), 10, Hints()),
-        (Hints(goes_on=True, within=10), 4, Hints(goes_on=True, within=6)),
-        (Hints(goes_on=True, within=10), 11, Hints()),
-        (Hints(goes_on=True), 1e9, Hints(goes_on=True)),
-        (Hints(over=True), 5, Hints(over=True)),
-        (Hints(keep_seconds=10, tenant="a"), 0, Hints(keep_seconds=10, tenant="a")),
+        (Hints(pin_seconds=10), 4, Hints(pin_seconds=6)),
+        (Hints(pin_seconds=10), 10, Hints()),
+        (Hints(continues=True, within=10), 4, Hints(continues=True, within=6)),
+        (Hints(continues=True, within=10), 11, Hints()),
+        (Hints(continues=True), 1e9, Hints(continues=True)),
+        (Hints(ended=True), 5, Hints(ended=True)),
+        (Hints(pin_seconds=10, tenant="a"), 0, Hints(pin_seconds=10, tenant="a")),
     ],
 )
 def test_times_that_have_passed_are_over(hints: Hints, seconds: float, left: Hints) -> None:

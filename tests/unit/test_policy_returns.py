@@ -126,7 +126,9 @@ def test_what_is_learned_of_many_at_once_is_what_each_teaches() -> None:
 
 def test_what_a_newcomer_is_worth_is_what_its_row_says_of_the_first_bucket() -> None:
     hazards, rng = learned(20.0, 0.7, count=300), np.random.default_rng(5)
-    every = [conversation(turn=n, gap=0.5 * n, grown=n, kind=TurnKind.GOES_ON) for n in range(1, 9)]
+    every = [
+        conversation(turn=n, gap=0.5 * n, grown=n, kind=TurnKind.CONTINUES) for n in range(1, 9)
+    ]
     for traits in (NEW, shared(ways=3, gap=2.0), *every):
         rows = np.array([traits])
         assert hazards.first_worth(rows) == pytest.approx(hazards.worth(rows)[0, 0], rel=1e-12)
@@ -141,7 +143,7 @@ def test_what_a_newcomer_is_worth_is_what_its_row_says_of_the_first_bucket() -> 
 def test_few_rows_are_worked_out_as_many_are() -> None:
     hazards = learned(20.0, 0.7, count=300)
     every = [
-        conversation(turn=turn, gap=gap, grown=512, kind=TurnKind.GOES_ON)
+        conversation(turn=turn, gap=gap, grown=512, kind=TurnKind.CONTINUES)
         for turn in range(1, 9)
         for gap in (None, 1.0, 30.0)
     ]
@@ -156,7 +158,7 @@ def test_few_rows_are_worked_out_as_many_are() -> None:
 def test_rows_that_were_never_looked_at_are_worked_out_before_they_are() -> None:
     table = WorthTable()
     every = [
-        conversation(turn=turn, gap=gap, grown=0, kind=TurnKind.GOES_ON)
+        conversation(turn=turn, gap=gap, grown=0, kind=TurnKind.CONTINUES)
         for turn in range(1, 9)
         for gap in (0.5, 2.0, 9.0, 40.0)
     ]
@@ -177,7 +179,7 @@ def test_what_several_share_is_worth_something_before_anything_is_learned() -> N
 def test_what_was_not_of_use_lately_is_worked_out_when_it_is() -> None:
     table = WorthTable()
     row = table.row(NEW)
-    other = table.row(conversation(turn=2, gap=1.0, grown=0, kind=TurnKind.GOES_ON))
+    other = table.row(conversation(turn=2, gap=1.0, grown=0, kind=TurnKind.CONTINUES))
     before = table.first(row)
     every, never = np.zeros(500, dtype=np.int64), np.zeros(500, dtype=bool)
     table.learn(every + other, every, never)  # the first of use since, the second not
@@ -192,7 +194,7 @@ def test_lessons_that_waited_leave_what_each_would_have_left_at_once(seed: int) 
     """Seen red with rows that follow the last of several lessons instead of their own."""
     at_once, waiting, rng = WorthTable(), WorthTable(), np.random.default_rng(seed)
     every = [
-        conversation(turn=turn, gap=gap, grown=0, kind=TurnKind.GOES_ON)
+        conversation(turn=turn, gap=gap, grown=0, kind=TurnKind.CONTINUES)
         for turn in range(1, 9)
         for gap in (0.5, 2.0, 9.0, 40.0)
     ]
@@ -266,7 +268,7 @@ def test_what_a_newcomer_is_worth_is_asked_once_until_more_is_heard(
         policy.take(1, one)
         policy.take(1, one)
     assert len(bids) == 5
-    policy.hint(as_slots([0]), Evidence(over=True))
+    policy.hint(as_slots([0]), Evidence(ended=True))
     policy.take(1, one)
     assert len(bids) == 6
 
@@ -490,7 +492,7 @@ def test_what_is_said_to_be_over_goes_and_what_goes_on_stays() -> None:
 
     def said(chat: list[int]) -> Evidence:
         number = next(numbers)
-        return Evidence(over=number not in going_on, goes_on=number in going_on)
+        return Evidence(ended=number not in going_on, continues=number in going_on)
 
     plain = hit_ratio(Returns, iter(every), 400)
     hinted = hit_ratio(Returns, iter(every), 400, said)
@@ -500,7 +502,7 @@ def test_what_is_said_to_be_over_goes_and_what_goes_on_stays() -> None:
 def test_false_hints_are_seen_through() -> None:
     every = list(chats(3, 700, 60.0, 0.9))
     plain = hit_ratio(Returns, iter(every), 300)
-    lying = hit_ratio(Returns, iter(every), 300, lambda chat: Evidence(goes_on=True))
+    lying = hit_ratio(Returns, iter(every), 300, lambda chat: Evidence(continues=True))
     assert lying > plain - 0.05, "what is said of all says nothing"
 
 
@@ -532,7 +534,7 @@ def test_the_same_calls_make_the_same_choices() -> None:
 
 
 def going_on(within: float | None) -> Any:
-    return np.array([with_said(NEW, Said.GOES_ON, within)])
+    return np.array([with_said(NEW, Said.CONTINUES, within)])
 
 
 @pytest.mark.parametrize("within", [2.0, 60.0, 3000.0])
@@ -548,13 +550,13 @@ def test_who_is_said_to_go_on_within_a_time_is_believed_until_then(within: float
 def test_a_deadline_counts_from_when_it_was_said() -> None:
     heard = Heard(64)
     record = heard.asked(keys(range(5)), 2500, 0.0)
-    heard.said(record, Said.GOES_ON, 130.0)  # said later, of thirty seconds more, say
+    heard.said(record, Said.CONTINUES, 130.0)  # said later, of thirty seconds more, say
     at = heard.records.place(record)
     assert at is not None
     assert heard.table.traits(heard.records.row(at))[-1] == going_on(130.0)[0, -1]
     assert going_on(130.0)[0, -1] != going_on(30.0)[0, -1]
     for endless in (float("inf"), 1e12):
-        heard.said(record, Said.GOES_ON, endless)
+        heard.said(record, Said.CONTINUES, endless)
 
 
 def test_how_true_deadlines_are_is_learned_for_all_of_them_at_once() -> None:
@@ -592,7 +594,7 @@ def test_a_tool_that_answers_in_time_is_waited_for_and_no_longer() -> None:
     waiting = keys(range(4))
     others(10_000, 200)
     asks(waiting)
-    pool.hint(waiting, Evidence(goes_on=True, within=16.0))
+    pool.hint(waiting, Evidence(continues=True, within=16.0))
     others(1000, 12)
     assert pool.match(waiting) == 4, "kept through its tool's call"
     others(2000, 40)
@@ -690,9 +692,9 @@ def test_what_goes_on_stays_where_few_conversations_fit() -> None:
     def num_here(number: int) -> int:
         return len(pool.leading(keys(range(100 * number, 100 * number + 6))))
 
-    comes(1, Evidence(goes_on=True, within=60.0))
+    comes(1, Evidence(continues=True, within=60.0))
     comes(2)
-    comes(3, Evidence(over=True))
+    comes(3, Evidence(ended=True))
     for number in range(4, 16):
         comes(number)
     assert (num_here(1), num_here(2), num_here(3)) == (6, 0, 0)

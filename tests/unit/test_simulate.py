@@ -284,10 +284,10 @@ def test_hints_say_whether_a_conversation_goes_on(tmp_path: Path) -> None:
     trial = (Trial(f"{__name__}:Told", (100,)),)
     simulate(asked(path, hints=1.0, trials=trial))
     assert Told.heard == [
-        (3, Evidence(goes_on=True, within=10.0)),
-        (3, Evidence(over=True)),
-        (4, Evidence(goes_on=True, within=20.0)),
-        (5, Evidence(over=True)),
+        (3, Evidence(continues=True, within=10.0)),
+        (3, Evidence(ended=True)),
+        (4, Evidence(continues=True, within=20.0)),
+        (5, Evidence(ended=True)),
     ]
     simulate(asked(path, hints=0.0, trials=trial))
     assert Told.heard == []

@@ -179,9 +179,9 @@ def test_what_is_over_goes_first_of_a_tenants_own_as_well(tenants):
     desk = Desk(slots=16, tenants=tenants)
     for number in (1, 2):
         keep(desk, f"a{number}", number, 4, "a")
-    over = desk.scheduler.open("over", story(3, 4), Hints(tenant="a", over=True))
-    desk.scheduler.named["over"] = over
-    desk.keep("over", story(3, 4), 16)
+    over = desk.scheduler.open("ended", story(3, 4), Hints(tenant="a", ended=True))
+    desk.scheduler.named["ended"] = over
+    desk.keep("ended", story(3, 4), 16)
     if tenants == "*":
         keep(desk, "a4", 4, 4, "a")
     keep(desk, "new", 5, 4, "a")

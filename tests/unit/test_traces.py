@@ -66,16 +66,16 @@ def test_our_own_lines(tmp_path: Path, name: str) -> None:
         tmp_path,
         json.dumps(HEADER),
         ours(100.0, [2**64 - 1, 5], 40, output=3, hit=16),
-        ours(101.0, [1], 16, goes_on="30s", tenant="a"),
-        ours(102.5, [9], over=True),
+        ours(101.0, [1], 16, continues="30s", tenant="a"),
+        ours(102.5, [9], ended=True),
         name=name,
     )
     reader = TraceReader([path])
     first, second, third = reader
     assert first.numbers.tolist() == [2**64 - 1, 5]
     assert (first.num_full, first.output_tokens, first.hit_tokens) == (2, 3, 16)
-    assert second.hints == Hints(goes_on=True, within=30.0, tenant="a")
-    assert third.hints == Hints(over=True)
+    assert second.hints == Hints(continues=True, within=30.0, tenant="a")
+    assert third.hints == Hints(ended=True)
     assert third.at == 2.5
     assert reader.num_bad == 0
 
@@ -134,9 +134,9 @@ def test_a_bad_line_is_left_out_counted_and_named(tmp_path: Path, line: str, say
         (ours(0, [1], keys=None), "keys must be base64"),
         (ours(0, [1], 32), "1 blocks for 32 tokens, which are 2 blocks of 16"),
         (ours(0, [1], hit=-1), "hit must be a whole number"),
-        (ours(0, [1], over=1), "over"),
-        (ours(0, [1], over=True, goes_on=True), "over"),
-        (ours(0, [1], goes_on="soon"), "soon"),
+        (ours(0, [1], ended=1), "ended"),
+        (ours(0, [1], ended=True, continues=True), "ended"),
+        (ours(0, [1], continues="soon"), "soon"),
         (ours(0, [1], tenant=7), "tenant"),
     ],
 )

@@ -34,7 +34,7 @@ def request(**more: Any) -> SimpleNamespace:
             {"max_load_tokens": 64, "max_offload_tokens": 0},
             Hints(max_load_tokens=64, max_store_tokens=0),
         ),
-        ({"kvferry": {"over": True}}, Hints(over=True)),
+        ({"kvferry": {"ended": True}}, Hints(ended=True)),
         ({"kvferry": {"max_load_tokens": 8}, "max_load_tokens": 64}, Hints(max_load_tokens=8)),
     ],
 )
@@ -51,11 +51,11 @@ def test_what_is_not_understood_is_not_heeded_and_said(params):
 
 def test_what_was_read_before_is_known_by_what_it_says_alone():
     """Not by the object they came in, and not by equality: 1 is no flag."""
-    said: dict[str, Any] = {"kvferry": {"over": True}}
-    assert hints_of(said) == hints_of({"kvferry": {"over": True}}) == (Hints(over=True), "")
-    said["kvferry"]["over"] = False
+    said: dict[str, Any] = {"kvferry": {"ended": True}}
+    assert hints_of(said) == hints_of({"kvferry": {"ended": True}}) == (Hints(ended=True), "")
+    said["kvferry"]["ended"] = False
     assert hints_of(said) == (Hints(), "")
-    hints, words = hints_of({"kvferry": {"over": 1}})
+    hints, words = hints_of({"kvferry": {"ended": 1}})
     assert hints == Hints()
     assert "must be true or false" in words
 
@@ -63,7 +63,7 @@ def test_what_was_read_before_is_known_by_what_it_says_alone():
 def nested(depth: int, kind: type) -> object:
     value: object = 1
     for _ in range(depth):
-        value = {"over": value} if kind is dict else [value]
+        value = {"ended": value} if kind is dict else [value]
     return value
 
 
@@ -102,7 +102,7 @@ def test_a_mistake_of_ours_with_hints_is_the_hints_alone(monkeypatch):
         raise ZeroDivisionError
 
     monkeypatch.setattr(Hints, "read", broken)
-    hints, words = hints_of({"kvferry": {"over": True}})
+    hints, words = hints_of({"kvferry": {"ended": True}})
     assert hints == Hints()
     assert words == "the hints of this request are not heeded: ZeroDivisionError"
 
@@ -111,7 +111,7 @@ def test_a_request_without_parameters_is_opened_as_ever():
     scheduler = Desk().scheduler
     for plain in (request(), request(kv_transfer_params=None, cache_salt="s")):
         assert type(opened(scheduler, plain, NAMING)).__name__ == "Request"
-    hinted = opened(scheduler, request(kv_transfer_params={"kvferry": {"over": True}}), NAMING)
+    hinted = opened(scheduler, request(kv_transfer_params={"kvferry": {"ended": True}}), NAMING)
     assert isinstance(hinted, HintedRequest)
 
 

@@ -230,8 +230,8 @@ class Conversations:
             return
         first = positions.item(0)
         before = found.item(first - 1) if first else above
-        goes_on = before == NO_SLOT or not chains.has_children(before)
-        self.join(slots, positions, before, goes_on=goes_on)
+        continues = before == NO_SLOT or not chains.has_children(before)
+        self.join(slots, positions, before, continues=continues)
 
     def alone(self, slots: SlotArray) -> None:
         """These new blocks belong to no chain."""
@@ -239,14 +239,14 @@ class Conversations:
         self._conversation[slots] = np.arange(self._next, self._next + len(slots))
         self._next += len(slots)
 
-    def join(self, slots: SlotArray, places: SlotArray, before: int, *, goes_on: bool) -> None:
+    def join(self, slots: SlotArray, places: SlotArray, before: int, *, continues: bool) -> None:
         """New blocks of one chain, at these places of it, the first right after slot ``before``.
 
-        ``goes_on`` says that nothing followed that one so far. ``before`` may be ``NO_SLOT``.
+        ``continues`` says that nothing followed that one so far. ``before`` may be ``NO_SLOT``.
         """
         first = self._position.item(before) + 1 if before != NO_SLOT else 0
         self._position[slots] = places + (first - places.item(0))
-        if goes_on and before != NO_SLOT:
+        if continues and before != NO_SLOT:
             self._conversation[slots] = self._conversation.item(before)
         else:
             self._conversation[slots] = self._next

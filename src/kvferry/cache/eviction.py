@@ -547,9 +547,9 @@ class PoolRoom(PoolFind):
 # ------------------------------------------------------------------------------------------------
 # What somebody asked for a pool's blocks: that they stay, that they go first, that they go.
 
-GOES_ON_SECONDS = 300.0
+CONTINUES_SECONDS = 300.0
 """So long a conversation that goes on, nobody said when, is kept where no policy knows better."""
-GOES_ON_PRIORITY = 50
+CONTINUES_PRIORITY = 50
 
 
 class PoolWishes(PoolRoom):
@@ -652,12 +652,12 @@ class PoolWishes(PoolRoom):
         if self._hears_hints is not None:
             self._catch_up()
             self._hears_hints.hint(slots, evidence)
-        elif evidence.over:
+        elif evidence.ended:
             self.go_first(slots, 0, first=first)
-        elif evidence.goes_on:
-            within = evidence.within if evidence.within is not None else GOES_ON_SECONDS
+        elif evidence.continues:
+            within = evidence.within if evidence.within is not None else CONTINUES_SECONDS
             self._first.forget(slots)
-            return len(slots) - self.hold(slots, within, GOES_ON_PRIORITY)
+            return len(slots) - self.hold(slots, within, CONTINUES_PRIORITY)
         return 0
 
     def go_first(self, slots: SlotArray, priority: int, *, first: int = 0) -> None:

@@ -34,14 +34,14 @@ class Prefetch:
         self,
         name: RequestId,
         keys: Keys,
-        keep_seconds: float | None,
+        pin_seconds: float | None,
         parts: Parts,
         tenant: int = 0,
     ) -> None:
         """They are the ``tenant``'s, or nobody's yet: who asks for them later finds them."""
         self.id = name
         self.keys = keys
-        self.keep_seconds = keep_seconds
+        self.pin_seconds = pin_seconds
         self.tenant = tenant
         self._parts = parts
         self.num_slots = 0
@@ -136,7 +136,7 @@ class Control:
         self._require_chain(keys)
         if not hints.shapes_what_stays:
             raise InputError(
-                "say over, goes_on, keep_seconds or priorities: what else a hint can say "
+                "say ended, continues, pin_seconds or priorities: what else a hint can say "
                 "(do_not_store, do_not_load, tenant) goes with a request, not after it"
             )
         refused = [
@@ -166,14 +166,14 @@ class Control:
                 count += place.pool.let_go(place.slots)
         return self._done(keys, blocks=count)
 
-    def prefetch(self, keys: Keys, keep_seconds: float | None = None) -> Acted:
+    def prefetch(self, keys: Keys, pin_seconds: float | None = None) -> Acted:
         """Bring up to the host what lies below it, and keep it there so long once it has come."""
         self._require_chain(keys)
         if len(self._prefetches) >= MOST_PREFETCHES:
             words = f"{MOST_PREFETCHES} prefetches are under way already; try again later"
             return self._done(keys, refused=[words])
         self._num_prefetches += 1
-        prefetch = Prefetch(f"prefetch-{self._num_prefetches}", keys, keep_seconds, self._parts)
+        prefetch = Prefetch(f"prefetch-{self._num_prefetches}", keys, pin_seconds, self._parts)
         self._prefetches.append(prefetch)
         self.advance()
         refused = list(prefetch.refused)
@@ -207,14 +207,14 @@ class Control:
         for prefetch in tuple(self._prefetches):
             if not prefetch.advance():
                 self._prefetches.remove(prefetch)
-                if prefetch.keep_seconds is not None:
-                    self._keep(prefetch, prefetch.keep_seconds)
+                if prefetch.pin_seconds is not None:
+                    self._keep(prefetch, prefetch.pin_seconds)
 
     def _keep(self, prefetch: Prefetch, seconds: float) -> None:
         """All has come that comes. Who asked may have its answer by then: the journal tells it."""
         prefetch.refused = self.pin(prefetch.keys, seconds).refused
         if prefetch.refused:
-            said = Hints(keep_seconds=seconds)
+            said = Hints(pin_seconds=seconds)
             self._parts.journal.wished(prefetch.id, said, prefetch.refused)
 
     def reset(self) -> None:

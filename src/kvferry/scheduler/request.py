@@ -703,22 +703,22 @@ def tell_pools(hints: Hints, keys: Keys, parts: Parts) -> list[str]:
     refused: list[str] = []
     for where in places_of(keys, parts):
         softly = [words for place in where.places for words in _tell_place(hints, where, place)]
-        if hints.keep_seconds is None:
+        if hints.pin_seconds is None:
             refused += softly
         else:  # which asks for more than they do
-            refused += where.hold(hints.keep_seconds)[1]
+            refused += where.hold(hints.pin_seconds)[1]
         refused += where.on_their_way()
     return refused
 
 
 def _tell_place(hints: Hints, where: ChainPlaces, place: OnTier) -> list[str]:
     """Pass on all but a keep to one tier; which blocks are not held for that, in words."""
-    here = place.readable(len(where.keys) if hints.over else where.reached)
+    here = place.readable(len(where.keys) if hints.ended else where.reached)
     lacking = 0
-    if len(here.slots) and (hints.over or hints.goes_on):
-        evidence = Evidence(hints.over, hints.goes_on, hints.within)
+    if len(here.slots) and (hints.ended or hints.continues):
+        evidence = Evidence(hints.ended, hints.continues, hints.within)
         if where.is_chained:
-            first = here.at(where.num_shared) if hints.over else 0
+            first = here.at(where.num_shared) if hints.ended else 0
             lacking = here.pool.hint_slots(here.slots, evidence, first=first)
         else:
             lacking = here.pool.hint(where.keys, evidence)

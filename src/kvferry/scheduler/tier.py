@@ -53,9 +53,9 @@ class Joints:
         """The tier was asked for chains: what is there, and not what follows, ends an object."""
         if runs is None:
             return
-        goes_on = np.zeros(len(keys), dtype=bool)
-        goes_on[:-1] = there[1:] & (runs[1:] == runs[:-1])
-        self._note(self._ends, keys.take(there & ~goes_on))
+        continues = np.zeros(len(keys), dtype=bool)
+        continues[:-1] = there[1:] & (runs[1:] == runs[:-1])
+        self._note(self._ends, keys.take(there & ~continues))
 
     def cut(self, keys: Keys, starts: SlotArray, before: Sequence[Key | None]) -> RunNumbers:
         """The runs to write these blocks as, of which these follow each other.

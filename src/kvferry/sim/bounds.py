@@ -83,7 +83,7 @@ class Future:
         one's blocks too; otherwise it begins a conversation.
         """
         conversation = np.arange(self.num_requests)
-        goes_on = np.full(self.num_requests, -1, dtype=np.int64)
+        continues = np.full(self.num_requests, -1, dtype=np.int64)
         starts = self.starts.tolist()
         for request in range(self.num_requests):
             first, end = starts[request], starts[request + 1]
@@ -94,9 +94,9 @@ class Future:
             size = starts[earlier + 1] - starts[earlier]
             if known > _MOSTLY * size:
                 conversation[request] = conversation[earlier]
-                if goes_on[earlier] < 0:
-                    goes_on[earlier] = request
-        return conversation, goes_on
+                if continues[earlier] < 0:
+                    continues[earlier] = request
+        return conversation, continues
 
 
 # ------------------------------------------------------------------------------------------------

@@ -93,7 +93,9 @@ class SchedulerReplay:
         where = self._where(keys)
         hints = None
         if evidence is not None:
-            hints = Hints(over=evidence.over, goes_on=evidence.goes_on, within=evidence.within)
+            hints = Hints(
+                ended=evidence.ended, continues=evidence.continues, within=evidence.within
+            )
         request = self.scheduler.open("", keys, hints)
         match = request.match()
         for _ in range(_MOST_STEPS):
@@ -214,9 +216,9 @@ def foretell(asked: Simulation, counted: Counted) -> Foretold:
     future = Future.of(_chosen(_reader(asked), asked.span, counted.num_all))
     conversation, next_request = future.continuations()
     told = np.array([_drawn(asked.seed, each) < asked.hints for each in conversation.tolist()])
-    goes_on = next_request >= 0
-    kinds = np.where(told, np.where(goes_on, 2, 1), 0).astype(np.int8)
-    within = np.where(goes_on, future.times[next_request] - future.times, 0)
+    continues = next_request >= 0
+    kinds = np.where(told, np.where(continues, 2, 1), 0).astype(np.int8)
+    within = np.where(continues, future.times[next_request] - future.times, 0)
     return kinds, within.astype(np.float32)
 
 
@@ -280,13 +282,13 @@ def _parts(asked: Simulation) -> dict[str, Tally]:
 def _evidence(request: TraceRequest, at: int, foretold: Foretold | None) -> Evidence | None:
     """What a policy is told of a request: by the trace's future, else by the trace itself."""
     if foretold is not None and foretold[0].item(at):
-        goes_on = foretold[0].item(at) == 2
-        within = foretold[1].item(at) if goes_on else None
-        return Evidence(over=not goes_on, goes_on=goes_on, within=within)
+        continues = foretold[0].item(at) == 2
+        within = foretold[1].item(at) if continues else None
+        return Evidence(ended=not continues, continues=continues, within=within)
     said: Hints | None = request.hints
-    if said is None or not (said.over or said.goes_on):
+    if said is None or not (said.ended or said.continues):
         return None
-    return Evidence(over=said.over, goes_on=said.goes_on, within=said.within)
+    return Evidence(ended=said.ended, continues=said.continues, within=said.within)
 
 
 def run_bound(asked: Simulation, bounds: Sequence[Trial], counted: Counted) -> list[Score]:

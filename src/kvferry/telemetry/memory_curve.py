@@ -142,6 +142,6 @@ class TierCurve:
 
 def _evidence(request: ObservedRequest) -> Evidence | None:
     said = request.hints
-    if said is None or not (said.over or said.goes_on):
+    if said is None or not (said.ended or said.continues):
         return None
-    return Evidence(over=said.over, goes_on=said.goes_on, within=said.within)
+    return Evidence(ended=said.ended, continues=said.continues, within=said.within)

@@ -86,7 +86,7 @@ MOONCAKE_BLOCK_TOKENS = 512
 VERSION = 1
 MARK = "kvferry_trace"
 NUMBER_BYTES = 8
-_HINTS = ("over", "goes_on", "keep_seconds", "tenant")
+_HINTS = ("ended", "continues", "pin_seconds", "tenant")
 _MOST_TOKENS = 1 << 40
 _MOST_SECONDS = 1e10
 _MOST_NUMBER = (1 << 64) - 1
@@ -568,10 +568,10 @@ def _said(hints: Hints | None) -> dict[str, Any]:
     if hints is None:
         return {}
     said: dict[str, Any] = {}
-    if hints.over:
-        said["over"] = True
-    if hints.goes_on:
-        said["goes_on"] = hints.within if hints.within is not None else True
-    if hints.keep_seconds is not None:
-        said["keep_seconds"] = hints.keep_seconds
+    if hints.ended:
+        said["ended"] = True
+    if hints.continues:
+        said["continues"] = hints.within if hints.within is not None else True
+    if hints.pin_seconds is not None:
+        said["pin_seconds"] = hints.pin_seconds
     return said

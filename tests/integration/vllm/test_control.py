@@ -168,15 +168,15 @@ def test_do_not_load(server, prompt):
 
 
 def test_keep_seconds_and_its_bound(server, prompt):
-    kept = server.ask(prompt, {"keep_seconds": "1h"})
+    kept = server.ask(prompt, {"pin_seconds": "1h"})
     server.rest()
     assert server.order("lookup", request_id=kept.id)["held_blocks"] >= BLOCKS
     assert server.figure("kvferry_held_slots") == BLOCKS
-    greedy = server.ask(make_prompts(next(SEEDS), 300)[0], {"keep_seconds": 3600})
+    greedy = server.ask(make_prompts(next(SEEDS), 300)[0], {"pin_seconds": 3600})
     server.rest()
     assert server.figure("kvferry_held_slots") == 10
     told = server.why(greedy)
-    assert told["hints"] == {"keep_seconds": 3600.0}
+    assert told["hints"] == {"pin_seconds": 3600.0}
     assert "at most 20 blocks there (pin_share)" in told["refused"][0]
     assert server.figure("kvferry_refused_holds_total") > 0
     server.fill()
@@ -191,7 +191,7 @@ def test_keep_seconds_and_its_bound(server, prompt):
 
 def test_over_goes_first(server, prompt):
     server.fill()
-    over = server.ask(prompt, {"over": True})
+    over = server.ask(prompt, {"ended": True})
     server.rest()
     assert server.order("lookup", request_id=over.id)["host_tokens"] == TOKENS
     # The youngest of all, and yet the next one takes its place.
@@ -206,8 +206,8 @@ def test_over_goes_first(server, prompt):
 @pytest.mark.parametrize(
     "hints",
     [
-        {"goes_on": True},
-        {"goes_on": "10min"},
+        {"continues": True},
+        {"continues": "10min"},
         {"priorities": [{"token_start": 0, "token_end": 192, "priority": 80}]},
         {"priorities": [{"priority": 90, "duration_ms": 3_600_000}]},
     ],
@@ -234,7 +234,7 @@ def test_a_low_priority_goes_first(server, prompt):
 
 def test_hints_that_are_not_understood_cost_nobody_an_answer(server, prompt):
     first = server.ask(prompt)
-    for params in ({"kvferry": {"keep_second": 3}}, {"kvferry": "keep"}, {"kvferry": {"over": 1}}):
+    for params in ({"kvferry": {"pin_second": 3}}, {"kvferry": "keep"}, {"kvferry": {"ended": 1}}):
         asked = server.ask(prompt, kv_transfer_params=params)
         assert asked.text == first.text
         assert "are not heeded" in server.why(asked)["refused"][0]
@@ -248,10 +248,10 @@ def test_whatever_clients_say_the_server_goes_on(server, prompt):
     first = server.ask(prompt)
     deep: Any = 1
     for _ in range(200):
-        deep = {"over": deep}
+        deep = {"ended": deep}
     hostile = [
         *({"tenant": "a|b"}, {"tenant": 'a"b\\c'}, {"tenant": "x" * 65}, {"tenant": ["a"]}),
-        *({"keep_seconds": 1e300}, {"keep_seconds": "9" * 5000}, {"goes_on": -1}, deep),
+        *({"pin_seconds": 1e300}, {"pin_seconds": "9" * 5000}, {"continues": -1}, deep),
         *({"priorities": [{"priority": 99}] * 64}, {"priorities": [{"priority": 1}] * 65}),
         *({"priorities": [{"token_start": 2**39, "token_end": 2**40}]}, {"max_load_tokens": 2**70}),
     ]
@@ -279,9 +279,9 @@ def test_whatever_clients_say_the_server_goes_on(server, prompt):
 def test_hints_after_the_answer(server, prompt):
     asked = server.ask(prompt)
     server.rest()
-    told = server.order("hint", request_id=asked.id, hints={"goes_on": "10min"})
+    told = server.order("hint", request_id=asked.id, hints={"continues": "10min"})
     assert told["held_blocks"] >= BLOCKS
-    server.order("hint", request_id=asked.id, hints={"over": True})
+    server.order("hint", request_id=asked.id, hints={"ended": True})
     server.order("unpin", request_id=asked.id)
     server.fill(1)
     assert server.order("lookup", request_id=asked.id)["host_tokens"] == 0

@@ -33,17 +33,17 @@ def in_host(server: Controlled, name: str) -> int:
 
 
 def test_what_goes_on_stays_and_what_is_over_goes(server):
-    goes_on, over, plain = make_prompts(next(SEEDS), 200, 200, 200)
-    stays = server.ask(goes_on, {"goes_on": "1min"})
+    continues, over, plain = make_prompts(next(SEEDS), 200, 200, 200)
+    stays = server.ask(continues, {"continues": "1min"})
     server.ask(plain)
-    gone = server.ask(over, {"over": True})
+    gone = server.ask(over, {"ended": True})
     server.rest()
     assert in_host(server, stays.id) == in_host(server, gone.id) == TOKENS
     ask_in_turn(server, 7)
     assert in_host(server, stays.id) == TOKENS
     assert in_host(server, gone.id) == 0
     server.forget_device()
-    assert server.ask(goes_on).text == stays.text
+    assert server.ask(continues).text == stays.text
     assert server.ask(over).text == gone.text
 
 

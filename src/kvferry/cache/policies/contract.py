@@ -40,11 +40,11 @@ class Arriving(NamedTuple):
 class Evidence(NamedTuple):
     """What was said of a conversation by whoever knows more of it than its blocks tell.
 
-    It is ``over``, or it ``goes_on`` (``within`` so many seconds from now, where that was said).
+    It is ``ended``, or it ``continues`` (``within`` so many seconds from now, where that was said).
     """
 
-    over: bool = False
-    goes_on: bool = False
+    ended: bool = False
+    continues: bool = False
     within: float | None = None
 
 

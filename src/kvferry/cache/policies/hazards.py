@@ -45,7 +45,7 @@ class TurnKind(IntEnum):
     """How a request is related to what was asked before."""
 
     NEW = 0
-    GOES_ON = 1
+    CONTINUES = 1
     BRANCHES = 2
 
 
@@ -53,8 +53,8 @@ class Said(IntEnum):
     """What a conversation's sender said of it."""
 
     NOTHING = 0
-    OVER = 1
-    GOES_ON = 2
+    ENDED = 1
+    CONTINUES = 2
 
 
 FIRST_WITHIN = _STARTS[5] + len(Said)
@@ -99,7 +99,7 @@ def with_answer(traits: Traits, num_tokens: int) -> Traits:
 def with_said(traits: Traits, said: Said, within: float | None = None) -> Traits:
     """The same, once something was said of it; ``within`` is the age until which it goes on."""
     told = _STARTS[5] + int(said)
-    if said is Said.GOES_ON and within is not None:
+    if said is Said.CONTINUES and within is not None:
         told = FIRST_WITHIN + min(_WITHIN - 1, bisect_left(DEADLINES, within))
     return (*traits[:-1], told)
 
@@ -116,8 +116,8 @@ def prior() -> npt.NDArray[np.float64]:
     """What each bin adds to the chance before anything is learned, as a logit."""
     weights: npt.NDArray[Any] = np.zeros(NUM_BINS)
     told = _STARTS[5]
-    weights[told + Said.OVER] = -5.0
-    weights[told + Said.GOES_ON] = 2.0
+    weights[told + Said.ENDED] = -5.0
+    weights[told + Said.CONTINUES] = 2.0
     return weights
 
 

@@ -235,12 +235,12 @@ class Heard:
                 self.before = known.record
                 turn, gap = facts.turn + 1, now - self.records.time.item(at)
                 grown = num_tokens - facts.tokens
-                kind = TurnKind.GOES_ON if known.depth >= facts.length else TurnKind.BRANCHES
+                kind = TurnKind.CONTINUES if known.depth >= facts.length else TurnKind.BRANCHES
                 row = self.table.row(conversation(turn=turn, gap=gap, grown=grown, kind=kind))
-        if kind is not TurnKind.GOES_ON:
+        if kind is not TurnKind.CONTINUES:
             known = self._recent.shared_up_to(listed, known)
         record = self.records.add(now, row, length=len(words), turn=turn, tokens=num_tokens)
-        self._recent.note(listed, record, 0 if kind is TurnKind.GOES_ON else known.depth)
+        self._recent.note(listed, record, 0 if kind is TurnKind.CONTINUES else known.depth)
         if known.ways:  # the first to go another way tells little: an edited question does so
             self._share(listed, record, known, now)
         return record

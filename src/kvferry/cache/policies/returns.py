@@ -313,10 +313,14 @@ class Returns(ConversationSlots):
         if record != NO_RECORD:
             self._bid = None
             said = (
-                Said.OVER if evidence.over else Said.GOES_ON if evidence.goes_on else Said.NOTHING
+                Said.ENDED
+                if evidence.ended
+                else Said.CONTINUES
+                if evidence.continues
+                else Said.NOTHING
             )
             within = evidence.within
-            until = self._tick() + within if evidence.goes_on and within is not None else None
+            until = self._tick() + within if evidence.continues and within is not None else None
             self._heard.said(record, said, until)
             self._row[segment] = self._heard.row(record)
 
