@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from _card import about, what_is_missing
+from _tables import table
 from call_to_done import Rig
 from kvferry.core.quantities import KiB, MiB, format_size
-from kvferry.tools.cli.bench_copy import table
 from kvferry.transfer.planning.planner import FixedPlanner
 
 SKIPPED = 77

@@ -34,13 +34,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from _tables import table
 from connectors.child import Child, ChildError
 from connectors.disk_case import DiskCase, DiskMeasurer
 from connectors.drive import RawDrive, forget_pages, free_bytes
 from connectors.engine import KV_HEADS, GiB
 from connectors.loads import Load
 from connectors.order import environment
-from kvferry.tools.cli.bench_copy import table
 from vllm_connectors import provenance, what_is_missing
 
 SKIPPED = 77

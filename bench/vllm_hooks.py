@@ -40,6 +40,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from _tables import table
 from connectors import model_time
 from connectors.case import warm_up
 from connectors.child import Child, ChildError, serve
@@ -50,7 +51,6 @@ from connectors.hooks import summary, timed_hooks
 from connectors.loads import Load, run_load
 from connectors.modelless import Modelless
 from connectors.order import environment
-from kvferry.tools.cli.bench_copy import table
 from vllm_connectors import FITS, provenance, what_is_missing
 
 SKIPPED = 77

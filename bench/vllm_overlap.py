@@ -29,11 +29,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from _tables import table
 from connectors.child import Child, ChildError
 from connectors.engine import KV_HEADS, GiB
 from connectors.order import environment
 from connectors.overlap_case import OverlapCase, OverlapMeasurer, median, quantile
-from kvferry.tools.cli.bench_copy import table
 from vllm_connectors import provenance, what_is_missing
 
 SKIPPED = 77

@@ -29,12 +29,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from _tables import table
 from connectors.child import Child, ChildError
 from connectors.engine import GiB
 from connectors.loads import Load
 from connectors.order import environment
 from connectors.rounds_case import RoundsCase, RoundsMeasurer
-from kvferry.tools.cli.bench_copy import table
 from vllm_connectors import provenance, what_is_missing
 
 SKIPPED = 77

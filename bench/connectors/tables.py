@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from _tables import table
 from connectors.engine import CONNECTORS, GiB
 from connectors.toggled import by_place
-from kvferry.tools.cli.bench_copy import table
 
 Run = dict[str, Any]
 

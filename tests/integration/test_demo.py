@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvferry.tools.cli import main as door
-from kvferry.tools.cli.commands import LazyGroup, kvferry
+from kvferry.tools.cli.commands import kvferry
 from kvferry.tools.demo import engine as offload
 from kvferry.transfer.engine.cpu import CpuEngine
 from kvferry.types import DEVICE, Transfer
@@ -175,14 +175,6 @@ def test_a_broken_command_breaks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = invoke("calibrate")
     assert broken.exit_code == 1
     assert "kvferry calibrate is not available here" in broken.output
-
-
-def test_bench_is_a_group() -> None:
-    bench = kvferry.commands["bench"]
-    assert isinstance(bench, LazyGroup)
-    result = invoke("bench", "--help")
-    assert result.exit_code == 0
-    assert "copy" in result.output
 
 
 def test_without_its_extra_it_says_what_to_install(

@@ -30,7 +30,7 @@ def endpoint():
 
 def test_help_names_every_command():
     text = invoke("--help").output
-    for name in ("demo", "doctor", "calibrate", "bench", "top", "explain", "config", "version"):
+    for name in ("demo", "doctor", "calibrate", "top", "explain", "config", "version"):
         assert f"\n  {name}" in text
 
 
@@ -50,7 +50,7 @@ def test_version_as_people_ask_for_it():
     assert invoke("--version").output == f"kvferry {kvferry.__version__}\n"
 
 
-@pytest.mark.parametrize("command", [(), ("top",), ("bench",), ("bench", "copy"), ("version",)])
+@pytest.mark.parametrize("command", [(), ("top",), ("version",)])
 def test_short_help(command):
     result = invoke(*command, "-h")
     assert result.exit_code == 0
@@ -63,8 +63,7 @@ def test_short_help(command):
     [
         (("docter",), "Did you mean 'doctor'?"),
         (("TOP",), "Did you mean 'top'?"),
-        (("bench", "copi"), "Did you mean 'copy'?"),
-        (("xyzzy",), "There are: bench, calibrate"),
+        (("xyzzy",), "There are: calibrate"),
         (("top", "--onec"), "--once"),
     ],
 )

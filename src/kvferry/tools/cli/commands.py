@@ -121,19 +121,6 @@ def version(as_json: bool) -> None:
     click.echo(json.dumps({"version": __version__}) if as_json else f"kvferry {__version__}")
 
 
-kvferry.add_command(
-    LazyGroup(
-        "bench",
-        {
-            "copy": CommandEntry(
-                "kvferry.tools.cli.bench_copy", "bench_copy", "Copy blocks each way, by every path."
-            ),
-        },
-        help="Measure what this machine can do.",
-    )
-)
-
-
 # ------------------------------------------------------------------------------------------------
 # ``kvferry completion``: the lines that make a shell complete our commands and options.
 

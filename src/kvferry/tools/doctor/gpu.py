@@ -75,7 +75,7 @@ def _batch(gpu: Gpu) -> Iterator[Finding]:
 
 def _link(gpu: Gpu) -> Finding:
     if not (gpu.speed and gpu.width and gpu.max_speed and gpu.max_width):
-        return ok("link", "the kernel does not say (usual in a guest); kvferry bench copy measures")
+        return ok("link", "the kernel does not say (usual in guests); bench/copy_paths.py measures")
     now, most = _link_words(gpu.speed, gpu.width), _link_words(gpu.max_speed, gpu.max_width)
     if _number(gpu.width) < _number(gpu.max_width):
         return warn(

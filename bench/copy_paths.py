@@ -1,29 +1,44 @@
-"""The copy benchmark: what it measures and against what. Tables and plots are the CLI's."""
+"""Time every copy path, both ways, against one large copy: tables and a plot of one run.
+
+A minute or two on an otherwise idle GPU. With ``--published`` the design of
+``designs/published.py`` is timed in the same run, by the same rig, on the same memory.
+
+Needs an NVIDIA GPU, torch and Triton; exits with 77 without.
+
+    python bench/copy_paths.py --quick --report copy.md --plot copy.svg --json copy.json
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+from _copy_report import plot, report
+from kvferry.errors import DriverError
 from kvferry.settings.copy_paths import AUTO_PATH, COPY_PATHS
 from kvferry.transfer.driver.base import Priority
 from kvferry.transfer.driver.cuda import CudaDriver
 from kvferry.transfer.engine.gpu import GpuEngine
 from kvferry.transfer.job import CopyJob, Direction
-from kvferry.transfer.paths.contract import Path
+from kvferry.transfer.paths.contract import Path as CopyPath
 from kvferry.transfer.paths.host_runs import count_runs
 from kvferry.transfer.paths.path_set import open_paths
 from kvferry.transfer.planning.calibrate import GB, Call, CopyRig, MiB, calibrate, provenance
 from kvferry.transfer.planning.planner import FixedPlanner, MeasuredPlanner
 from kvferry.transfer.planning.profile import profile_file, save_profile
-from kvferry.transfer.planning.slowdown import MatmulLoad, WeightLoad, measure_slowdown
 from kvferry.types import DEVICE, HOST, Transfer, TransferId
 
+SKIPPED = 77
 KiB = 1 << 10
 
 
@@ -66,10 +81,6 @@ QUICK = Effort(
     planner_segments=(8 * KiB, 32 * KiB, 512 * KiB),
     planner_bytes=(2 * MiB, 24 * MiB, 128 * MiB),
 )
-
-
-# ------------------------------------------------------------------------------------------------
-# What a run of the copy benchmark found, as plain data.
 
 
 @dataclass(frozen=True)
@@ -158,9 +169,6 @@ class BenchResult:
         return data
 
 
-# ------------------------------------------------------------------------------------------------
-# The copy benchmark, section by section.
-
 SEGMENTS = 64
 
 LARGE = 64 * MiB
@@ -187,14 +195,14 @@ class CopyBenchmark:
         effort: Effort,
         progress: Progress,
         *,
-        designs: Mapping[str, Path] | None = None,
+        designs: Mapping[str, CopyPath] | None = None,
     ) -> None:
         self.driver = driver
         self.effort = effort
         self.progress = progress
         self.rig = CopyRig(driver, host_bytes=512 * MiB)  # room for slots that are no neighbours
         self.ours = open_paths(driver, ring_bytes=64 * MiB)
-        self.paths: dict[str, Path] = {**self.ours.paths, **(designs or {})}
+        self.paths: dict[str, CopyPath] = {**self.ours.paths, **(designs or {})}
 
     def run(self, command: str) -> BenchResult:
         """All sections; takes a minute or two."""
@@ -320,6 +328,9 @@ class CopyBenchmark:
                         yield self._check_choice(job, segment_bytes, host_slots="scattered")
 
     def _slowdown(self) -> Iterator[SlowdownRow]:
+        # Imported here: it needs torch, whose absence has been reported before.
+        from kvferry.transfer.planning.slowdown import MatmulLoad, WeightLoad, measure_slowdown
+
         for make_load in (MatmulLoad, WeightLoad):
             load = make_load()
             for direction in Direction:
@@ -364,7 +375,7 @@ class CopyBenchmark:
         self,
         job: CopyJob,
         name: str,
-        path: Path,
+        path: CopyPath,
         repeats: int,
         *,
         host_slots: str,
@@ -457,7 +468,7 @@ class CopyBenchmark:
     def _engine(self, job: CopyJob, path: str) -> Iterator[GpuEngine]:
         compute = self.driver.create_stream(Priority.LOW)
         # An engine closes its paths; these are still needed.
-        paths: Mapping[str, Path] = {
+        paths: Mapping[str, CopyPath] = {
             name: _Borrowed(path) for name, path in self.ours.paths.items()
         }
         engine = GpuEngine(
@@ -509,7 +520,7 @@ class CopyBenchmark:
 class _Borrowed:
     """A path whose owner is someone else: ``close`` leaves it open."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: CopyPath) -> None:
         self.enqueue = path.enqueue
         self.is_quick = path.is_quick
 
@@ -523,3 +534,67 @@ def _kib(num_bytes: int) -> str:
 
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / MiB:.4g} MiB"
+
+
+def run(driver: CudaDriver, effort: Effort, command: str, *, published: bool) -> BenchResult:
+    """One run of all sections, with the published design beside our paths if asked for."""
+    designs: dict[str, Any] = {}
+    with driver.current():
+        if published:
+            from designs.published import PublishedPath
+
+            designs["published"] = PublishedPath(driver)
+        benchmark = CopyBenchmark(driver, effort, show, designs=designs)
+        try:
+            result = benchmark.run(command)
+        finally:
+            benchmark.close()
+            for design in designs.values():
+                design.close()
+    result.designs.update({name: design.HOW for name, design in designs.items()})
+    return result
+
+
+def show(line: str) -> None:
+    """Progress on standard error."""
+    if line:
+        print(line, file=sys.stderr)
+
+
+def main() -> int:
+    """Run the benchmark and write what was asked for; 77 where nothing can be measured."""
+    parser = argparse.ArgumentParser(description="Time every copy path against one large copy.")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats")
+    parser.add_argument("--published", action="store_true", help="time a published design too")
+    parser.add_argument("--device", type=int, default=0, help="which GPU")
+    for kind in ("json", "report", "plot"):
+        parser.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"write the {kind}")
+    args = parser.parse_args()
+    missing = [name for name in ("torch", "triton") if find_spec(name) is None]
+    try:
+        driver = CudaDriver.open(args.device)
+    except (OSError, DriverError) as error:
+        print(f"no NVIDIA GPU here: {error}")
+        return SKIPPED
+    if missing:
+        print(f"needs {' and '.join(missing)}: pip install 'kvferry[gpu]'")
+        driver.close()
+        return SKIPPED
+    try:
+        effort = QUICK if args.quick else FULL
+        command = " ".join(["python", *sys.argv])
+        data = run(driver, effort, command, published=args.published).to_json()
+    finally:
+        driver.close()
+    print(report(data))
+    if args.json is not None:
+        args.json.write_text(json.dumps(data, indent=1) + "\n")
+    if args.report is not None:
+        args.report.write_text(report(data))
+    if args.plot is not None:
+        args.plot.write_text(plot(data))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

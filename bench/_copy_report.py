@@ -1,4 +1,4 @@
-"""``kvferry bench copy``: every path, both ways, against one large copy."""
+"""Tables and plot of a run of ``copy_paths.py``: Markdown, and one SVG that needs nothing else."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
-import click
-
+from _tables import table
 from kvferry.settings.copy_paths import AUTO_PATH, BY_NAME
-from kvferry.tools.cli.calibrate import open_card
-from kvferry.tools.cli.output import is_stdout, json_option, put, show
 
 KiB, MiB = 1 << 10, 1 << 20
 
@@ -55,20 +51,6 @@ def _notes(data: dict[str, Any]) -> str:
     timed = [name for name in paths_of(data["rows"]) if name in words]
     text = " ".join([*(f"**{name}**: {words[name]}." for name in timed), NOTES])
     return textwrap.fill(text, 100, break_on_hyphens=False)
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table with its columns aligned."""
-    lines = [list(head), *[list(row) for row in rows]]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-
-    def show(cells: Sequence[str]) -> str:
-        first = cells[0].ljust(widths[0])
-        rest = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
-        return "| " + " | ".join([first, *rest]) + " |"
-
-    rule = "|" + "|".join("-" * (w + 1) + (":" if i else "-") for i, w in enumerate(widths)) + "|"
-    return "\n".join([show(lines[0]), rule, *[show(line) for line in lines[1:]]])
 
 
 def size(num_bytes: int) -> str:
@@ -265,10 +247,7 @@ def _planner(data: dict[str, Any]) -> str:
     )
 
 
-# ------------------------------------------------------------------------------------------------
-# The plot of ``kvferry bench copy``: one SVG that needs nothing else.
-
-MiB = 1 << 20
+# -- the plot ----
 
 WIDTH, HEIGHT = 960, 760
 PANEL_W, PANEL_H = 380, 250
@@ -449,62 +428,3 @@ def _text(x: float, y: float, text: str, *, anchor: str = "start", kind: str = "
 
 def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{kind}"/>'
-
-
-# ------------------------------------------------------------------------------------------------
-# ``kvferry bench copy``: every path, both ways, against one large copy.
-
-
-@click.command("copy")
-@json_option
-@click.option(
-    "--plot",
-    "plot_file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=None,
-    help="Write a plot as SVG.",
-)
-@click.option(
-    "--report",
-    "report_file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=None,
-    help="Write the tables as Markdown.",
-)
-@click.option("--quick", is_flag=True, help="Fewer sizes and repeats.")
-@click.option("--device", default=0, show_default=True, help="Which GPU.")
-def bench_copy(
-    json_file: Path | None,
-    plot_file: Path | None,
-    report_file: Path | None,
-    quick: bool,
-    device: int,
-) -> None:
-    """Copy blocks each way, by every path: a minute or two on an otherwise idle GPU.
-
-    Paths are compared with one large copy, the most the link can do. A published design is timed
-    beside them by a script of the source tree: bench/copy_published.py.
-    """
-    driver = open_card("kvferry bench copy", device)
-    # Imported here: it needs torch, and the message above must come before its absence.
-    from kvferry.transfer.bench import FULL, QUICK, CopyBenchmark
-
-    command = " ".join(["kvferry bench copy", *(["--quick"] if quick else [])])
-    try:
-        with driver.current():
-            benchmark = CopyBenchmark(driver, QUICK if quick else FULL, show)
-            try:
-                result = benchmark.run(command)
-            finally:
-                benchmark.close()
-    finally:
-        show("")
-        driver.close()
-    data = result.to_json()
-    text = report(data)
-    click.echo(text, err=is_stdout(json_file))
-    put(data, json_file, indent=1)
-    if plot_file is not None:
-        plot_file.write_text(plot(data))
-    if report_file is not None:
-        report_file.write_text(text)

@@ -1,0 +1,59 @@
+"""``kvferry calibrate`` without a card, and what the copy benchmark makes of a run."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner
+
+from kvferry.tools.cli import calibrate as card
+from kvferry.tools.cli.calibrate import calibrate
+from kvferry.tools.cli.output import show
+from kvferry.transfer.driver.cuda import CudaDriver
+
+ROOT = Path(__file__).parents[2]
+KEPT = ROOT / "docs" / "benchmarks" / "copy-h200.json"
+
+
+def no_driver(device: int = 0) -> None:
+    raise OSError("libcuda.so.1: cannot open shared object file")
+
+
+def test_without_a_gpu_it_says_what_is_missing_and_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CudaDriver, "open", staticmethod(no_driver))
+    result = CliRunner().invoke(calibrate, [])
+    assert result.exit_code == 1
+    for words in ("needs an NVIDIA GPU", "libcuda.so.1", "kvferry demo"):
+        assert words in result.output
+
+
+def test_without_torch_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaDriver, "open", staticmethod(lambda device: object()))
+    monkeypatch.setattr(card, "find_spec", lambda name: None)
+    result = CliRunner().invoke(calibrate, [])
+    assert result.exit_code == 1
+    assert "needs torch and triton" in result.output
+    assert "kvferry[gpu]" in result.output
+
+
+def test_progress_is_plain_lines_where_no_terminal_is(capsys: pytest.CaptureFixture[str]) -> None:
+    for line in ("one", "two", ""):
+        show(line)
+    assert capsys.readouterr().err == "one\ntwo\n"
+
+
+def test_a_kept_run_becomes_tables_and_a_plot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    made = importlib.import_module("_copy_report")
+    data = json.loads(KEPT.read_text())
+    text = made.report(data)
+    for heading in ("Host to GPU", "GPU to host", "Host time of submit", "costs the model"):
+        assert heading in text
+    assert ElementTree.fromstring(made.plot(data)).tag.endswith("svg")
+    assert "href" not in made.plot(data)  # needs nothing else, not even a network
