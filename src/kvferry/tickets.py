@@ -1,4 +1,4 @@
-"""Copies under way as a caller knows them: a ticket for each call, and how it ended."""
+"""Tickets, hits and how they are awaited: what a ferry's callers hold while copies run."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Coroutine, Generator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from kvferry.cache.reach import FullAttention
+from kvferry.core.keys import Keys
 from kvferry.core.quantities import integer, written
 from kvferry.errors import ClosedError, InputError
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.scheduler import Scheduler
+from kvferry.scheduler.transfers import Ordered
 from kvferry.types import MatchState, SlotArray, TransferId
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # asyncio takes long to import, and few callers need it
     from asyncio import AbstractEventLoop, Future
 
 
 class Ticket(int):
-    """The number of a load or store under way. ``await`` it, or give it to ``Ferry.wait``."""
+    """The number of a load or store in progress. ``await`` it, or give it to ``Ferry.wait``."""
 
     _wait: Callable[[Ticket], Coroutine[Any, Any, Done]] | None = None
 
@@ -31,32 +36,22 @@ class Ticket(int):
 
 
 MOST_UNTOLD = 65_536
-"""Ends kept for whoever asks later, about 15 MB. Who never asks loses the oldest of them."""
+"""Ends kept until they are asked for, about 15 MB; beyond that the oldest are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
     """A load or store that ended: nothing touches its device blocks any more.
 
-    ``num_blocks`` were copied. One that is not ``ok`` failed: after a load, compute those blocks.
-    ``reason`` says why it failed, or why a store kept fewer blocks than it was given: they are kept
-    already, follow a block that is not, or found no room.
+    ``num_blocks`` were copied. If it is not ``ok`` it failed: after a load, compute those blocks.
+    ``reason`` says why it failed, or why a store copied fewer blocks than it was given: they are
+    stored already, follow a block that is not, or found no room.
     """
 
     ticket: Ticket
     num_blocks: int
     reason: str = ""
     ok: bool = True
-
-
-class Moving(Protocol):
-    """Blocks that a transfer takes or brings."""
-
-    @property
-    def transfer(self) -> TransferId: ...
-
-    @property
-    def blocks(self) -> SlotArray: ...
 
 
 @dataclass(slots=True)
@@ -70,9 +65,9 @@ class _Underway:
 
 
 class Tickets:
-    """Owns which tickets are under way and the ends nobody has asked for; the copies are others'.
+    """Owns which tickets are in progress, and the ends that were not asked for yet.
 
-    An end is told once. The newest ``most_untold`` wait for that as long as it takes.
+    An end is told once. The newest ``most_untold`` ends are kept.
     """
 
     def __init__(self, most_untold: int = MOST_UNTOLD) -> None:
@@ -84,7 +79,7 @@ class Tickets:
         self._ended: dict[Ticket, Done] = {}
 
     def awaited_by(self, wait: Callable[[Ticket], Coroutine[Any, Any, Done]]) -> None:
-        """How tickets that are given out from now on are awaited."""
+        """Set how tickets that are given out from now on are awaited."""
         self._wait = wait
 
     def give(self) -> Ticket:
@@ -92,11 +87,8 @@ class Tickets:
         ticket._wait = self._wait
         return ticket
 
-    def send(self, ticket: Ticket, ordered: Sequence[Moving], note: str = "") -> None:
-        """The ticket ends with the last of the transfers that were ordered.
-
-        ``note`` becomes its reason if all of them bring their bytes.
-        """
+    def send(self, ticket: Ticket, ordered: Sequence[Ordered], note: str = "") -> None:
+        """End the ticket with the last of these transfers, with this ``note`` if all succeed."""
         if not ordered:
             self.end(Done(ticket, 0, note))
             return
@@ -105,13 +97,13 @@ class Tickets:
             self._moving[part.transfer] = (ticket, len(part.blocks))
 
     def drop(self, ticket: Ticket) -> None:
-        """Whoever was to have it never got it: nobody is told of its end."""
+        """Forget a ticket that was never given to the caller."""
         self._underway.pop(ticket, None)
         self._ended.pop(ticket, None)
         self._moving = {each: way for each, way in self._moving.items() if way[0] != ticket}
 
     def begin(self, ticket: Ticket) -> None:
-        """The ticket ends when somebody says so, by :meth:`finish`."""
+        """Begin a ticket that ends by :meth:`finish`."""
         self._underway[ticket] = _Underway(1, 0, "")
 
     def finish(self, done: Done) -> None:
@@ -120,7 +112,7 @@ class Tickets:
         self.end(done)
 
     def land(self, transfer_id: TransferId, reason: str) -> None:
-        """A transfer has ended; with a ``reason`` if it failed. Those of others are not ours."""
+        """A transfer has ended, with a ``reason`` if it failed; those of others are ignored."""
         ticket, num_blocks = self._moving.pop(transfer_id, (None, 0))
         if ticket is None:
             return
@@ -133,47 +125,46 @@ class Tickets:
             self.end(Done(ticket, way.num_blocks, way.failure or way.note, not way.failure))
 
     def end(self, done: Done) -> None:
-        """A ticket has ended; keep it until it is asked for."""
+        """Keep the end of a ticket until it is asked for."""
         self._ended[done.ticket] = done
         if len(self._ended) > self._most_untold:
             del self._ended[next(iter(self._ended))]
 
     def take_all(self) -> list[Done]:
-        """What ended and was not told yet, in the order it ended."""
+        """Return the ends that were not told yet, in their order."""
         done, self._ended = self._ended, {}
         return list(done.values())
 
     def take(self, ticket: Ticket | int) -> Done | None:
-        """How a ticket ended; None while it has not. InputError if it never will again."""
-        ticket = Ticket(integer(ticket, "ticket"))
+        """Return how a ticket ended; None while it has not. InputError if it never will again."""
+        if type(ticket) is not Ticket:
+            ticket = Ticket(integer(ticket, "ticket"))
         done = self._ended.pop(ticket, None)
         if done is None and ticket not in self._underway:
             raise InputError(
                 f"ticket {written(ticket)} is not in flight: it was never given out, its end was "
-                f"already told, or nobody asked before {self._most_untold} others had ended"
+                f"already told, or it was not asked for before {self._most_untold} others ended"
             )
         return done
 
 
-# ------------------------------------------------------------------------------------------------
-# Tickets that asyncio waits for: one thread for all of a ferry's, and only while there are any.
-#
-# ::
-#
-#     event loop   await ticket ──> future            <── set by _tell, in the loop
-#     the thread        watches the copy engine ──> something ended ──> _tell, please
-#
-# The ferry stays the loop's: the thread only looks whether anything ended.
+# -- tickets in an event loop -------------------------------------------------------------------
 
-_LOOK_SECONDS, _LEVEL_SECONDS = 0.02, 2e-3
-"""So often the ferry is served though no copy has ended: who asks it, and tiers below it."""
+_LOOK_SECONDS, _TIER_LOOK_SECONDS = 0.02, 2e-3
+"""How often the ferry is served though no copy has ended: for its mailbox, and for lower tiers."""
 
 
 class Awaited:
-    """Owns the futures of tickets that are awaited, and the thread that watches for them.
+    """Futures of tickets that are awaited, and one thread that watches the copies for all of them.
 
-    ``advance`` has the ferry learn what ended; it is called in the thread of the event loop.
-    ``await_news`` waits for that, so many seconds at most; it is called in our own.
+    ::
+
+        event loop   await ticket ──> future            <── set by _tell, in the loop
+        the thread        watches the copy engine ──> something ended ──> _tell in the loop
+
+    The ferry stays in the loop's thread: the watching thread runs only while a ticket is awaited,
+    and only finds out whether anything ended. ``advance`` lets the ferry learn what ended; it is
+    called in the loop's thread. ``await_news`` waits for a copy's end, so many seconds at most.
     """
 
     def __init__(
@@ -187,16 +178,16 @@ class Awaited:
         self._tickets = tickets
         self._advance = advance
         self._await_news = await_news
-        self._look_seconds = _LEVEL_SECONDS if has_tiers else _LOOK_SECONDS
+        self._look_seconds = _TIER_LOOK_SECONDS if has_tiers else _LOOK_SECONDS
         self._futures: dict[Ticket, list[Future[Done]]] = {}
         self._changed = threading.Condition()
-        self._loop: AbstractEventLoop | None = None  # that is to be told, while anyone waits
+        self._loop: AbstractEventLoop | None = None  # set while a ticket is awaited
         self._is_telling = False
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
     async def wait(self, ticket: Ticket) -> Done:
-        """How a ticket ends. Who is cancelled leaves the copy alone, and its end to others."""
+        """Return how a ticket ends. A cancelled caller leaves the copy, and its end, to others."""
         from asyncio import CancelledError, get_running_loop
 
         self._advance()
@@ -213,7 +204,7 @@ class Awaited:
             raise
 
     def close(self) -> None:
-        """Refuse whoever still waits, and end the thread. Safe to call twice."""
+        """Refuse all that still wait, and end the thread. Safe to call twice."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -224,9 +215,9 @@ class Awaited:
             _call_in(future.get_loop(), _refuse, future)
 
     def _leave(self, ticket: Ticket, future: Future[Done]) -> None:
-        """The one who waited is gone."""
+        """A caller that waited was cancelled."""
         if future.done() and not future.cancelled() and future.exception() is None:
-            self._tickets.end(future.result())  # told, but not heard: it stays for who asks next
+            self._tickets.end(future.result())  # told, but not received: kept for the next caller
             return
         futures = self._futures.get(ticket, [])
         if future in futures:
@@ -247,7 +238,9 @@ class Awaited:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_closed or self._is_wanted())
+                self._changed.wait_for(
+                    lambda: self._is_closed or (self._loop is not None and not self._is_telling)
+                )
                 if self._is_closed:
                     return
                 loop = self._loop
@@ -255,23 +248,20 @@ class Awaited:
             with self._changed:
                 self._is_telling = True
             if not _call_in(loop, self._tell):
-                with self._changed:  # a loop that is closed has nobody in it
+                with self._changed:  # a loop that is closed has no task that waits
                     self._is_telling = False
                     if self._loop is loop:
                         self._loop = None
 
-    def _is_wanted(self) -> bool:
-        return self._loop is not None and not self._is_telling
-
     def _tell(self) -> None:
-        """In the event loop: learn what ended, and tell who waits for it."""
+        """In the event loop: learn what ended, and set the futures of those tickets."""
         try:
             self._advance()
             for ticket in tuple(self._futures):
                 done = self._tickets.take(ticket)
                 if done is not None:
                     self._end(ticket, done)
-        except Exception as error:  # the ferry is closed, or another thread's: say so, to all
+        except Exception as error:  # the ferry is closed, or another thread's: all must learn of it
             waiting, self._futures = self._futures, {}
             for future in (each for futures in waiting.values() for each in futures):
                 if not future.done():
@@ -281,7 +271,7 @@ class Awaited:
                 self._is_telling = False
                 if self._futures:
                     self._changed.notify_all()
-                else:  # the thread sleeps on: it would take turns with who was told just now
+                else:  # the thread sleeps on: it would compete with the task that was just woken
                     self._loop = None
 
     def _end(self, ticket: Ticket, done: Done) -> None:
@@ -298,7 +288,7 @@ def _refuse(future: Future[Done]) -> None:
 
 
 def _call_in(loop: AbstractEventLoop | None, call: Callable[..., None], *arguments: object) -> bool:
-    """Whether the loop will do it; one that is closed will not."""
+    """Return whether the loop will make this call; a closed one will not."""
     if loop is None:
         return False
     try:
@@ -308,19 +298,18 @@ def _call_in(loop: AbstractEventLoop | None, call: Callable[..., None], *argumen
     return True
 
 
-# ------------------------------------------------------------------------------------------------
-# What a ferry finds of a request: blocks to load, or blocks on their way up from a lower tier.
+# -- hits ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Hit:
     """Blocks that can be loaded: ``len(hit)`` of them, after the ``on_device`` first ones.
 
-    They stay where they are until the hit is loaded, released, or left alone for
+    They stay where they are until the hit is loaded, released, or unused for
     ``Config.match_deadline`` seconds. ``needed`` says for each group which places of the request's
-    block table a load fills. One that ``is_pending`` has no blocks yet: a tier below host memory
-    was asked for them or brings them up. Ask again with ``Ferry.again``, or compute without; or,
-    where ``coming`` says how many are on their way, load them as they come.
+    block table a load fills. A hit that ``is_pending`` has no blocks yet: a lower tier was asked
+    for them or brings them up. Ask again with ``Ferry.again``, or compute without them; or, where
+    ``coming`` says how many are on their way, load them as they come.
     """
 
     request: Request
@@ -328,6 +317,12 @@ class Hit:
     on_device: int
     is_pending: bool = False
     coming: int = 0
+
+    @classmethod
+    def pending(cls, request: Request, on_device: int, block_tokens: int) -> Hit:
+        """The hit of a request that waits for a tier."""
+        hoped = request.below.hoped_tokens // block_tokens if request.below is not None else 0
+        return cls(request, 0, on_device, is_pending=True, coming=max(0, hoped - on_device))
 
     def __len__(self) -> int:
         return self.num_blocks
@@ -337,21 +332,10 @@ class Hit:
         return self.request.needed_blocks
 
 
-def pending(request: Request, on_device: int, block_tokens: int) -> Hit:
-    """The hit of a request that waits for a tier."""
-    hoped = request.below.hoped_tokens // block_tokens if request.below is not None else 0
-    return Hit(request, 0, on_device, is_pending=True, coming=max(0, hoped - on_device))
-
-
-def not_a_hit(given: object) -> InputError:
-    return InputError(f"a hit must come from ferry.match, got {type(given).__name__}")
-
-
 class PendingHits:
-    """Requests whose hits are pending, and until when somebody must ask for each again.
+    """Requests with pending hits, and until when each must be asked for again.
 
-    Owns these times; one that nobody asks for in time is ended, so that a hit which was dropped
-    leaves nothing behind.
+    One that is not asked for in time is ended, so that a dropped hit leaves nothing behind.
     """
 
     def __init__(self, patience: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -363,12 +347,12 @@ class PendingHits:
         return len(self._until)
 
     def keep(self, request: Request) -> None:
-        """Somebody asked for it just now."""
+        """This request was asked for just now."""
         self._until.pop(request, None)
         self._until[request] = self._clock() + self._patience
 
     def again(self, hit: Hit, scheduler: Scheduler, block_tokens: int) -> Hit:
-        """What has become of a hit; one that is not pending is the answer itself."""
+        """Return what has become of a hit; one that is not pending is returned as it is."""
         request, on_device = hit.request, hit.on_device
         if not hit.is_pending:
             return hit
@@ -377,7 +361,7 @@ class PendingHits:
         match = request.match(computed_tokens=on_device * block_tokens)
         if request.waits_below:
             self.keep(request)
-            return pending(request, on_device, block_tokens)
+            return Hit.pending(request, on_device, block_tokens)
         self.drop(request)
         if match.state is not MatchState.HIT:
             request.end()
@@ -388,8 +372,127 @@ class PendingHits:
         self._until.pop(request, None)
 
     def expire(self) -> None:
-        """End those that nobody asked for; the one that was left alone longest comes first."""
+        """End those that were not asked for in time."""
         now = self._clock()
         for request in [request for request, until in self._until.items() if until <= now]:
             del self._until[request]
             request.end()
+
+
+# -- loads of hits whose blocks still come up from a tier ---------------------------------------
+
+_piece_numbers = itertools.count()
+
+
+@dataclass(eq=False)
+class _EarlyPiece:
+    """Blocks on their way to the device. ``reason`` says why they did not get there."""
+
+    num_blocks: int
+    waiting: set[TransferId]
+    reason: str = ""
+
+
+@dataclass(eq=False)
+class _EarlyLoad:
+    """One hit. ``request`` waits for what comes up; ``sent`` blocks of ``end`` are on their way."""
+
+    request: Request
+    keys: Keys
+    table: SlotArray
+    ticket: Ticket
+    first: int
+    sent: int
+    end: int
+    pieces: list[_EarlyPiece] = field(default_factory=list)
+
+
+class EarlyLoads:
+    """Loads pending hits piece by piece, while their last blocks still come up from a tier.
+
+    Owns these loads until they end, and the requests that wait for their blocks. Every piece is a
+    request of its own, so a piece that fails, or finds its blocks gone, harms no other. For models
+    of one group whose hits read every block. What does not come up ends a load early: the blocks
+    before it are on the device, the others must be computed.
+    """
+
+    def __init__(self, scheduler: Scheduler, tickets: Tickets, block_tokens: int) -> None:
+        self._scheduler = scheduler
+        self._tickets = tickets
+        self._tokens = block_tokens
+        self._loads: list[_EarlyLoad] = []
+        self._moving: dict[TransferId, _EarlyPiece] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._loads)
+
+    def begin(self, request: Request, table: SlotArray, first: int, num_coming: int) -> Ticket:
+        """Fill the places of a block table after the ``first`` ones, as their blocks come.
+
+        Nothing is ordered before :meth:`advance`. InputError for a table that does not fit what is
+        coming; nothing is lost then.
+        """
+        blocks = np.sort(table[first:])
+        if len(blocks) != num_coming or not isinstance(self._scheduler.groups[0], FullAttention):
+            raise InputError(
+                f"{num_coming} blocks of this hit are coming up, got {len(blocks)} device blocks; "
+                "ask again (Ferry.again), or load none of it"
+            )
+        if np.count_nonzero(blocks[1:] == blocks[:-1]):
+            raise InputError("two blocks of a hit cannot be loaded into one device block")
+        ticket = self._tickets.give()
+        self._tickets.begin(ticket)
+        keys = request.chain.keys()
+        self._loads.append(_EarlyLoad(request, keys, table, ticket, first, first, len(table)))
+        return ticket
+
+    def land(self, transfer_id: TransferId, reason: str) -> None:
+        """A transfer has ended; those of others are ignored."""
+        piece = self._moving.pop(transfer_id, None)
+        if piece is not None:
+            piece.waiting.discard(transfer_id)
+            piece.reason = piece.reason or reason
+
+    def advance(self) -> bool:
+        """Order what has come up, end what is over; return whether there is a plan to send."""
+        has_ordered = False
+        for load in tuple(self._loads):
+            has_ended = not load.request.waits_below  # before we look, or the last may be missed
+            has_ordered |= self._order(load)
+            if (has_ended or load.sent == load.end) and not any(p.waiting for p in load.pieces):
+                self._end(load)
+        return has_ordered
+
+    def _order(self, load: _EarlyLoad) -> bool:
+        if load.sent == load.end or any(piece.reason for piece in load.pieces):
+            return False
+        count = self._scheduler.num_loadable(load.keys, load.sent, load.end)
+        if not count:
+            return False
+        stop = load.sent + count
+        piece = self._scheduler.open(f"early-{next(_piece_numbers)}", load.keys[:stop])
+        piece.is_counted = piece.is_explained = True  # the hit was, as a whole
+        match = piece.match(computed_tokens=load.sent * self._tokens)
+        ordered: Sequence[Ordered] = ()
+        if match.state is MatchState.HIT:
+            stop = match.num_tokens // self._tokens
+            ordered = piece.load([load.table[:stop]])
+        if not ordered:
+            piece.end()
+            return False
+        moving = _EarlyPiece(stop - load.sent, {part.transfer for part in ordered})
+        self._moving |= dict.fromkeys(moving.waiting, moving)
+        load.pieces.append(moving)
+        load.sent = stop
+        return True
+
+    def _end(self, load: _EarlyLoad) -> None:
+        self._loads.remove(load)
+        load.request.end()
+        came = list(itertools.takewhile(lambda piece: not piece.reason, load.pieces))
+        num_blocks = sum(piece.num_blocks for piece in came)
+        reason = next((piece.reason for piece in load.pieces if piece.reason), "")
+        wanted = len(load.table) - load.first
+        if num_blocks < wanted and not reason:
+            reason = f"{wanted - num_blocks} of {wanted} blocks did not come up from below"
+        self._tickets.finish(Done(load.ticket, num_blocks, reason, ok=num_blocks == wanted))

@@ -214,7 +214,7 @@ class World:
         sim = self.sim
         flights = sim.scheduler._flights._flying
         device = (sim.device[rank][g][block] for g, block in names.of_blocks if block >= 0)
-        host = (sim.tiers[rank][HOST][slot] for slot in names.of_slots if slot >= 0)
+        host = (sim.rank_tiers[rank][HOST][slot] for slot in names.of_slots if slot >= 0)
         return (
             rank in sim.lost,
             tuple(names.of_transfers[t] for t, f in sorted(flights.items()) if rank in f.waiting),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import InputError
-from kvferry.ferry import Distinct, whole_tables
+from kvferry.ferry import BlockTables
 from kvferry.scheduler.transfers import NO_BLOCK
 from kvferry.transfer.layout import GroupLayout, describe
 
@@ -25,27 +25,32 @@ def test_a_block_that_does_not_exist_is_refused(wrong: int, at: int) -> None:
     blocks = [0, 6, 3]
     blocks[at] = wrong
     with pytest.raises(InputError, match=f"block {wrong} does not exist"):
-        whole_tables(layouts(7), blocks, before=0)
+        BlockTables(layouts(7)).whole(blocks, before=0)
 
 
 @pytest.mark.parametrize("wrong", [-2, 7, MOST, -MOST - 1])
 def test_with_several_groups_one_may_be_missing_but_not_wrong(wrong: int) -> None:
-    tables = whole_tables(layouts(7, 9), [[NO_BLOCK, 6], [8, 0]], before=0)
+    tables = BlockTables(layouts(7, 9)).whole([[NO_BLOCK, 6], [8, 0]], before=0)
     assert [each.tolist() for each in tables] == [[NO_BLOCK, 6], [8, 0]]
     with pytest.raises(InputError, match=f"block {wrong} does not exist"):
-        whole_tables(layouts(7, 9), [[NO_BLOCK, wrong], [8, 0]], before=0)
+        BlockTables(layouts(7, 9)).whole([[NO_BLOCK, wrong], [8, 0]], before=0)
 
 
 @pytest.mark.parametrize("kind", [np.int32, np.uint64, np.dtype(">i8"), np.int64])
 def test_numbers_of_any_kind_are_taken(kind: Any) -> None:
     given = np.array([5, 0, 6, 1, 4, 2], dtype=kind)[::2]
-    (table,) = whole_tables(layouts(7), given, before=1)
+    (table,) = BlockTables(layouts(7)).whole(given, before=1)
     assert table.tolist() == [NO_BLOCK, 5, 6, 4]
 
 
 def test_what_is_named_twice_is_found_among_all() -> None:
-    distinct = Distinct(layouts(7, 5))
+    tables = BlockTables(layouts(7, 5))
     rng = np.random.default_rng()
     for _ in range(200):
         blocks = rng.integers(NO_BLOCK, 7, int(rng.integers(0, 8)))
-        assert distinct.are(blocks) == (len(set(blocks.tolist())) == len(blocks)), blocks
+        try:
+            tables.require_distinct([blocks], [range(len(blocks))])
+        except InputError:
+            assert len(set(blocks.tolist())) < len(blocks), blocks
+        else:
+            assert len(set(blocks.tolist())) == len(blocks), blocks

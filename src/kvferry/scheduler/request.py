@@ -204,15 +204,6 @@ class Request:
             return (range(0),) * len(self._parts.sizes)
         return hit.look.blocks
 
-    @property
-    def pinned_slots(self) -> SlotArray | None:
-        """The slots that loading its pinned hit reads, where there is one group; else None.
-
-        The very array that a load's transfer will have: one is made for each hit.
-        """
-        leases = self._hit.leases if self._hit is not None else ()
-        return leases[0].slots if len(leases) == 1 and leases[0] is not None else None
-
     def load(
         self, tables: Sequence[BlockTable], overlap: OverlapDecision | None = None
     ) -> tuple[Ordered, ...]:

@@ -53,7 +53,6 @@ from kvferry.telemetry.stats import SchedulerStats
 from kvferry.types import (
     DEVICE,
     HOST,
-    NO_SLOT,
     DeviceBlocks,
     Health,
     Landing,
@@ -569,15 +568,6 @@ class Scheduler:
     def num_loadable(self, keys: Keys, first: int, end: int) -> int:
         """How many blocks of the first group, from this one on, are in the host now."""
         return self.pool.match(self._parts.matcher.slot_keys(0, keys, range(first, end)))
-
-    def knows(self, keys: Keys, block: int) -> bool:
-        """Whether this block of the first group is in the host, or on its way there."""
-        key = self._parts.matcher.key_before(0, keys, block + 1)
-        return key is not None and self.pool.slot_of(key) != NO_SLOT
-
-    def make_spare(self, keys: Keys) -> None:
-        """Room for another store as large as that of these keys; see :meth:`Pool.make_spare`."""
-        self.pool.make_spare(self._parts.matcher.all_keys(0, keys))
 
     def __contains__(self, request: Request) -> bool:
         """Whether this request is one of ours and has not ended."""
