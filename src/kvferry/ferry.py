@@ -313,7 +313,8 @@ class Ferry(Closing):
         if self._scheduler.stores_wait:
             return f"{where}: max_bytes_in_flight are being copied; store them later"
         if config.store_threshold > 1:
-            return f"{where}: not requested often enough yet (store_threshold = {config.store_threshold})"
+            least = config.store_threshold
+            return f"{where}: not asked for often enough yet (store_threshold = {least})"
         if len(keys) > pool.num_slots:
             return f"{where}: the host memory holds no more than {pool.num_slots} blocks"
         if not pool.counts.cached:
