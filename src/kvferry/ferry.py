@@ -595,14 +595,14 @@ class Ferry(Closing):
 
         An error is logged and ends the flush, not the close; an interrupt is passed on.
         """
-        flush, began = self._scheduler.write_out, time.monotonic()
+        writeback, began = self._scheduler.writeback, time.monotonic()
         end = began + seconds
         try:
-            while flush.can_be and (now := time.monotonic()) < end:
+            while writeback.can_flush and (now := time.monotonic()) < end:
                 self._advance()
-                flush.advance()
+                writeback.flush()
                 self._send_plan()
-                if not flush.is_under_way:
+                if not writeback.is_flushing:
                     return
                 pause(now - began)
         except Exception:

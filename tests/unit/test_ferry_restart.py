@@ -118,7 +118,7 @@ def test_a_tier_that_takes_nothing_does_not_keep_us(
     monkeypatch.setattr(lasting.ShelfTier, "_carry_out", fail)
     caplog.set_level("INFO", "kvferry")
     first.close()  # long before the ten minutes are over
-    assert "48 blocks that only host memory holds are left as they are" in caplog.text
+    assert "48 blocks that only host memory holds are not written" in caplog.text
     assert not lasting.shelves["here", 0]
 
 

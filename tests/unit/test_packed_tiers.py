@@ -349,7 +349,7 @@ def test_what_goes_down_after_another_that_follows_it_ends_where_that_begins() -
         store.keep(one, name, chain)
     lower = one.scheduler._parts.lower
     for part in (A[10:], B):
-        lower.send_out(lower.tiers[0], part)
+        lower.writeback._flush_to(lower.tiers[0], part, one.now)
         store.serve(one)
     two = Desk(tiers=[packing()], slots=512)
     assert brought(two, "a", A, store) == len(A)

@@ -101,14 +101,14 @@ def test_stores_of_a_chain_that_land_in_any_order_all_go_down(order: tuple[int, 
     chain = desk.scheduler._parts.matcher.slot_keys(0, keys, range(12))
     slots = below.find_cached(chain)
     assert [below._chains.parent_of(int(slot)) for slot in slots[1:]] == slots[:-1].tolist()
-    assert not desk.scheduler._parts.lower._descent._early
+    assert not desk.scheduler._parts.lower.writeback._early
     desk.check_empty()
 
 
 def test_what_waits_for_its_parent_goes_with_a_reset_and_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvferry.scheduler.tiering._MOST_EARLY", 1)
+    monkeypatch.setattr("kvferry.scheduler.writeback._MOST_EARLY", 1)
     desk = Desk(tiers=[tier()])
     late = []
     for number in (1, 2):
@@ -117,12 +117,12 @@ def test_what_waits_for_its_parent_goes_with_a_reset_and_is_bounded(
         desk.store(f"a{number}", story(number, 4), 16)
         desk.land(*desk.plan())
         desk.scheduler.finish(f"a{number}")
-    descent = desk.scheduler._parts.lower._descent
-    assert len(descent._early) == 1
+    writeback = desk.scheduler._parts.lower.writeback
+    assert len(writeback._early) == 1
     desk.land(late[1])
-    assert len(descent._early) == 1, "what was left out stays out"
+    assert len(writeback._early) == 1, "what was left out stays out"
     desk.scheduler.reset()
-    assert not descent._early
+    assert not writeback._early
     desk.land(late[0])
     desk.run()
     desk.check_empty()
@@ -157,7 +157,7 @@ def test_a_tier_that_writes_nothing_is_left_alone_for_longer_and_longer() -> Non
     (move,) = desk.plan()
     desk.land(move)
     assert below_pool(desk).counts.cached == len(move)
-    assert not desk.scheduler._parts.lower._descent._rests
+    assert not desk.scheduler._parts.lower.writeback._rests
     desk.check_empty()
 
 

@@ -311,7 +311,7 @@ class Settling:
         chained = full and not parts.stores.is_lazy
         for lease in flight.leases:
             parent = parts.pool.key_before(lease) if chained else None
-            parts.lower.write_through(parts.pool.keys_of(lease), parent=parent, chained=chained)
+            parts.lower.writeback.stored(parts.pool.keys_of(lease), parent=parent, chained=chained)
 
     def _expire_hits(self, now: float) -> tuple[Request, ...]:
         """Let go of hits that nobody took in time; whose they were."""
@@ -396,8 +396,8 @@ def _lower(
         outbox,
         clock,
         slot_bytes=shape.slot_bytes,
-        lasting=frozenset(spec.name for spec in config.all_tiers if spec.outlives_us),
-        write_out=config.tier_flush,
+        flush_tiers=frozenset(spec.name for spec in config.all_tiers if spec.outlives_us),
+        flush_seconds=config.tier_flush,
     )
     for each in (pool, *(tier.pool for tier in tiers if tier.pool is not None)):
         each.holds.bound(config.pin_share)
@@ -525,8 +525,7 @@ class Scheduler:
         self._transit, self._flights, self._outbox = parts.transit, parts.flights, parts.outbox
         self._settling = Settling(parts)
         self.control = Control(parts)  # what is done with blocks from outside
-        self.write_out = parts.lower.write_out
-        """What goes to the disk while the engine has nothing to do."""
+        self.writeback = parts.lower.writeback
         self._ahead = Ahead(parts, clock)
         self.has_tenants = parts.tenants is not None
         self.onlooker = Onlooker(self._snapshot, parts.journal)
@@ -672,7 +671,7 @@ class Scheduler:
                 self.control.advance()
             if self._ahead.is_busy:
                 self._ahead.advance()
-            self._parts.lower.spill()
+            self.writeback.spill()
         return self._outbox.launch(self._clock())
 
     def settle(self, receipts: Iterable[Receipt] = (), *, looks: bool = True) -> Settled:

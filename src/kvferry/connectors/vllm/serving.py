@@ -392,7 +392,7 @@ class Serving:
         if self._is_lazy:
             self._offer(step)
         if not (step.num_scheduled_tokens or self._tracked):
-            scheduler.write_out.advance()
+            scheduler.writeback.flush()
         return scheduler.plan()
 
     def _store_running(self, num_scheduled: Mapping[str, int]) -> int:
@@ -518,7 +518,7 @@ class Serving:
         """Whether the engine should keep stepping, so that copies under way can be told."""
         ours = self.scheduler
         is_moving = self._rests or ours.num_queued or ours.num_awaited
-        is_left = not self._tracked and ours.write_out.is_due
+        is_left = not self._tracked and ours.writeback.flush_is_due
         return bool(is_moving or is_left or self._promises or self.reports.is_ordered)
 
     @property

@@ -1,0 +1,387 @@
+"""Writeback: which blocks of the host are copied to the tiers below it, and when.
+
+::
+
+    stored   as a store lands                      tiers that are written through
+    spill    the coldest, ahead of eviction        tiers that are spilled to, once a step
+    flush    all that only the host holds          the same, while idle and at close, if the tier
+                                                   outlives the process
+
+A block that a tier already has is never copied again. Evicting such a block costs nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.cache.leases import Purpose
+from kvferry.cache.policies.admission import Watermark
+from kvferry.cache.pool import Pool
+from kvferry.core.keys import Keys
+from kvferry.scheduler.tier import LowerTier, Runs, WriteMode
+from kvferry.scheduler.transfers import End, Outbox, run_numbers
+from kvferry.types import HOST, NO_SLOTS, Key, TierName, TransferId
+
+log = logging.getLogger(__name__)
+
+_CLEAN_SHARE = 8
+"""With spilling, the coldest slot in so many of the host has a copy below before it is needed."""
+
+_CLEAN_SECONDS = 0.1
+"""How often the coldest slots are searched again while nothing was stored, evicted or ended."""
+
+_WHOLE_BLOCKS = 256
+_WHOLE_SHARE = 32
+"""So many more blocks, and at most one slot in so many, are spilled with a conversation's end."""
+
+_REST_SECONDS, _MOST_REST_SECONDS = 0.1, 30.0
+"""How long nothing is spilled to a tier after a transfer to it has failed."""
+
+_MOST_EARLY = 1024
+"""So many stores may wait for the block before them; later ones are not written through."""
+
+_SAY_AFTER, _SAY_EVERY = 2.0, 5.0
+_LOOK_RESTS = 20
+"""A flush searches the whole host again after so many times the last search's duration. A search of
+100,000 blocks takes 13 ms, and a new request waits for it. (2 vCPU, Python 3.11, 2026-11-16.)"""
+
+_FLUSHING_SHARE = 8
+"""A flush may have one slot in so many in flight: blocks being copied cannot be evicted."""
+
+
+@dataclass(eq=False)
+class Move:
+    """Blocks on their way up or down. A late one keeps its slots, but no request waits for it."""
+
+    tier: LowerTier
+    keys: Keys
+    upward: bool
+    late: bool = False
+
+
+class Writeback:
+    """Copies blocks down. Owns what waits for its parent, the rests after failures, the flush.
+
+    Orders go to the outbox. Each is noted in ``moves``, which the caller takes it from when it
+    lands. Only tiers without an ailment are written to.
+    """
+
+    def __init__(
+        self,
+        host: Pool,
+        tiers: Sequence[LowerTier],
+        outbox: Outbox,
+        clock: Callable[[], float],
+        moves: dict[TransferId, Move],
+        *,
+        flush_tiers: Collection[TierName] = (),
+        flush_seconds: float = 0.0,
+        most_flushing: int = 1,
+    ) -> None:
+        """``flush_seconds`` bounds one flush, ``most_flushing`` its blocks in flight.
+
+        The first of ``flush_tiers`` with slots is flushed to; 0 seconds: none is.
+        """
+        self._host = host
+        self._tiers = tiers
+        self._outbox = outbox
+        self._clock = clock
+        self._moves = moves
+        self._early: dict[Key, list[Keys]] = {}  # stored before the block they follow, by that
+        self._rests: dict[TierName, tuple[float, float]] = {}  # until when, and for how long
+        self._watermark = Watermark(
+            least=host.num_slots // _CLEAN_SHARE, most=max(1, host.num_slots // 2)
+        )
+        self._most_more = min(_WHOLE_BLOCKS, host.num_slots // _WHOLE_SHARE)
+        self._num_reserved = host.num_reserved
+        self._num_changes = 0  # moves that ended, and tiers that went or came back
+        self._clean = (-1, -1, -1)  # the state in which nothing was left to spill
+        self._clean_until = 0.0
+        can_flush = any(t.name in flush_tiers and t.write is WriteMode.SPILL for t in tiers)
+        self._flush_tiers = flush_tiers
+        self._flush_seconds = flush_seconds if can_flush else 0.0
+        self._most_flushing = max(1, min(most_flushing, host.num_slots // _FLUSHING_SHARE))
+        self._left = Keys.empty()  # what the last search for a flush found, and is not sent yet
+        self._num_found = 0
+        self._seen = host.generation
+        self._began = self._say_at = self._look_at = 0.0
+
+    # -- what changed ---------------------------------------------------------------------------
+
+    def note_change(self) -> None:
+        """A move ended, or a tier went or came back: there may be more to spill."""
+        self._num_changes += 1
+
+    def wrote(self, tier: TierName, *, ok: bool) -> None:
+        """A copy to a tier has ended. After each failure the next spill waits twice as long.
+
+        Blocks that could not be written are as cold as before, so every step would resend them.
+        """
+        if ok:
+            self._rests.pop(tier, None)
+            return
+        _, seconds = self._rests.get(tier, (0.0, _REST_SECONDS / 2))
+        seconds = min(2 * seconds, _MOST_REST_SECONDS)
+        self._rests[tier] = (self._clock() + seconds, seconds)
+
+    def reset(self) -> None:
+        """Forget everything, and never flush again: no later process asks for these blocks."""
+        self._early.clear()
+        self._flush_seconds = 0.0
+        self._left = Keys.empty()
+
+    def _is_resting(self, tier: LowerTier) -> bool:
+        return self._rests.get(tier.name, (0.0, 0.0))[0] > self._clock()
+
+    # -- as they are stored ---------------------------------------------------------------------
+
+    def stored(self, keys: Keys, *, parent: Key | None, chained: bool) -> None:
+        """These blocks were just stored in the host, behind ``parent`` if they are a chain.
+
+        A block whose parent is on no tier could not be reached there. Stores of one chain land in
+        any order, so such blocks wait for the parent, which may land next.
+        """
+        now = self._clock()
+        usable = [tier for tier in self._tiers if not tier.ailment]
+        through = [tier for tier in usable if tier.write is WriteMode.THROUGH]
+        if not through or not len(keys):
+            return
+        if parent is not None and not any(tier.may_follow(parent, now) for tier in usable):
+            if len(self._early) < _MOST_EARLY:
+                self._early.setdefault(parent, []).append(keys)
+            return
+        for tier in through:
+            going = keys
+            if tier.gate is not None and not (lets := tier.gate.lets(keys, now)).all():
+                going = keys[: int(lets.argmin())] if chained else keys.take(lets)
+            self._send(tier, going, parent=parent, chained=chained)
+        if chained and self._early:
+            self._send_early(keys)
+
+    def _send_early(self, keys: Keys) -> None:
+        """Send the blocks that waited for one of these; then the blocks that wait for those."""
+        firsts = {int(word) for word in keys.array[:, 0]}
+        for parent in [key for key in self._early if int.from_bytes(key[:8], "little") in firsts]:
+            for early in self._early.pop(parent, ()):
+                here = self._host.match(early)  # some may have been evicted
+                self.stored(early[:here], parent=parent, chained=True)
+
+    # -- before they are evicted ----------------------------------------------------------------
+
+    def spill(self) -> None:
+        """Copy down the blocks that the host would evict next. Call this once a step.
+
+        A burst that outruns the watermark evicts blocks that have no copy below yet.
+        """
+        self._watermark.demand(self._host.num_reserved - self._num_reserved)
+        self._num_reserved = self._host.num_reserved
+        wanted = max(self._watermark.depth - self._host.num_free, self._host.num_near_ceiling)
+        # A search of the coldest takes as long as a step's other work, and mostly finds nothing.
+        now = self._clock()
+        state = (self._num_reserved, self._host.generation, self._num_changes)
+        if wanted <= 0 or (state == self._clean and now < self._clean_until):
+            return
+        has_sent = False
+        for tier in self._tiers:
+            if tier.write is WriteMode.SPILL and not tier.ailment and not self._is_resting(tier):
+                has_sent |= self._spill_to(tier, wanted, now)
+        if not has_sent:
+            self._clean, self._clean_until = state, now + _CLEAN_SECONDS
+
+    def _spill_to(self, tier: LowerTier, wanted: int, now: float) -> bool:
+        coldest = self._host.coldest(wanted + self._most_more)
+        lacks = ~tier.known(coldest, now)
+        num_asked = int(np.count_nonzero(lacks[:wanted]))
+        # Not chained: here ends come before beginnings, the order in which they should be evicted.
+        missing = coldest.take(lacks)[::-1]
+        if num_asked and tier.gate is not None:
+            lets = tier.gate.lets(missing, now)
+            num_asked = int(np.count_nonzero(lets[-num_asked:]))
+            missing = missing.take(lets)
+        if not num_asked:
+            return False
+        starts, before = self._host.runs_of(missing)
+        # The rest of a run that was begun is as cold, and should lie next to it.
+        first = int(np.searchsorted(starts, len(missing) - num_asked, side="right")) - 1
+        cut = starts.item(first)
+        runs = (starts[first:] - cut, before[first:])
+        return self._send(tier, missing[cut:], parent=None, chained=False, runs=runs)
+
+    # -- while idle, and at close ---------------------------------------------------------------
+
+    @property
+    def can_flush(self) -> bool:
+        """Whether a tier that outlives the process is spilled to and can be used."""
+        return bool(self._flush_seconds) and self._flush_tier() is not None
+
+    @property
+    def flush_is_due(self) -> bool:
+        """Whether there may be something to flush: the engine should keep stepping."""
+        if not self._flush_seconds:
+            return False
+        return len(self._left) > 0 or self._host.generation != self._seen
+
+    @property
+    def is_flushing(self) -> bool:
+        """Whether there may be something to flush, or blocks are being stored or written.
+
+        Promotions do not count: ``close`` would wait for a read that hangs.
+        """
+        is_writing = any(not (move.upward or move.late) for move in self._moves.values())
+        return self.flush_is_due or is_writing or self._outbox.is_storing
+
+    def flush(self) -> None:
+        """Order some of what only the host holds. Call this only while the engine is idle.
+
+        It searches the whole host where something was stored since the last search.
+        """
+        tier = self._flush_tier()
+        if tier is None or not self.flush_is_due:
+            self._left, self._seen = Keys.empty(), self._host.generation
+            return
+        now = self._clock()
+        if self._host.generation != self._seen and now >= self._look_at:
+            self._search(tier, now)
+        elif not len(self._left):
+            return
+        elif now >= self._began + self._flush_seconds or self._is_resting(tier):
+            log.info("%d blocks that only host memory holds are not written", len(self._left))
+            self._left = Keys.empty()
+            return
+        self._report(tier.name, now)
+        moves = self._moves.values()
+        num_going = sum(len(m.keys) for m in moves if m.tier is tier and not m.upward)
+        count = self._most_flushing - num_going
+        if count > 0:
+            # A run's end comes before its beginning here, as it should be evicted on the tier.
+            keys, self._left = self._left[:count][::-1], self._left[count:]
+            self._flush_to(tier, keys, now)
+
+    def _flush_to(self, tier: LowerTier, keys: Keys, now: float) -> None:
+        wanted = self._host.cached(keys) & ~tier.known(keys, now)
+        if tier.gate is not None:
+            wanted[wanted] = tier.gate.lets(keys.take(wanted), now)
+        if np.count_nonzero(wanted):
+            keys = keys.take(wanted)
+            runs = self._host.runs_of(keys)
+            self._send(tier, keys, parent=None, chained=False, runs=runs)
+
+    def _flush_tier(self) -> LowerTier | None:
+        for tier in self._tiers:
+            if tier.name in self._flush_tiers and tier.pool is not None and not tier.ailment:
+                return tier if tier.write is WriteMode.SPILL else None
+        return None
+
+    def _search(self, tier: LowerTier, now: float) -> None:
+        self._seen = self._host.generation
+        found = self._host.coldest(self._host.num_slots)
+        self._left = found.take(~tier.known(found, now))
+        self._num_found = len(self._left)
+        self._began, self._say_at = now, now + _SAY_AFTER
+        done = self._clock()
+        self._look_at = done + _LOOK_RESTS * (done - now)
+
+    def _report(self, name: TierName, now: float) -> None:
+        if now >= self._say_at:
+            self._say_at = now + _SAY_EVERY
+            log.info(
+                "writing to %s what only host memory holds: %d of %d blocks, %.0f of %.0f s",
+                name,
+                self._num_found - len(self._left),
+                self._num_found,
+                now - self._began,
+                self._flush_seconds,
+            )
+
+    # -- sending --------------------------------------------------------------------------------
+
+    def _send(
+        self,
+        tier: LowerTier,
+        keys: Keys,
+        *,
+        parent: Key | None,
+        chained: bool,
+        runs: Runs | None = None,
+    ) -> bool:
+        """Order those of the host's blocks that a tier lacks and has room for, by tenant."""
+        owners = self._host.tenants_of(keys)
+        if owners is None or not len(keys):
+            return self._send_one(tier, keys, parent, chained, runs, 0)
+        tenant = int(owners[0])  # blocks stored together, as a chain, are one tenant's
+        if chained or not np.count_nonzero(owners != tenant):
+            return self._send_one(tier, keys, parent, chained, runs, tenant)
+        has_sent = False
+        for tenant in np.unique(owners).tolist():
+            part = keys.take(owners == tenant)
+            its_runs = self._host.runs_of(part) if runs is not None else None
+            has_sent |= self._send_one(tier, part, None, False, its_runs, tenant)
+        return has_sent
+
+    def _send_one(
+        self,
+        tier: LowerTier,
+        keys: Keys,
+        parent: Key | None,
+        chained: bool,
+        runs: Runs | None,
+        tenant: int,
+    ) -> bool:
+        now = self._clock()
+        room = tier.reserve(
+            keys, parent=parent, chained=chained, now=now, runs=runs, tenant=max(0, tenant)
+        )
+        if room is None:
+            return False
+        going = keys.take(room.positions)
+        reading = self._host.pin(going, Purpose.COPY)
+        assert reading is not None
+        following = None
+        before: tuple[Key | None, ...] = ()
+        if tier.joints is not None and (chained or runs is not None):
+            starts, before = self._host.runs_of(going)
+            following = tier.joints.cut(going, starts, before)
+        elif tier.pool is None and (chained or runs is not None):
+            # Blocks of a chain may be missing here because the tier has them: a gap ends a run.
+            starts, _ = runs if runs is not None else self._host.runs_of(keys)
+            starts = np.searchsorted(room.positions, starts)
+            following = run_numbers(room.positions, starts[starts < len(going)])
+        transfer_id = self._outbox.move(End.of(HOST, reading), room.end, going, following)
+        self._note_sent(transfer_id, tier, going)
+        for key in before:
+            if key is not None:
+                self._send_end(tier, key)
+        return True
+
+    def _send_end(self, tier: LowerTier, key: Key) -> None:
+        """A chain goes on from a block of the host's: see that an object ends at that block.
+
+        A block that is not on a spilled tier goes there in its own time. A tier that is written
+        through has it already, but since when is unknown.
+        """
+        joints, now = tier.joints, self._clock()
+        if joints is None or joints.ends(key):
+            return
+        if tier.write is WriteMode.SPILL and not tier.known(Keys.from_bytes((key,)), now)[0]:
+            return
+        line = self._host.line(key, tier.most_in_one)
+        ends = [at for at, each in enumerate(line) if joints.ends(each)]
+        line = line[ends[-1] + 1 :] if ends else line
+        reading = self._host.pin(line, Purpose.COPY)
+        if reading is None or len(reading) < len(line):
+            if reading is not None:
+                reading.release()
+            return
+        tier.reserve(line, parent=None, chained=True, now=now)  # from now on it is known
+        runs = joints.cut(line, NO_SLOTS, ())
+        transfer_id = self._outbox.move(End.of(HOST, reading), tier.read(line), line, runs)
+        self._note_sent(transfer_id, tier, line)
+
+    def _note_sent(self, transfer_id: TransferId, tier: LowerTier, keys: Keys) -> None:
+        self._moves[transfer_id] = Move(tier, keys, upward=False)
+        if tier.gate is not None:
+            tier.gate.wrote(len(keys))
