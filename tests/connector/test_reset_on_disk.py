@@ -17,7 +17,7 @@ from tests.fakes.sides import Sides
 
 from kvferry.connectors.vllm import control as disk_marks
 from kvferry.connectors.vllm.control import DiskMarks
-from kvferry.tiers.disk.messages import StoreAt
+from kvferry.tiers.disk.setup import StoreAt
 
 Make = Callable[..., Sides]
 

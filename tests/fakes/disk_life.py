@@ -12,8 +12,8 @@ import numpy as np
 from tests.fakes.crafted_keys import keys
 
 from kvferry.tiers.contract import Batch, BatchId, Result, Way
-from kvferry.tiers.disk.link import DriveProcess, Launch
-from kvferry.tiers.disk.messages import DriveSetup
+from kvferry.tiers.disk.link import Launch, start_drive
+from kvferry.tiers.disk.setup import DriveSetup
 from kvferry.tiers.disk.tier import DiskTier
 from kvferry.types import TierName, as_slots
 
@@ -44,7 +44,7 @@ class DiskLife:
     """Owns a tier and the memory of its batches. Block ``n`` is at place ``n`` under key ``n``."""
 
     def __init__(
-        self, folder: Path, launch: Launch = DriveProcess, num_drives: int = 1, **options: Any
+        self, folder: Path, launch: Launch = start_drive, num_drives: int = 1, **options: Any
     ) -> None:
         self.tier = DiskTier(TierName("disk"), setups(folder, num_drives, **options), launch)
         self.block_bytes = self.tier.block_bytes

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import numpy as np
 
 from kvferry.tiers.contract import Way
-from kvferry.tiers.disk.messages import OrderMessage, ResultMessage
+from kvferry.tiers.ipc.messages import OrderMessage, ResultMessage
 from kvferry.tiers.remote import carrier, errand
 from kvferry.tiers.remote.client import Fault, NotThere
 from kvferry.tiers.remote.errand import Errand

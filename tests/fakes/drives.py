@@ -15,11 +15,14 @@ from tests.fakes.crafted_keys import key
 from kvferry.errors import ConfigError
 from kvferry.tiers.contract import Way
 from kvferry.tiers.disk.blocks import SECTOR, BlockFile
-from kvferry.tiers.disk.channel import Channel
 from kvferry.tiers.disk.drive import DriveServer
-from kvferry.tiers.disk.messages import DriveSetup, FrameKind, frame
-from kvferry.tiers.disk.status import Status
+from kvferry.tiers.disk.setup import DriveSetup
 from kvferry.tiers.disk.tier import Stripes
+from kvferry.tiers.ipc.channel import Channel, FrameKind, frame
+from kvferry.tiers.ipc.child import EngineLink, serve_engine
+from kvferry.tiers.ipc.memory import EngineMemory
+from kvferry.tiers.ipc.process import ChildProcess
+from kvferry.tiers.ipc.status_page import StatusPage
 from kvferry.types import Key
 
 
@@ -49,7 +52,8 @@ class Weather:
     def be_patient(self, seconds: float) -> None:
         """From here on a call to a drive may take so long, before it is given up."""
         for drive in self.drives:
-            drive._server._deadline = drive._server._lanes._deadline = seconds
+            assert drive.server is not None
+            drive.server._deadline = drive.server._lanes._deadline = seconds
 
     def kill(self) -> None:
         """From here on nothing reaches the medium, and no drive comes back."""
@@ -117,37 +121,51 @@ class WeatheredFile(BlockFile):
         os.close(fd)
 
 
-class ThreadDrive:
+class ThreadDrive(ChildProcess):
     """A drive that is a thread: as a process, but that killing it cannot end a call under way."""
 
     def __init__(self, setup: DriveSetup, open_file: Callable[..., BlockFile] = BlockFile) -> None:
         ours, theirs = socket.socketpair()
-        self.status = Status()
+        self.status = StatusPage()
         self.pid = os.getpid()
         self._theirs = Channel(theirs)
-        self._page = Status(os.dup(self.status.fd))
-        self._server = DriveServer(self._theirs, self._page, open_file=open_file)
+        self._page = StatusPage(os.dup(self.status.fd))
+        self._open_file = open_file
+        self.server: DriveServer | None = None
         self.channel = Channel(ours)
         self.channel.send(frame(FrameKind.HELLO, setup.pack()))
-        self._thread = threading.Thread(target=self._serve, name="drive", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="drive", daemon=True)
         self._thread.start()
 
     def say(self, data: bytes) -> None:
         """Send something of the test's own to whoever started the drive."""
         self._theirs.send(data)
 
-    def _serve(self) -> None:
-        self._server.serve()
+    def _run(self) -> None:
+        serve_engine(self._serve, self._theirs, self._page, EngineMemory(self.pid))
         self._theirs.close()
         self._page.close()
 
-    def kill(self) -> bool:
-        self._server.abandon()
+    def _serve(self, engine: EngineLink) -> None:
+        self.server = DriveServer(engine, open_file=self._open_file)
+        self.server.serve()
+
+    def kill(self) -> None:
+        """Touch the engine's memory no more, and end."""
+        if self.server is not None:
+            self.server._lanes.close(0.0, "killed")
+        self._theirs.end()
+        self._theirs.is_ended = True
+        self._theirs.wake()
+
+    def take_back_memory(self, timeout: float = 0.0) -> bool:
+        self.kill()
         return True
 
     def die(self) -> None:
         """As a process does: the journal hears of nothing more, and the store is free."""
-        store = self._server._store
+        assert self.server is not None
+        store = self.server._store
         for file in store.ledger._files:
             file.close()
         store._lock.release()

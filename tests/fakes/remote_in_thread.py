@@ -11,7 +11,9 @@ from contextlib import suppress
 from typing import Any
 
 from kvferry.tiers.contract import Way
-from kvferry.tiers.disk.channel import Channel
+from kvferry.tiers.ipc.channel import Channel
+from kvferry.tiers.ipc.memory import EngineMemory
+from kvferry.tiers.ipc.process import ChildProcess
 from kvferry.tiers.remote.client import Fault, NotThere, StoreClient, Stored
 from kvferry.tiers.remote.process import StoreProcess
 from kvferry.tiers.remote.window import Window
@@ -96,7 +98,7 @@ def _answer(call: asyncio.Future[Fault | None], answer: Fault | None) -> None:
         call.set_result(answer)
 
 
-class InThread:
+class InThread(ChildProcess):
     """Stands in for the process. Owns the thread."""
 
     def __init__(
@@ -110,22 +112,22 @@ class InThread:
         def open_client(*_: object) -> StoreClient:
             return client
 
-        told = {**hello, "pid": self.pid}
-        self._process = StoreProcess(self._theirs, told, open_client=open_client, window=window)
+        memory = EngineMemory(self.pid)
+        self._store_process = StoreProcess(self._theirs, hello, memory, open_client, window)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        self._process.serve([])
-        self._process.close()
+        self._store_process.serve()
+        self._store_process.close()
 
     @property
     def is_gone(self) -> bool:
         return not self._thread.is_alive()
 
     @property
-    def end(self) -> str:
-        return "it ended"
+    def ending(self) -> str:
+        return "ended"
 
     def kill(self) -> None:
         """Its loop ends at once, and with it all that is under way."""
@@ -133,7 +135,11 @@ class InThread:
         self._theirs.wake()
         self._thread.join()
 
-    def close(self, timeout: float) -> None:
+    def end(self, timeout: float) -> bool:
+        self.kill()
+        return True
+
+    def close(self) -> None:
         self.kill()
         self.channel.close()
         self._theirs.close()

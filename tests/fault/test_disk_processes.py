@@ -22,10 +22,12 @@ from tests.fakes.drives import ThreadDrive, Weather
 from kvferry.errors import ConfigError, StoreInUseError
 from kvferry.tiers.contract import Way
 from kvferry.tiers.disk import drive, tier
-from kvferry.tiers.disk.channel import Channel
-from kvferry.tiers.disk.engine_memory import EngineMemory, open_own_memory
-from kvferry.tiers.disk.messages import DriveSetup, FrameKind, ResultMessage, frame, pack_result
-from kvferry.tiers.disk.status import Status
+from kvferry.tiers.disk.setup import DriveSetup
+from kvferry.tiers.ipc.channel import Channel, FrameKind, frame
+from kvferry.tiers.ipc.memory import EngineMemory, open_own_memory
+from kvferry.tiers.ipc.messages import ResultMessage, pack_result
+from kvferry.tiers.ipc.process import ChildProcess
+from kvferry.tiers.ipc.status_page import StatusPage
 from kvferry.types import Key
 
 
@@ -86,17 +88,17 @@ def _opens_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier, "OPEN_SECONDS", LONG)
 
 
-class MadDrive:
+class MadDrive(ChildProcess):
     """Says what no drive would, and nothing else."""
 
     ending = "ended"
 
     def __init__(self, setup: DriveSetup) -> None:
         ours, self._theirs = socket.socketpair()
-        self.channel, self.status, self.pid = Channel(ours), Status(), os.getpid()
+        self.channel, self.status, self.pid = Channel(ours), StatusPage(), os.getpid()
         self._theirs.sendall(frame(FrameKind.READY, b"short"))
 
-    def kill(self) -> bool:
+    def take_back_memory(self, timeout: float = 0.0) -> bool:
         return True
 
     def wait(self, timeout: float) -> bool:

@@ -14,7 +14,7 @@ import pytest
 from tests.fakes.disk_life import DiskLife
 from tests.fault.test_disk_processes import pids
 
-from kvferry.tiers.disk import engine_memory
+from kvferry.tiers.ipc import memory
 
 SET_PTRACER = 0x59616D61
 
@@ -31,7 +31,7 @@ def descends(pid: int, ancestor: int) -> bool:
 def test_yama_lets_every_drive_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel remembers who was named last. Seen red with each child's own name."""
     named: list[int] = []
-    real: Any = engine_memory._libc
+    real: Any = memory._libc
 
     class Watched:
         def __getattr__(self, name: str) -> Any:
@@ -42,7 +42,7 @@ def test_yama_lets_every_drive_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             named.append(who.value)
             return int(real.prctl(option, who, *rest))
 
-    monkeypatch.setattr(engine_memory, "_libc", Watched())
+    monkeypatch.setattr(memory, "_libc", Watched())
     with DiskLife(tmp_path, num_drives=3) as life:
         drives = pids(life)
         assert len(drives) == 3

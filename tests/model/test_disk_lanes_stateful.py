@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvferry.tiers.contract import Way
 from kvferry.tiers.disk import queue as lanes_module
-from kvferry.tiers.disk.messages import OrderMessage, ResultMessage
 from kvferry.tiers.disk.queue import Job, Lanes
+from kvferry.tiers.ipc.messages import OrderMessage, ResultMessage
 
 DEADLINE = 10.0
 WAYS = [Way.READ, Way.WRITE]

@@ -12,8 +12,8 @@ from itertools import product
 import numpy as np
 
 from kvferry.tiers.contract import Way
-from kvferry.tiers.disk.messages import OrderMessage
 from kvferry.tiers.disk.queue import Job, Lanes
+from kvferry.tiers.ipc.messages import OrderMessage
 
 THREADS_EACH = 2
 LENGTH = 5

@@ -21,8 +21,8 @@ from tests.fakes.packed_store import PackedStore
 
 from kvferry.core.keys import Keys
 from kvferry.tiers.contract import Way
-from kvferry.tiers.disk.engine_memory import EngineMemory
-from kvferry.tiers.disk.messages import OrderMessage
+from kvferry.tiers.ipc.memory import EngineMemory
+from kvferry.tiers.ipc.messages import OrderMessage
 from kvferry.tiers.remote.carrier import Carrier
 from kvferry.tiers.remote.client import Fault, NotOurs, NotThere, Stored
 from kvferry.tiers.remote.limits import Bandwidth, Breaker

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from kvferry.tiers.contract import Way
-from kvferry.tiers.disk.messages import OrderMessage, ResultMessage
 from kvferry.tiers.disk.queue import Lanes
 from kvferry.tiers.disk.workers import DriveParts, DriveThread
+from kvferry.tiers.ipc.messages import OrderMessage, ResultMessage
 
 THREADS, BLOCKS, PITCH = 4, 8, 4096
 LONG, PATIENCE = 60.0, 10.0

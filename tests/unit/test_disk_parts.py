@@ -16,21 +16,19 @@ from kvferry.errors import ConfigError
 from kvferry.hostmem.mapping import PrivateMemory
 from kvferry.tiers.contract import TierSetup, Way
 from kvferry.tiers.disk.blocks import SECTOR, BlockFile
-from kvferry.tiers.disk.channel import Channel
-from kvferry.tiers.disk.messages import (
-    DriveSetup,
-    FrameKind,
+from kvferry.tiers.disk.setup import DriveSetup
+from kvferry.tiers.disk.superblock import read_epoch, write_epoch
+from kvferry.tiers.disk.tier import Stripes, open_disk
+from kvferry.tiers.disk.workers import _runs
+from kvferry.tiers.ipc.channel import Channel, FrameKind, frame
+from kvferry.tiers.ipc.messages import (
     OrderMessage,
     ResultMessage,
-    frame,
     pack_order,
     pack_result,
     unpack_order,
     unpack_result,
 )
-from kvferry.tiers.disk.superblock import read_epoch, write_epoch
-from kvferry.tiers.disk.tier import Stripes, open_disk
-from kvferry.tiers.disk.workers import _runs
 from kvferry.types import TierName
 
 

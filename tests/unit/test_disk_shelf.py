@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from tests.fakes.crafted_keys import keys
 
+from kvferry.tiers.disk.figures import Count
 from kvferry.tiers.disk.journal import Shape
 from kvferry.tiers.disk.ledger import FILE_NAMES, Ledger, journal_bytes
-from kvferry.tiers.disk.status import Count, Status
 from kvferry.tiers.disk.workers import Shelf
+from kvferry.tiers.ipc.status_page import StatusPage
 from kvferry.types import as_slots
 
 
@@ -32,7 +33,7 @@ def write(shelf: Shelf, place: int, begun: int) -> str:
 
 def test_a_failed_sync_loses_all_that_it_may_have_dropped(ledger: Ledger) -> None:
     """What was noted before, what was noted while it ran, and what was still being written."""
-    shelf = Shelf(ledger, Status(), 0.5)
+    shelf = Shelf(ledger, StatusPage(), 0.5)
     assert write(shelf, 1, shelf.begin(as_slots([1]))) == ""
     mark = shelf.mark()
     assert write(shelf, 2, shelf.begin(as_slots([2]))) == ""
@@ -44,7 +45,7 @@ def test_a_failed_sync_loses_all_that_it_may_have_dropped(ledger: Ledger) -> Non
 
 
 def test_a_failed_journal_loses_nothing(ledger: Ledger) -> None:
-    shelf = Shelf(ledger, Status(), 0.5)
+    shelf = Shelf(ledger, StatusPage(), 0.5)
     begun = shelf.begin(as_slots([1, 2]))
     write(shelf, 1, begun)
     mark = shelf.mark()
@@ -55,7 +56,7 @@ def test_a_failed_journal_loses_nothing(ledger: Ledger) -> None:
 
 
 def test_what_waits_for_a_commit_is_counted_through_all_that_can_happen(ledger: Ledger) -> None:
-    status = Status()
+    status = StatusPage()
     shelf = Shelf(ledger, status, 0.5)
     seen = []
 

@@ -18,9 +18,9 @@ from kvferry.tiers.disk import superblock as epoch
 from kvferry.tiers.disk import superblock as forget_mark
 from kvferry.tiers.disk.folder import DiskBound
 from kvferry.tiers.disk.journal import DiskFile
-from kvferry.tiers.disk.link import run_apart
-from kvferry.tiers.disk.messages import StoreAt
+from kvferry.tiers.disk.setup import StoreAt
 from kvferry.tiers.disk.store import Store
+from kvferry.tiers.ipc.process import run_module
 
 MARK = "forget"
 BOUND = DiskBound(16 * MiB, for_others=0.5)
@@ -183,7 +183,7 @@ def test_who_does_not_answer_in_time_is_left(tmp_path: Path) -> None:
     store = leave(tmp_path)
     assert marking.mark_apart([store], 0.0) == "TimeoutError: no answer for 0 s"
     with pytest.raises(OSError, match="JSONDecodeError"):
-        run_apart(marking.MODULE, b"what?", 60)
+        run_module(marking.MODULE, b"what?", 60)
 
 
 def test_what_else_a_process_says_is_no_part_of_its_answer(
@@ -198,7 +198,7 @@ def test_what_else_a_process_says_is_no_part_of_its_answer(
     assert marking.mark_apart([store], 60) == ""
     gone = store._replace(folder=str(tmp_path / "none"))
     assert marking.mark_apart([gone], 60) == f"{gone.folder}: the store is no longer there"
-    monkeypatch.setattr(marking, "run_apart", lambda *told: b"")
+    monkeypatch.setattr(marking, "run_module", lambda *told: b"")
     assert "JSONDecodeError" in marking.mark_apart([store], 60)
 
 
@@ -212,7 +212,7 @@ def test_who_is_interrupted_leaves_no_process_behind(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run_apart(marking.MODULE, b"[]", 60)
+        run_module(marking.MODULE, b"[]", 60)
     (child,) = started
     try:
         assert child.wait(60) == -signal.SIGKILL  # it waits for its input, which never comes

@@ -21,7 +21,7 @@ from kvferry.telemetry.stats import Distribution, SchedulerStats
 from kvferry.types import HOST, RequestId
 
 if TYPE_CHECKING:
-    from kvferry.tiers.disk.status import DiskFigures
+    from kvferry.tiers.disk.figures import DiskFigures
 
 
 @dataclass(frozen=True)

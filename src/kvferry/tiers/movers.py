@@ -33,8 +33,8 @@ from kvferry.types import (
 )
 
 if TYPE_CHECKING:
-    from kvferry.tiers.disk.messages import StoreAt
-    from kvferry.tiers.disk.status import DiskFigures
+    from kvferry.tiers.disk.figures import DiskFigures
+    from kvferry.tiers.disk.setup import StoreAt
 
 
 class Mover(Protocol):

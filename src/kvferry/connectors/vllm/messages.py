@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.tiers.disk.messages import StoreAt
-from kvferry.tiers.disk.status import DiskFigures
+from kvferry.tiers.disk.figures import DiskFigures
+from kvferry.tiers.disk.setup import StoreAt
 from kvferry.transfer.planning.planner import PathChoices
 from kvferry.types import KEY_BYTES, Health, KeyRows, Plan, Rank, Receipt, TierName, TransferId
 

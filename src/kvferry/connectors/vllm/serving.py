@@ -32,7 +32,7 @@ from kvferry.scheduler.request import Request
 from kvferry.scheduler.scheduler import Scheduler
 from kvferry.scheduler.tier import LowerTier
 from kvferry.scheduler.transfers import Ordered
-from kvferry.tiers.disk.status import DiskFigures
+from kvferry.tiers.disk.figures import DiskFigures
 from kvferry.types import DeviceBlocks, Health, MatchState, Plan, Rank, Receipt
 
 

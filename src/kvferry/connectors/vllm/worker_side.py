@@ -33,7 +33,7 @@ from kvferry.connectors.vllm.ranks import (
 from kvferry.connectors.vllm.requests import AwaitedLoad, LoadsInPieces, ToldLoads
 from kvferry.connectors.vllm.weights import Freshness, weights_of_caller
 from kvferry.rank import Contents, RankMemory
-from kvferry.tiers.disk.status import DiskFigures
+from kvferry.tiers.disk.figures import DiskFigures
 from kvferry.types import (
     DEVICE,
     HOST,

@@ -22,8 +22,8 @@ import numpy.typing as npt
 from kvferry.errors import ConfigError, TransferError
 from kvferry.hostmem.mapping import PrivateMemory
 from kvferry.tiers.cipher import NONCE_BYTES, TAG_BYTES, Cipher, derived_key
-from kvferry.tiers.disk.messages import Numbers, Words
-from kvferry.tiers.disk.status import Flags
+from kvferry.tiers.disk.figures import Flags
+from kvferry.tiers.ipc.messages import Numbers, Words
 
 SECTOR = 4096
 

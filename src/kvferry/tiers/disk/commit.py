@@ -12,10 +12,11 @@ from collections.abc import Callable
 
 from kvferry.errors import KvferryError
 from kvferry.tiers.disk.blocks import BlockFile
+from kvferry.tiers.disk.figures import Count
 from kvferry.tiers.disk.ledger import Ledger
 from kvferry.tiers.disk.queue import DriveHealth
-from kvferry.tiers.disk.status import Count, Status
 from kvferry.tiers.disk.workers import Mark, Shelf
+from kvferry.tiers.ipc.status_page import StatusPage
 
 
 class Committer:
@@ -27,7 +28,7 @@ class Committer:
         ledger: Ledger,
         file: BlockFile,
         health: DriveHealth,
-        status: Status,
+        status: StatusPage,
         *,
         check_seconds: float,
         forgot: Callable[[int], None],

@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
-import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,26 +19,11 @@ from pathlib import Path
 from kvferry.errors import KvferryError, StoreError, StoreInUseError
 from kvferry.tiers.contract import Way
 from kvferry.tiers.disk.blocks import BlockFile, Digests, Seals, key_check, open_prover, pitch_of
-from kvferry.tiers.disk.channel import Channel
 from kvferry.tiers.disk.commit import Committer
-from kvferry.tiers.disk.engine_memory import EngineMemory
+from kvferry.tiers.disk.figures import Count, put_blocks
 from kvferry.tiers.disk.folder import DiskBound
-from kvferry.tiers.disk.messages import (
-    DriveSetup,
-    FrameKind,
-    ReadyMessage,
-    StoreAt,
-    pack_number,
-    pack_ready,
-    pack_result,
-    pack_says,
-    pack_text,
-    unpack_forget,
-    unpack_number,
-    unpack_order,
-)
 from kvferry.tiers.disk.queue import DriveHealth, Lanes
-from kvferry.tiers.disk.status import MOST_THREADS, Count, Status
+from kvferry.tiers.disk.setup import DriveSetup, ReadyMessage, StoreAt, pack_ready, unpack_forget
 from kvferry.tiers.disk.store import Store
 from kvferry.tiers.disk.superblock import (
     NAMESPACE_BYTES,
@@ -51,6 +33,17 @@ from kvferry.tiers.disk.superblock import (
     write_epoch,
 )
 from kvferry.tiers.disk.workers import DriveParts, DriveThread, Shelf, num_hands
+from kvferry.tiers.ipc import child
+from kvferry.tiers.ipc.channel import Channel, FrameKind
+from kvferry.tiers.ipc.child import EngineLink
+from kvferry.tiers.ipc.messages import (
+    pack_number,
+    pack_result,
+    pack_text,
+    unpack_number,
+    unpack_order,
+)
+from kvferry.tiers.ipc.status_page import HEARTBEAT, MAX_THREADS
 
 log = logging.getLogger(__name__)
 
@@ -66,44 +59,26 @@ class DriveServer:
     """Everything of one drive process, put together and taken apart in order."""
 
     def __init__(
-        self,
-        channel: Channel,
-        status: Status,
-        mem_fd: int | None = None,
-        *,
-        open_file: Callable[..., BlockFile] = BlockFile,
+        self, engine: EngineLink, *, open_file: Callable[..., BlockFile] = BlockFile
     ) -> None:
-        self._channel = channel
-        self._status = status
-        self._mem_fd = mem_fd
+        self._channel = engine.channel
+        self._status = engine.status
+        self._memory = engine.memory
+        self._setup = DriveSetup.unpack(engine.hello)
         self._open_file = open_file
         self._epoch = 0
         self._threads: list[DriveThread] = []
 
     def serve(self) -> None:
-        """From the engine's first word to its last."""
-        setup = self._hello()
-        if setup is None:
-            return
+        """Open the store and serve it until the engine hangs up or is gone.
+
+        Raises what opening raises.
+        """
+        self._open(self._setup)
         try:
-            self._open(setup)
-        except Exception as error:
-            is_known = isinstance(error, (KvferryError, OSError))
-            said = str(error) if is_known else f"{type(error).__name__}: {error}"
-            self._channel.send(pack_text(FrameKind.REFUSED, said))
-            self._channel.wait(1.0)
-            return
-        try:
-            self._listen(setup.pid)
+            self._listen()
         finally:
             self._close()
-
-    def _hello(self) -> DriveSetup | None:
-        while not self._channel.is_ended:
-            self._channel.wait(1.0)
-            for _, body in self._channel.receive():
-                return DriveSetup.unpack(body)
-        return None
 
     def _open(self, setup: DriveSetup) -> None:
         self._store = store = _open_patiently(setup, self._channel)
@@ -140,13 +115,13 @@ class DriveServer:
         self._committer.start_at(setup.generation)
         count = store.ledger.num_blocks if setup.device is None else 0
         if count:
-            self._status.put_blocks(count, store.ledger.pieces())
+            put_blocks(self._status, count, store.ledger.pieces())
         self._status.put(Count.DIRECT, file.is_direct)
         parts = DriveParts(
             self._lanes,
             self._shelf,
             file,
-            EngineMemory(setup.pid, self._mem_fd),
+            self._memory,
             prover,
             self._health,
             self._status,
@@ -158,7 +133,7 @@ class DriveServer:
             (Way.READ, setup.num_threads),
             (Way.WRITE, setup.num_write_threads or setup.num_threads),
         ):
-            for _ in range(min(num_threads, MOST_THREADS // 2)):
+            for _ in range(min(num_threads, MAX_THREADS // 2)):
                 self._threads.append(DriveThread(parts, way, len(self._threads)))
         self._committer.start()
         report = "; ".join((*store.notes, str(store.ledger.report)))
@@ -172,22 +147,21 @@ class DriveServer:
         )
         self._channel.send(pack_ready(ready))
 
-    def _listen(self, pid: int) -> None:
+    def _listen(self) -> None:
         """Take orders until the engine hangs up or is gone."""
-        engine = _watch(pid)
         beats = 0
         sweep_at = 0.0
         while not self._channel.is_ended:
-            is_gone = self._channel.wait(BEAT_SECONDS, *([] if engine is None else [engine]))
+            self._channel.wait(BEAT_SECONDS)
             for kind, body in self._channel.receive():
                 self._obey(kind, body)
-            if is_gone or self._health.is_lost:
+            if self._health.is_lost:
                 return
             now = time.monotonic()
             if now >= sweep_at:
                 beats += 1
                 sweep_at = now + BEAT_SECONDS / 2
-                self._status.put(Count.HEARTBEAT, beats)
+                self._status.put(HEARTBEAT, beats)
                 self._status.put(Count.DIRECT, self._file.is_direct)
                 self._sweep(now)
 
@@ -222,13 +196,6 @@ class DriveServer:
         if began and now - began > self._deadline:
             hung = hung or f"no answer for {self._deadline:g} s"
         self._health.ail("hung", hung)
-
-    def abandon(self) -> None:
-        """Touch the engine's memory no more, and end. For who cannot end us by a signal."""
-        self._lanes.close(0.0, "killed")
-        self._channel.end()
-        self._channel.is_ended = True
-        self._channel.wake()
 
     def _close(self) -> None:
         """Commit what is there and go. What hangs is left: the process ends all the same."""
@@ -299,39 +266,6 @@ def _open_patiently(setup: DriveSetup, channel: Channel) -> Store:
             time.sleep(0.05)
 
 
-def _watch(pid: int) -> int | None:
-    """A descriptor that speaks up when this process is gone, also where others hold our line."""
-    try:
-        return os.pidfd_open(pid)
-    except OSError:  # a kernel before 5.3, or it is gone: then the line is dead too
-        return None
-
-
-class _Line(logging.Handler):
-    """What a drive process logs, the engine logs."""
-
-    def __init__(self, channel: Channel) -> None:
-        super().__init__(logging.INFO)
-        self._channel = channel
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._channel.send(pack_says(record.levelno, record.getMessage()))
-
-
-def main(serve: Callable[[Channel, Status, int | None], None] | None = None) -> None:
-    """The process: descriptors of line, page and the engine's memory are its arguments."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    line, page, memory = (int(text) for text in sys.argv[1:4])
-    channel = Channel(socket.socket(fileno=line))
-    ours = logging.getLogger("kvferry")
-    ours.setLevel(logging.INFO)
-    ours.addHandler(_Line(channel))
-    mem_fd = None if memory < 0 else memory
-    status = Status(page)
-    if serve is None:
-        DriveServer(channel, status, mem_fd).serve()
-    else:
-        serve(channel, status, mem_fd)
-    # A thread that hangs in the kernel must not keep the rest: no waiting, no clearing up.
-    os._exit(0)
+def main() -> None:
+    """Run a drive process."""
+    child.main(lambda engine: DriveServer(engine).serve())

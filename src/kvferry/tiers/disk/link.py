@@ -13,180 +13,33 @@ is ours again.
 from __future__ import annotations
 
 import logging
-import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
-from kvferry.errors import ConfigError, IntegrityError, KvferryError
-from kvferry.tiers.disk.channel import Channel
-from kvferry.tiers.disk.engine_memory import let_children_in, open_own_memory
-from kvferry.tiers.disk.messages import (
-    DriveSetup,
-    FrameKind,
+from kvferry.errors import IntegrityError, KvferryError
+from kvferry.tiers.disk.figures import DiskFigures, add_up, figures_of, take_blocks
+from kvferry.tiers.disk.setup import DriveSetup, ReadyMessage, pack_forget, unpack_ready
+from kvferry.tiers.ipc.channel import FrameKind
+from kvferry.tiers.ipc.messages import (
     Numbers,
     OrderMessage,
-    ReadyMessage,
     ResultMessage,
     Words,
-    frame,
-    pack_forget,
     pack_number,
     pack_order,
     unpack_number,
-    unpack_ready,
     unpack_result,
     unpack_says,
     unpack_text,
 )
-from kvferry.tiers.disk.status import Count, DiskFigures, Status, add_up
+from kvferry.tiers.ipc.process import ChildProcess
+from kvferry.tiers.ipc.status_page import HEARTBEAT
 
 DRIVE_MODULE = "kvferry.tiers.disk.drive"
-
-_KILL_SECONDS = 2.0
-
-# A drive needs a few small modules of kvferry, not the library: its packages are entered without
-# running their ``__init__``, which would take three times as long as all the rest.
-_START = """
-import sys, types
-root, module = sys.argv.pop(1), sys.argv.pop(1)
-for name in ("kvferry", "kvferry.core", "kvferry.tiers", "kvferry.tiers.disk"):
-    package = sys.modules[name] = types.ModuleType(name)
-    package.__path__ = [root + "/" + name.replace(".", "/")]
-import importlib
-importlib.import_module(module).main()
-"""
-
-
-class DriveProcess:
-    """A child, the line to it and the page shared with it. Owns all three."""
-
-    def __init__(self, setup: DriveSetup, module: str = DRIVE_MODULE) -> None:
-        """Start it; what it finds comes over the line. ConfigError where it cannot be started."""
-        ours, theirs = socket.socketpair()
-        memory = open_own_memory()
-        self.status = Status()
-        command = _command(module)
-        fds = [theirs.fileno(), self.status.fd, -1 if memory is None else memory]
-        try:
-            self._child = subprocess.Popen(
-                command + [str(fd) for fd in fds],
-                pass_fds=[fd for fd in fds if fd >= 0],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=_environment(),
-                start_new_session=True,  # an interrupt from the keyboard is for the engine
-            )
-        except (OSError, TypeError, ValueError) as error:
-            ours.close()
-            self.status.close()
-            raise ConfigError(f"{sys.executable or 'Python'} cannot be started: {error}") from error
-        finally:
-            theirs.close()
-            if memory is not None:
-                os.close(memory)
-        self.pid = self._child.pid
-        let_children_in()
-        self.channel = Channel(ours)
-        self.channel.send(frame(FrameKind.HELLO, setup.pack()))
-
-    def kill(self) -> bool:
-        """End it at once; whether our memory is certainly out of its reach."""
-        with suppress(ProcessLookupError):
-            self._child.send_signal(signal.SIGKILL)
-        end = time.monotonic() + _KILL_SECONDS
-        while time.monotonic() < end:
-            if self.wait(0.01) or not self.status.is_copying:
-                return True
-        return False
-
-    def wait(self, timeout: float) -> bool:
-        """Whether it is gone within ``timeout`` seconds."""
-        try:
-            self._child.wait(timeout)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
-    @property
-    def ending(self) -> str:
-        """How it ended, for people."""
-        code = self._child.poll()
-        if code is None:
-            return "hung up"
-        return f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
-
-    def close(self) -> None:
-        """Give the line and the page back. A child that hangs is left to the kernel."""
-        self.channel.close()
-        self.status.close()
-
-
-def run_apart(module: str, told: bytes, timeout: float) -> bytes:
-    """What a small module of kvferry answers on its standard output, in a process of its own.
-
-    OSError where it cannot be started, fails or takes too long: it is then left to the kernel. It
-    is ended too where we are interrupted.
-    """
-    child = subprocess.Popen(
-        _command(module),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=_environment(),
-        start_new_session=True,
-    )
-    try:
-        answer, errors = child.communicate(told, timeout)
-    except BaseException as error:
-        child.kill()  # and no waiting for it: it may hang in a call to a drive for hours
-        for pipe in (child.stdin, child.stdout, child.stderr):
-            if pipe is not None:
-                pipe.close()
-        if isinstance(error, subprocess.TimeoutExpired):
-            raise TimeoutError(f"no answer for {timeout:g} s") from None
-        raise
-    if child.returncode:
-        lines = errors.decode(errors="replace").strip().splitlines()
-        raise OSError(lines[-1] if lines else f"it ended with status {child.returncode}")
-    return answer
-
-
-def _command(module: str) -> list[str]:
-    root = os.path.dirname(sys.modules["kvferry"].__path__[0])
-    return [sys.executable, "-c", _START, root, module]
-
-
-def _environment() -> dict[str, str]:
-    """Ours, but for what a drive must not have or does not need."""
-    env = {name: value for name, value in os.environ.items() if name != "KVFERRY_DISK_KEY"}
-    env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    env["OPENBLAS_NUM_THREADS"] = "1"
-    env["PYTHONUNBUFFERED"] = "1"
-    return env
-
-
-# ------------------------------------------------------------------------------------------------
-# One drive as its engine sees it: a process that is started, listened to, and started again.
-#
-# ::
-#
-#     starting ──> up <──> ails ──┐
-#        ^                        │ it died, or does not answer: killed
-#        └────── away, a while ───┘
-#
-# A thread does the waiting. Whatever was under way on a drive that is gone has failed, and its
-# memory
-# is ours again.
 
 log = logging.getLogger(__name__)
 
@@ -197,21 +50,12 @@ _PATIENCE = 3600.0
 """Recovery of the largest store takes seconds; a drive that says nothing for so long is killed."""
 
 
-class Child(Protocol):
-    """A drive that was started: a process, or in tests what stands in for one."""
-
-    channel: Channel
-    status: Status
-    pid: int
-
-    def kill(self) -> bool: ...
-    def wait(self, timeout: float) -> bool: ...
-    @property
-    def ending(self) -> str: ...
-    def close(self) -> None: ...
+Launch = Callable[[DriveSetup], ChildProcess]
 
 
-Launch = Callable[[DriveSetup], Child]
+def start_drive(setup: DriveSetup) -> ChildProcess:
+    """Start a drive process. Raises OSError if that is impossible."""
+    return ChildProcess(DRIVE_MODULE, setup.pack())
 
 
 class DriveLink:
@@ -225,7 +69,7 @@ class DriveLink:
         setup: DriveSetup,
         changed: threading.Condition,
         ended: Callable[[ResultMessage], None],
-        launch: Launch = DriveProcess,
+        launch: Launch = start_drive,
     ) -> None:
         self.path = setup.path
         self.ready: ReadyMessage | None = None
@@ -239,7 +83,7 @@ class DriveLink:
         self._ended = ended
         self._launch = launch
         self._device: int | None = None
-        self._child: Child | None = None
+        self._child: ChildProcess | None = None
         self._orders: dict[int, int] = {}
         self._left_behind: set[int] = set()
         self.generation = setup.generation
@@ -299,7 +143,7 @@ class DriveLink:
     def figures(self) -> DiskFigures:
         parts = list(self._past)
         if self._child is not None:
-            parts.append(self._child.status.figures())
+            parts.append(figures_of(self._child.status))
         whole = add_up(parts) if parts else DiskFigures()
         return replace(
             whole,
@@ -366,12 +210,12 @@ class DriveLink:
                 log.exception("%s: the drive process said something that cannot be", self.path)
                 reason = f"the drive process said something that cannot be: {_words(error)}"
             if not child.wait(0 if reason else 1.0):
-                is_safe = child.kill()
+                is_safe = child.take_back_memory()
             self._lose(child, reason or f"the drive process {child.ending}", is_safe)
         finally:
             child.close()
 
-    def _listen(self, child: Child) -> str:
+    def _listen(self, child: ChildProcess) -> str:
         """Until the process is gone, or answers no more: then why it must be killed."""
         beat, missed = -1, 0.0
         while not child.channel.is_ended:
@@ -381,7 +225,7 @@ class DriveLink:
             child.channel.wait(_TICK_SECONDS)
             for kind, body in child.channel.receive():
                 self._hear(child, kind, body)
-            now_beat = child.status.get(Count.HEARTBEAT)
+            now_beat = child.status.get(HEARTBEAT)
             # Time that we ourselves were stopped does not count: only ticks that we saw pass.
             missed = 0.0 if now_beat != beat else missed + min(time.monotonic() - before, 1.0)
             beat = now_beat
@@ -389,7 +233,7 @@ class DriveLink:
                 return f"the drive process did not answer for {missed:.0f} s"
         return ""
 
-    def _hear(self, child: Child, kind: FrameKind, body: bytes) -> None:
+    def _hear(self, child: ChildProcess, kind: FrameKind, body: bytes) -> None:
         if kind is FrameKind.SAYS:
             tier, text = unpack_says(body)
             log.log(tier, "%s: %s", self.path, text)
@@ -412,9 +256,9 @@ class DriveLink:
                 self._refuse(unpack_text(body))
             self._changed.notify_all()
 
-    def _be_ready(self, child: Child, ready: ReadyMessage) -> None:
+    def _be_ready(self, child: ChildProcess, ready: ReadyMessage) -> None:
         if self.ready is None:
-            self.recovered = child.status.take_blocks(ready.num_recovered)
+            self.recovered = take_blocks(child.status, ready.num_recovered)
             self.ready = ready
             self._device = ready.device
         if ready.epoch < self._epoch:
@@ -438,11 +282,11 @@ class DriveLink:
             self.refusal = reason
             self._ail(reason)
 
-    def _lose(self, child: Child, reason: str, is_safe: bool) -> None:
+    def _lose(self, child: ChildProcess, reason: str, is_safe: bool) -> None:
         """The process is gone: so are its orders."""
         with self._changed:
             # What it counted stays counted; what waited there, and since when, went with it.
-            last = replace(child.status.figures(), pending=0, durable_lag=0.0, journal_bytes=0)
+            last = replace(figures_of(child.status), pending=0, durable_lag=0.0, journal_bytes=0)
             self._past = [add_up([*self._past, last])]
             self._child = None
             if self.ready is None:
@@ -461,4 +305,5 @@ class DriveLink:
 
 
 def _words(error: Exception) -> str:
-    return str(error) if isinstance(error, KvferryError) else f"{type(error).__name__}: {error}"
+    is_known = isinstance(error, (KvferryError, OSError))
+    return str(error) if is_known else f"{type(error).__name__}: {error}"

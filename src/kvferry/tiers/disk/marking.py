@@ -17,10 +17,10 @@ from typing import Any
 
 from kvferry.errors import StoreError
 from kvferry.tiers.disk.journal import DiskFile
-from kvferry.tiers.disk.link import run_apart
-from kvferry.tiers.disk.messages import StoreAt
+from kvferry.tiers.disk.setup import StoreAt
 from kvferry.tiers.disk.superblock import FORGET_MARK_FILE_NAME as FILE_NAME
 from kvferry.tiers.disk.superblock import ordered_in, read_epoch, read_superblock, write_mark
+from kvferry.tiers.ipc.process import run_module
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def mark_apart(stores: Sequence[StoreAt], timeout: float) -> str:
 
 def _apart(what: str, stores: Sequence[StoreAt], timeout: float) -> Any:
     told = [what, [[store.folder, store.store_id.hex()] for store in stores]]
-    answer = run_apart(MODULE, json.dumps(told).encode(), timeout)
+    answer = run_module(MODULE, json.dumps(told).encode(), timeout)
     # What Python loads at its start may have something to say before us.
     return json.loads(answer.splitlines()[-1] if answer else b"")
 

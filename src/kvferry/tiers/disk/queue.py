@@ -27,8 +27,8 @@ from kvferry.errors import TransferError
 from kvferry.hostmem.mapping import PrivateMemory
 from kvferry.tiers.contract import Way
 from kvferry.tiers.disk.blocks import SECTOR, BlockFile
-from kvferry.tiers.disk.messages import Numbers, OrderMessage, ResultMessage
-from kvferry.tiers.disk.status import Flags
+from kvferry.tiers.disk.figures import Flags
+from kvferry.tiers.ipc.messages import Numbers, OrderMessage, ResultMessage
 
 
 @dataclass(eq=False)

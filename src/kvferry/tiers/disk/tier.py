@@ -23,9 +23,10 @@ from kvferry.tiers.contract import (
     check_size,
 )
 from kvferry.tiers.disk.blocks import pitch_of
-from kvferry.tiers.disk.link import DriveLink, DriveProcess, Launch
-from kvferry.tiers.disk.messages import DriveSetup, Numbers, OrderMessage, ResultMessage, StoreAt
-from kvferry.tiers.disk.status import DiskFigures, Flags, add_up
+from kvferry.tiers.disk.figures import DiskFigures, Flags, add_up
+from kvferry.tiers.disk.link import DriveLink, Launch, start_drive
+from kvferry.tiers.disk.setup import DriveSetup, StoreAt
+from kvferry.tiers.ipc.messages import Numbers, OrderMessage, ResultMessage
 from kvferry.types import NO_SLOTS, SlotArray, TierName
 
 RUN_BYTES = 16 << 20
@@ -103,7 +104,7 @@ class DiskTier:
     """
 
     def __init__(
-        self, name: TierName, setups: Sequence[DriveSetup], launch: Launch = DriveProcess
+        self, name: TierName, setups: Sequence[DriveSetup], launch: Launch = start_drive
     ) -> None:
         """Open a store for each setup, all at once; ConfigError where none can be opened."""
         block_bytes = setups[0].block_bytes

@@ -20,11 +20,12 @@ from kvferry.core.keys import Keys
 from kvferry.errors import KvferryError
 from kvferry.tiers.contract import Way
 from kvferry.tiers.disk.blocks import BlockFile, Buffer, Proofs, Prover
-from kvferry.tiers.disk.engine_memory import EngineMemory
+from kvferry.tiers.disk.figures import Count, Flags
 from kvferry.tiers.disk.ledger import Ledger
-from kvferry.tiers.disk.messages import Numbers, Words
 from kvferry.tiers.disk.queue import DriveHealth, Job, Lanes
-from kvferry.tiers.disk.status import Count, Flags, Status
+from kvferry.tiers.ipc.memory import EngineMemory
+from kvferry.tiers.ipc.messages import Numbers, Words
+from kvferry.tiers.ipc.status_page import StatusPage
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +41,7 @@ class Mark:
 class Shelf:
     """Owns the order of events; leaves the medium to the ledger. Any thread may use it."""
 
-    def __init__(self, ledger: Ledger, status: Status, commit_seconds: float) -> None:
+    def __init__(self, ledger: Ledger, status: StatusPage, commit_seconds: float) -> None:
         self._ledger = ledger
         self._status = status
         self._commit_seconds = commit_seconds
@@ -202,7 +203,7 @@ class DriveParts:
     memory: EngineMemory
     prover: Prover
     health: DriveHealth
-    status: Status
+    status: StatusPage
     pitch: int
     most_blocks: int
     hands: threading.Semaphore

@@ -26,8 +26,8 @@ import numpy as np
 
 from kvferry.core.keys import Keys
 from kvferry.tiers.contract import Way
-from kvferry.tiers.disk.engine_memory import EngineMemory
-from kvferry.tiers.disk.messages import OrderMessage, ResultMessage
+from kvferry.tiers.ipc.memory import EngineMemory
+from kvferry.tiers.ipc.messages import OrderMessage, ResultMessage
 from kvferry.tiers.remote.client import Fault, NotAsked, NotOurs, NotThere, StoreClient
 from kvferry.tiers.remote.errand import NOT_BEGUN, End, Errand
 from kvferry.tiers.remote.limits import Bandwidth, Breaker

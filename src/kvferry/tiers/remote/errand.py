@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from kvferry.tiers.contract import Way
-from kvferry.tiers.disk.messages import OrderMessage, ResultMessage
+from kvferry.tiers.ipc.messages import OrderMessage, ResultMessage
 from kvferry.tiers.remote.client import Fault, NotAsked, NotThere
 from kvferry.tiers.remote.objects import Parcel
 

@@ -14,18 +14,15 @@ import asyncio
 import json
 import logging
 import os
-import socket
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvferry.settings.remote import MOONCAKE, RemoteAddress, read_remote
-from kvferry.tiers.disk.channel import Channel, Frame
-from kvferry.tiers.disk.engine_memory import EngineMemory
-from kvferry.tiers.disk.messages import (
-    FrameKind,
-    frame,
+from kvferry.tiers.ipc import child
+from kvferry.tiers.ipc.channel import Channel, FrameKind, frame
+from kvferry.tiers.ipc.memory import EngineMemory
+from kvferry.tiers.ipc.messages import (
     pack_result,
     pack_says,
     pack_text,
@@ -66,7 +63,7 @@ class StoreProcess:
         self,
         channel: Channel,
         hello: Mapping[str, Any],
-        mem_fd: int | None = None,
+        memory: EngineMemory,
         open_client: OpenClient = open_client,
         window: Window | None = None,
     ) -> None:
@@ -87,24 +84,21 @@ class StoreProcess:
         self._carrier = Carrier(
             self._client,
             whose,
-            EngineMemory(hello["pid"], mem_fd),
+            memory,
             window,
             Bandwidth(hello["bandwidth"]),
             Breaker(),
             lambda ailment: channel.send(pack_text(FrameKind.AILS, ailment)),
         )
 
-    def serve(self, frames: list[Frame]) -> None:
-        """Until the engine's end of the line is gone; ``frames`` have come already."""
+    def serve(self) -> None:
+        """Take orders until the engine hangs up or is gone."""
         self._thread.start()
         self._call(self._begin)
-        while True:
-            for kind, body in frames:
+        while not self._channel.is_ended:
+            for kind, body in self._channel.receive():
                 self._take(kind, body)
-            if self._channel.is_ended:
-                return
             self._channel.wait(1.0)
-            frames = self._channel.receive()
 
     def _call(self, function: Any, *args: Any) -> None:
         self._loop.call_soon_threadsafe(function, *args)
@@ -154,23 +148,14 @@ class StoreProcess:
         self._client.close()
 
 
-def main() -> None:
-    """Arguments are descriptors: the line to the engine, and its memory where it may be had."""
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-    mem_fd = int(sys.argv[2]) if len(sys.argv) > 2 else None
-    frames: list[Frame] = []
-    while not frames and not channel.is_ended:
-        channel.wait(1.0)
-        frames = channel.receive()
-    if not frames:
-        return
-    try:
-        hello = json.loads(frames[0][1])
-        process = StoreProcess(channel, hello, mem_fd, window=Window.of(hello.get("host_file")))
-    except Exception as error:  # whoever started us must hear why
-        channel.send(pack_text(FrameKind.REFUSED, f"{type(error).__name__}: {error}"))
-        channel.wait(0.1)
-        return
-    process.serve(frames[1:])
+def _serve(engine: child.EngineLink) -> None:
+    hello = json.loads(engine.hello)
+    window = Window.of(hello.get("host_file"))
+    process = StoreProcess(engine.channel, hello, engine.memory, window=window)
+    process.serve()
     process.close()
-    os._exit(0)  # threads in calls that hang must not keep it
+
+
+def main() -> None:
+    """Run the process of a shared store."""
+    child.main(_serve)

@@ -10,12 +10,13 @@ process takes part, so one that keeps the interpreter busy costs nothing.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from secrets import randbits
 
@@ -31,8 +32,8 @@ from kvferry.tiers.contract import (
     check_batch,
     check_size,
 )
-from kvferry.tiers.disk.messages import (
-    FrameKind,
+from kvferry.tiers.ipc.channel import FrameKind
+from kvferry.tiers.ipc.messages import (
     OrderMessage,
     pack_number,
     pack_order,
@@ -40,7 +41,7 @@ from kvferry.tiers.disk.messages import (
     unpack_says,
     unpack_text,
 )
-from kvferry.tiers.remote.child import Beside, Launch, ProcessBeside
+from kvferry.tiers.ipc.process import ChildProcess
 from kvferry.tiers.remote.objects import SHARED
 from kvferry.types import TierName
 
@@ -60,6 +61,23 @@ _END_SECONDS = 3.0
 
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
 _STARTING = "its process has not heard from the store yet"
+
+
+Launch = Callable[[Mapping[str, object], Mapping[str, str]], ChildProcess]
+
+
+def start_store_process(
+    hello: Mapping[str, object], environment: Mapping[str, str]
+) -> ChildProcess:
+    """Start the process of a shared store. Raises OSError if that is impossible."""
+    file = hello.get("host_file")
+    return ChildProcess(
+        "kvferry.tiers.remote.process",
+        json.dumps(hello).encode(),
+        environment=environment,
+        pass_fds=[file["fd"]] if isinstance(file, dict) else [],
+        is_quiet="KVFERRY_DEBUG" not in environment,
+    )
 
 
 @dataclass(eq=False)
@@ -92,7 +110,7 @@ class RemoteTier:
         name: TierName,
         block_bytes: int,
         hello: Mapping[str, object],
-        launch: Launch = ProcessBeside,
+        launch: Launch = start_store_process,
         most_in_one: int = 1,
     ) -> None:
         """``most_in_one`` blocks of a chain may be in one object, whoever wrote it."""
@@ -112,8 +130,8 @@ class RemoteTier:
         """Why the process will not serve, where it said so: something is not installed."""
         self._store_ailment = ""
         self._process_ailment = _STARTING
-        self._child: Beside | None = None
-        self._dying: list[Beside] = []
+        self._child: ChildProcess | None = None
+        self._dying: list[ChildProcess] = []
         self._starting: threading.Thread | None = None
         self._start_at = 0.0
         self._wait = _FIRST_WAIT
@@ -191,7 +209,8 @@ class RemoteTier:
         with self._lock:
             self._give_up_child("the tier was closed", kill=bool(self._errands))
             for child in self._dying:
-                child.close(_END_SECONDS)
+                child.end(_END_SECONDS)
+                child.close()
             if all(child.is_gone for child in self._dying):
                 self._fail_all("the tier was closed")
             self._abandoned = tuple(self._errands)
@@ -248,7 +267,7 @@ class RemoteTier:
             elif kind is FrameKind.SAYS:
                 log.log(unpack_says(body)[0], "tier %s: %s", self.name, unpack_says(body)[1])
         if child.channel.is_ended and child is self._child:
-            self._give_up_child(self.refusal or f"its process is gone: {child.end}", kill=True)
+            self._give_up_child(self.refusal or f"its process {child.ending}", kill=True)
 
     def _take(self, result: Result) -> None:
         errand = self._errands.get(result.batch_id)
@@ -268,7 +287,7 @@ class RemoteTier:
             self._give_up_child("its process hung", kill=True)
         if self._dying and all(child.is_gone for child in self._dying):
             for child in self._dying:
-                child.close(0.0)
+                child.close()
             self._dying = []
             # From now on nobody touches their memory.
             for errand in [each for each in self._errands.values() if each.is_sent]:

@@ -40,7 +40,7 @@ from kvferry.types import DEVICE, HOST, MatchState, RequestId
 from kvferry.worker import Route, Worker
 
 if TYPE_CHECKING:
-    from kvferry.tiers.disk.status import DiskFigures
+    from kvferry.tiers.disk.figures import DiskFigures
 
 
 class Runner(Closing):

@@ -1,19 +1,15 @@
-"""Whether a process that we start may copy from and to our memory, as a drive's process does.
-
-::
-
-    python -m kvferry.doctor.reach PID ADDRESS    waits for a line, copies a word there and back
-"""
+"""Whether a child process may copy from and to our memory, as a drive's process does."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import json
 
 import numpy as np
 
-from kvferry.tiers.disk.engine_memory import EngineMemory, let_children_in, open_own_memory
+from kvferry.tiers.ipc import child
+from kvferry.tiers.ipc.channel import FrameKind
+from kvferry.tiers.ipc.messages import pack_text, unpack_text
+from kvferry.tiers.ipc.process import ChildProcess
 
 _SECONDS = 20.0
 _WORD = 0x6B76666572727921
@@ -21,38 +17,27 @@ _WORD = 0x6B76666572727921
 
 def look_at_reach() -> str:
     """By which way a child reaches our memory; empty if by none."""
-    memory = open_own_memory()
     word = np.array([_WORD, 0], dtype=np.int64)
-    command = [sys.executable, "-m", "kvferry.tools.doctor.reach", str(os.getpid())]
-    command += [str(word.ctypes.data), str(-1 if memory is None else memory)]
-    fds = () if memory is None else (memory,)
-    pipe = subprocess.PIPE
+    process = ChildProcess(__name__, json.dumps(int(word.ctypes.data)).encode())
     try:
-        with subprocess.Popen(
-            command, text=True, pass_fds=fds, stdin=pipe, stdout=pipe, stderr=pipe
-        ) as child:
-            let_children_in()
-            try:
-                said, _ = child.communicate("go\n", timeout=_SECONDS)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                return ""
+        process.channel.wait(_SECONDS)
+        said = [unpack_text(body) for kind, body in process.channel.receive()]
+        process.end(1.0)
     finally:
-        if memory is not None:
-            os.close(memory)
-    return said.strip() if word[1] == _WORD else ""
+        process.kill()
+        process.close()
+    return said[0] if said and word[1] == _WORD else ""
 
 
 def main() -> None:
-    pid, address, memory = (int(word) for word in sys.argv[1:])
-    sys.stdin.readline()
-    reach = EngineMemory(pid, memory if memory >= 0 else None)
+    """Run in the child: copy a word there and back."""
+    child.main(_copy)
+
+
+def _copy(engine: child.EngineLink) -> None:
+    address = json.loads(engine.hello)
     here, size = np.zeros(1, dtype=np.int64), np.array([8])
     place = np.array([here.ctypes.data])
-    reach.fetch(place, np.array([address]), size)
-    reach.deliver(place, np.array([address + 8]), size)
-    print(reach.way)
-
-
-if __name__ == "__main__":
-    main()
+    engine.memory.fetch(place, np.array([address]), size)
+    engine.memory.deliver(place, np.array([address + 8]), size)
+    engine.channel.send(pack_text(FrameKind.READY, engine.memory.way))

@@ -1,8 +1,8 @@
-"""The engine's memory as a drive process reaches it: by address, from outside.
+"""The engine's memory as a child process reaches it: by address, from outside.
 
 ``process_vm_readv`` and ``process_vm_writev`` copy between two processes at the speed of memory.
-Where the kernel forbids them (Yama, a container's rules), the engine's own ``/proc/self/mem``,
-opened by itself and handed over, does the same more slowly.
+Where the kernel forbids them (Yama, a container's rules), the engine opens its own
+``/proc/self/mem`` and hands it over, which does the same more slowly.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.tiers.disk.messages import Numbers
+from kvferry.tiers.ipc.messages import Numbers
 
 _IOV_MAX, _IOV_BYTES = 1024, 16
 _PR_SET_PTRACER = 0x59616D61
@@ -32,7 +32,7 @@ for _name in ("pread", "pwrite"):
 
 
 class EngineMemory:
-    """Copies pieces from and to the process ``pid``. Any thread may."""
+    """Copies segments from and to the process ``pid``. Any thread may use it."""
 
     def __init__(self, pid: int, mem_fd: int | None = None) -> None:
         self._pid = pid
@@ -41,14 +41,15 @@ class EngineMemory:
 
     @property
     def way(self) -> str:
+        """By which means the last copy was made."""
         return "/proc/self/mem" if self._is_refused else "process_vm"
 
     def fetch(self, here: Numbers, there: Numbers, sizes: Numbers) -> npt.NDArray[np.bool_]:
-        """Copy pieces from there to here; which of them are whole."""
+        """Copy segments from there to here; return which of them are whole."""
         return self._move(_libc.process_vm_readv, _libc.pread, here, there, sizes)
 
     def deliver(self, here: Numbers, there: Numbers, sizes: Numbers) -> npt.NDArray[np.bool_]:
-        """Copy pieces from here to there; which of them are whole."""
+        """Copy segments from here to there; return which of them are whole."""
         return self._move(_libc.process_vm_writev, _libc.pwrite, here, there, sizes)
 
     def _move(
@@ -81,10 +82,10 @@ class EngineMemory:
             ok[at : at + whole] = True
             at += whole
             if whole < count and moved <= 0:
-                at += 1  # this piece cannot be reached; those after it may be
+                at += 1  # this segment cannot be reached; those after it may be
             elif whole < count:
-                # It stopped at a page that is not there. What is left of this piece begins the
-                # next call, which says so by moving nothing.
+                # It stopped at a missing page. The rest of this segment begins the next call,
+                # which then moves nothing.
                 rest = moved - int(vectors[0, at - whole : at, 1].sum())
                 vectors[:, at, 0] += rest
                 vectors[:, at, 1] -= rest
@@ -95,7 +96,7 @@ class EngineMemory:
         return int(call(self._mem_fd, here, size, there))
 
     def _refuses(self, code: int) -> bool:
-        """Whether the kernel forbids the fast way, and there is the other."""
+        """Whether to call again: by the other means, or after a signal."""
         if code in _REFUSED and self._mem_fd is not None and not self._is_refused:
             self._is_refused = True
             return True
@@ -103,21 +104,21 @@ class EngineMemory:
 
 
 def _whole(sizes: Numbers, moved: int) -> int:
-    """How many pieces from the first on ``moved`` bytes cover."""
+    """How many segments from the first on ``moved`` bytes cover."""
     return int(np.searchsorted(np.cumsum(sizes), max(moved, 0), side="right"))
 
 
 def let_children_in() -> None:
-    """Where Yama guards processes, a child may look into its parent only if the parent says so.
+    """Let child processes reach this process's memory where Yama guards it.
 
-    The kernel remembers one process that may, and whoever descends from it. With our own name all
-    our children may; with a child's, the next child's would take its place.
+    The kernel remembers one process that may, with all its descendants. With our own pid all our
+    children may; a child's pid would be replaced by the next child's.
     """
     _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getpid()), 0, 0, 0)
 
 
 def open_own_memory() -> int | None:
-    """This process's memory as a file, for a child; None where that is not allowed."""
+    """Return this process's memory as a file, for a child; None where that is not allowed."""
     try:
         return os.open("/proc/self/mem", os.O_RDWR | os.O_CLOEXEC)
     except OSError:

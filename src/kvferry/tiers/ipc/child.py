@@ -1,0 +1,79 @@
+"""The child's side of a child process: from its start to its end.
+
+It ends when the engine ends or hangs up. It ignores signals of the terminal, because what an
+interrupt means is the engine's to decide.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry.errors import KvferryError
+from kvferry.tiers.ipc.channel import Channel, FrameKind
+from kvferry.tiers.ipc.memory import EngineMemory
+from kvferry.tiers.ipc.messages import pack_says, pack_text
+from kvferry.tiers.ipc.status_page import StatusPage
+
+
+@dataclass(frozen=True)
+class EngineLink:
+    """What a child has of its engine. ``hello`` is what the engine told it to serve."""
+
+    channel: Channel
+    status: StatusPage
+    memory: EngineMemory
+    hello: bytes
+
+
+Serve = Callable[[EngineLink], None]
+"""Serves one engine until its channel ends. An exception is reported to the engine as a refusal."""
+
+
+class _LogHandler(logging.Handler):
+    """Sends the child's log lines to the engine."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__(logging.INFO)
+        self._channel = channel
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._channel.send(pack_says(record.levelno, record.getMessage()))
+
+
+def serve_engine(serve: Serve, channel: Channel, status: StatusPage, memory: EngineMemory) -> None:
+    """Wait for the engine's hello, then serve it until it ends."""
+    while not channel.is_ended:
+        channel.wait(1.0)
+        for _, hello in channel.receive(1):
+            try:
+                serve(EngineLink(channel, status, memory, hello))
+            except Exception as error:
+                is_known = isinstance(error, (KvferryError, OSError))
+                if not is_known:
+                    traceback.print_exc()
+                reason = str(error) if is_known else f"{type(error).__name__}: {error}"
+                channel.send(pack_text(FrameKind.REFUSED, reason))
+                channel.wait(1.0)
+            return
+
+
+def main(serve: Serve) -> None:
+    """Run the process. Arguments: the engine's pid; descriptors of channel, page and memory."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    pid, line, page, memory = (int(text) for text in sys.argv[1:5])
+    channel = Channel(socket.socket(fileno=line), pid)
+    log = logging.getLogger("kvferry")
+    log.setLevel(logging.INFO)
+    log.addHandler(_LogHandler(channel))
+    mem_fd = None if memory < 0 else memory
+    serve_engine(serve, channel, StatusPage(page), EngineMemory(pid, mem_fd))
+    # A thread that hangs in the kernel must not keep the process: no waiting, no clearing up.
+    os._exit(0)
