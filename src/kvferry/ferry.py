@@ -44,7 +44,7 @@ from kvferry.worker import Worker
 
 if TYPE_CHECKING:  # few ferries serve metrics, and these modules would triple our own import
     from kvferry.telemetry.endpoint import Endpoint
-    from kvferry.tiers.disk.status import DiskFigures
+    from kvferry.tiers.disk.figures import DiskFigures
 
 log = logging.getLogger(__name__)
 
