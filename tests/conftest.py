@@ -6,17 +6,12 @@ import os
 import threading
 import time
 from importlib import metadata, util
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 THREAD_GRACE_S = 20.0
 """Also on a machine that is busy; only a test that leaves one waits so long."""
-
-TESTS = Path(__file__).parent
-REAL = {"contract", "fault", "integration"}
-"""Where tests talk to real servers and start processes."""
 
 PROFILE = os.environ.get("KVFERRY_TEST_PROFILE", "dev")
 _common = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
@@ -38,8 +33,6 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if PROFILE == "ci" and config.pluginmanager.has_plugin("rerunfailures"):
-        _give_second_chances(items)
     soak = [item for item in items if "soak" in item.keywords]
     if PROFILE != "soak":
         for item in soak:
@@ -51,22 +44,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if on_gpu and not _has_gpu():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-
-
-def _give_second_chances(items: list[pytest.Item]) -> None:
-    """Only in CI, on machines we know nothing of, and only beside servers that are not ours.
-
-    What was red at first is a fault somewhere all the same: the summary shows it whole.
-    """
-    for item in items:
-        if item.path.relative_to(TESTS).parts[0] in REAL:
-            item.add_marker(pytest.mark.flaky(reruns=1))
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    for report in terminalreporter.stats.get("rerun", []):
-        terminalreporter.section(f"red at first: {report.nodeid}")
-        terminalreporter.write_line(report.longreprtext)
 
 
 def _has_gpu() -> bool:
