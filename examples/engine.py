@@ -155,10 +155,9 @@ class Engine:
         routes = {(kf.DEVICE, kf.HOST): self.rank.engine, (kf.HOST, kf.DEVICE): self.rank.engine}
         self.worker = LosingWorker(routes, tiers=self.rank.tiers)
         # The scheduler half, one for all ranks: which block is where. It touches no bytes.
+        write = kf.WriteMode.THROUGH
         tiers = [
-            kf.lower_tier(
-                name, mover.num_places, kf.WriteMode.THROUGH, recovered=[mover.recovered()]
-            )
+            kf.lower_tier(name, mover.num_places, write, recovered=[mover.recovered()])
             for name, mover in self.rank.tiers.items()
         ]
         self.scheduler = kf.Scheduler(
