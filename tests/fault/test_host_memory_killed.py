@@ -19,7 +19,7 @@ import pytest
 # write: `print` makes two where Python is told not to buffer, and two processes speak here.
 PRIVATE = """
 import os
-from kvferry.tiers import HostMemory
+from kvferry.hostmem.memory import HostMemory
 with HostMemory(256 << 20, 1_000_003, chunk_bytes=4 << 20) as host:
     os.write(1, b"ready\\n")
     while True:
@@ -27,7 +27,8 @@ with HostMemory(256 << 20, 1_000_003, chunk_bytes=4 << 20) as host:
 """
 SHARED = """
 import os
-from kvferry.tiers import HostMemory, SlotLayout
+from kvferry.hostmem.memory import HostMemory
+from kvferry.hostmem.shared import SlotLayout
 slots = SlotLayout.of([1_000_003], chunk_bytes=4 << 20)
 shared = HostMemory.share(256 << 20, slots)
 if os.fork() == 0:

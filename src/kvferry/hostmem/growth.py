@@ -1,13 +1,18 @@
 """Makes host memory usable chunk by chunk, in the background, while the first slots already serve.
 
-Touching and pinning a pool takes from seconds to minutes, so nobody waits for it: the constructor
-returns when the first chunk is ready, and threads do the rest::
+Touching and pinning a pool takes from seconds to minutes. So the constructor returns when the first
+chunk is ready, and threads make the others ready in batches::
 
     chunk      0      1      2      3      4      5   ...
              ready  ready  ready  being  ready  being
     ready slots  ──────────────┘  (a prefix: chunk 4 counts when chunk 3 is done)
 
-Whatever goes wrong, the pool is merely smaller than asked: what is ready stays ready.
+A batch is touched by several threads, then pinned: fresh pages arrive at 8 GB/s while no page is
+pinned, and at 3 GB/s beside pinning (NVIDIA H200 host, 16 vCPU, Linux 6.18).
+
+One rule paces it beside a busy model: after each piece of work that the model notices, rest ``k``
+times as long. ``k`` is 0 while the model is idle. After any fault the pool is merely smaller than
+asked: what is ready stays ready.
 """
 
 from __future__ import annotations
@@ -16,8 +21,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -25,95 +30,34 @@ from typing import Protocol
 from kvferry.core.quantities import GiB
 from kvferry.errors import ConfigError
 from kvferry.hostmem.limits import Machine, pin_advice, shortage
-from kvferry.hostmem.mapping import populate, populate_together
+from kvferry.hostmem.mapping import HUGE_PAGE, populate
 from kvferry.hostmem.numa import Placement, run_near
-from kvferry.hostmem.slots import Chunk, HostTier
-
-_PHASES_LOOK_AGAIN_SECONDS = 0.05
-
-
-class Phases:
-    """Says who may go on; once ``stop`` is set, nobody waits any more.
-
-    Only speed depends on it: a thread that is let through early does no harm.
-    """
-
-    def __init__(self, stop: threading.Event) -> None:
-        self._stop = stop
-        self._changed = threading.Condition()
-        self._num_touching = 0
-        self._num_pinning = 0  # those that wait for their turn counted in
-
-    @contextmanager
-    def touching(self) -> Iterator[None]:
-        with self._changed:
-            self._wait_until(lambda: not self._num_pinning)
-            self._num_touching += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_touching -= 1
-                self._changed.notify_all()
-
-    @contextmanager
-    def pinning(self) -> Iterator[None]:
-        with self._changed:
-            self._num_pinning += 1
-            self._wait_until(lambda: not self._num_touching)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_pinning -= 1
-                self._changed.notify_all()
-
-    def _wait_until(self, may_go: Callable[[], bool]) -> None:
-        while not may_go() and not self._stop.is_set():
-            self._changed.wait(_PHASES_LOOK_AGAIN_SECONDS)
-
-
-# ------------------------------------------------------------------------------------------------
-# Makes host memory usable chunk by chunk, in the background, while the first slots already serve.
-#
-# Touching and pinning a pool takes from seconds to minutes, so nobody waits for it: the constructor
-# returns when the first chunk is ready, and threads do the rest::
-#
-#     chunk      0      1      2      3      4      5   ...
-#              ready  ready  ready  being  ready  being
-#     ready slots  ──────────────┘  (a prefix: chunk 4 counts when chunk 3 is done)
-#
-# Whatever goes wrong, the pool is merely smaller than asked: what is ready stays ready.
+from kvferry.hostmem.slots import HostTier
 
 log = logging.getLogger(__name__)
 
 NUM_THREADS = 16
-"""At most one for each processor. Pages a hypervisor has yet to back came at 8 GB/s with 16, at
-6.3 with 8, before they were pinned. (16 vCPU, Linux 6.18, 2026-11-15.)"""
+"""At most one per processor. Pages that a hypervisor had yet to back arrived at 8 GB/s with 16
+threads, at 6.3 GB/s with 8 (16 vCPU, Linux 6.18, 2026-11-15)."""
 
 _PIN_REST = 9.0
-"""While the model is busy one thread at a time pins, then nobody does for this many times as long.
+"""The factor ``k`` for pinning: one chunk at a time, then a rest of nine times its duration.
 
-The driver holds every launch back while it pins, behind a lock that is not fair. Beside a step of
-one graph and thirty small launches, 64 MiB at a time: without rests a step of 1.3 ms took 430, with
-rests of three times the work 1.04 to 1.15 times its own, with nine its own, still at 2.5 GB/s.
-Touching pages cost it nothing, with four threads either. (One NVIDIA H200, driver 580, 2026-11.)
+The driver holds every kernel launch back while it pins, behind an unfair lock. Beside a step of one
+graph and thirty small launches, with 64 MiB at a time, a step of 1.3 ms took 430 ms without rests,
+1.04 to 1.15 times its own with ``k = 3``, and its own with ``k = 9``, which still pins 2.5 GB/s.
+(One NVIDIA H200, driver 580, 2026-11.)
 """
 
-_PLENTY_BYTES = 4 * GiB
-_PLENTY_REST = 99.0
-"""The same where so much of what is ready was never written: what is not needed yet can wait for
-an engine that rests. With rests of nine times a server that was given work at once served 15.9
-requests/s in its first round, and 17.3 where the pool was whole before it (one round each, and such
-rounds differ by more; one NVIDIA H200, vLLM 0.26, 2026-11-18), though 6.7 GiB were ready when it
-began and 4.2 were written in it. What these rests bring has not been measured on a card.
-"""
-
-_BUSY_TOUCHING = 4
-"""So many threads touch pages while the model is busy on its GPU: pinning never waits for them."""
+_AHEAD_BYTES = 4 * GiB
+"""Beside a busy model growth stops this far ahead of what was ever written: memory that is not
+needed yet can wait for an idle engine."""
 
 _TOUCH_REST = 0.5
-"""Without a GPU the model needs the processors itself: one thread touches, then rests so long."""
+"""The factor ``k`` for touching pages without a GPU: the model needs the processors itself."""
+
+_BUSY_BATCH = 4
+"""Chunks touched together beside a model on a GPU. Touching costs the model nothing."""
 
 _LOOK_AGAIN_SECONDS = 0.005
 _CLOSE_SECONDS = 30.0
@@ -121,7 +65,7 @@ _NUM_REPORTS = 4  # lines of progress in the log
 
 
 class Registrar(Protocol):
-    """What lets a driver reach host memory; called from several threads at once."""
+    """Makes host memory known to a driver; called from several threads at once."""
 
     def register(self, address: int, num_bytes: int) -> None:
         """Pin memory that is mapped and populated; raises what the driver says."""
@@ -148,7 +92,11 @@ class GrowthState(Enum):
 
 @dataclass(frozen=True)
 class GrowthStats:
-    """A snapshot of one rank's host memory. ``reason`` says why it stopped or is not pinned."""
+    """A snapshot of one rank's host memory.
+
+    ``rest_seconds`` is the time for which growth paused for a busy model; ``reason`` says why the
+    growth stopped or why the memory is not pinned.
+    """
 
     progress: GrowthState
     asked_bytes: int
@@ -180,7 +128,7 @@ class Growth:
     """Owns the threads and the registrations of one host tier; leaves the memory to the tier.
 
     The slots from 0 to ``ready_slots`` can be used; either all of them are pinned or none is.
-    Nothing may touch the others. Close it before the tier, when nothing copies any more.
+    Do not touch the others. Close it before the tier, when nothing copies any more.
     """
 
     def __init__(
@@ -189,19 +137,18 @@ class Growth:
         *,
         registrar: Registrar | None = None,
         pin: Pin = Pin.AUTO,
-        busy: Callable[[], bool] | None = None,
+        busy: Callable[[], bool] = lambda: False,
         wanted: Callable[[], float] | None = None,
         placement: Placement | None = None,
         machine: Machine | None = None,
         num_threads: int | None = None,
         close_timeout: float = _CLOSE_SECONDS,
     ) -> None:
-        """Return when the first chunk is ready; raise only if not even that can be had.
+        """Return when the first chunk is ready; ConfigError if not even that can be had.
 
-        ``busy`` says whether the model runs now (called from any thread): growth goes slowly then,
-        and slower still as long as far fewer slots are ``wanted`` than are ready.
-        ``machine`` is asked before every chunk whether there is memory left; None: do not ask, the
-        pages are there already.
+        ``busy`` says whether the model runs now, ``wanted`` how many slots were ever written (both
+        called from any thread). ``machine`` is asked before every batch whether memory is left;
+        None where the pages exist already.
         """
         self._bytes = host.bytes  # keeps it mapped, whatever becomes of the tier
         self._chunks = host.chunks
@@ -212,13 +159,11 @@ class Growth:
         self._placement = placement if placement is not None else Placement("anywhere")
         self._machine = machine
         self._close_timeout = close_timeout
+        self._num_threads = max(1, min(num_threads or NUM_THREADS, os.cpu_count() or 1))
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._phases = Phases(self._stop)
-        self._alone = threading.Lock()  # held by who pins beside a busy model, and rests after it
         self._finished = threading.Event()
         self._closing = False
-        self._next = 1
         self._done = bytearray(len(self._chunks))
         self._num_prefix = 0  # chunks from the first on that are ready
         self._registered: dict[int, int] = {}  # address: bytes
@@ -226,14 +171,17 @@ class Growth:
         self._reason = ""
         self._seconds = 0.0
         self._rest_seconds = 0.0
+        self._rest_until = 0.0
         self._began = time.monotonic()
-        count = min(num_threads or NUM_THREADS, os.cpu_count() or 1, len(self._chunks) - 1)
-        self._num_running = max(count, 0)
         self._make_first_ready()
-        self._threads: list[threading.Thread] = []
-        self._start(count)
-
-    # -- looking --------------------------------------------------------------------------------
+        if len(self._chunks) == 1:
+            self._end()
+            return
+        try:
+            threading.Thread(target=self._run, name="kvferry-grow-0", daemon=True).start()
+        except RuntimeError as error:
+            self._give_up("a thread", error)
+            self._end()
 
     @property
     def ready_slots(self) -> int:
@@ -247,6 +195,7 @@ class Growth:
         return self._registrar is not None
 
     def stats(self) -> GrowthStats:
+        """How far the growth is now."""
         with self._lock:
             prefix = self._num_prefix
             last = self._chunks[prefix - 1] if prefix else None
@@ -264,155 +213,180 @@ class Growth:
             )
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it grows no more; False if that took longer than ``timeout``."""
+        """Wait until growth has ended; False if ``timeout`` seconds passed before."""
         return self._finished.wait(timeout)
+
+    def close(self) -> None:
+        """Stop growing and unregister everything. Safe to call twice, and during growth.
+
+        Waits for the chunks in hand. If the driver never returns from a call, the memory stays
+        mapped: taking it away under the driver would crash the process.
+        """
+        self._closing = True
+        self._stop.set()
+        if not self._finished.wait(self._close_timeout):
+            log.error("a thread is stuck while it pins host memory; the memory is left to it")
+            return
+        self._num_prefix = 0
+        self._unregister(list(self._registered))
+        self._bytes = self._bytes[:0].copy()  # ours was the last hold on the mapping
 
     # -- growing --------------------------------------------------------------------------------
 
     def _make_first_ready(self) -> None:
         """Chunk 0, alone: it decides whether the pool is pinned."""
-        first = self._chunks[0]
+        num_bytes = self._chunks[0].num_bytes
+        part = -(-num_bytes // self._num_threads // HUGE_PAGE) * HUGE_PAGE
         try:
-            self._require_room(first)
-            populate_together(self._bytes[: first.num_bytes], max(1, self._num_running))
+            self._require_room([0])
+            self._on_threads(
+                lambda start: populate(self._bytes[start : min(start + part, num_bytes)]),
+                range(0, num_bytes, part),
+            )
         except (OSError, MemoryError) as error:
             raise ConfigError(f"host: not even the first chunk could be had: {error}") from error
         if self._registrar is not None:
             try:
-                self._register(first)
+                self._register(0)
             except Exception as error:
-                advice = pin_advice(self._machine or Machine(), self._chunks.num_bytes)
-                words = f"host memory cannot be pinned ({error}): {advice}"
-                if self._pin is Pin.REQUIRED:
-                    raise ConfigError(f"host_pin: required, but {words}") from error
-                self._reason = words
-                self._registrar = None
-                log.warning("%s. Copies are correct but slow", words)
+                self._serve_unpinned(error)
         elif self._pin is Pin.REQUIRED:
             raise ConfigError("host_pin: required, but there is no driver to pin host memory with")
-        self._mark(0)
+        self._mark_ready(0)
 
-    def _start(self, count: int) -> None:
-        """So many threads, or as many as the process may have: fewer are merely slower."""
-        for k in range(count):
-            thread = threading.Thread(
-                target=self._run, args=(k,), name=f"kvferry-grow-{k}", daemon=True
-            )
-            try:
-                thread.start()
-            except RuntimeError as error:
-                log.warning("host memory grows with %d threads, not %d: %s", k, count, error)
-                if k == 0:
-                    self._give_up(None, error)
-                break
-            self._threads.append(thread)
-        if len(self._threads) < count or count <= 0:
-            with self._lock:  # the missing ones kept those that ran from being the last
-                self._num_running -= max(count, 0) - len(self._threads)
-                last = self._num_running == 0
-            if last:
-                self._end()
+    def _serve_unpinned(self, error: Exception) -> None:
+        advice = pin_advice(self._machine or Machine(), self._chunks.num_bytes)
+        words = f"host memory cannot be pinned ({error}): {advice}"
+        if self._pin is Pin.REQUIRED:
+            raise ConfigError(f"host_pin: required, but {words}") from error
+        self._reason = words
+        self._registrar = None
+        log.warning("%s. Copies are correct but slow", words)
 
-    def _run(self, number: int) -> None:
-        index = None
+    def _run(self) -> None:
+        first = 1
         try:
             run_near(self._placement)
-            while (index := self._take(number)) is not None:
-                chunk = self._chunks[index]
-                self._require_room(chunk)
-                began = time.monotonic()
-                with self._phases.touching():
-                    self._populate(chunk)
+            while not self._stop.is_set() and (batch := self._next_batch(first)):
+                self._require_room(batch)
                 if self._registrar is not None:
-                    self._pin_and_mark(index)
+                    self._on_threads(self._populate, batch)
+                    self._pin_batch(batch)
                 else:
-                    self._mark(index)
-                    took = time.monotonic() - began
-                    self._rest(lambda: _TOUCH_REST * took)  # noqa: B023
-        except Exception as error:  # the pool stays smaller; a dead thread would say nothing
-            self._give_up(index, error)
+                    self._rest()
+                    self._work(self._populate, batch, _TOUCH_REST)
+                    for index in () if self._stop.is_set() else batch:
+                        self._mark_ready(index)
+                first = batch[-1] + 1
+        except Exception as error:  # the pool stays smaller; a dead thread would not say so
+            self._give_up(f"chunk {self._num_prefix} of {len(self._chunks)}", error)
         finally:
-            with self._lock:
-                self._num_running -= 1
-                last = self._num_running == 0
-            if last:
-                self._end()
+            self._end()
 
-    def _pin_and_mark(self, index: int) -> None:
-        """Beside a busy model: when nobody else pins or rests from it."""
-        is_alone = self._wait_to_be_alone()
-        try:
-            with self._phases.pinning():
-                began = time.monotonic()
-                self._register(self._chunks[index])
-                took = time.monotonic() - began
-            self._mark(index)
-            if is_alone:
-                self._rest(lambda: took * (_PLENTY_REST if self._has_plenty() else _PIN_REST))
-        finally:
-            if is_alone:
-                self._alone.release()
+    def _next_batch(self, first: int) -> Sequence[int]:
+        """The chunks to touch together: few beside a busy model, so that it yields soon."""
+        count = self._num_threads
+        if self._busy():
+            count = min(count, _BUSY_BATCH) if self._registrar is not None else 1
+        return range(first, min(first + count, len(self._chunks)))
 
-    def _wait_to_be_alone(self) -> bool:
-        """False once the model is not busy, or all is to stop: no need to be alone then."""
-        while not self._stop.is_set() and self._is_busy():
-            if self._alone.acquire(timeout=_LOOK_AGAIN_SECONDS):
-                return True
-        return False
+    def _pin_batch(self, batch: Sequence[int]) -> None:
+        """All at once while the model is idle, else one chunk at a time with rests between."""
+        waiting = deque(batch)
+        while waiting and not self._stop.is_set():
+            self._rest()
+            chunks = [waiting.popleft() for _ in range(1 if self._busy() else len(waiting))]
+            self._work(self._register_and_mark, chunks, _PIN_REST)
 
-    def _take(self, number: int) -> int | None:
-        """The next chunk to make ready. While the model is busy, only the first threads get one."""
-        most = _BUSY_TOUCHING if self._registrar is not None else 1
-        while number >= most and not self._stop.is_set() and self._is_busy():
-            if self._next >= len(self._chunks):
-                break
-            self._stop.wait(_LOOK_AGAIN_SECONDS)
-        with self._lock:
-            if self._stop.is_set() or self._next >= len(self._chunks):
-                return None
-            self._next += 1
-            return self._next - 1
-
-    def _is_busy(self) -> bool:
-        return self._busy is not None and self._busy()
-
-    def _has_plenty(self) -> bool:
-        """Whether what is ready will do for a while."""
-        if self._wanted is None:
-            return False
-        return (self.ready_slots - self._wanted()) * self._chunks.pitch >= _PLENTY_BYTES
-
-    def _rest(self, seconds: Callable[[], float]) -> None:
-        """For as long as the model stays busy, so many seconds at most; asked again and again."""
+    def _work(self, work: Callable[[int], None], items: Sequence[int], factor: float) -> None:
+        """Do what the model notices; the next rest is ``factor`` times as long as it takes."""
         began = time.monotonic()
-        while (left := began + seconds() - time.monotonic()) > 0 and self._is_busy():
-            if self._stop.wait(min(left, _LOOK_AGAIN_SECONDS)):
+        self._on_threads(work, items)
+        now = time.monotonic()
+        self._rest_until = now + factor * (now - began)
+
+    def _rest(self) -> None:
+        """Return when the rest is over and more memory is needed, or the model is idle."""
+        began = time.monotonic()
+        while self._busy() and not self._stop.is_set():
+            left = self._rest_until - time.monotonic()
+            if left <= 0 and not self._is_far_ahead():
                 break
+            self._stop.wait(min(max(left, 1e-3), _LOOK_AGAIN_SECONDS))
         with self._lock:
             self._rest_seconds += time.monotonic() - began
 
-    def _require_room(self, chunk: Chunk) -> None:
-        """Stop before the kernel has to kill someone for memory."""
+    def _is_far_ahead(self) -> bool:
+        if self._wanted is None or self._registrar is None:
+            return False
+        return (self.ready_slots - self._wanted()) * self._chunks.pitch >= _AHEAD_BYTES
+
+    def _on_threads(self, work: Callable[[int], None], items: Sequence[int]) -> None:
+        """Do ``work`` for all items, this thread and helpers together; raises the first fault.
+
+        Helpers are made for the batch: a process that allows fewer threads is merely slower.
+        """
+        left = deque(items)
+        faults: list[Exception] = []
+
+        def share() -> None:
+            while not faults:
+                try:
+                    item = left.popleft()
+                except IndexError:
+                    return
+                try:
+                    work(item)
+                except Exception as error:
+                    faults.append(error)
+
+        def share_nearby() -> None:
+            run_near(self._placement)
+            share()
+
+        helpers: list[threading.Thread] = []
+        for number in range(1, min(len(items), self._num_threads)):
+            name = f"kvferry-grow-{number}"
+            helper = threading.Thread(target=share_nearby, name=name, daemon=True)
+            try:
+                helper.start()
+            except RuntimeError as error:
+                log.debug("host memory grows with %d threads: %s", number, error)
+                break
+            helpers.append(helper)
+        share()
+        for helper in helpers:
+            helper.join()
+        if faults:
+            raise faults[0]
+
+    def _require_room(self, batch: Sequence[int]) -> None:
+        """Stop before the kernel has to kill a process for memory."""
         if self._machine is not None:
-            # The other threads are about to touch a chunk each, too.
-            ahead = max(1, self._num_running) * self._chunks.chunk_bytes
-            left = self._chunks.num_bytes - chunk.start
-            if short := shortage(self._machine, min(ahead, left)):
+            needed = sum(self._chunks[index].num_bytes for index in batch)
+            if short := shortage(self._machine, needed):
                 raise MemoryError(short)
 
-    def _populate(self, chunk: Chunk) -> None:
-        # By this thread, before the driver does: it would fault the pages in one by one, under a
-        # lock that all threads share.
-        populate(self._bytes[chunk.start : chunk.start + chunk.num_bytes])
+    def _populate(self, index: int) -> None:
+        # Before the driver does: it would fault pages in one by one, under a lock of all threads.
+        chunk = self._chunks[index]
+        if not self._stop.is_set():
+            populate(self._bytes[chunk.start : chunk.start + chunk.num_bytes])
 
-    def _register(self, chunk: Chunk) -> None:
+    def _register_and_mark(self, index: int) -> None:
+        if not self._stop.is_set():
+            self._register(index)
+            self._mark_ready(index)
+
+    def _register(self, index: int) -> None:
         assert self._registrar is not None
+        chunk = self._chunks[index]
         address = int(self._bytes.ctypes.data) + chunk.start
         self._registrar.register(address, chunk.num_bytes)
         with self._lock:
             self._registered[address] = chunk.num_bytes
 
-    def _mark(self, index: int) -> None:
+    def _mark_ready(self, index: int) -> None:
         with self._lock:
             before = self._num_prefix
             self._done[index] = True
@@ -422,44 +396,25 @@ class Growth:
         if parts[0] < parts[1] < _NUM_REPORTS:
             log.info("host memory: %s", self.stats())
 
-    def _give_up(self, index: int | None, error: Exception) -> None:
-        where = f"chunk {index} of {len(self._chunks)}" if index is not None else "a thread"
+    # -- the end --------------------------------------------------------------------------------
+
+    def _give_up(self, where: str, error: Exception) -> None:
         kind = "" if isinstance(error, MemoryError) else f"{type(error).__name__}: "
         with self._lock:
             self._reason = "; ".join(filter(None, (self._reason, f"{where}: {kind}{error}")))
         self._stop.set()
 
     def _end(self) -> None:
-        """The last thread leaves: give back chunks behind one that failed, and say what is."""
+        """Unregister chunks behind one that failed, and report."""
         ready = self._chunks[self._num_prefix - 1]
         end = int(self._bytes.ctypes.data) + ready.start + ready.num_bytes
-        if not self._stop.is_set() or self._reason:
-            self._unregister([address for address in self._registered if address >= end])
+        self._unregister([address for address in self._registered if address >= end])
         self._seconds = time.monotonic() - self._began
         whole = self._num_prefix == len(self._chunks)
         self._progress = GrowthState.DONE if whole else GrowthState.STOPPED
         if not self._closing:
             log.log(logging.INFO if whole else logging.WARNING, "host memory: %s", self.stats())
         self._finished.set()
-
-    # -- the end --------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """Stop growing and unregister everything. Safe to call twice, and while it grows.
-
-        Waits for the chunks in hand. If the driver holds a thread for ever, the memory stays
-        mapped: taking it away under the driver would crash the process.
-        """
-        self._closing = True
-        self._stop.set()
-        if not self._finished.wait(self._close_timeout):
-            log.error("a thread is stuck while it pins host memory; the memory is left to it")
-            return
-        for thread in self._threads:
-            thread.join()
-        self._num_prefix = 0
-        self._unregister(list(self._registered))
-        self._bytes = self._bytes[:0].copy()  # ours was the last hold on the mapping
 
     def _unregister(self, addresses: list[int]) -> None:
         for address in addresses:

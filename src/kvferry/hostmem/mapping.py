@@ -6,7 +6,6 @@ import ctypes
 import errno
 import mmap
 import os
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
@@ -101,21 +100,3 @@ def _populate_page(memory: Bytes) -> None:
             return
         if code not in (errno.EAGAIN, errno.EINTR):
             raise OSError(code, f"{memory.nbytes} bytes got no pages: {os.strerror(code)}")
-
-
-def populate_together(memory: Bytes, num_threads: int) -> None:
-    """As :func:`populate`, by several threads at once: for whoever waits for it."""
-    step = -(-memory.nbytes // num_threads // HUGE_PAGE) * HUGE_PAGE
-    parts = [memory[start : start + step] for start in range(0, memory.nbytes, step)]
-    if len(parts) == 1:
-        populate(memory)
-        return
-    with ThreadPoolExecutor(len(parts), thread_name_prefix="kvferry-populate") as threads:
-        try:
-            filling = [threads.submit(populate, part) for part in parts]
-        except RuntimeError:  # the process may have no more threads: this one does it
-            filling = []
-        for done in filling:
-            done.result()
-    if not filling:
-        populate(memory)

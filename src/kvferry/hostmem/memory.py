@@ -34,7 +34,7 @@ class HostMemory(Closing):
         *,
         registrar: Registrar | None = None,
         pin: Pin = Pin.AUTO,
-        busy: Callable[[], bool] | None = None,
+        busy: Callable[[], bool] = lambda: False,
         wanted: Callable[[], float] | None = None,
         pci_bus_id: str | None = None,
         num_ranks: int | None = None,
