@@ -1,15 +1,15 @@
-"""Every setting of kvferry: its name, its default, what it accepts and what it does.
+"""Every setting of kvferry as one table: its name, its default, what it accepts, what it does.
 
-A setting is one line in :class:`Config`; its reading, its refusals, its environment variable and
-its line in :func:`describe` follow from that line. Whichever door a value comes through (arguments,
-a dict, a file, the environment), the same reader checks it.
+A setting is one row of :class:`Config`. Its reader, its environment variable, its line in
+:func:`describe` and its row in the documentation derive from that row, and every source of a value
+(arguments, a mapping, a file, the environment) uses the same reader.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar, cast
@@ -17,37 +17,35 @@ from typing import Any, ParamSpec, TypeVar, cast
 from kvferry.core.quantities import GiB, MiB, quoted
 from kvferry.errors import ConfigError, UnknownSettingError
 from kvferry.settings.copy_paths import AUTO_PATH, BY_NAME
-from kvferry.settings.disk import DiskSettings
+from kvferry.settings.disk import DiskSettings, read_directories
+from kvferry.settings.files import read_file_name, read_secret
 from kvferry.settings.kinds import (
     ADDRESS,
     COUNT,
-    DIRECTORIES,
-    FILE_NAME,
-    POLICY,
     PORT,
     RATE,
     SECONDS,
     SECONDS_OR_ZERO,
-    SECRET,
     SHARE,
     SIZE,
     SIZE_OR_ZERO,
-    STORE,
-    TENANTS,
-    TIERS,
     Auto,
     Kind,
-    Setting,
     nearest,
     one_of,
     optional,
     or_auto,
 )
-from kvferry.settings.policies import DEFAULT_POLICY, DEFAULT_TIER_POLICY
-from kvferry.settings.remote import RemoteSettings
+from kvferry.settings.policies import (
+    ACCEPTS,
+    DEFAULT_POLICY,
+    DEFAULT_TIER_POLICY,
+    read_policy,
+)
+from kvferry.settings.remote import RemoteSettings, read_remote
 from kvferry.settings.sources import ENV_PREFIX, read_table, variables
-from kvferry.settings.tenants import TenantShare
-from kvferry.settings.tiers import TierSpec, join_tiers
+from kvferry.settings.tenants import TenantShare, read_tenants
+from kvferry.settings.tiers import TierSpec, join_tiers, read_tiers, show_tiers
 
 CONFIG_FILE_ENV = "KVFERRY_CONFIG"
 """Names the file to read where no file is given."""
@@ -71,39 +69,56 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def setting(default: T, kind: Kind[T], help: str) -> T:
-    """One field of :class:`Config`; a secret is left out where a configuration is shown."""
-    is_shown = "file:PATH" not in kind.words
-    return field(default=default, repr=is_shown, metadata={"kind": kind, "help": help})
+def _list_of(values: Iterable[object]) -> str:
+    return ", ".join(map(str, values)) or "none"
+
+
+ADMISSION = one_of("all", "requested-twice")
+DIRECTORIES = Kind("PATH, ...|none", read_directories, _list_of)
+FILE_NAME = optional(Kind("PATH", read_file_name))
+POLICY = Kind(ACCEPTS, read_policy)
+SECRET = optional(Kind("text or file:PATH", read_secret, lambda secret: "(not shown)"))
+STORE = optional(Kind("URL", lambda name, value: str(read_remote(name, value))))
+TENANTS = Kind("NAME=SHARE[:CEILING], ...|none", read_tenants, _list_of)
+TIERS = Kind("KIND:OPTIONS, ...|none", read_tiers, show_tiers)
+
+
+def setting(default: T, kind: Kind[T], help: str, *, basic: bool = False) -> T:
+    """One row of the table. A basic setting is one that most servers want to look at."""
+    facts = {"kind": kind, "help": help, "basic": basic}
+    return field(default=default, repr=kind is not SECRET, metadata=facts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """All settings, checked and in normal form: sizes in bytes, times in seconds.
 
-    Owns what may be said, not what is done with it. Frozen; ``dataclasses.replace`` checks again.
+    Owns what may be set, not what is done with it. Frozen; ``dataclasses.replace`` checks again.
     """
 
     host: int | Auto = setting(  # noqa: RUF009
         1 * GiB,
         or_auto(SIZE),
         "Host memory that holds blocks, for each rank; auto: most of what this machine has left.",
+        basic=True,
     )
     host_pin: str = setting(
         "auto",
         one_of("auto", "required", "never"),
-        "Pin host memory: if the driver lets us, or refuse to start without, or do not.",
+        "Pin host memory where the driver allows it, or refuse to start without, or never.",
     )
     disk: tuple[str, ...] = setting(
         (),
         DIRECTORIES,
-        "Keep blocks in these directories too, one for each drive; they are there after a restart.",
+        "Keep blocks in these directories too, one for each drive. Blocks there survive a restart.",
+        basic=True,
     )
     disk_size: int = setting(
         64 * GiB,
         SIZE,
-        "The most that kvferry may fill of these directories: all of them, all ranks of this host "
-        "and all models together.",
+        "The most bytes that kvferry may fill there: all directories, all ranks of this host and "
+        "all models together.",
+        basic=True,
     )
     disk_keep_free: int = setting(
         5 * GiB, SIZE_OR_ZERO, "Free space that is left on each of their file systems."
@@ -111,24 +126,24 @@ class Config:
     disk_other_models_share: float = setting(
         0.5,
         SHARE,
-        "The share of disk_size that is left to what other models wrote there in the last week, "
-        "while nobody has it open.",
+        "The share of disk_size that is left to blocks of other models, while they are not open. "
+        "Only blocks written in the last week count.",
     )
     disk_admission: str = setting(
         "all",
-        one_of("all", "requested-twice"),
-        "Write a block to disk when host memory is about to drop it, or only if it was asked for "
-        "again.",
+        ADMISSION,
+        "Write every block to disk that host memory is about to drop, or only a block that was "
+        "requested twice.",
     )
     disk_write_per_day: int | None = setting(
-        None, optional(SIZE), "The most to write to disk in 24 hours; none: as much as there is."
+        None, optional(SIZE), "The most bytes to write to disk in 24 hours; none: no bound."
     )
     disk_deadline: float = setting(
-        10.0, SECONDS, "A drive that has not answered by then counts as away until it does."
+        10.0, SECONDS, "A drive without an answer for so long counts as away until it answers."
     )
     disk_key_file: str | None = setting(
         None,
-        optional(FILE_NAME),
+        FILE_NAME,
         "Encrypt what is on disk with the key in this file: 32 bytes, or their base64.",
     )
     disk_direct: str = setting(
@@ -139,21 +154,22 @@ class Config:
     tiers: tuple[TierSpec, ...] = setting(
         (),
         TIERS,
-        "What lies below host memory, and below the disk, nearest first: memory:SIZE or "
-        "memory-by-key:SIZE (ordinary memory, for each rank), or package.module:factory of your "
-        "own.",
+        "Tiers below host memory and below the disk, nearest first. memory:SIZE and "
+        "memory-by-key:SIZE are ordinary memory, for each rank. package.module:factory is a tier "
+        "of your own.",
     )
     remote: str | None = setting(
         None,
-        optional(STORE),
-        "A store that servers share, below all tiers: s3://BUCKET/PREFIX (?pack=BLOCKS in one "
-        "object, else as many as is fast) or mooncake://MASTER:PORT.",
+        STORE,
+        "A store that servers share, below all tiers: s3://BUCKET/PREFIX or mooncake://MASTER:PORT."
+        " For S3, ?pack=BLOCKS sets the blocks in one object; without it, as many as is fast.",
+        basic=True,
     )
     remote_admission: str = setting(
         "all",
-        one_of("all", "requested-twice"),
-        "Write to that store what host memory drops (with tier_write = through: what is stored), "
-        "or only what was asked for again by then.",
+        ADMISSION,
+        "Write every block to that store that host memory drops (with tier_write = through: every "
+        "stored block). Or only a block that was requested twice by then.",
     )
     remote_bandwidth: int | None = setting(
         None,
@@ -162,9 +178,9 @@ class Config:
     )
     remote_key_file: str | None = setting(
         None,
-        optional(FILE_NAME),
-        "Encrypt what is shared with the key in this file, the same for all servers: 32 bytes, or "
-        "their base64.",
+        FILE_NAME,
+        "Encrypt what is shared with the key in this file: 32 bytes, or their base64. All servers "
+        "need the same key.",
     )
     tier_write: str = setting(
         "spill",
@@ -174,20 +190,21 @@ class Config:
     tier_flush: float = setting(
         10.0,
         SECONDS_OR_ZERO,
-        "With spill, how long what only host memory holds is written to disk once there is nothing "
-        "else to do, or at the end; 0: not before host memory drops it.",
+        "With spill: how long blocks that only host memory holds are written to disk while the "
+        "engine is idle, or at the end. 0: not before host memory drops them.",
     )
     policy: str = setting(
         DEFAULT_POLICY,
         POLICY,
         "Which blocks make room for others in host memory.",
+        basic=True,
     )
     tier_policy: str = setting(
         DEFAULT_TIER_POLICY,
         POLICY,
-        "Which blocks make room for others in every tier with places.",
+        "Which blocks make room for others in every tier with slots.",
     )
-    block_tokens: int = setting(16, COUNT, "Tokens in one block.")
+    block_tokens: int = setting(16, COUNT, "Tokens in one block.", basic=True)
     copy_path: str = setting(
         AUTO_PATH,
         one_of(AUTO_PATH, *BY_NAME),
@@ -196,12 +213,12 @@ class Config:
     staging_ring: int = setting(64 * MiB, SIZE, "Device memory of the staged path's ring.")
     load_deadline: float = setting(30.0, SECONDS, "A load not finished by then is given up.")
     store_deadline: float = setting(30.0, SECONDS, "A store not finished by then is given up.")
-    match_deadline: float = setting(60.0, SECONDS, "A hit not loaded by then is let go.")
+    match_deadline: float = setting(60.0, SECONDS, "A hit not loaded by then is released.")
     promote_deadline: float = setting(
         10.0, SECONDS, "A fetch from a lower tier not finished by then is given up."
     )
     lookup_deadline: float = setting(
-        1.0, SECONDS, "A lower tier that has not said by then what it has counts as having nothing."
+        1.0, SECONDS, "A lower tier without an answer to a lookup by then counts as a miss."
     )
     store_mode: str = setting(
         "eager",
@@ -219,12 +236,11 @@ class Config:
     overlap_loads: str = setting(
         "auto",
         one_of("auto", "always", "off"),
-        "Let a request run while its load lands, each layer behind its own part: where it is the "
-        "only one, or holds the others up for no longer than overlap_max_delay; always; or never. "
-        "Under vLLM.",
+        "Let a request run while its load lands, each layer behind its own part (vLLM only). auto: "
+        "where it runs alone, or delays other requests by at most overlap_max_delay.",
     )
     overlap_max_delay: float = setting(
-        0.0, SECONDS_OR_ZERO, "How long a load may hold up a step in which other requests run."
+        0.0, SECONDS_OR_ZERO, "How long a load may delay a step in which other requests run."
     )
     prefill_rate: float | None = setting(
         None, optional(RATE), "Tokens per second the engine computes; none: learned from it."
@@ -240,15 +256,16 @@ class Config:
         "Device blocks that stores may hold at one time; none: a quarter of the device's.",
     )
     max_bytes_in_flight: int = setting(
-        4 * GiB, SIZE, "Bytes on their way at one time; stores wait first."
+        4 * GiB, SIZE, "The most bytes in flight at one time; stores wait first."
     )
     metrics_port: int | None = setting(
         None,
         optional(PORT),
         "Serve metrics and explanations on this port; none: do not serve them.",
+        basic=True,
     )
     metrics_host: str = setting(
-        "127.0.0.1", ADDRESS, "The address to serve them on; others than loopback can be reached."
+        "127.0.0.1", ADDRESS, "The address to serve them on; the network reaches all but loopback."
     )
     pin_share: float = setting(
         0.25, SHARE, "The part of each tier that pins, keeps and priorities may hold, at most."
@@ -257,17 +274,17 @@ class Config:
         (),
         TENANTS,
         "Which part of host memory, and of a disk or memory below it, each tenant keeps, and may "
-        "have at most; * is every other one. A shared store decides itself what it keeps. "
+        "have at most. * is every other tenant. A shared store decides itself what it keeps. "
         "A request's tenant is a hint, or its cache salt in vLLM.",
     )
     control: str = setting(
         "off",
         one_of("off", "local", "anywhere"),
-        "Let others pin, prefetch and drop over HTTP, on metrics_port: nobody, who is on this "
-        "machine, whoever reaches it; always with control_token.",
+        "Serve pin, prefetch and drop over HTTP on metrics_port: never, to this machine, or to "
+        "every machine. Each call needs control_token.",
     )
     control_token: str | None = setting(
-        None, optional(SECRET), "What they must know for that; at least 16 characters."
+        None, SECRET, "The secret that calls to control must carry; at least 16 characters."
     )
     memory_curve: str = setting(
         "on",
@@ -276,7 +293,7 @@ class Config:
     )
     record: str | None = setting(
         None,
-        optional(FILE_NAME),
+        FILE_NAME,
         "Write requests to this file as a trace for kvferry simulate, without their tokens; none: "
         "do not.",
     )
@@ -284,7 +301,10 @@ class Config:
         256 * MiB, SIZE, "Bytes of that file and the older ones beside it; the oldest goes first."
     )
     log_level: str = setting(
-        "warning", one_of("debug", "info", "warning", "error", "critical"), "What is logged."
+        "warning",
+        one_of("debug", "info", "warning", "error", "critical"),
+        "The least severe messages to log.",
+        basic=True,
     )
 
     def __post_init__(self) -> None:
@@ -292,24 +312,27 @@ class Config:
             object.__setattr__(self, f.name, _kind(f.name).read(f.name, getattr(self, f.name)))
         if self.control != "off" and self.control_token is None:
             raise ConfigError(
-                f"control: {self.control} needs a control_token, or whoever reaches the port could "
-                "drop every block; give one (file:PATH of a file with it will do)"
+                f"control: {self.control} needs a control_token, or every process that reaches "
+                "the port could drop every block; give one (file:PATH of a file with it will do)"
             )
         join_tiers(self.disk, self.tiers, self.remote)  # refuses names that are taken
 
     @property
     def all_tiers(self) -> tuple[TierSpec, ...]:
-        """What lies below host memory, nearest first: the disk, ``tiers``, the shared store."""
+        """The tiers below host memory, nearest first: the disk, ``tiers``, the shared store."""
         return join_tiers(self.disk, self.tiers, self.remote)
 
     @property
     def remote_settings(self) -> RemoteSettings | None:
-        """What the tier in a shared store is told; None where there is none."""
-        return RemoteSettings.of(self.remote, self.remote_bandwidth, self.remote_key_file)
+        """The settings for the tier in a shared store; None without one."""
+        if self.remote is None:
+            return None
+        address = read_remote("remote", self.remote)
+        return RemoteSettings(address, self.remote_bandwidth, self.remote_key_file)
 
     @property
     def disk_settings(self) -> DiskSettings | None:
-        """What the tier on disk is told; None where there is no disk."""
+        """The settings for the tier on disk; None without one."""
         if not self.disk:
             return None
         return DiskSettings(
@@ -325,7 +348,7 @@ class Config:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, object]) -> Config:
-        """From names and values; refuses a name we do not have."""
+        """From names and values; UnknownSettingError for a name that is no setting."""
         return cls(**_read(settings, "settings"))
 
     @classmethod
@@ -344,21 +367,35 @@ class Config:
         path: str | os.PathLike[str] | None = None,
         env: Mapping[str, str] | None = None,
         overrides: Mapping[str, object] | None = None,
+        *,
+        source: str = "overrides",
     ) -> Config:
-        """From everywhere: overrides, then the environment, then the file, then the defaults.
+        """From all sources: overrides, then the environment, then the file, then the defaults.
 
         Without ``path`` the file is the one ``KVFERRY_CONFIG`` names, if any. An override of None
-        was not given (as a command line leaves it); "none" sets None.
+        counts as not given (as a command line leaves it); "none" sets None. ``source`` is what an
+        error calls the overrides.
         """
         env = os.environ if env is None else env
         path = path if path is not None else env.get(CONFIG_FILE_ENV) or None
         given = {name: value for name, value in (overrides or {}).items() if value is not None}
-        layers = [
-            _read_file(path) if path is not None else {},
-            _read_env(env),
-            _read(given, "overrides"),
-        ]
-        return cls(**{name: value for layer in layers for name, value in layer.items()})
+        from_file = _read_file(path) if path is not None else {}
+        return cls(**{**from_file, **_read_env(env), **_read(given, source)})
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting, described for people: all but ``basic`` is text."""
+
+    name: str
+    env: str
+    accepts: str
+    default: str
+    help: str
+    basic: bool
+
+    def __str__(self) -> str:
+        return f"{self.name} = {self.default}  ({self.accepts}; {self.env})  {self.help}"
 
 
 def describe() -> tuple[Setting, ...]:
@@ -370,6 +407,7 @@ def describe() -> tuple[Setting, ...]:
             accepts=_kind(f.name).words,
             default=_kind(f.name).show(f.default),
             help=f.metadata["help"],
+            basic=f.metadata["basic"],
         )
         for f in fields(Config)
     )
@@ -378,24 +416,6 @@ def describe() -> tuple[Setting, ...]:
 def show(name: str, value: object) -> str:
     """A setting's value as a file or the environment would write it."""
     return _kind(name).show(value)
-
-
-def _kind(name: str) -> Kind[Any]:
-    return cast("Kind[Any]", Config.__dataclass_fields__[name].metadata["kind"])
-
-
-def _read(settings: Mapping[str, object], where: str) -> dict[str, Any]:
-    """The settings in normal form; an error says ``where`` they came from."""
-    known = [f.name for f in fields(Config)]
-    read = {}
-    for name, value in settings.items():
-        if name not in known:
-            raise _unknown(where, "setting", name, known)
-        try:
-            read[name] = _kind(name).read(name, value)
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from None
-    return read
 
 
 def refuse_unknown_keywords(function: Callable[P, T]) -> Callable[P, T]:
@@ -418,18 +438,42 @@ def refuse_unknown_keywords(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def _unknown(where: str, what: str, name: object, known: Sequence[str]) -> UnknownSettingError:
+def _kind(name: str) -> Kind[Any]:
+    return cast("Kind[Any]", Config.__dataclass_fields__[name].metadata["kind"])
+
+
+def _read(settings: Mapping[str, object], source: str) -> dict[str, Any]:
+    """The settings in normal form; an error begins with their ``source``."""
+    known = [f.name for f in fields(Config)]
+    read = {}
+    for name, value in settings.items():
+        if name not in known:
+            raise _unknown(source, "setting", name, known)
+        try:
+            read[name] = _kind(name).read(name, value)
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error}") from None
+    return read
+
+
+def _unknown(source: str, what: str, name: object, known: Sequence[str]) -> UnknownSettingError:
     """The error for a name that does not exist, with the present or the nearest name."""
     if name in RENAMED:
-        return UnknownSettingError(f"{where}: {name} is now called {RENAMED[name]}")
+        return UnknownSettingError(f"{source}: {name} is now called {RENAMED[str(name)]}")
     return UnknownSettingError(
-        f"{where}: there is no {what} {quoted(name)}{nearest(str(name), known)}"
+        f"{source}: there is no {what} {quoted(name)}{nearest(str(name), known)}"
     )
 
 
 def _read_env(env: Mapping[str, str]) -> dict[str, Any]:
-    given = {name: env[variable] for name, variable in variables(env).items()}
-    return _read(given, f"environment ({ENV_PREFIX}*)")
+    read: dict[str, Any] = {}
+    for name, variable in variables(env).items():
+        read |= _read({name: env[variable]}, f"environment variable {_plain(variable)}")
+    return read
+
+
+def _plain(text: str) -> str:
+    return text if text.isprintable() and len(text) <= 64 else quoted(text)
 
 
 def _read_file(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def test_says_so_and_fails_when_tokens_differ(
         (["--device-blocks", "100000"], "nothing to offload; give fewer"),
         (["--opening-tokens", "9999"], "the model ends at 4096"),
         (["--html", "no/such/folder/report.html"], "there is no folder no/such/folder"),
-        (["--tiers", "memry:1MiB"], "did you mean memory?"),
+        (["--tiers", "memry:1MiB"], "did you mean 'memory'?"),
         (["--tiers", "memory:1KiB"], "hold no block"),
         (["--tiers", "no_such_package.x:y"], "no_such_package.x cannot be imported"),
         (["--colour", "blue"], "No such option"),

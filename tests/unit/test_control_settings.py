@@ -38,7 +38,7 @@ def test_a_token_may_be_in_a_file_and_is_never_shown(tmp_path):
     [
         ("short", "at least 16 characters, this one 5"),
         ("with a space in the middle", "printable ASCII without spaces"),
-        ("file:/nowhere/at/all", "cannot read '/nowhere/at/all': No such file"),
+        ("file:/nowhere/at/all", "'/nowhere/at/all' cannot be read: No such file"),
         (17, "expected text"),
     ],
 )

@@ -24,10 +24,19 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 def settings_page() -> str:
     """docs/SETTINGS.md as it should be; write it anew with ``python -m tests.unit.test_docs``."""
-    rows = [
-        f"| `{s.name}` | {s.accepts.replace('|', ', ')} | {s.default} | {s.help} |"
-        for s in describe()
-    ]
+
+    def table(*, basic: bool) -> list[str]:
+        return [
+            "| setting | accepts | default | what it does |",
+            "|---|---|---|---|",
+            *(
+                f"| `{s.name}` | {s.accepts.replace('|', ', ')} | {s.default} | {s.help} |"
+                for s in describe()
+                if s.basic is basic
+            ),
+            "",
+        ]
+
     return "\n".join(
         [
             "# Settings",
@@ -37,10 +46,12 @@ def settings_page() -> str:
             "`kvferry`, if it has one). Keywords win over the environment, the environment over "
             "the file.",
             "",
-            "| setting | accepts | default | what it does |",
-            "|---|---|---|---|",
-            *rows,
+            "## Basic",
             "",
+            *table(basic=True),
+            "## Advanced",
+            "",
+            *table(basic=False),
         ]
     )
 

@@ -1,4 +1,4 @@
-"""What is said about the disk: which directories, how much of them, and the key to encrypt with."""
+"""What a tier on disk is told: directories, bounds, and the key to encrypt with."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvferry.core.quantities import quoted, shown
+from kvferry.core.quantities import quoted
 from kvferry.errors import ConfigError
-from kvferry.settings.secrets import read_key
+from kvferry.settings.files import read_file_name, read_key
+from kvferry.settings.kinds import split_list
 
 KEY_ENV = "KVFERRY_DISK_KEY"
-"""Holds the key as base64 where no file does. No setting: it is never shown."""
+"""Holds the key as base64 where no file does. It is no setting: it is never shown."""
 
 _MOST_DIRECTORIES = 16
 
 
 @dataclass(frozen=True)
 class DiskSettings:
-    """What a tier on disk is told: plain data, checked.
+    """The settings of the disk, checked.
 
-    ``size`` bounds everything under ``directories``, whoever wrote it; ``keep_free`` stays free on
-    each file system, and ``for_others`` is the share of it left to other models that were there of
-    late. ``direct`` is "auto" or "never".
+    ``size`` bounds everything under ``directories``, whichever model wrote it; ``keep_free`` stays
+    free on each file system. ``for_others`` is the share of ``size`` left to other models that
+    wrote lately. ``direct`` is "auto" or "never".
     """
 
     directories: tuple[str, ...]
@@ -35,55 +36,20 @@ class DiskSettings:
     direct: str = "auto"
 
     def read_key(self, env: Mapping[str, str] | None = None) -> bytes | None:
-        """The key to encrypt with, from the file or else from ``KVFERRY_DISK_KEY``; None: neither.
-
-        ConfigError, without a byte of it, where it cannot be used.
-        """
+        """The key to encrypt with; None without one. ConfigError where it cannot be used."""
         return read_key("disk_key_file", self.key_file, KEY_ENV, env)
 
 
 def read_directories(name: str, value: object) -> tuple[str, ...]:
-    """Directories from one text with commas or from a list of texts."""
-    if value is None or (isinstance(value, str) and value.strip().lower() in ("", "none")):
-        return ()
-    parts: list[object]
-    if isinstance(value, (str, os.PathLike)):
-        parts = list(os.fspath(value).split(",")) if isinstance(value, str) else [value]
-    elif isinstance(value, (list, tuple)):
-        parts = list(value)
-    else:
-        raise ConfigError(f"{name}: expected a path or a list of paths, got {shown(value)}")
-    if len(parts) > _MOST_DIRECTORIES:
-        raise ConfigError(f"{name}: at most {_MOST_DIRECTORIES} directories, got {len(parts)}")
+    """Directories, none within another, from one text with commas or from a list."""
+    given = [value] if isinstance(value, os.PathLike) else value
+    parts = split_list(name, given, "a path or a list of paths", _MOST_DIRECTORIES)
     paths = [read_file_name(name, part) for part in parts]
     for at, path in enumerate(paths):
         for other in paths[:at]:
-            if path == other or os.path.commonpath((path, other)) in (path, other):
+            if os.path.commonpath((path, other)) in (path, other):
                 raise ConfigError(
                     f"{name}: {quoted(path)} and {quoted(other)} are not two directories apart; "
                     "give one for each drive"
                 )
     return tuple(paths)
-
-
-def read_file_name(name: str, value: object) -> str:
-    """A whole path, as it will be opened in every process."""
-    told = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
-    if not isinstance(told, str):
-        raise ConfigError(f"{name}: expected a path, got {shown(value)}")
-    path = os.path.expanduser(told.strip())
-    if not path.isprintable() or "," in path or len(path) > 1000:
-        raise ConfigError(
-            f"{name}: {quoted(told)} cannot be used as a path here: give one of less than 1000 "
-            "letters, without commas and without letters that cannot be shown"
-        )
-    if not os.path.isabs(path):
-        raise ConfigError(
-            f"{name}: expected a whole path such as /mnt/nvme/kvferry, got {shown(told)}; the "
-            "processes of a server need not run in one directory"
-        )
-    return os.path.normpath(path)
-
-
-def show_directories(directories: tuple[str, ...]) -> str:
-    return ", ".join(directories) or "none"

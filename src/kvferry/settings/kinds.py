@@ -1,7 +1,7 @@
-"""What a setting accepts, in words and in code: sizes, times, addresses, a few words, none, auto.
+"""What a setting accepts, in words and in code: sizes, times, addresses, words, none, auto.
 
-Every kind reads a value from any door into one normal form or refuses it by the setting's name, and
-shows a value as a file would write it.
+A :class:`Kind` reads a value from any source into one normal form, or refuses it by the setting's
+name, and shows a value as a file would write it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Generic, TypeVar
+from importlib import import_module
+from typing import Any, Generic, TypeVar, cast
 
 from kvferry.core.quantities import (
     format_size,
@@ -25,39 +26,13 @@ from kvferry.core.quantities import (
     shown,
 )
 from kvferry.errors import ConfigError
-from kvferry.settings.disk import read_directories, read_file_name, show_directories
-from kvferry.settings.policies import ACCEPTS, read_policy
-from kvferry.settings.remote import read_remote
-from kvferry.settings.secrets import read_secret
-from kvferry.settings.tenants import read_tenants, show_tenants
-from kvferry.settings.tiers import read_tiers, show_tiers
 
 _LONGEST_NAME = 64
+_HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
+FACTORY = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+"""``package.module:name``, which a user may give where kvferry has names of its own."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Kind(Generic[T]):
-    """What a setting accepts: in words, how it is read, how a value is shown."""
-
-    words: str
-    read: Callable[[str, object], T]
-    show: Callable[[T], str] = str
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One setting, described for people: everything is text."""
-
-    name: str
-    env: str
-    accepts: str
-    default: str
-    help: str
-
-    def __str__(self) -> str:
-        return f"{self.name} = {self.default}  ({self.accepts}; {self.env})  {self.help}"
 
 
 class Auto(Enum):
@@ -69,25 +44,16 @@ class Auto(Enum):
 AUTO = Auto.AUTO
 
 
-SIZE = Kind("size", lambda name, value: parse_size(value, name=name), format_size)
-SIZE_OR_ZERO = Kind(
-    "size", lambda name, value: parse_size(value, name=name, minimum=0), format_size
-)
-SECONDS = Kind("seconds", lambda name, value: parse_seconds(value, name=name), "{:g}s".format)
-SECONDS_OR_ZERO = Kind(
-    "seconds", lambda name, value: parse_seconds(value, name=name, may_be_zero=True), "{:g}s".format
-)
-RATE = Kind("number", lambda name, value: parse_rate(value, name=name), "{:g}".format)
-COUNT = Kind("count", lambda name, value: parse_count(value, name=name))
+@dataclass(frozen=True)
+class Kind(Generic[T]):
+    """What a setting accepts: in words, how it is read, how a value is shown.
 
+    ``read`` takes the setting's name and a value and raises ConfigError.
+    """
 
-SHARE = Kind("share", lambda name, value: parse_share(value, name=name), show_share)
-SECRET = Kind("text or file:PATH", read_secret, lambda value: "(not shown)")
-
-
-PORT = Kind("port", lambda name, value: parse_count(value, name=name, maximum=65535))
-
-_HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
+    words: str
+    read: Callable[[str, object], T]
+    show: Callable[[T], str] = str
 
 
 def _read_address(name: str, value: object) -> str:
@@ -109,14 +75,19 @@ def _is_ipv6(text: str) -> bool:
     return text.isascii() and text.isprintable()
 
 
+SIZE = Kind("size", lambda name, value: parse_size(value, name=name), format_size)
+SIZE_OR_ZERO = Kind(
+    "size", lambda name, value: parse_size(value, name=name, minimum=0), format_size
+)
+SECONDS = Kind("seconds", lambda name, value: parse_seconds(value, name=name), "{:g}s".format)
+SECONDS_OR_ZERO = Kind(
+    "seconds", lambda name, value: parse_seconds(value, name=name, may_be_zero=True), "{:g}s".format
+)
+RATE = Kind("number", lambda name, value: parse_rate(value, name=name), "{:g}".format)
+COUNT = Kind("count", lambda name, value: parse_count(value, name=name))
+SHARE = Kind("share", lambda name, value: parse_share(value, name=name), show_share)
+PORT = Kind("port", lambda name, value: parse_count(value, name=name, maximum=65535))
 ADDRESS = Kind("address", _read_address)
-TIERS = Kind("KIND:OPTIONS, ...|none", read_tiers, show_tiers)
-POLICY = Kind(ACCEPTS, read_policy)
-TENANTS = Kind("NAME=SHARE[:CEILING], ...|none", read_tenants, show_tenants)
-DIRECTORIES = Kind("PATH, ...|none", read_directories, show_directories)
-FILE_NAME = Kind("PATH", read_file_name)
-
-STORE = Kind("URL", lambda name, value: str(read_remote(name, value)))
 
 
 def one_of(*choices: str) -> Kind[str]:
@@ -135,34 +106,68 @@ def one_of(*choices: str) -> Kind[str]:
 
 
 def optional(kind: Kind[T]) -> Kind[T | None]:
-    """The same, or None; files and the environment write None as "none"."""
+    """The same kind, or None; files and the environment write None as "none"."""
 
     def read(name: str, value: object) -> T | None:
-        if value is None or (isinstance(value, str) and value.strip().lower() == "none"):
-            return None
-        return kind.read(name, value)
+        is_none = value is None or (isinstance(value, str) and value.strip().lower() == "none")
+        return None if is_none else kind.read(name, value)
 
-    def show(value: T | None) -> str:
-        return "none" if value is None else kind.show(value)
-
-    return Kind(f"{kind.words}|none", read, show)
+    return Kind(f"{kind.words}|none", read, lambda value: _or(value, None, "none", kind))
 
 
 def or_auto(kind: Kind[T]) -> Kind[T | Auto]:
-    """The same, or "auto": found by looking at the machine."""
+    """The same kind, or "auto": found by looking at the machine."""
 
     def read(name: str, value: object) -> T | Auto:
-        if value is AUTO or (isinstance(value, str) and value.strip().lower() == AUTO.value):
-            return AUTO
-        return kind.read(name, value)
+        is_auto = value is AUTO or (isinstance(value, str) and value.strip().lower() == AUTO.value)
+        return AUTO if is_auto else kind.read(name, value)
 
-    def show(value: T | Auto) -> str:
-        return AUTO.value if isinstance(value, Auto) else kind.show(value)
+    return Kind(f"{kind.words}|auto", read, lambda value: _or(value, AUTO, AUTO.value, kind))
 
-    return Kind(f"{kind.words}|auto", read, show)
+
+def _or(value: Any, special: object, word: str, kind: Kind[Any]) -> str:
+    return word if value is special else kind.show(value)
+
+
+def split_list(name: str, value: object, expected: str, most: int) -> list[object]:
+    """The items of a text with commas, or of a list; none of None, "" and "none".
+
+    ConfigError for another type, and for more than ``most`` items; ``expected`` describes the
+    items.
+    """
+    if value is None or (isinstance(value, str) and value.strip().lower() in ("", "none")):
+        return []
+    if not isinstance(value, (str, list, tuple)):
+        raise ConfigError(f"{name}: expected {expected}, got {shown(value)}")
+    items: list[object] = [*(value.split(",") if isinstance(value, str) else value)]
+    if len(items) > most:
+        raise ConfigError(f"{name}: at most {most} can be given, got {len(items)}")
+    return items
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """A hint at the name that was meant, if one is near."""
+    """A hint at the name that was meant, if one is near; else nothing."""
     near = difflib.get_close_matches(name[:_LONGEST_NAME].lower(), known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def find_factory(path: str, *, what: str, where: str) -> Callable[..., Any]:
+    """The callable that ``package.module:name`` names; ConfigError where there is none.
+
+    ``what`` begins the message; ``where`` names the process whose machine needs the module.
+    """
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(import_module(module), name, None)
+    except ImportError as error:
+        raise ConfigError(
+            f"{what}: {module} cannot be imported ({error}); install it where the engine's "
+            f"{where}, or correct the setting"
+        ) from error
+    except Exception as error:  # its code may do anything on import
+        raise ConfigError(
+            f"{what}: importing {module} failed: {type(error).__name__}: {error}"
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"{what}: {module} has no factory {name} that can be called")
+    return cast("Callable[..., Any]", found)

@@ -1,4 +1,4 @@
-"""What is said about the shared store: where it is, and how fast we may go.
+"""What a tier in a shared store is told: the store's address, a bandwidth, and a key.
 
 ::
 
@@ -15,45 +15,46 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from kvferry.core.quantities import format_size, parse_size, quoted, shown
 from kvferry.errors import ConfigError
-from kvferry.settings.secrets import has_key, read_key
+from kvferry.settings.files import has_key, read_key
 
 REMOTE_KEY_ENV = "KVFERRY_REMOTE_KEY"
-"""Holds the key as base64 where no file does. No setting: it is never shown."""
+"""Holds the key as base64 where no file does. It is no setting: it is never shown."""
 
-S3 = "s3"
-MOONCAKE = "mooncake"
+S3, MOONCAKE = "s3", "mooncake"
 STORE_KINDS = (S3, MOONCAKE)
-
-_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII)
-_PREFIX = re.compile(r"[A-Za-z0-9._=-]+(/[A-Za-z0-9._=-]+)*", re.ASCII)
-_MOST_PREFIX = 512
-_MOST_PACK = 16
 
 PACK = "pack"
 """The option that says how many blocks of a chain are written as one object."""
+_MOST_PACK = 16
 
 _OPTIONS = {
     S3: ("endpoint", "region", PACK),
     MOONCAKE: ("metadata", "protocol", "device", "segment", "host", "in_place"),
 }
+_EXAMPLES = "s3://BUCKET/PREFIX or mooncake://MASTER:PORT"
+_NO_SECRETS = (
+    "an address carries no credentials (nothing before an @), it is shown to people; give them to "
+    "S3 in the ordinary ways (AWS_ACCESS_KEY_ID, a profile, an instance's role), and Mooncake's "
+    "Redis its password in MC_REDIS_PASSWORD"
+)
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII)
+_PREFIX = re.compile(r"[A-Za-z0-9._=-]+(/[A-Za-z0-9._=-]+)*", re.ASCII)
+_MOST_PREFIX = 512
 
 P2P = "P2PHANDSHAKE"
 """Mooncake's word for no metadata server: clients ask each other."""
-
 _METADATA = re.compile(r"(https?|etcd|redis)://[^/\s]+\S*")
 
 SPARE_BYTES = 128
-"""Room behind every host slot for what proves a block, where a store's process works in place."""
-
-_LEAST_IN_PLACE = 64 << 10
-"""Each slot begins on a page then: smaller blocks would lose a sixteenth of the memory, or more."""
+"""Room behind every host slot for a block's seal, where a store's process works in place."""
+_LEAST_IN_PLACE = 64 << 10  # slots begin on pages then: smaller blocks would lose a sixteenth
 
 
 @dataclass(frozen=True)
 class RemoteAddress:
     """A store's address, checked: ``place`` is a bucket, or a master's host:port.
 
-    No secret is ever part of it: it is shown to people.
+    No secret is part of it: it is shown to people.
     """
 
     kind: str
@@ -75,7 +76,7 @@ class RemoteAddress:
     def works_in_place(self) -> bool:
         """Whether blocks go from and into host slots without another copy.
 
-        Not with RDMA: what a card still writes after its call was given up, nobody can stop.
+        Not with RDMA: a write of the card cannot be stopped once its call was given up.
         """
         is_tcp = self.options.get("protocol", "tcp") == "tcp"
         return self.kind == MOONCAKE and is_tcp and self.options.get("in_place", "yes") == "yes"
@@ -83,32 +84,21 @@ class RemoteAddress:
 
 @dataclass(frozen=True)
 class RemoteSettings:
-    """What a tier in a shared store is told: plain data, checked."""
+    """The settings of the shared store, checked."""
 
     address: RemoteAddress
     bandwidth: int | None = None
     key_file: str | None = None
 
     def read_key(self, env: Mapping[str, str] | None = None) -> bytes | None:
-        """The key that all servers have, from the file or else from ``KVFERRY_REMOTE_KEY``; None:
-        neither. ConfigError, without a byte of it, where it cannot be used.
-        """
+        """The key that all servers have; None without one. ConfigError where it is unusable."""
         return read_key("remote_key_file", self.key_file, REMOTE_KEY_ENV, env)
 
     def spare_bytes(self, slot_bytes: int) -> int:
-        """What it needs behind every host slot of this size; none where it works on copies."""
+        """Bytes needed behind every host slot of this size; none where it works on copies."""
         in_place = self.address.works_in_place and slot_bytes >= _LEAST_IN_PLACE
-        in_place = in_place and not has_key(self.key_file, REMOTE_KEY_ENV)  # needs a copy anyway
-        return SPARE_BYTES if in_place else 0
-
-    @classmethod
-    def of(
-        cls, address: str | None, bandwidth: int | None, key_file: str | None
-    ) -> RemoteSettings | None:
-        """From the settings; None where there is no store."""
-        if address is None:
-            return None
-        return cls(read_remote("remote", address), bandwidth, key_file)
+        has_copy = has_key(self.key_file, REMOTE_KEY_ENV)  # what is encrypted is a copy
+        return SPARE_BYTES if in_place and not has_copy else 0
 
 
 def read_remote(name: str, value: object) -> RemoteAddress:
@@ -116,7 +106,7 @@ def read_remote(name: str, value: object) -> RemoteAddress:
     if isinstance(value, RemoteAddress):
         return value
     if isinstance(value, str) and "@" in unquote(unquote(value)):
-        raise ConfigError(f"{name}: {_NO_SECRETS}")  # nothing of it is said again
+        raise ConfigError(f"{name}: {_NO_SECRETS}")  # nothing of it is shown
     if not isinstance(value, str) or not value.isprintable():
         raise ConfigError(f"{name}: expected {_EXAMPLES}, got {shown(value)}")
     try:
@@ -142,14 +132,6 @@ def read_remote(name: str, value: object) -> RemoteAddress:
     return _mooncake(name, parts.hostname or "", port, path, options)
 
 
-_EXAMPLES = "s3://BUCKET/PREFIX or mooncake://MASTER:PORT"
-_NO_SECRETS = (
-    "an address carries no credentials (nothing before an @), it is shown to people; give them to "
-    "S3 in the ordinary ways (AWS_ACCESS_KEY_ID, a profile, an instance's role), and Mooncake's "
-    "Redis its password in MC_REDIS_PASSWORD"
-)
-
-
 def _s3(name: str, bucket: str, prefix: str, options: Mapping[str, str]) -> RemoteAddress:
     if not _BUCKET.fullmatch(bucket):
         raise ConfigError(
@@ -163,17 +145,12 @@ def _s3(name: str, bucket: str, prefix: str, options: Mapping[str, str]) -> Remo
         )
     endpoint = options.get("endpoint")
     if endpoint is not None and not _is_endpoint(endpoint):
-        raise ConfigError(
-            f"{name}: endpoint: expected http://HOST:PORT or https://HOST:PORT, got "
-            f"{shown(endpoint)}"
-        )
+        expected = "http://HOST:PORT or https://HOST:PORT"
+        raise ConfigError(f"{name}: endpoint: expected {expected}, got {shown(endpoint)}")
     pack = options.get(PACK, "1")
-    if not (
-        pack.isascii() and pack.isdecimal() and len(pack) <= 2 and 1 <= int(pack) <= _MOST_PACK
-    ):
-        raise ConfigError(
-            f"{name}: pack: expected a number of blocks from 1 to {_MOST_PACK}, got {shown(pack)}"
-        )
+    if not re.fullmatch("[0-9]{1,2}", pack) or not 1 <= int(pack) <= _MOST_PACK:
+        expected = f"a number of blocks from 1 to {_MOST_PACK}"
+        raise ConfigError(f"{name}: pack: expected {expected}, got {shown(pack)}")
     return RemoteAddress(S3, bucket, prefix, options)
 
 
@@ -181,7 +158,7 @@ def _is_endpoint(text: str) -> bool:
     try:
         parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a bracket that is not closed, a port that is none
+    except ValueError:  # a bracket that is not closed, an invalid port
         return False
 
 
@@ -192,21 +169,20 @@ def _mooncake(
         raise ConfigError(f"{name}: expected mooncake://MASTER:PORT, got no host or no port")
     if path:
         raise ConfigError(f"{name}: mooncake:// has no path, got {quoted(path)}")
-    protocol = options.get("protocol", "tcp")
-    if protocol not in ("tcp", "rdma"):
-        raise ConfigError(f"{name}: protocol: expected tcp or rdma, got {shown(protocol)}")
+    for option, words in (("protocol", ("tcp", "rdma")), ("in_place", ("yes", "no"))):
+        if options.get(option, words[0]) not in words:
+            expected = " or ".join(words)
+            raise ConfigError(
+                f"{name}: {option}: expected {expected}, got {shown(options[option])}"
+            )
     metadata = options.get("metadata", P2P)
     if metadata != P2P and not _METADATA.fullmatch(metadata):
         raise ConfigError(
             f"{name}: metadata: expected {P2P}, or the address of a metadata server such as "
             f"http://MASTER:8080/metadata, got {shown(metadata)}"
         )
-    in_place = options.get("in_place", "yes")
-    if in_place not in ("yes", "no"):
-        raise ConfigError(f"{name}: in_place: expected yes or no, got {shown(in_place)}")
     if "segment" in options:
         size = parse_size(options["segment"], name=f"{name}: segment", minimum=0)
         options["segment"] = format_size(size)
-    return RemoteAddress(
-        MOONCAKE, f"[{host}]:{port}" if ":" in host else f"{host}:{port}", "", options
-    )
+    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return RemoteAddress(MOONCAKE, place, "", options)

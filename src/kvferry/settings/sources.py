@@ -1,20 +1,20 @@
-"""A file of settings, TOML or JSON: read with bounds, refused with its name and what is wrong."""
+"""Settings from a TOML or JSON file and from the environment, before their values are read."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import stat
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvferry.core.quantities import MiB, format_size, quoted, shown
+from kvferry.core.quantities import MiB, quoted, shown
 from kvferry.errors import ConfigError
 from kvferry.settings.disk import KEY_ENV
+from kvferry.settings.files import read_file
 from kvferry.settings.remote import REMOTE_KEY_ENV
 
 if sys.version_info >= (3, 11):
@@ -24,6 +24,18 @@ else:
 
 _MOST_FILE_BYTES = 1 * MiB
 _LONGEST_PATH = 300
+
+ENV_PREFIX = "KVFERRY_"
+
+# The file's name, the keys to encrypt with, the copies' debug switch, the tests' own switches.
+_NOT_A_SETTING = re.compile(rf"({KEY_ENV}|{REMOTE_KEY_ENV})$|KVFERRY_(CONFIG$|DEBUG$|TEST_)")
+
+# Kubernetes puts these into every pod for each service of its namespace. Beside a service that is
+# called kvferry-metrics, KVFERRY_METRICS_PORT is tcp://10.0.0.1:9475 and no setting.
+_SERVICE_LINK = re.compile(
+    r"KVFERRY_(.+_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?)$"
+)
+_SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 
 
 def read_table(path: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
@@ -36,10 +48,10 @@ def read_table(path: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
     parsers: dict[str, Callable[[str], object]] = {".toml": tomllib.loads, ".json": _parse_json}
     if suffix not in parsers:
         raise ConfigError(f"{where}: a configuration file ends in .toml or .json")
-    text = _file_text(path, where)
+    content = read_file(path, f"{where}:", _MOST_FILE_BYTES)
     try:
-        data = parsers[suffix](text)
-    except ValueError as error:  # both parsers' errors
+        data = parsers[suffix](content.decode())
+    except ValueError as error:  # not UTF-8, or a parser's error
         raise ConfigError(f"{where}: not valid {suffix[1:].upper()}: {error}") from error
     except RecursionError:
         raise ConfigError(f"{where}: not valid {suffix[1:].upper()}: nested too deep") from None
@@ -48,25 +60,6 @@ def read_table(path: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
     if not isinstance(data, dict):
         raise ConfigError(f"{where}: expected a table of settings, got {shown(data)}")
     return where, data
-
-
-def _file_text(path: Path, where: str) -> str:
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # to open a pipe would wait for its writer
-            raise ConfigError(f"{where}: cannot be read: it is no file")
-        with path.open("rb") as file:
-            content = file.read(_MOST_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{where}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:  # a NUL in its name
-        raise ConfigError(f"{where}: cannot be read: {error}") from error
-    if len(content) > _MOST_FILE_BYTES:
-        raise ConfigError(f"{where}: it has more than {format_size(_MOST_FILE_BYTES)}")
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        kind = path.suffix.lower()[1:].upper()
-        raise ConfigError(f"{where}: not valid {kind}: {error}") from error
 
 
 def _plain(path: Path) -> str:
@@ -88,35 +81,14 @@ def _once_each(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return dict(pairs)
 
 
-# ------------------------------------------------------------------------------------------------
-# Which environment variables are settings of ours, and which only begin like one.
-
-ENV_PREFIX = "KVFERRY_"
-
-# The file's name, the keys to encrypt with, the copies' debug switch, our tests' own switches.
-_NOT_A_SETTING = re.compile(rf"({KEY_ENV}|{REMOTE_KEY_ENV})$|KVFERRY_(CONFIG$|DEBUG$|TEST_)")
-
-# What Kubernetes puts into every pod for each service of its namespace: beside one that is called
-# kvferry-metrics, KVFERRY_METRICS_PORT is tcp://10.0.0.1:9475 and no setting of ours.
-_SERVICE_LINK = re.compile(
-    r"KVFERRY_(.+_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?)$"
-)
-_SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
-
-
-def is_setting(name: str, value: str) -> bool:
-    """Whether an environment variable says something about a setting of ours."""
-    if not name.startswith(ENV_PREFIX) or not value.strip() or _NOT_A_SETTING.match(name):
-        return False
-    is_url = name.endswith("PORT") and _SERVICE_URL.match(value.strip())
-    return not is_url and not _SERVICE_LINK.match(name)
-
-
 def variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Which environment variable sets which setting, by the setting's name."""
+    """The environment variable that sets each setting, by the setting's name.
+
+    ConfigError where two spellings name one setting.
+    """
     found: dict[str, str] = {}
     for variable, value in env.items():
-        if is_setting(variable, value):
+        if _is_setting(variable, value):
             name = variable.removeprefix(ENV_PREFIX).lower()
             if name in found:
                 raise ConfigError(
@@ -125,3 +97,10 @@ def variables(env: Mapping[str, str]) -> dict[str, str]:
                 )
             found[name] = variable
     return found
+
+
+def _is_setting(name: str, value: str) -> bool:
+    if not name.startswith(ENV_PREFIX) or not value.strip() or _NOT_A_SETTING.match(name):
+        return False
+    is_url = name.endswith("PORT") and _SERVICE_URL.match(value.strip())
+    return not is_url and not _SERVICE_LINK.match(name)

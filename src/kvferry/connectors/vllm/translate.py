@@ -42,7 +42,8 @@ class Support:
 
 def config_of(vllm_config: Any) -> Config:
     """Our settings: the connector's extra config, over the environment, over ``KVFERRY_CONFIG``."""
-    return Config.load(overrides=vllm_config.kv_transfer_config.kv_connector_extra_config)
+    given = vllm_config.kv_transfer_config.kv_connector_extra_config
+    return Config.load(overrides=given, source="kv_connector_extra_config")
 
 
 def support_of(vllm_config: Any, kv_cache_config: Any, *, recomputes_requests: bool) -> Support:

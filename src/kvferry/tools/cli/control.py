@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from kvferry.errors import ConfigError, InputError, KvferryError, UnreachableError
-from kvferry.settings.secrets import read_secret
+from kvferry.settings.files import read_secret
 from kvferry.tools.cli.output import unbroken
 from kvferry.tools.top.scrape import DEFAULT_URL, base_url, post
 from kvferry.tools.top.told import read_json
