@@ -52,7 +52,7 @@ from kvferry.scheduler.transfers import NO_BLOCK, BlockTable, EngineBlocks, Orde
 from kvferry.telemetry.stats import SchedulerStats
 from kvferry.tiers.contract import Batch, BatchId, LastingTier, Result, Tier, TierSetup, Way
 from kvferry.tiers.memory import KeyedMemoryTier, MemoryTier
-from kvferry.tiers.movers import LowerTierMover, Mover, SharedLowerTierMover, SharedMover, TierMover
+from kvferry.tiers.movers import LowerTierMover, Mover, SharedMover, TierMover
 from kvferry.tiers.threaded import Task, ThreadedTier
 from kvferry.transfer.engine.contract import CopyEngine, Stream
 from kvferry.transfer.engine.cpu import CpuEngine
@@ -145,7 +145,6 @@ __all__ = [
     "SchedulerStats",
     "Settled",
     "SharedHandle",
-    "SharedLowerTierMover",
     "SharedMemory",
     "SharedMover",
     "SlidingWindow",

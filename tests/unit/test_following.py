@@ -15,7 +15,7 @@ from kvferry.cache import reach
 from kvferry.core.keys import Keys
 from kvferry.scheduler.tier import KeyedTier, WriteMode
 from kvferry.scheduler.transfers import run_numbers
-from kvferry.tiers.movers import SharedLowerTierMover
+from kvferry.tiers.movers import SharedMover
 from kvferry.types import HOST, NO_SLOTS, Key, Question, Rank, TierName, Transfer, TransferId
 
 STORE = TierName("store")
@@ -142,7 +142,7 @@ def test_each_ranks_part_of_a_run_is_a_run() -> None:
     slots = np.arange(12)
     for rank in range(2):
         mover = _Mover()
-        part = SharedLowerTierMover(mover, rank=Rank(rank), num_ranks=2)  # type: ignore[arg-type]
+        part = SharedMover(mover, rank=Rank(rank), num_ranks=2)  # type: ignore[arg-type]
         transfer = Transfer(
             TransferId(1), HOST, STORE, slots, NO_SLOTS, keys=told.array, within=1.0, runs=runs
         )

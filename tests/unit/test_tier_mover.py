@@ -15,7 +15,7 @@ from kvferry.hostmem.slots import HostTier
 from kvferry.tiers import movers as tier_mover
 from kvferry.tiers.contract import Batch, Way
 from kvferry.tiers.memory import KeyedMemoryTier, MemoryTier
-from kvferry.tiers.movers import SharedLowerTierMover, TierMover
+from kvferry.tiers.movers import SharedMover, TierMover
 from kvferry.types import (
     DEVICE,
     HOST,
@@ -253,7 +253,7 @@ def test_closing_on_a_hung_medium_ends_and_keeps_the_memory(rig: Rig) -> None:
     assert reached.wait(10)
     rig.mover.close()
     assert rig.mover.is_stuck
-    assert SharedLowerTierMover(rig.mover, rank=Rank(0), num_ranks=2).is_stuck
+    assert SharedMover(rig.mover, rank=Rank(0), num_ranks=2).is_stuck
     assert any(np.shares_memory(memory, each) for each in tier_mover._kept)
     gate.set()
     rig.disk.drain(10)
@@ -278,7 +278,7 @@ def test_ranks_that_share_a_host_each_move_and_find_their_own_blocks() -> None:
     kept = host.rows.copy()
     disks = [KeyedMemoryTier(SLOT_BYTES, name=DISK) for _ in range(3)]
     movers = [
-        SharedLowerTierMover(TierMover(host, disk, rank=Rank(r)), rank=Rank(r), num_ranks=3)
+        SharedMover(TierMover(host, disk, rank=Rank(r)), rank=Rank(r), num_ranks=3)
         for r, disk in enumerate(disks)
     ]
 

@@ -285,7 +285,7 @@ def _same(
 
 
 def united(recovered: Sequence[Recovered], num_places: int) -> Recovered:
-    """The blocks of all ranks, where each has places of its own: see ``SharedLowerTierMover``.
+    """The blocks of all ranks, where each has places of its own: see ``SharedMover``.
 
     ``num_places`` are those of one rank.
     """

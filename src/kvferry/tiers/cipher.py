@@ -1,4 +1,4 @@
-"""AES-256-GCM for blocks that leave the machine's memory: nobody reads them, or makes one up."""
+"""AES-256-GCM for blocks that leave the machine's memory: neither read nor forged without it."""
 
 from __future__ import annotations
 

@@ -56,18 +56,18 @@ class HostFile:
 
 @dataclass(frozen=True)
 class TierSetup:
-    """What a tier's factory is told: its name here, its blocks, whose rank it serves.
+    """What a tier's factory is told: its name, the size of its blocks, and the rank it serves.
 
     Each of ``num_ranks`` ranks opens a tier of its own, ``num_ranks_here`` of them on this host.
     ``options`` is the rest of the setting's text, for the factory to read.
 
-    What outlives the process must know whose blocks these are. ``namespace`` is a digest of
-    everything that decides a block's bytes on this rank: whatever was written under another one is
-    not ours to read. ``shared_namespace`` is that without which engine of its server this is: what
-    servers may share. ``family`` is the same for all ranks of one engine, whatever its weights;
-    ``families`` are those of all engines of its server on this host, where there are several.
-    ``label`` says it for people, and proves nothing. All of them are empty where nobody told us.
-    ``host_file`` is there where other processes may map host memory.
+    A tier that outlives the process must know which blocks it holds. ``namespace`` is a digest of
+    everything that decides a block's bytes on this rank: blocks of another one must not be read.
+    ``shared_namespace`` leaves out the engine's number in its server: servers may share under it.
+    ``family`` is the same for all ranks of one engine, whatever its weights; ``families`` are those
+    of all engines of its server on this host, where there are several. ``label`` is for people. All
+    of them are empty where the caller gave none. ``host_file`` is there where other processes may
+    map host memory.
     """
 
     name: TierName
@@ -99,11 +99,10 @@ class Batch:
     """Blocks to move together: block ``i`` is ``keys[i]``, in the pieces ``addresses[i]``.
 
     Piece ``j`` of every block has ``sizes[j]`` bytes; a block is its pieces in their order. The
-    memory belongs to the caller and stays as it is, mapped and (for a write) unchanged, until the
-    batch's result has been polled. ``places[i]`` is its place in a placed tier. After ``deadline``
-    (``time.monotonic``) nothing of it is begun any more. ``runs``, where it is given, tells which
-    blocks of a write or a look-up follow each other: a tier may lay those side by side, and need
-    not.
+    memory belongs to the caller and stays mapped and (for a write) unchanged until the batch's
+    result has been polled. ``places[i]`` is its place in a placed tier. After ``deadline``
+    (``time.monotonic``) nothing of it begins. ``runs`` tells which blocks of a write or a lookup
+    follow each other: a tier may lay those side by side.
     """
 
     id: BatchId
@@ -127,8 +126,8 @@ class Batch:
 class Result:
     """What became of a batch: ``ok[i]`` says that block ``i`` moved whole, or is there.
 
-    ``reasons`` has a word for every position that is not ok. The bytes that a block was to be read
-    into are in any state if it failed. From now on nobody touches the batch's memory.
+    ``reasons`` has words for every position that is not ok. Memory that a failed block was to be
+    read into is in any state. From now on the tier does not touch the batch's memory.
     """
 
     batch_id: BatchId
@@ -149,12 +148,12 @@ class Tier(Protocol):
 
     Every call but ``drain`` and ``close`` returns at once, whatever the medium does, because the
     engine's own thread makes it. Many batches may be under way; they end in any order, each in
-    exactly one :class:`Result`. A fault is a failed block, never a raise; what raises is a batch
-    that does not fit the tier (InputError), and any use after ``close`` (ClosedError).
+    exactly one :class:`Result`. A fault is a failed block, never an exception. Exceptions are for a
+    batch that does not fit the tier (InputError), and for use after ``close`` (ClosedError).
 
-    No two batches under way write one place, nor read a place being written: leases see to that.
-    One block may be read by several at once, and one key written by several (the bytes are the
-    same): either write counts. A write that failed leaves its place without a block.
+    Leases ensure that no two batches under way write one place, nor read a place being written.
+    Several may read one block, or write one key (the bytes are the same): either write counts. A
+    write that failed leaves its place without a block.
     """
 
     name: TierName
@@ -164,21 +163,21 @@ class Tier(Protocol):
     def attach_memory(self, address: int, num_bytes: int) -> None:
         """Batches may name addresses in this memory from now on; it stays mapped until ``close``.
 
-        Called once for each piece of host memory, as they become ready. A tier that has to register
-        memory does so in its own time, before it begins the first batch that names it.
+        Called once for each piece of host memory, as they become ready. A tier that must register
+        memory does so before it begins the first batch that names it.
         """
 
     def submit(self, batch: Batch) -> None:
         """Queue a batch."""
 
     def cancel(self, batch_id: BatchId) -> None:
-        """Nobody wants this batch any more: what has not begun fails, the rest ends as it will.
+        """Give a batch up: blocks that have not begun fail, the others end as they will.
 
-        Its result still comes. A batch that is over, or unknown, is fine.
+        Its result still comes. A batch that has ended, or is unknown, is ignored.
         """
 
     def poll(self) -> list[Result]:
-        """Results since the last call. A batch whose time is up before it began is among them."""
+        """Results since the last call, also of batches that did not begin by their deadline."""
 
     def drain(self, timeout: float | None = None) -> list[Result]:
         """Wait until nothing is under way (or ``timeout`` seconds passed); returns the results."""
@@ -186,7 +185,7 @@ class Tier(Protocol):
     def forget(self) -> None:
         """Nothing written by batches submitted before this may ever be read or found again.
 
-        Neither after a crash, if a write submitted later is still there then.
+        Not even after a crash, if a write submitted later is still there then.
         """
 
     @property
@@ -199,8 +198,8 @@ class Tier(Protocol):
     def close(self, timeout: float = CLOSE_SECONDS) -> tuple[BatchId, ...]:
         """Finish what was submitted, then give everything back. Safe to call twice.
 
-        What has not begun after ``timeout`` seconds fails; what is still under way then is left
-        behind and named in the answer: its memory may be touched at any later time, and must stay.
+        Batches that have not begun after ``timeout`` seconds fail. Batches still under way then are
+        left behind and returned: their memory may be touched at any later time, and must stay.
         Results of all others can still be polled.
         """
 
@@ -211,8 +210,8 @@ class LastingTier(Tier, Protocol):
     def recovered(self) -> Recovered:
         """The blocks that an earlier life left, whole and not forgotten, by key and place.
 
-        Asked once, before the first batch; the one call that may wait for the medium. A tier that
-        ails by then answers with nothing.
+        Called once, before the first batch; the one call that may wait for the medium. A tier that
+        ails by then returns nothing.
         """
 
 
@@ -225,7 +224,7 @@ def check_batch(tier: Tier, batch: Batch) -> None:
         raise InputError(f"{what}: {len(batch)} blocks have {len(batch.runs)} run numbers")
     if batch.way is Way.FIND:
         if tier.num_places is not None:
-            raise InputError(f"{what}: its places are given out by us; it knows no keys to find")
+            raise InputError(f"{what}: it has numbered places; it knows no keys to find")
         return
     if batch.addresses.shape != (len(batch), len(batch.sizes)) or not len(batch.sizes):
         raise InputError(

@@ -1,4 +1,4 @@
-"""The reference tiers, one of each kind: a dict. Slow and lossy where a real medium is."""
+"""The reference tiers, one of each kind, over a dict; slow and lossy on request."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _Name = TypeVar("_Name", int, Key)
 class _Blocks(ThreadedTier, Generic[_Name]):
     """Blocks in a dict, one ``bytes`` each. Owns the bytes; the contract's plainest reading.
 
-    ``delay`` seconds per batch, ``fault``, ``lose`` and :meth:`go_away` let it stand in for a disk
-    or a network on a bad day.
+    ``delay`` seconds per batch, ``fault``, ``lose`` and :meth:`go_away` imitate a failing disk or
+    network.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class _Blocks(ThreadedTier, Generic[_Name]):
             return self._keep(task, name, b"".join(ctypes.string_at(*piece) for piece in pieces))
         block = self._blocks.get(name) if task.generation == self._generation else None
         if block is None:
-            return f"tier {self.name}: {self._say(name)} holds nothing"
+            return f"tier {self.name}: {self._words(name)} holds nothing"
         start = 0
         for address, size in pieces:
             ctypes.memmove(address, block[start : start + size], size)
@@ -114,7 +114,7 @@ class _Blocks(ThreadedTier, Generic[_Name]):
             self._blocks[name] = block
             return ""
 
-    def _say(self, name: _Name) -> str:
+    def _words(self, name: _Name) -> str:
         return f"place {name}" if isinstance(name, int) else f"key {name.hex()[:16]}"
 
 

@@ -1,4 +1,7 @@
-"""What carries a worker's transfers, and a rank's part of them where all share one memory."""
+"""Between a worker and what moves bytes: transfers become batches, results become receipts.
+
+Where ranks share one host memory, a :class:`SharedMover` lets each of them move a part.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -32,13 +35,14 @@ from kvferry.types import (
     TransferId,
 )
 
-if TYPE_CHECKING:
-    from kvferry.tiers.disk.figures import DiskFigures
-    from kvferry.tiers.disk.setup import StoreAt
+log = logging.getLogger(__name__)
+
+_kept: list[Bytes] = []
+"""Host memory that a hung operation may still touch: it is never unmapped."""
 
 
 class Mover(Protocol):
-    """Whatever carries transfers of one or more routes: a copy engine, a tier's mover."""
+    """Carries transfers of one or more routes: a copy engine, or the mover of a tier."""
 
     def submit(self, transfer: Transfer, /) -> object:
         """Queue one transfer and return at once."""
@@ -54,126 +58,124 @@ class Mover(Protocol):
 
 
 class LowerTierMover(Mover, Protocol):
-    """Carries transfers between the host and one tier below it, and its other orders."""
+    """Carries transfers between the host and one tier below it, and the tier's other orders."""
 
     def ask(self, question: Question, /) -> object:
-        """Find out which keys are there; the answer is a receipt. Returns at once."""
+        """Look up which keys are there; the answer is a receipt. Returns at once."""
 
     def forget(self) -> None:
         """Everything below is forgotten, before anything submitted later."""
 
     def health(self) -> Health | None:
-        """Whether the tier went away or came back since the last call, if it did."""
+        """Whether the tier went away or came back since the last call; None: neither."""
 
 
 class SharedMover:
-    """One rank's part of the transfers of a host pool that ``num_ranks`` ranks share.
+    """One rank's part of the transfers of a host memory that ``num_ranks`` ranks share.
 
-    Owns its mover. Loads to the device go through whole; of everything else this rank moves a part
-    and the others move theirs. The scheduler waits for all of them anyway, so a block is matchable
-    when it is complete.
+    Owns its mover. The scheduler waits for all ranks, so a block can be matched once it is
+    complete. Which part is this rank's::
+
+        load to the device      all of it: every device needs every block
+        store from the device   block i of transfer t is rank (i + t)'s, modulo the ranks
+        below, found by key     by key: the word 0 of rank r's blocks is r modulo the ranks
+        below, with places      by place: place p is place p // ranks of rank p modulo the ranks
+
+    A block below must be looked up where it was put, so those parts are fixed. Every place of every
+    rank is used, and neighbours are spread over all of them.
     """
 
     def __init__(self, mover: Mover, *, rank: Rank, num_ranks: int) -> None:
         if not 0 <= rank < num_ranks:
             raise InputError(f"rank {rank} is not one of 0 to {num_ranks - 1}")
         self._mover = mover
+        self._tier = cast(LowerTierMover, mover)
         self._rank = rank
         self._num_ranks = num_ranks
         self._nothing_to_do: list[Receipt] = []
+        self._parts: dict[TransferId, SlotArray] = {}
 
     @property
     def is_stuck(self) -> bool:
         """Whether, once closed, an operation was left behind that may touch host memory."""
         return bool(getattr(self._mover, "is_stuck", False))
 
-    def submit(self, transfer: Transfer) -> object:
+    def submit(self, transfer: Transfer) -> None:
+        """Submit this rank's part of a transfer; InputError for one below without its keys."""
         if (transfer.src, transfer.dst) == (HOST, DEVICE):
-            return self._mover.submit(transfer)
-        # By transfer too: else rank 0 would do all of the transfers of one block.
-        first = (self._rank - transfer.id) % self._num_ranks
-        part = np.arange(first, len(transfer), self._num_ranks)
-        if not len(part):
-            return self._pass(transfer.id)
-        src, dst = transfer.src_slots[part], transfer.dst_slots[part]
-        return self._mover.submit(replace(transfer, src_slots=src, dst_slots=dst))
+            self._mover.submit(transfer)
+            return
+        src, dst = transfer.src_slots, transfer.dst_slots
+        if transfer.src == DEVICE:
+            # Counted from the transfer too: else rank 0 would do all transfers of one block.
+            first = (self._rank - transfer.id) % self._num_ranks
+            part = np.arange(first, len(transfer), self._num_ranks)
+            src, dst = src[part], dst[part]
+        else:
+            part, below = self._part_below(transfer)
+            src, dst = (src[part], below) if transfer.src == HOST else (below, dst[part])
+        keys = None if transfer.keys is None else transfer.keys[part]
+        if self._is_ours(transfer.id, part, is_below=transfer.src != DEVICE):
+            runs = _some_of(transfer.runs, part)
+            self._mover.submit(
+                replace(transfer, src_slots=src, dst_slots=dst, keys=keys, runs=runs)
+            )
 
-    def poll(self) -> list[Receipt]:
-        idle, self._nothing_to_do = self._nothing_to_do, []
-        return idle + self._mover.poll()
-
-    def drain(self, timeout: float | None = None) -> list[Receipt]:
-        idle, self._nothing_to_do = self._nothing_to_do, []
-        return idle + self._mover.drain(timeout)
-
-    def close(self) -> None:
-        self._mover.close()
-
-    def _pass(self, order_id: TransferId) -> object:
-        self._nothing_to_do.append(Receipt(order_id, self._rank, Outcome.OK, path="shared"))
-        return None
-
-
-class SharedLowerTierMover(SharedMover):
-    """One rank's part of a tier below such a host pool: a block must be looked for where it was
-    put, so the parts are fixed::
-
-        finds blocks by keys   by key: the word 0 of rank r's blocks is r modulo the ranks
-        has places             by place: place p is place p // ranks of rank p modulo the ranks
-
-    So every place of every rank is used, and neighbours are spread over all of them.
-    """
-
-    _mover: LowerTierMover
-
-    def __init__(self, mover: LowerTierMover, *, rank: Rank, num_ranks: int) -> None:
-        super().__init__(mover, rank=rank, num_ranks=num_ranks)
-        self._parts: dict[TransferId, SlotArray] = {}
-
-    def submit(self, transfer: Transfer) -> object:
+    def _part_below(self, transfer: Transfer) -> tuple[SlotArray, SlotArray]:
+        """The positions of this rank's part, and the places they have in its tier."""
         if transfer.keys is None:
             raise InputError(f"transfer {transfer.id} goes below the host without its keys")
-        src, dst = transfer.src_slots, transfer.dst_slots
-        below = dst if transfer.src == HOST else src
-        if len(below):
-            part = np.flatnonzero(below % self._num_ranks == self._rank)
-            below = below[part] // self._num_ranks
-        else:
-            part = self._own(transfer.keys)
-        if not len(part):
-            return self._pass(transfer.id)
-        self._parts[transfer.id] = part
-        src, dst = (src[part], below) if transfer.src == HOST else (below, dst[part])
-        keys, runs = transfer.keys[part], _some_of(transfer.runs, part)
-        return self._mover.submit(
-            replace(transfer, src_slots=src, dst_slots=dst, keys=keys, runs=runs)
-        )
+        places = transfer.dst_slots if transfer.src == HOST else transfer.src_slots
+        if not len(places):
+            return self._own(transfer.keys), places
+        part = np.flatnonzero(places % self._num_ranks == self._rank)
+        return part, places[part] // self._num_ranks
 
-    def ask(self, question: Question) -> object:
-        part = self._own(question.keys)
+    def _is_ours(self, order_id: TransferId, part: SlotArray, *, is_below: bool) -> bool:
+        """Whether this rank has a part; else its receipt is made here."""
         if not len(part):
-            return self._pass(question.id)
-        self._parts[question.id] = part
-        runs = _some_of(question.runs, part)
-        return self._mover.ask(replace(question, keys=question.keys[part], runs=runs))
+            done = Receipt(order_id, self._rank, Outcome.OK, path="shared")
+            self._nothing_to_do.append(done)
+        elif is_below:
+            self._parts[order_id] = part
+        return bool(len(part))
+
+    def ask(self, question: Question) -> None:
+        """Look up this rank's part of the keys."""
+        part = self._own(question.keys)
+        if self._is_ours(question.id, part, is_below=True):
+            runs = _some_of(question.runs, part)
+            self._tier.ask(replace(question, keys=question.keys[part], runs=runs))
 
     def forget(self) -> None:
-        self._mover.forget()
+        """As :meth:`LowerTierMover.forget`."""
+        self._tier.forget()
 
     def health(self) -> Health | None:
-        return self._mover.health()
+        """As :meth:`LowerTierMover.health`."""
+        return self._tier.health()
 
     def poll(self) -> list[Receipt]:
-        return [self._whole(receipt) for receipt in super().poll()]
+        """Receipts of what ended since the last call; never blocks."""
+        return self._whole(self._mover.poll())
 
     def drain(self, timeout: float | None = None) -> list[Receipt]:
-        return [self._whole(receipt) for receipt in super().drain(timeout)]
+        """Wait until nothing is in flight (or ``timeout`` seconds passed)."""
+        return self._whole(self._mover.drain(timeout))
+
+    def close(self) -> None:
+        """Close the mover."""
+        self._mover.close()
 
     def _own(self, keys: KeyRows) -> SlotArray:
         return np.flatnonzero(keys[:, 0] % np.uint64(self._num_ranks) == self._rank)
 
-    def _whole(self, receipt: Receipt) -> Receipt:
-        """A receipt for a part names positions of the part: say those of the whole."""
+    def _whole(self, receipts: list[Receipt]) -> list[Receipt]:
+        """Receipts that name positions of the whole order, not of this rank's part."""
+        idle, self._nothing_to_do = self._nothing_to_do, []
+        return idle + [self._of_whole(receipt) for receipt in receipts]
+
+    def _of_whole(self, receipt: Receipt) -> Receipt:
         part = self._parts.pop(receipt.transfer_id, None)
         if part is None or receipt.outcome is Outcome.OK:
             return receipt
@@ -182,19 +184,8 @@ class SharedLowerTierMover(SharedMover):
 
 
 def _some_of(runs: RunNumbers | None, part: SlotArray) -> RunNumbers | None:
-    """A rank's own blocks of a run follow each other, too: whose each is, its key alone says."""
+    """A rank's own blocks of a run follow each other, too."""
     return None if runs is None else runs[part]
-
-
-# ------------------------------------------------------------------------------------------------
-# Between a worker and a tier: transfers become batches of addresses, results become receipts.
-
-log = logging.getLogger(__name__)
-
-NOTHING: Recovered = (Keys.empty(), NO_SLOTS)
-
-_kept: list[Bytes] = []
-"""Host memory that a hung operation may still touch: it is never unmapped."""
 
 
 class TierMover:
@@ -226,8 +217,6 @@ class TierMover:
         self._rank = rank
         self._ready_slots = ready_slots if ready_slots is not None else lambda: host.num_slots
         self._close_seconds = close_seconds
-        self._memory = host.bytes
-        self._address = host.address
         self._sizes = np.array([host.slot_bytes], dtype=np.int64)
         self._num_attached = 0
         self._ailment = ""
@@ -235,28 +224,26 @@ class TierMover:
 
     @property
     def num_places(self) -> int | None:
-        """The tier's places, for ``scheduler.lower_tier``; None where it finds blocks by keys."""
+        """The tier's places; None where it finds blocks by keys."""
         return self._tier.num_places
 
     @property
     def most_in_one(self) -> int:
-        """How many blocks of a chain the tier may keep in one object, for the same."""
+        """How many blocks of a chain the tier may keep in one object."""
         return int(getattr(self._tier, "most_in_one", 1))
 
     def recovered(self) -> Recovered:
-        """What the tier still has from an earlier life, for ``SlotTier.restore``.
+        """The blocks that the tier still has from an earlier life.
 
         Nothing where it has no memory of one, or cannot say: then it begins empty.
         """
-        recall = getattr(self._tier, "recovered", None)
-        if recall is None or self._tier.num_places is None:
-            return NOTHING
-        try:
-            keys, places = recall()
-        except Exception:  # a medium on a bad day must not keep an engine from starting
-            log.exception("tier %s cannot say what it still has", self._tier.name)
-            return NOTHING
-        return keys, places
+        recovered = getattr(self._tier, "recovered", None)
+        if recovered is not None and self._tier.num_places is not None:
+            try:
+                return cast(Recovered, recovered())
+            except Exception:  # a medium on a bad day must not keep an engine from starting
+                log.exception("tier %s cannot say what it still has", self._tier.name)
+        return Keys.empty(), NO_SLOTS
 
     def submit(self, transfer: Transfer) -> None:
         """Hand one transfer to the tier and return at once."""
@@ -264,13 +251,14 @@ class TierMover:
         self._tier.submit(self._batch(transfer))
 
     def ask(self, question: Question) -> None:
-        """Have the tier find out which keys it has."""
+        """Have the tier look up which keys it has."""
         self._require_open()
         end = time.monotonic() + question.within
         keys = Keys(question.keys)
         self._tier.submit(Batch(BatchId(question.id), Way.FIND, keys, end, runs=question.runs))
 
     def forget(self) -> None:
+        """As :meth:`kvferry.tiers.contract.Tier.forget`."""
         self._require_open()
         self._tier.forget()
 
@@ -279,31 +267,33 @@ class TierMover:
         return [self._receipt(result) for result in self._tier.poll()]
 
     def drain(self, timeout: float | None = None) -> list[Receipt]:
-        """Wait until nothing is under way (or ``timeout`` passed); returns the receipts."""
+        """Wait until nothing is in flight (or ``timeout`` passed); returns the receipts."""
         return [self._receipt(result) for result in self._tier.drain(timeout)]
 
     def health(self) -> Health | None:
-        """Whether the tier went away or came back since the last call, if it did."""
+        """Whether the tier went away or came back since the last call; None: neither."""
         ailment = self._tier.ailment
         if ailment == self._ailment:
             return None
         self._ailment = ailment
         return Health(self._rank, self._tier.name, ailment)
 
-    def figures(self) -> DiskFigures | None:
-        """What the drives below did so far, if there are any; never waits for one."""
-        figures = getattr(self._tier, "figures", None)
-        return cast("DiskFigures", figures()) if callable(figures) else None
+    def figures(self) -> Any:
+        """The ``DiskFigures`` of the tier's drives so far; None without drives. Never waits."""
+        return self._call("figures", None)
 
     def wait_forgotten(self, timeout: float) -> bool:
         """Whether what was forgotten stays so after a crash, where the tier outlives us."""
-        wait = getattr(self._tier, "wait_forgotten", None)
-        return bool(wait(timeout)) if callable(wait) else True
+        return bool(self._call("wait_forgotten", True, timeout))
 
-    def stores(self) -> tuple[StoreAt, ...]:
-        """Where the tier's blocks lie on disk, if they do."""
-        stores = getattr(self._tier, "stores", None)
-        return cast("tuple[StoreAt, ...]", stores()) if callable(stores) else ()
+    def stores(self) -> tuple[Any, ...]:
+        """Where the tier's blocks lie on disk (``StoreAt``), if they do."""
+        return tuple(self._call("stores", ()))
+
+    def _call(self, name: str, default: object, *args: object) -> Any:
+        """What only some tiers can do; ``default`` where this one cannot."""
+        method = getattr(self._tier, name, None)
+        return method(*args) if callable(method) else default
 
     def close(self) -> None:
         """Finish what was submitted and close the tier; never waits long for one that hangs."""
@@ -313,7 +303,7 @@ class TierMover:
         abandoned = self._tier.close(self._close_seconds)
         if abandoned:
             self.is_stuck = True
-            _kept.append(self._memory)
+            _kept.append(self._host.bytes)
             log.error(
                 "tier %s: %d batches never ended; the host memory they touch stays as it is",
                 self._tier.name,
@@ -357,14 +347,14 @@ class TierMover:
             )
         if last >= self._num_attached:
             self._attach()
-        return (self._address + slots * self._host.pitch)[:, None]
+        return (self._host.address + slots * self._host.pitch)[:, None]
 
     def _attach(self) -> None:
         """Tell the tier of the host memory that became ready since."""
         ready, pitch = self._ready_slots(), self._host.pitch
         if ready > self._num_attached:
             start = self._num_attached * pitch
-            self._tier.attach_memory(self._address + start, ready * pitch - start)
+            self._tier.attach_memory(self._host.address + start, ready * pitch - start)
             self._num_attached = ready
 
     def _receipt(self, result: Result) -> Receipt:

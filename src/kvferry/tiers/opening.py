@@ -21,45 +21,46 @@ _VERBS = ("attach_memory", "submit", "cancel", "poll", "drain", "forget", "close
 def open_tiers(
     specs: Sequence[TierSpec],
     host: HostTier,
-    whose: TierSetup | None = None,
+    setup: TierSetup | None = None,
     *,
     ready_slots: Callable[[], int] | None = None,
 ) -> dict[TierName, TierMover]:
     """One rank's tiers below its host memory, nearest first; all of them or none.
 
-    ``whose`` has what all of them are told; name, block and options are each tier's own.
-    They are the caller's to close, before the host memory is. ConfigError, with the tier and the
-    reason, where one cannot be opened.
+    ``setup`` has what all of them are told; name, block size and options are each tier's own. The
+    caller closes them, before the host memory. ConfigError, with the tier and the reason, where one
+    cannot be opened.
     """
-    whose = whose if whose is not None else TierSetup(TierName(""), host.slot_bytes)
+    setup = setup if setup is not None else TierSetup(TierName(""), host.slot_bytes)
     tiers: dict[TierName, TierMover] = {}
     with ExitStack() as undo:
         for spec in specs:
-            setup = replace(
-                whose,
+            own = replace(
+                setup,
                 name=spec.name,
                 block_bytes=host.slot_bytes,
                 options=spec.options,
                 host_file=host.file,
             )
-            tier = open_tier(spec, setup)
+            tier = open_tier(spec, own)
             undo.callback(tier.close)
-            tiers[spec.name] = TierMover(host, tier, rank=whose.rank, ready_slots=ready_slots)
+            tiers[spec.name] = TierMover(host, tier, rank=setup.rank, ready_slots=ready_slots)
         undo.pop_all()
     return tiers
 
 
 def open_tier(spec: TierSpec, setup: TierSetup) -> Tier:
-    """The tier of one tier."""
-    factory = _factory(spec)
+    """Open one tier; ConfigError where it cannot be opened or breaks the contract."""
+    is_own = spec.kind in (DISK, REMOTE)
+    what = f"{spec.kind}: {spec.options}" if is_own else f"tiers: {spec}"
+    factory = find_factory(spec.factory, what=what, where="workers run")
     try:
         tier = factory(setup)
-    except KvferryError as error:
-        raise ConfigError(f"{_named(spec)} cannot be opened: {error}") from error
-    except Exception as error:  # whatever somebody's factory raises
-        raise ConfigError(
-            f"{_named(spec)} cannot be opened: {type(error).__name__}: {error}"
-        ) from error
+    except Exception as error:  # a user's factory may raise anything
+        reason = (
+            str(error) if isinstance(error, KvferryError) else f"{type(error).__name__}: {error}"
+        )
+        raise ConfigError(f"{what} cannot be opened: {reason}") from error
     wrong = _what_is_wrong(tier, setup)
     if wrong:
         close = getattr(tier, "close", None)
@@ -70,16 +71,6 @@ def open_tier(spec: TierSpec, setup: TierSetup) -> Tier:
             f"{spec.name}: {wrong} (see kvferry.tiers.Tier)"
         )
     return cast(Tier, tier)
-
-
-def _named(spec: TierSpec) -> str:
-    """A tier by the setting that made it."""
-    own = spec.kind in (DISK, REMOTE)
-    return f"{spec.kind}: {spec.options}" if own else f"tiers: {spec}"
-
-
-def _factory(spec: TierSpec) -> Callable[[TierSetup], Any]:
-    return find_factory(spec.factory, what=_named(spec), where="workers run")
 
 
 def _what_is_wrong(tier: Any, setup: TierSetup) -> str:

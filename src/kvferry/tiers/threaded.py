@@ -1,11 +1,11 @@
-"""A tier whose medium blocks whoever asks it: threads wait in the caller's stead.
+"""A base for tiers whose medium blocks its caller: threads wait in the caller's stead.
 
 ::
 
     submit ──> reads (finds among them) ──> threads of their own ──┐
           └──> writes ─────────────────────> threads of their own ──┴──> results ──> poll
 
-A write that hangs holds up no read, and nothing holds up whoever polls.
+A write that hangs holds up no read, and ``poll`` never waits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FOREVER = float("inf")
 
 @dataclass(eq=False)
 class Task:
-    """One batch on its way. ``generation`` counts how often the tier had forgotten everything."""
+    """One batch in flight. ``generation`` counts how often the tier had forgotten everything."""
 
     batch: Batch
     generation: int
@@ -54,8 +54,8 @@ class Task:
 class ThreadedTier(ABC):
     """Carries batches out on a few threads for each direction, started when first needed.
 
-    Owns the threads, the queues and the results; what a batch does to the medium is left to
-    ``_carry_out``. Every exception there becomes a failed result, and the thread goes on.
+    Owns the threads, the queues and the results; a subclass moves the bytes in ``_carry_out``.
+    Every exception there becomes a failed result, and the thread goes on.
     """
 
     num_places: int | None = None
@@ -102,7 +102,7 @@ class ThreadedTier(ABC):
             reads = batch.way is not Way.WRITE
             self._lanes[reads].append(task)
             self._earliest = min(self._earliest, batch.deadline)
-            self._staff(reads)
+            self._start_threads(reads)
             self._changed.notify_all()
 
     def cancel(self, batch_id: BatchId) -> None:
@@ -144,7 +144,7 @@ class ThreadedTier(ABC):
             thread.join(None if not self._abandoned else 0.1)
         return self._abandoned
 
-    def _staff(self, reads: bool) -> None:
+    def _start_threads(self, reads: bool) -> None:
         lane = f"kvferry-{'from' if reads else 'to'}-{self.name}"
         if not any(thread.name.startswith(lane) for thread in self._threads):
             for number in range(self._num_threads):
@@ -167,7 +167,7 @@ class ThreadedTier(ABC):
                 self._end(task, replace(result, seconds=time.perf_counter() - start))
 
     def _next(self, lane: deque[Task]) -> Task | None:
-        """The next task that nobody has given up; None when there will be no more."""
+        """The next task that was not given up; None when there will be no more."""
         with self._changed:
             while True:
                 self._changed.wait_for(lambda: lane or self._is_closed)
@@ -182,7 +182,7 @@ class ThreadedTier(ABC):
                     return task
 
     def _sweep(self) -> None:
-        """End what has not begun and never will: no thread need be free for that."""
+        """End tasks that have not begun and never will: that needs no free thread."""
         self._earliest = _FOREVER
         for task in list(self._tasks.values()):
             if not task.is_begun:

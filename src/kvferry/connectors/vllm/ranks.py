@@ -19,7 +19,7 @@ from kvferry.hostmem.shared import SharedHandle, SharedMemory, SlotLayout
 from kvferry.rank import Contents, RankMemory, open_on_cpu, open_on_gpu, slot_layout
 from kvferry.scheduler.packed_tier import lower_tier
 from kvferry.scheduler.tier import LowerTier, WriteMode, united, within
-from kvferry.tiers.movers import LowerTierMover, Mover, SharedLowerTierMover, SharedMover
+from kvferry.tiers.movers import LowerTierMover, Mover, SharedMover
 from kvferry.transfer.layout import GroupLayout, TensorView, describe, view_of
 from kvferry.types import Rank, TierName
 
@@ -106,7 +106,7 @@ def tier_movers(memory: RankMemory, place: Place) -> Mapping[TierName, LowerTier
     if not place.replicates:
         return memory.tiers
     return {
-        name: SharedLowerTierMover(tier, rank=place.rank, num_ranks=place.num_ranks)
+        name: SharedMover(tier, rank=place.rank, num_ranks=place.num_ranks)
         for name, tier in memory.tiers.items()
     }
 
@@ -147,7 +147,7 @@ def disagreement(shapes: Iterable[RankShape]) -> str:
 def tiers_of_ranks(shapes: Iterable[RankShape], config: Config) -> list[LowerTier]:
     """The scheduler's tiers: each with as many places as every rank has, and what is in them.
 
-    Ranks that share one host memory have places of their own each (``SharedLowerTierMover``).
+    Ranks that share one host memory have places of their own each (``SharedMover``).
     """
     write, policy = WriteMode(config.tier_write), policy_named(config.tier_policy)
     shapes = sorted(shapes, key=lambda shape: shape.rank)
