@@ -1,13 +1,13 @@
-"""How scattered host memory gets: runs per transfer after a day of traffic, placed in three ways.
+"""How scattered host memory gets: runs per transfer after a day of traffic, placed in two ways.
 
     PYTHONPATH=src python bench/worn_pool.py [--trace trace.jsonl]
 
 Replays traffic through the real pool, without bytes: each request's hit is loaded, what is missing
 is stored when it ends. A copy takes a run of neighbouring slots at a time, so runs per transfer is
-what scattering costs. `as they come` is a stack of free slots, `together` what a host pool does
-now, `side by side` what tiers do. Times are the thread's own. Traffic is made (`made_traces.py`:
-two days of chats, an hour of agents), or read from a file in the Mooncake format, whose blocks of
-512 tokens are cut into as many of 16.
+what scattering costs. `as they come` is what host memory does, `side by
+side` what tiers do. Times are the thread's own. Traffic is made (`made_traces.py`: two days of
+chats, an hour of agents), or read from a file in the Mooncake format, whose blocks of 512 tokens
+are cut into as many of 16.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from made_traces import Maker
 BLOCK_TOKENS = 16
 PLACINGS: dict[str, dict[str, Any]] = {
     "as they come": {},
-    "together": {"together": True},
     "side by side": {"side_by_side": True},
 }
 WARM = 0.5

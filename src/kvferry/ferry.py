@@ -97,7 +97,6 @@ class Ferry(Closing):
         )
         self._scheduler = _scheduler_of(rank, layouts, groups, namespace, config)
         self._scheduler.watch_requests()
-        self._scheduler.pool.told_later.is_on = True
         self._has_tiers = bool(rank.tiers)
         self._pending = PendingHits(config.match_deadline)
         self._tickets = Tickets()
@@ -162,7 +161,6 @@ class Ferry(Closing):
         on_device = on_device if type(on_device) is int else integer(on_device, "on_device")
         if not 0 <= on_device <= len(keys):
             raise InputError(f"{on_device} blocks on the device do not fit {len(keys)} keys")
-        self._scheduler.pool.told_later.require_well()
         request = self._scheduler.open(f"hit-{next(_request_numbers)}", keys, _hints(hints))
         tokens = self.namespace.block_tokens
         match = request.match(computed_tokens=on_device * tokens)
@@ -418,7 +416,7 @@ class Ferry(Closing):
             self._scheduler.count_answered(are_whole=True)
         num_bytes = self._scheduler.bytes_in_flight
         if not num_bytes or num_bytes >= _LONG_BYTES:
-            self._scheduler.pool.told_later.catch_up()
+            self._scheduler.pool.catch_up()
 
     def _serve_tiers(self, *, has_landed: bool) -> None:
         """Send on what goes up and down: what landed may have to go down, or be asked for next."""
@@ -689,7 +687,6 @@ def _scheduler_of(
             rank.host.num_slots,
             policy_named(config.policy),
             num_ready=rank.ready_slots,
-            together=True,
         ),
         groups,
         config=config,

@@ -16,12 +16,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.fakes.pool_events import Evictions
 from tests.model.lru_before import PoolBefore
 from tests.model.pool_lives import Disown, End, Event, Grow, Pin, Reserve, Reset, Touch, life
 
 from kvferry.cache.leases import Lease, Purpose
 from kvferry.cache.pool import Pool
-from kvferry.types import Key
 
 
 class Twins:
@@ -31,8 +31,7 @@ class Twins:
         self.new = Pool(num_slots, num_ready=num_ready)
         self.old = PoolBefore(num_slots, num_ready)
         self.open: list[tuple[Lease, Lease]] = []
-        self.gone: list[Key] = []
-        self.new.listeners.append(self.gone.extend)
+        self.gone = Evictions(self.new)
 
     def tell(self, event: Event) -> None:
         match event:
@@ -42,7 +41,7 @@ class Twins:
                 self.old.evicted.clear()
                 new = self.new.reserve(keys, parent=parent, chained=chained)
                 self.claim(new, self.old.reserve(keys, parent, chained))
-                assert self.gone == self.old.evicted
+                assert self.gone.read() == self.old.evicted
             case Pin(_, purpose):
                 self.claim(self.new.pin(event.keys, purpose), self.old.pin(event.keys, purpose))
             case Touch():

@@ -58,9 +58,7 @@ CHAINS = (
 LOOSE = tuple(range(20, 26))
 EVERY = sorted({number for chain in CHAINS for number in chain} | set(LOOSE))
 
-PLACINGS: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
-    [{}, {"side_by_side": True}, {"together": True}]
-)
+PLACINGS: st.SearchStrategy[dict[str, Any]] = st.sampled_from([{}, {"side_by_side": True}])
 """How a pool chooses the slots it gives out."""
 
 

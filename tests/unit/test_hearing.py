@@ -68,6 +68,8 @@ def serve(scheduler: Scheduler, length: int, answer: int) -> None:
 def settle(scheduler: Scheduler) -> None:
     transfers = scheduler.plan().transfers
     scheduler.settle(Receipt(each.id, FIRST_RANK, Outcome.OK) for each in transfers)
+    for pool in scheduler._pools:
+        pool.catch_up()
 
 
 def made(num_tiers: int = 0) -> tuple[Scheduler, list[Listener]]:
@@ -104,6 +106,7 @@ def test_asking_again_is_no_other_request() -> None:
     settle(scheduler)
     assert [each[0] for each in listener.heard] == ["asked"]
     request.leave(0)
+    settle(scheduler)
     assert [each[0] for each in listener.heard] == ["asked", "answered"]
 
 

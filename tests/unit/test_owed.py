@@ -24,11 +24,13 @@ def served() -> tuple[Scheduler, Listener]:
     request.store([list(range(8))], 128)
     settle(scheduler)
     request.end()
+    scheduler.pool.catch_up()
     listener.heard.clear()
     return scheduler, listener
 
 
-def words(listener: Listener) -> list[str]:
+def words(scheduler: Scheduler, listener: Listener) -> list[str]:
+    scheduler.pool.catch_up()
     return [each[0] for each in listener.heard]
 
 
@@ -50,14 +52,14 @@ def test_a_hit_is_answered_and_sent_for_before_anybody_is_told(
     request, plan = loading(scheduler)
     assert len(plan.transfers) == 1
     assert list(scheduler.owing) == [request]
-    assert words(listener) == []
+    assert words(scheduler, listener) == []
     scheduler.count_answered()
-    assert words(listener) == ["asked"]
+    assert words(scheduler, listener) == ["asked"]
     assert len(listener.heard[0][3]) == 8, "what it found"
     assert not scheduler.owing
     land(scheduler, plan)
     request.end()
-    assert words(listener) == ["asked", "answered"]
+    assert words(scheduler, listener) == ["asked", "answered"]
 
 
 def test_of_a_chain_that_is_whole_all_is_told_while_it_loads(
@@ -66,10 +68,10 @@ def test_of_a_chain_that_is_whole_all_is_told_while_it_loads(
     scheduler, listener = served
     request, plan = loading(scheduler)
     scheduler.count_answered(are_whole=True)
-    assert words(listener) == ["asked", "answered"]
+    assert words(scheduler, listener) == ["asked", "answered"]
     land(scheduler, plan)
     request.end()
-    assert words(listener) == ["asked", "answered"], "and only once"
+    assert words(scheduler, listener) == ["asked", "answered"], "and only once"
 
 
 def test_one_that_is_not_loaded_yet_may_still_be_heard_of(
@@ -79,9 +81,9 @@ def test_one_that_is_not_loaded_yet_may_still_be_heard_of(
     request = scheduler.open("r", keys(range(8)))
     request.match()
     scheduler.count_answered(are_whole=True)
-    assert words(listener) == ["asked"]
+    assert words(scheduler, listener) == ["asked"]
     request.end()
-    assert words(listener) == ["asked", "answered"]
+    assert words(scheduler, listener) == ["asked", "answered"]
 
 
 @pytest.mark.parametrize("end", ["end", "preempt", "reset", "expire", "stats", "explain", "plan"])
@@ -89,7 +91,7 @@ def test_whoever_comes_first_has_it_told(served: tuple[Scheduler, Listener], end
     scheduler, listener = served
     request = scheduler.open("r", keys(range(8)))
     request.match()
-    assert words(listener) == []
+    assert words(scheduler, listener) == []
     ways: dict[str, Any] = {
         "end": request.end,
         "preempt": request.preempt,
@@ -100,7 +102,7 @@ def test_whoever_comes_first_has_it_told(served: tuple[Scheduler, Listener], end
         "plan": scheduler.plan,
     }
     ways[end]()
-    assert words(listener)[:1] == ["asked"]
+    assert words(scheduler, listener)[:1] == ["asked"]
     assert not scheduler.owing
     found = scheduler.explain("r")
     assert found is not None
@@ -125,7 +127,7 @@ def test_a_miss_that_ends_at_once_is_heard_to_its_end() -> None:
     request = scheduler.open("r", keys(range(4)))
     request.match()
     request.end()
-    assert words(listener) == ["asked", "answered"]
+    assert words(scheduler, listener) == ["asked", "answered"]
     hearing = scheduler._parts.accounts._hearing
     assert hearing is not None
     assert not hearing._open, "nobody keeps it"

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.fakes.crafted_keys import keys
+from tests.fakes.pool_events import Evictions
 from tests.fakes.published_trace import PUBLISHED, needs_published
 
 from kvferry.cache.policies.contract import Arriving, EvictionPolicyMaker, Evidence
@@ -251,11 +252,12 @@ def test_what_a_newcomer_is_worth_is_asked_once_until_more_is_heard(
 
     monkeypatch.setattr(Returns, "_bids", noted)
     pool = Pool(16, Returns)
-    policy: Any = pool._chosen_policy
+    policy: Any = pool._policy
     pool.asked(keys(range(16)), 512, as_slots(()))
     lease = pool.reserve(keys(range(16)))
     assert lease is not None
     lease.commit()
+    pool.catch_up()
     one, other = (Arriving(keys([at]), as_slots([0]), 0, True) for at in (100, 200))
     policy.take(1, one)
     policy.take(1, one)
@@ -520,12 +522,11 @@ def test_a_scan_does_not_push_out_what_returns() -> None:
 
 def test_the_same_calls_make_the_same_choices() -> None:
     def gone(seed: int) -> list[bytes]:
-        found: list[bytes] = []
         replay = PoolReplay(600, lambda residents: Returns(residents, seed=seed))
-        replay.pool.listeners.append(lambda keys: found.extend(keys))
+        found = Evictions(replay.pool)
         for at, chat in chats(5, 600, 30.0, 0.8):
             replay.serve(keys(chat), len(chat), at, None, Tokens(512 * len(chat), 100))
-        return found
+        return found.read()
 
     first = gone(1)
     assert first == gone(1)

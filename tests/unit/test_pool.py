@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.fakes.crafted_keys import key, keys
+from tests.fakes.pool_events import Evictions
 from tests.fakes.pools import evict, forget
 
 from kvferry.cache.leases import Lease, Purpose, SlotState
@@ -335,17 +336,15 @@ def test_empty_questions_have_empty_answers() -> None:
 
 def test_listeners_hear_what_was_evicted() -> None:
     pool = Pool(2)
-    gone: list[bytes] = []
-    pool.listeners.append(gone.extend)
+    gone = Evictions(pool)
     stored(pool, [1, 2], chained=False)
     stored(pool, [3], chained=False)
-    assert gone == [key(2)]
+    assert gone.read() == [key(2)]
 
 
 def test_listeners_hear_of_blocks_that_are_not_trusted_any_more() -> None:
     pool = Pool(8)
-    gone: list[bytes] = []
-    pool.listeners.append(gone.extend)
+    gone = Evictions(pool)
     stored(pool, [1, 2, 3], chained=False)
     read, late, written = pool.pin(keys([1])), pool.pin(keys([2])), pool.reserve(keys([4]))
     assert read is not None
@@ -355,10 +354,10 @@ def test_listeners_hear_of_blocks_that_are_not_trusted_any_more() -> None:
     late.disown()
     forget(pool, keys([3]))
     written.disown()  # nobody was ever told of it
-    assert gone == [key(1), key(2), key(3)]
+    assert gone.read() == [key(1), key(2), key(3)]
     late.spoil()
     written.abort()
-    assert len(gone) == 3
+    assert len(gone.read()) == 3
 
 
 def breaks(pool: Pool, how: str) -> None:
@@ -462,14 +461,13 @@ def test_a_block_that_could_not_be_read_is_gone_alone_until_it_is_stored_again()
     pool = Pool(5)
     stored(pool, [0, 1, 2, 3])
     stored(pool, [9], chained=False)
-    gone: list[bytes] = []
-    pool.listeners.append(gone.extend)
+    gone = Evictions(pool)
     pin, other = pool.pin(keys([0, 1, 2, 3])), pool.pin(keys([1]))
     assert pin is not None
     assert other is not None
     pin.release(failed=[1])
     pool.check_integrity()
-    assert gone == [key(1)]
+    assert gone.read() == [key(1)]
     assert cached(pool, 0, 1, 2, 3) == [0, 2, 3]
     assert pool.counts.leased == 1, "another still reads it"
     other.release()

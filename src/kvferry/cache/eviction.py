@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.cache.chains import Chains, Conversations
-from kvferry.cache.deferred import News, ToldLater
+from kvferry.cache.events import MANY_EVENTS, EventKind, EventLog, PolicyFeed
 from kvferry.cache.evict_first import GoesFirst
 from kvferry.cache.index import Index
 from kvferry.cache.leases import SlotState
@@ -21,12 +20,10 @@ from kvferry.cache.policies.contract import (
     EvictionPolicy,
     EvictionPolicyMaker,
     Evidence,
-    HearsHints,
-    HearsRequests,
     Residents,
 )
 from kvferry.cache.policies.fair import Fair
-from kvferry.cache.slots import FreeRuns, FreeSlots, FreeTogether, num_spare, num_spare_together
+from kvferry.cache.slots import FreeRuns, FreeSlots, num_spare
 from kvferry.core.keys import Keys
 from kvferry.errors import IntegrityError
 from kvferry.types import NO_SLOT, NO_SLOTS, Key, SlotArray
@@ -180,26 +177,21 @@ class PoolRoom(PoolFind):
         pin_share: float,
         clock: Callable[[], float],
         side_by_side: bool,
-        together: bool,
     ) -> None:
         super().__init__(num_slots)
         self.num_slots = num_slots
-        self.listeners: list[Callable[[Keys], None]] = []
-        """Called with the keys of blocks that can no longer be matched, whatever took them away."""
+        self.log = EventLog(clock)
+        """What happens here, for the policy and for all others that want to know."""
         self.feeds_below = False
         """Whether what goes from here is copied to a tier below."""
-        self.before_policy: Callable[[], None] | None = None
-        """Called before the policy is asked or told of anything: who owes it news tells it now."""
-        self.told_later = ToldLater(self._tell_policy)
-        """What the policy is told of when there is time, where somebody asks for that."""
         self._clock = clock
-        self._then: float | None = None  # while it is told of what was before
+        self._feed = PolicyFeed(self.log, clock)
         self._readers = np.zeros(num_slots, dtype=np.int32)
         self._chains = Chains(num_slots)
         self._conversations = Conversations(num_slots)
         residents = Residents(
             num_slots=num_slots,
-            now=self.now,
+            now=self._feed.now,
             keys_of=self._index.keys_of,
             positions_of=self._conversations.positions_of,
             conversations_of=self._conversations.conversations_of,
@@ -211,24 +203,18 @@ class PoolRoom(PoolFind):
         )
         self._residents = residents
         self._make_policy = policy
-        self._chosen_policy = policy(residents)
+        self._feed.feed(policy(residents))
         self._fair: Fair | None = None
         self._ceilings: list[int] = []
         self.before = 0
         """Whose blocks of an earlier life are, where slots belong to tenants."""
-        self._hears: HearsRequests | None = None
-        self._hears_hints: HearsHints | None = None
-        self._listen()
         self._holds = Holds(num_slots, int(num_slots * pin_share))
         self._first = GoesFirst(num_slots)
-        self._free: FreeRuns | FreeTogether | FreeSlots
-        self._num_spare = self._num_spare_alone = 0
+        self._free: FreeRuns | FreeSlots
+        self._num_spare = 0
         if side_by_side:
             self._free = FreeRuns(num_slots)
             self._num_spare = num_spare(num_slots)
-        elif together:
-            self._free = FreeTogether()
-            self._num_spare_alone = num_spare_together(num_slots)
         else:
             self._free = FreeSlots(num_slots)
         self._num_idle = 0  # cached, and nobody reads them
@@ -236,32 +222,18 @@ class PoolRoom(PoolFind):
 
     @property
     def _policy(self) -> EvictionPolicy:
-        """Who says what goes first, and has heard of every request by now."""
-        self._catch_up()
-        return self._chosen_policy
+        """The eviction policy, which has been told of everything by now."""
+        self._feed.drain()
+        return self._feed.policy
 
-    def _catch_up(self) -> None:
-        """To be called before slots change: a policy hears of a request as things were then."""
-        if self.told_later.is_owing:
-            self.told_later.catch_up()
-        self._hear()
+    def catch_up(self) -> None:
+        """There is time: tell the eviction policy what happened since."""
+        self._feed.drain()
 
-    def _hear(self) -> None:
-        """The same where claims end, of which no policy was ever told."""
-        if self.before_policy is not None:
-            self.before_policy()
-
-    def _tell_policy(self, news: News) -> None:
-        """What happened to slots a while ago, as of then."""
-        self._then = news.at
-        try:
-            news.tell(news.slots)
-        finally:
-            self._then = None
-
-    def now(self) -> float:
-        """The time, in seconds from some moment on."""
-        return self._clock() if self._then is None else self._then
+    def raise_failure(self) -> None:
+        """Raise the first exception of the eviction policy since the last call, if any."""
+        if self._feed.failure is not None:
+            self._feed.raise_failure()
 
     def _does_feed_below(self) -> bool:
         return self.feeds_below
@@ -317,10 +289,6 @@ class PoolRoom(PoolFind):
             slot = self._chains.parent_of(slot)
         return self._index.keys_of(np.array(slots[::-1], dtype=np.int64))
 
-    def _spare(self) -> int:
-        """So many slots are made free beyond need; few, or none where what goes is copied below."""
-        return self._num_spare if self.feeds_below else self._num_spare + self._num_spare_alone
-
     def _make_room(self, count: int, own: SlotArray, arriving: Arriving) -> None:
         """Evict until ``count`` slots are free or nothing more can go."""
         self._unclaim(self._holds.expire(self._clock()))
@@ -355,7 +323,7 @@ class PoolRoom(PoolFind):
 
     def _evict_fairly(self, fair: Fair, count: int, arriving: Arriving) -> None:
         """The same where slots are tenants': from each as many as it has to give up."""
-        self._catch_up()
+        self._feed.drain()
 
         def evict(policy: EvictionPolicy, wanted: int) -> SlotArray:
             # At once: who is asked again must not meet what has gone as a follower that stays. And
@@ -378,16 +346,15 @@ class PoolRoom(PoolFind):
         ordered = going.copy()
         ordered.sort(kind="stable")  # quick where there are runs
         if np.count_nonzero(ordered[1:] == ordered[:-1]):
-            raise IntegrityError(f"{type(self._chosen_policy).__name__} let go of a slot twice")
+            raise IntegrityError(f"{type(self._feed.policy).__name__} let go of a slot twice")
         self._num_evicted += len(going)
         if self._fair is not None:
             self._fair.went(going)
-        self._leave(going, ordered)
+        self._leave(going, ordered, NO_SLOTS)
 
-    def _leave(self, going: SlotArray, ordered: SlotArray) -> None:
+    def _leave(self, going: SlotArray, ordered: SlotArray, untold: SlotArray) -> None:
         self._num_idle -= len(going)
-        if self.listeners:
-            self._tell_gone(going)
+        self.log.append(EventKind.EVICT, untold, self._index.keys_of(going))
         if self._first:
             self._first.forget(going)
         self._index.remove(going)
@@ -403,23 +370,12 @@ class PoolRoom(PoolFind):
             self._readers[slots] = readers
             idle = self._chains.children_first(slots[readers == 0])
             self._num_idle += len(idle)
-            self._policy.put_back(idle[~self._policy.holds(idle)])
+            self.log.append(EventKind.RETURN, idle)
 
     def _use(self, slots: SlotArray) -> None:
         if self._first:
             self._first.forget(slots)
-        if self._tells_later:
-            self.told_later.owe(News(self._clock(), self._chosen_policy.use, slots))
-        else:
-            self._policy.use(slots)
-
-    @property
-    def _tells_later(self) -> bool:
-        """Whether the policy may hear of what happens to slots once there is time.
-
-        Not where slots are tenants', who are counted as they come and go.
-        """
-        return self.told_later.is_on and self._fair is None
+        self.log.append(EventKind.USE, slots)
 
     def _is_idle(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
         return (self._readers.take(slots) == 0) & (self._state.take(slots) == _POOL_ROOM_CACHED)
@@ -430,7 +386,6 @@ class PoolRoom(PoolFind):
 
     def _doom(self, slots: SlotArray) -> None:
         """Nothing matches these claimed slots any more; they are free once nobody claims them."""
-        self._catch_up()
         if self._num_doomed:
             slots = slots[self._state.take(slots) != _DOOMED]
         if len(slots):
@@ -440,20 +395,14 @@ class PoolRoom(PoolFind):
                 self._readers[held] -= 1
                 if self._fair is not None:
                     self._fair.count_held(held, -1)
-            self._tell_gone(slots[self._state.take(slots) == _POOL_ROOM_CACHED])
+            cached = slots[self._state.take(slots) == _POOL_ROOM_CACHED]
+            self.log.append(EventKind.EVICT, slots, self._index.keys_of(cached))
             if self._first:
                 self._first.forget(slots)
             self._index.remove(slots)
-            self._policy.discard(slots)
             self._chains.unlink(slots)
             self._state[slots] = _DOOMED
             self._num_doomed += len(slots)
-
-    def _tell_gone(self, slots: SlotArray) -> None:
-        if self.listeners and len(slots):
-            keys = self._index.keys_of(slots)
-            for listener in self.listeners:
-                listener(keys)
 
     def divide(
         self,
@@ -477,15 +426,9 @@ class PoolRoom(PoolFind):
             np.flatnonzero(np.isin(self._state[:-1], (_WRITING, _POOL_ROOM_CACHED))), before
         )
         self._fair.count_held(self._holds.all_held(), 1)
-        self._chosen_policy = self._fair
-        self._listen()
+        self._feed.feed(self._fair)
         self._policy.insert(np.flatnonzero(cached))
         self._policy.insert(np.ascontiguousarray(order[::-1]))  # the last named goes first
-
-    def _listen(self) -> None:
-        policy: object = self._chosen_policy
-        self._hears = policy if isinstance(policy, HearsRequests) else None
-        self._hears_hints = policy if isinstance(policy, HearsHints) else None
 
     @property
     def is_divided(self) -> bool:
@@ -515,7 +458,7 @@ class PoolRoom(PoolFind):
     ) -> SlotArray:
         """As many of what is missing as a tenant may have, once it has given up of its own."""
         assert self._fair is not None
-        self._catch_up()
+        self._feed.drain()
         fair, ceiling = self._fair, self._ceilings[tenant]
         over = int(fair.owned[tenant]) + len(missing) - ceiling
         if over <= 0 or ceiling >= self.num_slots:
@@ -609,31 +552,28 @@ class PoolWishes(PoolRoom):
     @property
     def hears_requests(self) -> bool:
         """Whether the policy wants to be told of requests."""
-        return self._hears is not None
+        return self._feed.hearer is not None
 
-    def asked(self, keys: Keys, num_tokens: int, slots: SlotArray, at: float | None = None) -> None:
+    def asked(
+        self,
+        keys: Keys | Callable[[], Keys],
+        num_tokens: int,
+        slots: SlotArray,
+        at: float | None = None,
+    ) -> None:
         """A request of so many tokens, with these whole blocks, found the leading ``slots``.
 
-        It was ``at`` this time, where that is told later.
+        ``at`` is when, if not now.
         """
-        if self._hears is not None:
-            self._tell_request(partial(self._hears.asked, keys, num_tokens), slots, at)
+        self.log.append(EventKind.LOOKUP, slots, keys, tokens=num_tokens, at=at)
+        if len(self._feed) >= MANY_EVENTS:
+            self._feed.drain()
 
-    def answered(self, keys: Keys, num_tokens: int, at: float | None = None) -> None:
-        """A request whose whole blocks these are was answered with so many tokens."""
-        hears = self._hears
-        if hears is not None:
-            self._tell_request(lambda _: hears.answered(keys, num_tokens), NO_SLOTS, at)
-
-    def _tell_request(
-        self, tell: Callable[[SlotArray], None], slots: SlotArray, at: float | None
+    def answered(
+        self, keys: Keys | Callable[[], Keys], num_tokens: int, at: float | None = None
     ) -> None:
-        """Now, or in the order of what else is owed to the policy."""
-        news = News(self._clock() if at is None else at, tell, slots)
-        if self._tells_later:
-            self.told_later.owe(news)
-        else:
-            self._tell_policy(news)
+        """A request whose whole blocks these are was answered with so many tokens."""
+        self.log.append(EventKind.ANSWER, NO_SLOTS, keys, tokens=num_tokens, at=at)
 
     def hint(self, keys: Keys, evidence: Evidence) -> int:
         """This was said of a request with these keys, whose leading blocks are here.
@@ -649,9 +589,8 @@ class PoolWishes(PoolRoom):
         A policy that hears it is told; others are helped. Where it is over, others go on from the
         slots before the ``first``, whether this pool knows of it or not.
         """
-        if self._hears_hints is not None:
-            self._catch_up()
-            self._hears_hints.hint(slots, evidence)
+        if self._feed.hint_hearer is not None:
+            self.log.append(EventKind.HINT, slots, detail=evidence)
         elif evidence.ended:
             self.go_first(slots, 0, first=first)
         elif evidence.continues:
@@ -684,13 +623,13 @@ class PoolWishes(PoolRoom):
         Claimed ones are free when their claim ends, also those that are still being written: a
         slow rank may touch their slots until then.
         """
+        self._feed.drain()
         going = np.ascontiguousarray(self._chains.own_end(slots)[::-1])
         self.let_go(going)
         idle = self._is_idle(going)
         self._doom(going[~idle])
-        self._policy.discard(going[idle])
         if idle.any():
-            self._leave(going[idle], np.sort(going[idle]))
+            self._leave(going[idle], np.sort(going[idle]), going[idle])
         return len(going)
 
     @property

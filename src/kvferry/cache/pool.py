@@ -17,17 +17,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 
-from kvferry.cache.deferred import News, WrittenLater
+from kvferry.cache.events import MANY_EVENTS, EventKind
 from kvferry.cache.eviction import PoolWishes
 from kvferry.cache.integrity import PoolCheck
 from kvferry.cache.leases import Ending, Lease, PoolCounts, Purpose, SlotState
 from kvferry.cache.policies.contract import Arriving, EvictionPolicyMaker
 from kvferry.cache.policies.lru import Lru
-from kvferry.cache.slots import FreeTogether, Neighbours
+from kvferry.cache.slots import Neighbours
 from kvferry.core.keys import Duplicates, Keys, require_key
 from kvferry.errors import InputError, LeaseError
 from kvferry.types import NO_SLOT, NO_SLOTS, Key, SlotArray
@@ -51,26 +50,21 @@ class Pool(PoolWishes):
         num_ready: int | None = None,
         pin_share: float = PIN_SHARE,
         side_by_side: bool = False,
-        together: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """All slots, of which the first ``num_ready`` (default: all) can be used from the start.
 
         ``policy`` makes what says who goes first; ``clock`` is the time it sees, in seconds.
         ``pin_share`` of the slots, at most, are held for who asks for that. ``side_by_side`` gives
-        out slots as neighbours, for a medium that is read in runs; ``together`` gives what is
-        reserved together as few runs as can be had at little cost, for memory copied in runs.
+        out slots as neighbours, for a medium that is read in runs.
         """
         if num_slots <= 0:
             raise InputError(f"a pool needs at least one slot, got {num_slots}")
-        super().__init__(num_slots, policy, pin_share, clock, side_by_side, together)
+        super().__init__(num_slots, policy, pin_share, clock, side_by_side)
         self.num_ready = 0
         """Slots from the first on that can be used; the others wait for :meth:`grow`."""
         self.num_reserved = 0
         """Slots given out for writing so far."""
-        self.later = WrittenLater()
-        """Within it the keys of what is reserved are written down last. Meanwhile nothing may be
-        asked of the pool: they are neither known nor missing."""
         self._duplicates = Duplicates()
         self._leases: set[Lease] = set()
         self.grow(num_slots if num_ready is None else num_ready)
@@ -99,11 +93,6 @@ class Pool(PoolWishes):
     def num_free(self) -> int:
         return self._free.count
 
-    def num_free_together(self, most_runs: int) -> int:
-        """Free slots in so many runs, where slots are given out together; else none are."""
-        free = self._free
-        return free.num_in_runs(most_runs) if isinstance(free, FreeTogether) else 0
-
     # -- claiming -------------------------------------------------------------------------------
 
     def pin(self, keys: Keys, purpose: Purpose = Purpose.READ) -> Lease | None:
@@ -120,6 +109,8 @@ class Pool(PoolWishes):
         self._readers[slots] = readers + 1
         lease = Lease(purpose, slots, np.arange(len(slots)), self)
         self._leases.add(lease)
+        if len(self._feed) >= MANY_EVENTS:
+            self._feed.drain()
         return lease
 
     def reserve(
@@ -139,7 +130,6 @@ class Pool(PoolWishes):
         ``beside`` says where they should lie, in a pool that is ``side_by_side``.
         Where the pool is divided, they are the ``tenant``'s.
         """
-        self.later.catch_up()
         self.require_distinct(keys)
         found = self._index.find(keys)
         above = NO_SLOT
@@ -160,38 +150,25 @@ class Pool(PoolWishes):
         if len(missing) > self._free.count:
             if self._fair is not None:
                 self._fair.expect(tenant, len(missing), self.num_ready)
-            count = len(missing) + self._spare()
-            self._make_room(count, own, Arriving(keys, found, above, chained))
+            self._make_room(
+                len(missing) + self._num_spare, own, Arriving(keys, found, above, chained)
+            )
         if len(own):
             self._use(own[self._state.take(own) == _CACHED])
+        # Chains change below; the policy hears of what happened while they are as they were then.
+        self._feed.drain()
         positions = missing[: self._free.count]
         near = beside.at(positions) if beside is not None else None
         slots = self._give_out(len(positions), near)
         if self._fair is not None:
             self._fair.own(slots, tenant)
         arriving = Arriving(keys, found, above, chained)
-        self.later.write(partial(self._write_down, arriving, positions, slots))
+        self._link(arriving, positions, slots)
         if not len(slots):
             return None
         lease = Lease(Purpose.WRITE, slots, positions, self)
         self._leases.add(lease)
         return lease
-
-    def make_spare(self, keys: Keys) -> None:
-        """Make as many slots free as are kept so, if another store like this would find too few.
-
-        It is the same that such a store does first; but now nobody waits for it. Nothing that is
-        held gives way for that.
-        """
-        if self._fair is not None or self._holds.count:
-            return
-        if not self._free.count < len(keys.array) <= self._spare():
-            return
-        self.later.catch_up()
-        found = self._index.find(keys)
-        own = found[found != NO_SLOT]
-        self._make_room(self._spare(), own, Arriving(keys, found, NO_SLOT, True))
-        self._use(own[self._state.take(own) == _CACHED])  # a policy that named them let go of them
 
     def require_distinct(self, keys: Keys) -> None:
         """InputError where a key is there twice: a chain that closes on itself has no end."""
@@ -215,23 +192,23 @@ class Pool(PoolWishes):
 
         The slots stay claimed until the lease ends, because a slow rank may still touch them.
         """
-        self.later.catch_up()
         if lease.ended is not None:
             raise LeaseError(f"{lease!r} cannot be disowned: it ended by {lease.ended.value}")
         self._doom(lease.slots)
 
     def reset(self) -> None:
         """Forget everything at once. Claimed slots come back when their leases end."""
-        self.later.catch_up()
-        self._catch_up()
+        self._feed.drain()
         self._unclaim(self._holds.drop_all())
         self._first.clear()
         state = self._state[:-1]
         idle = (state == _CACHED) & (self._readers == 0)
         in_use = (state != _FREE) & (state != _UNREADY)
-        self._tell_gone(np.flatnonzero(state == _CACHED))
+        cached = np.flatnonzero(state == _CACHED)
+        if len(cached):
+            self.log.append(EventKind.EVICT, NO_SLOTS, self._index.keys_of(cached))
         self._index.clear()
-        self._policy.clear()
+        self._feed.policy.clear()
         self._chains.clear()
         state[in_use] = _DOOMED
         self._push_free(np.flatnonzero(idle))
@@ -240,8 +217,6 @@ class Pool(PoolWishes):
 
     def end(self, lease: Lease, ending: Ending, failed: SlotArray) -> None:
         """Take a lease's slots back. Called by the lease itself, exactly once."""
-        self.later.catch_up()
-        self._hear()
         self._leases.remove(lease)
         slots = lease.slots
         readers = None
@@ -268,15 +243,12 @@ class Pool(PoolWishes):
             self._state[slots] = _CACHED
             self.generation += 1
             self._news.append(self._index.first_words_of(slots))
-            if self._tells_later:
-                self.told_later.owe(News(self._clock(), self._chosen_policy.insert, slots))
-            else:
-                self._policy.insert(slots)
+            self.log.append(EventKind.STORE, slots)
         elif lease.purpose is Purpose.COPY:
-            self._policy.put_back(slots[~self._policy.holds(slots)])
+            self.log.append(EventKind.RETURN, slots)
         elif len(unused):
             idle = np.isin(slots, unused)
-            self._policy.put_back(slots[idle & ~self._policy.holds(slots)][::-1])
+            self.log.append(EventKind.RETURN, slots[idle][::-1])
             self._use(slots[~idle])
         elif len(slots):
             self._use(slots)
@@ -325,23 +297,17 @@ class Pool(PoolWishes):
             self._state[slots] = _WRITING
         return slots
 
-    def _write_down(self, arriving: Arriving, positions: SlotArray, slots: SlotArray) -> None:
-        """Which keys were given which slots: they are known, and follow each other, from now on.
-
-        ``positions`` are those of the keys that were; where the others are, ``arriving`` says.
-        """
-        try:
-            self.told_later.catch_up()  # of who is followed a policy hears as it was
-        finally:  # a policy that raises must not leave slots that hold keys nobody knows
-            self._link(arriving, positions, slots)
-
     def _link(self, arriving: Arriving, positions: SlotArray, slots: SlotArray) -> None:
+        """These keys have these slots, and follow each other, from now on.
+
+        ``positions`` are those of the missing keys; ``arriving`` says where the others are.
+        """
         keys, found, above, chained = arriving
         if len(slots):
             # Not a copy of the whole request: so many bytes are mapped and faulted in anew.
             new = keys if len(slots) == len(keys.array) else keys.take(positions)
             self._index.insert(new, slots)
-            if self._chosen_policy.wants_chains:
+            if self._feed.policy.wants_chains:
                 chains = self._chains if chained else None
                 self._conversations.arrive(slots, positions, found, above, chains)
         if chained and len(slots) == len(found):

@@ -90,4 +90,6 @@ class PoolReplay:
                 writing.commit()
         if evidence is not None:
             self.pool.hint(whole, evidence)
+        self.pool.catch_up()
+        self.pool.raise_failure()
         return (hit,)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.cache.events import EventKind
 from kvferry.cache.policies.admission import SeenOften
 from kvferry.cache.policies.load_or_compute import Decision
 from kvferry.cache.pool import Pool
@@ -223,6 +224,10 @@ class Ghosts:
 # Finds out why a look-up ended where it did.
 
 
+_MOST_UNREAD = 256
+"""Evictions that wait to be remembered until a request is explained."""
+
+
 class Explainer:
     """Explains looks. Owns the memory of what was here once; changes nothing else."""
 
@@ -232,13 +237,12 @@ class Explainer:
         self.has_tiers = bool(lower)
         self._matcher = matcher
         self._lower = lower
-        self._pool = pool
         self._admission = admission
         self._ghosts = Ghosts(pool.num_slots)
-        pool.listeners.append(self._ghosts.add)
+        self._evicted = pool.log.reader((EventKind.EVICT,), most=_MOST_UNREAD)
 
     def close(self) -> None:
-        self._pool.listeners.remove(self._ghosts.add)
+        self._evicted.close()
 
     def explain(
         self,
@@ -248,6 +252,8 @@ class Explainer:
         declined: Decision | None = None,
     ) -> Explanation:
         """``asked_blocks`` of it tiers were asked for; ``declined`` what they had, for speed."""
+        if len(self._evicted):
+            self._read_evictions()
         look, decision = hit.look, hit.decision
         missing = look.missing
         if decision is not None and hit.is_declined:
@@ -296,12 +302,17 @@ class Explainer:
             decision=None,
         )
 
+    def _read_evictions(self) -> None:
+        for event in self._evicted.take():
+            self._ghosts.add(event.all_keys())
+
     def _why_missing(self, missing: Missing) -> Reason:
         group, key = missing.group, missing.key
         if missing.is_coming:
             return Reason.IN_FLIGHT
         if self.has_tiers and self._lower.has_out_of_reach(key):
             return Reason.LEVEL_AWAY
+        self._read_evictions()
         if self._ghosts.has(key):
             return Reason.EVICTED
         if self._admission.counts and not self._admission.admits(Keys.from_bytes((key,)))[0]:

@@ -353,7 +353,7 @@ def assemble(
         admission,
         lower,
         tenants,
-        listening(pool, tiers, matcher, is_late=engine is not None),
+        listening(pool, tiers, matcher),
         on_device,
     )
     parts = Parts(
@@ -515,6 +515,7 @@ class Scheduler:
         self._config = config if config is not None else Config()
         self._parts = parts = assemble(pool, shape, tiers, self._config, engine, clock)
         self.pool = pool
+        self._pools = (pool, *(tier.pool for tier in tiers if tier.pool is not None))
         self.groups = shape.groups
         self.epoch = 0
         """0 until everything is forgotten, then another number that no other life ever had."""
@@ -549,6 +550,8 @@ class Scheduler:
         """
         if self._closed:
             raise ClosedError(_CLOSED)
+        for pool in self._pools:
+            pool.raise_failure()
         if hints is None:
             request = Request(request_id, chain, self._parts)
         else:
@@ -735,6 +738,8 @@ class Scheduler:
             self._outbox.discard()
             self._flights.abandon("closed")
             self._parts.accounts.close()
+            for pool in self._pools:
+                pool.catch_up()
             self._closed = True
 
     def watch_requests(self) -> None:

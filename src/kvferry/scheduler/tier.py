@@ -490,7 +490,10 @@ class TierListener(Protocol):
         """These blocks can be read there."""
 
     def went(self, tier: TierName, keys: Keys | None) -> None:
-        """These cannot be read there any more; None: whatever was there."""
+        """These cannot be read there any more; None: whatever was there.
+
+        Blocks that a placed tier evicts are events in the log of its pool.
+        """
 
     def rose(self, keys: Keys) -> None:
         """These were copied up into the host."""
@@ -680,10 +683,6 @@ class SlotTier(LowerTier):
             here = ok & self.pool.cached(keys)  # what was dropped meanwhile has not come
             for listener in self.listeners:
                 listener.came(self.name, keys.take(here))
-
-    def listen(self, listener: TierListener) -> None:
-        super().listen(listener)
-        self.pool.listeners.append(lambda keys: listener.went(self.name, keys))
 
     def reset(self) -> None:
         self._beside.clear()

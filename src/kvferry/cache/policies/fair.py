@@ -160,8 +160,8 @@ class Fair:
     def left(self, slots: SlotArray) -> None:
         """These slots are free."""
         owners = self._owner.take(slots)
+        # The owner stays noted: the policy is told later that the block left.
         self.owned -= np.bincount(owners[owners >= 0], minlength=len(self.owned))
-        self._owner[slots] = _NOBODY
 
     def owner_of(self, slots: SlotArray) -> npt.NDArray[np.int16]:
         return self._owner.take(slots)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from kvferry.cache.events import EventKind
 from kvferry.cache.pool import Pool
 from kvferry.cache.reach import Group
 from kvferry.core.keys import Keys
@@ -87,7 +88,10 @@ class EventLog:
         self._told: dict[Key, _Told] = {}
         self._below: dict[Key, None] = {}  # the oldest first
         self._events: list[Any] = []
-        pool.listeners.append(lambda keys: self.went(HOST, keys))
+        pools = [(HOST, pool), *((each.name, each.pool) for each in tiers)]
+        self._evicted = [
+            (name, each.log.reader((EventKind.EVICT,))) for name, each in pools if each is not None
+        ]
         for tier in tiers:
             tier.listen(self)
 
@@ -110,6 +114,7 @@ class EventLog:
 
     def settled(self) -> None:
         """Stores may have landed: tell of those that can be matched from now on."""
+        self._read_evictions()
         if not self._ordered:
             return
         keys = Keys.from_bytes(self._ordered)
@@ -123,6 +128,7 @@ class EventLog:
     # -- what tiers say ------------------------------------------------------------------------
 
     def came(self, tier: TierName, keys: Keys) -> None:
+        self._read_evictions()
         for key in keys:
             told = self._told.get(key)
             if told is not None:
@@ -133,14 +139,23 @@ class EventLog:
                 self._drop(key, place)
 
     def went(self, tier: TierName, keys: Keys | None) -> None:
+        self._read_evictions()
         for key in list(self._told) if keys is None else keys:
             self._drop(key, tier)
 
     def rose(self, keys: Keys) -> None:
+        self._read_evictions()
         for key in keys:
             told = self._told.get(key)
             if told is not None and HOST not in told.places:
                 self._ordered[key] = told.block
+
+    def _read_evictions(self) -> None:
+        """Report what pools have evicted, before newer events of the same keys."""
+        for name, reader in self._evicted:
+            for event in reader.take():
+                for key in event.all_keys():
+                    self._drop(key, name)
 
     # -- what routers hear ----------------------------------------------------------------------
 
@@ -185,5 +200,6 @@ class EventLog:
         )
 
     def take(self) -> Iterable[Any]:
+        self._read_evictions()
         events, self._events = self._events, []
         return events

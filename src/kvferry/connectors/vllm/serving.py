@@ -47,7 +47,7 @@ def scheduler_for(
     """As many slots as the rank with the fewest has; none of them counts as ready yet."""
     num_slots = min(shape.num_slots for shape in shapes.values())
     return Scheduler(
-        Pool(num_slots, policy_named(setup.config.policy), num_ready=0, together=True),
+        Pool(num_slots, policy_named(setup.config.policy), num_ready=0),
         setup.groups,
         config=setup.config,
         num_ranks=setup.num_ranks,

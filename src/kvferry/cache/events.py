@@ -1,0 +1,206 @@
+"""What happened in one pool, as plain records that readers pull when they have time.
+
+::
+
+    lookup, lease or request  --append-->  EventLog  --take-->  readers: policy feed, counters, ...
+
+Appending runs no code of a reader. So a lease ends, and a request is answered, without waiting for
+the eviction policy.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from enum import IntEnum
+from typing import NamedTuple
+
+from kvferry.cache.policies.contract import EvictionPolicy, Evidence, HearsHints, HearsRequests
+from kvferry.core.keys import Keys
+from kvferry.types import NO_SLOTS, SlotArray
+
+MANY_EVENTS = 32
+"""The backlog of the policy feed from which a lookup or a touch drains it: about a millisecond."""
+
+
+class EventKind(IntEnum):
+    """What happened; the comments name the fields of :class:`Event` that are set."""
+
+    LOOKUP = 0  # a request asked for blocks: request, keys, slots (found), tokens
+    ANSWER = 1  # a request ended with so many generated tokens: request, keys, tokens
+    LOAD = 2  # blocks are copied to the device: request, slots
+    STORE = 3  # blocks were committed: slots
+    USE = 4  # blocks served a request, or others were stored behind them: slots
+    RETURN = 5  # blocks may be evicted again, without having been used: slots
+    HINT = 6  # a hint was given for blocks: slots, detail (an Evidence)
+    EVICT = 7  # blocks cannot be matched any more: keys, slots (unknown to the policy so far)
+    END = 8  # a request is over: request
+
+
+ALL_KINDS = tuple(EventKind)
+_LOOKUP, _ANSWER, _, _STORE, _USE, _RETURN, _HINT, _EVICT, _ = ALL_KINDS
+
+
+class Event(NamedTuple):
+    """One record. ``keys`` may be a function that makes them, for a reader that needs them."""
+
+    at: float
+    kind: EventKind
+    slots: SlotArray = NO_SLOTS
+    keys: Keys | Callable[[], Keys] | None = None
+    tokens: int = 0
+    request: str = ""
+    detail: object = None
+
+    def all_keys(self) -> Keys:
+        """The keys, made now where the record has only a function."""
+        keys = self.keys
+        if isinstance(keys, Keys):
+            return keys
+        return Keys.empty() if keys is None else keys()
+
+
+class Reader:
+    """One consumer's place in the log. It sees only the kinds that it asked for."""
+
+    __slots__ = ("_log", "events")
+
+    def __init__(self, log: EventLog, most: int | None) -> None:
+        self._log = log
+        self.events: deque[Event] = deque(maxlen=most)
+        """What was appended since the last :meth:`take`, the oldest first."""
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+    def take(self) -> list[Event]:
+        """All records since the last call, the oldest first. Another thread may call this."""
+        return [self.events.popleft() for _ in range(len(self.events))]
+
+    def close(self) -> None:
+        """Append nothing for this reader any more."""
+        self._log.remove(self)
+
+
+class EventLog:
+    """Appends records for its readers. Owns one queue for each reader, and keeps nothing else."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._queues: list[list[deque[Event]]] = [[] for _ in ALL_KINDS]
+
+    def reader(
+        self, kinds: tuple[EventKind, ...] = ALL_KINDS, *, most: int | None = None
+    ) -> Reader:
+        """A reader of what is appended from now on.
+
+        Of more than ``most`` waiting records the oldest are lost; None keeps all of them.
+        """
+        reader = Reader(self, most)
+        for kind in kinds:
+            self._queues[kind].append(reader.events)
+        return reader
+
+    def remove(self, reader: Reader) -> None:
+        for at, queues in enumerate(self._queues):
+            self._queues[at] = [queue for queue in queues if queue is not reader.events]
+
+    def wants(self, kind: EventKind) -> bool:
+        """Whether there is a reader of this kind."""
+        return bool(self._queues[kind])
+
+    def append(
+        self,
+        kind: EventKind,
+        slots: SlotArray = NO_SLOTS,
+        keys: Keys | Callable[[], Keys] | None = None,
+        *,
+        tokens: int = 0,
+        request: str = "",
+        detail: object = None,
+        at: float | None = None,
+    ) -> None:
+        """Append a record of now, or of ``at`` seconds by the pool's clock."""
+        queues = self._queues[kind]
+        if queues:
+            time = self._clock() if at is None else at
+            event = Event(time, kind, slots, keys, tokens, request, detail)
+            for queue in queues:
+                queue.append(event)
+
+
+class PolicyFeed:
+    """Tells the eviction policy of one pool what happened, in order and with the time of each.
+
+    Owns the policy and its backlog. The pool drains it before victims are selected, and before
+    chains grow: the policy asks for both as they were.
+    """
+
+    def __init__(self, log: EventLog, clock: Callable[[], float]) -> None:
+        self._log = log
+        self._clock = clock
+        self._then: float | None = None
+        self.failure: Exception | None = None
+        """The first exception of the policy since the last :meth:`raise_failure`."""
+        self._events: deque[Event] = deque()
+        self.policy: EvictionPolicy
+        self.hearer: HearsRequests | None = None
+        self.hint_hearer: HearsHints | None = None
+
+    def now(self) -> float:
+        """The policy's time: while it is told of an event, when that happened."""
+        return self._clock() if self._then is None else self._then
+
+    def feed(self, policy: EvictionPolicy) -> None:
+        """Tell this policy from now on, instead of the one before, which has heard of all."""
+        self.policy = policy
+        as_object: object = policy
+        self.hearer = as_object if isinstance(as_object, HearsRequests) else None
+        self.hint_hearer = as_object if isinstance(as_object, HearsHints) else None
+        kinds = [_STORE, _USE, _RETURN, _EVICT]
+        if self.hearer is not None:
+            kinds += [_LOOKUP, _ANSWER]
+        if self.hint_hearer is not None:
+            kinds.append(_HINT)
+        self._events = self._log.reader(tuple(kinds)).events
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def drain(self) -> None:
+        """Tell the policy all that waits. What it raises is kept for :meth:`raise_failure`."""
+        events = self._events
+        while events:
+            event = events[0]  # an interrupt leaves it there, to be told again
+            self._then = event.at
+            try:
+                self._tell(event)
+            except Exception as error:
+                self.failure = self.failure or error
+            finally:
+                self._then = None
+            events.popleft()
+
+    def raise_failure(self) -> None:
+        """Raise the first exception of the policy since the last call."""
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+
+    def _tell(self, event: Event) -> None:
+        kind, slots, policy = event.kind, event.slots, self.policy
+        if kind is _STORE:
+            policy.insert(slots)
+        elif kind is _USE:
+            policy.use(slots)
+        elif kind is _RETURN:
+            policy.put_back(slots[~policy.holds(slots)])
+        elif kind is _EVICT:
+            if len(slots):
+                policy.discard(slots)
+        elif kind is _LOOKUP and self.hearer is not None:
+            self.hearer.asked(event.all_keys(), event.tokens, slots)
+        elif kind is _ANSWER and self.hearer is not None:
+            self.hearer.answered(event.all_keys(), event.tokens)
+        elif self.hint_hearer is not None and isinstance(event.detail, Evidence):
+            self.hint_hearer.hint(slots, event.detail)
