@@ -1,19 +1,11 @@
-<<<<<<<< HEAD:tests/model/test_ferry_stores.py
 """Random lives of a ferry's stores: held up, failing, raising, forgotten in between.
-========
-"""Random lives of a ferry whose stores are held up, fail, or are forgotten in between.
->>>>>>>> de0e7dd (Append what happens in a pool to one event log; drop spare slots, late-written keys and two-piece stores):tests/model/test_ferry_lives_model.py
 
 Blocks are known by their bytes: what is loaded is what was stored under those keys, whatever became
 of the copies. While a store is on its way nothing new is found. Copies are made late, in any order.
 
 One-line breaks that were tried; each made this test fail.
 
-<<<<<<<< HEAD:tests/model/test_ferry_stores.py
 - ``Ferry.store`` does not disown what was ordered when the rest raises
-========
-- ``FerryStoring.store`` does not disown what was ordered when the rest raises
->>>>>>>> de0e7dd (Append what happens in a pool to one event log; drop spare slots, late-written keys and two-piece stores):tests/model/test_ferry_lives_model.py
 - ``Pool.end`` takes slots that are doomed for cached ones
 - ``Pool.reserve`` does not drain the policy feed before chains grow
 """
@@ -126,17 +118,11 @@ class Harbour:
     def store_that_raises(self, chain: int, count: int) -> None:
         keys, area = self.keys(chain, count), self.area()
         self.write(keys, area)
-<<<<<<<< HEAD:tests/model/test_ferry_stores.py
         plan = self.ferry._scheduler.plan
 
         def raising(**counts: Any) -> Any:
             if self.rng.random() < 0.5:
                 plan(**counts)  # never carried out: its transfers land when the ferry closes
-========
-        reserve = self.pool.reserve
-
-        def raising(*args: Any, **kwargs: Any) -> Any:
->>>>>>>> de0e7dd (Append what happens in a pool to one event log; drop spare slots, late-written keys and two-piece stores):tests/model/test_ferry_lives_model.py
             raise MemoryError
 
         before = len(self.look(keys))
@@ -202,11 +188,7 @@ async def _whole(ticket: Ticket) -> kvferry.Done:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("policy", ["lru", "returns"])
-<<<<<<<< HEAD:tests/model/test_ferry_stores.py
 def test_lives_of_stores(policy: str, seed: int) -> None:
-========
-def test_lives_of_held_up_stores(policy: str, seed: int) -> None:
->>>>>>>> de0e7dd (Append what happens in a pool to one event log; drop spare slots, late-written keys and two-piece stores):tests/model/test_ferry_lives_model.py
     harbour = Harbour(policy, seed)
     rng = harbour.rng
     with harbour.ferry:

@@ -75,7 +75,6 @@ def begun(ferry: kvferry.Ferry) -> Any:
     return keys
 
 
-@pytest.mark.skip(reason="until the policy is fed from the event log")
 def test_an_interrupt_while_a_policy_is_told_leaves_no_slot_without_its_key(
     ferry: kvferry.Ferry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
