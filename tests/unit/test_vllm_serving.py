@@ -12,7 +12,7 @@ import pytest
 from tests.fakes.vllm_side import BLOCK_TOKENS, FakeVllm
 
 from kvferry.cache.reach import FullAttention, Group, SlidingWindow
-from kvferry.connectors.vllm.events import EventLog
+from kvferry.connectors.vllm.events import BlockEvents
 from kvferry.scheduler import deferred_stores as rests
 
 Serve = Callable[..., FakeVllm]
@@ -40,9 +40,9 @@ def words() -> Any:
     return SimpleNamespace(stored=told, removed=told, medium="CPU", name=lambda name: name)
 
 
-def listen(vllm: FakeVllm) -> EventLog:
+def listen(vllm: FakeVllm) -> BlockEvents:
     scheduler = vllm.serving.scheduler
-    log = EventLog(scheduler.pool, scheduler.groups, BLOCK_TOKENS, words())
+    log = BlockEvents(scheduler.pool, scheduler.groups, BLOCK_TOKENS, words())
     vllm.serving.reports.events = log
     return log
 

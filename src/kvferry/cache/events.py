@@ -24,7 +24,7 @@ MANY_EVENTS = 32
 
 
 class EventKind(IntEnum):
-    """What happened; the comments name the fields of :class:`Event` that are set."""
+    """What happened; the comments name the fields of :class:`PoolEvent` that are set."""
 
     LOOKUP = 0  # a request asked for blocks: request, keys, slots (found), tokens
     ANSWER = 1  # a request ended with so many generated tokens: request, keys, tokens
@@ -41,7 +41,7 @@ ALL_KINDS = tuple(EventKind)
 _LOOKUP, _ANSWER, _, _STORE, _USE, _RETURN, _HINT, _EVICT, _ = ALL_KINDS
 
 
-class Event(NamedTuple):
+class PoolEvent(NamedTuple):
     """One record. ``keys`` may be a function that makes them, for a reader that needs them."""
 
     at: float
@@ -67,13 +67,13 @@ class Reader:
 
     def __init__(self, log: EventLog, most: int | None) -> None:
         self._log = log
-        self.events: deque[Event] = deque(maxlen=most)
+        self.events: deque[PoolEvent] = deque(maxlen=most)
         """What was appended since the last :meth:`take`, the oldest first."""
 
     def __len__(self) -> int:
         return len(self.events)
 
-    def take(self) -> list[Event]:
+    def take(self) -> list[PoolEvent]:
         """All records since the last call, the oldest first. Another thread may call this."""
         return [self.events.popleft() for _ in range(len(self.events))]
 
@@ -87,7 +87,7 @@ class EventLog:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._queues: list[list[deque[Event]]] = [[] for _ in ALL_KINDS]
+        self._queues: list[list[deque[PoolEvent]]] = [[] for _ in ALL_KINDS]
 
     def reader(
         self, kinds: tuple[EventKind, ...] = ALL_KINDS, *, most: int | None = None
@@ -124,7 +124,7 @@ class EventLog:
         queues = self._queues[kind]
         if queues:
             time = self._clock() if at is None else at
-            event = Event(time, kind, slots, keys, tokens, request, detail)
+            event = PoolEvent(time, kind, slots, keys, tokens, request, detail)
             for queue in queues:
                 queue.append(event)
 
@@ -142,7 +142,7 @@ class PolicyFeed:
         self._then: float | None = None
         self.failure: Exception | None = None
         """The first exception of the policy since the last :meth:`raise_failure`."""
-        self._events: deque[Event] = deque()
+        self._events: deque[PoolEvent] = deque()
         self.policy: EvictionPolicy
         self.hearer: HearsRequests | None = None
         self.hint_hearer: HearsHints | None = None
@@ -187,7 +187,7 @@ class PolicyFeed:
         if failure is not None:
             raise failure
 
-    def _tell(self, event: Event) -> None:
+    def _tell(self, event: PoolEvent) -> None:
         kind, slots, policy = event.kind, event.slots, self.policy
         if kind is _STORE:
             policy.insert(slots)

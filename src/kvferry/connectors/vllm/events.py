@@ -65,7 +65,7 @@ def vllms_words() -> Any:
     )
 
 
-class EventLog:
+class BlockEvents:
     """Remembers what was ordered until it can be matched, and what routers were told until it goes.
 
     Owns nothing else; listens to the pool for blocks that leave, and to the tiers. ``words`` are

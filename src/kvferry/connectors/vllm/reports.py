@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.config import Config
 from kvferry.connectors.vllm.control import EngineBell, VllmTokens
-from kvferry.connectors.vllm.events import EventLog
+from kvferry.connectors.vllm.events import BlockEvents
 from kvferry.connectors.vllm.messages import RankShape
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.scheduler import Scheduler
@@ -176,9 +176,9 @@ class Reports:
         self._slot_bytes: dict[str, int] = dict.fromkeys(rank_tiers, shape.slot_bytes)
         self._pinned = pinned
         self._disks = disks
-        self.events: EventLog | None = None
+        self.events: BlockEvents | None = None
         if has_listeners:
-            self.events = EventLog(scheduler.pool, scheduler.groups, hash_tokens, tiers=tiers)
+            self.events = BlockEvents(scheduler.pool, scheduler.groups, hash_tokens, tiers=tiers)
         self._told: dict[str, float] = {}
         self._told_at = 0.0
         self.inbox = Inbox()
