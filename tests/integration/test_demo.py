@@ -1,4 +1,4 @@
-"""``kvferry demo`` from the command line to its report."""
+"""``kvferry demo`` from the command line to its report. One run serves all tests of its output."""
 
 from __future__ import annotations
 
@@ -9,21 +9,35 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
+from kvferry.core.quantities import MiB
+from kvferry.errors import TransferError
+from kvferry.tools.cli import demo as demo_module
 from kvferry.tools.cli import main as door
 from kvferry.tools.cli.commands import kvferry
 from kvferry.tools.demo import engine as offload
+from kvferry.tools.demo import restart
+from kvferry.tools.demo.compare import Scenario
+from kvferry.tools.demo.model import ModelShape
+from kvferry.tools.demo.policies import made_requests, run_policies
+from kvferry.tools.demo.restart import run_restart
+from kvferry.tools.demo.runs import Part
+from kvferry.tools.demo.workload import Chat
 from kvferry.transfer.engine.cpu import CpuEngine
 from kvferry.types import DEVICE, Transfer
 
 TINY = (
-    *("demo", "--conversations", "4", "--turns", "2", "--users", "2"),
+    *("demo", "--conversations", "4", "--turns", "3", "--users", "2"),
     *("--opening-tokens", "70", "--question-tokens", "9", "--answer-tokens", "5"),
-    *("--device-blocks", "13", "--host", "8MiB"),
+    *("--device-blocks", "14", "--host", "8MiB"),
 )
 
 
@@ -31,31 +45,24 @@ def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(kvferry, arguments)
 
 
-@pytest.mark.parametrize("asked", [("--json",), ("--json", "-"), ("--json", "--seed", "3")])
-def test_figures_alone_go_to_standard_output_where_no_file_is_named(
-    tmp_path: Path, asked: tuple[str, ...]
-) -> None:
-    result = invoke(*TINY, "--html", str(tmp_path / "report.html"), *asked)
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any], str]:
+    """Output, figures and report of one run of a hybrid model with all parts but the fleet."""
+    folder = tmp_path_factory.mktemp("demo")
+    html, figures = folder / "report.html", folder / "figures.json"
+    with pytest.MonkeyPatch.context() as patch:
+        small = partial(run_policies, num_turns=400, capacities=(20, 40))
+        patch.setattr(demo_module, "run_policies", small)
+        parts = ("--restart", "--policies", "--window", "24", "--seed", "7")
+        result = invoke(*TINY, *parts, "--html", str(html), "--json", str(figures))
     assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["tokens_equal"] is True
-    assert "identical in the three runs" in result.stderr
-    assert "\x1b[" not in result.stderr
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["report.html"]
+    return result.output, json.loads(figures.read_text()), html.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("extra", [(), ("--window", "24")], ids=["full", "hybrid"])
-def test_runs_three_ways_and_writes_its_figures(tmp_path: Path, extra: tuple[str, ...]) -> None:
-    html, figures = tmp_path / "report.html", tmp_path / "figures.json"
-    result = invoke(*TINY, *extra, "--html", str(html), "--json", str(figures))
-    assert result.exit_code == 0, result.output
-    assert re.search(
-        r"All 8 answers \(\d+ tokens\) are identical in the three runs\.", result.output
-    )
-    assert "Small + kvferry: 8 of 8 turns" in result.output
-    for line in ("First token p50", "First token p95", "Tokens per second", "Hit rate, host"):
-        assert line in result.output
-
-    data = json.loads(figures.read_text())
+def test_the_three_ways_give_the_same_tokens_and_their_figures(whole: Any) -> None:
+    output, data, _ = whole
+    assert re.search(r"All 12 answers \(\d+ tokens\) are identical in the three runs\.", output)
+    assert "Small + kvferry: 12 of 12 turns" in output
     assert data["tokens_equal"] is True
     roomy, small, ferry = (data["ways"][way] for way in ("roomy", "small", "kvferry"))
     assert roomy["prefill_tokens_computed"] < small["prefill_tokens_computed"]
@@ -65,26 +72,57 @@ def test_runs_three_ways_and_writes_its_figures(tmp_path: Path, extra: tuple[str
     assert ferry["bytes_moved"]["device->host"] > 0
     assert set(small["bytes_moved"].values()) == {0}
     assert ferry["ttft_p50_seconds"] <= ferry["ttft_p95_seconds"]
-    assert len(ferry["ttft_p50_seconds_by_turn"]) == 2
+    assert len(ferry["ttft_p50_seconds_by_turn"]) == 3
 
-    page = html.read_text(encoding="utf-8")
+
+def test_the_process_after_a_restart_finds_its_blocks_on_disk(whole: Any) -> None:
+    output, data, page = whole
+    assert "identical after the restart, with the disk and without" in " ".join(output.split())
+    part = data["restart"]
+    assert part["tokens_equal"] is True
+    assert part["warm"]["restored_blocks"] > 0
+    assert part["warm"]["read_bytes"] > 0
+    assert part["hit_rate"] > 0.5
+    computed = [part[name]["prefill_tokens_computed"] for name in ("warm", "cold")]
+    assert computed[0] < computed[1] / 2
+    assert "Blocks found at the start" in page
+
+
+def test_policies_stand_beside_the_bound(whole: Any) -> None:
+    output, data, page = whole
+    ratios = data["policies"]["hit_ratio"]
+    assert set(ratios) == {"returns", "lru", "all-knowing"}
+    for blocks in ("20", "40"):
+        assert (
+            max(ratios["lru"][blocks], ratios["returns"][blocks]) <= ratios["all-knowing"][blocks]
+        )
+    assert f"{ratios['returns']['40']:.1%}" in output
+    assert "Which blocks are kept" in page
+
+
+def test_the_report_needs_no_other_file_and_no_network(whole: Any) -> None:
+    page = whole[2]
     assert page.count("<svg") == 4
     assert "identical in the three runs" in page
     assert not re.search(r"(src|href)\s*=|url\(|@import|<script", page)
     assert set(re.findall(r"https?://[^\"'\s<]+", page)) <= {"http://www.w3.org/2000/svg"}
 
 
-def test_what_host_memory_must_drop_comes_back_from_tiers(tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    small = (*TINY, "--conversations", "8", "--device-blocks", "13", "--host", "1MiB")
-    paths = ("--html", str(tmp_path / "report.html"), "--json", str(figures))
-    result = invoke(*small, *paths, "--tiers", "memory:64MiB")
+def test_figures_alone_go_to_standard_output_and_tiers_take_what_the_host_evicts(
+    tmp_path: Path,
+) -> None:
+    small = (*TINY, "--conversations", "8", "--device-blocks", "15", "--host", "1MiB")
+    html = ("--html", str(tmp_path / "report.html"))
+    result = invoke(*small, *html, "--tiers", "memory:64MiB", "--json")
     assert result.exit_code == 0, result.output
-    data = json.loads(figures.read_text())
+    data = json.loads(result.stdout)
     assert data["tokens_equal"] is True
     assert data["setting"]["tiers"] == "memory:64MiB"
     assert data["ways"]["kvferry"]["bytes_moved"]["tiers->host"] > 0
-    assert "Below host memory (memory:64MiB): " in result.output
+    assert "identical in the three runs" in result.stderr
+    assert "Below host memory (memory:64MiB): " in " ".join(result.stderr.split())
+    assert "\x1b[" not in result.stderr
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["report.html"]
 
 
 def test_says_so_and_fails_when_tokens_differ(
@@ -106,7 +144,7 @@ def test_says_so_and_fails_when_tokens_differ(
     result = invoke(*TINY, "--html", str(html))
     assert result.exit_code == 1, result.output
     assert "FAILED" in result.output
-    assert re.search(r"\d of 8 answers differ between the runs", result.output)
+    assert re.search(r"\d of 12 answers differ in the three runs", result.output)
     assert "answers differ" in html.read_text(encoding="utf-8")
 
 
@@ -114,7 +152,6 @@ def test_says_so_and_fails_when_tokens_differ(
     ("arguments", "message"),
     [
         (["--turns", "0"], "Invalid value for '--turns': 0 is not in the range x>=1"),
-        (["--turns", "many"], "'many' is not a valid integer"),
         (["--host", "64G"], "unknown unit in '64G'"),
         (["--host", "100"], "holds not even one block"),
         (["--device-blocks", "5"], "5 device blocks cannot hold even one"),
@@ -124,6 +161,7 @@ def test_says_so_and_fails_when_tokens_differ(
         (["--tiers", "memry:1MiB"], "did you mean 'memory'?"),
         (["--tiers", "memory:1KiB"], "hold no block"),
         (["--tiers", "no_such_package.x:y"], "no_such_package.x cannot be imported"),
+        (["--kill"], "give --servers too"),
         (["--colour", "blue"], "No such option"),
     ],
 )
@@ -132,38 +170,6 @@ def test_refuses_bad_input_before_any_work(arguments: list[str], message: str) -
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
     assert "Traceback" not in result.output
-
-
-def test_ctrl_c_ends_it_cleanly(tmp_path: Path) -> None:
-    html = tmp_path / "report.html"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvferry.tools.cli.main", "demo", "--html", str(html)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-        # A shell starts what it puts in the background with interrupts ignored, and that is
-        # inherited: without this the test would hang wherever the tests run so.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    assert process.stdout is not None
-    first_line = process.stdout.readline()
-    assert "conversations" in first_line
-    time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "Interrupted. Nothing was written." in output
-    assert "Traceback" not in output
-    assert not html.exists()
-
-
-def test_help_teaches_every_option() -> None:
-    result = invoke("demo", "--help")
-    assert result.exit_code == 0
-    for option in ("--conversations", "--device-blocks", "--host", "--window", "--json"):
-        assert option in result.output
-    assert "exit code is 0" in result.output
 
 
 def test_a_broken_command_breaks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,3 +193,138 @@ def test_without_its_extra_it_says_what_to_install(
     message = capsys.readouterr().err
     assert message.count("\n") == 1
     assert "pip install 'kvferry[cli]'" in message
+
+
+def test_made_requests_share_whole_blocks_and_are_the_same_for_one_seed() -> None:
+    requests = made_requests(2000, seed=3)
+    assert requests == made_requests(2000, seed=3) != made_requests(2000, seed=4)
+    assert requests == sorted(requests, key=lambda request: request["timestamp"])
+    seen: set[int] = set()
+    num_returns = 0
+    for request in requests:
+        numbers = request["hash_ids"]
+        assert len(numbers) == -(-request["input_length"] // 16)
+        known = [number in seen for number in numbers]
+        assert known == sorted(known, reverse=True), "what is known is a beginning"
+        num_returns += any(known)
+        seen.update(numbers)
+    assert 0.2 < num_returns / len(requests) < 0.6
+
+
+# -- a restart -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of temporary files, which must be empty at the end."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    yield folder
+    assert not list(folder.iterdir())
+
+
+HYBRID = ModelShape(width=64, num_layers=2, num_heads=2, hidden=64, windows=(None, 24))
+CHAT = Chat(
+    num_conversations=4,
+    num_turns=3,
+    opening_tokens=70,
+    question_tokens=9,
+    answer_tokens=5,
+    num_users=2,
+)
+SCENARIO = Scenario(chat=CHAT, shape=HYBRID, device_blocks=14, host_bytes=8 * MiB)
+
+SLOW = """
+import sys, time
+if "kvferry.tools.demo.server" in sys.orig_argv:
+    from kvferry.transfer.engine.cpu import DEVICE, CpuEngine
+    from kvferry.cache.policies import LoadOrCompute
+    move, note_load = CpuEngine._move, LoadOrCompute.note_load
+
+    def slow_move(self, transfer):
+        if transfer.src == DEVICE:
+            time.sleep(0.02)
+        return move(self, transfer)
+
+    def slow_load(self, num_bytes, seconds, *link):
+        note_load(self, num_bytes, 1e6 * seconds, *link)
+
+    CpuEngine._move, LoadOrCompute.note_load = slow_move, slow_load
+"""
+"""Python runs it at its start: copies lag behind compute, and loads seem to take ages."""
+
+
+def test_what_comes_back_does_not_hang_on_how_fast_the_machine_is(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once = run_restart(SCENARIO)
+    (tmp_path / "sitecustomize.py").write_text(SLOW)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    found = run_restart(SCENARIO)
+    assert found.tokens_equal
+    assert found.facts == at_once.facts
+    assert found.facts["hit_rate"] > 0.5
+    assert found.runs["warm"].facts["restored_blocks"] > 0
+    assert found.runs["warm"].facts == at_once.runs["warm"].facts
+    warm = found.runs["warm"]
+    wrong = replace(warm, turns=[replace(warm.turns[0], answer=[1]), *warm.turns[1:]])
+    bad: Part = replace(found, runs={**found.runs, "warm": wrong})
+    assert not bad.tokens_equal
+    assert bad.verdict.startswith("1 of 4 answers differ")
+    assert not replace(found, runs={**found.runs, "warm": replace(warm, turns=[])}).tokens_equal
+
+
+def test_a_process_that_cannot_serve_is_an_error_and_leaves_nothing(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restart, "MiB", 1)  # a disk of 256 bytes
+    with pytest.raises(TransferError, match="server ended with"):
+        run_restart(SCENARIO)
+
+
+ENDLESS = """
+import sys, time
+if "kvferry.tools.demo.server" in sys.orig_argv:
+    from kvferry.tools.demo.engine import Engine
+    step = Engine.step
+
+    def slow_step(self):
+        time.sleep(0.1)
+        return step(self)
+
+    Engine.step = slow_step
+"""
+"""It still runs when a test on a busy machine gets round to ending it."""
+
+
+@pytest.mark.parametrize("begun", ["conversations", "Before the restart"])
+def test_ctrl_c_leaves_nothing_behind(
+    begun: str, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    html = tmp_path / "report.html"
+    (tmp_path / "sitecustomize.py").write_text(ENDLESS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    command = [sys.executable, "-m", "kvferry", *TINY, "--restart", "--html", str(html)]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        start_new_session=True,
+        # A shell starts background jobs with interrupts ignored, and that is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if begun in line:
+            break
+    time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Interrupted. Nothing was written." in output
+    assert "Traceback" not in output
+    assert not html.exists()

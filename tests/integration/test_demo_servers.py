@@ -22,12 +22,13 @@ from tests.fakes import mooncake_store, remote, s3_servers
 from kvferry.errors import InputError, TransferError
 from kvferry.tools.cli.commands import kvferry
 from kvferry.tools.demo import mooncake_master, server
-from kvferry.tools.demo.compare import Turn
-from kvferry.tools.demo.fleet import FleetFigures, FleetResult, ServerProcesses
+from kvferry.tools.demo.blocks import Turn
+from kvferry.tools.demo.fleet import fleet_part
 from kvferry.tools.demo.model import ModelShape
 from kvferry.tools.demo.mooncake_master import MooncakeMaster, require_mooncake
-from kvferry.tools.demo.report import fleet_gain, fleet_verdict
+from kvferry.tools.demo.runs import Run
 from kvferry.tools.demo.server import ServerSetup
+from kvferry.tools.demo.servers import ServerProcesses
 
 TINY = (
     *("demo", "--servers", "3", "--conversations", "5", "--turns", "3", "--users", "2"),
@@ -90,7 +91,7 @@ def test_servers_share_and_one_that_is_killed_harms_no_other(mark: str, tmp_path
         kvferry, [*TINY, "--kill", "--html", str(html), "--json", str(figures)]
     )
     assert found.exit_code == 0, found.output
-    assert "answers of 3 servers are identical with the store and without" in " ".join(
+    assert "are identical on 3 servers, with the store and without" in " ".join(
         found.output.split()
     )
     told = json.loads(figures.read_text())["fleet"]
@@ -180,12 +181,6 @@ def test_a_port_that_another_took_first_is_left_to_him(monkeypatch: pytest.Monke
             assert mooncake_master._answers(int(master.place.rpartition(":")[2]))
 
 
-def test_nobody_is_killed_of_one_server() -> None:
-    found = CliRunner().invoke(kvferry, ["demo", "--kill"])
-    assert found.exit_code == 2
-    assert "give --servers too" in found.output
-
-
 def test_a_server_that_cannot_serve_is_an_error(
     mark: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -259,24 +254,27 @@ def test_a_server_that_nobody_speaks_to_waits_for_no_store(door: s3_servers.Door
         server.serve_lines(sharing(door), source)
 
 
+def a_run(answer: list[int], **facts: object) -> Run:
+    turn = Turn("conversation-000-turn-00", answer, 32, 0, 0, 32, 0.1)
+    kept = {"read_bytes": 0, "killed_server": None, "resent_turns": [], "store_ailment": ""}
+    return Run("a run", [turn], facts={**kept, "turns_by_server": [1], **facts})
+
+
 def test_wrong_answers_and_a_store_that_was_away_are_said() -> None:
-    turn = Turn(0, 0, 32, 0, 0, 32, 0.1)
-    fleet = FleetFigures([turn], {"a": [1, 2]}, {0: 1}, 0, None, (), "")
-    assert FleetResult(2, fleet, fleet).tokens_equal
-    other = replace(fleet, answers={"a": [1, 3]}, ailment="remote: the master is gone")
-    result = FleetResult(2, other, fleet)
-    assert not result.tokens_equal
-    assert fleet_verdict(result).startswith("1 of 1 answers differ")
-    assert "The store was away for a while: remote: the master is gone." in fleet_gain(result)
-    assert not FleetResult(2, replace(fleet, answers={}), fleet).tokens_equal
+    alone = a_run([1, 2])
+    assert fleet_part(2, alone, alone).tokens_equal
+    other = a_run([1, 3], store_ailment="remote: the master is gone")
+    part = fleet_part(2, other, alone)
+    assert not part.tokens_equal
+    assert part.verdict.startswith("1 of 1 answers differ")
+    assert "The store was away for a while: remote: the master is gone." in part.gain
 
 
 def test_no_saving_is_told_where_nothing_was_shared() -> None:
-    turn = Turn(0, 0, 32, 0, 0, 32, 0.1)
-    alone = FleetFigures([turn], {"a": [1, 2]}, {0: 1}, 0, None, (), "")
-    shared = replace(alone, turns=[replace(turn, prefilled_tokens=8)], read_bytes=4096)
-    assert "sharing saved 75%" in fleet_gain(FleetResult(2, shared, alone))
-    vain = FleetResult(2, replace(shared, read_bytes=0), alone)
-    assert "this shows nothing of what sharing saves" in fleet_gain(vain)
-    assert "saved " not in fleet_gain(vain)
-    assert vain.to_dict()["prefill_saved_share"] is None
+    alone = a_run([1, 2])
+    saved = a_run([1, 2], read_bytes=4096)
+    saved = replace(saved, turns=[replace(saved.turns[0], prefilled_tokens=8)])
+    assert "sharing saved 75%" in fleet_part(2, saved, alone).gain
+    vain = fleet_part(2, replace(saved, facts=alone.facts), alone)
+    assert "no saving can be shown" in vain.gain
+    assert vain.facts["prefill_saved_share"] is None

@@ -44,7 +44,7 @@ from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner
 from kvferry.tools.demo.model import Decoder, ModelShape
 from kvferry.tools.demo.workload import Chat, serve
 from kvferry.tools.top.view import Watch
-from kvferry.tools.top.words import memory_words
+from kvferry.tools.words import memory_words
 
 
 def observed(

@@ -15,7 +15,7 @@ from kvferry.telemetry.source import Snapshot, exposition, installed_version
 from kvferry.tiers.disk.figures import DiskFigures
 from kvferry.tools.top.scrape import base_url, explain, parse, read
 from kvferry.tools.top.view import HISTORY, Watch
-from kvferry.tools.top.words import show_bytes, show_seconds, show_share, sparkline
+from kvferry.tools.words import show_bytes, show_seconds, show_share, sparkline
 
 
 @pytest.fixture

@@ -1,38 +1,28 @@
-"""Plots as inline SVG: lines, steps and stacked bars, coloured by the page's own variables."""
+"""Plots as inline SVG, tables as HTML, and the page around them. A page needs no other file."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import cycle
 
 WIDTH, HEIGHT = 460, 260
 LEFT, RIGHT, TOP, BOTTOM = 72, 28, 14, 46
+COLOURS = ("--teal", "--orange", "--grey", "--blue", "--red", "--purple")
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line: its name, the page variable of its colour, its points.
-
-    A ``wide`` line is a pale band: a reference that stays visible under a line that follows it.
-    """
+    """A named line in a colour of the page. A ``wide`` line is a pale reference band."""
 
     name: str
     colour: str
     points: Sequence[Point]
     wide: bool = False
-
-
-@dataclass(frozen=True)
-class Part:
-    """One piece of a bar."""
-
-    name: str
-    colour: str
-    value: float
 
 
 def line_plot(
@@ -42,107 +32,174 @@ def line_plot(
     y_label: str,
     show_y: Callable[[float], str],
     show_x: Callable[[float], str] = "{:g}".format,
-    markers: bool = True,
     x_ticks: Sequence[float] | None = None,
 ) -> str:
-    """Lines over common axes that start at zero on the y axis; ``x_ticks`` where they should be."""
+    """Lines over common axes. The y axis starts at zero.
+
+    Args:
+        series: The lines.
+        x_label: The text below the x axis.
+        y_label: The subject of the y axis, for screen readers.
+        show_y: Formats a value of the y axis.
+        show_x: Formats a value of the x axis.
+        x_ticks: The ticks of the x axis, else round numbers.
+    """
     xs = [x for line in series for x, _ in line.points]
-    ys = [y for line in series for _, y in line.points]
     x_ticks = x_ticks if x_ticks is not None else ticks(min(xs), max(xs), 6)
-    y_ticks = ticks(0, max(ys), 5)
-    low, high = min(min(xs), x_ticks[0]), max(max(xs), x_ticks[-1])
-    top = max(max(ys), y_ticks[-1])
+    y_ticks = ticks(0, max(y for line in series for _, y in line.points), 5)
+    low, high = min(*xs, x_ticks[0]), max(*xs, x_ticks[-1])
 
     def place(x: float, y: float) -> Point:
         across = (x - low) / ((high - low) or 1) * (WIDTH - LEFT - RIGHT)
-        up = y / (top or 1) * (HEIGHT - TOP - BOTTOM)
+        up = y / (y_ticks[-1] or 1) * (HEIGHT - TOP - BOTTOM)
         return round(LEFT + across, 1), round(HEIGHT - BOTTOM - up, 1)
 
-    parts = [_open(f"{y_label} by {x_label}")]
+    parts = [_open(f"{y_label} by {x_label}", HEIGHT)]
     for tick in y_ticks:
         x, y = place(low, tick)
         parts.append(f'<line class="grid" x1="{x}" y1="{y}" x2="{WIDTH - RIGHT}" y2="{y}"/>')
-        parts.append(f'<text x="{x - 8}" y="{y + 4}" text-anchor="end">{show_y(tick)}</text>')
-    for tick in x_ticks:
-        x, y = place(tick, 0)
-        parts.append(f'<text x="{x}" y="{y + 17}" text-anchor="middle">{show_x(tick)}</text>')
-    middle = LEFT + (WIDTH - LEFT - RIGHT) / 2
-    parts.append(
-        f'<text class="axis" x="{middle}" y="{HEIGHT - 5}" text-anchor="middle">'
-        f"{escape(x_label)}</text>"
-    )
+        parts.append(_text(x - 8, y + 4, show_y(tick), "end"))
+    parts += [_text(place(tick, 0)[0], HEIGHT - BOTTOM + 17, show_x(tick)) for tick in x_ticks]
+    parts.append(_text(LEFT + (WIDTH - LEFT - RIGHT) / 2, HEIGHT - 5, x_label, kind="axis"))
     for line in series:
         placed = [place(x, y) for x, y in line.points]
         path = " ".join(f"{x},{y}" for x, y in placed)
-        kind = "line wide" if line.wide else "line"
         parts.append(
-            f'<polyline class="{kind}" style="stroke:var({line.colour})" points="{path}">'
-            f"<title>{escape(line.name)}</title></polyline>"
+            f'<polyline class="line{" wide" * line.wide}" style="stroke:var({line.colour})" '
+            f'points="{path}"><title>{escape(line.name)}</title></polyline>'
         )
-        if markers and not line.wide:
+        if not line.wide:
             parts += [
                 f'<circle cx="{x}" cy="{y}" r="3.5" style="fill:var({line.colour})">'
-                f"<title>{escape(line.name)}: {show_y(value)}</title></circle>"
+                f"<title>{escape(line.name)}: {escape(show_y(value))}</title></circle>"
                 for (x, y), (_, value) in zip(placed, line.points, strict=True)
             ]
     return "".join([*parts, "</svg>"])
 
 
 def bar_plot(
-    bars: Sequence[tuple[str, Sequence[Part]]], *, show: Callable[[float], str], x_label: str
+    bars: Mapping[str, Sequence[float]], kinds: Sequence[tuple[str, str]], *, x_label: str
 ) -> str:
-    """Horizontal stacked bars with a common scale."""
-    height = 26
-    pitch = 64
-    total_height = TOP + pitch * len(bars) + BOTTOM
-    longest = max(sum(part.value for part in parts) for _, parts in bars)
-    scale_ticks = ticks(0, longest, 4)
-    right = max(longest, scale_ticks[-1])
-    left = 14
+    """Horizontal stacked bars with a common scale.
+
+    Args:
+        bars: For each bar, one value of each kind.
+        kinds: The name and the colour of each kind.
+        x_label: The text below the axis.
+    """
+    pitch, left = 64, 14
+    base = TOP + pitch * len(bars)
+    scale = ticks(0, max(map(sum, bars.values())), 4)
 
     def place(value: float) -> float:
-        return round(left + value / (right or 1) * (WIDTH - left - RIGHT - 10), 1)
+        return round(left + value / (scale[-1] or 1) * (WIDTH - left - RIGHT - 10), 1)
 
-    out = [_open(x_label, total_height)]
-    base = TOP + pitch * len(bars)
-    for tick in scale_ticks:
+    out = [_open(x_label, base + BOTTOM)]
+    for tick in scale:
         x = place(tick)
         out.append(f'<line class="grid" x1="{x}" y1="{TOP}" x2="{x}" y2="{base}"/>')
-        anchor = "start" if tick == 0 else "middle"
-        out.append(f'<text x="{x}" y="{base + 15}" text-anchor="{anchor}">{show(tick)}</text>')
-    for row, (name, parts) in enumerate(bars):
-        y = TOP + row * pitch + 24
-        out.append(f'<text class="name" x="{left}" y="{y - 7}">{escape(name)}</text>')
-        at = 0.0
-        for part in parts:
-            if not part.value:
-                continue
-            x, end = place(at), place(at + part.value)
-            out.append(
-                f'<rect x="{x}" y="{y}" width="{max(0.5, round(end - x, 1))}" height="{height}" '
-                f'style="fill:var({part.colour})">'
-                f"<title>{escape(part.name)}: {show(part.value)}</title></rect>"
-            )
-            if end - x > 44:
+        out.append(_text(x, base + 15, _thousands(tick), "middle" if tick else "start"))
+    for row, (name, values) in enumerate(bars.items()):
+        y, total = TOP + row * pitch + 24, 0.0
+        out.append(_text(left, y - 7, name, "start", "name"))
+        for value, (kind, colour) in zip(values, kinds, strict=True):
+            x, total = place(total), total + value
+            width = round(place(total) - x, 1)
+            if value:
                 out.append(
-                    f'<text class="inside" x="{(x + end) / 2}" y="{y + 17}" '
-                    f'text-anchor="middle">{show(part.value)}</text>'
+                    f'<rect x="{x}" y="{y}" width="{max(0.5, width)}" height="26" '
+                    f'style="fill:var({colour})"><title>{escape(kind)}: {value:,}</title></rect>'
                 )
-            at += part.value
-    out.append(
-        f'<text class="axis" x="{WIDTH / 2}" y="{total_height - 4}" text-anchor="middle">'
-        f"{escape(x_label)}</text></svg>"
+            if width > 44:
+                out.append(_text(x + width / 2, y + 17, _thousands(value), kind="inside"))
+    out.append(_text(WIDTH / 2, base + BOTTOM - 4, x_label, kind="axis"))
+    return "".join([*out, "</svg>"])
+
+
+def hit_ratio_lines(
+    bounds: Sequence[tuple[int, float]], policies: Mapping[str, Sequence[tuple[int, float]]]
+) -> list[Series]:
+    """Hit ratios by capacity in blocks: the all-knowing bound, then a line for each policy."""
+
+    def points(pairs: Sequence[tuple[int, float]]) -> list[Point]:
+        return sorted((math.log2(blocks), ratio) for blocks, ratio in pairs)
+
+    lines = [Series("all-knowing", "--grey", points(bounds), wide=True)] if bounds else []
+    colours = cycle([colour for colour in COLOURS if colour != "--grey"])
+    lines += [Series(name, next(colours), points(pairs)) for name, pairs in policies.items()]
+    return lines
+
+
+def hit_ratio_plot(lines: Sequence[Series], labels: Mapping[int, str]) -> str:
+    """Draw hit ratios. ``labels`` has the text of each capacity in blocks."""
+    shown = {math.log2(blocks): text for blocks, text in labels.items()}
+
+    def label(x: float) -> str:
+        text = shown.get(x, "")
+        return text if len(text) <= 12 else f"{text[:11]}…"
+
+    return line_plot(
+        lines,
+        x_label="capacity in blocks, on a logarithmic scale",
+        y_label="hit ratio",
+        show_y="{:.2f}".format,
+        show_x=label,
+        x_ticks=sorted(shown),
     )
-    return "".join(out)
+
+
+def picture(drawn: str, lines: Sequence[Series]) -> str:
+    """A line plot with its legend as one SVG file."""
+    height = HEIGHT + 24 + 18 * ((len(lines) - 1) // 3)
+    names = "".join(
+        f'<text x="{86 + 118 * (at % 3)}" y="{278 + 18 * (at // 3)}"><tspan style="fill:var('
+        f'{line.colour})" font-weight="bold">&#9632; </tspan>{escape(line.name)}</text>'
+        for at, line in enumerate(lines)
+    )
+    head, _, rest = drawn.partition(">")
+    head = head.replace(f"0 0 {WIDTH} {HEIGHT}", f"0 0 {WIDTH} {height}")
+    style = f"<style>:root{{{_LIGHT}}}{_SVG_CSS}</style>"
+    back = f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>'
+    return f"{head}>{style}{back}{rest.removesuffix('</svg>')}{names}</svg>\n"
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:
-    """Names with their colours, as the plots above use them."""
+    """Names and their colours in the plots."""
     items = "".join(
         f'<li><span style="background:var({colour})"></span>{escape(name)}</li>'
         for name, colour in entries
     )
     return f'<ul class="legend">{items}</ul>'
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """An HTML table. The first row and the first column are headings."""
+    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in rows[0][1:])
+    body = "".join(
+        f'<tr><th scope="row">{escape(name)}</th>'
+        + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        + "</tr>"
+        for name, *cells in rows[1:]
+    )
+    return (
+        f'<div class="scroll"><table><thead><tr><th>{escape(rows[0][0])}</th>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def figure(title: str, words: str, plot: str, names: str = "", rest: str = "") -> str:
+    """A framed plot with its heading, its text, its legend, and further HTML."""
+    return f"<figure><h2>{escape(title)}</h2><p>{escape(words)}</p>{plot}{names}{rest}</figure>"
+
+
+def page(title: str, body: str) -> str:
+    """A whole page around ``body``."""
+    return (
+        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{_CSS}</style></head>"
+        f"<body><main><h1>{escape(title)}</h1>{body}</main></body></html>\n"
+    )
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
@@ -153,13 +210,71 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= raw * 0.999)
     if low == int(low) and high == int(high) and span >= 1:
         step = max(1.0, math.ceil(step) if step < 10 else step)
-    first = math.floor(low / step) * step if low == 0 else low
-    last = math.ceil((high - first) / step - 1e-9)
-    return [round(first + step * i, 10) for i in range(last + 1)]
+    last = math.ceil((high - low) / step - 1e-9)
+    return [round(low + step * i, 10) for i in range(last + 1)]
 
 
-def _open(label: str, height: int = HEIGHT) -> str:
+def _thousands(value: float) -> str:
+    if value >= 1e6:
+        return f"{value / 1e6:,.4g}M"
+    return f"{value / 1000:,.3g}k" if value >= 1000 else f"{value:,.10g}"
+
+
+def _text(x: float, y: float, text: str, anchor: str = "middle", kind: str = "") -> str:
+    style = f'class="{kind}" ' if kind else ""
+    return f'<text {style}x="{x}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _open(label: str, height: int) -> str:
     return (
-        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label, quote=True)}" '
+        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}" '
         f'xmlns="http://www.w3.org/2000/svg">'
     )
+
+
+_LIGHT = (
+    "--bg:#fbfbfa;--panel:#fff;--ink:#1d2329;--soft:#5d6873;--edge:#e2e5e8;--good:#1a7f4b;"
+    "--bad:#c0392b;--grey:#7b8794;--orange:#d9822b;--teal:#0f8b8d;--blue:#5b6c9d;--red:#c44536;"
+    "--purple:#8a5a83"
+)
+_SVG_CSS = """
+svg text{font:11px system-ui,sans-serif;fill:var(--soft);font-variant-numeric:tabular-nums}
+svg text.name{font-size:12px;fill:var(--ink)}svg text.inside{fill:#fff;font-weight:600}
+.grid{stroke:var(--edge);stroke-width:1}
+.line{fill:none;stroke-width:2.25;stroke-linejoin:round;stroke-linecap:round}
+.line.wide{stroke-width:7;opacity:.4}
+"""
+_CSS = f"""
+:root{{color-scheme:light dark;{_LIGHT}}}
+@media(prefers-color-scheme:dark){{:root{{--bg:#14181c;--panel:#1b2026;--ink:#e6e9ec;--soft:#9aa5b0;
+--edge:#2b323a;--good:#4cc38a;--bad:#ff7b6b;--grey:#93a1af;--orange:#e69a4c;--teal:#35b5b0;
+--blue:#8b9bd0;--red:#e0705f;--purple:#b98ab1}}}}
+*{{box-sizing:border-box}}
+body{{margin:0;background:var(--bg);color:var(--ink);font:15px/1.55 system-ui,sans-serif}}
+main{{max-width:1020px;margin:0 auto;padding:36px 20px 48px}}
+h1{{font-size:26px;margin:0 0 6px}}h2{{font-size:15px;margin:0 0 2px}}
+p{{margin:0 0 14px;color:var(--soft);max-width:76ch;overflow-wrap:anywhere}}
+.verdict{{font-weight:600}}.good{{color:var(--good)}}.bad{{color:var(--bad)}}
+.cards,.plots{{display:grid;gap:16px;margin-bottom:16px}}
+.cards{{grid-template-columns:repeat(auto-fit,minmax(230px,1fr))}}
+.plots{{grid-template-columns:repeat(auto-fit,minmax(min(420px,100%),1fr))}}
+.card,figure{{background:var(--panel);border:1px solid var(--edge);border-radius:10px;
+padding:16px 18px;margin:0 0 16px}}.plots figure{{margin:0}}
+.card b{{display:block;font-size:34px;line-height:1.15;color:var(--teal)}}
+.card span{{display:block}}.card small{{color:var(--soft)}}
+figure p{{font-size:13px;margin:0 0 8px}}
+svg{{width:100%;max-width:540px;height:auto;display:block}}{_SVG_CSS}
+.legend{{list-style:none;display:flex;flex-wrap:wrap;gap:4px 18px;padding:0;margin:8px 0 0;
+font-size:13px;color:var(--soft)}}
+.legend span{{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:7px}}
+.scroll{{overflow-x:auto}}
+table{{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}}
+th,td{{padding:7px 10px;text-align:right;border-bottom:1px solid var(--edge)}}
+td{{white-space:nowrap}}tbody tr:last-child>*{{border-bottom:0}}
+thead th:first-child{{text-align:left}}
+th[scope=row]{{text-align:left;font-weight:400;color:var(--soft)}}
+td:nth-child(2),thead th:nth-child(2){{color:var(--teal);font-weight:600}}
+@media(max-width:600px){{main{{padding:20px 12px 32px}}.card,figure{{padding:14px 12px}}
+svg text{{font-size:14px}}svg text.name{{font-size:15px}}th,td{{padding:6px 4px;font-size:13px}}}}
+footer{{font-size:13px;margin-top:22px}}
+"""

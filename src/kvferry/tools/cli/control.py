@@ -15,7 +15,7 @@ from kvferry.settings.files import read_secret
 from kvferry.tools.cli.output import unbroken
 from kvferry.tools.top.scrape import DEFAULT_URL, base_url, post
 from kvferry.tools.top.told import read_json
-from kvferry.tools.top.words import counted, said
+from kvferry.tools.words import counted, said
 
 TOKEN_ENV = "KVFERRY_CONTROL_TOKEN"
 ACTIONS = ("lookup", "hint", "pin", "unpin", "prefetch", "drop")

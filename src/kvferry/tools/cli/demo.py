@@ -1,343 +1,99 @@
-"""``kvferry demo``: see KV blocks leave a device that is too small, come back, and save time."""
+"""``kvferry demo``: KV blocks leave a device that is too small, come back, and save time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from kvferry.core.quantities import parse_size
 from kvferry.errors import ConfigError, InputError, KvferryError
-from kvferry.settings.tiers import TierSpec, read_tiers, show_tiers
+from kvferry.settings.tiers import read_tiers
 from kvferry.tiers.contract import TierSetup
 from kvferry.tiers.opening import open_tier
-from kvferry.tools.cli.output import is_stdout, json_option, put
-from kvferry.tools.demo.blocks import ServedRequest
-from kvferry.tools.demo.compare import (
-    Answers,
-    Comparison,
-    Figures,
-    ReturningChat,
-    Scenario,
-    ServingWay,
-    Turn,
-    compare,
-    run,
-)
-from kvferry.tools.demo.fleet import FleetResult, run_fleet
-from kvferry.tools.demo.model import Decoder, ModelShape, limit_matrix_threads
+from kvferry.tools.cli.output import grid, is_stdout, json_option, put
+from kvferry.tools.demo.blocks import Turn
+from kvferry.tools.demo.compare import Scenario, compare
+from kvferry.tools.demo.fleet import run_fleet
+from kvferry.tools.demo.model import ModelShape, limit_matrix_threads
 from kvferry.tools.demo.mooncake_master import require_mooncake
-from kvferry.tools.demo.policies import PoliciesResult, PolicyTrial, run_policies
-from kvferry.tools.demo.report import (
-    FLEET_ROWS,
-    LIVES,
-    NAMES,
-    POLICIES_ROWS,
-    RESTART_ROWS,
-    ROWS,
-    WAYS,
-    fleet_columns,
-    fleet_gain,
-    fleet_section,
-    fleet_verdict,
-    gain,
-    policies_columns,
-    policies_gain,
-    policies_section,
-    policies_verdict,
-    render,
-    restart_columns,
-    restart_gain,
-    restart_section,
-    restart_verdict,
-    show_seconds,
-    verdict,
-)
-from kvferry.tools.demo.restart import Restart, run_restart
+from kvferry.tools.demo.policies import Policies, run_policies
+from kvferry.tools.demo.report import render
+from kvferry.tools.demo.restart import run_restart
+from kvferry.tools.demo.runs import OnTurn, Part
 from kvferry.tools.demo.workload import Chat
-from kvferry.tools.top.words import show_bytes
-
-Follow = Callable[[ServingWay], Callable[[ServedRequest], None]]
-"""Begins to show one way's progress; the answer is told of every finished turn."""
-
-
-@contextmanager
-def following(console: Console, num_turns: int) -> Iterator[Follow]:
-    """Shows the three ways, each as it is served."""
-    if not console.is_terminal:
-        yield lambda way: _PlainProgress(console, way, num_turns)
-        return
-    with Progress(
-        TextColumn("{task.description:<24}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("turns"),
-        TimeElapsedColumn(),
-        TextColumn("[dim]{task.fields[last]}"),
-        console=console,
-    ) as progress:
-
-        def follow(way: ServingWay) -> Callable[[ServedRequest], None]:
-            task = progress.add_task(NAMES[way], total=num_turns, last="")
-
-            def finished(request: ServedRequest) -> None:
-                progress.update(task, advance=1, last=f"first token {_wait(request)}")
-
-            return finished
-
-        yield follow
-
-
-class _PlainProgress:
-    """A line for every quarter of a run, for logs and pipes."""
-
-    def __init__(self, console: Console, way: ServingWay, num_turns: int) -> None:
-        self._console = console
-        self._way = way
-        self._num_turns = num_turns
-        self._num_done = 0
-
-    def __call__(self, request: ServedRequest) -> None:
-        quarter = 4 * self._num_done // self._num_turns
-        self._num_done += 1
-        if 4 * self._num_done // self._num_turns > quarter:
-            self._console.print(
-                f"{NAMES[self._way]}: {self._num_done} of {self._num_turns} turns, "
-                f"first token {_wait(request)}",
-                highlight=False,
-            )
-
-
-class LifeProgress:
-    """A line for every process, once it has answered its first turn."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._life = ""
-
-    def __call__(self, life: str, turn: Turn) -> None:
-        if life != self._life:
-            self._life = life
-            wait = show_seconds(turn.first_token_seconds)
-            self._console.print(f"{LIVES[life]}: first token {wait}", highlight=False)
-
-
-class PolicyProgress:
-    """A line for every quarter of the turns that policies are compared by."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def __call__(self, number: int, total: int) -> None:
-        if 4 * number // total > 4 * (number - 1) // total:
-            self._console.print(f"Policies: {number} of {total} turns", highlight=False)
-
-
-class FleetProgress:
-    """A line for every server of a fleet, once it has answered its first turn."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._seen: set[tuple[str, int]] = set()
-
-    def __call__(self, way: str, server: int, turn: Turn) -> None:
-        if (way, server) not in self._seen:
-            self._seen.add((way, server))
-            wait = show_seconds(turn.first_token_seconds)
-            self._console.print(
-                f"{WAYS[way]}: server {server}, first token {wait}", highlight=False
-            )
-
-
-def _wait(request: ServedRequest) -> str:
-    assert request.first_token_at is not None
-    return show_seconds(request.first_token_at - request.arrival)
-
-
-# ------------------------------------------------------------------------------------------------
-# What ``kvferry demo`` says in a terminal: a table for each of its parts, and what it shows.
-
-Shown = TypeVar("Shown")
-
-
-def show_comparison(result: Comparison, console: Console) -> None:
-    columns = [(NAMES[way], figures) for way, figures in result.figures.items()]
-    _put_table(columns, ROWS, console, list(result.figures).index(ServingWay.KVFERRY))
-    _put_words(result, verdict(result), console)
-    console.print(gain(result), highlight=False)
-    if result.setting.tiers:
-        ferried = result.figures[ServingWay.KVFERRY]
-        console.print(
-            f"Below host memory ({show_tiers(result.setting.tiers)}): "
-            f"{show_bytes(ferried.spilled_bytes)} went down, "
-            f"{show_bytes(ferried.promoted_bytes)} came back.",
-            highlight=False,
-        )
-
-
-def show_restart(again: Restart, console: Console) -> None:
-    _put_table(restart_columns(again), RESTART_ROWS, console)
-    _put_words(again, restart_verdict(again), console)
-    console.print(restart_gain(again), highlight=False)
-
-
-def show_policies(kept: PoliciesResult, console: Console) -> None:
-    columns = policies_columns(kept)
-    _put_table(columns, POLICIES_ROWS, console, len(columns) - 1)
-    _put_words(kept, policies_verdict(kept), console)
-    console.print(policies_gain(kept), highlight=False)
-
-
-def show_fleet(fleet: FleetResult, console: Console) -> None:
-    _put_table(fleet_columns(fleet), FLEET_ROWS, console)
-    _put_words(fleet, fleet_verdict(fleet), console)
-    console.print(fleet_gain(fleet), highlight=False)
-
-
-def _put_table(
-    columns: Sequence[tuple[str, Shown]],
-    rows: Sequence[tuple[str, Callable[[Shown], str]]],
-    console: Console,
-    coloured: int = 0,
-) -> None:
-    table = Table(title=None, header_style="bold")
-    table.add_column("")
-    for at, (name, column) in enumerate(columns):
-        widest = max(len(show(column)) for _, show in rows)  # words may be broken, numbers not
-        style = "cyan" if at == coloured else None
-        table.add_column(name, justify="right", style=style, min_width=widest)
-    for name, show in rows:
-        table.add_row(name, *(show(column) for _, column in columns))
-    console.print(table)
-
-
-def _put_words(
-    result: Comparison | Restart | PoliciesResult | FleetResult, words: str, console: Console
-) -> None:
-    style, mark = ("green", "OK") if result.tokens_equal else ("bold red", "FAILED")
-    console.print(f"[{style}]{mark}[/] {words}", highlight=False)
-
-
-# ------------------------------------------------------------------------------------------------
-# ``kvferry demo``: see KV blocks leave a device that is too small, come back, and save time.
+from kvferry.tools.words import show_seconds
 
 INTERRUPTED = 130
 TOKENS_DIFFER = 1
-
-
-def _read_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
-    try:
-        return parse_size(value, name="a size")
-    except ConfigError as error:
-        raise click.BadParameter(str(error), ctx, param) from error
-
-
-def _read_tiers(
-    ctx: click.Context, param: click.Parameter, value: str | None
-) -> tuple[TierSpec, ...]:
-    try:
-        return read_tiers("tiers", value)
-    except ConfigError as error:
-        raise click.BadParameter(str(error), ctx, param) from error
-
 
 COUNT = click.IntRange(min=1)
 FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 
 
+def _number(name: str, default: int, help: str) -> Callable[[Any], Any]:
+    return click.option(name, type=COUNT, metavar="N", default=default, help=help)
+
+
 @click.command(context_settings={"show_default": True})
-@click.option("--conversations", type=COUNT, metavar="N", default=14, help="How many people chat.")
-@click.option("--turns", type=COUNT, metavar="N", default=5, help="Questions in each conversation.")
-@click.option(
-    "--users",
-    type=COUNT,
-    metavar="N",
-    default=3,
-    help="Turns answered at a time. More users fight harder for the device's blocks.",
-)
-@click.option(
-    "--opening-tokens",
-    type=COUNT,
-    metavar="N",
-    default=320,
-    help="Text a conversation opens with, about.",
-)
-@click.option(
-    "--question-tokens",
-    type=COUNT,
-    metavar="N",
-    default=40,
-    help="Tokens each question adds, about.",
-)
-@click.option(
-    "--answer-tokens", type=COUNT, metavar="N", default=16, help="Tokens of each answer, about."
-)
+@_number("--conversations", 14, "Number of conversations.")
+@_number("--turns", 5, "Questions in each conversation.")
+@_number("--users", 3, "Turns answered at a time. More users need more of the device's blocks.")
+@_number("--opening-tokens", 320, "About so many tokens open a conversation.")
+@_number("--question-tokens", 40, "About so many tokens make a question.")
+@_number("--answer-tokens", 16, "About so many tokens make an answer.")
 @click.option(
     "--device-blocks",
     type=COUNT,
     metavar="N",
     default=None,
-    help="KV blocks of the small device, 16 tokens each. A block is forgotten when another one "
-    "needs its place.",
+    help="KV blocks of the small device, 16 tokens each.",
     show_default="a quarter of what all conversations need",
 )
 @click.option(
     "--host",
     metavar="SIZE",
-    callback=_read_size,
     default="256MiB",
-    help="Host memory in which kvferry keeps blocks. Too little, and it must forget as well.",
+    help="Host memory in which kvferry keeps blocks. If it is too small, it evicts too.",
 )
 @click.option(
     "--tiers",
     metavar="TIERS",
-    callback=_read_tiers,
     default=None,
-    help="What lies below host memory, such as memory:64MiB: it takes what host memory must "
-    "forget. Give a small --host to see it at work.",
+    help="Tiers below host memory, such as memory:64MiB. They take what host memory evicts: give "
+    "a small --host to see it.",
     show_default="none",
 )
 @click.option(
     "--restart",
     is_flag=True,
-    help="Then also stop the server and start it again, as processes of their own with a disk "
-    "(a temporary directory) below host memory: its first turns are found there.",
+    help="Also stop a server and start it again. The new process finds its blocks on disk.",
 )
 @click.option(
     "--policies",
     is_flag=True,
-    help="Then also compare eviction policies (lru and returns): hundreds of short conversations "
-    "that return after minutes or never, as in a chat service, and host memory for few of them. "
-    "Has sizes of its own, and a service's clock: nobody waits for the minutes.",
+    help="Also simulate eviction policies on thousands of turns of a chat service.",
 )
 @click.option(
     "--servers",
     type=click.IntRange(min=2, max=16),
     metavar="N",
     default=None,
-    help="Then also serve with so many servers, each a process, and every turn by any of them: "
-    "with one Mooncake store for all, which is started for it, and each for itself.",
+    help="Also serve with N processes, once with one Mooncake store for all and once without.",
     show_default="off",
 )
-@click.option(
-    "--kill",
-    is_flag=True,
-    help="With --servers: kill one of them at half of the turns, in the midst of one.",
-)
+@click.option("--kill", is_flag=True, help="With --servers: kill one of them at half of the turns.")
 @click.option(
     "--window",
     type=COUNT,
     metavar="N",
     default=None,
-    help="Give every second layer a sliding window of so many tokens: it needs only the last "
-    "blocks of a conversation, so far less is loaded.",
+    help="Give every second layer a sliding window of N tokens, so that it loads fewer blocks.",
     show_default="off",
 )
 @click.option(
@@ -345,190 +101,163 @@ FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
     type=click.IntRange(min=0),
     metavar="N",
     default=0,
-    help="Other weights and conversations.",
+    help="Seed of the weights and the conversations.",
 )
 @click.option(
     "--html",
     type=FILE,
     default="kvferry-demo.html",
-    help="Where to write the report: one page with plots that needs no network.",
+    help="File of the report: one page with plots that needs no network.",
 )
 @json_option
 @click.pass_context
-def demo(
-    ctx: click.Context,
-    conversations: int,
-    turns: int,
-    users: int,
-    opening_tokens: int,
-    question_tokens: int,
-    answer_tokens: int,
-    device_blocks: int | None,
-    host: int,
-    tiers: tuple[TierSpec, ...],
-    restart: bool,
-    policies: bool,
-    servers: int | None,
-    kill: bool,
-    window: int | None,
-    seed: int,
-    html: Path,
-    json_file: Path | None,
-) -> None:
+def demo(ctx: click.Context, /, html: Path, json_file: Path | None, **given: Any) -> None:
     """See KV blocks leave a small device and come back.
 
-    Serves the same multi-turn conversations three ways with a small paged decoder on the CPU: on a
-    device that holds them all, on one that is several times too small, and on the small one with
-    kvferry, which keeps in host memory what the device must forget. Then it proves that all three
-    gave the same tokens and shows what each of them cost. Takes less than a minute, needs no GPU.
-    With --restart it also shows a server that stops, and a new process that goes on where it
-    stopped, with what the first one left on disk; with --policies, what it changes which blocks
-    host memory keeps; with --servers, how much less several servers compute that share what they
-    have computed.
+    A small decoder on the CPU serves the same conversations three ways. One device holds them all.
+    One is several times too small and computes again what it forgot. The third is as small, but
+    kvferry keeps its blocks in host memory.
 
-    The exit code is 0 when all tokens agree and 1 when they do not.
+    The demo compares every token of all answers and shows the cost of each way. It takes less than
+    a minute and needs no GPU.
+
+    The exit code is 0 if all tokens agree and 1 if they do not.
     """
-    console = Console(stderr=is_stdout(json_file))
+    console = Console(stderr=is_stdout(json_file), highlight=False)
     try:
-        shape = ModelShape(windows=(None, window) * 3 if window else (), seed=seed)
-        chat = Chat(
-            num_conversations=conversations,
-            num_turns=turns,
-            opening_tokens=opening_tokens,
-            question_tokens=question_tokens,
-            answer_tokens=answer_tokens,
-            num_users=users,
-            vocab=shape.vocab,
-            seed=seed,
-        )
-        setting = Scenario(
-            chat=chat,
-            shape=shape,
-            device_blocks=device_blocks or _default_device_blocks(chat),
-            host_bytes=host,
-            tiers=tiers,
-        )
-        _require_runnable(setting, servers, kill)
+        scenario = _scenario(given)
+        _require_runnable(scenario, given["servers"], given["kill"])
     except (InputError, ConfigError) as error:
         raise click.UsageError(str(error), ctx) from error
-    _require_folder(html, None if is_stdout(json_file) else json_file)
-    with _interruptible(ctx, console):
-        result = _run_all(setting, console)
-        also = _run_also(setting, restart, policies, servers, kill, console)
-    _write(result, also, html, json_file, console)
-    ctx.exit(0 if result.tokens_equal and also.tokens_equal else TOKENS_DIFFER)
-
-
-@dataclass
-class _Also:
-    """What was asked for besides the comparison, as far as it was."""
-
-    restart: Restart | None = None
-    policies: PoliciesResult | None = None
-    fleet: FleetResult | None = None
-
-    @property
-    def tokens_equal(self) -> bool:
-        every = (self.restart, self.policies, self.fleet)
-        return all(each.tokens_equal for each in every if each is not None)
-
-    def sections(self) -> str:
-        """Of the report, in the order in which they were shown."""
-        sections = restart_section(self.restart) if self.restart else ""
-        sections += policies_section(self.policies) if self.policies else ""
-        return sections + (fleet_section(self.fleet) if self.fleet else "")
-
-    def to_dict(self) -> dict[str, Any]:
-        told = {"restart": self.restart, "policies": self.policies, "fleet": self.fleet}
-        return {name: each.to_dict() for name, each in told.items() if each is not None}
-
-
-@contextmanager
-def _interruptible(ctx: click.Context, console: Console) -> Iterator[None]:
-    """What stops it half-way is said in a sentence."""
+    for file in (html, json_file):
+        if file is not None and not file.parent.is_dir():
+            raise click.UsageError(f"cannot write {file}: there is no folder {file.parent}")
     try:
-        yield
+        ways, parts, policies = _run(scenario, given, console)
     except KeyboardInterrupt:
         console.print("Interrupted. Nothing was written.")
         ctx.exit(INTERRUPTED)
     except KvferryError as error:
         raise click.ClickException(str(error)) from error
+    html.write_text(render(scenario, ways, list(parts.values()), policies), encoding="utf-8")
+    console.print(f"Report: {html}", soft_wrap=True)
+    put(_figures(scenario, ways, parts, policies), json_file)
+    if json_file is not None and not is_stdout(json_file):
+        console.print(f"Figures: {json_file}", soft_wrap=True)
+    equal = all(part.tokens_equal for part in (ways, *parts.values()))
+    ctx.exit(0 if equal else TOKENS_DIFFER)
 
 
-def _require_runnable(setting: Scenario, servers: int | None, kill: bool) -> None:
-    """Before a minute's work, not after it."""
-    if setting.host_bytes < setting.block_bytes:
-        raise InputError(
-            f"--host {setting.host_bytes} bytes holds not even one block of "
-            f"{setting.block_bytes} bytes"
-        )
-    for tier in setting.tiers:
-        open_tier(tier, TierSetup(tier.name, setting.block_bytes, options=tier.options)).close()
+def _scenario(given: dict[str, Any]) -> Scenario:
+    window = given["window"]
+    shape = ModelShape(windows=(None, window) * 3 if window else (), seed=given["seed"])
+    chat = Chat(
+        num_conversations=given["conversations"],
+        num_turns=given["turns"],
+        opening_tokens=given["opening_tokens"],
+        question_tokens=given["question_tokens"],
+        answer_tokens=given["answer_tokens"],
+        num_users=given["users"],
+        vocab=shape.vocab,
+        seed=given["seed"],
+    )
+    a_quarter = max(-(-chat.longest // 16), chat.num_blocks(16) // 4)
+    return Scenario(
+        chat=chat,
+        shape=shape,
+        device_blocks=given["device_blocks"] or a_quarter,
+        host_bytes=parse_size(given["host"], name="--host"),
+        tiers=read_tiers("tiers", given["tiers"]),
+    )
+
+
+def _require_runnable(scenario: Scenario, servers: int | None, kill: bool) -> None:
+    """Refuse what cannot run before a minute's work."""
+    for tier in scenario.tiers:
+        open_tier(tier, TierSetup(tier.name, scenario.block_bytes, options=tier.options)).close()
     if kill and servers is None:
         raise InputError("--kill kills one of several servers: give --servers too")
     if servers is not None:
         require_mooncake()
 
 
-def _default_device_blocks(chat: Chat, block_tokens: int = 16) -> int:
-    longest = -(-chat.longest // block_tokens)
-    return max(longest, chat.num_blocks(block_tokens) // 4)
-
-
-def _require_folder(*files: Path | None) -> None:
-    """A minute's work must not be lost because its report has no place to go."""
-    for file in files:
-        if file is not None and not file.parent.is_dir():
-            raise click.UsageError(f"cannot write {file}: there is no folder {file.parent}")
-
-
-def _run_all(setting: Scenario, console: Console) -> Comparison:
-    """The three ways, shown beside each other."""
+def _run(
+    scenario: Scenario, given: dict[str, Any], console: Console
+) -> tuple[Part, dict[str, Part], Policies | None]:
+    """Run every part and show each as soon as it is done."""
     limit_matrix_threads(1)
-    chat = setting.chat
     console.print(
-        f"{chat.num_conversations} conversations of {chat.num_turns} turns need "
-        f"{setting.working_set} KV blocks; the small device has {setting.device_blocks}.",
-        highlight=False,
+        f"{scenario.chat.num_conversations} conversations of {scenario.chat.num_turns} turns need "
+        f"{scenario.working_set} KV blocks. The small device has {scenario.device_blocks}."
     )
-    decoder = Decoder(setting.shape)
-    results: dict[ServingWay, tuple[Figures, Answers]] = {}
-    with following(console, chat.num_conversations * chat.num_turns) as follow:
-        for way in ServingWay:
-            results[way] = run(setting, way, decoder, follow(way))
-    result = compare(setting, results)
-    show_comparison(result, console)
-    return result
+    with _following(console) as on_turn:
+        ways = compare(scenario, on_turn)
+    _show(ways, console)
+    parts, policies = {}, None
+    if given["restart"]:
+        with _following(console) as on_turn:
+            parts["restart"] = run_restart(scenario, on_turn)
+        _show(parts["restart"], console)
+    if given["policies"]:
+        policies = run_policies(scenario.chat.seed)
+        _put_table(policies.table(), console)
+        console.print(policies.gain)
+    if given["servers"] is not None:
+        with _following(console) as on_turn:
+            parts["fleet"] = run_fleet(
+                scenario, given["servers"], kill=given["kill"], on_turn=on_turn
+            )
+        _show(parts["fleet"], console)
+    return ways, parts, policies
 
 
-def _run_also(
-    setting: Scenario,
-    restart: bool,
-    policies: bool,
-    servers: int | None,
-    kill: bool,
-    console: Console,
-) -> _Also:
-    """Each is shown as soon as it is there."""
-    also = _Also()
-    if restart:
-        also.restart = run_restart(setting, LifeProgress(console))
-        show_restart(also.restart, console)
-    if policies:
-        trial = PolicyTrial(ReturningChat(seed=setting.chat.seed))
-        also.policies = run_policies(trial, PolicyProgress(console))
-        show_policies(also.policies, console)
-    if servers is not None:
-        also.fleet = run_fleet(setting, servers, kill=kill, on_turn=FleetProgress(console))
-        show_fleet(also.fleet, console)
-    return also
+def _figures(
+    scenario: Scenario, ways: Part, parts: dict[str, Part], policies: Policies | None
+) -> dict[str, Any]:
+    """All figures for ``--json``. The three ways stand under ``ways``."""
+    data = ways.to_dict()
+    data["ways"] = {name: data.pop(name) for name in ways.runs}
+    data["setting"] = scenario.to_dict()
+    data |= {name: part.to_dict() for name, part in parts.items()}
+    return data | ({"policies": policies.to_dict()} if policies is not None else {})
 
 
-def _write(
-    result: Comparison, also: _Also, html: Path, json_file: Path | None, console: Console
-) -> None:
-    html.write_text(render(result, also.sections()), encoding="utf-8")
-    console.print(f"Report: {html}", highlight=False, soft_wrap=True)
-    put(result.to_dict() | also.to_dict(), json_file)
-    if json_file is not None and not is_stdout(json_file):
-        console.print(f"Figures: {json_file}", highlight=False, soft_wrap=True)
+@contextmanager
+def _following(console: Console) -> Iterator[OnTurn]:
+    """Show the progress of each run: a bar on a terminal, else a line for every quarter."""
+    done: dict[str, int] = {}
+    if not console.is_terminal:
+
+        def print_quarters(title: str, num_turns: int, turn: Turn) -> None:
+            before, done[title] = done.get(title, 0), done.get(title, 0) + 1
+            if 4 * done[title] // num_turns > 4 * before // num_turns:
+                wait = show_seconds(turn.first_token_seconds)
+                console.print(f"{title}: {done[title]} of {num_turns} turns, first token {wait}")
+
+        yield print_quarters
+        return
+    last = TextColumn("turns[dim], first token {task.fields[last]}")
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), last)
+    with Progress(TextColumn("{task.description:<24}"), *columns, console=console) as bars:
+        tasks: dict[str, Any] = {}
+
+        def advance(title: str, num_turns: int, turn: Turn) -> None:
+            if title not in tasks:
+                tasks[title] = bars.add_task(title, total=num_turns, last="")
+            bars.update(tasks[title], advance=1, last=show_seconds(turn.first_token_seconds))
+
+        yield advance
+
+
+def _show(part: Part, console: Console) -> None:
+    _put_table(part.table(), console)
+    style, mark = ("green", "OK") if part.tokens_equal else ("bold red", "FAILED")
+    console.print(f"[{style}]{mark}[/] {part.verdict}")
+    console.print(part.gain, markup=False)
+
+
+def _put_table(rows: Sequence[Sequence[str]], console: Console) -> None:
+    table = grid(rows[0][0], *rows[0][1:])
+    for row in rows[1:]:
+        table.add_row(*row)
+    console.print(table)

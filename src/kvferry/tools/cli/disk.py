@@ -28,7 +28,7 @@ from kvferry.tiers.disk.inspection import (
     verify_store,
 )
 from kvferry.tools.cli.output import unbroken
-from kvferry.tools.top.words import clean, counted
+from kvferry.tools.words import clean, counted
 
 NOT_RIGHT = 1
 _MOST_BAD_SHOWN = 8

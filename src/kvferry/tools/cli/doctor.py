@@ -17,7 +17,7 @@ from kvferry.tools.doctor.finding import Finding, Grade, fail, ok, warn
 from kvferry.tools.doctor.machine import Environment, look_at_gpu
 from kvferry.tools.top.scrape import base_url
 from kvferry.tools.top.view import Watch
-from kvferry.tools.top.words import why_idle
+from kvferry.tools.words import why_idle
 
 _STYLES = {Grade.OK: "green", Grade.WARN: "yellow", Grade.FAIL: "bold red"}
 UNFIT = 1

@@ -16,7 +16,7 @@ from kvferry.tools.cli.output import TerminalRoom, unbroken
 from kvferry.tools.top import scrape
 from kvferry.tools.top.scrape import DEFAULT_URL
 from kvferry.tools.top.told import Copied, RecentRequest, Told, Why, read_rows, read_told
-from kvferry.tools.top.words import clean, counted, said, show_bytes, show_seconds
+from kvferry.tools.words import clean, counted, said, show_bytes, show_seconds
 
 _MOST_NAME = 500
 

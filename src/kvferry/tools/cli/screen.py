@@ -15,7 +15,7 @@ from rich.text import Text
 
 from kvferry.tools.cli.output import TerminalRoom
 from kvferry.tools.top.view import RouteView, TierView, View
-from kvferry.tools.top.words import (
+from kvferry.tools.words import (
     clean,
     counted,
     memory_words,

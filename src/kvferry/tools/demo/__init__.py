@@ -1,6 +1,5 @@
-"""A small serving engine that runs anywhere: the whole life of a KV block, without a GPU.
+"""A small serving engine on the CPU, and the runs that ``kvferry demo`` compares.
 
-``model`` computes, ``runner`` has its KV and its stream, ``blocks`` and ``tables`` say who holds
-what, ``engine`` schedules, ``offload`` is where it meets kvferry, ``workload`` asks the questions,
-``compare`` serves them three ways.
+It owns the model, the device blocks, the workload, the demo's servers and the report. It leaves
+KV offloading to kvferry and the terminal to ``kvferry.tools.cli``.
 """

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
@@ -22,11 +21,10 @@ from kvferry.types import Key, RequestId
 
 
 class BlockPool:
-    """Who holds which device block, and which block has which content.
+    """The blocks of one group: reference counts and the index from key to block.
 
-    Owns block ids, their reference counts and the index from key to block; leaves the bytes to the
-    device. A free block keeps its content and its key until it is handed out again, so the free
-    blocks are the prefix cache, oldest first.
+    The device owns the bytes. A free block keeps its content and its key until it is allocated
+    again, so the free blocks are the prefix cache, oldest first.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -37,30 +35,21 @@ class BlockPool:
         self._index: dict[Key, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.num_allocated = 0
-        """Blocks handed out so far."""
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self._num_holders)
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
     def next_to_go(self, count: int) -> list[tuple[Key, int]]:
-        """The cached ones among the first ``count`` free blocks to be handed out, soonest first."""
+        """The cached blocks among the next ``count`` free blocks to be allocated, soonest first."""
         keyed = ((self._keys[block], block) for block in islice(self._free, count))
         return [(key, block) for key, block in keyed if key is not None]
-
-    @property
-    def num_cached(self) -> int:
-        return len(self._index)
 
     def has(self, key: Key) -> bool:
         return key in self._index
 
     def acquire(self, keys: Iterable[Key]) -> list[int]:
-        """Hold and return the blocks of these keys, all of which are here."""
+        """Hold and return the blocks of these keys. The pool must have all of them."""
         blocks = [self._index[key] for key in keys]
         self.hold(blocks)
         return blocks
@@ -69,7 +58,7 @@ class BlockPool:
         return count <= len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Take ``count`` blocks from the oldest free ones; what they cached is forgotten."""
+        """Take the ``count`` oldest free blocks and forget their content."""
         if not self.can_allocate(count):
             raise StateError(f"{count} device blocks asked for, {len(self._free)} are free")
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
@@ -80,26 +69,26 @@ class BlockPool:
         return blocks
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """Count one more holder of each block: a request, or a transfer that reads or writes it."""
+        """Count one more holder of each block: a request or a transfer."""
         for block in blocks:
             self._num_holders[block] += 1
             self._free.pop(block, None)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Count one holder less. Give a request's blocks in order: its last block ages first."""
+        """Count one holder less. Give the blocks in order: the last one is reused first."""
         for block in reversed(blocks):
             if self._num_holders[block] < 1:
-                raise StateError(f"device block {block} was released by nobody who held it")
+                raise StateError(f"device block {block} was released, but has no holder")
             self._num_holders[block] -= 1
             if not self._num_holders[block]:
                 self._free[block] = None
-                if self._keys[block] is None:  # nothing to lose: hand it out first
+                if self._keys[block] is None:  # nothing to lose: allocate it first
                     self._free.move_to_end(block, last=False)
 
     def publish(self, block: int, key: Key) -> None:
-        """Make a held block findable by its content. A key already on the device stays as it is."""
+        """Index a held block by its key. A key that is indexed already keeps its block."""
         if not self._num_holders[block]:
-            raise StateError(f"device block {block} is held by nobody, so its content can change")
+            raise StateError(f"device block {block} has no holder, so its content can change")
         if key not in self._index:
             self._forget(block)
             self._index[key] = block
@@ -108,8 +97,9 @@ class BlockPool:
     def check_integrity(self, *, num_held: int | None = None) -> None:
         """Prove that free + held == total and that the index and the blocks' keys agree."""
         held = sum(1 for holders in self._num_holders if holders)
-        if held + len(self._free) != self.num_blocks:
-            raise IntegrityError(f"{held} held + {len(self._free)} free != {self.num_blocks}")
+        if held + len(self._free) != len(self._num_holders):
+            total = len(self._num_holders)
+            raise IntegrityError(f"{held} held + {len(self._free)} free != {total}")
         if any(self._num_holders[block] for block in self._free):
             raise IntegrityError("a free device block has a holder")
         if any(self._keys[block] != key for key, block in self._index.items()):
@@ -126,17 +116,12 @@ class BlockPool:
             self._keys[block] = None
 
 
-# ------------------------------------------------------------------------------------------------
-# Block tables of requests, one per group, over the group's own device blocks.
-
 Tables = list[list[int]]
 """A request's device blocks by group and position; NO_BLOCK where a window has passed."""
 
 
 class DeviceMemory:
-    """The device blocks of all groups, and what a request needs of each.
-
-    Owns one pool per group; leaves the tables to the requests and the bytes to the runner.
+    """Owns one block pool per group. Requests own the tables, the runner owns the bytes.
 
     ::
 
@@ -152,14 +137,14 @@ class DeviceMemory:
 
     @property
     def num_allocated(self) -> int:
-        """Blocks handed out so far, over all groups."""
+        """Blocks allocated so far, over all groups."""
         return sum(pool.num_allocated for pool in self.pools)
 
     def new_tables(self) -> Tables:
         return [[] for _ in self.groups]
 
     def acquire(self, keys: Keys) -> tuple[int, Tables]:
-        """The longest hit all groups can serve from the device, and tables that hold its blocks."""
+        """Find the longest hit in all groups. Returns its tokens and tables with its blocks."""
         present = [np.array([pool.has(key) for key in keys], dtype=np.bool_) for pool in self.pools]
         num_tokens = reach.longest_hit(self.groups, present, len(keys) * self.block_tokens)
         tables = self.new_tables()
@@ -207,14 +192,14 @@ class DeviceMemory:
             table += pool.allocate(len(needed))
 
     def publish(self, tables: Tables, keys: Keys, blocks: range) -> None:
-        """Make these positions' blocks findable by their keys."""
+        """Index the blocks at these positions by their keys."""
         for at in blocks:
             for pool, table in zip(self.pools, tables, strict=True):
                 if table[at] != NO_BLOCK:
                     pool.publish(table[at], keys[at])
 
     def trim(self, tables: Tables, num_tokens: int) -> None:
-        """Release what no token from ``num_tokens`` on can see."""
+        """Release the blocks that no token from ``num_tokens`` on can see."""
         for group, pool, table in zip(self.groups, self.pools, tables, strict=True):
             passed = max(0, group.first_token(num_tokens)) // self.block_tokens
             pool.release([block for block in table[:passed] if block != NO_BLOCK])
@@ -247,23 +232,32 @@ def _num_held(table: list[int]) -> int:
     return sum(block != NO_BLOCK for block in table)
 
 
-# ------------------------------------------------------------------------------------------------
-# One request and where it stands.
-
-
 class ServedState(Enum):
-    """Where a request is in its life."""
+    """The state of a request. A waiting request has no blocks."""
 
-    WAITING = "waiting"  # has no blocks
-    LOADING = "loading"  # has blocks, a transfer is filling them
-    RUNNING = "running"  # has blocks, is computed
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
     FINISHED = "finished"
     ABORTED = "aborted"
 
 
+@dataclass(frozen=True)
+class Turn:
+    """One answered request: its answer, the sources of its prompt, its time to first token."""
+
+    id: str
+    answer: list[int]
+    prompt_tokens: int
+    device_tokens: int
+    host_tokens: int
+    prefilled_tokens: int
+    first_token_seconds: float
+
+
 @dataclass(eq=False)
 class ServedRequest:
-    """A prompt, what was generated so far, and the tables of the blocks with its KV.
+    """A prompt, its generated tokens, and the tables of the blocks with its KV.
 
     ::
 
@@ -276,24 +270,20 @@ class ServedRequest:
     prompt: Sequence[int]
     max_new_tokens: int
     arrival: float = 0.0
-    """When it may first be looked at, on the engine's clock."""
+    """Its earliest start, on the engine's clock."""
 
     hints: Hints | None = None
-    """What is known of it by whoever sends it."""
-
     state: ServedState = ServedState.WAITING
     tokens: list[int] = field(default_factory=list)
     tables: Tables = field(default_factory=list)
     keys: Keys = field(default_factory=Keys.empty)
     ferried: Request | None = None
-    """The same request as kvferry knows it."""
+    """The same request in kvferry's scheduler."""
 
     num_computed: int = 0
     num_loading: int = 0
-    """Tokens its load will bring."""
-
     num_published: int = 0
-    """Blocks, from the first, whose content the device prefix cache has been told."""
+    """Leading blocks that the prefix cache knows."""
 
     first_token_at: float | None = None
     finished_at: float | None = None
@@ -321,25 +311,25 @@ class ServedRequest:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether its next step feeds only the token sampled last."""
+        """Whether its next step computes only the token sampled last."""
         return self.num_uncomputed == 1 and len(self.tokens) > len(self.prompt)
 
     @property
     def is_done(self) -> bool:
         return len(self.tokens) - len(self.prompt) >= self.max_new_tokens
 
-    def told(self) -> dict[str, Any]:
-        """What a server that is a process says of it once it is answered, for JSON."""
+    def turn(self) -> Turn:
+        """The answer and its figures. The request must have its first token."""
         assert self.first_token_at is not None
-        return {
-            "id": self.id,
-            "answer": self.generated,
-            "prompt_tokens": len(self.prompt),
-            "device_tokens": self.num_device_hits,
-            "host_tokens": self.num_loaded,
-            "prefilled_tokens": self.num_prefilled,
-            "first_token_seconds": self.first_token_at - self.arrival,
-        }
+        return Turn(
+            id=self.id,
+            answer=self.generated,
+            prompt_tokens=len(self.prompt),
+            device_tokens=self.num_device_hits,
+            host_tokens=self.num_loaded,
+            prefilled_tokens=self.num_prefilled,
+            first_token_seconds=self.first_token_at - self.arrival,
+        )
 
     def span(self, count: int) -> Span:
         """Its next ``count`` tokens, for the model."""

@@ -1,4 +1,4 @@
-"""The serving loop: schedule, run, postprocess."""
+"""The serving loop: schedule, run, postprocess. The ``Offloader`` alone talks to kvferry."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from kvferry.cache.policies.contract import policy_named
 from kvferry.cache.pool import Pool
 from kvferry.config import Config
 from kvferry.core.identity import Namespace, chain
-from kvferry.core.keys import KeyChain, Keys
+from kvferry.core.keys import Keys
 from kvferry.core.lifecycle import Closing
 from kvferry.errors import InputError
-from kvferry.hints import Hints
 from kvferry.hostmem.slots import HostTier
 from kvferry.rank import Contents, tier_setup
 from kvferry.scheduler.packed_tier import lower_tier
-from kvferry.scheduler.request import Request
 from kvferry.scheduler.scheduler import Scheduler, Settled
 from kvferry.scheduler.tier import WriteMode
 from kvferry.scheduler.transfers import Ordered
@@ -32,7 +30,7 @@ from kvferry.tiers.contract import Tier
 from kvferry.tiers.movers import Mover, TierMover
 from kvferry.tiers.opening import open_tiers
 from kvferry.tools.demo.blocks import DeviceMemory, ServedRequest, ServedState
-from kvferry.tools.demo.model import KEY_TILE, Decoder, Floats, Span
+from kvferry.tools.demo.model import KEY_TILE, Decoder, Floats, Span, require_positive
 from kvferry.transfer.engine.contract import CopyEngine, Stream
 from kvferry.transfer.engine.cpu import CpuEngine
 from kvferry.transfer.layout import describe
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Runner(Closing):
-    """Owns one device's KV tensors and its compute stream; leaves block tables to the engine."""
+    """Owns one device's KV tensors and its compute stream. The engine owns the block tables."""
 
     def __init__(self, decoder: Decoder, *, num_blocks: int, block_tokens: int = 16) -> None:
         if num_blocks < 1:
@@ -62,7 +60,7 @@ class Runner(Closing):
 
     @property
     def namespace(self) -> Namespace:
-        """What decides the bytes of these blocks besides the tokens."""
+        """All that decides the bytes of these blocks, except the tokens."""
         shape = self._decoder.shape
         return Namespace(
             model="kvferry-playground",
@@ -81,7 +79,7 @@ class Runner(Closing):
         return by_group
 
     def submit(self, spans: Sequence[Span]) -> Callable[[], list[int]]:
-        """Queue one forward pass; the answer waits for it and gives each span's next token."""
+        """Queue one forward pass. The returned function waits for each span's next token."""
         tokens: list[int] = []
         self.compute.run(lambda: tokens.extend(self._decoder.forward(spans, self.kv)))
 
@@ -96,15 +94,11 @@ class Runner(Closing):
         self.compute.close()
 
 
-# ------------------------------------------------------------------------------------------------
-# The only place where the serving loop meets kvferry.
-
-
 class Offloader(Closing):
-    """kvferry as the engine sees it: a scheduler half and a worker half, in one process.
+    """Owns kvferry's scheduler half and worker half, the copy engine and the host memory.
 
-    Owns both halves, the copy engine and the host memory. The engine holds every device block
-    that ``load`` and ``store`` return until ``settle`` releases it.
+    The engine holds every device block that ``load`` and ``store`` return until ``settle`` releases
+    it.
     """
 
     def __init__(
@@ -116,9 +110,14 @@ class Offloader(Closing):
         lower: Mapping[Tier, WriteMode] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Below the host lie the tiers that ``config`` names, or else the tiers in ``lower``.
+        """Open host memory and the tiers below it.
 
-        Nearest first; they are ours to close. ``clock`` is what host memory's policy goes by.
+        Args:
+            runner: The device.
+            host_bytes: The size of host memory.
+            config: The settings. Its tiers lie below host memory.
+            lower: The tiers if ``config`` names none, nearest first. This object closes them.
+            clock: The clock of host memory's eviction policy.
         """
         config = config if config is not None else Config()
         lower = lower or {}
@@ -161,7 +160,7 @@ class Offloader(Closing):
         )
         self.scheduler.watch_requests()
         self.inbox = Inbox()
-        # Threads start here, so it comes last: nothing after it can fail and leave them behind.
+        # Threads start here. Nothing after this line can fail and leave them behind.
         copies: CopyEngine = CpuEngine(layouts, self.host.rows, compute=runner.compute)
         movers: dict[Route, Mover] = {(DEVICE, HOST): copies, (HOST, DEVICE): copies}
         self.worker = Worker(movers, tiers=below)
@@ -173,35 +172,14 @@ class Offloader(Closing):
         scheduler = self.scheduler
         return scheduler.num_in_flight + scheduler.num_queued > 0 or scheduler.control.is_busy
 
-    def open(self, request_id: RequestId, chain: KeyChain, hints: Hints | None = None) -> Request:
-        """A request has come: what it matches, loads and stores it says itself."""
-        return self.scheduler.open(request_id, chain, hints)
-
-    @property
-    def offer_depth(self) -> int:
-        """How many of the blocks next to be dropped should be offered; 0 unless stores are lazy."""
-        return self.scheduler.offer_depth
-
-    def offer(self, group: int, keys: Keys, blocks: Sequence[int]) -> Sequence[Ordered]:
-        """Keep what is new of these free blocks, the next to be dropped first."""
-        return self.scheduler.offer(group, keys, blocks)
-
-    def note_step(
-        self, *, num_allocated: int, num_prefill_tokens: int, prefill_seconds: float
-    ) -> None:
-        """What the engine did in a step: kvferry learns from it when to store and when to load."""
-        self.scheduler.note_allocated(num_allocated)
-        if num_prefill_tokens:
-            self.scheduler.note_prefill(num_prefill_tokens, prefill_seconds)
-
     def dispatch(self) -> None:
-        """Start everything asked for since the last call."""
+        """Start every transfer ordered since the last call."""
         plan = self.scheduler.plan()
         if plan:
             self.worker.execute(plan)
 
     def settle(self) -> Settled:
-        """Learn what ended since the last call, and answer who asks from other threads."""
+        """Learn which transfers ended since the last call. Answer questions of other threads."""
         self.inbox.answer()
         for change in self.worker.health():
             self.scheduler.note_health(change)
@@ -211,23 +189,21 @@ class Offloader(Closing):
         return self.scheduler.stats()
 
     def source(self) -> Source:
-        """What a metrics endpoint can ask."""
+        """The figures for a metrics endpoint."""
         slot_bytes: dict[str, int] = dict.fromkeys((HOST, *self._tiers), self.host.slot_bytes)
-        return Source(self.scheduler.onlooker, self.inbox, slot_bytes=slot_bytes, disks=self._disks)
 
-    def _disks(self) -> dict[str, DiskFigures]:
-        found = {name: tier.figures() for name, tier in self._tiers.items()}
-        return {name: figures for name, figures in found.items() if figures is not None}
+        def disks() -> dict[str, DiskFigures]:
+            found = {name: tier.figures() for name, tier in self._tiers.items()}
+            return {name: figures for name, figures in found.items() if figures is not None}
+
+        return Source(self.scheduler.onlooker, self.inbox, slot_bytes=slot_bytes, disks=disks)
 
     def close(self) -> None:
-        """Finish what moves, then end both halves. Safe to call twice."""
+        """Finish the transfers under way, then end both halves. Safe to call twice."""
         self.worker.close()
         self.scheduler.close()
         self.host.close()
 
-
-# ------------------------------------------------------------------------------------------------
-# The serving loop: schedule, run, postprocess.
 
 IDLE_SECONDS = 0.0005
 
@@ -243,14 +219,12 @@ class Limits:
     max_running: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("step_tokens", "max_running"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
+        require_positive(self, "", "step_tokens max_running")
 
 
 @dataclass
 class Counts:
-    """What the engine did, in tokens; a preempted request's tokens count each time."""
+    """The engine's work in tokens. The tokens of a preempted request count each time."""
 
     num_steps: int = 0
     num_prefill_tokens: int = 0
@@ -264,9 +238,9 @@ class Counts:
 class Engine:
     """Continuous batching over one device.
 
-    Owns the requests and the device blocks; leaves the KV bytes and the model to its runner and
-    everything slower than the device to its offloader. Of two requests the one that arrived first
-    always wins: only later ones are preempted for it, so the first one always gets on.
+    Owns the requests and the device blocks. Its runner owns the KV bytes and the model, and its
+    offloader owns everything slower than the device. Only later requests are preempted for an
+    earlier one, so the first request always makes progress.
     """
 
     def __init__(
@@ -294,7 +268,7 @@ class Engine:
         return bool(self._requests)
 
     def submit(self, request: ServedRequest) -> None:
-        """Take a request; it is looked at once its arrival time has come."""
+        """Take a request. It may be scheduled once its arrival time has come."""
         if request.id in self._requests:
             raise InputError(f"request {request.id} is already being served")
         longest = len(request.prompt) + request.max_new_tokens
@@ -313,7 +287,7 @@ class Engine:
         insort(self._waiting, request, key=_turn)
 
     def abort(self, request_id: RequestId) -> None:
-        """Forget a request wherever it is. A transfer under way keeps its blocks until it ends."""
+        """End a request in any state. A transfer under way keeps its blocks until it ends."""
         request = self._requests.pop(request_id, None)
         if request is None:
             raise InputError(f"request {request_id} is not being served")
@@ -327,7 +301,7 @@ class Engine:
         self._drop(request)
 
     def step(self) -> list[ServedRequest]:
-        """Do one step's work; returns the requests that finished in it."""
+        """Do one step. Returns the requests that finished in it."""
         if self.offloader:
             self._settle(self.offloader)
         start, num_prefilled = self.clock(), self.counts.num_prefill_tokens
@@ -337,17 +311,17 @@ class Engine:
         for request, count in work:
             self._advance(request, count)
         if self.offloader:  # after the compute was queued: the copies are ordered behind it
-            self._offer(self.offloader)
+            self._offer(self.offloader.scheduler)
             self.offloader.dispatch()
-        if not work:
-            self._idle()
+        if not work and self._requests:
+            time.sleep(IDLE_SECONDS)  # a transfer or an arrival may come
         tokens = result()
         if self.offloader:
-            self.offloader.note_step(
-                num_allocated=self.memory.num_allocated - num_allocated,
-                num_prefill_tokens=self.counts.num_prefill_tokens - num_prefilled,
-                prefill_seconds=self.clock() - start,
-            )
+            scheduler = self.offloader.scheduler
+            scheduler.note_allocated(self.memory.num_allocated - num_allocated)
+            num_prefilled = self.counts.num_prefill_tokens - num_prefilled
+            if num_prefilled:
+                scheduler.note_prefill(num_prefilled, self.clock() - start)
         return self._postprocess(work, tokens)
 
     def run(self) -> None:
@@ -356,15 +330,13 @@ class Engine:
             self.step()
 
     def drain(self) -> None:
-        """Wait until no transfer holds a device block; only between requests."""
+        """Wait until no transfer holds a device block. Call it between requests only."""
         if self.offloader:
             self._settle(self.offloader)
             while self.offloader.has_pending:
                 self.offloader.dispatch()
                 time.sleep(IDLE_SECONDS)
                 self._settle(self.offloader)
-
-    # -- schedule
 
     def _schedule(self) -> Work:
         budget = self.limits.step_tokens
@@ -376,7 +348,7 @@ class Engine:
                 work.append((request, count))
                 budget -= count
         if num_preemptions != self.counts.num_preemptions:
-            return work  # no room to let anyone in
+            return work  # no room for more requests
         for request in self._arrived():
             if not budget or not self._admit(request):
                 break
@@ -387,14 +359,14 @@ class Engine:
         return work
 
     def _arrived(self) -> list[ServedRequest]:
-        """The waiting requests that may be looked at now, first come first."""
+        """The waiting requests that may be admitted now, in order of arrival."""
         num_admitted = len(self._requests) - len(self._waiting)
         now = self.clock()
         first = self._waiting[: max(0, self.limits.max_running - num_admitted)]
         return [request for request in first if request.arrival <= now]
 
     def _admit(self, request: ServedRequest) -> bool:
-        """Give a waiting request what is cached of it, or leave it waiting if it does not fit."""
+        """Give a waiting request its cached blocks. Returns False if it must wait."""
         self._extend_keys(request)
         # The last token is always computed: its logits are the next token.
         usable = request.keys[: (len(request.tokens) - 1) // self._block_tokens]
@@ -402,7 +374,9 @@ class Engine:
         num_tokens = num_cached
         if self.offloader:
             if request.ferried is None:
-                request.ferried = self.offloader.open(request.id, request.keys, request.hints)
+                request.ferried = self.offloader.scheduler.open(
+                    request.id, request.keys, request.hints
+                )
             match = request.ferried.match(
                 computed_tokens=num_cached, max_tokens=len(usable) * self._block_tokens
             )
@@ -425,7 +399,7 @@ class Engine:
         return True
 
     def _fits(self, request: ServedRequest) -> bool:
-        """Whether there is room for it beside what those let in before it are yet to take."""
+        """Whether this request and all admitted ones could grow to their lengths."""
         admitted = (r for r in self._requests.values() if r.state is not ServedState.WAITING)
         return self.memory.can_hold(
             ((r.tables, len(r.tokens)) for r in (*admitted, request)), self.limits.step_tokens
@@ -439,7 +413,7 @@ class Engine:
             self._hold(held)
             request.num_loading = num_tokens - request.num_computed
             request.state = ServedState.LOADING
-        else:  # the hit was lost since it was matched
+        else:  # the hit was lost after the match
             self.memory.cut(request.tables, request.num_computed)
             self._resume(request)
 
@@ -448,12 +422,12 @@ class Engine:
         insort(self._running, request, key=_turn)
 
     def _make_room(self, request: ServedRequest, count: int) -> bool:
-        """Get blocks for ``count`` more tokens, preempting later requests if need be."""
+        """Get blocks for ``count`` more tokens, and preempt later requests for them if needed."""
         num_tokens = request.num_computed + count
         while not self.memory.can_grow(request.tables, num_tokens):
             victim = self._running[-1]
             if victim is request:
-                return False  # blocks are held by transfers or earlier requests: wait a step
+                return False  # transfers or earlier requests hold the blocks: wait a step
             self._preempt(victim)
         self.memory.grow(request.tables, num_tokens)
         return True
@@ -468,10 +442,8 @@ class Engine:
         self.counts.num_preemptions += 1
         insort(self._waiting, request, key=_turn)
 
-    # -- run
-
     def _advance(self, request: ServedRequest, count: int) -> None:
-        """Compute of ``count`` tokens is queued: full blocks can be found, stored, let go."""
+        """Publish, store and trim full blocks, now that ``count`` more tokens are queued."""
         if request.is_decoding:
             self.counts.num_decode_tokens += 1
         else:
@@ -481,22 +453,20 @@ class Engine:
         self._extend_keys(request)
         self._publish(request)
         self._store(request)
-        # Only after the stores have their hold: what a window has passed may be handed out again.
+        # After the stores hold their blocks: blocks that a window has passed are handed out again.
         self.memory.trim(request.tables, request.num_computed)
 
     def _store(self, request: ServedRequest) -> None:
         if request.ferried is not None:
             self._hold(request.ferried.store(request.tables, request.num_computed))
 
-    def _offer(self, offloader: Offloader) -> None:
-        """Show kvferry the blocks that go next; those it stores stay until they are copied."""
-        if offloader.offer_depth:
+    def _offer(self, scheduler: Scheduler) -> None:
+        """Offer the blocks that the device drops next. Blocks that are stored stay until then."""
+        if scheduler.offer_depth:
             for group, pool in enumerate(self.memory.pools):
-                soonest = pool.next_to_go(offloader.offer_depth)
+                soonest = pool.next_to_go(scheduler.offer_depth)
                 keys = Keys.from_bytes(key for key, _ in soonest)
-                self._hold(offloader.offer(group, keys, [block for _, block in soonest]))
-
-    # -- postprocess
+                self._hold(scheduler.offer(group, keys, [block for _, block in soonest]))
 
     def _postprocess(self, work: Work, tokens: list[int]) -> list[ServedRequest]:
         self.counts.num_steps += bool(work)
@@ -504,7 +474,7 @@ class Engine:
         finished = []
         for (request, _), token in zip(work, tokens, strict=True):
             if request.num_uncomputed:
-                continue  # a chunk of a longer prompt: its last row is not a sample
+                continue  # a chunk of a longer prompt has no sample
             request.tokens.append(token)
             if request.first_token_at is None:
                 request.first_token_at = now
@@ -519,11 +489,9 @@ class Engine:
         request.state = ServedState.FINISHED
         request.finished_at = now
         if request.ferried is not None:
-            self._store(request)  # what found no room in flight when it was computed
+            self._store(request)  # blocks that found no room in flight when they were computed
             request.ferried.end()
         self._drop(request)
-
-    # -- transfers that ended
 
     def _settle(self, offloader: Offloader) -> None:
         settled = offloader.settle()
@@ -541,13 +509,6 @@ class Engine:
             self._resume(request)
         for group, blocks in settled.released:
             self.memory.pools[group].release(blocks.tolist())
-
-    def _idle(self) -> None:
-        """Nothing to compute: wait for a transfer or an arrival, but not for long."""
-        if self._requests:
-            time.sleep(IDLE_SECONDS)
-
-    # -- bookkeeping
 
     def _hold(self, ordered: Iterable[Ordered]) -> None:
         for part in ordered:

@@ -1,8 +1,7 @@
 """A small decoder over paged KV whose bytes do not depend on how the work was scheduled.
 
-Matrix libraries round differently for different shapes, so "the same row in another batch" is in
-general not the same number. Here every row of every product is computed at one fixed place in a
-fixed shape, chosen by the token's position alone:
+Matrix libraries round differently for different shapes. So every row of every product is computed
+at one fixed place in a fixed shape, chosen by the token's position alone:
 
 ::
 
@@ -11,8 +10,8 @@ fixed shape, chosen by the token's position alone:
     attention  [ QUERY_TILE rows ] x [ KEY_TILE keys ], both counted from position 0,
                partial sums added from the first key tile to the last
 
-Rows and keys that are absent are zero or masked to an exact zero, so what else is in the batch, how
-a prompt was cut into chunks, and whether earlier KV was computed or loaded cannot change a bit.
+Absent rows and keys are zero or masked to an exact zero. So the rest of the batch, the chunks of a
+prompt, and whether earlier KV was computed or loaded cannot change a bit.
 """
 
 from __future__ import annotations
@@ -38,6 +37,13 @@ KEY_TILE = 64
 EPSILON = np.float32(1e-5)
 
 
+def require_positive(owner: object, what: str, names: str) -> None:
+    """Raise InputError if one of these attributes is below 1."""
+    for name in names.split():
+        if getattr(owner, name) < 1:
+            raise InputError(f"{what}{name} must be at least 1, got {getattr(owner, name)}")
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """Everything that fixes the model: the sizes, the windows and the seed of its weights.
@@ -59,18 +65,8 @@ class ModelShape:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab",
-            "width",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "hidden",
-            "max_tokens",
-        ):
-            if getattr(self, name) < 1:
-                raise InputError(f"model {name} must be at least 1, got {getattr(self, name)}")
+        sizes = "vocab width num_layers num_heads num_kv_heads head_dim hidden max_tokens"
+        require_positive(self, "model ", sizes)
         if self.num_heads % self.num_kv_heads:
             raise InputError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly"
@@ -97,7 +93,7 @@ class ModelShape:
         return tuple(self.group_windows.index(window) for window in self.windows)
 
     def groups(self, block_tokens: int) -> tuple[reach.Group, ...]:
-        """The groups as kvferry knows them."""
+        """The KV groups for kvferry."""
         return tuple(
             reach.FullAttention(block_tokens)
             if window is None
@@ -129,10 +125,8 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    attention_norm: Floats
     query_key_value: Floats
     output: Floats
-    mlp_norm: Floats
     gate_up: Floats
     down: Floats
     group: int
@@ -140,7 +134,7 @@ class _Layer:
 
 
 class Decoder:
-    """The weights and the forward pass. Leaves the KV tensors and all scheduling to its caller."""
+    """Owns the weights and the forward pass. The caller owns the KV tensors and the schedule."""
 
     def __init__(self, shape: ModelShape) -> None:
         self.shape = shape
@@ -155,10 +149,8 @@ class Decoder:
         self.embedding = rng.standard_normal((shape.vocab, shape.width), dtype=np.float32)
         self.layers = tuple(
             _Layer(
-                attention_norm=np.ones(shape.width, np.float32),
                 query_key_value=weight(shape.width, query + 2 * key),
                 output=weight(query, shape.width),
-                mlp_norm=np.ones(shape.width, np.float32),
                 gate_up=weight(shape.width, 2 * shape.hidden),
                 down=weight(shape.hidden, shape.width),
                 group=group,
@@ -166,7 +158,6 @@ class Decoder:
             )
             for group, window in zip(shape.layer_groups, shape.windows, strict=True)
         )
-        self.final_norm = np.ones(shape.width, np.float32)
         self.head = weight(shape.width, shape.vocab)
         half = shape.head_dim // 2
         turns = np.arange(shape.max_tokens)[:, None] * shape.rope_theta ** (-np.arange(half) / half)
@@ -174,27 +165,31 @@ class Decoder:
         self._sin = np.sin(turns).astype(np.float32)[:, None, :]
 
     def forward(self, spans: Sequence[Span], kv: Sequence[npt.NDArray[Any]]) -> list[int]:
-        """Compute the spans, write their KV through the block tables, return each next token.
+        """Compute the spans and write their KV through the block tables.
 
         Spans may share blocks only where none of them writes.
+
+        Returns:
+            The next token of each span.
         """
         if not spans:
             return []
         batch = _Batch(spans, kv[0].shape[2])
-        x = batch.to_tiles(self.embedding[batch.tokens])
+        x = batch.tiling.to_tiles(self.embedding[batch.tokens])
         for layer, cache in zip(self.layers, kv, strict=True):
-            x = x + self._attend(layer, _norm(x, layer.attention_norm), batch, cache)
-            gate, up = np.split(_norm(x, layer.mlp_norm) @ layer.gate_up, 2, axis=-1)
+            x = x + self._attend(layer, _norm(x), batch, cache)
+            gate, up = np.split(_norm(x) @ layer.gate_up, 2, axis=-1)
             x = x + (gate / (1 + np.exp(-gate)) * up) @ layer.down
-        last = batch.last_rows()
-        logits = last.to_tiles(batch.to_rows(x)[last.rows])
-        logits = last.to_rows(_norm(logits, self.final_norm) @ self.head)
+        last_rows = np.array([rows.stop - 1 for rows in batch.slices])
+        last = Tiling(batch.positions[last_rows])
+        logits = last.to_tiles(batch.tiling.to_rows(x)[last_rows])
+        logits = last.to_rows(_norm(logits) @ self.head)
         return [int(token) for token in logits.argmax(axis=-1)]
 
     def _attend(self, layer: _Layer, x: Floats, batch: _Batch, cache: Floats) -> Floats:
         shape = self.shape
         heads, kv_heads = shape.num_heads, shape.num_kv_heads
-        projected = batch.to_rows(x @ layer.query_key_value)
+        projected = batch.tiling.to_rows(x @ layer.query_key_value)
         projected = projected.reshape(len(projected), heads + 2 * kv_heads, shape.head_dim)
         cos, sin = self._cos[batch.positions], self._sin[batch.positions]
         query = _rotate(projected[:, :heads], cos, sin)
@@ -207,7 +202,7 @@ class Decoder:
         mixed = np.empty((len(projected), heads * shape.head_dim), np.float32)
         for span, rows in zip(batch.spans, batch.slices, strict=True):
             mixed[rows] = paged_attention(query[rows], span, layer, cache)
-        return batch.to_tiles(mixed) @ layer.output
+        return batch.tiling.to_tiles(mixed) @ layer.output
 
 
 def paged_attention(query: Floats, span: Span, layer: _Layer, cache: Floats) -> Floats:
@@ -258,8 +253,8 @@ def _gather(
     paged = flat.reshape(2, -1, block_tokens, kv_heads, head_dim)
     blocks = table[first:last]
     paged[:, : last - first] = cache[blocks].swapaxes(0, 1)
-    # Behind the last token, and where a window has passed, lie someone's old bytes; they must not
-    # reach a sum, not even times 0.
+    # Behind the last token, and where a window has passed, lie old bytes of other requests. They
+    # must not reach a sum, not even times 0.
     paged[:, : last - first][:, blocks < 0] = 0
     flat[:, span.end - first_key :] = 0
     key, value = flat.reshape(2, num_key_tiles, KEY_TILE, kv_heads, head_dim)
@@ -284,18 +279,7 @@ class _Batch:
             slice(int(end) - len(span.tokens), int(end))
             for span, end in zip(spans, ends, strict=True)
         ]
-        self._tiling = Tiling(self.positions)
-
-    def to_tiles(self, rows: Floats) -> Floats:
-        return self._tiling.to_tiles(rows)
-
-    def to_rows(self, tiles: Floats) -> Floats:
-        return self._tiling.to_rows(tiles)
-
-    def last_rows(self) -> Tiling:
-        """The tiling of only each span's last row."""
-        rows = np.array([rows.stop - 1 for rows in self.slices])
-        return Tiling(self.positions[rows], rows)
+        self.tiling = Tiling(self.positions)
 
 
 class Tiling:
@@ -304,8 +288,7 @@ class Tiling:
     Row with position p goes to row ``p % TILE`` of the first tile where that row is still free.
     """
 
-    def __init__(self, positions: Ints, rows: Ints | None = None) -> None:
-        self.rows = np.arange(len(positions)) if rows is None else rows
+    def __init__(self, positions: Ints) -> None:
         used = [0] * TILE
         places = np.empty(len(positions), np.int64)
         for i, residue in enumerate((positions % TILE).tolist()):
@@ -326,9 +309,9 @@ class Tiling:
         return rows
 
 
-def _norm(x: Floats, gain: Floats) -> Floats:
-    scale = np.sqrt((x * x).mean(axis=-1, keepdims=True) + EPSILON)
-    return x / scale * gain
+def _norm(x: Floats) -> Floats:
+    normed: Floats = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + EPSILON)
+    return normed
 
 
 def _rotate(x: Floats, cos: Floats, sin: Floats) -> Floats:
@@ -336,32 +319,21 @@ def _rotate(x: Floats, cos: Floats, sin: Floats) -> Floats:
     return np.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
 
 
-# ------------------------------------------------------------------------------------------------
-# How many threads the matrix library may use, whoever imported numpy first.
-
-# The names under which numpy's builds carry OpenBLAS; which one depends on the build.
-_SETTERS = (
-    "scipy_openblas_set_num_threads64_",
-    "scipy_openblas_set_num_threads",
-    "openblas_set_num_threads64_",
-    "openblas_set_num_threads",
-)
-
-
 def limit_matrix_threads(count: int) -> bool:
-    """Let OpenBLAS use ``count`` threads from now on; False where numpy has another library.
+    """Let OpenBLAS use ``count`` threads from now on. One leaves the other cores to the copies.
 
-    One thread for compute leaves the other cores to the copies, as a device of its own would, and
-    small products are not slowed down by threads that spin for each other.
+    Returns:
+        False if numpy uses another matrix library, which is then left as it is.
     """
     try:
         module = import_module("numpy._core._multiarray_umath")
     except ImportError:  # numpy 1
         module = import_module("numpy.core._multiarray_umath")
     library = ctypes.CDLL(str(module.__file__))  # finds symbols of what it is linked to as well
-    for name in _SETTERS:
-        setter = getattr(library, name, None)
-        if setter is not None:
-            setter(ctypes.c_int(count))
-            return True
+    for prefix in ("scipy_openblas", "openblas"):  # the build of numpy decides the name
+        for suffix in ("64_", ""):
+            setter = getattr(library, f"{prefix}_set_num_threads{suffix}", None)
+            if setter is not None:
+                setter(ctypes.c_int(count))
+                return True
     return False

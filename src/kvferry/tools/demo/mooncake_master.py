@@ -17,13 +17,9 @@ _START_SECONDS = 20.0
 _TRIES = 3
 _END_SECONDS = 5.0
 _CLIENT_SECONDS = 2
-"""A server that says nothing for so long is gone, and its memory with it."""
+"""The master drops a server, and its memory, after so much silence."""
 
-_MODULES = ("mooncake", "xxhash")
-_LIBRARIES = "libibverbs1, libnuma1 and liburing2"
-
-# Then the wheel's own program, which takes this process over. It dies with its parent, however
-# that ends: nobody else would end it.
+# The wheel's program replaces this process. It dies with its parent, however that ends.
 _RUN = f"""
 import ctypes, sys
 ctypes.CDLL(None).prctl(1, {int(signal.SIGKILL)})
@@ -33,8 +29,8 @@ main()
 
 
 def require_mooncake() -> None:
-    """InputError that says what is missing and how to get it, where Mooncake cannot run."""
-    lacking = [name for name in _MODULES if importlib.util.find_spec(name) is None]
+    """Raise InputError with a remedy if Mooncake cannot run here."""
+    lacking = [name for name in ("mooncake", "xxhash") if importlib.util.find_spec(name) is None]
     if lacking:
         raise InputError(
             f"servers that share need a Mooncake store, and {' and '.join(lacking)} cannot be "
@@ -49,14 +45,14 @@ def require_mooncake() -> None:
     )
     if tried.returncode:
         raise InputError(
-            f"servers that share need a Mooncake store, and Mooncake cannot be loaded here "
-            f"({_last_line(tried.stderr)}); it needs {_LIBRARIES}: apt-get install them, or what "
-            "they are called where you are (in a checkout of kvferry, make fleet fetches them)"
+            "servers that share need a Mooncake store, and Mooncake cannot be loaded here "
+            f"({(tried.stderr.strip().splitlines() or ['no message'])[-1]}). It needs libibverbs1, "
+            "libnuma1 and liburing2: apt-get install them. In a checkout, make fleet fetches them."
         )
 
 
 class MooncakeMaster(Closing):
-    """Owns the process. It answers on the loopback only, and remembers nothing."""
+    """Owns the process. It listens on the loopback only and persists nothing."""
 
     def __init__(self) -> None:
         for _ in range(_TRIES):
@@ -64,7 +60,7 @@ class MooncakeMaster(Closing):
             self._begin(port, metrics_port)
             try:
                 if self._comes_up(port):
-                    break  # else somebody else took a port before it did
+                    break  # else another process took a port first
             except BaseException:
                 self.close()
                 raise
@@ -85,11 +81,11 @@ class MooncakeMaster(Closing):
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env=_environment(),
-            start_new_session=True,  # Ctrl-C is for us; the servers still say farewell to it
+            start_new_session=True,  # Ctrl-C reaches the demo; its servers still sign off
         )
 
     def _comes_up(self, port: int) -> bool:
-        """Not if it ends instead."""
+        """Wait for the master's port. Returns False if the master ends instead."""
         end = time.monotonic() + _START_SECONDS
         while not _answers(port):
             if self._process.poll() is not None:
@@ -113,10 +109,6 @@ class MooncakeMaster(Closing):
 
 def _environment() -> dict[str, str]:
     return {"GLOG_minloglevel": "2", "MC_LOG_LEVEL": "ERROR", **os.environ}
-
-
-def _last_line(text: str) -> str:
-    return next(reversed(text.strip().splitlines()), "it said nothing")
 
 
 def _free_ports(count: int) -> list[int]:

@@ -1,252 +1,123 @@
-"""Eviction policies side by side, under the same conversations that return late or never.
+"""Hit ratios of eviction policies on a made chat service, beside an all-knowing policy.
 
-::
-
-    turn 1   lru      returns        each on a server of its own, which begins with empty memory
-    turn 2   returns  lru            the other one first: what is slow just now meets both
-    turn 3   lru      returns
-
-A turn is asked when the one before it is answered and stored, and the service's clock, which the
-policies go by, then shows when it came: nobody waits for the pauses. First tokens are in real
-seconds, and in those of the processor: what else the machine does holds up one turn in some, by
-more than the policies differ, but is no work of ours.
+Most conversations end after one turn. The more turns a conversation has had, the likelier is one
+more, about two minutes later. A policy must keep the conversations that return.
 """
 
 from __future__ import annotations
 
-import time
+import json
+import math
+import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvferry.config import Config
-from kvferry.core.lifecycle import Closing
-from kvferry.errors import InputError
-from kvferry.tools.demo.blocks import ServedRequest
-from kvferry.tools.demo.compare import Arrival, ReturningChat, Turn, turn_of
-from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner
-from kvferry.tools.demo.model import Decoder, ModelShape
-from kvferry.types import DEVICE, HOST
+from kvferry.sim.simulation import Simulated, Simulation, simulate
+from kvferry.sim.trials import Trial
+from kvferry.tools.plots import Series, hit_ratio_lines
 
-POLICIES_SHOWN = ("lru", "returns")
+POLICIES = ("returns", "lru")
+CAPACITIES = (50, 100, 200, 400)
+NUM_TURNS = 4000
+BLOCK_TOKENS = 16
 
-OnServed = Callable[[int, int], None]
-"""Told how many turns all policies have served, and of how many."""
+_RETURN_CHANCES = (0.28, 0.41, 0.54, 0.62, 0.68, 0.74, 0.79, 0.83)
+"""The chance of one more turn, by the number of turns so far."""
+
+_NEW_SECONDS = 6.25
+"""Mean time between two new conversations."""
+
+_PAUSE_MEDIAN, _PAUSE_SPREAD = 123.0, 0.9
+"""Seconds between two turns of a conversation, log-normal."""
+
+_TEXT_TOKENS, _TURN_TOKENS, _ANSWER_TOKENS = 96, 40, 64
 
 
 @dataclass(frozen=True)
-class PolicyTrial:
-    """What all policies are tried with."""
+class Policies:
+    """The hit ratio of each policy by capacity in blocks, and that of the all-knowing policy."""
 
-    chat: ReturningChat = field(default_factory=ReturningChat)
-    shape: ModelShape = field(
-        default_factory=lambda: ModelShape(
-            vocab=256, width=128, num_layers=3, num_heads=4, hidden=256
+    num_turns: int
+    ratios: dict[str, list[tuple[int, float]]]
+    bounds: list[tuple[int, float]]
+
+    title = "Which blocks are kept"
+
+    @property
+    def gain(self) -> str:
+        """The comparison in words, at the third capacity."""
+        at = min(2, len(self.bounds) - 1)
+        ours, lru = (self.ratios[name][at][1] for name in POLICIES)
+        return (
+            f"{self.num_turns:,} turns of a made chat service, where most conversations never "
+            f"return. With host memory for {self.bounds[at][0]:,} blocks the default policy hits "
+            f"{ours:.1%} of the blocks, LRU {lru:.1%}, an all-knowing one {self.bounds[at][1]:.1%}."
         )
-    )
-    policies: tuple[str, ...] = POLICIES_SHOWN
-    num_uncounted: int = 300
-    """Turns from the first on in which memory fills and a policy learns: in no figure."""
-    host_blocks: int = 130
-    device_blocks: int = 48
-    block_tokens: int = 16
 
-    def __post_init__(self) -> None:
-        counted = self.chat.arrivals()[self.num_uncounted :]
-        if not any(arrival.turn for arrival in counted):
-            raise InputError(
-                f"of {self.chat.num_turns} turns, {self.num_uncounted} of them not counted, none "
-                "is of a conversation that returned; give more turns"
-            )
+    def table(self) -> list[list[str]]:
+        """The table's head and its lines."""
+        columns = [*self.ratios.values(), self.bounds]
+        head = ["Blocks of host memory", "returns (default)", "lru", "all-knowing"]
+        rows = zip(*columns, strict=True)
+        return [head, *([f"{row[0][0]:,}", *(f"{ratio:.1%}" for _, ratio in row)] for row in rows)]
 
-    @property
-    def host_bytes(self) -> int:
-        shape = self.shape
-        block = shape.num_layers * int(np.prod(shape.kv_shape(1, self.block_tokens))) * 4
-        return self.host_blocks * block
-
-
-@dataclass(frozen=True)
-class PolicyFigures:
-    """What one policy cost, in the turns that are counted.
-
-    ``processor_seconds`` is, for each turn, how long the processor worked until its first token.
-    """
-
-    policy: str
-    turns: Sequence[Turn]
-    processor_seconds: Sequence[float]
-
-    @property
-    def returns(self) -> list[Turn]:
-        """Those that are not their conversation's first: which memory can help."""
-        return [turn for turn in self.turns if turn.turn]
-
-    def first_token_seconds(self, percentile: float) -> float:
-        return float(np.percentile([turn.first_token_seconds for turn in self.turns], percentile))
-
-    @property
-    def return_seconds(self) -> float:
-        """The processor's time to the first token of those that returned, in the mean.
-
-        Some of them are found, most are computed: so the median says little.
-        """
-        pairs = zip(self.turns, self.processor_seconds, strict=True)
-        return float(np.mean([seconds for turn, seconds in pairs if turn.turn]))
-
-    @property
-    def found_rate(self) -> float:
-        """Of those that returned, the share for which something was in host memory."""
-        returns = self.returns
-        return sum(turn.host_tokens > 0 for turn in returns) / len(returns)
-
-    @property
-    def prefill_tokens(self) -> int:
-        return sum(turn.prefilled_tokens for turn in self.turns)
-
-    @property
-    def host_hit_rate(self) -> float:
-        return self._share(lambda turn: turn.host_tokens)
-
-    @property
-    def device_hit_rate(self) -> float:
-        return self._share(lambda turn: turn.device_tokens)
-
-    def _share(self, tokens: Callable[[Turn], int]) -> float:
-        return sum(map(tokens, self.turns)) / sum(turn.prompt_tokens for turn in self.turns)
+    def lines(self) -> list[Series]:
+        """The lines of the plot."""
+        return hit_ratio_lines(self.bounds, self.ratios)
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data."""
-        return {
-            "ttft_p50_seconds": self.first_token_seconds(50),
-            "ttft_p95_seconds": self.first_token_seconds(95),
-            "ttft_mean_processor_seconds_of_returns": self.return_seconds,
-            "returns_found_in_host": self.found_rate,
-            "prefill_tokens_computed": self.prefill_tokens,
-            "hit_rate": {DEVICE: self.device_hit_rate, HOST: self.host_hit_rate},
-        }
-
-
-@dataclass(frozen=True)
-class PoliciesResult:
-    """The policies side by side."""
-
-    trial: PolicyTrial
-    figures: dict[str, PolicyFigures]
-    num_different_turns: int
-    """Answers that are not the same with every policy."""
-
-    @property
-    def tokens_equal(self) -> bool:
-        return self.num_different_turns == 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """The same as plain data."""
-        trial, chat = self.trial, self.trial.chat
-        return {
-            "tokens_equal": self.tokens_equal,
-            "different_turns": self.num_different_turns,
-            "setting": {
-                "turns": chat.num_turns,
-                "uncounted_turns": trial.num_uncounted,
-                "new_conversations_per_second": chat.new_per_second,
-                "host_blocks": trial.host_blocks,
-                "device_blocks": trial.device_blocks,
-                "block_tokens": trial.block_tokens,
-                "seed": chat.seed,
-            },
-            "policies": {name: each.to_dict() for name, each in self.figures.items()},
-        }
+        """The figures as plain data."""
+        ratios = {**self.ratios, "all-knowing": self.bounds}
+        return {"turns": self.num_turns, "hit_ratio": {name: dict(r) for name, r in ratios.items()}}
 
 
 def run_policies(
-    trial: PolicyTrial, on_served: OnServed = lambda number, total: None
-) -> PoliciesResult:
-    """Every turn with every policy, before the next."""
-    decoder = Decoder(trial.shape)
-    arrivals = trial.chat.arrivals()
-    with ExitStack() as opened:
-        servers = [
-            opened.enter_context(_Server(trial, policy, decoder)) for policy in trial.policies
-        ]
-        for number, arrival in enumerate(arrivals, start=1):
-            for server in servers if number % 2 else servers[::-1]:
-                server.serve(arrival)
-            on_served(number, len(arrivals))
-        for server in servers:
-            server.check_integrity()
-    num_different = sum(
-        any(request.generated != same[0].generated for request in same)
-        for same in zip(*(server.done for server in servers), strict=True)
-    )
-    first = trial.num_uncounted
-    figures = {
-        server.policy: PolicyFigures(
-            server.policy,
-            [turn_of(request) for request in server.done[first:]],
-            server.processor_seconds[first:],
-        )
-        for server in servers
-    }
-    return PoliciesResult(trial, figures, num_different)
+    seed: int = 0,
+    *,
+    num_turns: int = NUM_TURNS,
+    capacities: Sequence[int] = CAPACITIES,
+    on_progress: Callable[[float], None] = lambda share: None,
+) -> Policies:
+    """Make a trace and simulate each policy at each capacity."""
+    trials = tuple(Trial(policy, (blocks,)) for policy in POLICIES for blocks in capacities)
+    with tempfile.TemporaryDirectory(prefix="kvferry-demo-") as folder:
+        trace = Path(folder) / "trace.jsonl"
+        trace.write_text("\n".join(map(json.dumps, made_requests(num_turns, seed))))
+        asked = Simulation(paths=(trace,), trials=trials, block_tokens=BLOCK_TOKENS, jobs=1)
+        simulated = simulate(asked, on_progress)
+    return _policies(num_turns, simulated)
 
 
-class _Server(Closing):
-    """One policy's server. Owns its device, its host memory, and the clock that both go by."""
+def _policies(num_turns: int, simulated: Simulated) -> Policies:
+    ratios: dict[str, list[tuple[int, float]]] = {}
+    for score in simulated.scores:
+        pair = score.trial.capacity[0], score.whole.hit_ratio
+        ratios.setdefault(score.trial.policy, []).append(pair)
+    bounds = [(score.trial.capacity[0], score.whole.hit_ratio) for score in simulated.bounds]
+    return Policies(num_turns, ratios, bounds)
 
-    def __init__(self, trial: PolicyTrial, policy: str, decoder: Decoder) -> None:
-        self.policy = policy
-        self.done: list[ServedRequest] = []
-        self.processor_seconds: list[float] = []
-        self._texts = trial.chat.texts
-        self._histories: dict[int, list[int]] = {}
-        self._now = 0.0
-        # Loads are never weighed against computing: that goes by how busy this machine is just
-        # now. And nobody asks what other sizes would hit, which is learned in real time.
-        config = Config(policy=policy, load_policy="always", memory_curve="off")
-        with ExitStack() as opened:
-            runner = opened.enter_context(
-                Runner(decoder, num_blocks=trial.device_blocks, block_tokens=trial.block_tokens)
-            )
-            self._offloader = opened.enter_context(
-                Offloader(
-                    runner, host_bytes=trial.host_bytes, config=config, clock=lambda: self._now
-                )
-            )
-            self._engine = Engine(runner, limits=Limits(), offloader=self._offloader)
-            self._opened = opened.pop_all()
 
-    def serve(self, arrival: Arrival) -> None:
-        """Answer one turn, and wait until all that it left is stored."""
-        self._now, number, turn = arrival
-        texts, engine = self._texts, self._engine
-        if number not in self._histories:
-            self._histories[number] = texts.opening(number)
-        history = self._histories[number]
-        history += texts.question(number, turn)
-        request = ServedRequest(
-            id=f"conversation-{number:03d}-turn-{turn:02d}",
-            prompt=tuple(history),
-            max_new_tokens=texts.answer_length(number, turn),
-            arrival=engine.clock(),
-        )
-        began = time.process_time()
-        engine.submit(request)
-        while request.first_token_at is None:
-            engine.step()
-        self.processor_seconds.append(time.process_time() - began)
-        engine.run()
-        engine.drain()
-        history += request.generated
-        self.done.append(request)
-
-    def check_integrity(self) -> None:
-        self._engine.memory.check_integrity(num_held=0)
-        self._offloader.scheduler.check_integrity()
-
-    def close(self) -> None:
-        """End the server. Safe to call twice."""
-        self._opened.close()
+def made_requests(num_turns: int, seed: int) -> list[dict[str, Any]]:
+    """The first requests of the service in order of time, in the Mooncake format."""
+    rng = np.random.default_rng((seed, 5))
+    numbers, begin = count(), 0.0
+    requests: list[dict[str, Any]] = []
+    for _ in range(num_turns):  # enough conversations even if none returned
+        begin += float(rng.exponential(_NEW_SECONDS))
+        at, tokens, blocks = begin, _TEXT_TOKENS, list[int]()
+        for chance in (*_RETURN_CHANCES, 0.0):
+            tokens += int(rng.integers(_TURN_TOKENS // 2, 2 * _TURN_TOKENS))
+            blocks += [next(numbers) for _ in range(-(-tokens // BLOCK_TOKENS) - len(blocks))]
+            request = {"timestamp": int(at * 1000), "hash_ids": list(blocks)}
+            requests.append(request | {"input_length": tokens, "output_length": _ANSWER_TOKENS})
+            if rng.random() >= chance:
+                break
+            blocks = blocks[: tokens // BLOCK_TOKENS]
+            tokens += _ANSWER_TOKENS
+            at += float(rng.lognormal(math.log(_PAUSE_MEDIAN), _PAUSE_SPREAD))
+    return sorted(requests, key=lambda request: request["timestamp"])[:num_turns]

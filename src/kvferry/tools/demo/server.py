@@ -1,11 +1,11 @@
-"""A playground server that is a process: takes turns from whoever started it, answers each.
+"""A demo server as a program: reads questions as lines of JSON and answers each with a line.
 
 ::
 
-    python -m kvferry.tools.demo.server    lines of JSON on standard input: first what it is,
-                                           then turns; a line for each answer on standard output
+    python -m kvferry.tools.demo.server
 
-It ends when its input does.
+The first line on standard input is the :class:`ServerSetup`. Every further line is a question, or
+``{"finish": true}``: then the server waits for its transfers and reports. It ends with its input.
 """
 
 from __future__ import annotations
@@ -17,28 +17,26 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, TextIO
 
 from kvferry.config import Config
 from kvferry.errors import KvferryError, TransferError
-from kvferry.settings.tiers import REMOTE
 from kvferry.tools.demo.blocks import ServedRequest
 from kvferry.tools.demo.engine import Engine, Limits, Offloader, Runner
 from kvferry.tools.demo.model import Decoder, ModelShape, limit_matrix_threads
-from kvferry.types import HOST
+from kvferry.types import DEVICE, HOST
 
 _IDLE_SECONDS = 0.02
-"""How long an idle server waits for a turn before it looks after its copies again."""
+"""Pause of an idle server before it looks for finished copies again."""
 
 _STORE_SECONDS = 30.0
-"""How long a server waits for a store that it is to share, on a machine that is busy."""
+"""Longest wait for the shared store, on a busy machine."""
 
 
 @dataclass(frozen=True)
 class ServerSetup:
-    """What a server is. ``settings`` are kvferry's."""
+    """The sizes of a server. ``settings`` are kvferry's."""
 
     shape: ModelShape
     device_blocks: int
@@ -51,21 +49,20 @@ class ServerSetup:
 
     @classmethod
     def unpack(cls, text: str) -> ServerSetup:
-        told = json.loads(text)
-        shape = told["shape"] | {"windows": tuple(told["shape"]["windows"])}
-        return cls(**(told | {"shape": ModelShape(**shape)}))
+        values = json.loads(text)
+        shape = values["shape"] | {"windows": tuple(values["shape"]["windows"])}
+        return cls(**(values | {"shape": ModelShape(**shape)}))
 
 
 Lines = queue.SimpleQueue[str | None]
-"""What was said to the server; None: nobody will say anything any more."""
+"""The lines of the input, then None for its end."""
 
 
 def serve_lines(setup: ServerSetup, source: TextIO) -> None:
-    """Answer every turn, until the lines end; a turn under way then is not answered."""
+    """Answer every question until the lines end. Questions under way then have no answer."""
     limit_matrix_threads(1)
     lines: Lines = queue.SimpleQueue()
-    decoder = Decoder(setup.shape)
-    config = Config.from_dict(setup.settings)
+    decoder, config = Decoder(setup.shape), Config.from_dict(setup.settings)
     with (
         Runner(decoder, num_blocks=setup.device_blocks, block_tokens=setup.block_tokens) as runner,
         Offloader(runner, host_bytes=setup.host_bytes, config=config) as offloader,
@@ -78,19 +75,23 @@ def serve_lines(setup: ServerSetup, source: TextIO) -> None:
             for line in _arrived(lines, 0 if engine.has_work else _IDLE_SECONDS):
                 if line is None:
                     return
-                engine.submit(ServedRequest(**json.loads(line), arrival=engine.clock()))
+                question = json.loads(line)
+                if "finish" in question:
+                    engine.drain()
+                    _say(offloader)
+                else:
+                    engine.submit(ServedRequest(**question, arrival=engine.clock()))
             for request in engine.step():
-                _tell(request, offloader)
+                _say(offloader, request)
 
 
 def _wait_for_store(engine: Engine, offloader: Offloader, source: TextIO) -> None:
-    """Until all that lies below can be used, or nobody speaks to us any more.
+    """Wait until all tiers can be used, or the input ends.
 
-    Whoever served without it would compute what others have, and nobody would learn from that what
-    sharing saves.
+    A server without its shared store would compute everything and show no saving.
     """
     gone = select.poll()
-    gone.register(source, 0)  # tells of nothing but the end
+    gone.register(source, 0)  # reports the end of the input only
     end = time.monotonic() + _STORE_SECONDS
     engine.step()
     while (ailment := _ailment(offloader)) and not gone.poll(0):
@@ -107,27 +108,28 @@ def _ailment(offloader: Offloader) -> str:
     return "; ".join(filter(None, offloader.stats().ailments.values()))
 
 
-def _arrived(lines: Lines, seconds: float) -> Iterator[str | None]:
-    """What has come; waits so long for the first."""
+def _arrived(lines: Lines, seconds: float) -> list[str | None]:
+    """The lines that have arrived. Waits ``seconds`` for the first."""
+    found = []
     with contextlib.suppress(queue.Empty):
-        yield lines.get(timeout=seconds) if seconds else lines.get_nowait()
+        found.append(lines.get(timeout=seconds) if seconds else lines.get_nowait())
         while True:
-            yield lines.get_nowait()
+            found.append(lines.get_nowait())
+    return found
 
 
-def _tell(request: ServedRequest, offloader: Offloader) -> None:
+def _say(offloader: Offloader, request: ServedRequest | None = None) -> None:
     stats = offloader.stats()
-    _say(
-        {
-            "turn": request.told(),
-            "read_bytes": stats.bytes_moved.get((REMOTE, HOST), 0),
-            "ailment": _ailment(offloader),
-        }
-    )
-
-
-def _say(line: dict[str, Any]) -> None:
-    print(json.dumps(line), flush=True)
+    engine_routes = (DEVICE, HOST), (HOST, DEVICE)
+    moved = {route: n for route, n in stats.bytes_moved.items() if route not in engine_routes}
+    answer = {
+        "turn": None if request is None else asdict(request.turn()),
+        "restored_blocks": sum(stats.restored.values()),
+        "read_bytes": sum(n for (_, dst), n in moved.items() if dst == HOST),
+        "written_bytes": sum(n for (src, _), n in moved.items() if src == HOST),
+        "ailment": _ailment(offloader),
+    }
+    print(json.dumps(answer), flush=True)
 
 
 def _listen(source: TextIO, lines: Lines) -> None:

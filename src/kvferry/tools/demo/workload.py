@@ -1,26 +1,26 @@
-"""Conversations that come back: the traffic that makes a small device cache forget too much."""
+"""Conversations that come back: traffic that does not fit the cache of a small device."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 import numpy as np
 
-from kvferry.errors import InputError
 from kvferry.tools.demo.blocks import ServedRequest
 from kvferry.tools.demo.engine import Engine
+from kvferry.tools.demo.model import require_positive
 
 
 @dataclass(frozen=True)
 class Chat:
     """Multi-turn conversations, served in rounds.
 
-    Every conversation opens with a text of its own, then asks short questions about it. Lengths
-    vary by half around the numbers given. Round t has the t-th turn of each conversation in a
-    shuffled order, so that between two turns of one conversation all others come by. At most
-    ``num_users`` turns are under way at a time.
+    Every conversation opens with its own text and then asks short questions. Lengths vary by half
+    around the given numbers. Round t has turn t of each conversation in shuffled order, so that all
+    other conversations come between two turns of one. ``num_users`` bounds the turns under way.
     """
 
     num_conversations: int = 14
@@ -33,17 +33,8 @@ class Chat:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_conversations",
-            "num_turns",
-            "opening_tokens",
-            "question_tokens",
-            "answer_tokens",
-            "num_users",
-            "vocab",
-        ):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
+        names = "num_conversations num_turns opening_tokens question_tokens answer_tokens"
+        require_positive(self, "", f"{names} num_users vocab")
 
     @property
     def longest(self) -> int:
@@ -55,7 +46,7 @@ class Chat:
         return sum(-(-length // block_tokens) for length in self._final_lengths())
 
     def rounds(self) -> list[list[int]]:
-        """For each round, the order in which the conversations take their turn."""
+        """The order of the conversations in each round."""
         rng = np.random.default_rng((self.seed, 1))
         everyone = np.arange(self.num_conversations)
         return [rng.permutation(everyone).tolist() for _ in range(self.num_turns)]
@@ -70,7 +61,7 @@ class Chat:
         return len(self._text(self.answer_tokens, 4, conversation, turn))
 
     def _text(self, about: int, *place: int) -> list[int]:
-        """Between half and one and a half times ``about`` tokens, always the same in one place."""
+        """Half to one and a half times ``about`` tokens, always the same at one place."""
         rng = np.random.default_rng((self.seed, *place))
         length = int(rng.integers(-(-about // 2), about + about // 2 + 1))
         tokens: list[int] = rng.integers(0, self.vocab, length).tolist()
@@ -87,53 +78,88 @@ class Chat:
         ]
 
 
+class Question(TypedDict):
+    """A turn to serve, as arguments of a request."""
+
+    id: str
+    prompt: list[int]
+    max_new_tokens: int
+
+
+class Dialogue:
+    """Owns the histories of a chat and the order of its turns.
+
+    A turn is asked if a user is free and the conversation has its previous answer.
+    """
+
+    def __init__(
+        self, chat: Chat, rounds: range | None = None, histories: list[list[int]] | None = None
+    ) -> None:
+        """Ask the turns of ``rounds``, or of all. ``histories`` has the text before them."""
+        numbers = range(chat.num_conversations)
+        self.chat = chat
+        self.histories = [
+            chat.opening(number) if histories is None else list(histories[number])
+            for number in numbers
+        ]
+        orders = chat.rounds()
+        self._waiting = deque(
+            (number, turn) for turn in rounds or range(chat.num_turns) for number in orders[turn]
+        )
+        self._under_way: dict[str, int] = {}
+        self.num_turns = len(self._waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def is_over(self) -> bool:
+        return not self._waiting and not self._under_way
+
+    def ask(self) -> Question | None:
+        """The next question, or None if it must wait for an answer."""
+        if not self._waiting or len(self._under_way) >= self.chat.num_users:
+            return None
+        number, turn = self._waiting[0]
+        if number in self._under_way.values():
+            return None
+        self._waiting.popleft()
+        self.histories[number] += self.chat.question(number, turn)
+        name = f"conversation-{number:03d}-turn-{turn:02d}"
+        self._under_way[name] = number
+        length = self.chat.answer_length(number, turn)
+        return {"id": name, "prompt": list(self.histories[number]), "max_new_tokens": length}
+
+    def answered(self, name: str, answer: list[int]) -> None:
+        """Append an answer to its conversation."""
+        self.histories[self._under_way.pop(name)] += answer
+
+
 @dataclass(frozen=True)
 class Served:
-    """What became of a workload: one request per turn, in the order they finished."""
+    """The requests of a workload in the order they finished."""
 
     requests: list[ServedRequest] = field(repr=False)
     seconds: float
 
     def answers(self) -> dict[str, list[int]]:
-        """Every turn's generated tokens by request id."""
+        """The generated tokens by request id."""
         return {request.id: request.generated for request in self.requests}
 
 
 def serve(
-    engine: Engine,
-    chat: Chat,
-    on_finish: Callable[[ServedRequest], None] | None = None,
-    *,
-    rounds: range | None = None,
-    histories: list[list[int]] | None = None,
+    engine: Engine, chat: Chat, on_finish: Callable[[ServedRequest], None] | None = None
 ) -> Served:
-    """Run all turns through the engine; a turn is asked once its user has the previous answer.
-
-    Only those of ``rounds``, if given; ``histories`` then has what was said before, and takes up
-    what is said now.
-    """
-    if histories is None:
-        histories = [chat.opening(number) for number in range(chat.num_conversations)]
-    orders = list(enumerate(chat.rounds()))
-    orders = orders if rounds is None else [orders[turn] for turn in rounds]
-    turns = deque((number, turn) for turn, order in orders for number in order)
-    under_way: dict[str, int] = {}
+    """Serve all turns of a chat with one engine."""
+    dialogue = Dialogue(chat)
     done: list[ServedRequest] = []
     start = engine.clock()
-    while turns or under_way:
-        while turns and len(under_way) < chat.num_users and turns[0][0] not in under_way.values():
-            number, turn = turns.popleft()
-            histories[number] += chat.question(number, turn)
-            request = ServedRequest(
-                id=f"conversation-{number:03d}-turn-{turn:02d}",
-                prompt=tuple(histories[number]),
-                max_new_tokens=chat.answer_length(number, turn),
-                arrival=engine.clock(),
-            )
-            engine.submit(request)
-            under_way[request.id] = number
+    while not dialogue.is_over:
+        while (question := dialogue.ask()) is not None:
+            engine.submit(ServedRequest(**question, arrival=engine.clock()))
         for request in engine.step():
-            histories[under_way.pop(request.id)] += request.generated
+            dialogue.answered(request.id, request.generated)
             done.append(request)
             if on_finish:
                 on_finish(request)

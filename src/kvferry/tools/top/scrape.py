@@ -31,7 +31,7 @@ from kvferry.telemetry.catalog import (
     catalog,
 )
 from kvferry.tools.top.told import read_json
-from kvferry.tools.top.words import said
+from kvferry.tools.words import said
 
 MOST_LINES = 100_000
 MOST_LINE = 16 << 10

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kvferry.tools.top.words import said
+from kvferry.tools.words import said
 
 T = TypeVar("T")
 
