@@ -6,7 +6,6 @@ import contextlib
 import json
 import queue
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -17,9 +16,10 @@ import numpy as np
 
 from kvferry.core.lifecycle import Closing
 from kvferry.errors import TransferError
+from kvferry.tiers.ipc.process import end_module, start_module
 from kvferry.tools.demo.blocks import Turn
 from kvferry.tools.demo.server import ServerSetup
-from kvferry.tools.demo.workload import Dialogue, Question
+from kvferry.tools.demo.workload import Dialogue, TurnRequest
 
 _SILENCE_SECONDS = 60.0
 _END_SECONDS = 15.0
@@ -41,14 +41,7 @@ class ServerProcesses(Closing):
             raise
 
     def _start(self, number: int, setup: ServerSetup) -> None:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "kvferry.tools.demo.server"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # Ctrl-C reaches the demo, which ends its servers
-        )
-        self._processes.append(process)
+        self._processes.append(start_module("kvferry.tools.demo.server"))
         self._write(number, setup.pack())
         listener = threading.Thread(target=self._listen, args=(number,), daemon=True)
         listener.start()
@@ -103,16 +96,9 @@ class ServerProcesses(Closing):
                 process.stdin.close()
         end = time.monotonic() + _END_SECONDS
         for process in self._processes:
-            try:
-                process.wait(max(0.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            end_module(process, max(0.0, end - time.monotonic()))
         for thread in self._threads:
             thread.join()
-        for process in self._processes:
-            assert process.stdout is not None
-            process.stdout.close()
 
 
 class Router:
@@ -141,7 +127,7 @@ class Router:
         self._dialogue = dialogue
         self._on_turn = on_turn
         self._kill = kill
-        self._under_way: dict[str, tuple[int, Question]] = {}
+        self._under_way: dict[str, tuple[int, TurnRequest]] = {}
 
     def run(self) -> None:
         """Ask all turns and wait for their answers."""
@@ -163,7 +149,7 @@ class Router:
         """A figure summed over all servers."""
         return sum(figures[name] for figures in self.latest.values())
 
-    def _send(self, question: Question) -> int:
+    def _send(self, question: TurnRequest) -> int:
         """Send a question to a living server: the same one each time the same servers live."""
         _, conversation, _, turn = question["id"].split("-")
         seed = (self._dialogue.chat.seed, 5, int(conversation), int(turn))

@@ -78,7 +78,7 @@ class Chat:
         ]
 
 
-class Question(TypedDict):
+class TurnRequest(TypedDict):
     """A turn to serve, as arguments of a request."""
 
     id: str
@@ -117,7 +117,7 @@ class Dialogue:
     def is_over(self) -> bool:
         return not self._waiting and not self._under_way
 
-    def ask(self) -> Question | None:
+    def ask(self) -> TurnRequest | None:
         """The next question, or None if it must wait for an answer."""
         if not self._waiting or len(self._under_way) >= self.chat.num_users:
             return None
