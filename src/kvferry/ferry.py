@@ -27,11 +27,10 @@ from kvferry.hostmem.growth import GrowthStats
 from kvferry.rank import RankMemory
 from kvferry.scheduler.control import Acted
 from kvferry.scheduler.journal import Copy, Explanation
-from kvferry.scheduler.packed_tier import lower_tier
 from kvferry.scheduler.promotion import State
 from kvferry.scheduler.request import Request
 from kvferry.scheduler.scheduler import Scheduler
-from kvferry.scheduler.tier import WriteMode
+from kvferry.scheduler.tier import WriteMode, lower_tier
 from kvferry.scheduler.transfers import NO_BLOCK
 from kvferry.telemetry import DEFAULT_PORT
 from kvferry.telemetry.mailbox import Inbox

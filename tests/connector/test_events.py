@@ -168,7 +168,7 @@ def truth(sides: Sides, tags: range) -> dict[str, set[str]]:
         keys = tracked.ferried.chain.keys()
         for where, there in (
             ("host", scheduler.pool.cached(keys)),
-            ("below", tier.there(keys, 0.0)),
+            ("below", tier.lookup(keys, 0.0).readable),
         ):
             found[where] |= {
                 name.hex() for name, is_there in zip(names, there, strict=True) if is_there

@@ -11,8 +11,7 @@ import numpy as np
 from tests.fakes.desk import Desk
 
 from kvferry.core.keys import Keys
-from kvferry.scheduler.packed_tier import PackedTier
-from kvferry.scheduler.tier import WriteMode
+from kvferry.scheduler.tier import PackedTier, WriteMode
 from kvferry.tiers.remote.objects import LookUp, cut
 from kvferry.types import HOST, MatchState, Outcome, Rank, Receipt, TierName, Transfer
 

@@ -17,8 +17,7 @@ from tests.fakes.desk import Desk
 
 from kvferry.core.keys import Keys
 from kvferry.hostmem.slots import HostTier
-from kvferry.scheduler.packed_tier import PackedTier
-from kvferry.scheduler.tier import REMEMBER_SECONDS, WriteMode
+from kvferry.scheduler.tier import REMEMBER_SECONDS, PackedTier, WriteMode
 from kvferry.tiers.contract import Way
 from kvferry.tiers.movers import TierMover
 from kvferry.types import DEVICE, HOST, MatchState

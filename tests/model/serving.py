@@ -46,9 +46,8 @@ from kvferry.core.identity import scope
 from kvferry.core.keys import Keys
 from kvferry.errors import TransferError
 from kvferry.hostmem.slots import HostTier
-from kvferry.scheduler.packed_tier import lower_tier
 from kvferry.scheduler.promotion import State
-from kvferry.scheduler.tier import SlotTier, WriteMode
+from kvferry.scheduler.tier import SlotTier, WriteMode, lower_tier
 from kvferry.scheduler.transfers import NO_BLOCK
 from kvferry.telemetry.stats import SchedulerStats
 from kvferry.tiers.contract import Batch, BatchId, Way

@@ -17,8 +17,7 @@ from tests.fakes.pools import evict
 from kvferry.cache import reach
 from kvferry.cache.pool import Pool
 from kvferry.core.keys import Keys
-from kvferry.scheduler.packed_tier import lower_tier
-from kvferry.scheduler.tier import KeyedTier, LowerTier, SlotTier, WriteMode
+from kvferry.scheduler.tier import KeyedTier, LowerTier, SlotTier, WriteMode, lower_tier
 from kvferry.types import MatchState, Outcome, Rank, Receipt, TierName, Transfer, as_slots
 
 NAME = TierName("below")

@@ -11,8 +11,8 @@ from tests.fakes.desk import Desk, story
 from kvferry.cache.pool import Pool
 from kvferry.config import Config
 from kvferry.core.keys import Keys
-from kvferry.scheduler.packed_tier import lower_tier
-from kvferry.scheduler.tier import Gate, KeyedTier, SlotTier, WriteBudget, WriteMode, gate_of
+from kvferry.scheduler.tier import KeyedTier, SlotTier, WriteMode, lower_tier
+from kvferry.scheduler.writeback import TierAdmission, WriteBudget, admission_of
 from kvferry.settings.tiers import DISK, REMOTE
 from kvferry.types import Key, TierName
 
@@ -44,15 +44,15 @@ def test_a_budget_is_no_wall() -> None:
 
 
 def test_a_gate_lets_through_what_it_should() -> None:
-    gate = Gate(times=2, num_keys=100, bytes_per_day=8 * 30, block_bytes=10)
+    gate = TierAdmission(times=2, num_keys=100, bytes_per_day=8 * 30, block_bytes=10)
     some = keys(range(6))
-    assert not gate.lets(some, 0.0).any()
-    gate.see(some)
-    gate.see(some[1:])
-    assert gate.lets(some, 0.0).tolist() == [False, True, True, True, False, False], "30 bytes"
+    assert not gate.admits(some, 0.0).any()
+    gate.requested(some)
+    gate.requested(some[1:])
+    assert gate.admits(some, 0.0).tolist() == [False, True, True, True, False, False], "30 bytes"
     gate.wrote(3)
-    assert not gate.lets(some, 0.0).any()
-    assert gate.lets(some, DAY / 7).sum() == 3
+    assert not gate.admits(some, 0.0).any()
+    assert gate.admits(some, DAY / 7).sum() == 3
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_the_settings_make_one_where_it_matters(
 ) -> None:
     config = Config.from_dict(settings)
     gates = {
-        name: gate_of(config, name, num_keys=None, block_bytes=1, now=0.0)
+        name: admission_of(config, name, num_keys=None, block_bytes=1, now=0.0)
         for name in (DISK, REMOTE, TierName("memory"))
     }
     assert {name for name, gate in gates.items() if gate is not None} == gated

@@ -15,8 +15,7 @@ from tests.fakes.packed_store import MOST, STORE, PackedStore, brought, packing,
 
 from kvferry.cache import reach
 from kvferry.core.keys import Keys
-from kvferry.scheduler.packed_tier import PackedTier
-from kvferry.scheduler.tier import Answer, KeyedTier, WriteMode
+from kvferry.scheduler.tier import Answer, KeyedTier, PackedTier, WriteMode
 from kvferry.scheduler.transfers import Wanted, run_numbers, with_furthest
 from kvferry.types import Health, MatchState, Rank, TierName
 
@@ -76,7 +75,7 @@ def test_two_questions_under_way_end_in_any_order_and_yes_wins() -> None:
             desk.asked = [question]
             store.say(desk)
         tier = desk.scheduler._parts.lower.tiers[0]
-        assert tier.there(B, desk.now).all()
+        assert tier.lookup(B, desk.now).readable.all()
 
 
 def test_only_the_blocks_about_the_parting_are_asked_for_twice() -> None:
@@ -205,8 +204,8 @@ def test_a_no_that_comes_when_the_block_was_written_meanwhile_is_forgotten() -> 
     tier.reserve(A, parent=None, chained=True, now=0.0)
     tier.moved(A, np.ones(len(A), dtype=bool), upward=False, now=0.0)
     tier.answered(Answer(A, np.zeros(len(A), dtype=bool), runs=runs), 5.0)
-    assert tier.there(A, 9.0).all()
-    assert tier.unknown(A, 11.0, runs).all()
+    assert tier.lookup(A, 9.0).readable.all()
+    assert tier.lookup(A, 11.0, runs).unknown.all()
 
 
 def test_where_no_no_is_remembered_each_asks_once() -> None:
@@ -233,11 +232,11 @@ def test_what_is_not_there_pushes_out_nothing_that_we_sent() -> None:
         unknown = keys(range(first, first + 100))
         runs = np.zeros(len(unknown), dtype=np.int64)
         tier.answered(Answer(unknown, np.zeros(len(unknown), dtype=bool), runs=runs), 20.0)
-        assert not tier.unknown(unknown, 21.0, runs).any()
+        assert not tier.lookup(unknown, 21.0, runs).unknown.any()
     assert tier.known(A, 21.0).all()
     assert tier.reserve(A, parent=None, chained=True, now=21.0) is None
     tier.reset()
-    assert tier.unknown(unknown, 21.0, runs).all()
+    assert tier.lookup(unknown, 21.0, runs).unknown.all()
     assert not tier.known(A, 21.0).any()
 
 
@@ -286,8 +285,8 @@ def test_a_no_and_a_yes_for_one_block_in_one_question() -> None:
         tier.reset()
         asked = twice if answer is there else twice[::-1]
         tier.answered(Answer(asked, answer), 0.0)
-        assert tier.there(A[:4], 1.0).tolist() == [True, True, False, True]
-        assert not tier.unknown(A[:4], 1.0).any()
+        assert tier.lookup(A[:4], 1.0).readable.tolist() == [True, True, False, True]
+        assert not tier.lookup(A[:4], 1.0).unknown.any()
 
 
 def test_what_one_did_not_find_he_writes_for_those_who_go_his_way() -> None:

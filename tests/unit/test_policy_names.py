@@ -16,8 +16,7 @@ from kvferry.cache.policies.returns import Returns
 from kvferry.cache.pool import Pool
 from kvferry.config import Config, describe, show
 from kvferry.errors import ConfigError
-from kvferry.scheduler.packed_tier import lower_tier
-from kvferry.scheduler.tier import SlotTier, WriteMode
+from kvferry.scheduler.tier import SlotTier, WriteMode, lower_tier
 from kvferry.settings.policies import POLICIES
 from kvferry.types import TierName
 

@@ -10,8 +10,8 @@ from tests.fakes.desk import Desk, story
 from kvferry.cache.pool import Pool
 from kvferry.core.keys import Recovered
 from kvferry.errors import InputError
-from kvferry.scheduler.packed_tier import lower_tier
-from kvferry.scheduler.tier import SlotTier, WriteMode, agreed, united, within
+from kvferry.scheduler.recovery import agreed, united, within
+from kvferry.scheduler.tier import SlotTier, WriteMode, lower_tier
 from kvferry.types import MatchState, TierName, as_slots
 
 DISK = TierName("disk")

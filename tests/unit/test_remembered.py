@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.fakes.crafted_keys import keys
 
 from kvferry.errors import InputError
-from kvferry.scheduler.tier import Remembered
+from kvferry.scheduler.tier import AnswerCache
 
 NUM_KEYS = 12
 numbers = st.lists(st.integers(0, NUM_KEYS - 1), unique=True, max_size=8)
@@ -54,7 +54,7 @@ class Plain:
 def test_it_remembers_what_a_dict_would(
     capacity: int, life: list[tuple[str, list[int], int]]
 ) -> None:
-    memory, plain, now = Remembered(capacity), Plain(capacity), 0.0
+    memory, plain, now = AnswerCache(capacity), Plain(capacity), 0.0
     for what, chosen, bits in life:
         there = [bool(bits >> at & 1) for at in range(len(chosen))]
         if what == "answer":
@@ -77,18 +77,20 @@ def test_it_remembers_what_a_dict_would(
             now += 1.5
         every = keys(range(NUM_KEYS))
         known_of = [plain.known.get(number, Known()) for number in range(NUM_KEYS)]
-        assert memory.there(every, now).tolist() == [k.there and k.until > now for k in known_of]
-        assert memory.unknown(every, now).tolist() == [k.until <= now for k in known_of]
-        assert memory.sent(every).tolist() == [k.sent for k in known_of]
+        found = memory.lookup(every, now)
+        assert found.readable.tolist() == [k.there and k.until > now for k in known_of]
+        assert found.unknown.tolist() == [k.until <= now for k in known_of]
+        is_sent = [k.sent or (k.there and k.until > now) for k in known_of]
+        assert found.known.tolist() == is_sent
         assert len(memory) == len(plain.known) <= capacity
 
 
 def test_it_is_bounded_however_much_is_asked() -> None:
-    memory = Remembered(100)
+    memory = AnswerCache(100)
     for start in range(0, 5000, 50):
         memory.answer(keys(range(start, start + 50)), np.ones(50, dtype=bool), 10.0)
     assert len(memory) == 100
-    assert memory.there(keys(range(4900, 5000)), 0.0).all()
+    assert memory.lookup(keys(range(4900, 5000)), 0.0).readable.all()
     memory.answer(keys(range(300)), np.ones(300, dtype=bool), 10.0)
     assert len(memory) == 100
 
@@ -96,4 +98,4 @@ def test_it_is_bounded_however_much_is_asked() -> None:
 @pytest.mark.parametrize("capacity", [0, -3])
 def test_a_memory_for_nothing_is_refused(capacity: int) -> None:
     with pytest.raises(InputError, match=f"got {capacity}"):
-        Remembered(capacity)
+        AnswerCache(capacity)

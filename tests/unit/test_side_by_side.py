@@ -13,8 +13,7 @@ from tests.fakes.desk import Desk, story
 from kvferry.cache.pool import Pool
 from kvferry.cache.slots import EXTENT, FreeRuns, Neighbours
 from kvferry.errors import InputError
-from kvferry.scheduler.packed_tier import lower_tier
-from kvferry.scheduler.tier import SlotTier, WriteMode
+from kvferry.scheduler.tier import SlotTier, WriteMode, lower_tier
 from kvferry.types import NO_SLOT, MatchState, SlotArray, TierName, as_slots
 
 DISK = TierName("disk")

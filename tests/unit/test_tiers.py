@@ -20,8 +20,7 @@ from kvferry.config import Config
 from kvferry.core.keys import Keys
 from kvferry.errors import TransferError
 from kvferry.hostmem.slots import HostTier
-from kvferry.scheduler.packed_tier import lower_tier
-from kvferry.scheduler.tier import SlotTier, WriteMode
+from kvferry.scheduler.tier import SlotTier, WriteMode, lower_tier
 from kvferry.tiers.contract import Way
 from kvferry.tiers.memory import KeyedMemoryTier, MemoryTier
 from kvferry.tiers.movers import TierMover

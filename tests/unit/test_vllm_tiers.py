@@ -20,8 +20,7 @@ from kvferry.connectors.vllm.ranks import (
     tiers_of_ranks,
 )
 from kvferry.rank import RankMemory, open_on_cpu
-from kvferry.scheduler.packed_tier import PackedTier
-from kvferry.scheduler.tier import Answer, KeyedTier, SlotTier, WriteMode
+from kvferry.scheduler.tier import Answer, KeyedTier, PackedTier, SlotTier, WriteMode
 from kvferry.types import HOST, Outcome, Question, Rank, TierName, Transfer, TransferId, as_slots
 
 NEAR, FAR = TierName("near"), TierName("far")
@@ -52,7 +51,7 @@ def test_a_tier_in_packs_is_one_for_the_scheduler_too(is_shared: bool, most: int
     shapes = [RankShape(Rank(n), tiers=(single, packed), is_shared=is_shared) for n in range(2)]
     near, far = tiers_of_ranks(shapes, Config())
     assert (near.most_in_one, far.most_in_one) == (1, most)
-    assert (near.joints, isinstance(far, PackedTier)) == (None, True)
+    assert (near.boundaries, isinstance(far, PackedTier)) == (None, True)
 
 
 @pytest.mark.parametrize(
@@ -69,8 +68,8 @@ def test_a_no_is_believed_only_where_an_object_cannot_reach_further(
     asked, other = keys([*common, *range(100, 140)]), keys([*common, *range(200, 240)])
     runs = np.zeros(len(asked), dtype=np.int64)
     tier.answered(Answer(asked, np.zeros(len(asked), dtype=bool), runs=runs), 0.0)
-    assert bool(tier.unknown(other, 1.0, runs)[0]) is not is_believed
-    assert bool(tier.unknown(asked, 1.0, runs).all()) is not is_believed
+    assert bool(tier.lookup(other, 1.0, runs).unknown[0]) is not is_believed
+    assert bool(tier.lookup(asked, 1.0, runs).unknown.all()) is not is_believed
 
 
 def test_no_tiers_are_no_tiers() -> None:

@@ -16,6 +16,7 @@ from kvferry.errors import InputError
 from kvferry.scheduler.deferred_stores import Rest, Rests
 from kvferry.scheduler.hits import PinnedHit
 from kvferry.scheduler.lookup import Look, Missing
+from kvferry.scheduler.tiering import RunBelow
 from kvferry.scheduler.transfers import (
     BlockTable,
     EngineShape,
@@ -25,7 +26,9 @@ from kvferry.scheduler.transfers import (
     held_blocks,
 )
 from kvferry.types import (
+    NO_SLOT,
     DeviceBlocks,
+    Key,
     Match,
     MatchState,
     RequestId,
@@ -107,22 +110,26 @@ class Below:
         self.declined = None
         if wanted:
             num_tokens = look.all_tokens - look.host_tokens
-            each = [keys for _, keys, _ in wanted]
-            decision = parts.lower.worth_bringing(each, num_tokens, parts.hits.worth)
+            runs = [self._run(parts, *each) for each in wanted]
+            decision = parts.lower.worth_promoting(runs, num_tokens, parts.hits.worth)
             if not decision.load:
                 self.declined = decision
                 return False
-        for g, keys, parent in wanted:
-            chained = isinstance(parts.matcher.groups[g], reach.FullAttention)
-            self.waits |= parts.lower.promote(
-                keys, parent=parent, chained=chained, tenant=request.tenant
-            )
+            for run in runs:
+                self.waits |= parts.lower.promote(run, tenant=request.tenant)
         parts.waits.add(request, self.waits)
         self._has_promoted = bool(self.waits)
         self.hoped_tokens = look.all_tokens if self._has_promoted else 0
         if self._has_promoted:
             parts.accounts.counts.promoted_tokens += look.all_tokens - look.host_tokens
         return self._has_promoted
+
+    @staticmethod
+    def _run(parts: Parts, g: int, keys: Keys, parent: Key | None) -> RunBelow:
+        chained = isinstance(parts.matcher.groups[g], reach.FullAttention)
+        slots = parts.pool.find(keys)
+        known, below = slots != NO_SLOT, parts.lower.lookup(keys, chained)
+        return RunBelow(keys, known, known & ~parts.pool.are_cached(slots), below, parent, chained)
 
     def drop(self, request: Request | Prefetch, parts: Parts) -> None:
         """It waits for nothing any more, and may ask anew."""
@@ -415,7 +422,7 @@ class ComingLoads:
         below.foreseen = None
         if request.state is not State.WAITING or computed_tokens % size:
             return None
-        coming = parts.lower.coming(below.waits)
+        coming = parts.lower.inbound(below.waits)
         most = len(request.chain) * parts.matcher.hash_tokens
         most = most if max_tokens is None else min(most, max_tokens)
         blocks = range(computed_tokens // size, min(below.hoped_tokens, most) // size)

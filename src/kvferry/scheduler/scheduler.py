@@ -35,7 +35,7 @@ from kvferry.scheduler.parts import Parts
 from kvferry.scheduler.promotion import ComingLoads, store_left
 from kvferry.scheduler.request import HintedRequest, Request
 from kvferry.scheduler.stores import OnDevice, Stores
-from kvferry.scheduler.tier import KeyedTier, LowerTier, SlotTier, WriteMode, gate_of, times_asked
+from kvferry.scheduler.tier import KeyedTier, LowerTier, SlotTier, WriteMode
 from kvferry.scheduler.tiering import LowerTiers
 from kvferry.scheduler.transfers import (
     BlockTable,
@@ -48,6 +48,7 @@ from kvferry.scheduler.transfers import (
     Transit,
     Waits,
 )
+from kvferry.scheduler.writeback import admission_of, times_requested
 from kvferry.settings.tenants import TenantShare
 from kvferry.telemetry.stats import SchedulerStats
 from kvferry.types import (
@@ -388,28 +389,30 @@ def _lower(
     clock: Callable[[], float],
 ) -> LowerTiers:
     """What lies below the host, and what of the host may go there and stay."""
+    block_bytes, now = shape.slot_bytes * shape.num_ranks, clock()
+    admissions = {}
     for tier in tiers:
-        _let_through(tier, pool, config, shape.slot_bytes * shape.num_ranks, clock())
+        num_keys = pool.num_slots + tier.pool.num_slots if tier.pool is not None else None
+        admission = admission_of(
+            config, tier.name, num_keys=num_keys, block_bytes=block_bytes, now=now
+        )
+        if admission is not None:
+            admissions[tier.name] = admission
+        if times_requested(config, tier.name) > 1:  # when it is stored, it was requested once
+            tier.write = WriteMode.SPILL
     lower = LowerTiers(
         pool,
         tiers,
         outbox,
         clock,
         slot_bytes=shape.slot_bytes,
+        admissions=admissions,
         flush_tiers=frozenset(spec.name for spec in config.all_tiers if spec.outlives_us),
         flush_seconds=config.tier_flush,
     )
     for each in (pool, *(tier.pool for tier in tiers if tier.pool is not None)):
         each.holds.bound(config.pin_share)
     return lower
-
-
-def _let_through(tier: LowerTier, pool: Pool, config: Config, block_bytes: int, now: float) -> None:
-    """What of all that could go to a tier does; ``block_bytes`` are those of all ranks."""
-    num_keys = pool.num_slots + tier.pool.num_slots if tier.pool is not None else None
-    tier.gate = gate_of(config, tier.name, num_keys=num_keys, block_bytes=block_bytes, now=now)
-    if times_asked(config, tier.name) > 1:  # as it is stored nobody has asked for it again
-        tier.write = WriteMode.SPILL
 
 
 def _divided(shares: Sequence[TenantShare], pool: Pool, tiers: Sequence[LowerTier]) -> Tenants:

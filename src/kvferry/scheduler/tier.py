@@ -1,11 +1,11 @@
-"""One tier below the host, of either kind: what it has, what it takes, whether it can be used.
+"""One tier below the host as the scheduler sees it: what it has, what it takes, whether it works.
 
 ::
 
-                  what it has                a block goes to       after a move
-    placed tier  a pool of ours says        a slot of that pool   the leases tell the pool
-    keyed tier   it is asked, and answers   its key, no slot      what happened is an answer too
-                  are remembered
+                  what it has                     a block goes to       after a copy
+    slot tier     a pool of ours says             a slot of that pool   its lease ends
+    keyed tier    it is asked; answers are kept   its key               the outcome is an answer too
+    packed tier   the same, several blocks of a chain in one object with the name of the last
 """
 
 from __future__ import annotations
@@ -16,348 +16,493 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.cache.index import Index
 from kvferry.cache.leases import Lease, PoolCounts
-from kvferry.cache.policies.admission import SeenOften
+from kvferry.cache.policies.contract import EvictionPolicyMaker
+from kvferry.cache.policies.lru import Lru
 from kvferry.cache.pool import Pool
 from kvferry.cache.slots import Neighbours
-from kvferry.config import Config
 from kvferry.core.keys import Keys, Recovered
 from kvferry.errors import InputError
-from kvferry.scheduler.transfers import End
-from kvferry.settings.tiers import DISK, REMOTE
+from kvferry.scheduler.recovery import agreed
+from kvferry.scheduler.transfers import End, with_furthest
 from kvferry.types import NO_SLOT, NO_SLOTS, Key, Rank, RunNumbers, SlotArray, TierName
 
+log = logging.getLogger(__name__)
+
 Flags = npt.NDArray[np.bool_]
-
-_MOST = 1 << 16
-
-
-class Joints:
-    """Which blocks of one tier are known to end an object, and which should once they are sent.
-
-    Owns that, for so many blocks; what it has forgotten is at worst written once more.
-    """
-
-    def __init__(self, capacity: int = _MOST) -> None:
-        self._capacity = capacity
-        self._ends: dict[Key, None] = {}
-        self._awaited: dict[Key, None] = {}
-
-    def heard(self, keys: Keys, there: Flags, runs: RunNumbers | None) -> None:
-        """The tier was asked for chains: what is there, and not what follows, ends an object."""
-        if runs is None:
-            return
-        continues = np.zeros(len(keys), dtype=bool)
-        continues[:-1] = there[1:] & (runs[1:] == runs[:-1])
-        self._note(self._ends, keys.take(there & ~continues))
-
-    def cut(self, keys: Keys, starts: SlotArray, before: Sequence[Key | None]) -> RunNumbers:
-        """The runs to write these blocks as, of which these follow each other.
-
-        Each ends an object. ``before`` are the keys before the runs that begin at ``starts``.
-        """
-        self._note(self._awaited, (key for key in before if key is not None))
-        is_first = np.zeros(len(keys), dtype=bool)
-        is_first[starts] = True
-        awaited = [at + 1 for at, key in enumerate(keys) if key in self._awaited]
-        is_first[[at for at in awaited if at < len(keys)]] = True
-        self._note(self._ends, keys.take(np.append(is_first[1:], True)))
-        return np.cumsum(is_first)
-
-    def ends(self, key: Key) -> bool:
-        """Whether an object has its name, as far as is known."""
-        return key in self._ends
-
-    def lost(self, keys: Keys) -> None:
-        """These are not there, or not under their names."""
-        for key in keys:
-            self._ends.pop(key, None)
-
-    def clear(self) -> None:
-        self._ends.clear()
-        self._awaited.clear()
-
-    def _note(self, where: dict[Key, None], keys: Iterable[Key]) -> None:
-        for key in keys:
-            where.pop(key, None)
-            where[key] = None
-        while len(where) > self._capacity:
-            del where[next(iter(where))]
-
-
-# ------------------------------------------------------------------------------------------------
-# What may be written to a tier at all: blocks asked for often enough, and so many bytes a day.
-
-_DAY = 86400.0
-_BURST = 8
-"""One part in so many of a day's bytes may be written at once; the others come over the day."""
-
-_LEAST_KEYS, _MOST_KEYS = 1 << 18, 1 << 20
-"""So many different blocks are told apart among all that were asked for lately, in 4 to 16 MiB."""
-
-_TIMES = {"all": 1, "requested-twice": 2}
-"""How often a block must have been asked for, by the settings' words."""
-
-
-class WriteBudget:
-    """Bytes that may be written, so that no 24 hours see more than a day's. Owns what is left.
-
-    ::
-
-        left at the start: 1/8 of a day's;  comes back: 7/8 of a day's each day
-
-    Counted from the start: a restart begins anew.
-    """
-
-    def __init__(self, bytes_per_day: int, now: float) -> None:
-        self._most = bytes_per_day / _BURST
-        self._rate = (bytes_per_day - self._most) / _DAY
-        self._left = self._most
-        self._at = now
-
-    def left(self, now: float) -> int:
-        """Bytes that may be written now."""
-        self._left = min(self._most, self._left + max(0.0, now - self._at) * self._rate)
-        self._at = now
-        return int(self._left)
-
-    def spend(self, num_bytes: int) -> None:
-        self._left -= num_bytes
-
-
-class Gate:
-    """Lets blocks through to one tier. Owns how often keys were asked for, and the budget."""
-
-    def __init__(
-        self,
-        *,
-        times: int = 1,
-        num_keys: int = 1,
-        bytes_per_day: int | None = None,
-        block_bytes: int = 0,
-        now: float = 0.0,
-    ) -> None:
-        """``block_bytes`` are those that a block costs on all ranks together."""
-        self._seen = SeenOften(times, num_keys=min(max(num_keys, _LEAST_KEYS), _MOST_KEYS))
-        self._block_bytes = block_bytes
-        self._budget = WriteBudget(bytes_per_day, now) if bytes_per_day is not None else None
-
-    def see(self, keys: Keys) -> None:
-        """A request asked for these blocks."""
-        self._seen.see(keys)
-
-    def lets(self, keys: Keys, now: float) -> npt.NDArray[np.bool_]:
-        """For each of these, from the first on, whether it may be written now."""
-        lets = self._seen.admits(keys)
-        if self._budget is not None and self._block_bytes:
-            room = max(0, self._budget.left(now)) // self._block_bytes
-            lets &= np.cumsum(lets) <= room
-        return lets
-
-    def wrote(self, num_blocks: int) -> None:
-        """So many were sent."""
-        if self._budget is not None:
-            self._budget.spend(num_blocks * self._block_bytes)
-
-
-def times_asked(config: Config, tier: TierName) -> int:
-    """How often a block must have been asked for to go to this tier."""
-    after = {DISK: config.disk_admission, REMOTE: config.remote_admission}.get(tier, "all")
-    return _TIMES[after]
-
-
-def gate_of(
-    config: Config, tier: TierName, *, num_keys: int | None, block_bytes: int, now: float
-) -> Gate | None:
-    """What the settings let through to a tier; None where that is everything.
-
-    ``num_keys``: about how many blocks host memory and the tier hold together; None: any number.
-    """
-    times = times_asked(config, tier)
-    per_day = config.disk_write_per_day if tier == DISK else None
-    if times == 1 and per_day is None:
-        return None
-    return Gate(
-        times=times,
-        num_keys=_MOST_KEYS if num_keys is None else num_keys,
-        bytes_per_day=per_day,
-        block_bytes=block_bytes,
-        now=now,
-    )
-
-
-# ------------------------------------------------------------------------------------------------
-# Where on a tier blocks should go so that each conversation's lie side by side.
-#
-# ::
-#
-#     spilled      ends before beginnings: each piece goes right before the one that follows it
-#     stored       beginnings before ends: each piece goes right behind the one before it
 
 Runs = tuple[SlotArray, tuple[Key | None, ...]]
 """Where runs of blocks that follow each other begin, and the key before each (``Pool.runs_of``)."""
 
-_MOST_AWAITED = 1 << 14
-"""So many conversations whose beginnings are still to come are remembered."""
-
-
-class SideBySide:
-    """Knows of pieces whose beginnings are not here yet. Owns where those should go."""
-
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-        self._awaited: OrderedDict[Key, int] = OrderedDict()  # the slot after, by the key to come
-
-    def clear(self) -> None:
-        self._awaited.clear()
-
-    def wish(self, keys: Keys, runs: Runs, *, grows_down: bool) -> Neighbours:
-        """Right before the block that follows a run, or right behind the one it follows."""
-        starts, before = runs
-        lengths = np.diff(np.append(starts, len(keys)))
-        numbers = np.repeat(np.arange(len(starts)), lengths)
-        wanted = np.full(len(keys), NO_SLOT, dtype=np.int64)
-        pieces = zip(starts.tolist(), lengths.tolist(), before, strict=True)
-        for start, length, parent in pieces:
-            after = self._awaited.pop(keys[start + length - 1], None) if grows_down else None
-            if after is not None:
-                wanted[start : start + length] = np.arange(after - length, after)
-            elif parent is not None:
-                slot = self._pool.slot_of(parent)
-                if slot != NO_SLOT:
-                    wanted[start : start + length] = np.arange(slot + 1, slot + 1 + length)
-        return Neighbours(wanted, numbers, grows_down)
-
-    def note(self, keys: Keys, runs: Runs, lease: Lease) -> None:
-        """These got slots: what is before each run, and still to come, should lie before it."""
-        starts, before = runs
-        at = np.searchsorted(lease.positions, starts)
-        for position, start, parent in zip(at.tolist(), starts.tolist(), before, strict=True):
-            if parent is None or position >= len(lease) or lease.positions[position] != start:
-                continue
-            if self._pool.slot_of(parent) == NO_SLOT:
-                self._awaited[parent] = lease.slots.item(position)
-        while len(self._awaited) > _MOST_AWAITED:
-            self._awaited.popitem(last=False)
-
-
-# ------------------------------------------------------------------------------------------------
-# What an earlier life left on a tier with places: believed where all ranks have the same.
-
-_PIECE = 1 << 18
-
-
-def agreed(recovered: Sequence[Recovered], num_places: int) -> Recovered:
-    """The blocks that every rank has at the same place, in the first rank's order.
-
-    A key that is at several places counts where it was written last. InputError where a rank names
-    a place that does not exist, or one twice.
-    """
-    for rank, (keys, places) in enumerate(recovered):
-        _check(rank, keys, places, num_places)
-    keys, places = recovered[0]
-    for other_keys, other_places in recovered[1:]:
-        same = _same(keys, places, other_keys, other_places, num_places)
-        if not same.all():
-            keys, places = keys.take(same), places[same]
-    return _newest(keys, places)
-
-
-def _same(
-    keys: Keys, places: SlotArray, other_keys: Keys, other_places: SlotArray, num_places: int
-) -> npt.NDArray[np.bool_]:
-    """For each block of one rank, whether another rank has the same at its place."""
-    found = np.full(num_places, NO_SLOT, dtype=np.int32)
-    found[other_places] = np.arange(len(other_places), dtype=np.int32)
-    same = np.zeros(len(keys), dtype=bool)
-    for start in range(0, len(keys), _PIECE):  # of ten million all at once would be gigabytes
-        there = found.take(places[start : start + _PIECE])
-        both = np.flatnonzero(there != NO_SLOT)
-        ours, theirs = keys.array[start + both], other_keys.array[there[both]]
-        same[start + both] = (ours == theirs).all(axis=1)
-    return same
-
-
-def united(recovered: Sequence[Recovered], num_places: int) -> Recovered:
-    """The blocks of all ranks, where each has places of its own: see ``SharedMover``.
-
-    ``num_places`` are those of one rank.
-    """
-    num_ranks = len(recovered)
-    for rank, (keys, places) in enumerate(recovered):
-        _check(rank, keys, places, num_places)
-    keys = Keys(np.concatenate([keys.array for keys, _ in recovered]))
-    places = np.concatenate(
-        [places * num_ranks + rank for rank, (_, places) in enumerate(recovered)]
-    )
-    # Each rank's order as if all had written at the same pace: nobody knows better.
-    ages = np.concatenate([np.arange(len(keys)) / max(1, len(keys)) for keys, _ in recovered])
-    order = np.argsort(ages, kind="stable")
-    return _newest(keys.take(order), places[order])
-
-
-def within(recovered: Recovered, num_places: int) -> Recovered:
-    """Those of a rank's blocks that lie in the first so many places: others have no more."""
-    keys, places = recovered
-    if not len(places) or int(places.max()) < num_places:
-        return recovered
-    fits = places < num_places
-    return keys.take(fits), places[fits]
-
-
-def _newest(keys: Keys, places: SlotArray) -> Recovered:
-    """Each key once, at the place that was written last.
-
-    By first words alone: of two keys that share one, the older block is lost, which harms nobody.
-    """
-    words = keys.array[:, 0]
-    order = np.argsort(words, kind="stable")
-    words = words.take(order)
-    older = order[:-1][words[1:] == words[:-1]]
-    if not len(older):
-        return keys, places
-    newest = np.ones(len(keys), dtype=bool)
-    newest[older] = False
-    return keys.take(newest), places[newest]
-
-
-def _check(rank: int, keys: Keys, places: SlotArray, num_places: int) -> None:
-    if len(keys) != len(places):
-        raise InputError(f"rank {rank} recovered {len(keys)} blocks at {len(places)} places")
-    if len(places) and not 0 <= int(places.min()) <= int(places.max()) < num_places:
-        raise InputError(
-            f"rank {rank} recovered places {int(places.min())} to {int(places.max())}; there are "
-            f"places 0 to {num_places - 1}"
-        )
-    named = np.zeros(num_places, dtype=bool)
-    named[places] = True
-    if np.count_nonzero(named) != len(places):
-        raise InputError(f"rank {rank} recovered a place twice")
-
-
-# ------------------------------------------------------------------------------------------------
-# What was lately heard of keys that others know: a memory with a bound, for whole requests.
-
+REMEMBER_SECONDS = 10.0
+REMEMBER_KEYS = 1 << 17
 
 _NEVER = float("-inf")
+_FIRST = np.zeros(1, dtype=np.int64)
+
+_MOST_BOUNDARIES = 1 << 16
+_MOST_AWAITED = 1 << 14
+"""So many runs are remembered whose beginning is not on the tier yet."""
+
+_RESTORE_BLOCKS = 4096
+"""So many blocks at a time are restored. Blocks written together are mostly one conversation; the
+first of them are its beginning and are evicted last."""
 
 
-class Remembered:
-    """The last ``capacity`` keys that were asked about or sent; the oldest go first.
+class WriteMode(Enum):
+    """When the host's blocks are copied to a lower tier."""
+
+    THROUGH = "through"  # as soon as they are stored
+    SPILL = "spill"  # when the host is about to evict them
+
+
+class Presence(NamedTuple):
+    """What is known of some keys on one tier, key by key.
+
+    ``readable``: the tier has the block. ``known``: it has it or was sent it, so that sending it
+    again would be useless. ``unknown``: the tier would have to be asked. ``slots`` are those of a
+    slot tier, ``NO_SLOT`` where it has none.
+    """
+
+    readable: Flags
+    known: Flags
+    unknown: Flags
+    slots: SlotArray = NO_SLOTS
+
+    def part(self, where: slice) -> Presence:
+        """The same of a part of the keys."""
+        readable, known, unknown, slots = self
+        return Presence(readable[where], known[where], unknown[where], slots[where])
+
+
+@dataclass(frozen=True, eq=False)
+class Room:
+    """Where blocks may go: ``end`` takes those at ``positions`` of the keys asked for."""
+
+    positions: SlotArray
+    end: End
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What a tier said of some keys: which are ``there``, or that it did not answer ``in_time``.
+
+    ``runs`` tells which of the keys were known to follow each other.
+    """
+
+    keys: Keys
+    there: Flags
+    in_time: bool = True
+    runs: RunNumbers | None = None
+
+
+class TierListener(Protocol):
+    """Is told what a tier has, as far as that becomes known."""
+
+    def came(self, tier: TierName, keys: Keys) -> None:
+        """These blocks can be read there."""
+
+    def went(self, tier: TierName, keys: Keys | None) -> None:
+        """These cannot be read there any more; None: nothing can.
+
+        Evictions of a slot tier are events in the log of its pool.
+        """
+
+    def rose(self, keys: Keys) -> None:
+        """These were copied up into the host."""
+
+
+class LowerTier(ABC):
+    """One tier below the host, by its name on the workers' side.
+
+    Owns what is known of its blocks and its health, not the bytes. ``now`` is the scheduler's time.
+    """
+
+    pool: Pool | None = None
+    most_in_one = 1
+    """How many blocks of a chain may lie in one object, which has the name of the last."""
+    boundaries: PackBoundaries | None = None
+    """Which blocks end an object, where not every block does."""
+
+    def __init__(self, name: TierName, write: WriteMode = WriteMode.SPILL) -> None:
+        self.name = name
+        self.write = write
+        self.listeners: list[TierListener] = []
+        self.ailment = ""
+        """Why the tier cannot be used, as the first rank that says so puts it; else empty."""
+        self._ailing: dict[Rank, str] = {}
+        self.has_remains = False
+        """Whether ranks found blocks of an earlier life here, but none that all of them have. Such
+        blocks must be forgotten: one rank may have been told so, and the others not."""
+
+    def note_health(self, rank: Rank, reason: str) -> None:
+        """A rank says that the tier is away there, and why, or (no reason) that it is back."""
+        self._ailing.pop(rank, None)
+        if reason:
+            self._ailing[rank] = reason
+        reasons = (f"rank {rank}: {reason}" for rank, reason in self._ailing.items())
+        self.ailment = next(reasons, "")
+
+    def listen(self, listener: TierListener) -> None:
+        """Tell it from now on what comes and goes."""
+        self.listeners.append(listener)
+
+    @abstractmethod
+    def lookup(self, keys: Keys, now: float, runs: RunNumbers | None = None) -> Presence:
+        """What is known of these keys. ``runs`` numbers those that follow each other."""
+
+    def known(self, keys: Keys, now: float) -> Flags:
+        """For each key, whether sending its block would be useless."""
+        return self.lookup(keys, now).known
+
+    @abstractmethod
+    def may_follow(self, parent: Key, now: float) -> bool:
+        """Whether a block behind this one could be reached."""
+
+    @abstractmethod
+    def read(self, slots: SlotArray) -> End:
+        """Where to read blocks that a lookup has just found readable; claims their slots."""
+
+    @abstractmethod
+    def reserve(
+        self,
+        keys: Keys,
+        *,
+        parent: Key | None,
+        chained: bool,
+        now: float,
+        runs: Runs | None = None,
+        tenant: int = 0,
+    ) -> Room | None:
+        """Claim room for those of these blocks that the tier lacks; None where there is none.
+
+        ``runs`` tells which blocks follow each other where they are no chain, ``tenant`` whose
+        blocks they are.
+        """
+
+    def answered(self, answer: Answer, now: float) -> None:  # noqa: B027  a slot tier is not asked
+        """The tier was asked, and has answered or not."""
+
+    def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:
+        """Blocks were read from the tier or written to it; ``ok`` tells for which that worked."""
+        if upward:
+            for listener in self.listeners:
+                listener.rose(keys.take(ok))
+
+    def dropped(self, keys: Keys) -> None:  # noqa: B027  the lease of a slot tier tells its pool
+        """A write that was ordered will not be sent after all."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget every block."""
+
+    def counts(self) -> PoolCounts | None:
+        """How its slots are used; None where it has none."""
+        return self.pool.counts if self.pool is not None else None
+
+    def check_integrity(self) -> None:
+        if self.pool is not None:
+            self.pool.check_integrity()
+
+
+class SlotTier(LowerTier):
+    """A tier whose slots we give out. Owns the pool that says which block lies where."""
+
+    pool: Pool
+
+    def __init__(self, name: TierName, pool: Pool, write: WriteMode = WriteMode.SPILL) -> None:
+        super().__init__(name, write)
+        self.pool = pool
+        self._placement = RunPlacement(pool)
+        self.num_restored = 0
+        """Blocks that were here from an earlier life."""
+
+    def restore(self, recovered: Sequence[Recovered]) -> int:
+        """Take up what each rank found from an earlier life, before anything is stored.
+
+        Returns how many blocks all ranks have.
+        """
+        num_blocks = self.take_up(agreed(recovered, self.pool.num_slots))
+        self.has_remains = not num_blocks and any(len(places) for _, places in recovered)
+        return num_blocks
+
+    def take_up(self, recovered: Recovered) -> int:
+        """Take up these blocks, whichever ranks they are on; returns how many are new."""
+        keys, places = recovered
+        new = ~self.pool.known(keys)
+        if not new.all():
+            keys, places = keys.take(new), places[new]
+        self.pool.give_out_next(places)
+        for start in range(0, len(keys), _RESTORE_BLOCKS):
+            part = slice(start, start + _RESTORE_BLOCKS)
+            # Which block follows which is learnt when the chain is stored again.
+            lease = self.pool.reserve(keys[part], chained=False, tenant=self.pool.before)
+            assert lease is not None
+            assert np.array_equal(lease.slots, places[part])
+            lease.commit()
+        self.num_restored += len(keys)
+        return len(keys)
+
+    def lookup(self, keys: Keys, now: float, runs: RunNumbers | None = None) -> Presence:
+        slots = self.pool.find(keys)
+        unknown = np.zeros(len(slots), dtype=bool)
+        return Presence(self.pool.are_cached(slots), slots != NO_SLOT, unknown, slots)
+
+    def may_follow(self, parent: Key, now: float) -> bool:
+        return self.pool.slot_of(parent) != NO_SLOT
+
+    def read(self, slots: SlotArray) -> End:
+        return End.of(self.name, self.pool.claim(slots))
+
+    def reserve(
+        self,
+        keys: Keys,
+        *,
+        parent: Key | None,
+        chained: bool,
+        now: float,
+        runs: Runs | None = None,
+        tenant: int = 0,
+    ) -> Room | None:
+        beside = None
+        if runs is None and chained:
+            runs = (_FIRST, (parent,))
+        if runs is not None and len(keys):
+            beside = self._placement.wish(keys, runs, grows_down=not chained)
+        lease = self.pool.reserve(
+            keys, parent=parent, chained=chained, beside=beside, tenant=tenant
+        )
+        if lease is None:
+            return None
+        if runs is not None and not chained:
+            self._placement.note(keys, runs, lease)
+        return Room(lease.positions, End.of(self.name, lease))
+
+    def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:
+        super().moved(keys, ok, upward=upward, now=now)
+        if not upward and self.listeners:
+            here = ok & self.pool.cached(keys)  # some may have been dropped meanwhile
+            for listener in self.listeners:
+                listener.came(self.name, keys.take(here))
+
+    def reset(self) -> None:
+        self._placement.clear()
+        self.pool.reset()
+
+
+class KeyedTier(LowerTier):
+    """A tier that finds blocks by their keys. Owns what is remembered of its answers.
+
+    An answer, yes or no, is believed for ``remember`` seconds; ``capacity`` keys are remembered.
+    """
+
+    def __init__(
+        self,
+        name: TierName,
+        write: WriteMode = WriteMode.SPILL,
+        *,
+        remember: float = REMEMBER_SECONDS,
+        capacity: int = REMEMBER_KEYS,
+    ) -> None:
+        super().__init__(name, write)
+        self.num_asked = 0
+        self.num_found = 0
+        self._remember = remember
+        self._answers = AnswerCache(capacity)
+
+    def lookup(self, keys: Keys, now: float, runs: RunNumbers | None = None) -> Presence:
+        return self._answers.lookup(keys, now)
+
+    def known(self, keys: Keys, now: float) -> Flags:
+        return self._answers.lookup(keys, now).known
+
+    def may_follow(self, parent: Key, now: float) -> bool:
+        """Only behind a block that is known to be missing: the tier has room for all others."""
+        found = self.lookup(Keys.from_bytes((parent,)), now)
+        return bool(found.known[0] or found.unknown[0])
+
+    def read(self, slots: SlotArray) -> End:
+        return End(self.name, NO_SLOTS)
+
+    def reserve(
+        self,
+        keys: Keys,
+        *,
+        parent: Key | None,
+        chained: bool,
+        now: float,
+        runs: Runs | None = None,
+        tenant: int = 0,
+    ) -> Room | None:
+        positions = np.flatnonzero(~self.known(keys, now))[: self._answers.capacity]
+        if not len(positions):
+            return None
+        self._answers.note_sent(keys.take(positions))
+        return Room(positions, End(self.name, NO_SLOTS))
+
+    def answered(self, answer: Answer, now: float) -> None:
+        self.num_asked += len(answer.keys)
+        self.num_found += int(answer.there.sum())
+        self._note(answer.keys, answer.there, now)
+
+    def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:
+        super().moved(keys, ok, upward=upward, now=now)
+        # A wrong "yes", or a failed write, is a "no" for a while: a request that asked again at
+        # once would get the same answer and wait for the same failure.
+        if not upward or not ok.all():
+            self._note(keys, ok, now)
+
+    def dropped(self, keys: Keys) -> None:
+        self._answers.answer(keys, np.zeros(len(keys), dtype=bool), _NEVER)
+
+    def note_health(self, rank: Rank, reason: str) -> None:
+        super().note_health(rank, reason)
+        self._answers.doubt()
+
+    def reset(self) -> None:
+        self._answers.clear()
+        for listener in self.listeners:
+            listener.went(self.name, None)
+
+    def _note(self, keys: Keys, there: Flags, now: float) -> None:
+        self._answers.answer(keys, there, now + self._remember)
+        for listener in self.listeners:
+            listener.came(self.name, keys.take(there))
+            listener.went(self.name, keys.take(~there))
+
+
+class PackedTier(KeyedTier):
+    """A keyed tier that keeps up to ``most_in_one`` blocks of a chain in one object.
+
+    Such a block is found only by a request whose chain reaches the object's name, its last block.
+    A "yes" is true for every request. A "no" says nothing to a chain that goes on differently, so
+    it is remembered together with the last block that could have named an object::
+
+        asked     k4 k5 k6 k7 b0 b1      "k4: no" as far as b1
+        asks now  k4 k5 k6 k7 b0 b1      would name the same, and need not ask
+                  k4 k5 k6 k7 a0 a1      may find k4 to k7 in an object with the name of a0 or a1
+
+    ``capacity`` keys that are there or were sent are remembered, and as many answers "no".
+    """
+
+    boundaries: PackBoundaries
+
+    def __init__(
+        self,
+        name: TierName,
+        write: WriteMode = WriteMode.SPILL,
+        *,
+        most_in_one: int,
+        remembers_noes: bool = True,
+        remember: float = REMEMBER_SECONDS,
+        capacity: int = REMEMBER_KEYS,
+    ) -> None:
+        """``remembers_noes`` only where no block further than ``most_in_one`` names an object."""
+        super().__init__(name, write, remember=remember, capacity=capacity)
+        self.most_in_one = most_in_one
+        self._remembers_noes = remembers_noes
+        self.boundaries = PackBoundaries()
+        self._noes = AnswerCache(capacity)  # a cache of its own: it must not evict what we sent
+
+    def lookup(self, keys: Keys, now: float, runs: RunNumbers | None = None) -> Presence:
+        found = super().lookup(keys, now)
+        if found.unknown.any():
+            named = with_furthest(keys, runs, self.most_in_one)
+            found.unknown[:] &= self._noes.lookup(named, now).unknown
+        return found
+
+    def answered(self, answer: Answer, now: float) -> None:
+        """Without an answer in time, each block is a "no" for every request: the store is slow."""
+        keys, there = answer.keys, answer.there
+        if answer.in_time:
+            self.num_asked += int(np.count_nonzero(~there))
+            self._note_not_found(keys, ~there, answer.runs, now)
+            self.boundaries.heard(keys, there, answer.runs)
+            keys = keys.take(there)
+        keys = _distinct(keys)
+        super().answered(Answer(keys, np.full(len(keys), answer.in_time)), now)
+
+    def _note_not_found(self, keys: Keys, lost: Flags, runs: RunNumbers | None, now: float) -> None:
+        """A request that knows one continuation did not find these. Others may find them.
+
+        That we wrote them does not help this request: with what it computes they are written again,
+        for requests with its continuation. A store that removes objects by age does not tell us.
+        """
+        self.boundaries.lost(keys.take(lost))
+        # A block that was written since the question was sent outlives this answer.
+        lost = lost & ~self._answers.lookup(keys, now).readable
+        self._answers.doubt_sent(keys.take(lost))
+        if self._remembers_noes:
+            asked = _distinct(with_furthest(keys, runs, self.most_in_one).take(lost))
+            self._noes.answer(asked, np.zeros(len(asked), dtype=bool), now + self._remember)
+
+    def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:
+        self.boundaries.lost(keys.take(~ok))
+        super().moved(keys, ok, upward=upward, now=now)
+
+    def dropped(self, keys: Keys) -> None:
+        self.boundaries.lost(keys)
+        super().dropped(keys)
+
+    def note_health(self, rank: Rank, reason: str) -> None:
+        super().note_health(rank, reason)
+        self._noes.doubt()
+
+    def reset(self) -> None:
+        self.boundaries.clear()
+        self._noes.clear()
+        super().reset()
+
+
+def lower_tier(
+    name: TierName,
+    num_places: int | None,
+    write: WriteMode,
+    policy: EvictionPolicyMaker = Lru,
+    *,
+    recovered: Sequence[Recovered] = (),
+    most_in_one: int = 1,
+    remembers_noes: bool = True,
+) -> LowerTier:
+    """The tier with so many places, or (None) one that finds blocks by their keys.
+
+    ``policy`` chooses the blocks to evict from the places. ``recovered`` is what each rank's tier
+    still has from an earlier life (``TierMover.recovered``). ``most_in_one`` is how many blocks one
+    object may keep (``TierMover.most_in_one``). ``remembers_noes`` says that an object never
+    reaches further in a chain.
+    """
+    if num_places is None and most_in_one > 1:
+        return PackedTier(name, write, most_in_one=most_in_one, remembers_noes=remembers_noes)
+    if num_places is None:
+        return KeyedTier(name, write)
+    tier = SlotTier(name, Pool(num_places, policy, side_by_side=True), write)
+    if any(len(places) for _, places in recovered):
+        try:
+            tier.restore(recovered)
+        except InputError as error:  # a tier's mistake must not keep an engine from starting
+            log.error("tier %s begins empty: %s", name, error)
+    return tier
+
+
+# -- what tiers remember --------------------------------------------------------------------------
+
+
+class AnswerCache:
+    """The last ``capacity`` keys that a tier was asked about or sent; the oldest go first.
 
     Owns, for each, the last answer (there or not), how long it is believed, and whether we sent the
-    block there ourselves, which is believed until we hear otherwise.
+    block there ourselves, which is believed until the tier says otherwise.
     """
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
-            raise InputError(f"a memory of answers needs room for at least one, got {capacity}")
+            raise InputError(f"a cache of answers needs room for at least one, got {capacity}")
         self.capacity = capacity
         self._index = Index(capacity)
         self._used = np.zeros(capacity, dtype=bool)
@@ -369,37 +514,29 @@ class Remembered:
     def __len__(self) -> int:
         return len(self._index)
 
-    def there(self, keys: Keys, now: float) -> Flags:
-        """For each key, whether the answer was yes, and is still believed."""
+    def lookup(self, keys: Keys, now: float) -> Presence:
+        """What is believed of each key; unknown are those without an answer that still holds."""
         found = self._index.find(keys)
-        return self._believed(found, now) & self._there.take(found, mode="wrap")
-
-    def unknown(self, keys: Keys, now: float) -> Flags:
-        """For each key, whether there is no answer that is still believed."""
-        return ~self._believed(self._index.find(keys), now)
-
-    def _believed(self, found: SlotArray, now: float) -> Flags:
-        return (found != NO_SLOT) & (self._until.take(found, mode="wrap") > now)
-
-    def sent(self, keys: Keys) -> Flags:
-        """For each key, whether we sent its block there, and have not heard that it is gone."""
-        found = self._index.find(keys)
-        return (found != NO_SLOT) & self._sent.take(found, mode="wrap")
+        here = found != NO_SLOT
+        believed = here & (self._until.take(found, mode="wrap") > now)
+        readable = believed & self._there.take(found, mode="wrap")
+        known = readable | (here & self._sent.take(found, mode="wrap"))
+        return Presence(readable, known, ~believed)
 
     def answer(self, keys: Keys, there: Flags, until: float) -> None:
-        """Believe until then what was said of these keys. What is not there was not sent either."""
+        """Believe this answer until then. A block that is not there counts as not sent."""
         slots = self._slots(keys)
         self._there[slots] = there[: len(slots)]
         self._until[slots] = until
         self._sent[slots] &= there[: len(slots)]
 
     def doubt_sent(self, keys: Keys) -> None:
-        """Somebody did not find these: do not rely on having sent them."""
+        """These were not found: do not rely on having sent them."""
         found = self._index.find(keys)
         self._sent[found[found != NO_SLOT]] = False
 
     def note_sent(self, keys: Keys) -> None:
-        """The blocks of these keys are on their way there."""
+        """The blocks of these keys are on their way to the tier."""
         self._sent[self._slots(keys)] = True
 
     def doubt(self) -> None:
@@ -432,343 +569,108 @@ class Remembered:
         self._used[slots] = False
 
 
-# ------------------------------------------------------------------------------------------------
-# One tier below the host, of either kind: what it has, what it takes, whether it can be used.
-#
-# ::
-#
-#                   what it has                a block goes to       after a move
-#     placed tier  a pool of ours says        a slot of that pool   the leases tell the pool
-#     keyed tier   it is asked, and answers   its key, no slot      what happened is an answer too
-#                   are remembered
+class PackBoundaries:
+    """Which blocks of a packed tier are known to end an object, and which should once sent.
 
-log = logging.getLogger(__name__)
-
-_FIRST = np.zeros(1, dtype=np.int64)
-
-
-REMEMBER_SECONDS = 10.0
-REMEMBER_KEYS = 1 << 17
-
-_RESTORE_BLOCKS = 4096
-"""So many at a time are taken up again. Of those that were written together, which is mostly one
-conversation, the first are its beginning: they are to be evicted last."""
-
-
-class WriteMode(Enum):
-    """When the host's blocks are copied to a lower tier."""
-
-    THROUGH = "through"  # as soon as they are stored
-    SPILL = "spill"  # when the host is about to evict them
-
-
-@dataclass(frozen=True, eq=False)
-class Room:
-    """Where blocks may go: ``end`` takes those at ``positions`` of the keys asked for."""
-
-    positions: SlotArray
-    end: End
-
-
-@dataclass(frozen=True, eq=False)
-class Answer:
-    """What a tier said of some keys: which are ``there``, or that it has not said ``in_time``.
-
-    ``runs`` is what the asker knew to follow what.
+    Owns so many blocks; one that is forgotten is at worst written once more.
     """
 
-    keys: Keys
-    there: Flags
-    in_time: bool = True
-    runs: RunNumbers | None = None
+    def __init__(self, capacity: int = _MOST_BOUNDARIES) -> None:
+        self._capacity = capacity
+        self._ends: dict[Key, None] = {}
+        self._awaited: dict[Key, None] = {}
 
+    def heard(self, keys: Keys, there: Flags, runs: RunNumbers | None) -> None:
+        """The tier was asked for chains: the last block that is there ends an object."""
+        if runs is None:
+            return
+        goes_on = np.zeros(len(keys), dtype=bool)
+        goes_on[:-1] = there[1:] & (runs[1:] == runs[:-1])
+        self._note(self._ends, keys.take(there & ~goes_on))
 
-class TierListener(Protocol):
-    """Who wants to know what a tier has, as far as that is heard."""
+    def cut(self, keys: Keys, starts: SlotArray, before: Sequence[Key | None]) -> RunNumbers:
+        """Number the objects to write these blocks as; runs begin at ``starts``.
 
-    def came(self, tier: TierName, keys: Keys) -> None:
-        """These blocks can be read there."""
-
-    def went(self, tier: TierName, keys: Keys | None) -> None:
-        """These cannot be read there any more; None: whatever was there.
-
-        Blocks that a placed tier evicts are events in the log of its pool.
+        ``before`` are the keys before the runs: an object should end at each of those, too.
         """
+        self._note(self._awaited, (key for key in before if key is not None))
+        is_first = np.zeros(len(keys), dtype=bool)
+        is_first[starts] = True
+        awaited = [at + 1 for at, key in enumerate(keys) if key in self._awaited]
+        is_first[[at for at in awaited if at < len(keys)]] = True
+        self._note(self._ends, keys.take(np.append(is_first[1:], True)))
+        return np.cumsum(is_first)
 
-    def rose(self, keys: Keys) -> None:
-        """These were copied up into the host."""
+    def ends(self, key: Key) -> bool:
+        """Whether an object has the name of this block, as far as is known."""
+        return key in self._ends
+
+    def lost(self, keys: Keys) -> None:
+        """These are not there, or not under their names."""
+        for key in keys:
+            self._ends.pop(key, None)
+
+    def clear(self) -> None:
+        self._ends.clear()
+        self._awaited.clear()
+
+    def _note(self, where: dict[Key, None], keys: Iterable[Key]) -> None:
+        for key in keys:
+            where.pop(key, None)
+            where[key] = None
+        while len(where) > self._capacity:
+            del where[next(iter(where))]
 
 
-class LowerTier(ABC):
-    """One tier below the host, by its name on the workers' side.
+def _distinct(keys: Keys) -> Keys:
+    """Each key once: one question may hold several chains with the same beginning."""
+    _, first = np.unique(keys.array[:, 0], return_index=True)
+    return keys.take(np.sort(first))
 
-    Owns what is known of its blocks and of its health; bytes and orders are others'. ``now`` is the
-    scheduler's time.
+
+class RunPlacement:
+    """Places the blocks of each conversation next to each other on a slot tier.
+
+    ::
+
+        spilled      ends before beginnings: each piece goes right before the one that follows it
+        stored       beginnings before ends: each piece goes right behind the one before it
+
+    Owns which pieces wait for their beginnings, and where those should go.
     """
 
-    pool: Pool | None = None
-    most_in_one = 1
-    """How many blocks of a chain may lie in one object, which has the name of the last."""
-    joints: Joints | None = None
-    """What of it ends an object, where not every block does."""
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._awaited: OrderedDict[Key, int] = OrderedDict()  # the slot after, by the key to come
 
-    def __init__(self, name: TierName, write: WriteMode = WriteMode.SPILL) -> None:
-        self.name = name
-        self.write = write
-        self.gate: Gate | None = None
-        """What may be written to it; None where that is everything."""
-        self.listeners: list[TierListener] = []
-        self._ailing: dict[Rank, str] = {}
-        self.has_remains = False
-        """Whether ranks found blocks of an earlier life here, and none that all of them have. One
-        of them may have been told to forget: then the others have what nobody may find again."""
+    def clear(self) -> None:
+        self._awaited.clear()
 
-    @property
-    def ailment(self) -> str:
-        """Why it cannot be used: what the first rank that says so says; empty if none does."""
-        return next((f"rank {rank}: {why}" for rank, why in self._ailing.items()), "")
+    def wish(self, keys: Keys, runs: Runs, *, grows_down: bool) -> Neighbours:
+        """Right before the block that follows a run, or right behind the one it follows."""
+        starts, before = runs
+        lengths = np.diff(np.append(starts, len(keys)))
+        numbers = np.repeat(np.arange(len(starts)), lengths)
+        wanted = np.full(len(keys), NO_SLOT, dtype=np.int64)
+        pieces = zip(starts.tolist(), lengths.tolist(), before, strict=True)
+        for start, length, parent in pieces:
+            after = self._awaited.pop(keys[start + length - 1], None) if grows_down else None
+            if after is not None:
+                wanted[start : start + length] = np.arange(after - length, after)
+            elif parent is not None:
+                slot = self._pool.slot_of(parent)
+                if slot != NO_SLOT:
+                    wanted[start : start + length] = np.arange(slot + 1, slot + 1 + length)
+        return Neighbours(wanted, numbers, grows_down)
 
-    def heard(self, rank: Rank, reason: str) -> None:
-        """A rank says that the tier is away there, and why, or (no reason) that it is back."""
-        self._ailing.pop(rank, None)
-        if reason:
-            self._ailing[rank] = reason
-
-    def listen(self, listener: TierListener) -> None:
-        """Tell it from now on what comes and goes."""
-        self.listeners.append(listener)
-
-    @abstractmethod
-    def there(self, keys: Keys, now: float) -> Flags:
-        """For each key, whether its block can be read, as far as is known."""
-
-    def unknown(self, keys: Keys, now: float, runs: RunNumbers | None = None) -> Flags:
-        """For each key, whether one would have to ask who knows that these follow each other."""
-        return np.zeros(len(keys), dtype=bool)
-
-    @abstractmethod
-    def known(self, keys: Keys, now: float) -> Flags:
-        """For each key, whether its block is there or on its way, so that sending it is vain."""
-
-    @abstractmethod
-    def may_follow(self, parent: Key, now: float) -> bool:
-        """Whether a block behind this one could be reached."""
-
-    @abstractmethod
-    def read(self, keys: Keys) -> End:
-        """Where to read these blocks, which are there; claims them."""
-
-    @abstractmethod
-    def reserve(
-        self,
-        keys: Keys,
-        *,
-        parent: Key | None,
-        chained: bool,
-        now: float,
-        runs: Runs | None = None,
-        tenant: int = 0,
-    ) -> Room | None:
-        """Where those of these blocks can go that it lacks and has room for; claims that.
-
-        ``runs`` tells what follows what among them where they are no chain, ``tenant`` whose they
-        are.
-        """
-
-    def answered(self, answer: Answer, now: float) -> None:  # noqa: B027  may be no news
-        """It was asked, and has answered or not."""
-
-    def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:
-        """Blocks were read from it or written to it: which of them really."""
-        if upward:
-            for listener in self.listeners:
-                listener.rose(keys.take(ok))
-
-    def dropped(self, keys: Keys) -> None:  # noqa: B027
-        """A write to it will not be sent after all."""
-
-    @abstractmethod
-    def reset(self) -> None:
-        """Nothing is known to be there any more."""
-
-    def counts(self) -> PoolCounts | None:
-        """Its slots, where it has slots of ours."""
-        return self.pool.counts if self.pool is not None else None
-
-    def check_integrity(self) -> None:
-        if self.pool is not None:
-            self.pool.check_integrity()
-
-
-class SlotTier(LowerTier):
-    """A tier whose places we give out. Owns the pool that says which block lies where."""
-
-    pool: Pool
-
-    def __init__(self, name: TierName, pool: Pool, write: WriteMode = WriteMode.SPILL) -> None:
-        super().__init__(name, write)
-        self.pool = pool
-        self._beside = SideBySide(pool)
-        self.num_restored = 0
-        """Blocks that were here from an earlier life."""
-
-    def restore(self, recovered: Sequence[Recovered]) -> int:
-        """What each rank found here from an earlier life; returns how many blocks all of them have.
-
-        Before anything is stored.
-        """
-        num_blocks = self.take_up(agreed(recovered, self.pool.num_slots))
-        self.has_remains = not num_blocks and any(len(places) for _, places in recovered)
-        return num_blocks
-
-    def take_up(self, recovered: Recovered) -> int:
-        """These blocks are here, whatever ranks they are on; returns how many are new."""
-        keys, places = recovered
-        new = ~self.pool.known(keys)
-        if not new.all():
-            keys, places = keys.take(new), places[new]
-        self.pool.give_out_next(places)
-        for start in range(0, len(keys), _RESTORE_BLOCKS):
-            part = slice(start, start + _RESTORE_BLOCKS)
-            # A chain is known when it is stored again.
-            lease = self.pool.reserve(keys[part], chained=False, tenant=self.pool.before)
-            assert lease is not None
-            assert np.array_equal(lease.slots, places[part])
-            lease.commit()
-        self.num_restored += len(keys)
-        return len(keys)
-
-    def there(self, keys: Keys, now: float) -> Flags:
-        return self.pool.cached(keys)
-
-    def known(self, keys: Keys, now: float) -> Flags:
-        return self.pool.known(keys)
-
-    def may_follow(self, parent: Key, now: float) -> bool:
-        return bool(self.pool.known(Keys.from_bytes((parent,)))[0])
-
-    def read(self, keys: Keys) -> End:
-        lease = self.pool.pin(keys)
-        assert lease is not None
-        assert len(lease) == len(keys)
-        return End.of(self.name, lease)
-
-    def reserve(
-        self,
-        keys: Keys,
-        *,
-        parent: Key | None,
-        chained: bool,
-        now: float,
-        runs: Runs | None = None,
-        tenant: int = 0,
-    ) -> Room | None:
-        beside = None
-        if runs is None and chained:
-            runs = (_FIRST, (parent,))
-        if runs is not None and len(keys):
-            beside = self._beside.wish(keys, runs, grows_down=not chained)
-        lease = self.pool.reserve(
-            keys, parent=parent, chained=chained, beside=beside, tenant=tenant
-        )
-        if lease is None:
-            return None
-        if runs is not None and not chained:
-            self._beside.note(keys, runs, lease)
-        return Room(lease.positions, End.of(self.name, lease))
-
-    def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:
-        super().moved(keys, ok, upward=upward, now=now)
-        if not upward:
-            here = ok & self.pool.cached(keys)  # what was dropped meanwhile has not come
-            for listener in self.listeners:
-                listener.came(self.name, keys.take(here))
-
-    def reset(self) -> None:
-        self._beside.clear()
-        self.pool.reset()
-
-
-class KeyedTier(LowerTier):
-    """A tier that finds blocks by their keys. Owns what is remembered of its answers.
-
-    ``remember`` seconds an answer is believed, yes or no; ``capacity`` keys are remembered at most.
-    """
-
-    def __init__(
-        self,
-        name: TierName,
-        write: WriteMode = WriteMode.SPILL,
-        *,
-        remember: float = REMEMBER_SECONDS,
-        capacity: int = REMEMBER_KEYS,
-    ) -> None:
-        super().__init__(name, write)
-        self.num_asked = 0
-        self.num_found = 0
-        self._remember = remember
-        self._answers = Remembered(capacity)
-
-    def there(self, keys: Keys, now: float) -> Flags:
-        return self._answers.there(keys, now)
-
-    def unknown(self, keys: Keys, now: float, runs: RunNumbers | None = None) -> Flags:
-        return self._answers.unknown(keys, now)
-
-    def known(self, keys: Keys, now: float) -> Flags:
-        return self._answers.sent(keys) | self._answers.there(keys, now)
-
-    def may_follow(self, parent: Key, now: float) -> bool:
-        """It has room for all: only what is known to be unreachable is not worth sending."""
-        key = Keys.from_bytes((parent,))
-        return bool(self.known(key, now)[0] or self._answers.unknown(key, now)[0])
-
-    def read(self, keys: Keys) -> End:
-        return End(self.name, NO_SLOTS)
-
-    def reserve(
-        self,
-        keys: Keys,
-        *,
-        parent: Key | None,
-        chained: bool,
-        now: float,
-        runs: Runs | None = None,
-        tenant: int = 0,
-    ) -> Room | None:
-        positions = np.flatnonzero(~self.known(keys, now))[: self._answers.capacity]
-        if not len(positions):
-            return None
-        self._answers.note_sent(keys.take(positions))
-        return Room(positions, End(self.name, NO_SLOTS))
-
-    def answered(self, answer: Answer, now: float) -> None:
-        self.num_asked += len(answer.keys)
-        self.num_found += int(answer.there.sum())
-        self._answers.answer(answer.keys, answer.there, now + self._remember)
-        self._tell_found(answer.keys, answer.there)
-
-    def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:
-        super().moved(keys, ok, upward=upward, now=now)
-        # A "yes" that turned out false, or a write that failed, is a "no" for a while: whoever
-        # asked the tier again at once would be told the same, and wait for the same failure.
-        if not upward or not ok.all():
-            self._answers.answer(keys, ok, now + self._remember)
-            self._tell_found(keys, ok)
-
-    def dropped(self, keys: Keys) -> None:
-        self._answers.answer(keys, np.zeros(len(keys), dtype=bool), float("-inf"))
-
-    def heard(self, rank: Rank, reason: str) -> None:
-        super().heard(rank, reason)
-        self._answers.doubt()
-
-    def reset(self) -> None:
-        self._answers.clear()
-        for listener in self.listeners:
-            listener.went(self.name, None)
-
-    def _tell_found(self, keys: Keys, there: Flags) -> None:
-        for listener in self.listeners:
-            listener.came(self.name, keys.take(there))
-            listener.went(self.name, keys.take(~there))
+    def note(self, keys: Keys, runs: Runs, lease: Lease) -> None:
+        """These got slots: the block before each run, if still to come, should lie before it."""
+        starts, before = runs
+        at = np.searchsorted(lease.positions, starts)
+        for position, start, parent in zip(at.tolist(), starts.tolist(), before, strict=True):
+            if parent is None or position >= len(lease) or lease.positions[position] != start:
+                continue
+            if self._pool.slot_of(parent) == NO_SLOT:
+                self._awaited[parent] = lease.slots.item(position)
+        while len(self._awaited) > _MOST_AWAITED:
+            self._awaited.popitem(last=False)

@@ -1,23 +1,19 @@
-"""More than one tier below the device: tiers under the host, fed from it and read through it.
+"""The tiers below the host: what they have, what moves between them and the host.
 
 ::
 
-    device  <-- load --  host  <-- promote --  lower
-            -- store -->       ---- spill --->
+    device  <-- load --  host  <-- promote ---  lower tiers
+            -- store -->       -- writeback -->
 
-A block found only below is first promoted: copied to a host slot like any block that arrives, in
-pieces that become matchable as they land. Blocks go down either when they are stored
-(write-through) or when the host is about to evict them (spill); a block that is already below is
-not copied again, and evicting it from the host costs nothing.
-
-What a tier has is known (its places are ours) or must be asked (it finds blocks by their keys).
-Questions and promotions are transfers in flight that requests wait for: each has a deadline, and
-what has not come by then is not there. A tier that is away on any rank is as if it were not.
+A block found only below is first promoted: copied to a host slot, in pieces that can be matched as
+they land. Questions and promotions are transfers that requests wait for. Each has a deadline; a
+block that has not come by then is not there. A tier that is away on any rank is not used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -26,9 +22,9 @@ import numpy.typing as npt
 from kvferry.cache.policies.load_or_compute import BusyTime, Decision, LoadOrCompute
 from kvferry.cache.pool import Pool
 from kvferry.core.keys import Keys
-from kvferry.scheduler.tier import Answer, KeyedTier, LowerTier
+from kvferry.scheduler.tier import Answer, Flags, KeyedTier, LowerTier, Presence
 from kvferry.scheduler.transfers import End, Flight, Outbox, Wanted
-from kvferry.scheduler.writeback import Move, Writeback
+from kvferry.scheduler.writeback import Move, TierAdmission, Writeback
 from kvferry.types import HOST, Health, Key, Question, TierName, TransferId
 
 _PIECE_BYTES = 16 << 20
@@ -36,7 +32,7 @@ _PIECE_BYTES = 16 << 20
 enough for a drive to be fast, and small blocks travel together."""
 
 _PIECE_SLOTS = 32
-"""And in so many blocks where nobody says how large they are."""
+"""And in so many blocks where their size is not known."""
 
 _FLUSH_PIECES = 16
 """A flush has so many pieces of that size in flight."""
@@ -45,10 +41,41 @@ _PROMOTING_SHARE = 4
 """Promotions under way may claim one slot in so many of the host: they must not flush it."""
 
 
-class Coming(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class TierLookup:
+    """What each usable tier has of some keys, and what any of them has."""
+
+    tiers: Sequence[LowerTier]
+    found: Sequence[Presence]
+    readable: Flags
+    unknown: Flags
+
+    def part(self, where: slice) -> TierLookup:
+        """The same of a part of the keys."""
+        found = [each.part(where) for each in self.found]
+        return TierLookup(self.tiers, found, self.readable[where], self.unknown[where])
+
+
+@dataclass(frozen=True, eq=False)
+class RunBelow:
+    """Blocks to bring up: a run of a group's blocks, of which the host lacks some.
+
+    ``known`` are those that the host has or gets, ``coming`` those that it gets. ``below`` is what
+    the tiers have, ``parent`` the key before the run.
+    """
+
+    keys: Keys
+    known: Flags
+    coming: Flags
+    below: TierLookup
+    parent: Key | None
+    chained: bool
+
+
+class Inbound(NamedTuple):
     """Blocks on their way up, piece by piece, and the tiers that they come from.
 
-    All of those have brought something, or begun to, at ``heard`` or later.
+    Each of these tiers has brought something, or begun to, at ``heard`` or later.
     """
 
     pieces: tuple[Keys, ...]
@@ -66,10 +93,10 @@ class Coming(NamedTuple):
 
 
 class LowerTiers:
-    """What is below the host: finds blocks there, brings them up, sends them down.
+    """Finds blocks below the host, brings them up, and learns how transfers there ended.
 
-    Owns the tiers, what moves between them and the host, what was asked, and the promotion budget;
-    what goes down is for its ``writeback`` to choose. Orders go to the outbox like all others.
+    Owns the tiers, the moves and questions under way, and the budget of promotions. Its
+    ``writeback`` chooses what goes down. Orders go to the outbox.
     """
 
     def __init__(
@@ -80,12 +107,13 @@ class LowerTiers:
         clock: Callable[[], float],
         *,
         slot_bytes: int = 0,
+        admissions: Mapping[TierName, TierAdmission] | None = None,
         flush_tiers: Collection[TierName] = (),
         flush_seconds: float = 0.0,
     ) -> None:
-        """``slot_bytes`` is the size of a block, as one rank has it; 0 where it is not known.
+        """``slot_bytes`` is the size of a block on one rank; 0 where it is not known.
 
-        ``flush_tiers`` outlive the process: see :class:`Writeback`, also for ``flush_seconds``.
+        :class:`Writeback` explains the others.
         """
         self.tiers = tuple(tiers)
         self._slot_bytes = slot_bytes
@@ -107,37 +135,25 @@ class LowerTiers:
             outbox,
             clock,
             self._moves,
+            admissions=admissions or {},
             flush_tiers=flush_tiers,
             flush_seconds=flush_seconds,
             most_flushing=_FLUSH_PIECES * self._piece_slots,
         )
 
-    def __bool__(self) -> bool:
-        return bool(self.tiers)
+    # -- what is there --------------------------------------------------------------------------
 
-    @property
-    def usable(self) -> list[LowerTier]:
-        """The tiers that can be used now."""
-        return [tier for tier in self.tiers if not tier.ailment]
-
-    # -- what is there ------------------------------------------------------------------------
-
-    def cached(self, keys: Keys) -> npt.NDArray[np.bool_]:
-        """For each key, whether any lower tier can be read for it, as far as is known."""
-        found = np.zeros(len(keys), dtype=bool)
-        now = self._clock()
-        for tier in self.usable:
-            found |= tier.there(keys, now)
-        return found
-
-    def unknown(self, keys: Keys, chained: bool) -> npt.NDArray[np.bool_]:
-        """For each key of a request, whether some tier would have to be asked for it."""
-        unknown = np.zeros(len(keys), dtype=bool)
+    def lookup(self, keys: Keys, chained: bool) -> TierLookup:
+        """What the usable tiers have of these keys of a request, as far as is known."""
         now = self._clock()
         runs = np.zeros(len(keys), dtype=np.int64) if chained else None
-        for tier in self.usable:
-            unknown |= tier.unknown(keys, now, runs)
-        return unknown
+        tiers = [tier for tier in self.tiers if not tier.ailment]
+        found = [tier.lookup(keys, now, runs) for tier in tiers]
+        readable, unknown = np.zeros((2, len(keys)), dtype=bool)
+        for each in found:
+            readable |= each.readable
+            unknown |= each.unknown
+        return TierLookup(tiers, found, readable, unknown)
 
     @property
     def away(self) -> tuple[str, ...]:
@@ -147,18 +163,22 @@ class LowerTiers:
     def has_out_of_reach(self, key: Key) -> bool:
         """Whether a tier that cannot be used now has this block, as far as is known."""
         keys, now = Keys.from_bytes((key,)), self._clock()
-        return any(tier.ailment and tier.there(keys, now)[0] for tier in self.tiers)
+        return any(tier.ailment and tier.lookup(keys, now).readable[0] for tier in self.tiers)
+
+    def cached(self, keys: Keys) -> Flags:
+        return self.lookup(keys, chained=False).readable
+
+    def unknown(self, keys: Keys, chained: bool) -> Flags:
+        return self.lookup(keys, chained).unknown
 
     @property
     def counts_asked(self) -> bool:
-        """Whether it matters to a tier how often a block is asked for."""
-        return any(tier.gate is not None for tier in self.tiers)
+        return self.writeback.counts_requests
 
     def asked(self, keys: Keys) -> None:
-        """A request asked for these blocks."""
-        for tier in self.tiers:
-            if tier.gate is not None:
-                tier.gate.see(keys)
+        self.writeback.requested(keys)
+
+    # -- asking ---------------------------------------------------------------------------------
 
     @property
     def can_be_asked(self) -> bool:
@@ -168,18 +188,21 @@ class LowerTiers:
     @property
     def most_in_one(self) -> int:
         """How many blocks of a chain may lie in one object of any tier."""
-        return max((tier.most_in_one for tier in self.usable), default=1)
+        return max((tier.most_in_one for tier in self.tiers if not tier.ailment), default=1)
 
     def ask(self, wanted: Wanted) -> set[TransferId]:
         """Ask which of these (distinct) blocks are there; returns the questions to wait for.
 
-        What another request has asked already is not asked again, where its answer is as good.
+        A question that another request has asked, and whose answer is as good, is not repeated.
         """
         questions = set()
         now = self._clock()
-        for tier in self.usable:
+        for tier in self.tiers:
+            if tier.ailment:
+                continue
             most = tier.most_in_one
-            rest = wanted.lacking(~tier.unknown(wanted.keys, now, wanted.runs), most)
+            unknown = tier.lookup(wanted.keys, now, wanted.runs).unknown
+            rest = wanted.lacking(~unknown, most)
             for question_id, (asked, pieces) in self._asking.items():
                 for piece in pieces if asked is tier else ():
                     num_needed = rest.num_needed
@@ -192,54 +215,73 @@ class LowerTiers:
                 questions.add(question_id)
         return questions
 
-    # -- up -----------------------------------------------------------------------------------
+    # -- promotion ------------------------------------------------------------------------------
 
     @property
     def room(self) -> int:
         """How many more host slots promotions may claim now."""
-        return self._most_promoting - sum(
-            len(move.keys) for move in self._moves.values() if move.upward
-        )
+        promoting = [len(move.keys) for move in self._moves.values() if move.upward]
+        return self._most_promoting - sum(promoting)
 
-    def promote(
-        self, keys: Keys, *, parent: Key | None, chained: bool, tenant: int = 0
-    ) -> set[TransferId]:
-        """Bring up those of a run of blocks that the host lacks, as far as the budget goes.
+    def promote(self, run: RunBelow, *, tenant: int = 0) -> set[TransferId]:
+        """Bring up those blocks of a run that the host lacks, as far as the budget goes.
 
-        ``parent`` is the key before the run. Returns the transfers to wait for, also those that
-        others began: none if the budget is spent or the host has no room.
+        Returns the transfers to wait for, also those that others began. It is empty if the budget
+        is spent or the host has no room.
         """
-        transfers = self._bringing(keys)
-        start = 0
-        while start < len(keys):
-            ahead = keys[start : start + min(self.room, self._piece_slots)]
-            if len(ahead) and self._host.known(ahead).all():
-                parent = ahead[len(ahead) - 1]
-                start += len(ahead)
-                continue
-            piece = self._liftable(ahead)
-            transfer_id = self._lift(*piece, parent, chained, tenant) if piece is not None else None
-            if piece is None or transfer_id is None:
-                break
-            transfers.add(transfer_id)
-            if not self._host.known(piece[1]).all():
-                break  # the host had no room for all of it: what follows would not be reached
-            parent = piece[1][len(piece[1]) - 1]
-            start += len(piece[1])
+        transfers = self._bringing(run)
+        room, start, parent = self.room, 0, run.parent
+        while room > 0 and start < len(run.keys):
+            stop = start + min(room, self._piece_slots, len(run.keys) - start)
+            source = None
+            if not run.known[start:stop].all():
+                source, stop = self._source(run, start, stop)
+                if source is None:
+                    break
+            keys = run.keys[start:stop]
+            if source is not None:
+                found = run.below.found[source].part(slice(start, stop))
+                lease = self._host.reserve(keys, parent=parent, chained=run.chained, tenant=tenant)
+                if lease is None:
+                    break
+                at = lease.positions
+                if not found.readable[at].all():  # the host has evicted some of the run meanwhile
+                    lease.abort()
+                    break
+                tier, coming = run.below.tiers[source], keys.take(at)
+                src = tier.read(found.slots[at] if tier.pool is not None else found.slots)
+                transfer_id = self._outbox.move(src, End.of(HOST, lease), coming)
+                self._moves[transfer_id] = Move(tier, coming, upward=True)
+                self._busy[tier.name].begin(self._clock())
+                transfers.add(transfer_id)
+                room -= len(coming)
+                if len(coming) < np.count_nonzero(~run.known[start:stop]):
+                    break  # the host has no room for all of it: what follows could not be reached
+            parent, start = keys[len(keys) - 1], stop
         return transfers
 
-    def _bringing(self, keys: Keys) -> set[TransferId]:
+    def _source(self, run: RunBelow, start: int, stop: int) -> tuple[int | None, int]:
+        """The first tier that has what the host lacks of a run's next blocks, and how far."""
+        known = run.known[start:stop]
+        for number, found in enumerate(run.below.found):
+            complete = known | found.readable[start:stop]
+            length = len(complete) if complete.all() else int(complete.argmin())
+            if not known[:length].all():
+                return number, start + length
+        return None, start
+
+    def _bringing(self, run: RunBelow) -> set[TransferId]:
         """The promotions under way that bring any of these blocks."""
-        if not self._moves:
+        if not self._moves or not run.coming.any():
             return set()
-        coming = keys.take(self._host.known(keys) & ~self._host.cached(keys)).array[:, 0]
+        coming = run.keys.array[run.coming, 0]
         return {
             transfer_id
             for transfer_id, move in self._moves.items()
             if move.upward and not move.late and np.isin(coming, move.keys.array[:, 0]).any()
         }
 
-    def coming(self, transfer_ids: Collection[TransferId]) -> Coming | None:
+    def inbound(self, transfer_ids: Collection[TransferId]) -> Inbound | None:
         """What these promotions bring; None if there are none, or others than promotions."""
         moves = [self._moves.get(transfer_id) for transfer_id in transfer_ids]
         found = [move for move in moves if move is not None and move.upward]
@@ -247,63 +289,38 @@ class LowerTiers:
             return None
         names = frozenset(move.tier.name for move in found)
         heard = min(self._busy[name].since for name in names)
-        return Coming(tuple(move.keys for move in found), names, heard)
+        return Inbound(tuple(move.keys for move in found), names, heard)
 
-    def _liftable(self, keys: Keys) -> tuple[LowerTier, Keys] | None:
-        """The longest start of a run that one tier can complete, and that tier."""
-        known = self._host.known(keys)
-        now = self._clock()
-        for tier in self.usable:
-            complete = known | tier.there(keys, now)
-            length = len(keys) if complete.all() else int(complete.argmin())
-            if not known[:length].all():
-                return tier, keys[:length]
-        return None
-
-    def _lift(
-        self, tier: LowerTier, keys: Keys, parent: Key | None, chained: bool, tenant: int
-    ) -> TransferId | None:
-        writing = self._host.reserve(keys, parent=parent, chained=chained, tenant=tenant)
-        if writing is None:
-            return None
-        coming = keys.take(writing.positions)
-        transfer_id = self._outbox.move(tier.read(coming), End.of(HOST, writing), coming)
-        self._moves[transfer_id] = Move(tier, coming, upward=True)
-        self._busy[tier.name].begin(self._clock())
-        return transfer_id
-
-    def worth_bringing(
-        self, keys: Sequence[Keys], num_tokens: int, worth: LoadOrCompute
+    def worth_promoting(
+        self, runs: Sequence[RunBelow], num_tokens: int, worth: LoadOrCompute
     ) -> Decision:
-        """Whether these blocks, of so many tokens, come up sooner than they are computed.
+        """Whether these runs, of so many tokens, come up sooner than they are computed.
 
-        By the speed of the tier that has most of them.
+        The speed is that of the tier which has most of them.
         """
-        now = self._clock()
-        lacking = [each.take(~self._host.known(each)) for each in keys]
-        found = {
-            tier: sum(int(np.count_nonzero(tier.there(each, now))) for each in lacking)
-            for tier in self.usable
-        }
-        tier = max(found, key=lambda tier: found[tier])
-        moves = (m for m in self._moves.values() if m.upward and not m.late and m.tier is tier)
-        queued = sum(len(move.keys) for move in moves)
-        num_bytes = sum(map(len, lacking)) * self._slot_bytes
+        lacking = [~run.known for run in runs]
+        counts = np.zeros(len(runs[0].below.tiers), dtype=np.int64)
+        for run, lacks in zip(runs, lacking, strict=True):
+            counts += [np.count_nonzero(found.readable & lacks) for found in run.below.found]
+        tier = runs[0].below.tiers[int(counts.argmax())]
+        moves = self._moves.values()
+        queued = sum([len(m.keys) for m in moves if m.upward and not m.late and m.tier is tier])
+        num_bytes = sum(map(np.count_nonzero, lacking)) * self._slot_bytes
         return worth.decide(num_tokens, num_bytes, queued * self._slot_bytes, tier.name)
 
-    # -- what became of it --------------------------------------------------------------------
+    # -- what became of it ----------------------------------------------------------------------
 
     def note_health(self, health: Health) -> None:
-        """A tier went away on one rank, or came back. Nobody waits for one that is away."""
+        """A tier went away on one rank, or came back. Requests stop waiting for a tier away."""
         self.writeback.note_change()
         for tier in self.tiers:
             if tier.name == health.tier:
-                tier.heard(health.rank, health.reason)
+                tier.note_health(health.rank, health.reason)
                 if tier.ailment:
                     self._outbox.give_up(tier.name, tier.ailment)
 
     def overdue(self, flight: Flight) -> None:
-        """A transfer's time is up: its deadline has ended all waiting, so nobody may begin to."""
+        """A transfer's deadline has passed: no request waits for it, and none may begin to."""
         if isinstance(flight.transfer, Question):
             self.landed(flight)
         elif flight.transfer.id in self._moves:
@@ -315,24 +332,25 @@ class LowerTiers:
     def landed(self, flight: Flight) -> tuple[TierName, int, float] | None:
         """A transfer or a question below the host ended.
 
-        Returns what a tier has brought up, in bytes of one rank, in which time, if it has.
+        Returns what a tier has brought up, in bytes of one rank, and in which time, if it has.
         """
         self.writeback.note_change()
         now = self._clock()
         if isinstance(flight.transfer, Question):
             tier, _ = self._asking.pop(flight.transfer.id)
-            told, runs = Keys(flight.transfer.keys), flight.transfer.runs
-            tier.answered(Answer(told, ~flight.lost, not flight.overdue, runs), now)
+            asked, runs = Keys(flight.transfer.keys), flight.transfer.runs
+            tier.answered(Answer(asked, ~flight.lost, not flight.overdue, runs), now)
             return None
         move = self._moves.pop(flight.transfer.id, None)
         if move is not None:
-            move.tier.moved(move.keys, ~flight.lost, upward=move.upward, now=now)
+            ok = ~flight.lost
+            move.tier.moved(move.keys, ok, upward=move.upward, now=now)
             if move.upward and not move.late:
-                num_moved = int(np.count_nonzero(~flight.lost)) if not flight.overdue else 0
+                num_moved = int(np.count_nonzero(ok)) if not flight.overdue else 0
                 took = self._busy[move.tier.name].end(num_moved * self._slot_bytes, now)
                 return move.tier.name, *took
             if not move.upward:
-                self.writeback.wrote(move.tier.name, ok=not flight.lost.all())
+                self.writeback.wrote(move.tier.name, ok=bool(ok.any()))
         return None
 
     def reset(self) -> None:

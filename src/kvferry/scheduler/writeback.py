@@ -13,17 +13,20 @@ A block that a tier already has is never copied again. Evicting such a block cos
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from kvferry.cache.leases import Purpose
-from kvferry.cache.policies.admission import Watermark
+from kvferry.cache.policies.admission import SeenOften, Watermark
 from kvferry.cache.pool import Pool
+from kvferry.config import Config
 from kvferry.core.keys import Keys
 from kvferry.scheduler.tier import LowerTier, Runs, WriteMode
 from kvferry.scheduler.transfers import End, Outbox, run_numbers
+from kvferry.settings.tiers import DISK, REMOTE
 from kvferry.types import HOST, NO_SLOTS, Key, TierName, TransferId
 
 log = logging.getLogger(__name__)
@@ -53,6 +56,17 @@ _FLUSHING_SHARE = 8
 """A flush may have one slot in so many in flight: blocks being copied cannot be evicted."""
 
 
+_DAY = 86400.0
+_BURST = 8
+"""One part in so many of a day's bytes may be written at once; the rest is spread over the day."""
+
+_LEAST_KEYS, _MOST_KEYS = 1 << 18, 1 << 20
+"""How many different keys the request counts tell apart, in 4 to 16 MiB."""
+
+_TIMES = {"all": 1, "requested-twice": 2}
+"""How often a block must have been requested, by the value of the setting."""
+
+
 @dataclass(eq=False)
 class Move:
     """Blocks on their way up or down. A late one keeps its slots, but no request waits for it."""
@@ -64,7 +78,7 @@ class Move:
 
 
 class Writeback:
-    """Copies blocks down. Owns what waits for its parent, the rests after failures, the flush.
+    """Copies blocks down. Owns the admissions, stores that wait for a parent, rests and the flush.
 
     Orders go to the outbox. Each is noted in ``moves``, which the caller takes it from when it
     lands. Only tiers without an ailment are written to.
@@ -78,12 +92,14 @@ class Writeback:
         clock: Callable[[], float],
         moves: dict[TransferId, Move],
         *,
-        flush_tiers: Collection[TierName] = (),
-        flush_seconds: float = 0.0,
-        most_flushing: int = 1,
+        admissions: Mapping[TierName, TierAdmission],
+        flush_tiers: Collection[TierName],
+        flush_seconds: float,
+        most_flushing: int,
     ) -> None:
-        """``flush_seconds`` bounds one flush, ``most_flushing`` its blocks in flight.
+        """``admissions`` are those of tiers that do not take every block.
 
+        ``flush_seconds`` bounds one flush, ``most_flushing`` its blocks in flight.
         The first of ``flush_tiers`` with slots is flushed to; 0 seconds: none is.
         """
         self._host = host
@@ -91,6 +107,7 @@ class Writeback:
         self._outbox = outbox
         self._clock = clock
         self._moves = moves
+        self._admissions = admissions
         self._early: dict[Key, list[Keys]] = {}  # stored before the block they follow, by that
         self._rests: dict[TierName, tuple[float, float]] = {}  # until when, and for how long
         self._watermark = Watermark(
@@ -109,6 +126,16 @@ class Writeback:
         self._num_found = 0
         self._seen = host.generation
         self._began = self._say_at = self._look_at = 0.0
+
+    @property
+    def counts_requests(self) -> bool:
+        """Whether it matters to a tier how often a block is requested."""
+        return bool(self._admissions)
+
+    def requested(self, keys: Keys) -> None:
+        """Count a request for these blocks."""
+        for admission in self._admissions.values():
+            admission.requested(keys)
 
     # -- what changed ---------------------------------------------------------------------------
 
@@ -156,8 +183,9 @@ class Writeback:
             return
         for tier in through:
             going = keys
-            if tier.gate is not None and not (lets := tier.gate.lets(keys, now)).all():
-                going = keys[: int(lets.argmin())] if chained else keys.take(lets)
+            admits = self._admits(tier, keys, now)
+            if not admits.all():
+                going = keys[: int(admits.argmin())] if chained else keys.take(admits)
             self._send(tier, going, parent=parent, chained=chained)
         if chained and self._early:
             self._send_early(keys)
@@ -198,10 +226,10 @@ class Writeback:
         num_asked = int(np.count_nonzero(lacks[:wanted]))
         # Not chained: here ends come before beginnings, the order in which they should be evicted.
         missing = coldest.take(lacks)[::-1]
-        if num_asked and tier.gate is not None:
-            lets = tier.gate.lets(missing, now)
-            num_asked = int(np.count_nonzero(lets[-num_asked:]))
-            missing = missing.take(lets)
+        if num_asked:
+            admits = self._admits(tier, missing, now)
+            num_asked = int(np.count_nonzero(admits[-num_asked:]))
+            missing = missing.take(admits)
         if not num_asked:
             return False
         starts, before = self._host.runs_of(missing)
@@ -263,8 +291,7 @@ class Writeback:
 
     def _flush_to(self, tier: LowerTier, keys: Keys, now: float) -> None:
         wanted = self._host.cached(keys) & ~tier.known(keys, now)
-        if tier.gate is not None:
-            wanted[wanted] = tier.gate.lets(keys.take(wanted), now)
+        wanted[wanted] = self._admits(tier, keys.take(wanted), now)
         if np.count_nonzero(wanted):
             keys = keys.take(wanted)
             runs = self._host.runs_of(keys)
@@ -342,9 +369,9 @@ class Writeback:
         assert reading is not None
         following = None
         before: tuple[Key | None, ...] = ()
-        if tier.joints is not None and (chained or runs is not None):
+        if tier.boundaries is not None and (chained or runs is not None):
             starts, before = self._host.runs_of(going)
-            following = tier.joints.cut(going, starts, before)
+            following = tier.boundaries.cut(going, starts, before)
         elif tier.pool is None and (chained or runs is not None):
             # Blocks of a chain may be missing here because the tier has them: a gap ends a run.
             starts, _ = runs if runs is not None else self._host.runs_of(keys)
@@ -363,13 +390,13 @@ class Writeback:
         A block that is not on a spilled tier goes there in its own time. A tier that is written
         through has it already, but since when is unknown.
         """
-        joints, now = tier.joints, self._clock()
-        if joints is None or joints.ends(key):
+        boundaries, now = tier.boundaries, self._clock()
+        if boundaries is None or boundaries.ends(key):
             return
         if tier.write is WriteMode.SPILL and not tier.known(Keys.from_bytes((key,)), now)[0]:
             return
         line = self._host.line(key, tier.most_in_one)
-        ends = [at for at, each in enumerate(line) if joints.ends(each)]
+        ends = [at for at, each in enumerate(line) if boundaries.ends(each)]
         line = line[ends[-1] + 1 :] if ends else line
         reading = self._host.pin(line, Purpose.COPY)
         if reading is None or len(reading) < len(line):
@@ -377,11 +404,102 @@ class Writeback:
                 reading.release()
             return
         tier.reserve(line, parent=None, chained=True, now=now)  # from now on it is known
-        runs = joints.cut(line, NO_SLOTS, ())
-        transfer_id = self._outbox.move(End.of(HOST, reading), tier.read(line), line, runs)
+        runs = boundaries.cut(line, NO_SLOTS, ())
+        transfer_id = self._outbox.move(End.of(HOST, reading), tier.read(NO_SLOTS), line, runs)
         self._note_sent(transfer_id, tier, line)
 
     def _note_sent(self, transfer_id: TransferId, tier: LowerTier, keys: Keys) -> None:
         self._moves[transfer_id] = Move(tier, keys, upward=False)
-        if tier.gate is not None:
-            tier.gate.wrote(len(keys))
+        if tier.name in self._admissions:
+            self._admissions[tier.name].wrote(len(keys))
+
+    def _admits(self, tier: LowerTier, keys: Keys, now: float) -> npt.NDArray[np.bool_]:
+        admission = self._admissions.get(tier.name)
+        return admission.admits(keys, now) if admission is not None else np.full(len(keys), True)
+
+
+class WriteBudget:
+    """Bytes that may still be written, so that no 24 hours see more than a day's.
+
+    ::
+
+        left at the start: 1/8 of a day's;  comes back: 7/8 of a day's each day
+
+    A restart begins with a new budget.
+    """
+
+    def __init__(self, bytes_per_day: int, now: float) -> None:
+        self._most = bytes_per_day / _BURST
+        self._rate = (bytes_per_day - self._most) / _DAY
+        self._left = self._most
+        self._at = now
+
+    def left(self, now: float) -> int:
+        """Bytes that may be written now."""
+        self._left = min(self._most, self._left + max(0.0, now - self._at) * self._rate)
+        self._at = now
+        return int(self._left)
+
+    def spend(self, num_bytes: int) -> None:
+        self._left -= num_bytes
+
+
+class TierAdmission:
+    """Decides which blocks may be written to one tier. Owns request counts and a write budget."""
+
+    def __init__(
+        self,
+        *,
+        times: int = 1,
+        num_keys: int = 1,
+        bytes_per_day: int | None = None,
+        block_bytes: int = 0,
+        now: float = 0.0,
+    ) -> None:
+        """``block_bytes`` are those that a block costs on all ranks together."""
+        self._requested = SeenOften(times, num_keys=min(max(num_keys, _LEAST_KEYS), _MOST_KEYS))
+        self._block_bytes = block_bytes
+        self._budget = WriteBudget(bytes_per_day, now) if bytes_per_day is not None else None
+
+    def requested(self, keys: Keys) -> None:
+        """Count a request for these blocks."""
+        self._requested.see(keys)
+
+    def admits(self, keys: Keys, now: float) -> npt.NDArray[np.bool_]:
+        """For each of these, from the first on, whether it may be written now."""
+        admits = self._requested.admits(keys)
+        if self._budget is not None and self._block_bytes:
+            room = max(0, self._budget.left(now)) // self._block_bytes
+            admits &= np.cumsum(admits) <= room
+        return admits
+
+    def wrote(self, num_blocks: int) -> None:
+        """Take so many blocks from the budget."""
+        if self._budget is not None:
+            self._budget.spend(num_blocks * self._block_bytes)
+
+
+def times_requested(config: Config, tier: TierName) -> int:
+    """How often a block must have been requested to go to this tier."""
+    admission = {DISK: config.disk_admission, REMOTE: config.remote_admission}.get(tier, "all")
+    return _TIMES[admission]
+
+
+def admission_of(
+    config: Config, tier: TierName, *, num_keys: int | None, block_bytes: int, now: float
+) -> TierAdmission | None:
+    """The admission that the settings ask for; None where they admit every block.
+
+    ``num_keys``: about how many blocks host memory and the tier hold together; None: any number.
+    """
+    times = times_requested(config, tier)
+    per_day = config.disk_write_per_day if tier == DISK else None
+    if times == 1 and per_day is None:
+        return None
+    return TierAdmission(
+        times=times,
+        num_keys=_MOST_KEYS if num_keys is None else num_keys,
+        bytes_per_day=per_day,
+        block_bytes=block_bytes,
+        now=now,
+    )

@@ -17,8 +17,8 @@ from kvferry.errors import ConfigError, KvferryError, LayoutError
 from kvferry.hostmem.memory import HostMemory
 from kvferry.hostmem.shared import SharedHandle, SharedMemory, SlotLayout
 from kvferry.rank import Contents, RankMemory, open_on_cpu, open_on_gpu, slot_layout
-from kvferry.scheduler.packed_tier import lower_tier
-from kvferry.scheduler.tier import LowerTier, WriteMode, united, within
+from kvferry.scheduler.recovery import united, within
+from kvferry.scheduler.tier import LowerTier, WriteMode, lower_tier
 from kvferry.tiers.movers import LowerTierMover, Mover, SharedMover
 from kvferry.transfer.layout import GroupLayout, TensorView, describe, view_of
 from kvferry.types import Rank, TierName

@@ -19,9 +19,8 @@ from kvferry.core.lifecycle import Closing
 from kvferry.errors import InputError
 from kvferry.hostmem.slots import HostTier
 from kvferry.rank import Contents, tier_setup
-from kvferry.scheduler.packed_tier import lower_tier
 from kvferry.scheduler.scheduler import Scheduler, Settled
-from kvferry.scheduler.tier import WriteMode
+from kvferry.scheduler.tier import WriteMode, lower_tier
 from kvferry.scheduler.transfers import Ordered
 from kvferry.telemetry.mailbox import Inbox
 from kvferry.telemetry.source import Source
