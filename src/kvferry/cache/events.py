@@ -35,10 +35,13 @@ class EventKind(IntEnum):
     HINT = 6  # a hint was given for blocks: slots, detail (an Evidence)
     EVICT = 7  # blocks cannot be matched any more: keys, slots (unknown to the policy so far)
     END = 8  # a request is over: request
+    FOUND = 9  # a lower tier has these blocks: keys
+    LOST = 10  # a lower tier does not have these blocks any more: keys, or None for all
+    PROMOTED = 11  # blocks were copied from a lower tier to the host: keys
 
 
 ALL_KINDS = tuple(EventKind)
-_LOOKUP, _ANSWER, _, _STORE, _USE, _RETURN, _HINT, _EVICT, _ = ALL_KINDS
+_LOOKUP, _ANSWER, _, _STORE, _USE, _RETURN, _HINT, _EVICT = ALL_KINDS[:8]
 
 
 class PoolEvent(NamedTuple):

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.cache.events import EventKind, EventLog
 from kvferry.cache.index import Index
 from kvferry.cache.leases import Lease, PoolCounts
 from kvferry.cache.policies.contract import EvictionPolicyMaker
@@ -133,6 +135,8 @@ class LowerTier(ABC):
     def __init__(self, name: TierName, write: WriteMode = WriteMode.SPILL) -> None:
         self.name = name
         self.write = write
+        self.log = EventLog(time.monotonic)
+        """Which blocks the tier has, as far as that becomes known; for a slot tier its pool's."""
         self.listeners: list[TierListener] = []
         self.ailment = ""
         """Why the tier cannot be used, as the first rank that says so puts it; else empty."""
@@ -192,6 +196,7 @@ class LowerTier(ABC):
     def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:
         """Blocks were read from the tier or written to it; ``ok`` tells for which that worked."""
         if upward:
+            self.log.append(EventKind.PROMOTED, keys=lambda: keys.take(ok))
             for listener in self.listeners:
                 listener.rose(keys.take(ok))
 
@@ -219,6 +224,7 @@ class SlotTier(LowerTier):
     def __init__(self, name: TierName, pool: Pool, write: WriteMode = WriteMode.SPILL) -> None:
         super().__init__(name, write)
         self.pool = pool
+        self.log = pool.log
         self._placement = RunPlacement(pool)
         self.num_restored = 0
         """Blocks that were here from an earlier life."""
@@ -286,10 +292,11 @@ class SlotTier(LowerTier):
 
     def moved(self, keys: Keys, ok: Flags, *, upward: bool, now: float) -> None:
         super().moved(keys, ok, upward=upward, now=now)
-        if not upward and self.listeners:
-            here = ok & self.pool.cached(keys)  # some may have been dropped meanwhile
+        if not upward and (self.listeners or self.log.wants(EventKind.FOUND)):
+            here = keys.take(ok & self.pool.cached(keys))  # some may have been dropped meanwhile
+            self.log.append(EventKind.FOUND, keys=here)
             for listener in self.listeners:
-                listener.came(self.name, keys.take(here))
+                listener.came(self.name, here)
 
     def reset(self) -> None:
         self._placement.clear()
@@ -367,11 +374,14 @@ class KeyedTier(LowerTier):
 
     def reset(self) -> None:
         self._answers.clear()
+        self.log.append(EventKind.LOST)
         for listener in self.listeners:
             listener.went(self.name, None)
 
     def _note(self, keys: Keys, there: Flags, now: float) -> None:
         self._answers.answer(keys, there, now + self._remember)
+        self.log.append(EventKind.FOUND, keys=lambda: keys.take(there))
+        self.log.append(EventKind.LOST, keys=lambda: keys.take(~there))
         for listener in self.listeners:
             listener.came(self.name, keys.take(there))
             listener.went(self.name, keys.take(~there))
