@@ -198,8 +198,8 @@ class Pool(PoolWishes):
 
     def reset(self) -> None:
         """Forget everything at once. Claimed slots come back when their leases end."""
-        self._feed.drain()
         self._unclaim(self._holds.drop_all())
+        self._feed.drain()
         self._first.clear()
         state = self._state[:-1]
         idle = (state == _CACHED) & (self._readers == 0)
