@@ -48,18 +48,6 @@ def test_what_waits_is_in_the_host_when_its_turn_comes() -> None:
     desk.check_empty()
 
 
-def test_who_asks_while_it_comes_waits_for_that_and_no_more() -> None:
-    desk = below(1)
-    queue(desk, "a", 1)
-    desk.plan()
-    assert desk.match("a", story(1, 8)).state is MatchState.WAIT
-    assert not desk.plan(), "nothing is read twice"
-    desk.land()
-    assert desk.match("a", story(1, 8)).num_tokens == 32
-    desk.scheduler.finish("a")
-    desk.check_empty()
-
-
 def test_all_together_take_a_share_of_the_host_and_go_on_as_others_are_served() -> None:
     desk = below(*range(1, 7))
     for number in range(1, 7):
@@ -130,9 +118,3 @@ def test_a_reset_ends_it() -> None:
     desk.run()
     desk.run()
     desk.check_empty()
-
-
-def test_without_tiers_there_is_nothing_to_do() -> None:
-    desk = Desk()
-    queue(desk, "a", 1)
-    assert not ahead(desk).is_busy

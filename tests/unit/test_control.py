@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.fakes.desk import Desk, story
 
+from kvferry.cache.events import EventKind
 from kvferry.cache.pool import Pool
 from kvferry.core.keys import Keys
 from kvferry.errors import InputError
@@ -62,20 +63,6 @@ def test_a_pin_stays_within_its_bound_until_it_is_let_go():
         desk.keep(f"r{number}", story(number, 6), 24)
     assert desk.pool.match(story(1, 3)) == 0
     desk.check_empty()
-
-
-def test_a_pin_is_on_the_tier_that_has_it():
-    desk = below()
-    desk.keep("a", story(1, 6), 24)
-    let_all_land(desk)
-    desk.keep("b", story(2, 8), 32)
-    let_all_land(desk)
-    told = desk.scheduler.control.pin(story(1, 6))
-    assert (told.blocks, told.refused) == (6, ())
-    assert desk.pool.counts.held == 0
-    disk = desk.scheduler._parts.lower.tiers[0].pool
-    assert disk is not None
-    assert disk.counts.held == 6
 
 
 def test_a_prefetch_brings_all_of_it_to_the_host_before_anybody_asks():
@@ -164,20 +151,6 @@ def test_a_drop_forgets_what_nobody_else_goes_on_from():
     desk.check_empty()
 
 
-def test_a_drop_of_what_is_being_loaded_ends_with_its_claim():
-    desk = Desk()
-    desk.keep("a", story(1, 4), 16)
-    assert desk.match("q", story(1, 4)).num_tokens == 16
-    told = desk.scheduler.control.drop(story(1, 4))
-    assert told.blocks == 4
-    assert desk.pool.match(story(1, 4)) == 0
-    desk.load("q", 16)
-    desk.run()
-    desk.scheduler.finish("q")
-    assert desk.pool.counts.free == 16
-    desk.check_empty()
-
-
 def test_requests_can_be_named_while_they_are_remembered():
     desk = Desk()
     control = desk.scheduler.control
@@ -241,18 +214,6 @@ def spilled(desk_slots: int, *chains: Keys) -> tuple[Desk, Pool]:
     return Desk(slots=desk_slots, tiers=[tier]), tier.pool
 
 
-def test_a_drop_reaches_the_end_of_a_chain_that_alone_was_spilled():
-    """Seen red: a tier without the first block was passed over, and served the rest again."""
-    chain = story(1, 12)
-    desk, disk = spilled(16, chain[4:])
-    desk.keep("a", chain, 48)
-    told = desk.scheduler.control.drop(chain)
-    assert (told.blocks, told.refused) == (20, ())
-    assert not disk.known(chain).any()
-    desk.keep("again", chain[:4], 16)
-    assert desk.scheduler.control.lookup(chain).lower_tokens == 0
-
-
 def test_a_pin_holds_the_end_where_it_was_spilled_to():
     """Seen red: only the first four were held, and the rest was refused on the host alone."""
     chain = story(1, 12)
@@ -266,30 +227,6 @@ def test_a_pin_holds_the_end_where_it_was_spilled_to():
     assert desk.scheduler.control.lookup(chain).lower_tokens == 32
     assert desk.scheduler.control.unpin(chain).blocks == 12
     assert disk.counts.held == 0
-
-
-def test_what_no_request_could_reach_is_not_held():
-    chain = story(1, 12)
-    desk, disk = spilled(16, chain[6:])
-    desk.keep("a", chain[:4], 16)
-    assert desk.scheduler.control.pin(chain).blocks == 4
-    assert disk.counts.held == 0
-    assert desk.scheduler.control.drop(chain).blocks == 10, "but it is dropped"
-
-
-def test_a_drop_spares_on_every_tier_what_the_host_knows_others_go_on_from():
-    """A tier that blocks are spilled to does not know what follows what."""
-    shared, end, other = story(1, 2), story(2, 3), story(3, 3)
-    desk, disk = spilled(16, shared + end)
-    desk.keep("a", shared + end, 20)
-    desk.keep("b", shared + other, 20)
-    told = desk.scheduler.control.drop(shared + end)
-    assert told.blocks == 6
-    assert told.refused == (
-        "2 blocks stay on host: other requests go on from them",
-        "2 blocks stay on disk: other requests go on from them",
-    )
-    assert disk.cached(shared + end).tolist() == [True] * 2 + [False] * 3
 
 
 def test_what_is_over_goes_first_on_a_tier_that_has_only_its_end():
@@ -334,40 +271,15 @@ def test_a_drop_forgets_what_is_still_being_stored_and_a_pin_says_that_it_is():
     desk.check_empty()
 
 
-def test_a_drop_keeps_what_others_are_still_storing():
-    desk = Desk(slots=16)
-    desk.keep("a", story(1, 3), 12)
-    desk.store("b", story(1, 2) + story(2, 2), 16)
-    desk.scheduler.finish("b")
-    desk.plan()
-    told = desk.scheduler.control.drop(story(1, 3))
-    assert told.refused == ("2 blocks stay on host: other requests go on from them",)
-    desk.land()
-    assert desk.pool.match(story(1, 2) + story(2, 2)) == 4
-    desk.check_empty()
-
-
-def test_nobody_is_told_that_a_dropped_block_has_come_to_a_tier():
+def test_no_log_says_that_a_dropped_block_has_come_to_a_tier():
     """Seen red: a router heard of blocks that were dropped while they went down."""
-    heard = []
-
-    class Listener:
-        def came(self, tier, keys):
-            heard.extend(keys)
-
-        def went(self, tier, keys):
-            pass
-
-        def rose(self, keys):
-            pass
-
     desk = below(desk_slots=16)
-    desk.scheduler._parts.lower.tiers[0].listen(Listener())
+    found = desk.scheduler._parts.lower.tiers[0].log.reader((EventKind.FOUND,))
     desk.keep("a", story(1, 4), 16)
     desk.plan()
     assert desk.scheduler.control.drop(story(1, 4)).blocks == 8
     let_all_land(desk)
-    assert heard == []
+    assert not any(len(event.all_keys()) for event in found.take())
     desk.check_empty()
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.fakes import tiers as fakes
 
 import kvferry
-from kvferry.errors import ConfigError, InputError
+from kvferry.errors import ConfigError
 from kvferry.scheduler.journal import Reason
 from kvferry.tickets import Done
 from kvferry.tiers.contract import Way
@@ -133,32 +133,6 @@ def test_a_hit_is_pending_until_its_blocks_are_up(attach):
     assert_nothing_left(ferry)
 
 
-def test_tickets_end_once_however_much_moves_below(attach):
-    ferry = attach(tier_write="through")
-    tickets = []
-    ended: list[Done] = []
-    for number in range(CHATS):
-        blocks = range(number * CHAT_BLOCKS, (number + 1) * CHAT_BLOCKS)
-        tickets.append(ferry.store(chat(ferry, number), blocks))
-        ended += ferry.poll()
-        time.sleep(0.002)
-    give_up = time.monotonic() + 20
-    while len(ended) < CHATS or ferry._scheduler.num_awaited:
-        ended += ferry.poll()
-        assert time.monotonic() < give_up
-    assert sorted(done.ticket for done in ended) == tickets  # one that finds no room ends at once
-    assert ferry.stats().bytes_moved["host", "tiers"] > 0
-
-
-def test_without_tiers_no_hit_is_ever_pending(attach):
-    ferry = attach(None)
-    fill(ferry)
-    hit = ferry.match(chat(ferry, 0))
-    assert not hit.is_pending
-    assert not len(hit)
-    assert ferry.again(hit) is ferry.await_hit(hit) is hit
-
-
 # -- hits that nobody takes -----------------------------------------------------------------------
 
 
@@ -182,15 +156,6 @@ def test_a_pending_hit_that_is_released_leaves_nothing(attach, sent):
     gate.set()
     assert not ferry.again(hit).is_pending
     assert len(ferry.again(hit)) == 0
-    assert_nothing_left(ferry)
-
-
-def test_a_pending_hit_that_is_loaded_is_a_miss(attach):
-    ferry = attach()
-    hit, gate = pending(ferry)
-    ticket = ferry.load(hit, [])
-    assert ferry.wait(ticket) == Done(ticket, 0)
-    gate.set()
     assert_nothing_left(ferry)
 
 
@@ -229,15 +194,6 @@ def test_a_reset_ends_pending_hits_and_reaches_the_tier(attach):
     assert not ferry.again(hit).is_pending
     assert_nothing_left(ferry)
     assert bring(ferry, 0) == (0, b"")
-
-
-def test_closing_with_a_pending_hit_ends_everything(attach):
-    ferry = attach()
-    _, gate = pending(ferry)
-    ferry.poll()
-    threading.Timer(0.1, gate.set).start()
-    ferry.close()
-    assert not ferry._rank.tiers["tiers"].is_stuck
 
 
 # -- tiers on a bad day --------------------------------------------------------------------------
@@ -334,14 +290,6 @@ def test_a_tier_that_never_answers_counts_as_having_nothing(attach):
     gate.set()
 
 
-def test_waiting_ends_with_the_time_given(attach):
-    ferry = attach()
-    hit, gate = pending(ferry)
-    assert ferry.await_hit(hit, 0.02).is_pending
-    gate.set()
-    assert len(ferry.await_hit(hit, 20)) == CHAT_BLOCKS
-
-
 def test_a_tier_that_cannot_be_opened_leaves_nothing_behind(attach):
     before = threading.active_count()
     with pytest.raises(ConfigError, match="the cupboard is locked"):
@@ -349,9 +297,3 @@ def test_a_tier_that_cannot_be_opened_leaves_nothing_behind(attach):
     with pytest.raises(ConfigError, match=f"hold no block of {SLOT} bytes"):
         attach("memory:100B")
     assert threading.active_count() == before
-
-
-def test_only_a_ferrys_hits_can_be_asked_for_again(attach):
-    ferry = attach()
-    with pytest.raises(InputError, match=r"ferry\.match"):
-        ferry.again(3)

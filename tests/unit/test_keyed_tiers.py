@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-
-import numpy as np
-import pytest
 from tests.fakes.desk import LOAD, Desk, routes, story
-from tests.fakes.pools import evict
-from tests.unit.test_tiers import Server, forget_host, settle_down
+from tests.unit.test_tiers import settle_down
 
 from kvferry.cache import reach
 from kvferry.cache.pool import Pool
 from kvferry.core.keys import Keys
 from kvferry.scheduler.tier import KeyedTier, SlotTier, WriteMode
-from kvferry.tiers.contract import Way
-from kvferry.tiers.memory import KeyedMemoryTier
-from kvferry.types import HOST, Health, Key, MatchState, Outcome, Rank, Receipt, TierName, Transfer
+from kvferry.types import HOST, Health, MatchState, Outcome, Rank, Receipt, TierName, Transfer
 
 STORE_NAME = TierName("store")
 DISK = TierName("disk")
@@ -155,28 +145,6 @@ def test_nobody_waits_for_an_answer_past_its_deadline() -> None:
     assert not desk.scheduler._parts.lower._asking
 
 
-def test_a_block_is_there_when_every_rank_has_it() -> None:
-    desk = Desk(tiers=[keyed()], ranks=2, slots=32)
-    told = story(1, 4)
-    desk.match("b", told)
-    desk.plan()
-    desk.say(slot_keys(desk, told), slot_keys(desk, told)[:2])
-    assert desk.match("b", told).state is MatchState.WAIT
-    (move,) = desk.plan()
-    assert len(move) == 2
-    desk.land()
-    assert desk.match("b", told).num_tokens == 8
-
-
-def test_who_ends_while_asking_leaves_nothing() -> None:
-    desk = Desk(tiers=[keyed()])
-    desk.match("b", story(1, 4))
-    desk.scheduler.abort("b")
-    desk.plan()
-    desk.say(Keys.empty())
-    desk.check_empty()
-
-
 def test_no_more_is_asked_than_could_be_brought_up() -> None:
     desk = Desk(tiers=[keyed()], slots=16)  # a quarter of the host: four slots
     desk.match("b", story(1, 100))
@@ -212,19 +180,6 @@ def test_windows_are_asked_about_too() -> None:
 # -- moving ---------------------------------------------------------------------------------------
 
 
-def test_what_we_sent_is_known_without_asking() -> None:
-    desk = Desk(tiers=[keyed()], slots=32)
-    told = story(1, 4)
-    desk.keep("a", told, 16)
-    (move,) = desk.plan()
-    assert (move.src, move.dst, len(move.dst_slots)) == (*DOWN, 0)
-    desk.land()
-    forget_host(desk)
-    assert desk.match("b", told).state is MatchState.WAIT
-    assert routes(desk.plan()) == [UP]
-    assert desk.asked == []
-
-
 def test_a_yes_that_was_untrue_is_one_missing_block() -> None:
     desk = Desk(tiers=[keyed()], slots=64)
     told = story(1, 4)
@@ -241,33 +196,6 @@ def test_a_yes_that_was_untrue_is_one_missing_block() -> None:
     desk.scheduler.finish("b")
     assert desk.hit(told) == 8, "the block is not promised again"
     desk.check_empty()
-
-
-def test_a_block_that_failed_on_any_rank_is_lost_and_the_others_count() -> None:
-    desk = Desk(tiers=[keyed()], slots=64, ranks=2)
-    told = story(1, 4)
-    desk.match("b", told)
-    desk.plan()
-    desk.say(slot_keys(desk, told), slot_keys(desk, told))
-    desk.match("b", told)
-    (move,) = desk.plan()
-    partly(desk, move, (3,), (2,))
-    assert desk.match("b", told).num_tokens == 8
-
-
-def test_nothing_is_matchable_before_every_rank_has_answered() -> None:
-    desk = Desk(tiers=[keyed()], slots=64, ranks=2)
-    told = story(1, 4)
-    desk.match("b", told)
-    desk.plan()
-    desk.say(slot_keys(desk, told), slot_keys(desk, told))
-    desk.match("b", told)
-    (move,) = desk.plan()
-    desk.scheduler.settle([Receipt(move.id, Rank(0), Outcome.OK)])
-    assert desk.match("b", told).state is MatchState.WAIT
-    assert not desk.pool.cached(slot_keys(desk, told)).any()
-    desk.scheduler.settle([Receipt(move.id, Rank(1), Outcome.OK)])
-    assert desk.match("b", told).num_tokens == 16
 
 
 def test_behind_a_hole_a_window_keeps_what_came() -> None:
@@ -354,126 +282,4 @@ def test_a_tier_that_goes_away_ends_all_waiting_for_it_and_heals() -> None:
     desk.check_empty()
 
 
-def test_a_tier_ails_until_every_rank_has_it_back() -> None:
-    tier = keyed()
-    desk = Desk(tiers=[tier], ranks=2)
-    for rank in (0, 1):
-        desk.scheduler.note_health(Health(Rank(rank), STORE_NAME, "gone"))
-    desk.scheduler.note_health(Health(Rank(0), STORE_NAME))
-    assert tier.ailment == "rank 1: gone"
-    desk.scheduler.note_health(Health(Rank(1), STORE_NAME))
-    assert not tier.ailment
-    desk.scheduler.note_health(Health(Rank(1), TierName("moon"), "never heard of it"))
-
-
-def test_a_placed_tier_comes_and_goes_too() -> None:
-    desk = Desk(tiers=[SlotTier(DISK, Pool(32), WriteMode.THROUGH)])
-    told = story(1, 4)
-    desk.keep("a", told, 16)
-    settle_down(desk)
-    forget_host(desk)
-    desk.scheduler.note_health(Health(Rank(0), DISK, "unplugged"))
-    assert desk.match("b", told).state is MatchState.MISS
-    desk.scheduler.finish("b")
-    desk.scheduler.note_health(Health(Rank(0), DISK))
-    assert desk.match("b", told).state is MatchState.WAIT
-    desk.run()
-    assert desk.match("b", told).num_tokens == 16
-
-
 # -- with bytes and threads -----------------------------------------------------------------------
-
-
-@pytest.fixture
-def serve() -> Iterator[Callable[..., Server]]:
-    with ExitStack() as stack:
-
-        def make(*tiers: KeyedMemoryTier, **settings: float) -> Server:
-            server = Server(*tiers, **settings)  # type: ignore[arg-type]
-            stack.callback(server.close)
-            return server
-
-        yield make
-
-
-def store(*, delay: float = 0.0, like: KeyedMemoryTier | None = None) -> KeyedMemoryTier:
-    """A client of a new store, or of the same store as another."""
-    tier = KeyedMemoryTier(32, name=STORE_NAME, delay=delay)
-    if like is not None:
-        tier._blocks = like._blocks
-    return tier
-
-
-def test_one_server_writes_and_another_reads(serve: Callable[..., Server]) -> None:
-    """Two servers, one store, no other memory in common."""
-    tier = store(delay=0.002)
-    first = serve(tier, slots=16)
-    first.keep("a", story(1, 4), 16, fill=7)
-    second = serve(store(like=tier), slots=16)
-    assert second.wait_for("b", story(1, 4)) == 16
-    second.device.blocks[:] = 0xFF
-    second.scheduler.load("b", [list(range(32, 36))])
-    second.rest()
-    assert second.device.blocks[32:36, 0].tolist() == [7, 8, 9, 10]
-
-
-def test_a_store_that_lost_a_block_costs_that_block(serve: Callable[..., Server]) -> None:
-    tier = store()
-    first = serve(tier, slots=16)
-    first.keep("a", story(1, 4), 16, fill=1)
-    keys = first.scheduler._parts.matcher.slot_keys(0, story(1, 4), range(4))
-
-    def fault(way: Way, at: Key) -> None:
-        if way is Way.READ and at == keys[2]:
-            tier.lose(keys[2:3])
-
-    other = store(like=tier)
-    other.fault = fault
-    second = serve(other, slots=16)
-    assert second.wait_for("b", story(1, 4)) == 8
-    assert second.scheduler.stats().lost_blocks == 1
-
-
-def test_a_store_that_never_answers_costs_one_deadline(serve: Callable[..., Server]) -> None:
-    tier = store()
-    server = serve(tier, slots=16, lookup_deadline=0.05)
-    gate = threading.Event()
-
-    def fault(way: Way, at: Key) -> None:
-        assert gate.wait(30)
-
-    tier.fault = fault
-    start = time.monotonic()
-    assert server.wait_for("b", story(1, 4)) == 0
-    assert server.wait_for("c", story(1, 4)) == 0, "and for others none"
-    assert time.monotonic() - start < 30, "it waited until the gate gave up"
-    gate.set()
-    tier.fault = None
-
-
-def test_a_store_that_goes_away_and_comes_back(serve: Callable[..., Server]) -> None:
-    tier = store()
-    server = serve(tier, slots=16)
-    server.keep("a", story(1, 4), 16, fill=1)
-    evict(server.scheduler.pool, 16)
-    tier.go_away("no route")
-    server.step()
-    assert server.scheduler.stats().ailments == {STORE_NAME: "rank 0: no route"}
-    assert server.wait_for("b", story(1, 4)) == 0
-    server.scheduler.finish("b")
-    tier.come_back()
-    server.step()
-    assert server.wait_for("b", story(1, 4)) == 16
-
-
-def test_after_a_reset_the_store_has_nothing_of_before(serve: Callable[..., Server]) -> None:
-    tier = store()
-    server = serve(tier, slots=16)
-    server.keep("a", story(1, 4), 16, fill=1)
-    assert len(tier._blocks) == 4
-    server.scheduler.reset()
-    server.step()
-    assert not tier._blocks
-    fresh = serve(store(like=tier), slots=16)  # another life: its epochs begin anew
-    assert fresh.wait_for("b", story(1, 4)) == 0
-    assert not np.any(fresh.device.blocks)

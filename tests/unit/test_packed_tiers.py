@@ -14,6 +14,7 @@ from tests.fakes.desk import Desk
 from tests.fakes.packed_store import MOST, STORE, PackedStore, brought, packing, promoted
 
 from kvferry.cache import reach
+from kvferry.cache.events import EventKind
 from kvferry.core.keys import Keys
 from kvferry.scheduler.tier import Answer, KeyedTier, PackedTier, WriteMode
 from kvferry.scheduler.transfers import Wanted, run_numbers, with_furthest
@@ -113,18 +114,6 @@ def test_who_was_told_no_does_not_ask_again() -> None:
         assert desk.match("a", A).num_tokens == 32
         store.serve(desk)
     assert store.num_heads == heads
-
-
-def test_a_question_that_is_not_answered_in_time_is_believed_by_all() -> None:
-    """Else everybody who comes would wait for a store that hangs, one after the other."""
-    desk = Desk(tiers=[packing()], slots=256, lookup_deadline=5.0)
-    desk.match("a", A)
-    desk.match("b", B)
-    desk.plan()
-    desk.now = 6.0
-    desk.scheduler.settle([])
-    assert desk.match("a", A).state is MatchState.MISS
-    assert desk.match("c", A).state is MatchState.MISS
 
 
 # -- for whom a "no" is remembered -----------------------------------------------------------------
@@ -252,29 +241,13 @@ def test_a_question_under_way_spares_nobody_the_names_behind_what_he_asks_for() 
 # -- what a "no" is not ----------------------------------------------------------------------------
 
 
-class Heard:
-    """Takes note of what is said to have gone."""
-
-    def __init__(self) -> None:
-        self.gone: list[bytes] = []
-
-    def came(self, tier: TierName, keys: Keys) -> None:
-        pass
-
-    def went(self, tier: TierName, keys: Keys | None) -> None:
-        self.gone += map(bytes, keys if keys is not None else ())
-
-    def rose(self, keys: Keys) -> None:
-        pass
-
-
-def test_a_no_tells_nobody_that_a_block_is_gone() -> None:
-    tier, heard = packing(), Heard()
-    tier.listen(heard)
+def test_a_no_says_of_no_block_that_it_is_gone() -> None:
+    tier = packing()
+    lost = tier.log.reader((EventKind.LOST,))
     tier.answered(Answer(A, np.zeros(len(A), dtype=bool)), 0.0)
-    assert heard.gone == []
+    assert not any(len(event.all_keys()) for event in lost.take())
     tier.moved(A[:2], np.array([True, False]), upward=True, now=0.0)
-    assert heard.gone == [bytes(A[1])], "what could not be read is a fact"
+    assert [list(event.all_keys()) for event in lost.take()] == [[A[1]]], "it could not be read"
 
 
 def test_a_no_and_a_yes_for_one_block_in_one_question() -> None:
@@ -390,15 +363,6 @@ def test_a_hit_that_ends_inside_a_pack_gets_its_part_of_it(
     chain = keys(range(num_blocks))
     desk, store = served(chain, pack)
     assert brought(desk, "b", chain, store, most=most) == most // 4
-
-
-@pytest.mark.parametrize("pack", [1, 8, 16])
-def test_so_does_one_that_is_cut_for_lack_of_room(pack: int) -> None:
-    chain = keys(range(100))
-    store = PackedStore()
-    store.put(chain, pack)
-    desk = Desk(tiers=[packing()], slots=80)
-    assert brought(desk, "b", chain, store) == 20
 
 
 def test_what_lies_behind_is_only_asked_for() -> None:

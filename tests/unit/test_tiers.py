@@ -2,41 +2,23 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from itertools import permutations
 
-import numpy as np
 import pytest
-from tests.fakes.by_name import ByName, SettledByName
-from tests.fakes.desk import LOAD, STORE, Desk, by_group, routes, story
+from tests.fakes.desk import LOAD, Desk, routes, story
 from tests.fakes.pools import evict, forget
 
 from kvferry.cache import reach
 from kvferry.cache.pool import Pool
-from kvferry.config import Config
 from kvferry.core.keys import Keys
-from kvferry.errors import TransferError
-from kvferry.hostmem.slots import HostTier
-from kvferry.scheduler.tier import SlotTier, WriteMode, lower_tier
-from kvferry.tiers.contract import Way
-from kvferry.tiers.memory import KeyedMemoryTier, MemoryTier
-from kvferry.tiers.movers import TierMover
+from kvferry.scheduler.tier import SlotTier, WriteMode
 from kvferry.types import (
-    DEVICE,
     FIRST_RANK,
     HOST,
     Health,
-    Key,
     MatchState,
-    Outcome,
-    Receipt,
     TierName,
-    Transfer,
 )
-from kvferry.worker import Worker
 
 DISK, FAR = TierName("disk"), TierName("far")
 DOWN, UP = (HOST, DISK), (DISK, HOST)
@@ -102,36 +84,6 @@ def test_stores_of_a_chain_that_land_in_any_order_all_go_down(order: tuple[int, 
     assert [below._chains.parent_of(int(slot)) for slot in slots[1:]] == slots[:-1].tolist()
     assert not desk.scheduler._parts.lower.writeback._early
     desk.check_empty()
-
-
-def test_what_waits_for_its_parent_goes_with_a_reset_and_is_bounded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("kvferry.scheduler.writeback._MOST_EARLY", 1)
-    desk = Desk(tiers=[tier()])
-    late = []
-    for number in (1, 2):
-        desk.store(f"a{number}", story(number, 4), 8)
-        late += desk.plan()
-        desk.store(f"a{number}", story(number, 4), 16)
-        desk.land(*desk.plan())
-        desk.scheduler.finish(f"a{number}")
-    writeback = desk.scheduler._parts.lower.writeback
-    assert len(writeback._early) == 1
-    desk.land(late[1])
-    assert len(writeback._early) == 1, "what was left out stays out"
-    desk.scheduler.reset()
-    assert not writeback._early
-    desk.land(late[0])
-    desk.run()
-    desk.check_empty()
-
-
-def test_a_failed_store_is_not_written_through() -> None:
-    desk = Desk(tiers=[tier()])
-    desk.store("a", story(1, 4), 16)
-    desk.land(*desk.plan(), failed="no")
-    assert desk.plan() == []
 
 
 def test_spill_copies_nothing_while_the_host_has_room() -> None:
@@ -230,39 +182,6 @@ def test_what_the_host_evicts_can_still_be_had() -> None:
     assert there == 16
 
 
-def test_a_failed_spill_leaves_the_hosts_block_good() -> None:
-    desk = Desk(tiers=[tier(write=WriteMode.THROUGH)])
-    desk.keep("a", story(1, 4), 16)
-    desk.land(*desk.plan(), failed="disk full")
-    assert desk.hit(story(1, 4)) == 16
-    assert below_pool(desk).counts.cached == 0
-    desk.check_empty()
-
-
-def test_a_spill_past_its_deadline_leaves_the_hosts_block_good() -> None:
-    desk = Desk(tiers=[tier()], store_deadline=5)
-    desk.keep("a", story(1, 4), 16)
-    (move,) = desk.plan()
-    desk.now = 6.0
-    desk.scheduler.settle()
-    assert desk.hit(story(1, 4)) == 16
-    below = below_pool(desk)
-    assert below.counts.leased == 4  # the slow rank may still write there
-    desk.land(move)
-    assert below.counts.cached == 0  # and what it wrote is not believed
-    desk.check_empty()
-
-
-def test_a_tier_too_small_takes_what_fits() -> None:
-    desk = Desk(tiers=[tier(slots=3)])
-    desk.keep("a", story(1, 8), 32)
-    (move,) = desk.plan()
-    assert len(move) == 3
-    desk.land()
-    assert below_pool(desk).counts.cached == 3
-    settle_down(desk)
-
-
 def test_a_tier_too_small_for_a_conversation_keeps_its_beginning() -> None:
     """Stored step by step, the oldest blocks are the first: without them the rest is useless."""
     small = tier(slots=6)
@@ -273,15 +192,6 @@ def test_a_tier_too_small_for_a_conversation_keeps_its_beginning() -> None:
         settle_down(desk)
     keys = desk.scheduler._parts.matcher.slot_keys(0, told, range(10))
     assert small.pool.match(keys) == 6
-
-
-def test_two_tiers_each_in_its_own_way() -> None:
-    through, spill = tier(), tier(write=WriteMode.SPILL, name=FAR)
-    desk = Desk(tiers=[through, spill], slots=8)
-    desk.keep("a", story(1, 8), 32)
-    settle_down(desk)
-    assert through.pool.counts.cached == 8
-    assert 0 < spill.pool.counts.cached <= 8
 
 
 # -- up -------------------------------------------------------------------------------------------
@@ -406,16 +316,6 @@ def test_a_longer_request_joins_and_brings_up_the_rest() -> None:
     assert desk.match("c", told).num_tokens == 24
 
 
-def test_joining_a_promotion_that_fails_ends_the_wait_for_both() -> None:
-    told = story(1, 4)
-    desk = below_only(told)
-    desk.match("b", told)
-    desk.match("c", told)
-    desk.land(*desk.plan(), failed="unreadable")
-    assert desk.match("b", told).state is MatchState.MISS
-    assert desk.match("c", told).state is MatchState.MISS
-
-
 def test_a_failed_promotion_is_a_host_only_answer() -> None:
     told = story(1, 4)
     desk = below_only(told)
@@ -427,23 +327,6 @@ def test_a_failed_promotion_is_a_host_only_answer() -> None:
     assert desk.match("c", told).state is MatchState.MISS
     desk.scheduler.finish("b")
     desk.scheduler.finish("c")
-    desk.check_empty()
-
-
-def test_a_promotion_that_hangs_ends_with_its_deadline() -> None:
-    told = story(1, 4)
-    desk = below_only(told, promote_deadline=3)
-    desk.match("b", told)
-    (move,) = desk.plan()
-    desk.now = 2.0
-    desk.scheduler.settle()
-    assert desk.match("b", told).state is MatchState.WAIT
-    desk.now = 3.5
-    desk.scheduler.settle()
-    assert desk.match("b", told).state is MatchState.MISS
-    assert desk.pool.counts.leased == 4  # the slow rank may still write there
-    desk.land(move)
-    assert desk.hit(told) == 0
     desk.check_empty()
 
 
@@ -492,27 +375,6 @@ def test_a_tier_is_measured_by_the_time_in_which_it_had_something_to_bring() -> 
     desk.check_empty()
 
 
-def test_one_lost_piece_leaves_the_others() -> None:
-    told = story(1, 64)
-    desk = below_only(told, slots=400)
-    desk.match("b", told)
-    first, second = desk.plan()
-    desk.land(first)
-    desk.land(second, failed="lost")
-    assert desk.match("b", told).num_tokens == 128
-
-
-def test_who_ends_while_waiting_leaves_a_promotion_that_lands() -> None:
-    told = story(1, 4)
-    desk = below_only(told)
-    desk.match("b", told)
-    desk.plan()
-    desk.scheduler.abort("b")
-    desk.land()
-    assert desk.hit(told) == 16
-    desk.check_empty()
-
-
 def test_a_tier_further_down_serves_what_a_nearer_one_lost() -> None:
     near, far = tier(slots=64), tier(slots=64, name=FAR)
     desk = Desk(tiers=[near, far])
@@ -527,197 +389,4 @@ def test_a_tier_further_down_serves_what_a_nearer_one_lost() -> None:
     assert desk.match("b", told).num_tokens == 16
 
 
-def test_every_group_is_brought_up() -> None:
-    desk = Desk(reach.FullAttention(4), reach.SlidingWindow(4, window=9), tiers=[tier()], slots=32)
-    told = story(1, 6)
-    desk.keep("a", told, 24)
-    settle_down(desk)
-    forget_host(desk)
-    assert desk.match("b", told).state is MatchState.WAIT
-    settle_down(desk)
-    match = desk.match("b", told)
-    assert (match.state, match.num_tokens) == (MatchState.HIT, 24)
-    assert desk.load("b", 24) == {0: [0, 1, 2, 3, 4, 5], 1: [4, 5]}
-
-
-def test_reset_empties_every_tier_and_lets_moves_end() -> None:
-    told = story(1, 4)
-    desk = below_only(told)
-    desk.match("b", told)
-    (move,) = desk.plan()
-    desk.scheduler.reset()
-    assert desk.match("c", told).state is MatchState.MISS
-    desk.land(move)
-    assert desk.match("d", told).state is MatchState.MISS
-    for request in "bcd":
-        desk.scheduler.finish(request)
-    assert desk.scheduler.plan().forget == (DISK,)
-    desk.check_empty()
-    assert below_pool(desk).counts.cached == 0
-
-
 # -- with bytes and threads -----------------------------------------------------------------------
-
-
-class InstantDevice:
-    """A device that copies at once: ``blocks`` are its rows."""
-
-    def __init__(self, host: HostTier, num_blocks: int) -> None:
-        self.blocks = np.zeros((num_blocks, host.slot_bytes), dtype=np.uint8)
-        self._host = host
-        self._receipts: list[Receipt] = []
-
-    def submit(self, transfer: Transfer) -> None:
-        if transfer.src == DEVICE:
-            self._host.rows[transfer.dst_slots] = self.blocks[transfer.src_slots]
-        else:
-            self.blocks[transfer.dst_slots] = self._host.rows[transfer.src_slots]
-        self._receipts.append(Receipt(transfer.id, FIRST_RANK, Outcome.OK))
-
-    def poll(self) -> list[Receipt]:
-        receipts, self._receipts = self._receipts, []
-        return receipts
-
-    def drain(self, timeout: float | None = None) -> list[Receipt]:
-        return self.poll()
-
-    def close(self) -> None:
-        pass
-
-
-class Server:
-    """A scheduler and a worker over host memory and slow tiers below it."""
-
-    def __init__(
-        self, *tiers: MemoryTier | KeyedMemoryTier, slots: int = 8, **settings: float
-    ) -> None:
-        self.host = HostTier(slots, tiers[0].block_bytes)
-        self.device = InstantDevice(self.host, 64)
-        movers: dict[tuple[TierName, TierName], object] = {STORE: self.device, LOAD: self.device}
-        below = {tier.name: TierMover(self.host, tier) for tier in tiers}
-        self.worker = Worker(movers, tiers=below)  # type: ignore[arg-type]
-        self.scheduler = ByName(
-            Pool(slots),
-            [reach.FullAttention(4)],
-            config=Config.from_dict({"load_policy": "always", **settings}),
-            tiers=[lower_tier(tier.name, tier.num_places, WriteMode.THROUGH) for tier in tiers],
-        )
-
-    def step(self) -> SettledByName:
-        self.worker.execute(self.scheduler.plan())
-        for health in self.worker.health():
-            self.scheduler.note_health(health)
-        return self.scheduler.settle(self.worker.poll())
-
-    def rest(self) -> None:
-        for _ in range(10):
-            self.worker.execute(self.scheduler.plan())
-            self.scheduler.settle(self.worker.drain(60.0))
-
-    def keep(self, request_id: str, keys: Keys, num_tokens: int, fill: int) -> None:
-        blocks = list(range(num_tokens // 4))
-        self.device.blocks[blocks] = np.arange(fill, fill + len(blocks))[:, None]
-        self.scheduler.store(request_id, keys, [blocks], num_tokens)
-        self.scheduler.finish(request_id)
-        self.rest()
-
-    def wait_for(self, request_id: str, keys: Keys) -> int:
-        """Ask every step, as an engine does, until there is an answer."""
-        give_up = time.monotonic() + 20.0
-        while (match := self.scheduler.match(request_id, keys)).state is MatchState.WAIT:
-            assert time.monotonic() < give_up, "it waits for ever"
-            self.step()
-            time.sleep(0.001)
-        return match.to_load
-
-    def close(self) -> None:
-        self.worker.close()
-        self.scheduler.close()
-        self.host.close()
-        assert self.scheduler.pool.num_leases == 0
-
-
-@pytest.fixture
-def serve() -> Iterator[Callable[..., Server]]:
-    with ExitStack() as stack:
-
-        def make(*tiers: MemoryTier | KeyedMemoryTier, **settings: object) -> Server:
-            server = Server(*tiers, **settings)  # type: ignore[arg-type]
-            stack.callback(server.close)
-            return server
-
-        yield make
-
-
-def test_bytes_go_down_slowly_and_come_back_the_same(serve: Callable[..., Server]) -> None:
-    server = serve(MemoryTier(64, 32, name=DISK, delay=0.005))
-    for number in range(4):  # twice what the host holds
-        server.keep(f"r{number}", story(number, 4), 16, fill=10 * number)
-    assert server.wait_for("back", story(0, 4)) == 8  # a quarter of the host comes up at a time
-    server.device.blocks[:] = 0xFF
-    held = by_group(server.scheduler.load("back", [list(range(32, 36))]))
-    server.rest()
-    assert held == {0: [32, 33]}
-    assert server.device.blocks[[32, 33], 0].tolist() == [0, 1]
-
-
-def test_a_medium_that_refuses_reads_costs_a_wait_not_a_hang(
-    serve: Callable[..., Server],
-) -> None:
-    def fault(way: Way, key: Key) -> None:
-        if way is Way.READ:
-            raise TransferError("bad sector")
-
-    server = serve(MemoryTier(64, 32, name=DISK, fault=fault))
-    server.keep("a", story(1, 4), 16, fill=1)
-    evict(server.scheduler.pool, 8)
-    assert server.wait_for("b", story(1, 4)) == 0
-
-
-def test_a_medium_that_refuses_writes_costs_nothing_above(serve: Callable[..., Server]) -> None:
-    def fault(way: Way, key: Key) -> None:
-        if way is Way.WRITE:
-            raise OSError("disk full")
-
-    server = serve(MemoryTier(64, 32, name=DISK, fault=fault))
-    server.keep("a", story(1, 4), 16, fill=1)
-    assert server.scheduler.stats().failed == 1
-    assert server.wait_for("b", story(1, 4)) == 16
-
-
-def test_lost_bytes_are_found_out_and_never_served(serve: Callable[..., Server]) -> None:
-    tier = MemoryTier(64, 32, name=DISK)
-    server = serve(tier)
-    server.keep("a", story(1, 4), 16, fill=1)
-    evict(server.scheduler.pool, 8)
-    tier.lose(np.arange(64))
-    assert server.wait_for("b", story(1, 4)) == 0
-    server.keep("c", story(1, 4), 16, fill=1)  # computed again, stored again
-    assert server.wait_for("d", story(1, 4)) == 16
-
-
-def test_a_slow_medium_hits_the_deadline(serve: Callable[..., Server]) -> None:
-    tier = MemoryTier(64, 32, name=DISK)
-    server = serve(tier, promote_deadline=0.3)
-    server.keep("a", story(1, 4), 16, fill=1)
-    evict(server.scheduler.pool, 8)
-    gate = threading.Event()
-
-    def hang(way: Way, at: Key) -> None:
-        assert gate.wait(30)
-
-    tier.fault = hang
-    try:
-        assert server.wait_for("b", story(1, 4)) == 0
-    finally:
-        gate.set()
-
-
-def test_three_tiers_the_last_one_serves(serve: Callable[..., Server]) -> None:
-    near, far = MemoryTier(4, 32, name=DISK), MemoryTier(64, 32, name=FAR, delay=0.01)
-    server = serve(near, far)
-    for number in range(4):
-        server.keep(f"r{number}", story(number, 4), 16, fill=10 * number)
-    assert server.wait_for("back", story(1, 4)) == 8  # a quarter of the host comes up at a time
-    moved = server.scheduler.stats().bytes_moved
-    assert moved[FAR, HOST] == 2 * 32
