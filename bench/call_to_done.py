@@ -66,7 +66,7 @@ class Rig:
 
     def _watch(self, engine: Any) -> None:
         """Note when the first bytes of a call are queued, when their end is seen, and receipts."""
-        driver, poll, await_news = engine._driver, engine.poll, engine.await_news
+        driver, poll, wait_for_end = engine._driver, engine.poll, engine.wait_for_end
         launch = Kernels.launch
 
         def noting(queue: Callable[..., None]) -> Callable[..., None]:
@@ -83,11 +83,11 @@ class Rig:
             return receipts
 
         def noting_news(seconds: float) -> None:
-            await_news(seconds)
+            wait_for_end(seconds)
             self.end_seen = time.perf_counter()
 
-        engine.poll, engine.await_news = noting_poll, noting_news
-        for name in ("copy_async", "copy_batch_async", "copy_rows_async"):
+        engine.poll, engine.wait_for_end = noting_poll, noting_news
+        for name in ("copy_async", "copy_batch_async"):
             setattr(driver, name, noting(getattr(driver, name)))
         for kernels in kernels_of(engine):
             kernels.launch = noting(launch.__get__(kernels))
@@ -150,9 +150,9 @@ def as_before(rig: Rig) -> Iterator[None]:
             engine.order_compute_after_loads()
 
     replaced = {
-        "begun_here": begun_by_threads,
+        "starting_here": begun_by_threads,
         "_shut_gate": lambda *_: False,
-        "await_news": rest,
+        "wait_for_end": rest,
     }
     kept = dict(vars(engine))
     vars(engine).update(replaced)

@@ -30,12 +30,13 @@ from kvferry.transfer.driver.base import Priority
 from kvferry.transfer.driver.cuda import CudaDriver
 from kvferry.transfer.engine.gpu import GpuEngine
 from kvferry.transfer.job import CopyJob, Direction
+from kvferry.transfer.paths.contract import Means
 from kvferry.transfer.paths.contract import Path as CopyPath
 from kvferry.transfer.paths.host_runs import count_runs
 from kvferry.transfer.paths.path_set import open_paths
-from kvferry.transfer.planning.calibrate import GB, Call, CopyRig, MiB, calibrate, provenance
-from kvferry.transfer.planning.planner import FixedPlanner, MeasuredPlanner
-from kvferry.transfer.planning.profile import profile_file, save_profile
+from kvferry.transfer.planner.choose import Planner
+from kvferry.transfer.planner.measure import GB, Call, CopyRig, MiB, calibrate, provenance
+from kvferry.transfer.planner.profile import profile_file, save_profile
 from kvferry.types import DEVICE, HOST, Transfer, TransferId
 
 SKIPPED = 77
@@ -211,7 +212,7 @@ class CopyBenchmark:
         profile = calibrate(self.driver, self.ours.paths, progress=self.progress)
         took = time.perf_counter() - began
         save_profile(profile, profile_file(self.driver.identity(), self.ours.paths))
-        self.planner = MeasuredPlanner(profile, self.ours.paths)
+        self.planner = Planner(profile, self.ours.paths)
         result = BenchResult(
             {
                 **provenance(self.driver),
@@ -329,7 +330,7 @@ class CopyBenchmark:
 
     def _slowdown(self) -> Iterator[SlowdownRow]:
         # Imported here: it needs torch, whose absence has been reported before.
-        from kvferry.transfer.planning.slowdown import MatmulLoad, WeightLoad, measure_slowdown
+        from kvferry.transfer.planner.slowdown import MatmulLoad, WeightLoad, measure_slowdown
 
         for make_load in (MatmulLoad, WeightLoad):
             load = make_load()
@@ -471,6 +472,7 @@ class CopyBenchmark:
         paths: Mapping[str, CopyPath] = {
             name: _Borrowed(path) for name, path in self.ours.paths.items()
         }
+        pinned = Planner(self.planner.profile, paths, pinned=path if path in paths else None)
         engine = GpuEngine(
             self.driver,
             [job.layout],
@@ -478,7 +480,7 @@ class CopyBenchmark:
             host_pitch=job.host_pitch,
             num_slots=self.rig.num_bytes // job.host_pitch,
             compute_stream=lambda: compute,
-            planner=self.planner if path == AUTO_PATH else FixedPlanner(path, path),
+            planner=self.planner if path == AUTO_PATH else pinned,
             paths=paths,
         )
         try:
@@ -517,15 +519,21 @@ class CopyBenchmark:
         return found
 
 
-class _Borrowed:
-    """A path whose owner is someone else: ``close`` leaves it open."""
+class _Borrowed(CopyPath):
+    """A path that another object owns: ``close`` leaves it open."""
 
     def __init__(self, path: CopyPath) -> None:
-        self.enqueue = path.enqueue
-        self.is_quick = path.is_quick
+        self._path = path
 
-    def close(self) -> None:
-        pass
+    @classmethod
+    def open(cls, means: Means) -> _Borrowed:
+        raise NotImplementedError
+
+    def enqueue(self, job: CopyJob, stream: int, ready: int | None = None) -> None:
+        self._path.enqueue(job, stream, ready)
+
+    def is_quick(self, job: CopyJob) -> bool:
+        return self._path.is_quick(job)
 
 
 def _kib(num_bytes: int) -> str:

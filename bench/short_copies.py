@@ -26,7 +26,7 @@ from _card import about, what_is_missing
 from _tables import table
 from call_to_done import Rig
 from kvferry.core.quantities import KiB, MiB, format_size
-from kvferry.transfer.planning.planner import FixedPlanner
+from kvferry.transfer.planner.choose import Planner
 
 SKIPPED = 77
 NUM_BLOCKS, PAGE_BYTES = 1000, 32 * KiB
@@ -41,7 +41,10 @@ HEAD_START = 3e-3
 def way_of(rig: Rig, way: str) -> Iterator[None]:
     """Copies go this way meanwhile."""
     engine: Any = rig.ferry._rank.engine
-    planner, engine._planner = engine._planner, FixedPlanner(way, way)
+    planner, engine._planner = (
+        engine._planner,
+        Planner(engine._planner.profile, engine._paths, pinned=way),
+    )
     try:
         yield
     finally:

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 import kvferry.transfer.kernels.launch as launching
-import kvferry.transfer.planning.opening as planning
+import kvferry.transfer.planner.choose as planning
 from kvferry.transfer.driver.cuda import BATCH_WITHOUT_FAIL_INDEX, CudaDriver
 from kvferry.transfer.kernels.launch import ARGUMENTS
 from kvferry.transfer.paths.kernel import GRID as DIRECT_GRID
-from kvferry.transfer.planning.profile import builtin_profile
+from kvferry.transfer.planner.profile import builtin_profile
 
 BYTES_PER_SECOND = 55e9
 """What one large pinned copy takes on an H200."""

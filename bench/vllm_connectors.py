@@ -193,7 +193,7 @@ def case_of(args: argparse.Namespace, shape: str) -> Case:
 def provenance(script: str, *, needs_gpu: bool = True) -> dict[str, str]:
     """From a process of its own: this one must not hold the card."""
     code = (
-        "import json, vllm; from kvferry.transfer.planning.calibrate import provenance; "
+        "import json, vllm; from kvferry.transfer.planner.measure import provenance; "
         "from kvferry.transfer.driver.opening import open_driver; d = open_driver(0); "
         "print('PROVENANCE' + json.dumps(provenance(d) | {'vllm': vllm.__version__}))"
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvferry.transfer.planning import profile as profile_files
+from kvferry.transfer.planner import profile as profile_files
 
 GiB = 1 << 30
 

@@ -299,9 +299,10 @@ def _load_seconds(engine: Engine) -> float:
 
 
 def _planner_of(path: str, planner: Any) -> Any:
-    from kvferry.transfer.planning.planner import FixedPlanner
+    from kvferry.settings.copy_paths import BY_NAME
+    from kvferry.transfer.planner.choose import Planner
 
-    return planner if path == "auto" else FixedPlanner(path, path)
+    return planner if path == "auto" else Planner(planner.profile, BY_NAME, pinned=path)
 
 
 def _timed_load(copier: Any, num_blocks: int, *, in_parts: bool) -> float:

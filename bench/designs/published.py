@@ -16,7 +16,8 @@ import triton.language as tl
 
 from kvferry.transfer.driver.base import Driver
 from kvferry.transfer.job import CopyJob, Direction
-from kvferry.transfer.paths.direct import DescriptorTable, DmaPath
+from kvferry.transfer.paths.contract import Means, Path
+from kvferry.transfer.paths.direct import DmaPath, descriptors
 
 NUM_PROGRAMS = 12
 MAX_KERNEL_SEGMENT = 28 * 1024
@@ -36,7 +37,7 @@ def copy_descriptors(descriptors, count, WORDS: tl.constexpr):  # noqa: N803
             tl.store(target + start + lane, data, mask=live)
 
 
-class PublishedPath:
+class PublishedPath(Path):
     """Owns nothing between jobs: descriptors are built, pinned and shipped for every one."""
 
     HOW = (
@@ -46,7 +47,10 @@ class PublishedPath:
 
     def __init__(self, driver: Driver) -> None:
         self._dma = DmaPath(driver)
-        self._table = DescriptorTable()
+
+    @classmethod
+    def open(cls, means: Means) -> PublishedPath:
+        return cls(means.driver)
 
     def enqueue(self, job: CopyJob, stream: int, ready: int | None = None) -> None:
         segment = int(job.layout.sizes.max())
@@ -55,16 +59,10 @@ class PublishedPath:
         if job.direction is not Direction.LOAD or not small:
             self._dma.enqueue(job, stream)
             return
-        table = self._table.build(job)
+        table = descriptors(job)
         external: Any = torch.cuda.ExternalStream(stream)
         with torch.cuda.stream(external):
             packed = np.concatenate((table.dsts, table.srcs, table.sizes)).view(np.int64)
-            descriptors = torch.from_numpy(packed).pin_memory().to("cuda", non_blocking=True)
+            on_device = torch.from_numpy(packed).pin_memory().to("cuda", non_blocking=True)
             words = triton.next_power_of_2(segment // 8)
-            copy_descriptors[(min(NUM_PROGRAMS, count),)](descriptors, count, WORDS=words)
-
-    def is_quick(self, job: CopyJob) -> bool:
-        return False
-
-    def close(self) -> None:
-        self._dma.close()
+            copy_descriptors[(min(NUM_PROGRAMS, count),)](on_device, count, WORDS=words)

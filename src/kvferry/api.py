@@ -26,7 +26,7 @@ from kvferry.core.identity import Described, Namespace
 from kvferry.errors import ConfigError, InputError, LayoutError
 from kvferry.ferry import Ferry
 from kvferry.rank import Contents, RankMemory, open_on_cpu, open_on_gpu
-from kvferry.transfer.engine.contract import Stream
+from kvferry.transfer.engine.cpu import Stream
 from kvferry.transfer.layout import GroupLayout, TensorView, describe, named_tensors, view_of
 
 Place = tuple[str, int]

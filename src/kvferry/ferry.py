@@ -102,7 +102,7 @@ class Ferry(Closing):
         self._awaited = Awaited(
             self._tickets,
             weakly(self, Ferry._advance, ClosedError("this ferry was dropped")),
-            rank.engine.await_news,
+            rank.engine.wait_for_end,
             has_tiers=self._has_tiers,
         )
         self._tickets.awaited_by(self._awaited.wait)
@@ -382,7 +382,7 @@ class Ferry(Closing):
         """Sleep until a copy ends, or until it is time to look at everything else."""
         most = _TIER_POLL_SECONDS if self._has_tiers else _POLL_SECONDS
         left = most if timeout is None else timeout - waited
-        self._rank.engine.await_news(min(most, left))
+        self._rank.engine.wait_for_end(min(most, left))
 
     def _advance(self) -> None:
         """Learn what ended, and answer questions of other threads."""
@@ -442,7 +442,7 @@ class Ferry(Closing):
         """Send off what was just ordered; the copies begin on this thread."""
         plan = self._scheduler.plan(counts=False)
         if plan.transfers or plan:
-            with self._rank.engine.begun_here(compute_waits=compute_waits):
+            with self._rank.engine.starting_here(compute_waits=compute_waits):
                 self._worker.execute(plan)
             if self._is_growing:
                 self._rank.note_plan(plan)

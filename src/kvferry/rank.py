@@ -31,8 +31,8 @@ from kvferry.tiers.movers import TierMover
 from kvferry.tiers.opening import open_tiers
 from kvferry.transfer.driver.base import Driver
 from kvferry.transfer.driver.opening import DriverRegistrar, open_driver
-from kvferry.transfer.engine.contract import CopyEngine, Stream
-from kvferry.transfer.engine.cpu import CpuEngine
+from kvferry.transfer.engine.contract import CopyEngine
+from kvferry.transfer.engine.cpu import CpuEngine, Stream
 from kvferry.transfer.layout import GroupLayout
 from kvferry.types import FIRST_RANK, HOST, Plan, Rank, TierName
 
@@ -265,7 +265,7 @@ def open_on_gpu(
     # Here: what they bring is needed with a GPU only.
     from kvferry.transfer.engine.gpu import GpuEngine, torch_compute_stream
     from kvferry.transfer.paths.path_set import open_paths
-    from kvferry.transfer.planning.opening import open_planner
+    from kvferry.transfer.planner.choose import open_planner
 
     activity = Activity(is_starting=is_starting)
     with ExitStack() as undo:

@@ -164,20 +164,20 @@ class Awaited:
 
     The ferry stays in the loop's thread: the watching thread runs only while a ticket is awaited,
     and only finds out whether anything ended. ``advance`` lets the ferry learn what ended; it is
-    called in the loop's thread. ``await_news`` waits for a copy's end, so many seconds at most.
+    called in the loop's thread. ``wait_for_end`` waits for a copy's end, so many seconds at most.
     """
 
     def __init__(
         self,
         tickets: Tickets,
         advance: Callable[[], None],
-        await_news: Callable[[float], None],
+        wait_for_end: Callable[[float], None],
         *,
         has_tiers: bool,
     ) -> None:
         self._tickets = tickets
         self._advance = advance
-        self._await_news = await_news
+        self._wait_for_end = wait_for_end
         self._look_seconds = _TIER_LOOK_SECONDS if has_tiers else _LOOK_SECONDS
         self._futures: dict[Ticket, list[Future[Done]]] = {}
         self._changed = threading.Condition()
@@ -244,7 +244,7 @@ class Awaited:
                 if self._is_closed:
                     return
                 loop = self._loop
-            self._await_news(self._look_seconds)
+            self._wait_for_end(self._look_seconds)
             with self._changed:
                 self._is_telling = True
             if not _call_in(loop, self._tell):

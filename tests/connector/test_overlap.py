@@ -222,7 +222,7 @@ def test_the_model_will_run_beside_a_load_that_may_be_read_early(make, gate):
 def landed(rank: Any) -> int:
     (load,) = rank.early._ordered
     (transfer_id,) = load.transfers
-    found: int = rank._memory.engine.parts.num_landed(transfer_id)
+    found: int = rank._memory.engine.num_landed(transfer_id)
     return found
 
 

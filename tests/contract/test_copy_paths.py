@@ -21,8 +21,8 @@ from kvferry.transfer.job import Direction
 from kvferry.transfer.paths import path_set
 from kvferry.transfer.paths.contract import Means
 from kvferry.transfer.paths.path_set import class_of, common_variants, open_paths
-from kvferry.transfer.planning.planner import MeasuredPlanner
-from kvferry.transfer.planning.profile import builtin_profile
+from kvferry.transfer.planner.choose import Planner
+from kvferry.transfer.planner.profile import builtin_profile
 
 PAGE = Path(__file__).parents[2] / "docs" / "copy-engine.md"
 
@@ -88,10 +88,10 @@ def test_one_more_is_an_entry_in_the_list(monkeypatch: pytest.MonkeyPatch) -> No
     for module in (copy_paths, path_set):
         monkeypatch.setattr(module, "COPY_PATHS", (*COPY_PATHS, swift))
         monkeypatch.setattr(module, "BY_NAME", {**BY_NAME, "swift": swift})
-    monkeypatch.setattr("kvferry.transfer.planning.profile.COPY_PATHS", (swift,))
+    monkeypatch.setattr("kvferry.transfer.planner.profile.COPY_PATHS", (swift,))
     driver: Any = FakeDriver()
     opened = open_paths(driver, ring_bytes=1 << 16)
     assert set(opened.paths) == {*path_names(with_kernels=False)} >= {"swift"}
     layout = make_kv("layers").layout
-    planner = MeasuredPlanner(builtin_profile(), opened.paths)
+    planner = Planner(builtin_profile(), opened.paths)
     assert planner.choose(Direction.LOAD, layout, 3, False) == "swift"

@@ -6,11 +6,13 @@ import pickle
 import statistics
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.fakes.driver import FakeDriver
 from tests.fakes.kv import Kv, make_kv
+from tests.fakes.planner import FixedPlanner
 from tests.fakes.rig import Rig
 
 from kvferry.errors import ClosedError, LayoutError
@@ -18,10 +20,10 @@ from kvferry.transfer.driver.base import Priority
 from kvferry.transfer.engine import gpu as engine
 from kvferry.transfer.engine.gpu import GpuEngine
 from kvferry.transfer.job import CopyJob, Direction
-from kvferry.transfer.layout import GroupLayout, describe
+from kvferry.transfer.layout import describe
 from kvferry.transfer.paths.direct import DmaPath, LoopPath
-from kvferry.transfer.planning.planner import FixedPlanner, MeasuredPlanner
-from kvferry.transfer.planning.profile import builtin_profile
+from kvferry.transfer.planner.choose import Planner
+from kvferry.transfer.planner.profile import builtin_profile
 from kvferry.types import Outcome, Receipt
 
 
@@ -55,25 +57,18 @@ class SlowPath(DmaPath):
         super().enqueue(job, stream, ready)
 
 
-class AskedPlanner:
+class AskedPlanner(FixedPlanner):
     """Remembers what it was asked; answers while its gate is open."""
 
     def __init__(self) -> None:
+        super().__init__("loop", "loop")
         self.seen: list[tuple[Direction, int, bool]] = []
         self.gate = threading.Event()
         self.gate.set()
 
-    def choose(
-        self,
-        direction: Direction,
-        layout: GroupLayout,
-        num_blocks: int,
-        busy: bool,
-        num_runs: int = 1,
-        *,
-        in_parts: bool = False,
-    ) -> str:
+    def choose(self, direction: Direction, *asked: Any, in_parts: bool = False, **_: Any) -> str:
         assert self.gate.wait(60.0)
+        _layout, num_blocks, busy, *_runs = asked
         self.seen.append((direction, num_blocks, busy))
         return "dma" if in_parts else "loop"
 
@@ -294,12 +289,10 @@ def test_compute_may_be_the_default_stream() -> None:
 
 def test_what_paths_are_picked_by_can_be_sent_to_another_process() -> None:
     rig = Rig()
-    assert rig.engine.choices is None  # a planner that never measured
-    rig.engine._planner = MeasuredPlanner(builtin_profile(), rig.engine._paths)
+    rig.engine._planner = Planner(builtin_profile(), rig.engine._paths)
     choices = rig.engine.choices
-    assert choices is not None
     sent = pickle.loads(pickle.dumps(choices))
-    layout = rig.engine._jobs.layouts[0]
+    layout = rig.engine._layouts[0]
     for busy in (False, True):
         path = rig.engine._planner.choose(Direction.LOAD, layout, 3, busy)
         words = sent.why(Direction.LOAD, 0, 3, path, busy=busy)

@@ -17,10 +17,10 @@ from tests.fakes.kv import make_kv
 from tests.fakes.rig import LONG, Rig
 
 from kvferry.errors import DriverError
-from kvferry.transfer.engine import fences as channels
-from kvferry.transfer.engine import gpu as begun_here
-from kvferry.transfer.engine.fences import NUM_WORDS, QUIET_LOOKS, Gates, GateWatch, Submission
-from kvferry.transfer.engine.lane import Lane
+from kvferry.transfer.engine import flags as flags_module
+from kvferry.transfer.engine import gpu as gpu_module
+from kvferry.transfer.engine.copy_queue import CopyQueue, PendingCopy
+from kvferry.transfer.engine.flags import IDLE_CHECKS, NUM_FLAGS, FlagWatchdog, HostFlags
 from kvferry.transfer.job import Direction
 from kvferry.types import Outcome, TransferId
 
@@ -39,14 +39,14 @@ class Deaf(FakeDriver):
             super().stream_wait_value(stream, address, value)
 
 
-def nobody_has_a_turn(lane: Lane) -> None:
+def nobody_has_a_turn(lane: CopyQueue) -> None:
     """The lane's thread is there and never comes to anything."""
     lane._has_thread = lambda: True  # type: ignore[method-assign]
 
 
 @pytest.fixture(autouse=True)
 def one_piece_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(begun_here, "SMALL_BYTES", 0)
+    monkeypatch.setattr(gpu_module, "SMALL_BYTES", 0)
 
 
 def warm_rig(
@@ -64,11 +64,11 @@ def warm_rig(
         direction(ALL, ALL)
         rig.drain_ok()
     if apart:
-        rig.engine._channels._is_apart[rig.compute] = True
+        rig.engine._probe._is_safe[rig.compute] = True
     for block in ALL:
         rig.kv.set_block(block, b"\xee" * rig.kv.layout.block_bytes)
     rig.host[...] = rig.rng.integers(0, 256, rig.host.shape, dtype="uint8")
-    for lane in rig.engine._lanes.values():
+    for lane in rig.engine._queues.values():
         lane.close(LONG)
         lane._thread, lane._is_closing = None, False
         nobody_has_a_turn(lane)
@@ -76,14 +76,19 @@ def warm_rig(
 
 
 def load_first_piece(rig: Rig, blocks: list[int]) -> TransferId:
-    with rig.engine.begun_here():
+    with rig.engine.starting_here():
         transfer = rig.load(blocks, blocks)
-    assert rig.engine._lanes[Direction.LOAD].num_unqueued
+    assert rig.engine._queues[Direction.LOAD].num_unqueued
     return transfer
 
 
+def pending(number: int) -> PendingCopy:
+    job: Any = None
+    return PendingCopy(TransferId(number), job)
+
+
 def is_shut(rig: Rig) -> bool:
-    return any(gate is not None and not gate.is_open for gate in rig.engine._gates._last)
+    return any(gate is not None and not gate.is_set for gate in rig.engine._flags._last)
 
 
 def settle(rig: Rig) -> dict[TransferId, Any]:
@@ -99,7 +104,7 @@ def compute_reads_what_was_loaded(rig: Rig) -> bool:
     """Compute is queued while most of the load is not, and runs as soon as it may."""
     load_first_piece(rig, ALL)
     rig.engine.order_compute_after_loads()
-    assert rig.engine._lanes[Direction.LOAD].num_unqueued, "it waited until all was queued"
+    assert rig.engine._queues[Direction.LOAD].num_unqueued, "it waited until all was queued"
     seen: list[bytes] = []
     rig.launch(lambda: seen.extend(rig.kv.block(block) for block in ALL))
     rig.driver.timeline.run_all()
@@ -131,7 +136,7 @@ def compute_does_not_wait(rig: Rig) -> None:
 
 
 def gates_are_opened_by_the_host(rig: Rig) -> None:
-    rig.engine._gates.open_behind = lambda gate, stream: gate.open_now()  # type: ignore[method-assign]
+    rig.engine._flags.set_behind = lambda flag, stream: flag.set_now()  # type: ignore[method-assign]
 
 
 CAUGHT = [
@@ -171,7 +176,7 @@ def test_many_loads_each_behind_its_own_gate(seed: int) -> None:
     ids = [TransferId(-1)] * 2
     seen: dict[int, list[bytes]] = {0: [], 1: []}
     for number, blocks in enumerate((ALL[:HALF], ALL[HALF:])):
-        with rig.engine.begun_here():
+        with rig.engine.starting_here():
             ids[number] = rig.load(blocks, blocks)
         rig.engine.order_compute_after_loads()
         rig.launch(
@@ -187,10 +192,10 @@ def test_many_loads_each_behind_its_own_gate(seed: int) -> None:
 
 def test_compute_is_ordered_before_another_thread_hears_of_the_load() -> None:
     rig = warm_rig()
-    loads = rig.engine._lanes[Direction.LOAD]
+    loads = rig.engine._queues[Direction.LOAD]
     shut: list[bool] = []
     loads._wake_thread = lambda: shut.append(is_shut(rig))  # type: ignore[method-assign]
-    with rig.engine.begun_here(compute_waits=True):
+    with rig.engine.starting_here(compute_waits=True):
         transfer = rig.load(ALL, ALL)
     assert shut == [True]
     seen: list[bytes] = []
@@ -206,7 +211,7 @@ def test_a_refused_order_is_raised_and_the_load_goes_on() -> None:
     rig.load([0], [1])
     rig.wait_until_queued()
     rig.driver.fail("stream_wait_event")
-    with pytest.raises(DriverError), rig.engine.begun_here(compute_waits=True):
+    with pytest.raises(DriverError), rig.engine.starting_here(compute_waits=True):
         pass
     rig.driver.timeline.frozen = set()
     assert all(receipt.outcome is Outcome.OK for receipt in settle(rig).values())
@@ -222,23 +227,23 @@ def store_behind_a_gate(rig: Rig) -> bool:
     rig.driver.timeline.run_all()  # the ring is idle: the next one may have all of it
     rig.engine.order_compute_after_loads()
     rig.launch(lambda: None)
-    with rig.engine.begun_here():
+    with rig.engine.starting_here():
         rig.store(ALL[HALF:], ALL[HALF:])
-    stores = rig.engine._lanes[Direction.STORE]
+    stores = rig.engine._queues[Direction.STORE]
     stores.flush(0.02)
-    for lane in (rig.engine._lanes[Direction.LOAD], stores):
+    for lane in (rig.engine._queues[Direction.LOAD], stores):
         assert lane.flush(LONG)
     rig.driver.timeline.run_all()
     ended = not is_shut(rig)
-    for gate in rig.engine._gates._last:
+    for gate in rig.engine._flags._last:
         if gate is not None:
-            gate.open_now()
+            gate.set_now()
     settle(rig)
     return ended
 
 
 def stores_do_not_wait_for_gated_loads(rig: Rig) -> None:
-    stores = rig.engine._lanes[Direction.STORE]
+    stores = rig.engine._queues[Direction.STORE]
     stores._wait_for_load = lambda load, end: True
 
 
@@ -260,7 +265,7 @@ def test_a_gate_that_stays_shut_is_opened_and_its_load_has_failed() -> None:
     rig.launch(lambda: ran.append(1))
     rig.driver.timeline.run_all()
     assert not ran
-    rig.engine._watch.look()
+    rig.engine._watchdog.check()
     rig.driver.timeline.run_all()
     assert ran
     receipt = settle(rig)[transfer]
@@ -270,22 +275,22 @@ def test_a_gate_that_stays_shut_is_opened_and_its_load_has_failed() -> None:
 
 
 def test_who_watches_wakes_by_itself() -> None:
-    watch = GateWatch(patience=0.0, timeout=0.0, every=0.0)
+    watch = FlagWatchdog(patience=0.0, timeout=0.0, every=0.0)
     word = ctypes.c_uint32(0)
-    load = Submission(TransferId(1))
+    load = pending(1)
     driver = FakeDriver()
-    gates = Gates(driver)
+    gates = HostFlags(driver)
     with driver.current():
         gates.prepare()
-    load.gate = gates.shut()
-    assert load.gate is not None
+    load.flag = gates.make()
+    assert load.flag is not None
     assert watch.start()
     watch.watch(load)
     for _ in range(1000):
-        if load.gate.is_open:
+        if load.flag.is_set:
             break
         threading.Event().wait(0.01)
-    assert load.gate.is_open
+    assert load.flag.is_set
     assert load.reason
     watch.close()
     watch.close()
@@ -296,10 +301,10 @@ def test_who_watches_wakes_by_itself() -> None:
 
 
 def test_who_watches_is_not_woken_for_every_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = GateWatch(patience=60.0, timeout=60.0)
-    loads = [Submission(TransferId(number)) for number in range(2)]
+    watch = FlagWatchdog(patience=60.0, timeout=60.0)
+    loads = [pending(number) for number in range(2)]
     watch.watch(loads[0])
-    watch.look()  # its gate is open by now
+    watch.check()  # its gate is open by now
     woken: list[int] = []
     wake = watch._wake.set
 
@@ -310,8 +315,8 @@ def test_who_watches_is_not_woken_for_every_load(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(watch._wake, "set", noted)
     watch.watch(loads[1])
     assert not woken, "it looks by itself before long"
-    for _ in range(QUIET_LOOKS + 1):
-        watch.look()
+    for _ in range(IDLE_CHECKS + 1):
+        watch.check()
     assert not watch._wake.is_set(), "there was nothing to watch for long"
     woken.clear()
     watch.watch(loads[0])
@@ -333,9 +338,9 @@ def try_a_gate(rig: Rig) -> bool:
         rig.wait_until_queued()
         rig.driver.timeline.run_all()
         ended = not is_shut(rig)
-        for gate in rig.engine._gates._last:
+        for gate in rig.engine._flags._last:
             if gate is not None:
-                gate.open_now()
+                gate.set_now()
         settle(rig)
         rig.driver.timeline.run_all()
         assert ended
@@ -345,7 +350,7 @@ def try_a_gate(rig: Rig) -> bool:
 def test_a_compute_stream_is_tried_before_it_waits_at_a_gate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(channels, "TRIAL_SECONDS", LONG)
+    monkeypatch.setattr(flags_module, "PROBE_SECONDS", LONG)
     rig = warm_rig(apart=False)
     assert try_a_gate(rig)
     rig.close()
@@ -379,14 +384,14 @@ def test_a_gate_on_a_shared_channel_would_hang_and_is_seen() -> None:
 
 def test_nothing_is_tried_while_compute_or_a_copy_runs() -> None:
     rig = warm_rig(apart=False)
-    assert not rig.engine._channels.is_apart(rig.compute)
+    assert not rig.engine._probe.is_safe(rig.compute)
     rig.driver.timeline.frozen = {rig.compute}
     rig.launch(lambda: None)
     load_first_piece(rig, ALL)
     rig.driver.timeline.frozen = set()
     rig.driver.timeline.run_all()
     rig.store(ALL, ALL)  # a load is under way
-    assert rig.engine._channels.wants_trial(rig.compute)
+    assert rig.engine._probe.is_wanted(rig.compute)
     settle(rig)
     rig.close()
 
@@ -397,7 +402,7 @@ def test_nothing_is_tried_while_compute_or_a_copy_runs() -> None:
 def is_all_queued_at_once(rig: Rig) -> bool:
     transfer = load_first_piece(rig, ALL)
     rig.engine.order_compute_after_loads()
-    is_queued = not rig.engine._lanes[Direction.LOAD].num_unqueued
+    is_queued = not rig.engine._queues[Direction.LOAD].num_unqueued
     seen: list[bytes] = []
     rig.launch(lambda: seen.extend(rig.kv.block(block) for block in ALL))
     rig.driver.timeline.run_all()
@@ -424,12 +429,12 @@ def test_a_refused_wait_is_no_gate() -> None:
 def test_what_must_still_be_made_is_made_before_a_gate_is_shut() -> None:
     kv = make_kv("split", page=1024, num_blocks=len(ALL))
     rig = Rig(kv, path="staged", num_slots=len(ALL))
-    for lane in rig.engine._lanes.values():
+    for lane in rig.engine._queues.values():
         nobody_has_a_turn(lane)
         lane.hold()  # not begun: neither ring nor kernels are there
     rig.load(ALL, ALL)
     rig.engine.order_compute_after_loads()
-    assert not rig.engine._lanes[Direction.LOAD].num_unqueued
+    assert not rig.engine._queues[Direction.LOAD].num_unqueued
     assert not is_shut(rig)
     rig.drain_ok()
     rig.close()
@@ -481,15 +486,15 @@ def test_closing_opens_what_is_shut() -> None:
     rig.engine._close_timeout = 0.02
     load_first_piece(rig, ALL)
     rig.engine.order_compute_after_loads()
-    gates = [gate for gate in rig.engine._gates._last if gate is not None]
-    loads = rig.engine._lanes[Direction.LOAD]
+    gates = [gate for gate in rig.engine._flags._last if gate is not None]
+    loads = rig.engine._queues[Direction.LOAD]
     loads.settle = list  # type: ignore[method-assign]
     opened = [0]
     lane_close = loads.close
 
-    def close(timeout: float) -> list[Submission]:
+    def close(timeout: float) -> list[PendingCopy]:
         left = lane_close(timeout)
-        opened[0] = sum(gate.is_open for gate in gates)
+        opened[0] = sum(gate.is_set for gate in gates)
         return left
 
     loads.close = close  # type: ignore[method-assign]
@@ -504,24 +509,24 @@ def test_closing_opens_what_is_shut() -> None:
 
 def test_numbers_are_used_again_and_never_go_back() -> None:
     driver = FakeDriver()
-    gates = Gates(driver)
+    gates = HostFlags(driver)
     assert not gates.is_prepared
     with driver.current():
         gates.prepare()
-    first = [gates.shut() for _ in range(NUM_WORDS)]
-    assert all(gate is not None and not gate.is_open for gate in first)
-    assert gates.shut() is None
+    first = [gates.make() for _ in range(NUM_FLAGS)]
+    assert all(gate is not None and not gate.is_set for gate in first)
+    assert gates.make() is None
     old = first[0]
     assert old is not None
-    old.open_now()
-    new = gates.shut()
+    old.set_now()
+    new = gates.make()
     assert new is not None
     assert new.address == old.address
-    assert old.is_open
-    assert not new.is_open
-    new.open_now()
-    old.open_now()  # says nothing new
-    assert new.is_open
+    assert old.is_set
+    assert not new.is_set
+    new.set_now()
+    old.set_now()  # says nothing new
+    assert new.is_set
     with driver.current():
         gates.close()
         gates.close()
@@ -530,22 +535,22 @@ def test_numbers_are_used_again_and_never_go_back() -> None:
 
 def test_numbers_go_round() -> None:
     driver = FakeDriver()
-    gates = Gates(driver)
+    gates = HostFlags(driver)
     with driver.current():
         gates.prepare()
-    gate = gates.shut()
+    gate = gates.make()
     assert gate is not None
     gate.value = 0xFFFFFFFF
     ctypes.c_uint32.from_address(gate.address).value = 0xFFFFFFFE
-    assert not gate.is_open
-    gate.open_now()
+    assert not gate.is_set
+    gate.set_now()
     gates._next = 0
-    following = gates.shut()
+    following = gates.make()
     assert following is not None
     assert following.value == 0
-    assert not following.is_open
-    assert gate.is_open
-    following.open_now()
-    assert following.is_open
+    assert not following.is_set
+    assert gate.is_set
+    following.set_now()
+    assert following.is_set
     with driver.current():
         gates.close()

@@ -98,7 +98,7 @@ def ring_streams(rig: Rig) -> tuple[int, set[int]]:
     with rig.driver.current():
         ring.open()
     slots = [ring._alone, *ring._shared.values()]
-    return ring.beside, {slot.stream for s in slots for slot in (*s.large, s.small)}
+    return ring.bypass, {slot.stream for s in slots for slot in (*s.large, s.small)}
 
 
 def kernels_do_not_wait_for_compute(rig: Rig, driver: Mutant) -> None:

@@ -6,7 +6,7 @@ for its part, compute that waits for the part before, a mark that comes before i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,11 @@ from tests.contract.test_device_ordering import Mutant, compute_does_not_wait, r
 from tests.fakes.kv import LAYOUTS, Kv, make_kv
 from tests.fakes.rig import INTERPRETED, LONG, PATHS, Rig
 
-from kvferry.transfer.engine.contract import Stream
-from kvferry.transfer.engine.cpu import CpuEngine
-from kvferry.transfer.job import CopyJob, Direction
+from kvferry.transfer.engine.copy_queue import CopyQueue, PendingCopy
+from kvferry.transfer.engine.cpu import CpuEngine, Stream
+from kvferry.transfer.job import Direction
 from kvferry.transfer.layout import GroupLayout, LayerParts
-from kvferry.transfer.paths.contract import in_pieces
+from kvferry.transfer.paths.contract import Path
 from kvferry.types import DEVICE, HOST, Outcome, Transfer, TransferId, as_slots
 
 SEEDS = range(12)
@@ -100,30 +100,17 @@ def test_a_load_in_parts_brings_the_same_bytes(path: str, layout: str, slots: li
     assert rig.driver.leaks() == {}
 
 
-def test_neighbours_are_copied_in_rows() -> None:
-    """Not block by block: on a card that costs a third of the link's speed."""
-    rig = Rig(make_kv("layers", page=16, seed=4), path="staged", seed=4)
-    rig.load(list(range(2, 8)), list(range(6)), in_parts=True)
-    rig.drain_ok()
-    assert rig.driver.calls.count("copy_rows_async") >= 3
-    rig.driver.copies_rows = False
-    rig.load(list(range(2, 8)), list(range(6)), in_parts=True)
-    rig.drain_ok()
-    assert [rig.kv.block(n) for n in range(6)] == [rig.slot(n + 2) for n in range(6)]
-    rig.close()
-
-
 # -- the order --------------------------------------------------------------------------------
 
 Order = Callable[[Rig, TransferId, int], None]
 
 
 def in_order(rig: Rig, load: TransferId, part: int) -> None:
-    rig.engine.parts.order_compute_after_part([load], part)
+    rig.engine.order_compute_after_part([load], part)
 
 
 def for_the_part_before(rig: Rig, load: TransferId, part: int) -> None:
-    rig.engine.parts.order_compute_after_part([load], max(0, part - 1))
+    rig.engine.order_compute_after_part([load], max(0, part - 1))
 
 
 def layers_read(rig: Rig, order: Order) -> bool:
@@ -138,7 +125,7 @@ def layers_read(rig: Rig, order: Order) -> bool:
         rig.kv.set_block(block, b"\xee" * layout.block_bytes)
     load = rig.load([block + 2 for block in blocks], blocks, in_parts=True)
     rig.wait_until_queued()
-    assert rig.engine.parts.num_landed(load) is not None
+    assert rig.engine.num_landed(load) is not None
     seen: dict[str, list[bytes]] = {}
 
     def read(name: str) -> None:
@@ -190,15 +177,13 @@ def test_who_waits_for_the_wrong_part_is_seen(path: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_mark_before_its_part_is_seen(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def hasty(
-        path: Any, job: CopyJob, stream: int, submission: Any, driver: Any, events: Any
-    ) -> Any:
-        for part in job.parts():
-            submission.marks.append(events.take())
-            driver.record_event(submission.marks[-1], stream)
-            yield from in_pieces(path, part, stream, submission.ready)
+    def hasty(queue: CopyQueue, copy: PendingCopy, path: Path) -> Iterator[None]:
+        for part in copy.job.parts():
+            copy.marks.append(queue._order_events.take())
+            queue._driver.record_event(copy.marks[-1], queue.stream)
+            yield from path.pieces(part, queue.stream, copy.ready)
 
-    monkeypatch.setattr("kvferry.transfer.engine.lane.queue_parts", hasty)
+    monkeypatch.setattr(CopyQueue, "_pieces", hasty)
     assert not all(outcomes(path))
 
 
@@ -212,12 +197,12 @@ def test_the_first_layer_does_not_wait_for_the_last(path: str) -> None:
         timeline.frozen = timeline.late = {rig.stream(Direction.LOAD)}
         load = rig.load([2, 3, 4, 5], [0, 1, 2, 3], in_parts=True)
         rig.wait_until_queued()
-        rig.engine.parts.order_compute_after_part([load], 0)
+        rig.engine.order_compute_after_part([load], 0)
         seen: list[int | None] = []
         rig.launch(lambda: seen.append(1))  # noqa: B023
         timeline.frozen = set()
         timeline.run_until(lambda: bool(seen))  # noqa: B023
-        landed = rig.engine.parts.num_landed(load)
+        landed = rig.engine.num_landed(load)
         left.append(landed is not None and landed < len(LayerParts.of(rig.kv.layout)))
         rig.drain_ok()
         rig.close()
@@ -233,11 +218,11 @@ def test_until_all_of_it_is_queued_nobody_may_count_on_it(path: str) -> None:
         load = rig.load([2, 3, 4, 5], [0, 1, 2, 3], in_parts=True)
         rig.wait_until_queued()
         rig.driver._fail_at.clear()
-        landed = rig.engine.parts.num_landed(load)
+        landed = rig.engine.num_landed(load)
         receipt = rig.drain()[load]
         if landed is not None:
             assert receipt.outcome is Outcome.OK, receipt.reason
-        assert rig.engine.parts.num_landed(load) is None
+        assert rig.engine.num_landed(load) is None
         rig.close()
 
 
@@ -246,8 +231,8 @@ def test_a_driver_that_will_not_say_is_not_counted_on() -> None:
     load = rig.load([4], [2], in_parts=True)
     rig.wait_until_queued()
     rig.driver.fail("event_is_done")
-    assert rig.engine.parts.num_landed(load) is None
-    assert rig.engine.parts.num_landed(load) is not None
+    assert rig.engine.num_landed(load) is None
+    assert rig.engine.num_landed(load) is not None
     rig.drain_ok()
     rig.close()
 
@@ -257,7 +242,7 @@ def test_a_load_that_is_over_holds_nobody_up() -> None:
     load = rig.load([4], [2], in_parts=True)
     rig.drain_ok()
     before = rig.driver.calls.count("stream_wait_event")
-    rig.engine.parts.order_compute_after_part([load, TransferId(99)], 0)
+    rig.engine.order_compute_after_part([load, TransferId(99)], 0)
     assert rig.driver.calls.count("stream_wait_event") == before
     rig.close()
 
@@ -285,10 +270,10 @@ def test_on_a_cpu_each_layer_is_there_when_its_part_is(layout: str, has_stream: 
     for block in range(6):
         kv.set_block(block, b"\xee" * kv.layout.block_bytes)
     load = cpu_load(engine, [2, 3, 4, 8, 0, 5], range(6))
-    assert engine.parts.num_landed(load) is not None
+    assert engine.num_landed(load) is not None
     parts, seen = LayerParts.of(kv.layout), {}
     for name in names_of(kv.layout):
-        engine.parts.order_compute_after_part([load], parts.last_of(kv.layout, [name]))
+        engine.order_compute_after_part([load], parts.last_of(kv.layout, [name]))
 
         def read(name: str = name) -> None:
             seen[name] = [bytes_of(kv.layout, name, kv.block(block)) for block in range(6)]
@@ -302,7 +287,7 @@ def test_on_a_cpu_each_layer_is_there_when_its_part_is(layout: str, has_stream: 
     slots = [host[slot].tobytes() for slot in (2, 3, 4, 8, 0, 5)]
     for name, found in seen.items():
         assert found == [bytes_of(kv.layout, name, slot) for slot in slots]
-    assert engine.parts.num_landed(load) is None
+    assert engine.num_landed(load) is None
     engine.close()
     if compute is not None:
         compute.close()
@@ -311,7 +296,7 @@ def test_on_a_cpu_each_layer_is_there_when_its_part_is(layout: str, has_stream: 
 def test_on_a_cpu_what_cannot_be_loaded_fails_at_once() -> None:
     engine, _ = cpu_engine(make_kv("layers"), None)
     load = cpu_load(engine, [20], [0])
-    assert engine.parts.num_landed(load) is None
+    assert engine.num_landed(load) is None
     (receipt,) = engine.poll()
     assert receipt.outcome is Outcome.FAILED
     assert "host slots" in receipt.reason

@@ -15,8 +15,8 @@ from tests.fakes.kv import make_kv
 from kvferry.config import Config
 from kvferry.errors import ClosedError, ConfigError, InputError
 from kvferry.rank import Activity, RankMemory, open_on_cpu, open_on_gpu
-from kvferry.transfer.planning import opening
-from kvferry.transfer.planning.profile import Profile, builtin_profile
+from kvferry.transfer.planner import choose as opening
+from kvferry.transfer.planner.profile import Profile, builtin_profile
 from kvferry.types import DEVICE, HOST, Outcome, Plan, TierName, Transfer, TransferId, as_slots
 
 KV = make_kv("split")

@@ -25,7 +25,6 @@ from kvferry.transfer.driver.base import (
     Addresses,
     BatchForm,
     DeviceIdentity,
-    Pitches,
     Priority,
     SourceOrder,
 )
@@ -47,9 +46,7 @@ class FakeDriver:
     ) -> None:
         self.batch_form = batch_form
         self.has_values = has_values
-        self.has_host_calls = True
         self.max_batch = max_batch
-        self.copies_rows = True
         self.timeline = Timeline(seed)
         self.calls: list[str] = []
         self.orders: list[SourceOrder] = []
@@ -164,11 +161,6 @@ class FakeDriver:
             word = ctypes.c_uint32.from_address(address)
             self.timeline.put(stream, lambda: setattr(word, "value", value))
 
-    def stream_call_host(self, stream: int, function: int, argument: int) -> None:
-        with self._entered("stream_call_host", stream=stream):
-            call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(function)
-            self.timeline.put(stream, lambda: call(argument))
-
     # -- events ------------------------------------------------------------------------------
 
     def create_event(self, *, timing: bool) -> int:
@@ -205,19 +197,6 @@ class FakeDriver:
             self._check_range("copy_async", dst, num_bytes)
             self._check_range("copy_async", src, num_bytes)
             self.timeline.put(stream, _copy(dst, src, num_bytes, None))
-
-    def copy_rows_async(
-        self, dst: int, src: int, num_bytes: int, num_rows: int, pitches: Pitches, stream: int
-    ) -> None:
-        name = "copy_rows_async"
-        with self._entered(name, stream=stream):
-            if num_bytes > min(pitches):
-                raise self._refusal(name, INVALID_VALUE)
-            for address, pitch in ((dst, pitches.dst), (src, pitches.src)):
-                self._check_range(name, address, (num_rows - 1) * pitch + num_bytes)
-            for row in range(num_rows):
-                ends = (dst + row * pitches.dst, src + row * pitches.src)
-                self.timeline.put(stream, _copy(*ends, num_bytes, None))
 
     def copy_batch_async(
         self,

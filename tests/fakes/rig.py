@@ -12,6 +12,7 @@ import numpy as np
 from tests.fakes.driver import FakeDriver
 from tests.fakes.host_launcher import HostLauncher
 from tests.fakes.kv import Kv, make_kv
+from tests.fakes.planner import FixedPlanner
 
 from kvferry.transfer.driver.base import Driver, Priority
 from kvferry.transfer.engine.gpu import GpuEngine
@@ -21,7 +22,6 @@ from kvferry.transfer.paths.contract import Path
 from kvferry.transfer.paths.direct import DmaPath, LoopPath
 from kvferry.transfer.paths.kernel import KernelPath
 from kvferry.transfer.paths.staged import StagedPath
-from kvferry.transfer.planning.planner import FixedPlanner
 from kvferry.types import DEVICE, HOST, Outcome, Receipt, Transfer, TransferId, as_slots
 
 PathMaker = Callable[[Any], Path]
@@ -137,7 +137,7 @@ class Rig:
 
     def wait_until_queued(self) -> None:
         """Until the engine's threads have handed everything to the driver."""
-        for lane in self.engine._lanes.values():
+        for lane in self.engine._queues.values():
             assert lane.flush(LONG)
 
     def drain(self) -> dict[TransferId, Receipt]:
@@ -152,7 +152,7 @@ class Rig:
             assert receipt.outcome is Outcome.OK, receipt.reason
 
     def stream(self, direction: Direction) -> int:
-        return self.engine._lanes[direction].stream
+        return self.engine._queues[direction].stream
 
     def slot(self, slot: int, group: int = 0) -> bytes:
         return self.host[slot, : self.groups[group].layout.block_bytes].tobytes()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 from tests.fakes.driver import NOT_SUPPORTED, FakeDriver
 from tests.fakes.kv import make_kv
+from tests.fakes.planner import FixedPlanner
 from tests.fakes.rig import PATHS, Rig
 
 from kvferry.errors import DriverError
@@ -17,7 +18,6 @@ from kvferry.transfer.engine import gpu as engine
 from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.paths.contract import QUICK_BYTES
 from kvferry.transfer.paths.direct import LoopPath
-from kvferry.transfer.planning.planner import FixedPlanner
 from kvferry.types import DEVICE, Outcome, TierName, Transfer, TransferId, as_slots
 
 
@@ -117,7 +117,7 @@ def test_a_receipt_waits_for_the_streams_of_the_ring(
         ring = rig.engine._paths["staged"]._ring  # type: ignore[attr-defined]
         slots = [ring._alone, *ring._shared.values()]
         streams = {slot.stream for s in slots for slot in (*s.large, s.small)}
-        driver.timeline.late = {ring.inbound, ring.beside, ring.for_ids, *streams}
+        driver.timeline.late = {ring.inbound, ring.bypass, ring.for_ids, *streams}
         driver.copies_until_refusal = nth
         driver.refuses_fence_too = fence == "fence refused"
         blocks, places = [1, 2, 3, 4], [3, 5, 7, 1]

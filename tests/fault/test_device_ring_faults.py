@@ -73,7 +73,7 @@ def store_now(rig: Rig, places: list[int]) -> None:
     """A store that is queued when this returns, though not copied."""
     rig.host[places] = 0xEE
     rig.store(places, places)
-    assert rig.engine._lanes[Direction.STORE].flush(LONG)
+    assert rig.engine._queues[Direction.STORE].flush(LONG)
 
 
 def is_stored(rig: Rig, places: list[int]) -> bool:
@@ -163,17 +163,17 @@ def test_a_receipt_waits_for_a_head_that_nothing_followed() -> None:
     with opened(512, seed=0) as (rig, ring):
         rig.load([0], [0])
         rig.drain_ok()  # so that the ring must ask whether a load still has part of it
-        rig.driver.timeline.frozen = {ring.beside}
+        rig.driver.timeline.frozen = {ring.bypass}
         # Asked: are the last ids read, is the model done, and then the ring.
         rig.driver.fail("event_is_done", nth=3)
         store = rig.store(STORED, STORED)
         rig.wait_until_queued()
-        assert rig.driver.timeline.streams[ring.beside].queue
+        assert rig.driver.timeline.streams[ring.bypass].queue
         for _ in range(50):
             assert rig.engine.poll() == []
         rig.driver.timeline.frozen = set()
         assert rig.drain()[store].outcome is Outcome.FAILED
-        assert not rig.driver.timeline.streams[ring.beside].queue
+        assert not rig.driver.timeline.streams[ring.bypass].queue
         store_now(rig, STORED)
         rig.drain_ok()
         assert is_stored(rig, STORED)
@@ -183,16 +183,16 @@ def test_a_receipt_waits_for_a_head_that_cannot_be_asked_about() -> None:
     """All is queued, and then the driver refuses to say whether the first kernel has run."""
     with opened(512, seed=0) as (rig, ring):
         rig.driver.__class__ = Prompt  # an idle card: so there is a head
-        rig.driver.timeline.frozen = {ring.beside}
+        rig.driver.timeline.frozen = {ring.bypass}
         rig.driver.fail("stream_is_idle", nth=2)  # after the model's: whether it is busy
         store = rig.store(STORED, STORED)
         rig.wait_until_queued()
-        assert rig.driver.timeline.streams[ring.beside].queue
+        assert rig.driver.timeline.streams[ring.bypass].queue
         for _ in range(50):
             assert rig.engine.poll() == []
         rig.driver.timeline.frozen = set()
         assert rig.drain()[store].outcome is Outcome.FAILED
-        assert not rig.driver.timeline.streams[ring.beside].queue
+        assert not rig.driver.timeline.streams[ring.bypass].queue
 
 
 def test_a_receipt_waits_for_ids_that_no_kernel_waits_for() -> None:

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 
 import numpy as np
 import numpy.typing as npt
+from tests.fakes.planner import FixedPlanner
 
 from kvferry.transfer.driver.base import Priority
 from kvferry.transfer.driver.cuda import CudaDriver
@@ -16,7 +17,6 @@ from kvferry.transfer.engine.gpu import GpuEngine
 from kvferry.transfer.job import Direction
 from kvferry.transfer.layout import GroupLayout
 from kvferry.transfer.paths.contract import Path
-from kvferry.transfer.planning.planner import FixedPlanner
 from kvferry.types import DEVICE, HOST, Outcome, Receipt, Transfer, TransferId, as_slots
 
 Bytes = npt.NDArray[np.uint8]
@@ -114,7 +114,7 @@ class Card:
         return receipts
 
     def stream(self, direction: Direction) -> int:
-        return self.engine._lanes[direction].stream
+        return self.engine._queues[direction].stream
 
     def close(self) -> None:
         self.engine.close()

@@ -74,16 +74,16 @@ def model() -> Iterator[Model]:
 
 
 def test_compute_on_the_default_stream_waits_at_gates(model: Model) -> None:
-    model.engine._gated = None
+    model.engine._flagged = None
     assert all(model.is_right() for _ in range(ROUNDS))
-    assert model.engine._gated is not None, "no gate was shut"
+    assert model.engine._flagged is not None, "no gate was shut"
 
 
 def test_without_its_gate_compute_comes_too_early_and_is_seen(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert model.is_right()
-    monkeypatch.setattr(model.engine._gates, "hold", lambda gate, stream: None)
+    monkeypatch.setattr(model.engine._flags, "hold", lambda gate, stream: None)
     assert not all(model.is_right() for _ in range(ROUNDS))
 
 
@@ -94,7 +94,7 @@ def test_on_whatever_stream_compute_runs_nothing_hangs(model: Model) -> None:
         stream = torch.cuda.Stream(priority=-(number % 2))
         with torch.cuda.stream(stream):
             assert all(model.is_right() for _ in range(2)), number
-        gated.append(model.engine._channels.is_apart(stream.cuda_stream))
+        gated.append(model.engine._probe.is_safe(stream.cuda_stream))
     print(f"{sum(gated)} of {len(gated)} side streams may wait at gates")
 
 

@@ -60,10 +60,10 @@ def layers_read(card: Card) -> bool:
     with card.driver.current():  # before the load: it takes longer than that
         card.driver.register_host(seen.ctypes.data, seen.nbytes)
     load = card.load(slots, slots, in_parts=True)
-    assert card.engine._lanes[Direction.LOAD].flush(30.0)
+    assert card.engine._queues[Direction.LOAD].flush(30.0)
     with card.driver.current():
         for name in dict.fromkeys(name for name, _, _ in card.layout.spans):
-            card.engine.parts.order_compute_after_part([load], parts.last_of(card.layout, [name]))
+            card.engine.order_compute_after_part([load], parts.last_of(card.layout, [name]))
             start = int(name.split()[1]) * (RACE_BYTES - 64) // 8
             size = (RACE_BYTES - 64) // 8
             at = seen.ctypes.data + start

@@ -11,7 +11,7 @@ from tests.fakes.kv import LAYOUTS, make_kv
 from tests.fakes.rig import LONG, PATHS, Rig
 
 from kvferry.errors import DriverError
-from kvferry.transfer.engine import gpu as begun_here
+from kvferry.transfer.engine import gpu
 from kvferry.transfer.job import Direction
 from kvferry.types import Outcome, Receipt, TransferId
 
@@ -70,15 +70,15 @@ class EngineMachine(RuleBasedStateMachine):
         self.reads: list[tuple[TransferId, bytes, list[bytes]]] = []
         self.landed: set[TransferId] = set()
         # Only the first piece is queued at once, and compute may wait for the others at a gate.
-        self.small_bytes = begun_here.SMALL_BYTES
-        begun_here.SMALL_BYTES = 0
-        rig.engine._channels._is_apart[rig.compute] = True
+        self.small_bytes = gpu.SMALL_BYTES
+        gpu.SMALL_BYTES = 0
+        rig.engine._probe._is_safe[rig.compute] = True
 
     @rule(blocks=BLOCKS, slots=SLOTS, wait=st.booleans(), here=st.booleans())
     def store(self, blocks: list[int], slots: list[int], wait: bool, here: bool) -> None:
         blocks, slots = self._free(blocks, slots)
         if blocks:
-            with self._rig.engine.begun_here() if here else nullcontext():
+            with self._rig.engine.starting_here() if here else nullcontext():
                 transfer = self._rig.store(blocks, slots)
             writes = [(s, self.blocks[b]) for b, s in zip(blocks, slots, strict=True)]
             self._fly(transfer, self.slots, writes, blocks, slots, wait)
@@ -89,7 +89,7 @@ class EngineMachine(RuleBasedStateMachine):
         if blocks:
             may_compute = here
             try:
-                with self._rig.engine.begun_here(compute_waits=True) if here else nullcontext():
+                with self._rig.engine.starting_here(compute_waits=True) if here else nullcontext():
                     transfer = self._rig.load(slots, blocks)
             except DriverError:
                 may_compute = False
@@ -164,7 +164,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if self.rig is not None:
-            begun_here.SMALL_BYTES = self.small_bytes
+            gpu.SMALL_BYTES = self.small_bytes
             self.rig.driver._failures.clear()
             self.drain()
             self.rig.close()

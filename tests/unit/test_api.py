@@ -12,7 +12,7 @@ import pytest
 
 import kvferry
 from kvferry.errors import ClosedError, ConfigError, DeadlineError, InputError, UnknownSettingError
-from kvferry.transfer.engine.contract import Stream
+from kvferry.transfer.engine.cpu import Stream
 
 BLOCKS, TOKENS = 12, 4
 Tensors = list[np.ndarray[Any, Any]]

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import ClosedError, LayoutError
-from kvferry.transfer.engine.contract import Event, Stream
-from kvferry.transfer.engine.cpu import CpuEngine
+from kvferry.transfer.engine.cpu import CpuEngine, Event, Stream
 from kvferry.transfer.layout import describe
 from kvferry.types import (
     DEVICE,

@@ -17,11 +17,11 @@ from kvferry.transfer.paths import path_set
 from kvferry.transfer.paths.direct import DmaPath, LoopPath
 from kvferry.transfer.paths.host_runs import count_runs
 from kvferry.transfer.paths.path_set import open_paths
-from kvferry.transfer.planning import calibrate as module
-from kvferry.transfer.planning import opening
-from kvferry.transfer.planning.calibrate import CopyRig, Timing, calibrate
-from kvferry.transfer.planning.opening import open_planner
-from kvferry.transfer.planning.profile import load_profile, profile_file, save_profile
+from kvferry.transfer.planner import choose as opening
+from kvferry.transfer.planner import measure as module
+from kvferry.transfer.planner.choose import open_planner
+from kvferry.transfer.planner.measure import CopyRig, Timing, calibrate
+from kvferry.transfer.planner.profile import load_profile, profile_file, save_profile
 
 KiB = 1 << 10
 

@@ -11,8 +11,9 @@ import pytest
 from tests.fakes.driver import FakeDriver
 
 from kvferry.transfer.driver.base import EventPool, Priority
-from kvferry.transfer.engine.fences import Gates, Submission
-from kvferry.transfer.engine.lane import Lane
+from kvferry.transfer.engine.copy_queue import CopyQueue, PendingCopy
+from kvferry.transfer.engine.flags import HostFlags
+from kvferry.transfer.paths.contract import Path
 from kvferry.types import TransferId
 
 
@@ -22,7 +23,7 @@ class Numbered(int):
     in_parts = None
 
 
-class SlowPath:
+class SlowPath(Path):
     """A path that notes who queued what, and waits at a gate first."""
 
     def __init__(self) -> None:
@@ -30,6 +31,10 @@ class SlowPath:
         self.gate.set()
         self.began = threading.Event()
         self.queued: list[tuple[Any, str]] = []
+
+    @classmethod
+    def open(cls, means: Any) -> SlowPath:
+        return cls()
 
     def enqueue(self, job: Any, stream: int, ready: int | None = None) -> None:
         self.began.set()
@@ -49,14 +54,14 @@ def lane(path: SlowPath) -> Any:
         stream = driver.create_stream(Priority.HIGH)
     pools = [EventPool(driver, timing=timing) for timing in (False, True)]
     picked: Any = path
-    lane = Lane(
+    lane = CopyQueue(
         "load",
         driver,
         stream,
         *pools,
         pick=lambda *_: picked,
         patience=0.05,
-        gates=Gates(driver),
+        flags=HostFlags(driver),
         wait_for_load=lambda *_: True,
     )
     yield lane
@@ -69,14 +74,15 @@ def lane(path: SlowPath) -> Any:
     driver.close()
 
 
-def submit(lane: Lane, path: SlowPath, number: int, *, quick: bool = False) -> Submission:
-    submission = Submission(TransferId(number))
-    lane.submit(submission, Numbered(number), path, quick=quick)  # type: ignore[arg-type]
+def submit(lane: CopyQueue, path: SlowPath, number: int, *, quick: bool = False) -> PendingCopy:
+    job: Any = Numbered(number)
+    submission = PendingCopy(TransferId(number), job, path)
+    lane.submit(submission, quick=quick)
     return submission
 
 
 def test_who_flushes_queues_what_the_thread_has_not_taken(
-    lane: Lane, path: SlowPath, monkeypatch: pytest.MonkeyPatch
+    lane: CopyQueue, path: SlowPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lane, "_has_thread", lambda: True)  # one that never gets its turn
     for number in range(3):
@@ -86,7 +92,7 @@ def test_who_flushes_queues_what_the_thread_has_not_taken(
     assert path.queued == [(number, threading.current_thread().name) for number in range(3)]
 
 
-def test_orders_stay_in_order_though_two_queue_them(lane: Lane, path: SlowPath) -> None:
+def test_orders_stay_in_order_though_two_queue_them(lane: CopyQueue, path: SlowPath) -> None:
     for round_ in range(50):
         path.queued.clear()
         for number in range(6):
@@ -95,7 +101,7 @@ def test_orders_stay_in_order_though_two_queue_them(lane: Lane, path: SlowPath) 
         assert [job for job, _ in path.queued] == list(range(6))
 
 
-def test_a_quick_order_does_not_overtake_one_that_waits(lane: Lane, path: SlowPath) -> None:
+def test_a_quick_order_does_not_overtake_one_that_waits(lane: CopyQueue, path: SlowPath) -> None:
     path.gate.clear()
     submit(lane, path, 0)
     assert path.began.wait(30)
@@ -107,7 +113,7 @@ def test_a_quick_order_does_not_overtake_one_that_waits(lane: Lane, path: SlowPa
 
 
 def test_a_thread_that_hangs_in_the_driver_holds_a_flush_no_longer_than_its_time(
-    lane: Lane, path: SlowPath
+    lane: CopyQueue, path: SlowPath
 ) -> None:
     path.gate.clear()
     submit(lane, path, 0)
@@ -121,7 +127,7 @@ def test_a_thread_that_hangs_in_the_driver_holds_a_flush_no_longer_than_its_time
 
 
 def test_without_a_thread_the_caller_queues(
-    lane: Lane, path: SlowPath, monkeypatch: pytest.MonkeyPatch
+    lane: CopyQueue, path: SlowPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lane, "_has_thread", lambda: False)
     submit(lane, path, 7)
@@ -129,7 +135,7 @@ def test_without_a_thread_the_caller_queues(
 
 
 def test_what_is_queued_where_it_is_asked_for_wakes_nobody(
-    lane: Lane, path: SlowPath, monkeypatch: pytest.MonkeyPatch
+    lane: CopyQueue, path: SlowPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit(lane, path, 0)  # the thread is there
     assert lane.flush(30)
@@ -149,7 +155,7 @@ def test_what_is_queued_where_it_is_asked_for_wakes_nobody(
     assert [job for job, _ in path.queued] == [0, 1, 2]
 
 
-def test_who_waits_for_an_order_hears_that_it_is_queued(lane: Lane, path: SlowPath) -> None:
+def test_who_waits_for_an_order_hears_that_it_is_queued(lane: CopyQueue, path: SlowPath) -> None:
     path.gate.clear()
     submission = submit(lane, path, 0)
     assert path.began.wait(30)
@@ -177,10 +183,10 @@ class PiecePath(SlowPath):
 
 @pytest.mark.parametrize("num_begun", [1, 2, 4, 9])
 def test_who_begins_a_copy_queues_its_first_pieces(
-    lane: Lane, num_begun: int, monkeypatch: pytest.MonkeyPatch
+    lane: CopyQueue, num_begun: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lane, "_has_thread", lambda: True)  # one that never gets its turn
-    monkeypatch.setattr(lane, "_num_begun", num_begun)
+    monkeypatch.setattr(lane, "_num_first_pieces", num_begun)
     path = PiecePath()
     lane.hold()
     for number in range(2):

@@ -8,8 +8,8 @@ import pytest
 from kvferry.errors import InputError
 from kvferry.transfer.job import Direction
 from kvferry.transfer.layout import GroupLayout
-from kvferry.transfer.planning.planner import MeasuredPlanner
-from kvferry.transfer.planning.profile import BusyCell, Cell, Profile, builtin_profile
+from kvferry.transfer.planner.choose import Planner
+from kvferry.transfer.planner.profile import BusyCell, Cell, Profile, builtin_profile
 
 KiB, MiB = 1 << 10, 1 << 20
 LOAD, STORE = Direction.LOAD, Direction.STORE
@@ -55,7 +55,7 @@ def profile(*busy: BusyCell) -> Profile:
 @pytest.mark.parametrize("num_blocks", [1, 3, 40, 1000])
 def test_estimates_are_exact_for_costs_of_that_shape(segment_bytes: int, num_blocks: int) -> None:
     blocks = layout(segment_bytes)
-    for estimate in MeasuredPlanner(profile(), COSTS).estimates(STORE, blocks, num_blocks, False):
+    for estimate in Planner(profile(), COSTS).estimates(STORE, blocks, num_blocks, False):
         num_bytes = num_blocks * blocks.block_bytes
         if num_bytes >= 2 * MiB:
             expected = seconds(estimate.path, segment_bytes, num_bytes)
@@ -64,7 +64,7 @@ def test_estimates_are_exact_for_costs_of_that_shape(segment_bytes: int, num_blo
 
 
 def test_small_segments_go_by_kernel_and_large_ones_by_dma() -> None:
-    planner = MeasuredPlanner(profile(), COSTS)
+    planner = Planner(profile(), COSTS)
     assert planner.choose(LOAD, layout(4 * KiB), 64, busy=False) == "kernel"
     assert planner.choose(LOAD, layout(2 * MiB), 1, busy=False) == "dma"
     assert planner.choose(LOAD, layout(512), 64, busy=False) == "kernel"
@@ -74,11 +74,11 @@ def test_small_segments_go_by_kernel_and_large_ones_by_dma() -> None:
 def test_what_lands_in_parts_goes_by_the_path_that_queues_it_at_once() -> None:
     """Also where another one copies faster: who may read it early waits for the last launch."""
     large = (LOAD, layout(2 * MiB), 40, False)
-    assert MeasuredPlanner(profile(), COSTS).choose(*large) != "kernel"
-    assert MeasuredPlanner(profile(), COSTS).choose(*large, in_parts=True) == "kernel"
-    assert MeasuredPlanner(profile(), COSTS, pinned="dma").choose(*large, in_parts=True) == "dma"
+    assert Planner(profile(), COSTS).choose(*large) != "kernel"
+    assert Planner(profile(), COSTS).choose(*large, in_parts=True) == "kernel"
+    assert Planner(profile(), COSTS, pinned="dma").choose(*large, in_parts=True) == "dma"
     others = [path for path in COSTS if path != "kernel"]
-    planner = MeasuredPlanner(profile(), others)
+    planner = Planner(profile(), others)
     assert planner.choose(*large, in_parts=True) == planner.choose(*large)
 
 
@@ -95,7 +95,7 @@ def test_what_a_run_costs_is_told_by_many_of_them() -> None:
             (400, 400, 399 * per),
         )
     ]
-    planner = MeasuredPlanner(Profile(tuple(cells), paths=PATHS), PATHS)
+    planner = Planner(Profile(tuple(cells), paths=PATHS), PATHS)
     assert planner.choose(LOAD, layout(4 * KiB, 256), 200, False, 200) == "staged"
 
 
@@ -108,7 +108,7 @@ def test_scattered_slots_may_cost_a_start_too() -> None:
         for num_bytes in (16 * MiB, 64 * MiB)
         for num_runs, extra in ((1, 0.0), (num_bytes // MiB, extra_seconds))
     ]
-    planner = MeasuredPlanner(Profile(tuple(cells), paths=PATHS), PATHS)
+    planner = Planner(Profile(tuple(cells), paths=PATHS), PATHS)
     block = layout(4 * KiB, 256)
     for num_blocks, expected in ((20, "kernel"), (60, "staged")):
         assert planner.choose(LOAD, block, num_blocks, False, num_blocks) == expected
@@ -123,7 +123,7 @@ def test_scattered_slots_may_cost_a_start_too() -> None:
 
 def test_what_the_model_loses_counts_while_it_runs() -> None:
     costly = BusyCell(STORE, "kernel", "a load", gbps=40.0, idle_gbps=50.0, lost_ms_per_gb=6.0)
-    planner = MeasuredPlanner(profile(costly), COSTS)
+    planner = Planner(profile(costly), COSTS)
     blocks = layout(128 * KiB)
     assert planner.choose(STORE, blocks, 8, busy=False) == "kernel"
     assert planner.choose(STORE, blocks, 8, busy=True) == "dma"
@@ -145,13 +145,13 @@ def test_a_load_that_takes_many_calls_to_queue_yields_to_one_launch_while_the_mo
 
 def test_several_loads_count_by_their_mean() -> None:
     cells = [BusyCell(STORE, "kernel", name, 50.0, 50.0, ms) for name, ms in (("a", 0), ("b", 2))]
-    planner = MeasuredPlanner(profile(*cells), COSTS)
+    planner = Planner(profile(*cells), COSTS)
     blocks = layout(16 * KiB)
     (kernel,) = [e for e in planner.estimates(STORE, blocks, 64, True) if e.path == "kernel"]
     assert kernel.lost_seconds == pytest.approx(1e-3 * 64 * blocks.block_bytes / 1e9)
 
 
-def by_runs(*busy: BusyCell) -> MeasuredPlanner:
+def by_runs(*busy: BusyCell) -> Planner:
     """For a machine where a ring pays for every run of host slots, and a kernel does not."""
     costs = {"kernel": (25e-6, 51e9, 0.0), "staged": (60e-6, 54e9, 0.5e-6)}
     cells = tuple(
@@ -162,7 +162,7 @@ def by_runs(*busy: BusyCell) -> MeasuredPlanner:
         for num_bytes in (1 * MiB, 256 * MiB)
         for runs in (1, 200)
     )
-    return MeasuredPlanner(Profile(cells, paths=frozenset(costs)), costs)
+    return Planner(Profile(cells, paths=frozenset(costs)), costs)
 
 
 def test_scattered_host_slots_cost_a_path_that_copies_them_one_by_one() -> None:
@@ -190,23 +190,23 @@ def test_the_explanation_is_of_the_choice_however_host_slots_lie() -> None:
 
 
 def test_a_pinned_path_overrules_and_says_so() -> None:
-    planner = MeasuredPlanner(profile(), COSTS, pinned="dma")
+    planner = Planner(profile(), COSTS, pinned="dma")
     assert planner.choose(LOAD, layout(4 * KiB), 64, busy=False) == "dma"
     assert "copy_path" in planner.explain(LOAD, layout(4 * KiB), 64, busy=False)
     with pytest.raises(InputError, match="staged"):
-        MeasuredPlanner(profile(), COSTS, pinned="staged")
+        Planner(profile(), COSTS, pinned="staged")
 
 
 def test_a_path_nobody_measured_is_not_chosen() -> None:
-    planner = MeasuredPlanner(profile(), [*COSTS, "loop"])
+    planner = Planner(profile(), [*COSTS, "loop"])
     found = {estimate.path for estimate in planner.estimates(LOAD, layout(4096), 1, False)}
     assert found == set(COSTS)
     with pytest.raises(InputError, match="loop"):
-        MeasuredPlanner(profile(), ["loop"])
+        Planner(profile(), ["loop"])
 
 
 def test_the_explanation_names_choice_costs_and_source() -> None:
-    planner = MeasuredPlanner(builtin_profile("a reason"), ["dma", "kernel", "staged"])
+    planner = Planner(builtin_profile("a reason"), ["dma", "kernel", "staged"])
     text = planner.explain(STORE, layout(16 * KiB), 64, busy=True)
     assert text.startswith("store of 64 blocks, 64 MiB in 4096 segments of 16 KiB, model running")
     for word in ("staged", "kernel", "dma", "from the model", "a reason"):
@@ -214,7 +214,7 @@ def test_the_explanation_names_choice_costs_and_source() -> None:
 
 
 def test_the_builtin_profile_gives_sane_choices() -> None:
-    planner = MeasuredPlanner(builtin_profile(), ["loop", "dma", "kernel", "staged"])
+    planner = Planner(builtin_profile(), ["loop", "dma", "kernel", "staged"])
     small = layout(16 * KiB)
     assert planner.choose(LOAD, small, 1, busy=False) == "kernel"
     assert planner.choose(STORE, small, 1, busy=False) == "kernel"
@@ -224,12 +224,12 @@ def test_the_builtin_profile_gives_sane_choices() -> None:
     assert planner.choose(STORE, tiny, 4096, busy=False) == "staged"
     assert planner.choose(STORE, tiny, 4096, False, 4096) == "kernel"
     assert planner.choose(LOAD, layout(8 * MiB), 4, busy=False) in ("dma", "staged")
-    without = MeasuredPlanner(builtin_profile(), ["loop", "dma"])
+    without = Planner(builtin_profile(), ["loop", "dma"])
     assert without.choose(LOAD, small, 64, busy=True) == "dma"
 
 
 def test_choices_are_remembered_but_not_for_ever() -> None:
-    planner = MeasuredPlanner(profile(), COSTS)
+    planner = Planner(profile(), COSTS)
     for count in range(1, 5000):
         planner.choose(LOAD, layout(4096, 1), count, busy=False)
     assert len(planner._remembered) <= 4096

@@ -18,8 +18,8 @@ from kvferry.settings.copy_paths import BY_NAME
 from kvferry.transfer.driver.base import DeviceIdentity
 from kvferry.transfer.job import Direction
 from kvferry.transfer.layout import GroupLayout
-from kvferry.transfer.planning.planner import MeasuredPlanner
-from kvferry.transfer.planning.profile import (
+from kvferry.transfer.planner.choose import Planner
+from kvferry.transfer.planner.profile import (
     MOST_FILE_BYTES,
     builtin_profile,
     cache_directory,
@@ -223,7 +223,7 @@ def plan_by(file: Path) -> None:
     profile = load_profile(file, PATHS)
     if profile is None:
         return
-    planner = MeasuredPlanner(profile, PATHS)
+    planner = Planner(profile, PATHS)
     for segment_bytes, segments in ((1, 1), (4096, 64), (3 << 20, 2)):
         sizes = np.full(segments, segment_bytes)
         layout = GroupLayout(sizes, sizes, sizes, np.arange(segments) * segment_bytes, 4)

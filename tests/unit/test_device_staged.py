@@ -16,8 +16,8 @@ from tests.unit.test_device_rows import layout
 from kvferry.errors import DriverError
 from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.kernels.tables import RowTable, common_alignment, row_shape
-from kvferry.transfer.paths.contract import ChunkCursor
 from kvferry.transfer.paths.ring import NUM_LARGE, NUM_SMALL, Ring, RingSlot
+from kvferry.transfer.paths.staged import ChunkCursor
 
 PAGE = 4096
 
@@ -29,7 +29,7 @@ def cut(sizes: list[int], num_blocks: int, slots: list[int], keep: int) -> list[
     rows = RowTable(given_layout, row_shape(given_layout, common_alignment(given_layout)))
     found: list[tuple[int, ...]] = []
     chunk = ChunkCursor(job, rows)
-    while not chunk.is_last:
+    while chunk.num_left:
         left = chunk.num_left
         slot = slots[len(found) % len(slots)]
         chunk.fit(slot, keep=keep)

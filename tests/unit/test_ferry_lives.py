@@ -20,7 +20,7 @@ import pytest
 import kvferry
 from kvferry.errors import InputError, StateError
 from kvferry.rank import RankMemory
-from kvferry.transfer.engine.contract import Stream
+from kvferry.transfer.engine.cpu import Stream
 
 BLOCKS, TOKENS, LAYERS = 12, 4, 3
 SLOT = LAYERS * 64

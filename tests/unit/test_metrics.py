@@ -30,8 +30,8 @@ from kvferry.telemetry.stats import OTHER, SIZE_BOUNDS, Distribution, Histogram,
 from kvferry.tiers.disk.figures import FAILURES, DiskFigures
 from kvferry.transfer.job import Direction
 from kvferry.transfer.layout import GroupLayout
-from kvferry.transfer.planning.planner import MeasuredPlanner, PathChoices
-from kvferry.transfer.planning.profile import builtin_profile
+from kvferry.transfer.planner.choose import PathChoices, Planner
+from kvferry.transfer.planner.profile import builtin_profile
 from kvferry.types import FIRST_RANK, Outcome, Receipt, TierName
 
 ROOT = Path(__file__).parents[2]
@@ -282,7 +282,7 @@ def copy_of(path: str, **changes: object) -> Copy:
 @pytest.mark.parametrize("busy", [False, True])
 @pytest.mark.parametrize(("src", "dst"), [("host", "device"), ("device", "host")])
 def test_a_copys_path_is_explained_for_how_it_was_chosen(choices, src, dst, busy):
-    planner = MeasuredPlanner(choices.profile, choices.paths)
+    planner = Planner(choices.profile, choices.paths)
     way = Direction.LOAD if dst == "device" else Direction.STORE
     for num_runs in (1, 5, 16):
         path = planner.choose(way, choices.layouts[0], 16, busy, num_runs)
@@ -296,7 +296,7 @@ def test_a_copys_path_is_explained_for_how_it_was_chosen(choices, src, dst, busy
 
 
 def test_a_rank_that_stores_a_part_chose_for_its_part(choices):
-    planner = MeasuredPlanner(choices.profile, choices.paths)
+    planner = Planner(choices.profile, choices.paths)
     path = planner.choose(Direction.STORE, choices.layouts[0], 4, False)
     copy = copy_of(path, src="device", dst="host", paths=("shared", path))
     assert why_path(copy, choices, num_sharing=4).startswith("store of 4 blocks")

@@ -261,13 +261,13 @@ def test_who_waits_is_woken_not_timed_out(
 ) -> None:
     """What ends the wait is the copy's end, not the time to look again."""
     engine: Any = ferry._rank.engine
-    await_news, woken = engine.await_news, []
+    wait_for_end, woken = engine.wait_for_end, []
 
     def noting(seconds: float) -> None:
-        await_news(LONG)
-        woken.append(engine._news.is_set())
+        wait_for_end(LONG)
+        woken.append(engine._has_ended.is_set())
 
-    monkeypatch.setattr(engine, "await_news", noting)
+    monkeypatch.setattr(engine, "wait_for_end", noting)
     held = Held(ferry)
     ticket = store(ferry)
     threading.Timer(0.02, held.go_on.set).start()
@@ -295,20 +295,20 @@ def test_news_is_when_the_first_copy_has_ended() -> None:
     rig.launch(lambda: None)
     rig.store([0], [0])
     rig.wait_until_queued()
-    assert not any(lane_has_news(rig))
-    rig.engine.await_news(0.01)
-    assert not any(lane_has_news(rig))
+    assert not any(queues_have_ended(rig))
+    rig.engine.wait_for_end(0.01)
+    assert not any(queues_have_ended(rig))
     rig.driver.timeline.frozen = set()
-    rig.engine.await_news(LONG)
-    assert any(lane_has_news(rig))
+    rig.engine.wait_for_end(LONG)
+    assert any(queues_have_ended(rig))
     rig.drain_ok()
-    assert not any(lane_has_news(rig))
+    assert not any(queues_have_ended(rig))
     rig.close()
 
 
-def lane_has_news(rig: Rig) -> list[bool]:
+def queues_have_ended(rig: Rig) -> list[bool]:
     with rig.driver.current():
-        return [lane.has_news() for lane in rig.engine._lanes.values()]
+        return [queue.has_ended() for queue in rig.engine._queues.values()]
 
 
 def test_a_copy_the_driver_will_not_speak_of_has_failed() -> None:
@@ -318,7 +318,7 @@ def test_a_copy_the_driver_will_not_speak_of_has_failed() -> None:
     transfer = rig.store([0], [0])
     rig.wait_until_queued()
     rig.driver.fail("event_is_done")
-    rig.engine.await_news(0.01)
+    rig.engine.wait_for_end(0.01)
     rig.driver.timeline.frozen = set()
     assert rig.drain()[transfer].outcome is Outcome.FAILED
     rig.close()
@@ -329,7 +329,7 @@ def test_a_card_that_is_lost_is_not_waited_for_in_vain() -> None:
     rig.store([0], [0])
     rig.wait_until_queued()
     rig.driver.die()
-    rig.engine.await_news(LONG)
+    rig.engine.wait_for_end(LONG)
     rig.driver._dead = None
     rig.drain()
     rig.close()
@@ -370,7 +370,7 @@ def test_a_call_that_a_closed_loop_dropped_does_not_silence_the_next_loop(
 
     loop = asyncio.new_event_loop()
     with monkeypatch.context() as patched:
-        patched.setattr(awaited, "_await_news", lambda seconds: news.wait(LONG))
+        patched.setattr(awaited, "_wait_for_end", lambda seconds: news.wait(LONG))
         with contextlib.suppress(asyncio.TimeoutError):
             loop.run_until_complete(wait(0.05))
         news.set()  # the thread tells a loop that nobody runs any more

@@ -11,7 +11,7 @@ from kvferry.cache.policies.load_or_compute import OverlapVerdict, Verdict
 from kvferry.scheduler.journal import Copy, Reason
 from kvferry.telemetry.memory_curve import TIMES
 from kvferry.transfer.job import Direction
-from kvferry.transfer.planning.planner import PathChoices
+from kvferry.transfer.planner.choose import PathChoices
 from kvferry.types import DEVICE, HOST
 
 PREFIX = "kvferry_"

@@ -1,4 +1,4 @@
-"""What a path is asked to do: the addresses of one transfer."""
+"""One transfer as the addresses to copy: what a copy path is asked to do."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ class CopyJob:
 
     Host slot ``h`` is the ``layout.block_bytes`` bytes at ``host_base + h * host_pitch``. Host
     memory is registered with the driver in chunks of ``host_chunk`` bytes counted from
-    ``host_base``; one copy that crosses from chunk to chunk is refused by the driver, so neighbour
-    slots may be joined into one copy only within a chunk. None means one chunk.
+    ``host_base`` (None: one chunk). The driver refuses one copy across two chunks, so neighbour
+    slots may be joined into one copy only within a chunk.
 
-    With ``in_parts`` the job is done part by part, each a job of its own (:meth:`parts`) that
-    ``is_part``: its blocks lie apart in host memory, though their slots be neighbours.
+    With ``in_parts`` the job is done part by part, each a job of its own (:meth:`parts`).
     """
 
     direction: Direction
@@ -44,36 +43,26 @@ class CopyJob:
     host_pitch: int
     host_chunk: int | None = None
     in_parts: LayerParts | None = None
-    is_part: bool = False
 
     @property
     def num_bytes(self) -> int:
         return len(self.device_blocks) * self.layout.block_bytes
 
     def parts(self) -> Iterator[CopyJob]:
-        """What is to be done, one after the other: itself, where it has no parts."""
+        """The jobs to do one after the other: the job itself, where it has no parts."""
         if self.in_parts is None:
             yield self
             return
         for part in self.in_parts.parts:
             base = self.host_base + part.start
-            yield replace(self, layout=part.layout, host_base=base, in_parts=None, is_part=True)
+            yield replace(self, layout=part.layout, host_base=base, in_parts=None)
 
     @cached_property
     def run_heads(self) -> Int64s:
-        """Which of its blocks do not follow the one before in host memory; the first is one."""
+        """The blocks that begin a run: those that do not follow the block before in host memory."""
         slots = self.host_slots
         if self.host_pitch != self.layout.block_bytes:
             return np.arange(len(slots))
-        return self.stretch_heads
-
-    @cached_property
-    def stretch_heads(self) -> Int64s:
-        """Which of its blocks are not in the slot after the one before; the first is one.
-
-        Slots of a stretch are equally far from each other, and registered together.
-        """
-        slots = self.host_slots
         if self._is_one_run():
             return _ONE_RUN
         is_head = slots[1:] - slots[:-1] != 1
@@ -87,7 +76,7 @@ class CopyJob:
         return heads
 
     def _is_one_run(self) -> bool:
-        """The common case, seen in a third of the time: the first copy waits for this."""
+        """The common case, found in a third of the time: the first copy waits for this."""
         slots = self.host_slots
         if not len(slots):
             return False

@@ -26,8 +26,8 @@ from kvferry.telemetry.source import Snapshot, installed_version
 from kvferry.telemetry.stats import SIZE_BOUNDS, TIME_BOUNDS, SchedulerStats, TrafficCounts
 from kvferry.telemetry.stats import Histogram as OurHistogram
 from kvferry.tools.top.scrape import explain
-from kvferry.transfer.planning.planner import PathChoices
-from kvferry.transfer.planning.profile import builtin_profile
+from kvferry.transfer.planner.choose import PathChoices
+from kvferry.transfer.planner.profile import builtin_profile
 from kvferry.types import Receipt
 
 FERRY = {"host": "64MiB", "load_policy": "always", "load_deadline": "5min"}

@@ -13,7 +13,7 @@ from tests.integration.vllm.engine import Engine, make_prompts, tampering
 from tests.integration.vllm.reference import in_a_process
 
 from kvferry.connectors.vllm.overlap import LandingLoads
-from kvferry.transfer.engine.cpu import CpuParts, _BlockViews
+from kvferry.transfer.engine.cpu import CpuEngine, _BlockViews
 
 FERRY = {
     "host": "64MiB",
@@ -96,13 +96,13 @@ def test_it_is_the_waiting_that_keeps_tokens_right(
     assert engine.generate(prompts) == expected
     engine.forget_device()
     poison(engine)
-    real = CpuParts.order_compute_after_part
+    real = CpuEngine.order_compute_after_part
 
     def wrong(self: Any, ids: Any, number: int) -> None:
         if breaks == "for the part before" and number > 0:
             real(self, ids, number - 1)
 
-    monkeypatch.setattr(CpuParts, "order_compute_after_part", wrong)
+    monkeypatch.setattr(CpuEngine, "order_compute_after_part", wrong)
     assert engine.generate(prompts) != expected
 
 

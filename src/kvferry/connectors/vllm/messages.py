@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvferry.tiers.disk.figures import DiskFigures
 from kvferry.tiers.disk.setup import StoreAt
-from kvferry.transfer.planning.planner import PathChoices
+from kvferry.transfer.planner.choose import PathChoices
 from kvferry.types import KEY_BYTES, Health, KeyRows, Plan, Rank, Receipt, TierName, TransferId
 
 NO_PLAN = Plan(step=0)

@@ -14,9 +14,9 @@ from kvferry.connectors.vllm.requests import AwaitedLoad, Tracked
 from kvferry.connectors.vllm.translate import Setup
 from kvferry.scheduler.promotion import State
 from kvferry.telemetry.stats import SchedulerStats
-from kvferry.transfer.engine.contract import PartwiseEngine
+from kvferry.transfer.engine.contract import CopyEngine
 from kvferry.transfer.layout import GroupLayout, LayerParts
-from kvferry.transfer.planning.planner import PathChoices
+from kvferry.transfer.planner.choose import PathChoices
 from kvferry.types import TransferId
 
 WORTH_SECONDS = 2e-3
@@ -131,7 +131,7 @@ class LandingLoads:
 
     def __init__(
         self,
-        engine: PartwiseEngine,
+        engine: CopyEngine,
         layers: Sequence[str],
         layout: GroupLayout,
         *,

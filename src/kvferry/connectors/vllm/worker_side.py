@@ -236,8 +236,7 @@ class WorkerSide:
         self._news = MemoryNews(self.rank, memory)
         mover = mover_of(memory, self._place)
         if self._config.overlap_loads != "off" and len(layouts) == 1:
-            parts, layers = memory.engine.parts, self._groups[0]
-            self.early = LandingLoads(parts, layers, layouts[0], land=self._drain)
+            self.early = LandingLoads(memory.engine, self._groups[0], layouts[0], land=self._drain)
         self._worker = Worker(
             {(DEVICE, HOST): mover, (HOST, DEVICE): mover},
             tiers=tier_movers(memory, self._place),

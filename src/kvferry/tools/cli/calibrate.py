@@ -15,10 +15,10 @@ from kvferry.transfer.driver.base import Driver
 from kvferry.transfer.driver.cuda import CudaDriver
 from kvferry.transfer.job import Direction
 from kvferry.transfer.paths.path_set import open_paths
-from kvferry.transfer.planning.calibrate import SEGMENTS_PER_BLOCK, CopyRig
-from kvferry.transfer.planning.calibrate import calibrate as measure
-from kvferry.transfer.planning.planner import MeasuredPlanner
-from kvferry.transfer.planning.profile import load_profile, profile_file, save_profile
+from kvferry.transfer.planner.choose import Planner
+from kvferry.transfer.planner.measure import SEGMENTS_PER_BLOCK, CopyRig
+from kvferry.transfer.planner.measure import calibrate as measure
+from kvferry.transfer.planner.profile import load_profile, profile_file, save_profile
 
 
 def open_card(command: str, device: int) -> CudaDriver:
@@ -72,13 +72,13 @@ def calibrate(device: int, force: bool, as_json: bool) -> None:
         click.echo(f"Profile: {file}")
         for key, value in profile.provenance.items():
             click.echo(f"  {key}: {value}")
-        _explain(driver, MeasuredPlanner(profile, path_set.paths))
+        _explain(driver, Planner(profile, path_set.paths))
     finally:
         path_set.close()
         driver.close()
 
 
-def _explain(driver: Driver, planner: MeasuredPlanner) -> None:
+def _explain(driver: Driver, planner: Planner) -> None:
     with driver.current():
         rig = CopyRig(driver, num_bytes=128 << 20)
         try:

@@ -30,8 +30,8 @@ from kvferry.tiers.movers import Mover, TierMover
 from kvferry.tiers.opening import open_tiers
 from kvferry.tools.demo.blocks import DeviceMemory, ServedRequest, ServedState
 from kvferry.tools.demo.model import KEY_TILE, Decoder, Floats, Span, require_positive
-from kvferry.transfer.engine.contract import CopyEngine, Stream
-from kvferry.transfer.engine.cpu import CpuEngine
+from kvferry.transfer.engine.contract import CopyEngine
+from kvferry.transfer.engine.cpu import CpuEngine, Stream
 from kvferry.transfer.layout import describe
 from kvferry.types import DEVICE, HOST, MatchState, RequestId
 from kvferry.worker import Route, Worker

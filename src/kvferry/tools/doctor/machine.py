@@ -19,7 +19,7 @@ from kvferry.tools.doctor.finding import Finding, fail, ok, warn
 from kvferry.tools.doctor.reach import look_at_reach
 from kvferry.transfer.driver.base import BatchForm, DeviceIdentity, Driver, Priority
 from kvferry.transfer.driver.opening import open_driver
-from kvferry.transfer.planning.profile import load_profile, profile_file
+from kvferry.transfer.planner.profile import load_profile, profile_file
 
 _WAKE_BYTES = 32 * MiB
 _WAKE_COPIES = 24

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -65,13 +65,6 @@ class DeviceIdentity:
     link: str
 
 
-class Pitches(NamedTuple):
-    """Bytes from one row of a copy to the next, on either side."""
-
-    dst: int
-    src: int
-
-
 class Driver(Protocol):
     """A GPU driver on one device. Calls may come from any thread inside ``current()``."""
 
@@ -81,14 +74,8 @@ class Driver(Protocol):
     max_batch: int | None
     """Most descriptors one batch call may carry; None where there is no limit."""
 
-    copies_rows: bool
-    """Whether it has ``copy_rows_async``."""
-
     has_values: bool
     """Whether a stream can write a number to host memory, and another one wait for it."""
-
-    has_host_calls: bool
-    """Whether a stream can call a function of the host."""
 
     def current(self) -> AbstractContextManager[None]:
         """Make the device current on this thread for a while, then restore what was."""
@@ -126,12 +113,6 @@ class Driver(Protocol):
     def stream_write_value(self, stream: int, address: int, value: int) -> None:
         """Write the number once all work queued on ``stream`` has ended and can be seen."""
 
-    def stream_call_host(self, stream: int, function: int, argument: int) -> None:
-        """Call the C function at an address, of one argument, in stream order, on some thread.
-
-        Not called at all once work on the device has failed.
-        """
-
     def create_event(self, *, timing: bool) -> int: ...
 
     def destroy_event(self, event: int) -> None: ...
@@ -146,11 +127,6 @@ class Driver(Protocol):
 
     def copy_async(self, dst: int, src: int, num_bytes: int, stream: int) -> None:
         """Queue one copy; the driver finds out which side is host memory."""
-
-    def copy_rows_async(
-        self, dst: int, src: int, num_bytes: int, num_rows: int, pitches: Pitches, stream: int
-    ) -> None:
-        """Queue one copy of rows of ``num_bytes``, each a pitch after the one before."""
 
     def copy_batch_async(
         self,

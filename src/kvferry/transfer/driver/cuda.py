@@ -20,7 +20,7 @@ from ctypes import (
 from typing import Any
 
 from kvferry.errors import DriverError
-from kvferry.transfer.driver.base import Addresses, BatchForm, Pitches, SourceOrder
+from kvferry.transfer.driver.base import Addresses, BatchForm, SourceOrder
 from kvferry.transfer.driver.native import NativeDriver
 
 
@@ -28,33 +28,6 @@ class MemcpyLocation(ctypes.Structure):
     """CUmemLocation; a hint that only managed memory uses."""
 
     _fields_ = (("type", c_int), ("id", c_int))
-
-
-class MemcpyRows(ctypes.Structure):
-    """CUDA_MEMCPY2D, between addresses whose kind the driver finds out."""
-
-    _fields_ = (
-        ("src_x", c_size_t),
-        ("src_y", c_size_t),
-        ("src_kind", c_int),
-        ("src_host", c_void_p),
-        ("src", c_uint64),
-        ("src_array", c_void_p),
-        ("src_pitch", c_size_t),
-        ("dst_x", c_size_t),
-        ("dst_y", c_size_t),
-        ("dst_kind", c_int),
-        ("dst_host", c_void_p),
-        ("dst", c_uint64),
-        ("dst_array", c_void_p),
-        ("dst_pitch", c_size_t),
-        ("width", c_size_t),
-        ("height", c_size_t),
-    )
-
-
-UNIFIED = 4
-"""Memory of either kind, by its address."""
 
 
 class MemcpyAttributes(ctypes.Structure):
@@ -150,9 +123,6 @@ class CudaDriver(NativeDriver):
         self._batch: Callable[..., int] | None = None
         self._resolve_batch()
         self._resolve_values()
-        with suppress(DriverError):
-            self._copy_rows = self.bind("cuMemcpy2DAsync_v2", POINTER(MemcpyRows), c_void_p)
-            self.copies_rows = True
         context = c_void_p()
         retain = self.bind("cuDevicePrimaryCtxRetain", c_void_p, c_int)
         self.check(retain(byref(context), self._device), f"cuDevicePrimaryCtxRetain({device})")
@@ -185,24 +155,6 @@ class CudaDriver(NativeDriver):
         code = self._copy(dst, src, num_bytes, stream)
         if code:
             self.check(code, f"cuMemcpyAsync({num_bytes} bytes from {src:#x} to {dst:#x})")
-
-    def copy_rows_async(
-        self, dst: int, src: int, num_bytes: int, num_rows: int, pitches: Pitches, stream: int
-    ) -> None:
-        rows = MemcpyRows(
-            src_kind=UNIFIED,
-            src=src,
-            src_pitch=pitches.src,
-            dst_kind=UNIFIED,
-            dst=dst,
-            dst_pitch=pitches.dst,
-            width=num_bytes,
-            height=num_rows,
-        )
-        code = self._copy_rows(byref(rows), stream)
-        if code:
-            what = f"{num_rows} rows of {num_bytes} bytes from {src:#x} to {dst:#x}"
-            self.check(code, f"cuMemcpy2DAsync({what})")
 
     def copy_batch_async(
         self, dsts: Addresses, srcs: Addresses, sizes: Addresses, order: SourceOrder, stream: int
@@ -240,11 +192,6 @@ class CudaDriver(NativeDriver):
         if code:
             self.check(code, f"cuStreamWriteValue32(stream {stream:#x}, {value} at {address:#x})")
 
-    def stream_call_host(self, stream: int, function: int, argument: int) -> None:
-        code = self._call_host(stream, function, argument)
-        if code:
-            self.check(code, f"cuLaunchHostFunc(stream {stream:#x})")
-
     def _resolve_values(self) -> None:
         """Numbers in host memory: the second form only, the first one must be switched on."""
         signature = (c_void_p, c_uint64, c_uint32, c_uint)
@@ -252,9 +199,6 @@ class CudaDriver(NativeDriver):
             self._wait_value = self.bind("cuStreamWaitValue32_v2", *signature)
             self._write_value = self.bind("cuStreamWriteValue32_v2", *signature)
             self.has_values = True
-        with suppress(DriverError):
-            self._call_host = self.bind("cuLaunchHostFunc", c_void_p, c_void_p, c_void_p)
-            self.has_host_calls = True
 
     def _resolve_batch(self, newest_form: BatchForm = BatchForm.WITHOUT_FAIL_INDEX) -> None:
         """Find the batch copy by the version of its form, asking this driver, not a header."""

@@ -9,7 +9,7 @@ from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from typing import Any
 
 from kvferry.errors import DriverError
-from kvferry.transfer.driver.base import Addresses, BatchForm, Pitches, SourceOrder
+from kvferry.transfer.driver.base import Addresses, BatchForm, SourceOrder
 from kvferry.transfer.driver.cuda import BATCH_WITH_FAIL_INDEX, MemcpyAttributes
 from kvferry.transfer.driver.native import NativeDriver
 
@@ -95,11 +95,6 @@ class HipDriver(NativeDriver):
         code = self._copy(dst, src, num_bytes, MEMCPY_DEFAULT, stream)
         if code:
             self.check(code, f"hipMemcpyAsync({num_bytes} bytes from {src:#x} to {dst:#x})")
-
-    def copy_rows_async(
-        self, dst: int, src: int, num_bytes: int, num_rows: int, pitches: Pitches, stream: int
-    ) -> None:
-        raise DriverError("rows are copied one by one here", code=500, unsupported=True)
 
     def copy_batch_async(
         self, dsts: Addresses, srcs: Addresses, sizes: Addresses, order: SourceOrder, stream: int

@@ -59,9 +59,7 @@ class NativeDriver(ABC):
     """Our name of each entry point in SIGNATURES to the library's."""
 
     max_batch: int | None = None
-    copies_rows = False
     has_values = False
-    has_host_calls = False
 
     def __init__(self, library: Any, device: int) -> None:
         self._library = library
@@ -165,9 +163,6 @@ class NativeDriver(ABC):
 
     def stream_write_value(self, stream: int, address: int, value: int) -> None:
         raise DriverError("streams cannot write values here", code=801, unsupported=True)
-
-    def stream_call_host(self, stream: int, function: int, argument: int) -> None:
-        raise DriverError("streams cannot call the host here", code=801, unsupported=True)
 
     # -- events ------------------------------------------------------------------------------
 

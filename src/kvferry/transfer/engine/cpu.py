@@ -13,8 +13,8 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.core.lifecycle import Process
 from kvferry.errors import ClosedError, InputError, LayoutError
-from kvferry.transfer.engine.contract import Event, Stream
 from kvferry.transfer.layout import GroupLayout, LayerParts
 from kvferry.types import (
     DEVICE,
@@ -28,45 +28,79 @@ from kvferry.types import (
     TransferId,
 )
 
-
-class CpuParts:
-    """The loads in parts of one engine that are not over: an event for each part."""
-
-    def __init__(self, loads: Stream, compute: Stream | None) -> None:
-        """Without a compute stream the caller computes: it is the one to wait."""
-        self._loads = loads
-        self._compute = compute
-        self._marks: dict[TransferId, list[Event]] = {}
-
-    def begin(self, transfer_id: TransferId, parts: Sequence[Callable[[], object]]) -> None:
-        """Queue one part after the other; nothing in them can fail."""
-        marks = self._marks[transfer_id] = []
-        for part in parts:
-            self._loads.run(part)
-            marks.append(self._loads.record())
-
-    def ended(self, transfer_id: TransferId) -> None:
-        self._marks.pop(transfer_id, None)
-
-    def num_landed(self, transfer_id: TransferId) -> int | None:
-        """See ``PartwiseEngine``."""
-        marks = self._marks.get(transfer_id)
-        return None if marks is None else sum(mark.synchronize(0) for mark in marks)
-
-    def order_compute_after_part(self, transfer_ids: Iterable[TransferId], number: int) -> None:
-        """See ``PartwiseEngine``."""
-        for transfer_id in transfer_ids:
-            marks = self._marks.get(transfer_id)
-            if marks:
-                mark = marks[min(number, len(marks) - 1)]
-                self._compute.wait(mark) if self._compute is not None else mark.synchronize()
-
-
-# ------------------------------------------------------------------------------------------------
-# The CPU device: paged KV in ordinary memory, copied asynchronously by threads. numpy only.
-
 Rows = npt.NDArray[np.uint8]
 """Blocks as rows of bytes, one row per slot."""
+
+
+class Event:
+    """A point in a stream's work. Set when the stream that recorded it gets there."""
+
+    __slots__ = ("_reached",)
+
+    def __init__(self) -> None:
+        self._reached = threading.Event()
+
+    def synchronize(self, timeout: float | None = None) -> bool:
+        """Block the caller until the point is reached; False if ``timeout`` passed first."""
+        return self._reached.wait(timeout)
+
+    def _set(self) -> None:
+        self._reached.set()
+
+
+class Stream:
+    """A thread that does work in the order given and nothing else in between.
+
+    Work on two streams runs in any order unless an event orders it: exactly a GPU's rule. A fault
+    in a piece of work is kept and raised by the next :meth:`synchronize`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._fault: BaseException | None = None
+        self._closed = False
+        self._process = Process(f"stream {name}")
+        self._thread = threading.Thread(target=self._work, name=f"kvferry-{name}", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Queue ``work`` and return at once."""
+        if self._closed:
+            raise ClosedError(f"stream {self.name} is closed")
+        self._process.require()
+        self._queue.put(work)
+
+    def record(self) -> Event:
+        """Mark this point of the stream; the event is reached when all work before it is done."""
+        event = Event()
+        self.run(event._set)
+        return event
+
+    def wait(self, event: Event) -> None:
+        """Do nothing queued after this until ``event`` is reached."""
+        self.run(event.synchronize)
+
+    def synchronize(self) -> None:
+        """Block until all queued work is done; raises the first fault of that work."""
+        self.record().synchronize()
+        if self._fault is not None:
+            fault, self._fault = self._fault, None
+            raise fault
+
+    def close(self) -> None:
+        """Finish the queued work and end the thread. Safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            self._queue.put(None)
+            self._thread.join()
+
+    def _work(self) -> None:
+        while (work := self._queue.get()) is not None:
+            try:
+                work()
+            except BaseException as fault:  # the stream must go on, or all waiting threads hang
+                self._fault = self._fault or fault
 
 
 class CpuEngine:
@@ -74,7 +108,7 @@ class CpuEngine:
 
     Owns one stream per direction; leaves the tensors, the host slots and the compute stream to
     their owners, who must outlive it. Without a compute stream the caller computes in its own
-    thread, so whatever it wrote before ``submit`` is there.
+    thread, so what it wrote before ``submit`` is there.
     """
 
     def __init__(
@@ -92,7 +126,7 @@ class CpuEngine:
                     f"a host slot only {host.shape[1]}"
                 )
         self._groups = [_BlockViews(layout) for layout in layouts]
-        self._cuts = [
+        self._parts = [
             [(_BlockViews(part.layout), part.start) for part in LayerParts.of(layout).parts]
             for layout in layouts
         ]
@@ -101,9 +135,9 @@ class CpuEngine:
         self._rank = rank
         self._loads = Stream("load")
         self._stores = Stream("store")
-        self.parts = CpuParts(self._loads, compute)
+        self._marks: dict[TransferId, list[Event]] = {}  # one per part
         self._done: queue.SimpleQueue[Receipt] = queue.SimpleQueue()
-        self._news = threading.Event()
+        self._has_ended = threading.Event()
         self._closed = False
 
     def submit(self, transfer: Transfer) -> None:
@@ -117,20 +151,20 @@ class CpuEngine:
         if transfer.in_parts:
             self._submit_parts(transfer)
         else:
-            stream.run(lambda: self._carry_out(transfer))
+            stream.run(lambda: self._copy(transfer))
 
-    def await_news(self, seconds: float) -> None:
-        self._news.wait(seconds)
+    def wait_for_end(self, seconds: float) -> None:
+        self._has_ended.wait(seconds)
 
     def poll(self) -> list[Receipt]:
         receipts = []
-        self._news.clear()  # before we look, or what comes meanwhile is news to nobody
+        self._has_ended.clear()  # first, or a receipt that comes meanwhile is missed
         while True:
             try:
                 receipts.append(self._done.get_nowait())
             except queue.Empty:
                 return receipts
-            self.parts.ended(receipts[-1].transfer_id)
+            self._marks.pop(receipts[-1].transfer_id, None)
 
     def drain(self, timeout: float | None = None) -> list[Receipt]:
         if not self._closed:
@@ -140,7 +174,7 @@ class CpuEngine:
         return self.poll()
 
     @contextmanager
-    def begun_here(self, *, compute_waits: bool = False) -> Iterator[None]:
+    def starting_here(self, *, compute_waits: bool = False) -> Iterator[None]:
         yield
         if compute_waits:
             self.order_compute_after_loads()
@@ -149,63 +183,71 @@ class CpuEngine:
         if self._compute is not None:
             self._compute.wait(self._loads.record())
 
+    def num_landed(self, transfer_id: TransferId) -> int | None:
+        marks = self._marks.get(transfer_id)
+        return None if marks is None else sum(mark.synchronize(0) for mark in marks)
+
+    def order_compute_after_part(self, transfer_ids: Iterable[TransferId], number: int) -> None:
+        for transfer_id in transfer_ids:
+            marks = self._marks.get(transfer_id)
+            if marks:
+                mark = marks[min(number, len(marks) - 1)]
+                # Without a compute stream the caller computes: it is the one to wait.
+                self._compute.wait(mark) if self._compute is not None else mark.synchronize()
+
     def close(self) -> None:
         self._closed = True
         self._loads.close()
         self._stores.close()
 
     def _submit_parts(self, transfer: Transfer) -> None:
-        """All that can go wrong is looked at here: once begun, it lands."""
+        """All that can go wrong is checked here: once begun, the load lands."""
         try:
             self._check(transfer)
         except Exception as error:
-            self._end(_failed(transfer, self._rank, error))
+            self._end(transfer, error=error)
             return
         began = time.perf_counter()
-        self.parts.begin(
-            transfer.id,
-            [partial(v.load, transfer, self._host, at) for v, at in self._cuts[transfer.group]],
-        )
-        num_bytes = len(transfer) * self._groups[transfer.group].layout.block_bytes
+        marks = self._marks[transfer.id] = []
+        for views, start in self._parts[transfer.group]:
+            self._loads.run(partial(views.load, transfer, self._host, start))
+            marks.append(self._loads.record())
+        self._loads.run(lambda: self._end(transfer, seconds=time.perf_counter() - began))
 
-        def end() -> None:
-            seconds = time.perf_counter() - began
-            self._end(Receipt(transfer.id, self._rank, Outcome.OK, "", num_bytes, seconds, "cpu"))
-
-        self._loads.run(end)
-
-    def _end(self, receipt: Receipt) -> None:
-        self._done.put(receipt)
-        self._news.set()
-
-    def _carry_out(self, transfer: Transfer) -> None:
-        self._end(self._copy(transfer))
-
-    def _copy(self, transfer: Transfer) -> Receipt:
+    def _copy(self, transfer: Transfer) -> None:
         start = time.perf_counter()
         try:
-            num_bytes = self._move(transfer)
+            self._check(transfer)
+            views = self._groups[transfer.group]
+            move = views.store if transfer.src == DEVICE else views.load
+            move(transfer, self._host)
         except Exception as error:  # a copy thread that dies leaves its request waiting for ever
-            return _failed(transfer, self._rank, error)
-        seconds = time.perf_counter() - start
-        return Receipt(transfer.id, self._rank, Outcome.OK, "", num_bytes, seconds, "cpu")
+            self._end(transfer, error=error)
+        else:
+            self._end(transfer, seconds=time.perf_counter() - start)
 
-    def _move(self, transfer: Transfer) -> int:
-        self._check(transfer)
-        views = self._groups[transfer.group]
-        move = views.store if transfer.src == DEVICE else views.load
-        return move(transfer, self._host)
+    def _end(
+        self, transfer: Transfer, *, seconds: float = 0.0, error: Exception | None = None
+    ) -> None:
+        if error is not None:
+            reason = f"{type(error).__name__}: {error}"
+            self._done.put(Receipt(transfer.id, self._rank, Outcome.FAILED, reason))
+        else:
+            num_bytes = len(transfer) * self._groups[transfer.group].layout.block_bytes
+            self._done.put(
+                Receipt(transfer.id, self._rank, Outcome.OK, "", num_bytes, seconds, "cpu")
+            )
+        self._has_ended.set()
 
     def _check(self, transfer: Transfer) -> None:
         if {transfer.src, transfer.dst} != {DEVICE, HOST}:
             raise InputError(f"this engine cannot copy from {transfer.src} to {transfer.dst}")
         if not 0 <= transfer.group < len(self._groups):
             raise InputError(f"there are {len(self._groups)} groups, got group {transfer.group}")
-        views = self._groups[transfer.group]
         stores = transfer.src == DEVICE
         blocks = transfer.src_slots if stores else transfer.dst_slots
         slots = transfer.dst_slots if stores else transfer.src_slots
-        _require_within("device blocks", blocks, views.layout.num_blocks)
+        _require_within("device blocks", blocks, self._groups[transfer.group].layout.num_blocks)
         _require_within("host slots", slots, len(self._host))
 
 
@@ -215,13 +257,8 @@ class _BlockViews:
     def __init__(self, layout: GroupLayout) -> None:
         self.layout = layout
         self.segments: list[tuple[Rows, slice]] = []
-        for base, stride, size, offset in zip(
-            layout.bases.tolist(),
-            layout.strides.tolist(),
-            layout.sizes.tolist(),
-            layout.offsets.tolist(),
-            strict=True,
-        ):
+        tables = (layout.bases, layout.strides, layout.sizes, layout.offsets)
+        for base, stride, size, offset in zip(*(t.tolist() for t in tables), strict=True):
             span = (layout.num_blocks - 1) * stride + size
             run = np.frombuffer((ctypes.c_uint8 * span).from_address(base), dtype=np.uint8)
             view = np.lib.stride_tricks.as_strided(
@@ -229,22 +266,16 @@ class _BlockViews:
             )
             self.segments.append((view, slice(offset, offset + size)))
 
-    def store(self, transfer: Transfer, host: Rows) -> int:
+    def store(self, transfer: Transfer, host: Rows) -> None:
         blocks, slots = transfer.src_slots, transfer.dst_slots
         for view, place in self.segments:
             host[slots, place] = view[blocks]
-        return len(transfer) * self.layout.block_bytes
 
-    def load(self, transfer: Transfer, host: Rows, start: int = 0) -> int:
+    def load(self, transfer: Transfer, host: Rows, start: int = 0) -> None:
         """``start`` is where the first segment lies in a slot."""
         slots, blocks = transfer.src_slots, transfer.dst_slots
         for view, place in self.segments:
             view[blocks] = host[slots, start + place.start : start + place.stop]
-        return len(transfer) * self.layout.block_bytes
-
-
-def _failed(transfer: Transfer, rank: Rank, error: Exception) -> Receipt:
-    return Receipt(transfer.id, rank, Outcome.FAILED, f"{type(error).__name__}: {error}")
 
 
 def _require_within(what: str, numbers: SlotArray, count: int) -> None:

@@ -1,4 +1,4 @@
-"""The copy engine for a GPU: which stream waits for which, and what became of every transfer.
+"""The copy engine for a GPU: which stream waits for which, and how every transfer ended.
 
 ::
 
@@ -10,7 +10,7 @@
 Every copy waits for the compute queued when it was submitted: a store because compute may still be
 writing its source, a load because compute may still be reading its destination.
 
-Compute waits for a load by an event where all of it is queued, else by a gate (``gates.py``).
+Compute waits for a load by an event where all of it is queued, else by a flag (``flags.py``).
 """
 
 from __future__ import annotations
@@ -21,75 +21,68 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
+import numpy as np
+
 from kvferry.core.lifecycle import Closing, PunctualSleep, pause
-from kvferry.errors import ClosedError, DeadlineError, DriverError, InputError
+from kvferry.errors import ClosedError, DeadlineError, DriverError, InputError, LayoutError
 from kvferry.transfer.driver.base import Driver, EventPool, Priority
-from kvferry.transfer.engine.fences import Channels, Gates, GateWatch, Submission
-from kvferry.transfer.engine.lane import Jobs, Lane
-from kvferry.transfer.engine.parts import GpuParts
+from kvferry.transfer.engine.copy_queue import CopyQueue, PendingCopy
+from kvferry.transfer.engine.flags import FlagProbe, FlagWatchdog, HostFlags
 from kvferry.transfer.job import CopyJob, Direction
-from kvferry.transfer.layout import GroupLayout
+from kvferry.transfer.layout import GroupLayout, LayerParts
 from kvferry.transfer.paths.contract import QUICK_BYTES, Path
 from kvferry.transfer.paths.host_runs import count_runs
-from kvferry.transfer.planning.planner import MeasuredPlanner, PathChoices, Planner
-from kvferry.types import FIRST_RANK, Rank, Receipt, Transfer
-
-SMALL_BYTES = 80 << 20
-"""What takes a few pieces only: they are queued sooner than another thread hears of them. Of more
-the first are queued at once, and while they are copied the thread gets there."""
-
-
-class BegunHere:
-    """What ``begun_here`` enters. Made once: it is entered for every transfer.
-
-    Threads hear of it last: they would take turns with us at the interpreter.
-    """
-
-    def __init__(self, lanes: Iterable[Lane], order: Callable[[], None] | None) -> None:
-        self._lanes = tuple(lanes)
-        self._order = order
-
-    def __enter__(self) -> None:
-        for lane in self._lanes:
-            lane.hold()
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        try:
-            for lane in self._lanes:
-                lane.begin(SMALL_BYTES)
-            if self._order is not None and kind is None:
-                self._order()
-        finally:
-            for lane in self._lanes:
-                lane.release()
-
-
-# ------------------------------------------------------------------------------------------------
-# The copy engine for a GPU: which stream waits for which, and what became of every transfer.
-#
-# ::
-#
-#     compute  ──[writes blocks]──●─────────────────────────●──[reads loaded blocks]──
-#                                 │ ready                   ▲ order_compute_after_loads
-#     store                       └─▶[copy to host]──end    │
-#     load                        └─▶[copy to device]──end──┘
-#
-# Every copy waits for the compute queued when it was submitted: a store because compute may
-# still be
-# writing its source, a load because compute may still be reading its destination.
-#
-# Compute waits for a load by an event where all of it is queued, else by a gate (``gates.py``).
+from kvferry.transfer.planner.choose import PathChoices, Planner
+from kvferry.types import (
+    DEVICE,
+    FIRST_RANK,
+    HOST,
+    Outcome,
+    Rank,
+    Receipt,
+    SlotArray,
+    Transfer,
+    TransferId,
+)
 
 log = logging.getLogger(__name__)
 
-_NUM_BEGUN = {Direction.LOAD: 1, Direction.STORE: 2}
-"""Pieces of a copy that who submits it queues itself: a store's first is over before another thread
+SMALL_BYTES = 80 << 20
+"""A copy of few pieces: the caller queues them sooner than another thread wakes up. Of a larger one
+the first pieces are queued at once, and the thread wakes up while they are copied."""
+
+_NUM_FIRST_PIECES = {Direction.LOAD: 1, Direction.STORE: 2}
+"""Pieces of a copy that its submitter queues itself: a store's first is over before another thread
 is sure to have had its turn at the interpreter."""
 
-
 _QUEUEING_SECONDS = 5e-5
-"""Who waits rests so long while copies are being queued: it would take turns at the interpreter
-with who queues them, and none of them is over yet."""
+"""Rest of a waiting caller while copies are being queued: it would compete for the interpreter with
+the thread that queues them, and none of them is over yet."""
+
+
+class StartHere:
+    """The context manager of ``starting_here``. Made once: it is entered for every transfer.
+
+    Threads wake up last: they would compete with this one for the interpreter.
+    """
+
+    def __init__(self, queues: Iterable[CopyQueue], order: Callable[[], None] | None) -> None:
+        self._queues = tuple(queues)
+        self._order = order
+
+    def __enter__(self) -> None:
+        for queue in self._queues:
+            queue.hold()
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            for queue in self._queues:
+                queue.begin(SMALL_BYTES)
+            if self._order is not None and kind is None:
+                self._order()
+        finally:
+            for queue in self._queues:
+                queue.release()
 
 
 class GpuEngine(Closing):
@@ -99,7 +92,7 @@ class GpuEngine(Closing):
     host memory (registered with the driver, or the copies are slow) and the compute stream to
     their owners, who must outlive it.
 
-    ``submit`` and ``order_compute_after_loads`` belong to the thread that queues compute, because
+    ``submit`` and the methods that order compute belong to the thread that queues compute, because
     "queued so far" means something only there; ``poll`` may be called from any thread.
     """
 
@@ -120,17 +113,20 @@ class GpuEngine(Closing):
         close_timeout: float = 30.0,
         runs_beside: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``runs_beside`` says of what is submitted now that compute will run beside it, although
-        none may be queued yet.
+        """``runs_beside`` says that compute will run beside transfers submitted now, although none
+        may be queued yet.
         """
+        for group, layout in enumerate(layouts):
+            if layout.block_bytes > host_pitch:
+                raise LayoutError(
+                    f"a block of group {group} has {layout.block_bytes} bytes, "
+                    f"a host slot only {host_pitch}"
+                )
         self._driver = driver
-        self._jobs = Jobs(
-            layouts,
-            host_base=host_base,
-            host_pitch=host_pitch,
-            num_slots=num_slots,
-            host_chunk=host_chunk,
-        )
+        self._layouts = tuple(layouts)
+        self._layer_parts = tuple(map(LayerParts.of, layouts))
+        self._host = (host_base, host_pitch, host_chunk)
+        self._num_slots = num_slots
         self._rank = rank
         self._compute_stream = compute_stream
         self._planner = planner
@@ -142,14 +138,14 @@ class GpuEngine(Closing):
         self._closed = False
         self._order_events = EventPool(driver, timing=False)
         self._timing_events = EventPool(driver, timing=True)
-        self.parts = GpuParts(driver, self._order_events, compute_stream)
-        self._gates = Gates(driver)
-        self._watch = GateWatch(patience=patience, timeout=close_timeout)
-        self._channels = Channels(driver, self._gates, self._order_events)
-        self._gated: Submission | None = None
-        self._lanes = self._open_lanes(patience)
-        self._here = BegunHere(self._lanes.values(), None)
-        self._here_in_order = BegunHere(self._lanes.values(), self.order_compute_after_loads)
+        self._in_parts: dict[TransferId, PendingCopy] = {}
+        self._flags = HostFlags(driver)
+        self._watchdog = FlagWatchdog(patience=patience, timeout=close_timeout)
+        self._probe = FlagProbe(driver, self._flags, self._order_events)
+        self._flagged: PendingCopy | None = None
+        self._queues = self._open_queues(patience)
+        self._start_here = StartHere(self._queues.values(), None)
+        self._start_in_order = StartHere(self._queues.values(), self.order_compute_after_loads)
 
     # -- the contract ------------------------------------------------------------------------
 
@@ -157,49 +153,52 @@ class GpuEngine(Closing):
         """Queue one transfer and return at once. A fault is a failed receipt, never a raise."""
         if self._closed:
             raise ClosedError("the engine is closed")
-        submission = Submission(transfer.id)
+        copy: PendingCopy | None = None
         try:
-            job = self._jobs.of(transfer)
-            num_bytes = submission.num_bytes = job.num_bytes
-            self._mark(submission)
-            if job.direction is Direction.STORE and self._gated is not None:
-                submission.after = self._gated = None if self._gated.queued else self._gated
-            # A large job's path is picked by the lane's thread: nobody here waits for that.
-            path = self._pick(submission, job) if num_bytes <= QUICK_BYTES else None
-            quick = path is not None and all(map(path.is_quick, job.parts()))
+            job = self._job_of(transfer)
+            copy = PendingCopy(transfer.id, job, num_bytes=job.num_bytes)
+            self._mark_ready(copy)
+            if job.direction is Direction.STORE and self._flagged is not None:
+                copy.after = self._flagged = None if self._flagged.queued else self._flagged
+            # A large job's path is picked by the queue's thread: the caller does not wait for that.
+            if copy.num_bytes <= QUICK_BYTES:
+                copy.path = self._pick(copy)
+            quick = copy.path is not None and all(map(copy.path.is_quick, job.parts()))
         except Exception as error:
-            # Nothing was queued, so there is nothing to wait for.
-            submission.fail(error)
-            self._release_ready(submission)
-            with self._lock:
-                self._ended.append(submission.receipt(self._rank))
-        else:
-            self.parts.begun(submission, job)
-            self._lanes[job.direction].submit(submission, job, path, quick=quick)
+            self._end_unqueued(transfer.id, copy, error)
+            return
+        if job.in_parts is not None:
+            self._in_parts[transfer.id] = copy
+        self._queues[job.direction].submit(copy, quick=quick)
 
     def poll(self) -> list[Receipt]:
         """Receipts of transfers that ended since the last call; never blocks."""
         with self._lock:
             receipts, self._ended = self._ended, []
-        for lane in self._lanes.values():
-            receipts.extend(self.parts.ended(s).receipt(self._rank) for s in lane.settle())
+        for queue in self._queues.values():
+            for copy in queue.settle():
+                self._in_parts.pop(copy.transfer_id, None)
+                for mark in copy.marks:
+                    self._order_events.give(mark)
+                receipts.append(copy.receipt(self._rank))
         return receipts
 
-    def await_news(self, seconds: float) -> None:
-        """Return when something ended that ``poll`` has not told, or after so many seconds."""
+    def wait_for_end(self, seconds: float) -> None:
+        """Return when a transfer has ended that ``poll`` has not returned, or after ``seconds``."""
+        queues = self._queues.values()
         began = time.monotonic()
         waited = 0.0
         try:
             with self._driver.current(), self._driver.beside_captures(), PunctualSleep():
                 while waited < seconds and not self._ended:
-                    if any(lane.has_news() for lane in self._lanes.values()):
+                    if any(queue.has_ended() for queue in queues):
                         return
-                    if any(lane.num_unqueued for lane in self._lanes.values()):
+                    if any(queue.num_unqueued for queue in queues):
                         time.sleep(_QUEUEING_SECONDS)
                     else:
                         pause(waited)
                     waited = time.monotonic() - began
-        except DriverError:  # a card that is lost: whoever polls finds out
+        except DriverError:  # a card that is lost: poll reports it
             time.sleep(min(seconds, 1e-3))
 
     def drain(self, timeout: float | None = None) -> list[Receipt]:
@@ -213,69 +212,74 @@ class GpuEngine(Closing):
             receipts.extend(self.poll())
         return receipts
 
-    def begun_here(self, *, compute_waits: bool = False) -> AbstractContextManager[None]:
-        """What is submitted inside is begun by this thread at its end, the rest left to others."""
-        return self._here_in_order if compute_waits else self._here
+    def starting_here(self, *, compute_waits: bool = False) -> AbstractContextManager[None]:
+        """Begin transfers submitted inside on this thread, at the end of the ``with`` block."""
+        return self._start_in_order if compute_waits else self._start_here
 
     def order_compute_after_loads(self) -> None:
         """Make compute queued from now on wait for every load submitted so far.
 
-        Does not wait until they are queued, where the driver has gates. Raises if it refuses:
+        Does not wait until they are queued, where the driver has flags. Raises if it refuses:
         compute queued after a silent refusal would read blocks that are not there yet.
         """
         if self._closed:
             raise ClosedError("the engine is closed")
-        lane = self._lanes[Direction.LOAD]
-        if not lane.num_open:
+        loads = self._queues[Direction.LOAD]
+        if not loads.num_open:
             return
         with self._driver.current():
             compute = self._compute_stream()
-            if lane.num_unqueued and self._shut_gate(lane, compute):
+            if loads.num_unqueued and self._hold_behind_flag(loads, compute):
                 return
-            if not lane.flush(self._close_timeout):
+            if not loads.flush(self._close_timeout):
                 raise DeadlineError(f"loads were not queued within {self._close_timeout} seconds")
             event = self._order_events.take()
             try:
-                self._driver.record_event(event, lane.stream)
+                self._driver.record_event(event, loads.stream)
                 self._driver.stream_wait_event(compute, event)
             finally:
                 self._order_events.give(event)
 
-    def _try_out(self, compute: int, submission: Submission) -> None:
-        """Here, where nothing of ours is queued yet and the thread is the one that may ask."""
-        if submission.beside_model or self.num_in_flight:
-            return
-        streams = [lane.stream for lane in self._lanes.values()]
-        for path in self._paths.values():
-            streams += getattr(path, "streams", ())
-        self._channels.try_out(compute, streams)
+    def num_landed(self, transfer_id: TransferId) -> int | None:
+        """How many parts of a load ``in_parts`` have landed; None while it may still fail."""
+        copy = self._in_parts.get(transfer_id)
+        if copy is None or not copy.queued or copy.reason:
+            return None
+        done = 0
+        try:
+            with self._driver.current():
+                while done < len(copy.marks):
+                    if not self._driver.event_is_done(copy.marks[done]):
+                        break
+                    done += 1
+        except DriverError:  # its receipt will report it
+            return None
+        return done
 
-    def _shut_gate(self, lane: Lane, compute: int) -> bool:
-        if not self._gates.is_prepared or not self._channels.is_apart(compute):
-            return False
-        if not self._watch.start():
-            return False
-        gated = lane.shut_gate(compute)
-        if gated is None:
-            return False
-        self._gated = gated
-        self._watch.watch(gated)
-        return True
+    def order_compute_after_part(self, transfer_ids: Iterable[TransferId], number: int) -> None:
+        """Make compute wait for that part of loads for which ``num_landed`` had an answer."""
+        with self._driver.current():
+            compute = self._compute_stream()
+            for transfer_id in transfer_ids:
+                copy = self._in_parts.get(transfer_id)
+                if copy is not None and copy.marks:
+                    mark = copy.marks[min(number, len(copy.marks) - 1)]
+                    self._driver.stream_wait_event(compute, mark)
 
     def close(self) -> None:
         """Drain, then give back streams, events and paths. Safe to call twice.
 
-        Receipts nobody polled before stay to be polled.
+        Receipts that ``poll`` has not returned can still be polled.
         """
         if self._closed:
             return
         self._closed = True
         receipts = self.drain(self._close_timeout)
-        for lane in self._lanes.values():
-            for submission in lane.close(self._close_timeout):
-                submission.fail(DeadlineError("still in flight when the engine was closed"))
-                self._release_ready(submission)
-                receipts.append(submission.receipt(self._rank))
+        for queue in self._queues.values():
+            for copy in queue.close(self._close_timeout):
+                copy.fail(DeadlineError("still in flight when the engine was closed"))
+                self._release_ready(copy)
+                receipts.append(copy.receipt(self._rank))
         with self._lock:
             self._ended.extend(receipts)
         self._give_back()
@@ -283,97 +287,134 @@ class GpuEngine(Closing):
     @property
     def num_in_flight(self) -> int:
         """Transfers submitted whose receipt is not out yet."""
-        return sum(lane.num_open for lane in self._lanes.values())
+        return sum(queue.num_open for queue in self._queues.values())
 
     @property
     def is_stuck(self) -> bool:
         """Whether a thread is still inside a driver call after ``close``."""
-        return any(lane.is_stuck for lane in self._lanes.values())
+        return any(queue.is_stuck for queue in self._queues.values())
 
     @property
-    def choices(self) -> PathChoices | None:
-        """What paths are picked by here; None where that was not measured."""
+    def choices(self) -> PathChoices:
+        """The measurements and layouts that paths are picked by here."""
         planner = self._planner
-        if not isinstance(planner, MeasuredPlanner):
-            return None
-        paths = tuple(self._paths)
-        return PathChoices(planner.profile, paths, planner.pinned, self._jobs.layouts)
+        return PathChoices(planner.profile, tuple(self._paths), planner.pinned, self._layouts)
 
     # -- one transfer ------------------------------------------------------------------------
 
-    def _mark(self, submission: Submission) -> None:
+    def _job_of(self, transfer: Transfer) -> CopyJob:
+        """The addresses of a transfer; InputError where they are not ours to copy."""
+        if (transfer.src, transfer.dst) == (DEVICE, HOST):
+            direction, blocks, slots = Direction.STORE, transfer.src_slots, transfer.dst_slots
+        elif (transfer.src, transfer.dst) == (HOST, DEVICE):
+            direction, blocks, slots = Direction.LOAD, transfer.dst_slots, transfer.src_slots
+        else:
+            raise InputError(f"this engine cannot copy from {transfer.src} to {transfer.dst}")
+        if not 0 <= transfer.group < len(self._layouts):
+            raise InputError(f"there are {len(self._layouts)} groups, got group {transfer.group}")
+        layout = self._layouts[transfer.group]
+        _require_within("device block", blocks, layout.num_blocks)
+        _require_within("host slot", slots, self._num_slots)
+        parts = self._layer_parts[transfer.group] if transfer.in_parts else None
+        return CopyJob(direction, layout, blocks, slots, *self._host, parts)
+
+    def _mark_ready(self, copy: PendingCopy) -> None:
         """Fix the transfer's place behind compute, now, and see whether there is any."""
         with self._driver.current():
             compute = self._compute_stream()
-            submission.beside_model = self._runs_beside() or not self._driver.stream_is_idle(
-                compute
-            )
-            if self._channels.wants_trial(compute):
-                self._try_out(compute, submission)
-            # Here and not on the lane's thread: later compute must not hold this copy back.
-            submission.ready = self._order_events.take()
-            self._driver.record_event(submission.ready, compute)
+            copy.beside_model = self._runs_beside() or not self._driver.stream_is_idle(compute)
+            if self._probe.is_wanted(compute) and not (copy.beside_model or self.num_in_flight):
+                # Here, where nothing of ours is queued and the thread is the one that may ask.
+                streams = [queue.stream for queue in self._queues.values()]
+                for path in self._paths.values():
+                    streams += path.streams
+                self._probe.probe(compute, streams)
+            # Here and not on the queue's thread: later compute must not hold this copy back.
+            copy.ready = self._order_events.take()
+            self._driver.record_event(copy.ready, compute)
 
-    def _pick(self, submission: Submission, job: CopyJob) -> Path:
-        submission.num_runs = count_runs(job)
-        submission.path = self._choose(
-            job, submission.num_runs, beside_model=submission.beside_model
-        )
-        path = self._paths.get(submission.path)
-        if path is None:
-            raise InputError(
-                f"the planner chose path {submission.path!r}; this engine has {sorted(self._paths)}"
-            )
-        return path
-
-    def _choose(self, job: CopyJob, num_runs: int, *, beside_model: bool) -> str:
-        return self._planner.choose(
+    def _pick(self, copy: PendingCopy) -> Path:
+        job = copy.job
+        copy.num_runs = count_runs(job)
+        copy.path_name = self._planner.choose(
             job.direction,
             job.layout,
             len(job.device_blocks),
-            beside_model,
-            num_runs,
+            copy.beside_model,
+            copy.num_runs,
             in_parts=job.in_parts is not None,
         )
+        path = self._paths.get(copy.path_name)
+        if path is None:
+            raise InputError(
+                f"the planner chose path {copy.path_name!r}; this engine has {sorted(self._paths)}"
+            )
+        return path
 
-    def _release_ready(self, submission: Submission) -> None:
-        if submission.ready is not None:
-            self._order_events.give(submission.ready)
-            submission.ready = None
+    def _end_unqueued(
+        self, transfer_id: TransferId, copy: PendingCopy | None, error: Exception
+    ) -> None:
+        """Give a failed receipt at once: nothing was queued, so there is nothing to wait for."""
+        if copy is not None:
+            copy.fail(error)
+            self._release_ready(copy)
+            receipt = copy.receipt(self._rank)
+        else:
+            reason = f"{type(error).__name__}: {error}"
+            receipt = Receipt(transfer_id, self._rank, Outcome.FAILED, reason)
+        with self._lock:
+            self._ended.append(receipt)
+
+    def _release_ready(self, copy: PendingCopy) -> None:
+        if copy.ready is not None:
+            self._order_events.give(copy.ready)
+            copy.ready = None
+
+    def _hold_behind_flag(self, loads: CopyQueue, compute: int) -> bool:
+        if not self._flags.is_prepared or not self._probe.is_safe(compute):
+            return False
+        if not self._watchdog.start():
+            return False
+        load = loads.hold_behind_flag(compute)
+        if load is None:
+            return False
+        self._flagged = load
+        self._watchdog.watch(load)
+        return True
 
     # -- what the engine owns ----------------------------------------------------------------
 
-    def _open_lanes(self, patience: float) -> dict[Direction, Lane]:
-        """A request waits for its load; nobody waits for a store, so it yields to the model."""
+    def _open_queues(self, patience: float) -> dict[Direction, CopyQueue]:
+        """A request waits for its load; no request waits for a store, so it yields to the model."""
         priorities = {Direction.LOAD: Priority.HIGH, Direction.STORE: Priority.LOW}
-        lanes: dict[Direction, Lane] = {}
+        queues: dict[Direction, CopyQueue] = {}
         with self._driver.current():
             for direction, priority in priorities.items():
                 try:
                     stream = self._driver.create_stream(priority)
                 except Exception:
-                    self._destroy_streams(lanes)
+                    self._destroy_streams(queues)
                     raise
-                lanes[direction] = Lane(
+                queues[direction] = CopyQueue(
                     direction.value,
                     self._driver,
                     stream,
                     self._order_events,
                     self._timing_events,
                     pick=self._pick,
-                    num_begun=_NUM_BEGUN[direction],
+                    num_first_pieces=_NUM_FIRST_PIECES[direction],
                     patience=patience,
-                    gates=self._gates,
+                    flags=self._flags,
                     wait_for_load=self._wait_for_load,
                 )
-            self._gates.prepare()
-        return lanes
+            self._flags.prepare()
+        return queues
 
-    def _wait_for_load(self, load: Submission, end: float | None) -> bool:
-        return self._lanes[Direction.LOAD].wait_until_queued(load, end)
+    def _wait_for_load(self, load: PendingCopy, end: float | None) -> bool:
+        return self._queues[Direction.LOAD].wait_until_queued(load, end)
 
     def _give_back(self) -> None:
-        self._watch.close()
+        self._watchdog.close()
         if self.is_stuck:
             # Destroying a stream under a call that uses it crashes the process; a leak does not.
             log.error("a copy thread is stuck in the driver; its streams are left to the process")
@@ -385,23 +426,30 @@ class GpuEngine(Closing):
                 log.exception("path %s did not close", name)
         try:
             with self._driver.current():
-                self._gates.close()
-                self._destroy_streams(self._lanes)
+                self._flags.close()
+                self._destroy_streams(self._queues)
                 self._order_events.close()
                 self._timing_events.close()
         except Exception:
             log.exception("the engine's streams and events were not given back")
 
-    def _destroy_streams(self, lanes: Mapping[Direction, Lane]) -> None:
-        for lane in lanes.values():
+    def _destroy_streams(self, queues: Mapping[Direction, CopyQueue]) -> None:
+        for queue in queues.values():
             try:
-                self._driver.destroy_stream(lane.stream)
+                self._driver.destroy_stream(queue.stream)
             except Exception:
                 log.exception("a stream was not given back")
 
 
+def _require_within(what: str, slots: SlotArray, count: int) -> None:
+    # As unsigned numbers the negative ones are the largest: one test finds both kinds.
+    worst = int(slots.view(np.uint64).argmax())
+    if not 0 <= slots[worst] < count:
+        raise InputError(f"{what} {slots[worst]} is not one of 0 to {count - 1}")
+
+
 def torch_compute_stream(device: int) -> Callable[[], int]:
-    """Asks torch, at each submit, which stream the model's kernels go to now."""
+    """A function that asks torch, at each submit, which stream the model's kernels go to now."""
     import torch
 
     return lambda: int(torch.cuda.current_stream(device).cuda_stream)

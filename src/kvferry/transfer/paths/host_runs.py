@@ -6,25 +6,22 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvferry.transfer.driver.base import Addresses, Driver, Pitches, SourceOrder
+from kvferry.transfer.driver.base import Addresses, Driver, SourceOrder
 from kvferry.transfer.driver.swap import copy_batch
 from kvferry.transfer.job import CopyJob
 
 FIRST_BYTES, MAX_CALL = 2 << 20, 64
-"""Bytes of a job's first batch call, and the most copies of any. The driver starts none before it
-has seen all of a call, half a microsecond each: so the first one is short, and the next ones only
-as long as the link is busy meanwhile (one NVIDIA H200)."""
+"""Bytes of a job's first batch call, and the most copies of any call. The driver starts no copy
+before it has read the whole call, half a microsecond each: so the first call is short, and the next
+ones only as long as the link is busy meanwhile (one NVIDIA H200)."""
 GROWTH = 4
 SINGLE_BYTES, MAX_SINGLES = 512 << 10, 3
-"""A load's first runs are copied one by one, while those after them are still being counted: the
-first one always, more as long as they keep the link busy for longer than a call takes the host."""
-LEAST_ROWS = 4
-"""Blocks of which only a part is copied lie apart, at equal distances where their slots are
-neighbours: so many such rows are worth one copy of them all."""
+"""A load's first runs are copied one by one while the runs after them are still being counted: the
+first one always, more as long as each keeps the link busy for longer than its call takes."""
 
 
 class HostRuns:
-    """Knows where byte ``n`` of a job's blocks, laid end to end, is in host memory."""
+    """Maps byte ``n`` of a job's blocks, laid end to end, to its address in host memory."""
 
     def __init__(self, job: CopyJob) -> None:
         heads = job.run_heads
@@ -34,68 +31,41 @@ class HostRuns:
         if len(heads) > 1:
             self._first_end = int(heads[1]) * job.layout.block_bytes
         self._limit = 0  # until the other runs are laid out
-        self._has_rows = job.is_part and len(job.stretch_heads) * LEAST_ROWS <= len(job.host_slots)
 
     def store(self, driver: Driver, start: int, end: int, ring: int, stream: int) -> None:
         """Queue the copy of bytes ``start`` to ``end`` from the ring to their slots."""
         if end <= self._first_end:
             driver.copy_async(self._first_host + start, ring, end - start, stream)
             return
-        host, packed, sizes = self._pieces(start, end, ring)
+        host, packed, sizes = self._runs_between(start, end, ring)
         if len(sizes) == 1:
             driver.copy_async(int(host[0]), ring, end - start, stream)
-        else:
-            # The ring is filled by the kernel before: only STREAM keeps the read behind it.
-            for part in self._calls(len(sizes)):
-                copies = (host[part], packed[part], sizes[part])
-                copy_batch(driver, *copies, SourceOrder.STREAM, stream)
+            return
+        # The ring is filled by the kernel before: only STREAM keeps the read behind it.
+        for part in self._calls(len(sizes)):
+            copies = (host[part], packed[part], sizes[part])
+            copy_batch(driver, *copies, SourceOrder.STREAM, stream)
 
     def load(self, driver: Driver, start: int, end: int, ring: int, stream: int) -> None:
         """Queue the copy of bytes ``start`` to ``end`` from their slots to the ring."""
-        if end <= self._first_end:
-            driver.copy_async(ring, self._first_host + start, end - start, stream)
-            return
-        if self._has_rows and driver.copies_rows:
-            self._load_rows(driver, start, end, ring, stream)
-            return
         if start < self._first_end:
             begin, start = start, self._load_first(driver, start, end, ring, stream)
             if start == end:
                 return
             ring += start - begin
-        host, packed, sizes = self._pieces(start, end, ring)
+        host, packed, sizes = self._runs_between(start, end, ring)
         if len(sizes) == 1:
             driver.copy_async(ring, int(host[0]), end - start, stream)
-        else:
-            # A committed host slot does not change while it is leased, so it may be read early.
-            for part in self._calls(len(sizes)):
-                copies = (packed[part], host[part], sizes[part])
-                copy_batch(driver, *copies, SourceOrder.ANY, stream)
-
-    def _load_rows(self, driver: Driver, start: int, end: int, ring: int, stream: int) -> None:
-        """Queue a copy for each stretch of slots; blocks that are cut at an end go alone."""
-        job = self._job
-        size, at = job.layout.block_bytes, start
-        heads = job.stretch_heads
-        while at < end:
-            block, within = divmod(at, size)
-            host = job.host_base + int(job.host_slots[block]) * job.host_pitch + within
-            next_head = int(heads.searchsorted(block, "right"))
-            stretch_end = int(heads[next_head]) if next_head < len(heads) else len(job.host_slots)
-            num_rows = min(stretch_end, end // size) - block
-            if within or num_rows < 2:
-                stop = min(end, (block + 1) * size)
-                driver.copy_async(ring + at - start, host, stop - at, stream)
-            else:
-                stop = at + num_rows * size
-                pitches = Pitches(size, job.host_pitch)
-                driver.copy_rows_async(ring + at - start, host, size, num_rows, pitches, stream)
-            at = stop
+            return
+        # A committed host slot does not change while it is leased, so it may be read early.
+        for part in self._calls(len(sizes)):
+            copies = (packed[part], host[part], sizes[part])
+            copy_batch(driver, *copies, SourceOrder.ANY, stream)
 
     def _load_first(self, driver: Driver, start: int, end: int, ring: int, stream: int) -> int:
         """Queue the first runs, one copy each; returns the byte after the last of them."""
         job, heads = self._job, self._job.run_heads
-        block_bytes, at, stop = job.layout.block_bytes, start, self._first_end
+        block_bytes, at, stop = job.layout.block_bytes, start, min(self._first_end, end)
         host = self._first_host + start
         for run in range(1, MAX_SINGLES + 1):
             driver.copy_async(ring + at - start, host, stop - at, stream)
@@ -118,7 +88,7 @@ class HostRuns:
             self._limit = min(GROWTH * self._limit, MAX_CALL)
 
     def _lay_out(self) -> None:
-        """Where every run begins, the last one ends, and the host address of each."""
+        """Where every run begins, where the last one ends, and the host address of each."""
         job = self._job
         heads = job.run_heads
         self._limit = min(MAX_CALL, max(1, FIRST_BYTES * len(heads) // job.num_bytes))
@@ -127,7 +97,9 @@ class HostRuns:
         self._bounds[-1] = job.num_bytes
         self._host = job.host_base + job.host_slots[heads] * job.host_pitch
 
-    def _pieces(self, start: int, end: int, ring: int) -> tuple[Addresses, Addresses, Addresses]:
+    def _runs_between(
+        self, start: int, end: int, ring: int
+    ) -> tuple[Addresses, Addresses, Addresses]:
         """Host address, ring address and size of each run between ``start`` and ``end``."""
         if not self._limit:
             self._lay_out()

@@ -1,4 +1,4 @@
-"""The kernel path: the card's own threads read and write pinned host memory."""
+"""The path ``kernel``: the card's own threads read and write pinned host memory."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from kvferry.transfer.driver.base import Driver
 from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.kernels.launch import Grid, Kernels, Launcher, widest
 from kvferry.transfer.kernels.tables import IdBuffers
-from kvferry.transfer.paths.contract import QUICK_BYTES, Means
+from kvferry.transfer.paths.contract import QUICK_BYTES, Means, Path
 
 GRID = Grid(programs=2, warps=32)
 """Two multiprocessors fill a PCIe Gen5 link; more only take from the model (one NVIDIA H200)."""
 
 
-class KernelPath:
+class KernelPath(Path):
     """One launch per job; the host memory must be registered with the driver.
 
     Owns the tables of the layouts it has seen and buffers for ids.

@@ -11,8 +11,8 @@ from kvferry.errors import DriverError
 from kvferry.settings.copy_paths import BY_NAME, COPY_PATHS, CopyPath, path_names
 from kvferry.transfer.driver.base import Driver
 from kvferry.transfer.driver.cuda import CudaDriver
-from kvferry.transfer.kernels.launch import CudaLauncher, Launcher, Variant
-from kvferry.transfer.paths.contract import Means, Path, PathClass
+from kvferry.transfer.kernels.launch import CudaLauncher, Variant
+from kvferry.transfer.paths.contract import Means, Path
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class PathSet:
     """
 
     paths: dict[str, Path]
-    launcher: Launcher | None = None
+    launcher: CudaLauncher | None = None
 
     def close(self) -> None:
         """Close the paths, if no engine did, and the launcher. Safe to call twice."""
@@ -41,19 +41,14 @@ def open_paths(driver: Driver, *, ring_bytes: int) -> PathSet:
     """The paths this machine can use: without Triton, those that need no kernel."""
     launcher = _open_launcher(driver)
     means = Means(driver, launcher, ring_bytes)
-    return PathSet(
-        {
-            name: class_of(BY_NAME[name]).open(means)
-            for name in path_names(with_kernels=launcher is not None)
-        },
-        launcher,
-    )
+    names = path_names(with_kernels=launcher is not None)
+    return PathSet({name: class_of(BY_NAME[name]).open(means) for name in names}, launcher)
 
 
-def class_of(path: CopyPath) -> PathClass:
-    """What ``path`` is implemented by."""
+def class_of(path: CopyPath) -> type[Path]:
+    """The class that implements ``path``."""
     module, _, name = path.implementation.partition(":")
-    found: PathClass = getattr(import_module(module), name)
+    found: type[Path] = getattr(import_module(module), name)
     return found
 
 

@@ -16,7 +16,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import cycle
 
 from kvferry.errors import DriverError
@@ -33,7 +32,7 @@ SMALL_SHARE = 32
 
 @dataclass(eq=False)
 class RingPart:
-    """A part of the ring's memory, and the event after which nobody uses it any more."""
+    """A part of the ring's memory, and the event after which it is free."""
 
     address: int
     freed_by: int | None = None
@@ -54,7 +53,7 @@ class RingSlot:
     copied_in: int
     scattered: int
 
-    @cached_property
+    @property
     def address(self) -> int:
         return self.parts[0].address
 
@@ -63,7 +62,7 @@ class RingSlot:
         return {part.freed_by for part in self.parts if part.freed_by is not None}
 
     def free_after(self, event: int) -> None:
-        """Say what the last step of this use is."""
+        """Set the last step of this use."""
         for part in self.parts:
             part.freed_by = event
 
@@ -83,21 +82,20 @@ class Slots:
 class Ring:
     """Owns the memory, streams and events of its slots; takes them on ``open``.
 
-    Whoever takes a slot holds ``lock`` until all its work on it is queued, so that the events
-    always speak of whole uses: two threads, one per direction, use the same ring.
+    Hold ``lock`` from taking a slot until all work on it is queued, so that the events always mean
+    whole uses: two threads, one per direction, use the same ring.
     """
 
     def __init__(self, driver: Driver, num_bytes: int) -> None:
         self.lock = threading.Lock()
         self.inbound = 0
         """The stream on which loads are copied into slots."""
-        self.beside = 0
+        self.bypass = 0
         """The stream of a kernel that bypasses the ring."""
         self.for_ids = 0
-        """The stream on which a load's ids are sent, not to stand in line with its bytes."""
-        small = _whole_pages(num_bytes // SMALL_SHARE)
-        self._small_bytes = small
-        self._large_bytes = _whole_pages((num_bytes - NUM_SMALL * small) // NUM_LARGE)
+        """The stream on which a load's ids are sent, so that they do not queue behind bytes."""
+        self._small_bytes = _whole_pages(num_bytes // SMALL_SHARE)
+        self._large_bytes = _whole_pages((num_bytes - NUM_SMALL * self._small_bytes) // NUM_LARGE)
         self._driver = driver
         self._alone: Slots | None = None
         self._shared: dict[Direction, Slots] = {}
@@ -110,7 +108,7 @@ class Ring:
 
     @property
     def streams(self) -> list[int]:
-        """All of them; none before it is open."""
+        """All its streams; empty before it is open."""
         return [handle for give, handle in self._give_back if give == self._driver.destroy_stream]
 
     def open(self) -> None:
@@ -130,9 +128,8 @@ class Ring:
         """The slot to use next, the small one if ``num_bytes`` fit it; hold ``lock`` meanwhile."""
         slots = self._shared[direction] if self._is_other_at_work(direction) else self._alone
         assert slots is not None, "a ring is opened before it is used"
-        small = slots.small
-        is_small = num_bytes is not None and num_bytes <= small.num_bytes
-        slot = small if is_small else next(slots.in_turn)
+        is_small = num_bytes is not None and num_bytes <= slots.small.num_bytes
+        slot = slots.small if is_small else next(slots.in_turn)
         store = direction is Direction.STORE
         self._latest[direction] = slot.copied_out if store else slot.scattered
         return slot
@@ -164,20 +161,21 @@ class Ring:
         a, b, c, d = (RingPart(base + number * large) for number in range(NUM_LARGE))
         end = base + NUM_LARGE * large
         s, t = (RingPart(end + number * small) for number in range(NUM_SMALL))
-        self.inbound, self.beside, self.for_ids = (self._stream() for _ in range(3))
+        self.inbound, self.bypass, self.for_ids = (self._stream() for _ in range(3))
         streams = [self._stream() for _ in range(NUM_LARGE + NUM_SMALL)]
+        slot = self._slot
         alone = Slots(
-            (self._slot((a, b), 2 * large, streams[0]), self._slot((c, d), 2 * large, streams[2])),
-            self._slot((s, t), 2 * small, streams[4]),
+            (slot((a, b), 2 * large, streams[0]), slot((c, d), 2 * large, streams[2])),
+            slot((s, t), 2 * small, streams[4]),
         )
         self._shared = {
             Direction.STORE: Slots(
-                (self._slot((a,), large, streams[0]), self._slot((b,), large, streams[1])),
-                self._slot((s,), small, streams[4]),
+                (slot((a,), large, streams[0]), slot((b,), large, streams[1])),
+                slot((s,), small, streams[4]),
             ),
             Direction.LOAD: Slots(
-                (self._slot((c,), large, streams[2]), self._slot((d,), large, streams[3])),
-                self._slot((t,), small, streams[5]),
+                (slot((c,), large, streams[2]), slot((d,), large, streams[3])),
+                slot((t,), small, streams[5]),
             ),
         }
         self._alone = alone

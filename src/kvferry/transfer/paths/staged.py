@@ -2,7 +2,7 @@
 
 ::
 
-    store   beside         [head by kernel]
+    store   bypass         [head by kernel]
             slot streams     [gather 1]▲[gather 2]──▲[gather 3]──────▲
             the job's                  [copy 1]─────[copy 2─────────][copy 3─────────]
     load    inbound        [copy 1──────────][copy 2──────────][copy 3]
@@ -12,29 +12,28 @@
 The copy engines run at the full rate of the link and take nothing from the model; the kernel works
 inside device memory, where a chunk takes a twentieth of the time. Copies of one direction share a
 stream, because a copy engine loses some ten microseconds when it turns to another one. A copy that
-waits for a kernel, or a kernel for a copy, starts that much later too: so the gathers of a job run
+waits for a kernel, or a kernel for a copy, starts that much later too. So the gathers of a job run
 while the job before it is still being copied, and only the first chunk of the first job, kept
-small, has anyone wait. Until it can be copied, a kernel writes a few bytes to host memory itself.
+small, makes the link wait. Until it can be copied, a kernel writes a few bytes to host memory.
 
-What a transfer alone loses is at its ends, and at its start most of that is the host's own time:
-so nothing comes before the first copy of a load, or the first kernel of a store, that may as well
-come after it.
+A transfer alone loses time at its ends, and at its start most of that is the host's own time: so
+only what the first copy of a load, or the first kernel of a store, needs comes before it.
 
-Every slot has a stream for its kernels: beside a model that fills the card, kernels get their turn
-only when one of the model's ends, and then all chunks that wait must go at once.
+Every slot has a stream for its kernels: beside a model that fills the card, a kernel starts only
+when one of the model's ends, and then all waiting chunks must go at once.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvferry.errors import DriverError
 from kvferry.transfer.driver.base import Driver, EventPool
 from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.kernels.launch import Grid, Kernels, Launcher, Prepared, widest
-from kvferry.transfer.kernels.tables import IdBuffers
-from kvferry.transfer.paths.contract import ChunkCursor, Means, StreamBarrier
+from kvferry.transfer.kernels.tables import IdBuffers, RowTable
+from kvferry.transfer.paths.contract import Means, Path
 from kvferry.transfer.paths.host_runs import HostRuns
 from kvferry.transfer.paths.kernel import GRID as DIRECT_GRID
 from kvferry.transfer.paths.ring import Ring, RingSlot
@@ -47,10 +46,10 @@ GRID = Grid(programs=66, warps=8)
 """Half the card for some ten microseconds per chunk (one NVIDIA H200)."""
 
 FIRST, HEAD, TAIL = 4 * MiB, 4 * MiB, 3 * MiB
-"""A store's first chunk, whose gather no copy hides; what a kernel writes to host memory by itself
-until that chunk can be copied (less is done too soon where the host is slow, more holds the gathers
-up: writes over the link fill the way to memory for everyone); and a load's last chunk, whose
-scatter no copy hides. The first and the last have the ring's small slot."""
+"""A store's first chunk, whose gather no copy hides; the bytes a kernel writes to host memory until
+that chunk can be copied (fewer end too soon where the host is slow, more delay the gathers: writes
+over the link fill the way to memory); and a load's last chunk, whose scatter no copy hides. The
+first and the last use the ring's small slot."""
 
 SCATTERED_HEADS = 3
 """Times the head where host slots are no neighbours: a batch of copies takes that long to queue."""
@@ -59,7 +58,7 @@ MIN_SENT_IDS = 64
 """From this many blocks on, ids are worth a copy to the device even where it may be late."""
 
 
-class StagedPath:
+class StagedPath(Path):
     """Copies through a ring of ``ring_bytes`` device memory, taken on first use.
 
     Owns the ring, tables and id buffers.
@@ -96,7 +95,7 @@ class StagedPath:
             pass
 
     def pieces(self, job: CopyJob, stream: int, ready: int | None = None) -> Iterator[None]:
-        """Queue a chunk whenever it is asked on; see :class:`PiecewisePath`."""
+        """Queue a chunk per step."""
         prepared = self._kernels.get(job)
         ring = self._ring
         ring.open()
@@ -106,7 +105,7 @@ class StagedPath:
             if is_store:
                 self._begin_store(trip)
             step = self._store_chunk if is_store else self._load_chunk
-            while not trip.chunk.is_last:
+            while trip.chunk.num_left:
                 if trip.slots:
                     yield
                 with ring.lock:
@@ -117,9 +116,9 @@ class StagedPath:
                         # and what is queued for it would run over the bytes that one puts there.
                         self._join_after_fault(trip)
                         raise
-            if trip.head and not self._driver.stream_is_idle(ring.beside):
-                self._join((ring.beside,), stream)
-        except BaseException:  # an interrupt too: what it cuts short is queued all the same
+            if trip.head and not self._driver.stream_is_idle(ring.bypass):
+                self._join((ring.bypass,), stream)
+        except BaseException:  # an interrupt too: the pieces before it are queued all the same
             with ring.lock:
                 self._join_after_fault(trip)
             raise
@@ -129,17 +128,13 @@ class StagedPath:
             self._ids[job.direction].fence(stream)
 
     @property
-    def streams(self) -> list[int]:
-        """Those of its own, besides the one of the job."""
+    def streams(self) -> Sequence[int]:
         return self._ring.streams
 
-    def is_prepared(self, job: CopyJob, ahead: int) -> bool:
+    def is_prepared(self, job: CopyJob, num_before: int) -> bool:
         if not self._ring.is_open or self._kernels.find(job) is None:
             return False
-        return self._ids[job.direction].num_free(len(job.device_blocks)) > ahead
-
-    def is_quick(self, job: CopyJob) -> bool:
-        return False
+        return self._ids[job.direction].num_free(len(job.device_blocks)) > num_before
 
     def close(self) -> None:
         with self._driver.current():
@@ -154,34 +149,34 @@ class StagedPath:
 
     def _begin_store(self, trip: _Trip) -> None:
         job, stream = trip.job, trip.stream
-        direct = self._direct.get(job)  # now: what is new takes long, and a turn holds others up
+        direct = self._direct.get(job)  # before the lock: a new kernel takes long to load
         ids = self._ids[job.direction]
         address = ids.write(job)
         barrier = StreamBarrier(self._driver, self._events, stream, trip.ready)
         trip.barriers = (barrier,)
         barrier.mark()
-        if ids.was_idle and barrier.is_open:  # else a job before, or the model, has the link's time
+        if ids.was_idle and barrier.is_open:  # else an earlier job or the model hides the start
             self._store_head(trip, direct, address)
         trip.prepared.begin(job, address)
         trip.barriers = (barrier, StreamBarrier(self._driver, self._events, self._ring.inbound))
 
     def _store_head(self, trip: _Trip, direct: Prepared, ids: int) -> None:
-        """The first bytes straight to host memory, while the first chunk is made ready.
+        """Write the first bytes straight to host memory while the first chunk is made ready.
 
-        Waits for nothing: call it only where nothing is left that the job must come after.
+        The kernel waits for no event: call it only where the job has nothing left to come after.
         """
         job, chunk = trip.job, trip.chunk
         num_bytes = self._head if len(job.run_heads) == 1 else SCATTERED_HEADS * self._head
         if job.num_bytes <= num_bytes + self._first:
-            return  # as good as the whole job: two kernels would be in each other's way
+            return  # almost the whole job: two kernels would slow each other down
         if direct.rows.shape.row_bytes != trip.prepared.rows.shape.row_bytes:
-            return  # host slots are aligned worse than the ring: rows are counted otherwise
+            return  # host slots are aligned worse than the ring, so rows differ
         chunk.fit(num_bytes)
         arguments = direct.begin(job, ids)
         arguments.packed_base, arguments.packed_pitch = job.host_base, job.host_pitch
         arguments.first_row, arguments.last_row = chunk.first_row, chunk.last_row
         trip.head = True
-        self._direct.launch(direct, self._ring.beside)
+        self._direct.launch(direct, self._ring.bypass)
 
     def _store_chunk(self, trip: _Trip) -> None:
         driver, chunk, stream = self._driver, trip.chunk, trip.stream
@@ -210,7 +205,7 @@ class StagedPath:
     def _send_ids_if_idle(self, trip: _Trip) -> None:
         """Let the gathers to come read ids on the device, if no load's copies would delay them."""
         ids, inbound = self._ids[trip.job.direction], self._ring.inbound
-        is_worth_it = len(trip.job.device_blocks) >= MIN_SENT_IDS and not trip.chunk.is_last
+        is_worth_it = len(trip.job.device_blocks) >= MIN_SENT_IDS and trip.chunk.num_left
         if is_worth_it and not ids.is_sent and self._driver.stream_is_idle(inbound):
             trip.prepared.arguments.ids = ids.send(inbound)
             trip.barriers[-1].mark()
@@ -231,8 +226,8 @@ class StagedPath:
         trip.slots[slot] = None
         self._wait_until_free(slot, inbound)
         runs = trip.runs = trip.runs or HostRuns(trip.job)
-        # Not behind the barrier: a leased slot does not change, so it may be read before what the
-        # job's stream still waits for. Only scatters write what others read.
+        # Not behind the barrier: a leased slot does not change, so it may be read before the job's
+        # stream has finished waiting. Only scatters write blocks that compute may still read.
         runs.load(driver, chunk.start, chunk.end, slot.address, inbound)
         if not trip.barriers:  # after the first copy: the link need not wait for it
             self._begin_scatters(trip)
@@ -292,19 +287,19 @@ class StagedPath:
             self._events.give(event)
 
     def _join_after_fault(self, trip: _Trip) -> None:
-        """Whatever is queued already must have run when the failed job's receipt is given.
+        """Order everything queued already before the failed job's receipt.
 
-        Where the driver will not order it, we wait for it here: memory that a stray copy or kernel
-        still touches would go to someone else. Afterwards the trip has nothing queued any more.
+        If the driver refuses to order it, wait for it here: the memory that a stray copy or kernel
+        still touches is reused afterwards. Then the trip has nothing queued any more.
         """
         driver, ring, stream = self._driver, self._ring, trip.stream
         slots, head = tuple(trip.slots), trip.head
         trip.slots.clear()
         trip.head = False
         if not slots and not head:
-            return  # or all of it is in order already
+            return
         streams = dict.fromkeys(
-            (ring.inbound, ring.beside, ring.for_ids, *(slot.stream for slot in slots))
+            (ring.inbound, ring.bypass, ring.for_ids, *(slot.stream for slot in slots))
         )
         try:
             self._join(streams, stream)
@@ -323,21 +318,90 @@ class StagedPath:
             try:
                 self._driver.synchronize_stream(stream)
             except DriverError as error:
-                # What refuses this too is a device that is lost: nothing runs on it any more.
+                # A device that refuses this too is lost: nothing runs on it any more.
                 log.error("a copy could not be waited for: %s", error)
 
 
-class _Trip:
-    """One job on its way: where it is cut, and what it has queued on streams that are not its own.
+class ChunkCursor:
+    """Goes through a job in chunks that fit ring slots; its attributes describe the current chunk.
 
-    Made before the first copy, and the link waits for that: so what comes later is made later.
+    Rows ``first_row`` to ``last_row`` of the job are bytes ``start`` to ``end`` of its blocks.
+    """
+
+    def __init__(self, job: CopyJob, rows: RowTable) -> None:
+        self._rows = rows
+        self._total = job.num_bytes
+        self.first_row = self.last_row = self.start = self.end = 0
+
+    @property
+    def num_left(self) -> int:
+        """The bytes after this chunk."""
+        return self._total - self.end
+
+    def fit(self, num_bytes: int, *, keep: int = 0) -> None:
+        """Go on to the next chunk, of at most ``num_bytes``; leave ``keep`` bytes, or none."""
+        self.first_row, self.start = self.last_row, self.end
+        left = self._total - self.start
+        wanted = left - keep if left > keep else left
+        # A chunk ends where a row does, so it may fall short of its size but never exceed it.
+        row = self._rows.row_at(self.start + min(wanted, num_bytes))
+        self.last_row = max(row, self.first_row + 1)
+        self.end = self._rows.position_of(self.last_row)
+
+
+class StreamBarrier:
+    """A point that a job's kernels must come after, on whatever stream they run.
+
+    The point is ``ready`` or, where none was given, all that ``stream`` holds at the mark.
+    """
+
+    def __init__(
+        self, driver: Driver, events: EventPool, stream: int, ready: int | None = None
+    ) -> None:
+        self.stream = stream
+        self._ready = ready
+        self._driver = driver
+        self._events = events
+        self._event: int | None = None
+        self._held: set[int] = set()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing was left to wait for at the mark."""
+        return self._event is None
+
+    def mark(self) -> None:
+        """Set the point here, if anything before is still to be waited for."""
+        if self._ready is not None:
+            self._event = None if self._driver.event_is_done(self._ready) else self._ready
+        elif not self._driver.stream_is_idle(self.stream):
+            self._event = self._events.take()
+            self._driver.record_event(self._event, self.stream)
+
+    def hold(self, stream: int) -> None:
+        """Keep work queued on ``stream`` from now on behind the mark."""
+        if self._event is not None and stream not in self._held:
+            self._driver.stream_wait_event(stream, self._event)
+            self._held.add(stream)
+
+    def close(self) -> None:
+        """Every wait has captured the mark, so its event is free for the next job."""
+        if self._event is not None and self._ready is None:
+            self._events.give(self._event)
+        self._event = None
+
+
+class _Trip:
+    """One job being queued: where it is cut, and what it has queued on the path's own streams.
+
+    Made before the first copy, which the link waits for: so later needs are made later.
     """
 
     head = False
-    """Whether a kernel beside the ring has part of it."""
+    """Whether a kernel that bypasses the ring has part of it."""
     runs: HostRuns | None = None
     barriers: tuple[StreamBarrier, ...] = ()
-    """What its kernels come after."""
+    """The points its kernels come after."""
 
     def __init__(self, job: CopyJob, prepared: Prepared, stream: int, ready: int | None) -> None:
         self.job = job

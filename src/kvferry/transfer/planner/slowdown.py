@@ -24,7 +24,7 @@ import torch
 from kvferry.errors import DeadlineError
 from kvferry.transfer.job import CopyJob
 from kvferry.transfer.paths.contract import Path
-from kvferry.transfer.planning.calibrate import GB, CopyRig
+from kvferry.transfer.planner.measure import GB, CopyRig
 
 WIDTH = 8192
 LAYERS, TOKENS = 16, 16

@@ -1,31 +1,44 @@
-"""The planner: which path for which transfer, from what was measured on this machine.
+"""The planner: which path for which transfer, by the measurements of this machine.
 
-Between measured sizes it interpolates the time: straight in the bytes of the transfer, because a
-copy costs a start and then so much per byte; straight in one over the segment size, because what a
-path pays per segment it pays the more often the smaller they are. Both are exact for a path whose
-time is ``a + b * bytes + c * segments``. Host slots that are no neighbours cost a path that copies
-them one by one so much at the start and so much each, measured too.
+Between measured sizes it interpolates the time: linearly in the bytes of the transfer, because a
+copy costs a start and then so much per byte; linearly in one over the segment size, because smaller
+segments are more segments. Both are exact for a path whose time is
+``a + b * bytes + c * segments``. Scattered host slots cost a path that copies runs one by one
+a start and so much per run, measured too.
 """
 
 from __future__ import annotations
 
 import bisect
+import logging
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
-from typing import Protocol
 
-from kvferry.errors import InputError
-from kvferry.settings.copy_paths import BY_NAME
+from kvferry.errors import InputError, KvferryError
+from kvferry.settings.copy_paths import AUTO_PATH, BY_NAME
+from kvferry.transfer.driver.base import Driver
 from kvferry.transfer.job import Direction
 from kvferry.transfer.layout import GroupLayout
-from kvferry.transfer.planning.profile import BusyCell, Cell, Profile
+from kvferry.transfer.paths.contract import Path
+from kvferry.transfer.planner.measure import calibrate
+from kvferry.transfer.planner.profile import (
+    BusyCell,
+    Cell,
+    Profile,
+    builtin_profile,
+    load_profile,
+    profile_file,
+    save_profile,
+)
+
+log = logging.getLogger(__name__)
 
 MODEL_WEIGHT = 8.0
-"""Milliseconds of copy time that one millisecond of model time is worth while the model runs:
-every request in the batch waits for the model, only a few for a copy."""
+"""One millisecond of model time counts as so many of copy time while the model runs: every request
+in the batch waits for the model, only a few for a copy."""
 
 MAX_REMEMBERED = 4096
 GB = 1e9
@@ -41,12 +54,12 @@ class Estimate:
 
     @property
     def score(self) -> float:
-        """Seconds, those taken from the model counted for what they are worth."""
+        """Seconds, those taken from the model weighted by ``MODEL_WEIGHT``."""
         return self.seconds + MODEL_WEIGHT * self.lost_seconds
 
 
 class _Curve:
-    """Seconds over bytes at one segment size: straight between points, straight beyond."""
+    """Seconds over bytes at one segment size: linear between points, linear beyond."""
 
     def __init__(self, cells: Sequence[Cell]) -> None:
         ordered = sorted(cells, key=lambda cell: cell.num_bytes)
@@ -94,7 +107,7 @@ class _Surface:
     def _in_one_run(self, segment_bytes: float, num_bytes: int) -> float:
         sizes, curves = self._sizes, self._curves
         if segment_bytes <= sizes[0]:
-            # Smaller than all we know: as many segments of the smallest size cost at least that.
+            # Below all measured sizes: as many segments of the smallest size cost at least that.
             return curves[0].at(int(num_bytes * sizes[0] / segment_bytes))
         if segment_bytes >= sizes[-1]:
             return curves[-1].at(num_bytes)
@@ -107,7 +120,7 @@ class _Surface:
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """The start and slope, neither below nothing, of the line that fits ``points`` best."""
+    """The start and slope, neither negative, of the line that fits ``points`` best."""
     if not points:
         return 0.0, 0.0
     middle, mean = (fmean(values) for values in zip(*points, strict=True))
@@ -131,7 +144,7 @@ class _Beside:
     lost_seconds_per_byte: float
 
 
-class MeasuredPlanner:
+class Planner:
     """Chooses by a profile among the ``paths`` an engine has; ``pinned`` overrules it."""
 
     def __init__(
@@ -173,9 +186,11 @@ class MeasuredPlanner:
         *,
         in_parts: bool = False,
     ) -> str:
-        """The name of the path that costs least; ``busy`` says that the model runs now.
+        """The name of the path that costs least; several threads may ask at once.
 
-        ``in_parts``: of those that queue a copy at once, if there are any.
+        ``busy`` says that the model runs now, ``num_runs`` how many runs of neighbours the host
+        slots make up. For a transfer ``in_parts`` it is the best path that queues a copy at once,
+        if there is one: the reader of the parts is told of them when all are queued.
         """
         if self.pinned is not None:
             return self.pinned
@@ -251,17 +266,17 @@ class MeasuredPlanner:
 
 
 def _at_once(estimates: Sequence[Estimate]) -> str | None:
-    """The best of the paths that queue a copy at once, however much faster another one is.
+    """The best of the paths that queue a copy at once, though another one may be faster.
 
-    vLLM was told of a load of 917 MB 1.4 ms after it was ordered by ``kernel``, 6 by ``staged``:
-    first tokens after 26.6 and 29.7 ms. (One NVIDIA H200, vLLM 0.26, 2026-11-18.)
+    A load of 917 MB was queued after 1.4 ms by ``kernel``, 6 ms by ``staged``: first tokens
+    came after 26.6 and 29.7 ms. (One NVIDIA H200, vLLM 0.26, 2026-11-18.)
     """
     names = (estimate.path for estimate in estimates)
     return next((name for name in names if name in BY_NAME and BY_NAME[name].queues_at_once), None)
 
 
 def _queueing(direction: Direction, path: str) -> float:
-    """Seconds of the interpreter for each byte: an engine that serves wants it for its steps."""
+    """Seconds of the interpreter per byte, which the engine's steps need too."""
     known = BY_NAME.get(path)
     if known is None:
         return 0.0
@@ -270,12 +285,12 @@ def _queueing(direction: Direction, path: str) -> float:
 
 
 def _counted(num_runs: int) -> int:
-    """The next power of two: what is remembered must not depend on every single slot."""
+    """The next power of two, so that remembered choices do not depend on every single slot."""
     return 1 << (num_runs - 1).bit_length()
 
 
 def _average(cells: Sequence[BusyCell]) -> _Beside:
-    """A server spends its time on all the loads, so their mean counts; unmeasured costs nothing."""
+    """The mean over all measured model loads; an unmeasured path costs nothing extra."""
     if not cells:
         return _Beside(1.0, 0.0)
     return _Beside(
@@ -284,59 +299,11 @@ def _average(cells: Sequence[BusyCell]) -> _Beside:
     )
 
 
-# ------------------------------------------------------------------------------------------------
-# What a planner must offer: a path for every transfer.
-
-
-class Planner(Protocol):
-    """Picks the path of each transfer; asked by several threads at once."""
-
-    def choose(
-        self,
-        direction: Direction,
-        layout: GroupLayout,
-        num_blocks: int,
-        busy: bool,
-        num_runs: int = 1,
-        *,
-        in_parts: bool = False,
-    ) -> str:
-        """The name of a path; ``busy`` says that the model runs on the device now.
-
-        ``num_runs`` is how many runs of neighbours the host slots make up. ``in_parts``: it lands
-        part by part and may be read meanwhile, but nobody is told of it before all of it is queued.
-        """
-
-
-@dataclass(frozen=True)
-class FixedPlanner:
-    """Always the same path per direction: for tests, and for users who pin their choice."""
-
-    store: str
-    load: str
-
-    def choose(
-        self,
-        direction: Direction,
-        layout: GroupLayout,
-        num_blocks: int,
-        busy: bool,
-        num_runs: int = 1,
-        *,
-        in_parts: bool = False,
-    ) -> str:
-        return self.store if direction is Direction.STORE else self.load
-
-
-# ------------------------------------------------------------------------------------------------
-# What one rank picks paths by, as plain data: another process can say why it picked one.
-
-
 @dataclass(frozen=True)
 class PathChoices:
-    """The measurements, the paths there are, the one that is pinned, and every group's layout.
+    """What one rank picks paths by, as plain data: another process can explain a choice.
 
-    Sent once by a rank: then no transfer has to carry its reason along.
+    Sent once by a rank, so that no transfer has to carry its reason along.
     """
 
     profile: Profile
@@ -345,8 +312,8 @@ class PathChoices:
     layouts: tuple[GroupLayout, ...]
 
     @cached_property
-    def _planner(self) -> MeasuredPlanner:
-        return MeasuredPlanner(self.profile, self.paths, pinned=self.pinned)
+    def _planner(self) -> Planner:
+        return Planner(self.profile, self.paths, pinned=self.pinned)
 
     def load_seconds(self, group: int, num_blocks: int, *, busy: bool) -> float | None:
         """How long a load of so many blocks takes by what was measured; None where it was not."""
@@ -375,3 +342,29 @@ class PathChoices:
         if planner.choose(*what, in_parts=True) == path:
             return f"{path}: it landed in parts, and this path queues all of them at once."
         return ""
+
+
+def open_planner(
+    driver: Driver, paths: Mapping[str, Path], *, copy_path: str = AUTO_PATH
+) -> Planner:
+    """A planner for ``paths``: pinned, or by this machine's profile, measured if there is none.
+
+    A machine that cannot be measured gets the built-in profile.
+    """
+    if copy_path != AUTO_PATH:
+        return Planner(builtin_profile(), paths, pinned=copy_path)
+    return Planner(_profile(driver, paths), paths)
+
+
+def _profile(driver: Driver, paths: Mapping[str, Path]) -> Profile:
+    file = profile_file(driver.identity(), paths)
+    profile = load_profile(file, paths)
+    if profile is not None:
+        return profile
+    try:
+        profile = calibrate(driver, paths)
+        save_profile(profile, file)
+    except (KvferryError, OSError, RuntimeError) as error:
+        log.warning("this machine could not be measured: %s", error)
+        return profile or builtin_profile(f"measuring failed: {error}")
+    return profile

@@ -29,7 +29,7 @@ from kvferry.transfer.driver.base import BatchForm, Driver, Priority
 from kvferry.transfer.job import CopyJob, Direction
 from kvferry.transfer.layout import GroupLayout
 from kvferry.transfer.paths.contract import Path
-from kvferry.transfer.planning.profile import LEAST_GBPS, MOST_LOST_MS, BusyCell, Cell, Profile
+from kvferry.transfer.planner.profile import LEAST_GBPS, MOST_LOST_MS, BusyCell, Cell, Profile
 
 MiB = 1 << 20
 GB = 1e9
@@ -383,7 +383,7 @@ def _time_beside_model(
         log.warning("torch is not installed: what copies cost the model is not measured")
         return
     # Imported here: torch is heavy, and only these loads need it.
-    from kvferry.transfer.planning.slowdown import MatmulLoad, WeightLoad, measure_slowdown, release
+    from kvferry.transfer.planner.slowdown import MatmulLoad, WeightLoad, measure_slowdown, release
 
     for make_load in (MatmulLoad, WeightLoad):
         try:

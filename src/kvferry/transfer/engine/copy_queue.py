@@ -1,0 +1,496 @@
+"""One direction's stream and the copies in flight on it.
+
+A copy's life::
+
+    submit -> [taken by the thread, or by a waiting caller] -> queued -> end recorded -> over
+                   wait for compute, start, the copy, piece by piece | end, and its flag
+
+The ``end`` event is recorded after a failure too: part of the copy may already be queued, and a
+receipt given before that part has run would free memory the card is still writing to.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from kvferry.errors import DriverError
+from kvferry.transfer.driver.base import Driver, EventPool
+from kvferry.transfer.engine.flags import HostFlag, HostFlags
+from kvferry.transfer.job import CopyJob
+from kvferry.transfer.paths.contract import Path
+from kvferry.types import Outcome, Rank, Receipt, TransferId
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class PendingCopy:
+    """One transfer between submit and receipt."""
+
+    transfer_id: TransferId
+    job: CopyJob
+    path: Path | None = None
+    """None until one is picked."""
+    path_name: str = ""
+    beside_model: bool = False
+    num_runs: int = 1
+    num_bytes: int = 0
+    ready: int | None = None
+    """Event recorded on the compute stream at submit; the copy comes after it."""
+    pieces: Iterator[None] | None = None
+    """What is left to queue; None before the copy is begun."""
+    start: int | None = None
+    marks: list[int] = field(default_factory=list)
+    """Events, one for each part that is queued, in their order."""
+    end: int | None = None
+    queued: bool = False
+    """Nothing more will be queued for it; only its end is awaited."""
+    reason: str = ""
+    """Why it failed: the first fault, empty while there is none."""
+    seconds: float = 0.0
+    trouble_since: float | None = None
+    flag: HostFlag | None = None
+    """Unset while compute waits for this load though it is not queued yet."""
+    after: PendingCopy | None = None
+    """A load that compute waits for. A store may wait for that compute, so it is queued later."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing it comes behind is still being queued."""
+        return self.after is None or self.after.queued
+
+    def fail(self, error: BaseException) -> None:
+        """Keep the first fault as the reason of a failed receipt."""
+        if not self.reason:
+            self.reason = f"{type(error).__name__}: {error}"
+
+    def receipt(self, rank: Rank) -> Receipt:
+        """How it ended."""
+        return Receipt(
+            self.transfer_id,
+            rank,
+            Outcome.FAILED if self.reason else Outcome.OK,
+            self.reason,
+            num_bytes=0 if self.reason else self.num_bytes,
+            seconds=0.0 if self.reason else self.seconds,
+            path=self.path_name,
+            beside_model=self.beside_model,
+            num_runs=self.num_runs,
+        )
+
+
+class CopyQueue:
+    """Owns one direction's copies in flight and their thread; leaves the stream to the engine.
+
+    Copies that take long to queue go to the thread, so that ``submit`` never holds the engine.
+    ``patience`` is how long a driver may refuse to say whether a copy is over; ``pick`` finds the
+    path of a copy that comes without one; ``num_first_pieces`` are queued by the caller that begins
+    a copy.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        driver: Driver,
+        stream: int,
+        order_events: EventPool,
+        timing_events: EventPool,
+        *,
+        pick: Callable[[PendingCopy], Path],
+        num_first_pieces: int = 1,
+        patience: float,
+        flags: HostFlags,
+        wait_for_load: Callable[[PendingCopy, float | None], bool],
+    ) -> None:
+        self.stream = stream
+        self._flags = flags
+        self._wait_for_load = wait_for_load
+        self._pick = pick
+        self._num_first_pieces = num_first_pieces
+        self._name = name
+        self._driver = driver
+        self._order_events = order_events
+        self._timing_events = timing_events
+        self._patience = patience
+        self._open: deque[PendingCopy] = deque()
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)  # there is something for the thread
+        self._queued = threading.Condition(lock)  # there is less to queue: the thread sleeps on
+        self._num_unqueued = 0
+        self._turn = threading.Lock()  # to take and queue the next copy: so they stay in order
+        self._waiting: deque[PendingCopy] = deque()  # the first may be begun
+        self._is_held = False
+        self._is_closing = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def num_open(self) -> int:
+        """Transfers submitted and not yet settled."""
+        return len(self._open)
+
+    @property
+    def num_unqueued(self) -> int:
+        """Transfers submitted that are not queued to their end."""
+        return self._num_unqueued
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the thread is still inside a driver call after ``close``."""
+        return self._thread is not None and self._thread.is_alive()
+
+    # -- what callers do -------------------------------------------------------------------------
+
+    def submit(self, copy: PendingCopy, *, quick: bool) -> None:
+        """Queue it now if that is quick and nothing waits before it, else on the thread."""
+        with self._changed:
+            here = quick and not self._num_unqueued and copy.is_free
+            self._open.append(copy)
+            self._num_unqueued += 1
+            if not here:
+                self._waiting.append(copy)
+                if not self._is_held:
+                    self._changed.notify_all()
+        if here:
+            with self._turn:
+                self._queue(copy)
+        elif not self._is_held and not self._has_thread():
+            self._queue_next(None)
+
+    def hold(self) -> None:
+        """Keep the thread from copies submitted from now on, until ``release``."""
+        self._is_held = True
+
+    def begin(self, small: int) -> None:
+        """Queue here all of a copy of up to ``small`` bytes, and the first pieces of a larger one.
+
+        So the first bytes move before another thread has heard of the copy.
+        """
+        if not self._waiting or not self._turn.acquire(blocking=False):
+            return
+        try:
+            while self._waiting and self._waiting[0].is_free:
+                copy = self._waiting[0]
+                whole = copy.num_bytes <= small
+                if not any(self._queue(copy, whole=whole) for _ in range(self._num_first_pieces)):
+                    break
+        finally:
+            self._turn.release()
+
+    def release(self) -> None:
+        """Leave what is left to queue to the thread."""
+        self._is_held = False
+        if self._waiting:
+            self._wake_thread()
+
+    def settle(self) -> list[PendingCopy]:
+        """Take out the copies that are over, in order; never blocks on the device."""
+        over: list[PendingCopy] = []
+        if self._is_held:
+            self.release()
+        if self._num_unqueued:
+            # A caller that polls in a tight loop would keep the interpreter from our own thread.
+            time.sleep(0)
+        with self._changed:
+            while self._open and self._open[0].queued and self._is_over(self._open[0]):
+                over.append(self._open.popleft())
+        for copy in over:
+            if copy.flag is not None:
+                copy.flag.set_now()  # if the stream refused to
+        return over
+
+    def has_ended(self) -> bool:
+        """Whether the first open copy is over, as far as the driver says."""
+        with self._changed:
+            first = self._open[0] if self._open else None
+            if first is None or not first.queued or first.end is None:
+                return False
+            try:
+                return self._driver.event_is_done(first.end)
+            except DriverError as error:  # settle meets it again, and deals with the rest
+                first.fail(error)
+                return False
+
+    def flush(self, timeout: float) -> bool:
+        """Queue everything submitted so far on the stream; False if that took longer.
+
+        What the thread has not taken yet is queued here: handing it over takes longer than that.
+        """
+        end = time.monotonic() + timeout
+        while self._queue_next(end):
+            pass
+        with self._changed:
+            left = max(0.0, end - time.monotonic())
+            return self._queued.wait_for(lambda: not self._num_unqueued, left)
+
+    def hold_behind_flag(self, stream: int) -> PendingCopy | None:
+        """Keep ``stream`` behind a flag that is set when all submitted so far has ended.
+
+        Returns the copy that sets it. None where all is queued, where queueing would take memory or
+        load a kernel (which may wait for the very compute we hold), or where the driver refuses.
+        """
+        with self._changed:
+            if not self._num_unqueued or not self._can_queue_unaided():
+                return None
+            last = self._open[-1]
+            flag = last.flag if last.flag is not None else self._flags.make()
+            if flag is None:
+                return None
+            try:
+                self._flags.hold(flag, stream)
+            except Exception as error:
+                log.warning("%s queue: a flag was refused: %s", self._name, error)
+                if last.flag is None:
+                    flag.set_now()
+                return None
+            last.flag = flag  # under the lock: the thread that queues the last piece looks for it
+            return last
+
+    def wait_until_queued(self, copy: PendingCopy, end: float | None) -> bool:
+        """Wait until nothing more will be queued for it; False if ``end`` came before."""
+        with self._changed:
+            left = None if end is None else max(0.0, end - time.monotonic())
+            return self._queued.wait_for(lambda: copy.queued, left)
+
+    def close(self, timeout: float) -> list[PendingCopy]:
+        """End the thread; returns the copies whose end is not awaited any more."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout)
+        if self._turn.acquire(blocking=False):  # else a thread is stuck inside one of them
+            for copy in self._waiting:
+                self._cut_short(copy)
+            self._turn.release()
+        with self._changed:
+            left = list(self._open)
+            self._open.clear()
+            self._waiting.clear()
+        for copy in left:
+            if copy.flag is not None:
+                copy.flag.set_now()
+        return left
+
+    # -- queueing --------------------------------------------------------------------------------
+
+    def _can_queue_unaided(self) -> bool:
+        num_before = 0
+        try:
+            for copy in self._waiting:
+                if copy.pieces is not None and copy.job.in_parts is None:
+                    continue  # one that is begun has all it needs
+                if copy.path is None:
+                    copy.path = self._pick(copy)
+                if copy.job.in_parts is not None:
+                    return False
+                if not copy.path.is_prepared(copy.job, num_before):
+                    return False
+                num_before += 1
+        except Exception:  # queueing meets it again, and reports it
+            return False
+        return True
+
+    def _wake_thread(self) -> None:
+        if self._has_thread():
+            with self._changed:
+                self._changed.notify_all()
+        else:
+            while self._queue_next(None):
+                pass
+
+    def _has_thread(self) -> bool:
+        """Start the thread if there is none; False where the process may not have another one."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._work, name=f"kvferry-{self._name}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                log.warning("%s queue: callers queue copies themselves: %s", self._name, error)
+                return False
+            self._thread = thread
+        return True
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._is_closing or (self._waiting and not self._is_held)
+                )
+                if not self._waiting:
+                    return
+            self._queue_next(None)
+
+    def _queue_next(self, end: float | None) -> bool:
+        """Queue the next copy to its end, if there is one and its turn comes by ``end``."""
+        if not self._waiting:
+            return False
+        if not self._turn.acquire(timeout=-1 if end is None else max(0.0, end - time.monotonic())):
+            return False
+        try:
+            if not self._waiting:
+                return False
+            copy = self._waiting[0]
+            if copy.after is not None and not self._wait_for_load(copy.after, end):
+                return False
+            self._queue(copy)
+            return True
+        finally:
+            self._turn.release()
+
+    def _queue(self, copy: PendingCopy, *, whole: bool = True) -> bool:
+        """Wait for compute, copy, record the end; or queue one piece. False if some are left.
+
+        No fault escapes: a dead thread leaves others waiting.
+        """
+        is_done = True
+        try:
+            with self._driver.current():
+                is_done = self._queue_pieces(copy, whole=whole)
+                if is_done:
+                    self._record_end(copy)
+        except BaseException as error:
+            # An interrupt too: a copy cut short must not end in a good receipt.
+            is_done = True
+            copy.fail(error)
+            self._cut_short(copy)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            if is_done:
+                self._finish(copy)
+        return is_done
+
+    def _queue_pieces(self, copy: PendingCopy, *, whole: bool) -> bool:
+        try:
+            if copy.pieces is None:
+                copy.pieces = self._begin(copy)
+            for _ in copy.pieces:
+                if not whole:
+                    return False
+        except Exception as error:
+            copy.fail(error)
+        return True
+
+    def _begin(self, copy: PendingCopy) -> Iterator[None]:
+        path = copy.path if copy.path is not None else self._pick(copy)
+        if copy.ready is not None:
+            # Before the copy, in both directions: a store must not read blocks that are still
+            # being written, a load must not write blocks that are still being read.
+            self._driver.stream_wait_event(self.stream, copy.ready)
+        copy.start = self._timing_events.take()
+        self._driver.record_event(copy.start, self.stream)
+        return self._pieces(copy, path)
+
+    def _pieces(self, copy: PendingCopy, path: Path) -> Iterator[None]:
+        """Queue a copy piece by piece, with a mark after each of its parts."""
+        job = copy.job
+        if job.in_parts is None:
+            yield from path.pieces(job, self.stream, copy.ready)
+            return
+        for part in job.parts():
+            yield from path.pieces(part, self.stream, copy.ready)
+            mark = self._order_events.take()
+            copy.marks.append(mark)
+            # Here the part has landed, and all before it.
+            self._driver.record_event(mark, self.stream)
+
+    def _cut_short(self, copy: PendingCopy) -> None:
+        """Queue no more of it; what is queued must come before its receipt."""
+        close = getattr(copy.pieces, "close", None)
+        if close is None:
+            return
+        try:
+            with self._driver.current():
+                close()
+        except Exception as error:
+            log.error("%s queue: a copy that was cut short is not fenced: %s", self._name, error)
+
+    def _finish(self, copy: PendingCopy) -> None:
+        with self._changed:
+            if copy.flag is None:
+                self._drop(copy)  # under the same lock: a flag asked for later finds it queued
+                return
+        try:
+            self._set_flag(copy, copy.flag)
+        finally:
+            with self._changed:
+                self._drop(copy)
+
+    def _drop(self, copy: PendingCopy) -> None:
+        # The waits, if it came to that, have captured the record: the event is free again.
+        if copy.ready is not None:
+            self._order_events.give(copy.ready)
+            copy.ready = None
+        if self._waiting and self._waiting[0] is copy:
+            self._waiting.popleft()
+        copy.queued = True
+        self._num_unqueued -= 1
+        self._queued.notify_all()
+
+    def _set_flag(self, copy: PendingCopy, flag: HostFlag) -> None:
+        try:
+            with self._driver.current():
+                try:
+                    self._flags.set_behind(flag, self.stream)
+                except Exception as error:
+                    copy.fail(error)
+                    self._driver.synchronize_stream(self.stream)
+                    flag.set_now()
+        except Exception as error:  # a device that is lost: nothing runs on it any more
+            copy.fail(error)
+            flag.set_now()
+
+    # -- its end ---------------------------------------------------------------------------------
+
+    def _record_end(self, copy: PendingCopy) -> int:
+        if copy.end is None:
+            event = self._timing_events.take()
+            try:
+                self._driver.record_event(event, self.stream)
+            except Exception:
+                self._timing_events.give(event)
+                raise
+            copy.end = event
+        return copy.end
+
+    def _is_over(self, copy: PendingCopy) -> bool:
+        try:
+            with self._driver.current():
+                if not self._driver.event_is_done(self._record_end(copy)):
+                    return False
+                self._measure(copy)
+        except Exception as error:
+            copy.fail(error)
+            return self._give_up(copy)
+        for event in (copy.start, copy.end):
+            if event is not None:
+                self._timing_events.give(event)
+        return True
+
+    def _measure(self, copy: PendingCopy) -> None:
+        if copy.start is None or copy.end is None or copy.reason:
+            return
+        try:
+            copy.seconds = self._driver.elapsed_seconds(copy.start, copy.end)
+        except Exception as error:
+            # Often the late news of a copy that went wrong: not a receipt to call good.
+            copy.fail(error)
+
+    def _give_up(self, copy: PendingCopy) -> bool:
+        """Whether the driver has refused to answer for so long that it never will.
+
+        Its events stay with the pool, unused, until the engine closes: they may be pending.
+        """
+        now = time.monotonic()
+        if copy.trouble_since is None:
+            copy.trouble_since = now
+        if now - copy.trouble_since < self._patience:
+            return False
+        words = "%s queue: gave up on transfer %d: %s"
+        log.error(words, self._name, copy.transfer_id, copy.reason)
+        return True
