@@ -217,14 +217,17 @@ class CpuEngine:
     def _copy(self, transfer: Transfer) -> None:
         start = time.perf_counter()
         try:
-            self._check(transfer)
-            views = self._groups[transfer.group]
-            move = views.store if transfer.src == DEVICE else views.load
-            move(transfer, self._host)
+            self._move(transfer)
         except Exception as error:  # a copy thread that dies leaves its request waiting for ever
             self._end(transfer, error=error)
         else:
             self._end(transfer, seconds=time.perf_counter() - start)
+
+    def _move(self, transfer: Transfer) -> None:
+        self._check(transfer)
+        views = self._groups[transfer.group]
+        move = views.store if transfer.src == DEVICE else views.load
+        move(transfer, self._host)
 
     def _end(
         self, transfer: Transfer, *, seconds: float = 0.0, error: Exception | None = None
